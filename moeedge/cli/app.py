@@ -141,7 +141,7 @@ def load_command(name: str) -> Any:
         entry = command_app
     command = typer.main.get_command(entry)
     _flow_help(command)
-    if not any("-m" in param.opts for param in command.params):  # variables of llama.cpp are about models
+    if not any("-m" in param.opts and param.envvar for param in command.params):  # llama.cpp's are about models
         for param in command.params:
             param.envvar = None
     return command

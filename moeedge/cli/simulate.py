@@ -40,7 +40,14 @@ Hardware = Annotated[
     ),
 ]
 Model = Annotated[
-    str, derive(options.Model, metavar="NAME|FILE", help="Model to simulate: qwen3-30b-a3b and others, or a GGUF file.")
+    str,
+    derive(
+        options.Model,
+        metavar="NAME|FILE",
+        help="Model to simulate: qwen3-30b-a3b and others, or a GGUF file.",
+        parser=None,
+        envvar=None,  # llama.cpp's are about models that run
+    ),
 ]
 TraceOption = Annotated[
     Path | None,

@@ -61,7 +61,8 @@ class Speller:
         self._takes_words = any(param.param_type_name == "argument" for param in command.params)
         self._words = tuple(words)
         self._foreign_settings: list[Setting] = []
-        self._foreign = foreign_options() if "-m" in self._params else {}
+        runs_model = "-m" in self._params and self._params["-m"].envvar
+        self._foreign = foreign_options() if runs_model else {}
 
     @property
     def spellings(self) -> set[str]:
