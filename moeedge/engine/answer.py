@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from moeedge.engine.speculative import SpeculativeLoop, TextState
@@ -43,7 +44,7 @@ class Answer:
     `stop_reason` is None while it runs, `notes` holds a sentence for each thing to report to the user: context full,
     context shifted. begun: the first tokens of the answer, if it goes on where an earlier one was cut off; they are the
     end of the prompt. reasoning_tags: the texts around reasoning in `text`, control tokens included; None where the
-    model's template knows no reasoning. begins_in_reasoning: the prompt ends with the start tag.
+    model's template knows no reasoning.
     """
 
     def __init__(self, state: TextState, limits: AnswerLimits, begun: Sequence[int] = ()) -> None:
@@ -57,13 +58,24 @@ class Answer:
         self._n_begun = len(begun)
         self._start_s = time.perf_counter()
         self._decoder = StreamDecoder()
-        model = state.target.context.model
         self.reasoning_tags = limits.reasoning_tags
-        end = state.history[: len(state.history) - len(begun)][-_TAG_TOKENS:]
-        self.begins_in_reasoning = begins_in_reasoning(
-            b"".join(model.piece(token, special=True) for token in end).decode("utf-8", "replace"), self.reasoning_tags
-        )
-        self._shown = frozenset(model.tokenize("".join(self.reasoning_tags or ()), add_special=False))
+        self._prompt_end = state.history[: len(state.history) - len(begun)][-_TAG_TOKENS:]
+
+    @cached_property
+    def begins_in_reasoning(self) -> bool:
+        """Whether the prompt ends with the start tag of reasoning."""
+        if self.reasoning_tags is None:
+            return False
+        model = self.state.target.context.model
+        end = b"".join(model.piece(token, special=True) for token in self._prompt_end)
+        return begins_in_reasoning(end.decode("utf-8", "replace"), self.reasoning_tags)
+
+    @cached_property
+    def _shown(self) -> frozenset[int]:
+        """Tokens that are shown although they may be control tokens: those of the tags."""
+        if self.reasoning_tags is None:
+            return frozenset()
+        return frozenset(self.state.target.context.model.tokenize("".join(self.reasoning_tags), add_special=False))
 
     def add_prompt(self, record: StepRecord, prefill_s: float) -> StepRecord:
         """Adds the first token; the last part of the prompt took `prefill_s`."""
