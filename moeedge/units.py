@@ -57,3 +57,11 @@ def format_rate(bytes_per_s: float) -> str:
         if bytes_per_s >= factor:
             return f"{bytes_per_s / factor:.3g} {unit}"
     return f"{bytes_per_s:.3g} B/s"
+
+
+def format_count(n: int) -> str:
+    """A number of parameters as llama.cpp writes it: "42.51 M", "30.53 B"."""
+    for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if n >= factor:
+            return f"{n / factor:.2f} {unit}"
+    return str(n)

@@ -299,6 +299,31 @@ def parse_list(text: str, option: str, hint: str) -> tuple[str, ...]:
     return names
 
 
+@dataclass(frozen=True)
+class SyntheticTest:
+    """A test of random tokens, named as llama-bench does."""
+
+    n_prompt: int = 0  # tokens decoded as one prompt; 0: none
+    n_gen: int = 0  # tokens decoded one by one after it; 0: none
+    depth: int = 0  # tokens in the KV cache before, not timed
+
+    @property
+    def name(self) -> str:
+        """pp512, tg128, pp512+tg128, or one of these "@ d4096"."""
+        parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
+        parts += [f"tg{self.n_gen}"] if self.n_gen else []
+        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that the context must hold."""
+        return self.depth + self.n_prompt + self.n_gen
+
+    def __post_init__(self) -> None:
+        if min(self.n_prompt, self.n_gen, self.depth) < 0 or not self.n_prompt + self.n_gen:
+            raise ValueError(f"a synthetic test needs tokens: prompt {self.n_prompt}, decoded {self.n_gen}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
     """Every choice of a run; recorded in every row."""
@@ -308,13 +333,13 @@ class BenchPlan:
     dataset: Dataset | None = None  # already limited to the prompts of the run
     limit: int | None = None
     n_predict: int = 128  # tokens of an answer at most
-    n_prompt: int = 0  # tokens of the synthetic prefill; 0: none
-    n_gen: int = 0  # tokens of the synthetic decoding; 0: none
+    tests: tuple[SyntheticTest, ...] = ()
     repetitions: int = DEFAULT_REPETITIONS
     ignore_eos: bool = False
     score: bool = False  # compare the answers with the dataset's references
     run_code: bool = False  # run programs that the model wrote, for their score
     text: EvaluationText | None = None  # for the perplexity of the modes of our backend with drafts
+    delay_s: float = 0.0  # pause before each repetition of a synthetic test
     warm_up: bool = True  # run every mode once before the first sample; otherwise the first repetition is cold
 
     @property
@@ -325,9 +350,8 @@ class BenchPlan:
     def __post_init__(self) -> None:
         for name, value, least in (
             ("the number of tokens of an answer (-n)", self.n_predict, 1),
-            ("the synthetic prompt (-p)", self.n_prompt, 0),
-            ("the synthetic generation (-n)", self.n_gen, 0),
             ("the number of repetitions (-r)", self.repetitions, 1),
+            ("the pause (--delay)", self.delay_s, 0),
             ("--limit", 1 if self.limit is None else self.limit, 1),
         ):
             if value < least:
@@ -338,5 +362,5 @@ class BenchPlan:
             raise ValueError("--score needs a --dataset")
         if self.run_code and not self.score:
             raise ValueError("--run-code runs programs for their score: it needs --score")
-        if self.dataset is None and not self.n_prompt and not self.n_gen:
+        if self.dataset is None and not self.tests:
             raise ValueError("nothing to measure: no dataset, and -p and -n are 0")

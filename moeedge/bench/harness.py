@@ -7,7 +7,7 @@ where answers are timed and samples are made.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,19 +184,23 @@ def run_conversations(
     warmed_up: bool = True,
     cancel: Callable[[], bool] = never,
     answers: dict[tuple[str, int], str] | None = None,
+    skip: Collection[tuple[str, int]] = (),
 ) -> Iterator[Sample]:
     """Yields a sample per repetition, prompt, turn and arm; ends early when `cancel` returns True.
 
     The arms take turns within a turn of the conversation. Each has its own KV cache, which is empty at the first turn
     and then holds the conversation so far. All continue from the reference's answer: where an arm's own answer differs,
     which the output check reports, the next turn still asks all of them the same.
-    answers: by prompt and turn, those to go on from instead; those that are missing are added.
+    answers: by prompt and turn, those to go on from instead; those that are missing are added. skip: prompts' ids and
+    repetitions that were measured before.
     """
     answers = {} if answers is None else answers
     reference = next((arm for arm in arms if arm.mode.label == REFERENCE), arms[0])
     model = reference.session.model
     for repetition in range(repetitions):
         for index, prompt in enumerate(prompts):
+            if (prompt.id, repetition) in skip:
+                continue
             for arm in arms:
                 arm.session.reset()
             order = rotated(arms, repetition + index)

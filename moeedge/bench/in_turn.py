@@ -8,13 +8,13 @@ the model's file dropped from the page cache before. What earlier runs have used
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 
-from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, mode_config
-from moeedge.bench.harness import BenchArm, rotated, run_conversations, warm_up
+from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, SyntheticTest, mode_config
+from moeedge.bench.harness import BenchArm, answer_text, rotated, run_conversations, warm_up
 from moeedge.bench.passes import Pass
 from moeedge.bench.samples import Sample
 from moeedge.bench.synthetic import SyntheticRun, synthetic_modes
@@ -107,11 +107,13 @@ class ArmsInTurn:
         prompts: Sequence[Prompt],
         cancel: Callable[[], bool],
         finish: Callable[[BenchArm], None],
+        done: Mapping[str, Sequence[Sample]],
     ) -> Iterator[tuple[str, Sample]]:
         """Yields the name of a test and a sample, for all tests; ends early when `cancel` returns True.
 
-        finish: called with each arm before it is closed.
+        finish: called with each arm before it is closed. done: by test, samples that were measured before.
         """
+        done = {test: tuple(samples) for test, samples in done.items()}  # without those of this run
         modes = self.passes[0].modes
         synthetic = synthetic_modes(modes)[0]
         answers: dict[tuple[str, int], str] = {}
@@ -119,8 +121,20 @@ class ArmsInTurn:
             for place, mode in enumerate(rotated(modes, repetition)):
                 if cancel():
                     return
+                own = {
+                    test: [sample for sample in samples if (sample.mode, sample.repetition) == (mode.label, repetition)]
+                    for test, samples in done.items()
+                }
+                n_turns = sum(len(prompt.turns) for prompt in prompts) if plan.dataset is not None else 0
+                tests = plan.tests if mode in synthetic else ()
+                is_done = all(own.get(test.name) for test in tests) and (
+                    plan.dataset is None or len(own.get(plan.dataset.name, ())) == n_turns
+                )
+                if is_done and repetition < plan.repetitions - 1:
+                    continue  # the last repetition opens every mode, for what its row says about it
                 with self._opened(mode) as arm:
-                    for test, sample in _measure(arm, plan, prompts, answers, cancel, is_synthetic=mode in synthetic):
+                    _take_answers(arm, plan, done, answers)
+                    for test, sample in _measure(arm, plan, prompts, answers, cancel, own, tests):
                         yield test, replace(sample, repetition=repetition, order=place)
                     finish(arm)
 
@@ -131,11 +145,12 @@ def _measure(
     prompts: Sequence[Prompt],
     answers: dict[tuple[str, int], str],
     cancel: Callable[[], bool],
-    *,
-    is_synthetic: bool,
+    done: Mapping[str, Sequence[Sample]],
+    tests: Sequence[SyntheticTest],
 ) -> Iterator[tuple[str, Sample]]:
-    """One repetition of all tests in one arm."""
-    if plan.dataset is not None:
+    """One repetition of all tests in one arm. done: by test, its samples of this repetition."""
+    skip = {(s.prompt, 0) for s in done.get(plan.dataset.name, ())} if plan.dataset is not None else set()
+    if plan.dataset is not None and len(skip) < len(prompts):
         if plan.warm_up:
             warm_up([arm], prompts[0], cancel=cancel)
         for sample in run_conversations(
@@ -147,17 +162,22 @@ def _measure(
             warmed_up=plan.warm_up,
             cancel=cancel,
             answers=answers,
+            skip=skip,
         ):
             yield plan.dataset.name, sample
-    if not is_synthetic:
-        return
-    synthetic = SyntheticRun([arm], 1, warm_up=plan.warm_up, cancel=cancel)
-    if plan.n_prompt:
-        for sample in synthetic.prefill(plan.n_prompt):
-            yield f"pp{plan.n_prompt}", sample
-    if plan.n_gen:
-        for sample in synthetic.decode(plan.n_gen):
-            yield f"tg{plan.n_gen}", sample
+    synthetic = SyntheticRun([arm], 1, warm_up=plan.warm_up, cancel=cancel, delay_s=plan.delay_s)
+    for test in tests:
+        for sample in synthetic.samples(test, {0} if done.get(test.name) else ()):
+            yield test.name, sample
+
+
+def _take_answers(
+    arm: BenchArm, plan: BenchPlan, done: Mapping[str, Sequence[Sample]], answers: dict[tuple[str, int], str]
+) -> None:
+    """Adds the reference's answers of an interrupted run, from which all modes continue."""
+    for sample in done.get(plan.dataset.name, ()) if plan.dataset is not None else ():
+        if sample.mode == REFERENCE:
+            answers.setdefault((sample.prompt, sample.turn), answer_text(arm.session.model, sample.tokens))
 
 
 def _drop_page_cache(config: EngineConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import moeedge
 from moeedge.bench.best_stock import StockRatio, stock_record
 from moeedge.bench.budgets import BudgetFigures, figures_record
-from moeedge.bench.config import MODES, BenchMode, BenchPlan
+from moeedge.bench.config import MODES, BenchMode, BenchPlan, SyntheticTest
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.parallel_figures import ParallelFigures, parallel_record
@@ -25,6 +25,7 @@ from moeedge.bench.whole_layers import DeviceUse
 from moeedge.engine.budgets import budget_record
 from moeedge.engine.types import EngineInfo
 from moeedge.hardware.processor import cpu_name
+from moeedge.native import devices
 from moeedge.policies.base import LookaheadStatus
 
 SCHEMA = "moeedge-bench-4"  # changes when a key changes its meaning
@@ -63,6 +64,12 @@ def read_environment() -> Environment:
         python=platform.python_version(),
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def backend_name() -> str:
+    """Returns the ggml backend that computes, as llama-bench names it: of the GPUs ("CUDA"), else "CPU"."""
+    found = dict.fromkeys(device.registry for device in devices() if device.kind in ("GPU", "IGPU", "RPC"))
+    return ",".join(found) or "CPU"
 
 
 def _git_state(package: Path) -> tuple[str | None, bool | None]:
@@ -122,11 +129,25 @@ class BenchRow:
     best_stock: tuple[StockRatio, ...] = ()  # over the fastest stock mode; of rows with our backend
     simulated_ts: float | None = None  # tokens/s of a replayed cache by the simulator
     simulated_moeedge_ts: float | None = None  # the same of moeedge with as much memory, to compare with
+    total: Spread | None = None  # tokens/s of prompt and decoding together, where a synthetic test has both
+    ratio_total: float | None = None  # of `total` over stock-ar's, median of pairs
+    n_planned: int | None = None  # samples of a complete run; None: as many as there are
 
     @property
     def is_replayed(self) -> bool:
         """Whether no model ran: hits are those of a replay, speeds those of the simulator."""
         return MODES[self.mode].method == "replay"
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the run ended before all samples were measured."""
+        return self.n_planned is not None and len(self.samples) < self.n_planned
+
+    @property
+    def scatter(self) -> float | None:
+        """How much the fastest repetition is faster than the slowest; None for a single one."""
+        measured = self.total or self.tg or self.pp
+        return None if measured is None else measured.scatter
 
     @property
     def limit_share(self) -> float | None:
@@ -159,6 +180,10 @@ class BenchRow:
             "source": "replayed" if self.is_replayed else "measured",
             **_spread_keys("pp_ts", self.pp),
             **_spread_keys("tg_ts", self.tg),
+            **_spread_keys("total_ts", self.total),
+            "scatter": self.scatter,
+            "n_samples": len(self.samples),
+            "n_samples_planned": len(self.samples) if self.n_planned is None else self.n_planned,
             "tg_drained_ts": self.tg_drained_ts,
             "drain_s": self.drain_s,
             "ttft_s": self.ttft_s,
@@ -183,6 +208,7 @@ class BenchRow:
             "unscored": [{"reason": reason, "n": n} for reason, n in self.scores.unscored],
             "ratio": self.ratio,
             "ratio_pp": self.ratio_pp,
+            "ratio_total": self.ratio_total,
             "ratio_drained": self.ratio_drained,
             "ratio_cpu": self.ratio_cpu,
             "ratio_ncmoe": self.ratio_ncmoe,
@@ -210,14 +236,17 @@ def make_row(
     figures: BudgetFigures | None = None,
     parallel: ParallelFigures | None = None,
     best_stock: tuple[StockRatio, ...] = (),
+    n_planned: int | None = None,
 ) -> BenchRow:
     """Returns the row of `samples`, all of one mode and test.
 
     reference: stock-ar's samples, empty if it did not run. setup: from `describe_setup`. figures: where
     expert budgets are compared. parallel: where texts were decoded together. best_stock: of a mode with our backend.
+    n_planned: samples of a complete run.
     """
     steps = sum(sample.steps for sample in samples)
     experts_sum = sum(sample.experts_sum for sample in samples)
+    has_both = bool(setup["n_prompt"] and setup["n_gen"])  # a synthetic test ppN+tgM
     answered = [sample.ttft_s for sample in samples if sample.ttft_s > 0]
     return BenchRow(
         mode=mode.name,
@@ -246,6 +275,9 @@ def make_row(
         figures=figures,
         parallel=parallel,
         best_stock=best_stock,
+        total=speed(samples, "prefill", "decode") if has_both else None,
+        ratio_total=paired_ratio(samples, reference, lambda s: s.total_ts) if has_both else None,
+        n_planned=n_planned,
     )
 
 
@@ -291,12 +323,15 @@ def describe_setup(
     prompts: int | None,
     prompts_left_out: int | None,
     roofline: Roofline | None = None,
+    test: SyntheticTest | None = None,
+    load: tuple[float | None, float | None] = (None, None),
 ) -> dict[str, Any]:
     """Returns what a figure depends on: versions, machine, models, parameters. The same keys in every row.
 
     drafts: whether this test uses the mode's drafts. vram_bytes: used on the device at the end of the pass, None where
     the driver reports nothing. lookahead: as the policy judges it then. device_use: of this mode alone. prompts and
     prompts_left_out: None in a synthetic test. roofline: None where several texts are decoded together, or unknown.
+    test: None for answers. load: processors that other programs used before the run, and while it measured.
     """
     mode, model, info = arm.mode, arm.session.model.info, arm.session.info
     dataset = plan.dataset
@@ -308,6 +343,7 @@ def describe_setup(
         "model": info.model,
         "model_description": model.description,
         "model_bytes": model.size_bytes,
+        "model_n_params": model.n_params,
         "architecture": model.architecture,
         "n_layers": model.n_layers,
         "n_expert_layers": model.n_expert_layers,
@@ -332,7 +368,10 @@ def describe_setup(
         "device_kv_bytes": device_use.kv_bytes or None,
         "device_compute_bytes": device_use.compute_bytes or None,
         "device_cache_bytes": device_use.cache_bytes or None,
+        "backend": backend_name(),
         "threads": info.n_threads,
+        "other_load_before": load[0],
+        "other_load": load[1],
         "read_bytes_per_s": None if roofline is None else roofline.read_bytes_per_s,
         "bytes_per_token": None if roofline is None else roofline.bytes_per_token,
         "limit_ts": None if roofline is None else roofline.limit_ts,
@@ -344,8 +383,9 @@ def describe_setup(
         "n_predict": plan.n_predict if dataset is not None else None,
         "ignore_eos": plan.ignore_eos,
         "run_code": plan.run_code,
-        "n_prompt": plan.n_prompt,
-        "n_gen": plan.n_gen,
+        "n_prompt": 0 if test is None else test.n_prompt,
+        "n_gen": 0 if test is None else test.n_gen,
+        "n_depth": 0 if test is None else test.depth,
         "repetitions": plan.repetitions,
         "ablations": ",".join(sorted(requested.ablations)),
         "utility_cap": requested.utility_cap,

@@ -17,15 +17,17 @@ from moeedge.bench.budgets import budget_figures, unbudgeted_label
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run_conversations, warm_up
 from moeedge.bench.in_turn import ArmsInTurn
+from moeedge.bench.journal import Journal, Place
+from moeedge.bench.machine_load import LoadReading, look
 from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.passes import Pass, fit_context
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_environment
 from moeedge.bench.replayed import replayed_row
 from moeedge.bench.roofline import Roofline, measure_roofline
-from moeedge.bench.samples import Sample, common_samples
+from moeedge.bench.samples import Sample, common_samples, finished_work
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
-from moeedge.bench.synthetic import SyntheticRun, n_slices, synthetic_modes
+from moeedge.bench.synthetic import SyntheticRun, n_samples, synthetic_modes
 from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.data import EvaluationText, Prompt
 from moeedge.engine.loading import load_target, resolve_device
@@ -50,8 +52,11 @@ class Progress(Protocol):
 class Bench:
     """A context manager: entering loads, `run` measures, `rows` computes (with the contexts, so call it inside)."""
 
-    def __init__(self, plan: BenchPlan, progress: Progress) -> None:
+    def __init__(self, plan: BenchPlan, progress: Progress, journal: Journal | None = None, part: int = 0) -> None:
+        """journal: gets every sample, and has those of an interrupted run, as part `part`; None: nothing is kept."""
         self.plan = plan
+        self._journal = journal
+        self._part = part
         self._base = plan.base  # with the context that the prompts need
         self._progress = progress
         self._arms: Arms | ArmsInTurn | None = None
@@ -62,6 +67,8 @@ class Bench:
         self._notes: set[str] = set()  # those that were reported
         self._scorer: AnswerScorer | None = None
         self._roofline: Roofline | None = None
+        self._load_before = look()
+        self._load: float | None = None  # of other programs, while the run measured
 
     def __enter__(self) -> Bench:
         plan = self.plan
@@ -80,7 +87,7 @@ class Bench:
                 self._models = stack.enter_context(load_target(plan.base, device, header_only=True)), None
             else:
                 self._models = load_models(plan.base, plan.modes, stack)
-            n_synthetic = max(plan.n_prompt, plan.n_gen)
+            n_synthetic = max((test.n_ctx for test in plan.tests), default=0)
             self._base, self._prompts = fit_context(
                 plan.base, self._models[0], self._requested, plan.n_predict, n_synthetic
             )
@@ -125,12 +132,14 @@ class Bench:
     def run(self, cancel: Callable[[], bool] = never) -> bool:
         """Measures all tests; `cancel` is called often, True ends the run. Returns whether everything was measured."""
         self._progress.begin(sum(self._n_samples(current) for current in self._passes))
-        for current in self._passes:
+        begin = LoadReading.now()
+        for index, current in enumerate(self._passes):
             if cancel():
                 break
             with self.arms.opened(current):
                 self._measure_roofline(current)
-                self._measure(current, cancel)
+                self._measure(current, index, cancel)
+        self._load = LoadReading.now().others_since(begin)
         return not cancel()
 
     def rows(self) -> list[BenchRow]:
@@ -169,39 +178,46 @@ class Bench:
 
     def _n_samples(self, current: Pass) -> int:
         """Returns the samples of a finished pass."""
-        plan = self.plan
-        n_synthetic = len(synthetic_modes(current.modes)[0]) * (bool(plan.n_prompt) + n_slices(plan.n_gen))
-        return plan.repetitions * (self._n_turns * len(current.modes) + n_synthetic)
+        n_synthetic = len(synthetic_modes(current.modes)[0]) * sum(n_samples(test) for test in self.plan.tests)
+        return self.plan.repetitions * (self._n_turns * len(current.modes) + n_synthetic)
+
+    def _per_repetition(self, test: str) -> int:
+        """Returns the samples of a mode and repetition of a test."""
+        known = {each.name: n_samples(each) for each in self.plan.tests}
+        return known.get(test, self._n_turns)
 
     @property
     def _n_turns(self) -> int:
         return sum(len(prompt.turns) for prompt in self._prompts)
 
-    def _measure(self, current: Pass, cancel: Callable[[], bool]) -> None:
+    def _measure(self, current: Pass, index: int, cancel: Callable[[], bool]) -> None:
         plan = self.plan
+        self._take_over(current, index)
         if isinstance(self.arms, ArmsInTurn):
-            self._report(synthetic_modes(current.modes)[1] if plan.n_prompt or plan.n_gen else [])
+            self._report(synthetic_modes(current.modes)[1] if plan.tests else [])
 
             def finish(arm: BenchArm) -> None:
                 if plan.text is not None and arm.mode.label not in current.perplexity:
                     self._measure_perplexity(plan.text, [arm], current, cancel)
                 self._read_end(arm, current)
 
-            for test, sample in self.arms.samples(plan, self._prompts, cancel, finish):
-                current.samples.setdefault(test, []).append(sample)
-                self._progress.advance(sample, test)
+            for test, sample in self.arms.samples(plan, self._prompts, cancel, finish, current.samples):
+                self._keep(current, index, test, sample)
             return
         if plan.dataset is not None:
-            self._collect(current, plan.dataset.name, self._conversations(current.arms, cancel))
-        if plan.n_prompt or plan.n_gen:
+            done = current.samples.get(plan.dataset.name, [])
+            skip = {(sample.prompt, sample.repetition) for sample in done}
+            for sample in self._conversations(current.arms, skip, cancel):
+                self._keep(current, index, plan.dataset.name, sample)
+        if plan.tests:
             kept, notes = synthetic_modes(current.modes)
             self._report(notes)
             arms = [arm for arm in current.arms if arm.mode in kept]
-            synthetic = SyntheticRun(arms, plan.repetitions, warm_up=plan.warm_up, cancel=cancel)
-            if plan.n_prompt:
-                self._collect(current, f"pp{plan.n_prompt}", synthetic.prefill(plan.n_prompt))
-            if plan.n_gen:
-                self._collect(current, f"tg{plan.n_gen}", synthetic.decode(plan.n_gen))
+            synthetic = SyntheticRun(arms, plan.repetitions, warm_up=plan.warm_up, cancel=cancel, delay_s=plan.delay_s)
+            for each in plan.tests:
+                repeated = {sample.repetition for sample in current.samples.get(each.name, [])}
+                for sample in synthetic.samples(each, repeated):
+                    self._keep(current, index, each.name, sample)
         if plan.text is not None:
             self._measure_perplexity(plan.text, current.arms, current, cancel)
         for arm in current.arms:
@@ -237,14 +253,40 @@ class Bench:
                 if measured is not None:
                     current.perplexity[arm.mode.label] = measured
 
-    def _collect(self, current: Pass, test: str, samples: Iterator[Sample]) -> None:
-        kept = current.samples.setdefault(test, [])
-        for sample in samples:
-            kept.append(sample)
-            self._progress.advance(sample, test)
+    def _take_over(self, current: Pass, index: int) -> None:
+        """Takes the samples of an interrupted run: conversations and repetitions that it finished in every mode."""
+        if self._journal is None:
+            return
+        for test, samples in self._journal.samples(self._part, index).items():
+            in_turn = isinstance(self.arms, ArmsInTurn)
+            for sample in finished_work(samples, self._work_of(current, test), by_mode=in_turn):
+                current.samples.setdefault(test, []).append(sample)
+                self._progress.advance(sample, test)
 
-    def _conversations(self, arms: Sequence[BenchArm], cancel: Callable[[], bool]) -> Iterator[Sample]:
+    def _work_of(self, current: Pass, test: str) -> Callable[[str], int]:
+        """Returns how many samples of a repetition belong together, by prompt ("" in a synthetic test), of all modes.
+
+        Modes that are measured one after the other are finished one by one.
+        """
+        in_turn = isinstance(self.arms, ArmsInTurn)
+        is_dataset = self.plan.dataset is not None and test == self.plan.dataset.name
+        modes = current.modes if is_dataset else synthetic_modes(current.modes)[0]
+        n_modes = 1 if in_turn else len(modes)
+        turns = {prompt.id: len(prompt.turns) for prompt in self._prompts}
+        return lambda prompt: n_modes * (turns.get(prompt, 0) if is_dataset else self._per_repetition(test))
+
+    def _keep(self, current: Pass, index: int, test: str, sample: Sample) -> None:
+        current.samples.setdefault(test, []).append(sample)
+        if self._journal is not None:
+            self._journal.add(Place(self._part, index, test), sample)
+        self._progress.advance(sample, test)
+
+    def _conversations(
+        self, arms: Sequence[BenchArm], skip: set[tuple[str, int]], cancel: Callable[[], bool]
+    ) -> Iterator[Sample]:
         plan = self.plan
+        if len(skip) == len(self._prompts) * plan.repetitions:
+            return
         if plan.warm_up:
             warm_up(arms, self._prompts[0], cancel=cancel)
         yield from run_conversations(
@@ -255,6 +297,7 @@ class Bench:
             ignore_eos=plan.ignore_eos,
             warmed_up=plan.warm_up,
             cancel=cancel,
+            skip=skip,
         )
 
     # rows
@@ -262,7 +305,8 @@ class Bench:
     def _pass_rows(self, current: Pass, test: str) -> Iterator[BenchRow]:
         samples = current.samples.get(test, [])
         is_dataset = self.plan.dataset is not None and test == self.plan.dataset.name
-        expected = self._n_turns if is_dataset else n_slices(self.plan.n_gen) if test.startswith("tg") else 1
+        expected = self._per_repetition(test)
+        synthetic = next((each for each in self.plan.tests if each.name == test), None)
         labels = list(dict.fromkeys(sample.mode for sample in samples))
         common = common_samples(samples, labels, expected)
         reference = [sample for sample in common if sample.mode == REFERENCE]
@@ -282,6 +326,8 @@ class Bench:
                     prompts=len({sample.prompt for sample in own}) if is_dataset else None,
                     prompts_left_out=self._n_left_out if is_dataset else None,
                     roofline=self._roofline,
+                    test=synthetic,
+                    load=(self._load_before, self._load),
                 )
                 unbudgeted = [sample for sample in common if sample.mode == unbudgeted_label(arm.mode)]
                 best = over_best_stock(own, stock) if arm.mode.engine == "moeedge" else ()
@@ -326,6 +372,7 @@ class Bench:
             setup=setup,
             figures=figures,
             best_stock=best_stock,
+            n_planned=self.plan.repetitions * self._per_repetition(test),
         )
 
     def _text_of(self, sample: Sample) -> str:

@@ -98,10 +98,21 @@ class Sample:
         return self.decode_tokens / self.decode_s if self.decode_tokens and self.decode_s > 0 else None
 
     @property
+    def total_ts(self) -> float | None:
+        """Tokens/s of prompt and decoding together."""
+        seconds = self.prefill_s + self.decode_s
+        return (self.prefill_tokens + self.decode_tokens) / seconds if seconds > 0 else None
+
+    @property
     def tg_drained_ts(self) -> float | None:
         """Decode speed in tokens/s, the drain after the answer included."""
         seconds = self.decode_s + self.drain_s
         return self.decode_tokens / seconds if self.decode_tokens and seconds > 0 else None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Sample:
+        """Returns the sample of which `asdict` made `values`. Raises TypeError for other keys."""
+        return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the sample for the record: without tokens, and without the mode, which the row has."""
@@ -144,31 +155,49 @@ def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: in
     return [s for key, group in complete.items() if not full or key[2] in full for s in group]
 
 
+def finished_work(
+    samples: Iterable[Sample], n_expected: Callable[[str], int], *, by_mode: bool = False
+) -> list[Sample]:
+    """Returns the samples of conversations and repetitions that are complete, in order.
+
+    n_expected: samples of one repetition, by prompt. by_mode: of each mode alone, not of all together.
+    """
+    groups: defaultdict[tuple[str, str, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.mode if by_mode else "", sample.prompt, sample.repetition].append(sample)
+    return [s for (_, prompt, _), group in groups.items() if len(group) == n_expected(prompt) for s in group]
+
+
 @dataclass(frozen=True)
 class Spread:
     """A quantity over the repetitions."""
 
     mean: float
-    stddev: float  # of the sample (n - 1); 0 for a single value
+    stddev: float | None  # of the sample (n - 1); None for a single value
     median: float
     values: tuple[float, ...]  # one per repetition
+
+    @property
+    def scatter(self) -> float | None:
+        """How much the fastest repetition is faster than the slowest, 0.1: a tenth; None for a single one."""
+        return max(self.values) / min(self.values) - 1 if len(self.values) > 1 else None
 
 
 def spread(values: Sequence[float]) -> Spread | None:
     """Returns mean, deviation and median of `values`; None for none."""
     if not values:
         return None
-    stddev = statistics.stdev(values) if len(values) > 1 else 0.0
+    stddev = statistics.stdev(values) if len(values) > 1 else None
     return Spread(statistics.fmean(values), stddev, statistics.median(values), tuple(values))
 
 
-def speed(samples: Sequence[Sample], phase: Literal["prefill", "decode"]) -> Spread | None:
-    """Returns tokens/s of a phase; of each repetition all tokens over all seconds."""
+def speed(samples: Sequence[Sample], *phases: Literal["prefill", "decode"]) -> Spread | None:
+    """Returns tokens/s of a phase, or of several together; of each repetition all tokens over all seconds."""
     values = []
     for repetition in sorted({sample.repetition for sample in samples}):
         own = [sample for sample in samples if sample.repetition == repetition]
-        n_tokens = sum(getattr(sample, f"{phase}_tokens") for sample in own)
-        seconds = sum(getattr(sample, f"{phase}_s") for sample in own)
+        n_tokens = sum(getattr(sample, f"{phase}_tokens") for sample in own for phase in phases)
+        seconds = sum(getattr(sample, f"{phase}_s") for sample in own for phase in phases)
         if n_tokens and seconds > 0:
             values.append(n_tokens / seconds)
     return spread(values)

@@ -1,4 +1,6 @@
-"""llama-bench's tests: prefill of N random tokens (ppN), and decoding of N random tokens one by one (tgN).
+"""llama-bench's tests: prefill of N random tokens (ppN), decoding of N random tokens one by one (tgN), and both.
+
+Before each of them a KV cache may be filled with D tokens, which are not timed (@ dD).
 
 They time the target alone, as llama-bench does: no sampling, and no drafts, because random tokens cannot be guessed.
 The difference to stock is the cost of our backend. With an expert cache, the policy observes and experts move as in an
@@ -8,11 +10,12 @@ answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from moeedge.bench.config import BenchMode
+from moeedge.bench.config import BenchMode, SyntheticTest
 from moeedge.bench.harness import BenchArm, rotated
 from moeedge.bench.samples import Sample, bytes_between, counted, disk_bytes_read
 from moeedge.engine.session import Session
@@ -34,58 +37,94 @@ def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[s
     return list(kept.values()), notes
 
 
-def n_slices(n_tokens: int) -> int:
-    """Returns the samples per mode and repetition of tgN."""
-    return -(-n_tokens // _SLICE_TOKENS)
+def n_samples(test: SyntheticTest) -> int:
+    """Returns the samples per mode and repetition of a test: slices where tokens are decoded alone."""
+    return 1 if test.n_prompt else -(-test.n_gen // _SLICE_TOKENS)
 
 
 class SyntheticRun:
-    """The two tests on some arms; each yields its samples and ends early when `cancel` returns True."""
+    """The tests on some arms.
+
+    delay_s: a pause before each repetition of an arm.
+    """
 
     def __init__(
-        self, arms: Sequence[BenchArm], repetitions: int, *, warm_up: bool, cancel: Callable[[], bool]
+        self,
+        arms: Sequence[BenchArm],
+        repetitions: int,
+        *,
+        warm_up: bool,
+        cancel: Callable[[], bool],
+        delay_s: float = 0.0,
     ) -> None:
         self._arms = arms
-        self._repetitions = range(-1 if warm_up else 0, repetitions)  # -1 warms up and gives no samples
+        self._n_repetitions = repetitions
         self._warm_up = warm_up
         self._cancel = cancel
+        self._delay_s = delay_s
 
-    def prefill(self, n_tokens: int) -> Iterator[Sample]:
-        """ppN: one sample per arm and repetition."""
-        tokens = self._tokens(n_tokens)
-        for repetition in self._repetitions:
+    def samples(self, test: SyntheticTest, skip: Collection[int] = ()) -> Iterator[Sample]:
+        """Yields the samples of a test without the repetitions in `skip`; ends early when `cancel` returns True."""
+        left = [repetition for repetition in range(self._n_repetitions) if repetition not in skip]
+        if not left:
+            return
+        repetitions = [-1, *left] if self._warm_up else left  # -1 warms up and gives no samples
+        yield from (self._prompts(test, repetitions) if test.n_prompt else self._decoding(test, repetitions))
+
+    def _fill(self, arm: BenchArm, test: SyntheticTest) -> bool:
+        """Empties the KV cache and fills it to the test's depth; returns whether to go on."""
+        arm.session.reset()
+        if self._delay_s and not self._cancel():
+            time.sleep(self._delay_s)
+        if test.depth and not self._cancel():
+            tokens = self._tokens(test.depth)
+            arm.session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
+            _observe(arm.session, tokens, n_verified=0)
+            arm.drain_transfers()
+        return not self._cancel()
+
+    def _prompts(self, test: SyntheticTest, repetitions: Sequence[int]) -> Iterator[Sample]:
+        """ppN, ppN+tgM: one sample per arm and repetition."""
+        tokens = self._tokens(test.n_prompt)
+        following = self._tokens(test.n_gen)
+        for repetition in repetitions:
             for place, arm in enumerate(rotated(self._arms, repetition + 1)):
-                if self._cancel():
+                if not self._fill(arm, test):
                     return
                 session = arm.session
-                session.reset()
                 before, read_before = session.placement_stats(), disk_bytes_read()
                 cpu_before_s, start_s = time.process_time(), time.perf_counter()
                 session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
                 _observe(session, tokens, n_verified=0)
                 elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
                 n_read = bytes_between(read_before, disk_bytes_read())
+                prefilled = session.placement_stats()
+                decoded = self._decode_slice(arm, following, 0, repetition, place) if following else None
+                if following and decoded is None:
+                    return
                 drain_s = arm.drain_transfers()
                 if repetition >= 0:
-                    yield Sample(
+                    sample = Sample(
                         arm.mode.label, "", 0, repetition, place,
-                        prompt_tokens=n_tokens, prefill_tokens=n_tokens, prefill_s=elapsed_s, cpu_s=cpu_s,
+                        prompt_tokens=test.n_prompt, prefill_tokens=test.n_prompt, prefill_s=elapsed_s, cpu_s=cpu_s,
                         drain_s=drain_s, warm=self._is_warm(repetition), prefill_read_bytes=n_read,
-                        prefill_placement=counted(before, session.placement_stats()),
+                        prefill_placement=counted(before, prefilled),
                     )  # fmt: skip
+                    yield sample if decoded is None else _together(sample, decoded)
 
-    def decode(self, n_tokens: int) -> Iterator[Sample]:
-        """tgN: N tokens per arm and repetition, from an empty KV cache; one slice before them warms up.
+    def _decoding(self, test: SyntheticTest, repetitions: Sequence[int]) -> Iterator[Sample]:
+        """tgN: N tokens per arm and repetition; one slice before them warms up.
 
         The arms take turns every _SLICE_TOKENS tokens, each continuing in its own KV cache, and each slice is a sample:
         pairs of neighbours stay close in time however large N is.
         """
-        tokens = self._tokens(n_tokens)
+        tokens = self._tokens(test.n_gen)
         turn = 0
-        for repetition in self._repetitions:
+        for repetition in repetitions:
             for arm in self._arms:
-                arm.session.reset()
-            n_measured = n_tokens if repetition >= 0 else min(n_tokens, _SLICE_TOKENS)
+                if not self._fill(arm, test):
+                    return
+            n_measured = test.n_gen if repetition >= 0 else min(test.n_gen, _SLICE_TOKENS)
             for index, first in enumerate(range(0, n_measured, _SLICE_TOKENS)):
                 for place, arm in enumerate(rotated(self._arms, turn)):
                     sample = self._decode_slice(arm, tokens[first : first + _SLICE_TOKENS], index, repetition, place)
@@ -126,6 +165,17 @@ class SyntheticRun:
 
     def _is_warm(self, repetition: int) -> bool:
         return self._warm_up or repetition > 0
+
+
+def _together(prompt: Sample, decoded: Sample) -> Sample:
+    """Returns one sample of a prompt and the tokens decoded after it."""
+    names = ("generated_tokens", "decode_tokens", "decode_s", "steps", "decode_read_bytes", "placement")
+    return replace(
+        prompt,
+        **{name: getattr(decoded, name) for name in names},
+        cpu_s=prompt.cpu_s + decoded.cpu_s,
+        drain_s=prompt.drain_s + decoded.drain_s,
+    )
 
 
 def _observe(session: Session, batch: Sequence[int], *, n_verified: int, verify_s: float = 0.0) -> None:

@@ -14,6 +14,7 @@ from moeedge.cli import options
 from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
 from moeedge.cli.bench_exit import exit_code
 from moeedge.cli.bench_parallel import ParallelOptions, measure_parallel, refuse_with_parallel
+from moeedge.cli.bench_tests import SYNTHETIC_ANSWER, NPredict, SyntheticOptions, Threads, single, sizes
 from moeedge.cli.common import accept_any_text, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
@@ -21,31 +22,13 @@ from moeedge.data import Dataset, EvaluationText, load_datasets
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.bench.config import BenchMode, BenchPlan, BudgetSweep, Sweep
+    from moeedge.bench.config import BenchMode, BenchPlan, BudgetSweep, Sweep, SyntheticTest
     from moeedge.bench.records import BenchRow
+    from moeedge.bench.runner import Bench
     from moeedge.engine.types import EngineConfig
-
-# the sizes of llama-bench
-_SYNTHETIC_PROMPT = 512
-_SYNTHETIC_ANSWER = 128
+    from moeedge.ui.progress import BenchProgress
 
 Datasets = Annotated[str | None, list_of(options.Dataset)]
-NPrompt = Annotated[
-    int | None,
-    option(
-        options.WORK,
-        "-p, --n-prompt N",
-        "Synthetic prefill of N random tokens (row ppN); 0: none. Default: 512 without --dataset, none with it.",
-    ),
-]
-NPredict = Annotated[
-    int | None,
-    derive(
-        options.NPredict,
-        help="At most N tokens per answer; without --dataset: synthetic decoding of N random tokens (row tgN), "
-        "0: none. Default: 128; with --score what answers to the dataset need.",
-    ),
-]
 Repetitions = Annotated[
     int | None, derive(options.Repetitions, help="How often everything is measured. Default: 3; with --score 1.")
 ]
@@ -92,7 +75,24 @@ Policies = Annotated[str | None, list_of(options.Policy)]
 CacheRatios = Annotated[str | None, list_of(options.CacheRatio)]
 OutputFormat = Annotated[
     Output,
-    output_option(Output.MD, Output.CSV, Output.JSON, Output.JSONL, help="Format of the rows on standard output."),
+    output_option(
+        Output.MD,
+        Output.TEXT,
+        Output.CSV,
+        Output.JSON,
+        Output.JSONL,
+        Output.SQL,
+        help="Format of the rows on standard output.",
+    ),
+]
+Resume = Annotated[
+    str | None,
+    option(
+        options.WORK,
+        "--resume FILE|last",
+        "Go on with an interrupted bench: the same command, and the file that it named. What it finished is not "
+        "measured again. last: the newest one.",
+    ),
 ]
 
 
@@ -101,7 +101,6 @@ def bench(
     dataset: Datasets = None,
     offline_sample: options.OfflineSample = False,
     limit: options.Limit = 0,
-    n_prompt: NPrompt = None,
     n_predict: NPredict = None,
     repetitions: Repetitions = None,
     score: Score = False,
@@ -109,9 +108,12 @@ def bench(
     modes: Modes = None,
     ignore_eos: IgnoreEos = False,
     no_warmup: NoWarmup = False,
+    resume: Resume = None,
     *,
+    synthetic: SyntheticOptions,
     together: ParallelOptions,
     engine: EngineOptions,
+    threads: Threads = None,
     draft_max: DraftMaxima = None,
     budgets: BudgetSweepOptions,
     policy: Policies = None,
@@ -149,7 +151,8 @@ def bench(
         refuse_with_parallel(
             {
                 "--score": score,
-                "-p": n_prompt is not None,
+                "-p": synthetic.is_asked,
+                "--resume": resume is not None,
                 "--trace-out": trace_out is not None,
                 "--expert-budget": budgets.expert_budget is not None,
                 "--perplexity": budgets.perplexity is not None,
@@ -184,7 +187,7 @@ def bench(
     if sweep.asked:
         _check_cache(base, cache_ratio)
     if dataset is None:
-        compares = (sweeps or speculation.asked or bool(counts)) and n_prompt is None
+        compares = (sweeps or speculation.asked or bool(counts)) and not synthetic.is_asked
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else load_datasets(dataset, offline_sample=offline_sample)
@@ -193,12 +196,13 @@ def bench(
         _default_modes(base, counts) if modes is None else modes,
         prompts,
         limit=limit or None,
-        n_prompt=n_prompt,
-        n_predict=n_predict,
+        tests=synthetic.tests(n_predict, has_dataset=prompts is not None),
+        n_predict=None if prompts is None else single(n_predict, "-n"),
         repetitions=repetitions,
         ignore_eos=ignore_eos,
         score=score,
         run_code=run_code,
+        delay_s=synthetic.delay,
         warm_up=not no_warmup,
         sweep=sweep,
         speculation=speculation,
@@ -206,9 +210,25 @@ def bench(
         text=None if counts else budgets.text(base.model),
     )
     notes += layer_notes(base)
+    plans = _with_threads(plan, threads)
     if counts:
-        raise typer.Exit(measure_parallel(plan, together.fit, notes, output, verbose=verbose, plot=plot))
-    raise typer.Exit(_measure(plan, notes, output, verbose=verbose, plot=plot, trace_out=trace_out))
+        _expect_one(plans, "--parallel", asked=True)
+        raise typer.Exit(measure_parallel(plans[0], together.fit, notes, output, verbose=verbose, plot=plot))
+    _expect_one(plans, "--plot", asked=plot is not None)
+    _expect_one(plans, "--trace-out and llama-cpp-cache", asked=records)
+    raise typer.Exit(_measure(plans, notes, output, verbose=verbose, plot=plot, trace_out=trace_out, resume=resume))
+
+
+def _with_threads(plan: BenchPlan, threads: str | None) -> list[BenchPlan]:
+    """The plan once per number of threads. Raises InputError."""
+    if threads is None:
+        return [plan]
+    return [replace(plan, base=replace(plan.base, n_threads=n)) for n in sizes(threads, "-t")]
+
+
+def _expect_one(plans: Sequence[BenchPlan], option: str, *, asked: bool) -> None:
+    if asked and len(plans) > 1:
+        raise InputError(f"{option} goes with one number of threads.", "Name one with -t.")
 
 
 def _mapped(base: EngineConfig) -> EngineConfig:
@@ -227,12 +247,13 @@ def make_bench_plan(
     dataset: Dataset | None,
     *,
     limit: int | None = None,
-    n_prompt: int | None = None,
+    tests: Sequence[SyntheticTest] = (),
     n_predict: int | None = None,
     repetitions: int | None = None,
     ignore_eos: bool = False,
     score: bool = False,
     run_code: bool = False,
+    delay_s: float = 0.0,
     warm_up: bool = True,
     sweep: Sweep | None = None,
     speculation: BudgetSweep | None = None,
@@ -241,8 +262,8 @@ def make_bench_plan(
 ) -> tuple[BenchPlan, list[str]]:
     """The work that the options ask for together, and a sentence for each mode that was left out.
 
-    -p and -n are llama-bench's sizes without a dataset; with one, -n is the length of an answer. Scores need complete
-    answers, but no repetition: greedy answers are the same every time. counts: of texts decoded together.
+    n_predict: tokens of an answer at most. Scores need complete answers, but no repetition: greedy answers are the
+    same every time. counts: of texts decoded together.
     """
     from moeedge.bench.config import DEFAULT_REPETITIONS, BenchPlan, applicable_modes, parallel_modes, parse_modes
 
@@ -253,19 +274,19 @@ def make_bench_plan(
     swept = swept if speculation is None else speculation.modes(swept)
     length = n_predict
     if length is None:
-        length = dataset.answer_tokens if dataset is not None and score else _SYNTHETIC_ANSWER
+        length = dataset.answer_tokens if dataset is not None and score else SYNTHETIC_ANSWER
     plan = BenchPlan(
         base=base,
         modes=parallel_modes(swept, counts) if counts else swept,
         dataset=None if dataset is None else dataset.limited(limit),
         limit=limit,
-        n_predict=_SYNTHETIC_ANSWER if dataset is None else length,
-        n_prompt=n_prompt if n_prompt is not None else _SYNTHETIC_PROMPT if dataset is None else 0,
-        n_gen=length if dataset is None else 0,
+        n_predict=length,
+        tests=tuple(tests),
         repetitions=repetitions if repetitions is not None else 1 if score else DEFAULT_REPETITIONS,
         ignore_eos=ignore_eos,
         score=score,
         run_code=run_code,
+        delay_s=delay_s,
         warm_up=warm_up,
         text=text,
     )
@@ -337,51 +358,84 @@ def _recorded_mode(plan: BenchPlan, trace_out: Path | None) -> BenchMode | None:
 
 
 def _measure(
-    plan: BenchPlan, notes: list[str], output: Output, *, verbose: bool, plot: Path | None, trace_out: Path | None
+    plans: Sequence[BenchPlan],
+    notes: list[str],
+    output: Output,
+    *,
+    verbose: bool,
+    plot: Path | None,
+    trace_out: Path | None,
+    resume: str | None,
 ) -> int:
-    """Runs the plan, prints the rows, draws and records. Returns the exit code."""
-    from moeedge.bench.harness import record_answers
+    """Runs the plans, prints the rows, draws and records. Returns the exit code."""
+    from moeedge.bench.journal import Journal, settings_of
+    from moeedge.bench.records import read_environment
     from moeedge.bench.runner import Bench
-    from moeedge.engine.recording import unseen_layers
-    from moeedge.ui.bench_views import difference_lines, render
+    from moeedge.ui.bench_views import difference_lines, quiet_lines, render
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.plots import draw_sweep
     from moeedge.ui.progress import BenchProgress
     from moeedge.ui.quality_plots import draw_quality
 
-    recorded = _recorded_mode(plan, trace_out)
+    recorded = _recorded_mode(plans[0], trace_out)
+    environment = read_environment()
+    settings = [settings_of(plan, environment) for plan in plans]
+    journal = Journal.begin(settings) if resume is None else Journal.resume(resume, settings)
     if verbose:
         show_log()
     progress = BenchProgress(bar=not verbose)
     for note in notes:
         progress.note(note)
-    with Bench(plan, progress) as run, Interrupt() as interrupt:
-        interrupt.arm()
-        with progress:
-            finished = run.run(cancel=interrupt)
-        interrupt.disarm()
-        rows = run.rows()
-        replayed: list[BenchRow] = []
-        for line in difference_lines(rows):
-            progress.note(line)
+    if resume is not None:
+        progress.note(f"{journal.n_done} samples are from {journal.path}.")
+        if plans[0].base.device != "none":
+            progress.note("An expert cache begins anew: hits of the first prompts are lower than without the break.")
+    rows: list[BenchRow] = []
+    replayed: list[BenchRow] = []
+    finished = True
+    with journal, Interrupt() as interrupt:
         try:
-            if finished and recorded is not None and (run.arms.replays or trace_out is not None):
-                progress.note(f"Recording the routing of {recorded.label}.")
-                with run.arms.recorder(recorded) as arm:
-                    trace = record_answers(arm, run.prompts, plan)
-                    if unseen := unseen_layers(arm.session):
-                        progress.note(unseen)
-                replayed = run.replayed(recorded, trace)
-                if trace_out is not None:
-                    trace.save(trace_out)
+            for part, plan in enumerate(plans):
+                with Bench(plan, progress, journal, part) as run:
+                    interrupt.arm()
+                    with progress:
+                        finished = run.run(cancel=interrupt)
+                    interrupt.disarm()
+                    rows += run.rows()
+                    if finished and recorded is not None and (run.arms.replays or trace_out is not None):
+                        replayed = _record(run, recorded, progress, trace_out)
+                if not finished:
+                    break
         finally:  # the measured rows come out, whatever happens
+            for line in difference_lines(rows):
+                progress.note(line)
             typer.echo(render([*rows, *replayed], output.value), nl=False)
-    if plot is not None and plan.compares_speculation:
+    if plot is not None and plans[0].compares_speculation:
         if not draw_quality(rows, plot):
             progress.note("No mode was measured next to stock-ar: there is nothing to draw.")
     elif plot is not None and not draw_sweep(rows, plot):
         progress.note("No mode had an expert cache: there is nothing to draw.")
+    for line in quiet_lines(rows):
+        progress.note(line)
     if not finished:
-        progress.note("Interrupted: the rows hold what every mode had done.")
+        where = "" if journal.path is None else f" Go on with the same command and --resume {journal.path}"
+        progress.note(f"Interrupted: the rows hold what every mode had done.{where}")
         return interrupt.exit_code
+    journal.drop()
     return exit_code(rows)
+
+
+def _record(run: Bench, recorded: BenchMode, progress: BenchProgress, trace_out: Path | None) -> list[BenchRow]:
+    """Answers the prompts once more, keeps their routing, and returns the rows that are replayed on it."""
+    from moeedge.bench.harness import record_answers
+    from moeedge.engine.recording import unseen_layers
+
+    progress.note(f"Recording the routing of {recorded.label}.")
+    with run.arms.recorder(recorded) as arm:
+        trace = record_answers(arm, run.prompts, run.plan)
+        if unseen := unseen_layers(arm.session):
+            progress.note(unseen)
+    replayed = run.replayed(recorded, trace)
+    if trace_out is not None:
+        trace.save(trace_out)
+    return replayed

@@ -23,6 +23,7 @@ class Output(str, Enum):
     JSONL = "jsonl"
     CSV = "csv"
     MD = "md"
+    SQL = "sql"
 
 
 def option(panel: str, spelling: str, help: str, *, also: str = "", env: str = "", **settings: Any) -> Any:

@@ -53,6 +53,7 @@ class ModelInfo:
     n_embd: int
     n_swa: int  # tokens of the sliding attention window; 0: none
     size_bytes: int  # of the files
+    n_params: int
     description: str  # architecture and quantization, e.g. "qwen3moe Q4_K - Medium"
     n_head_layers: int = 0  # blocks of the file that predict further tokens (MTP)
 
@@ -417,6 +418,7 @@ def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
         n_embd=lib.llama_model_n_embd(handle),
         n_swa=lib.llama_model_n_swa(handle),
         size_bytes=summary.size_bytes,
+        n_params=lib.llama_model_n_params(handle),
         description=_describe(handle),
         n_head_layers=len(summary.head_layers),
     )

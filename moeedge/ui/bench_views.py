@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import os
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from moeedge.bench.machine_load import BUSY
 from moeedge.bench.scores import different_scores
 from moeedge.policies.base import LookaheadStatus
 from moeedge.ui.figures import is_ram, lookahead
@@ -21,11 +25,13 @@ from moeedge.ui.tables import (
     json_lines,
     json_text,
     markdown,
+    narrow_markdown,
     print_table,
+    sql_text,
     text_column,
     value_columns,
 )
-from moeedge.units import format_bytes
+from moeedge.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from moeedge.bench.ablation import AblationRow
@@ -36,7 +42,9 @@ if TYPE_CHECKING:
     from moeedge.policies.cost_model import CostModel
     from moeedge.scheduler.calibration import Calibration
 
-FORMATS = ("md", "csv", "json", "jsonl")
+FORMATS = ("md", "text", "csv", "json", "jsonl", "sql")
+_WIDTH = 100  # columns of the tables
+_SCATTER = 0.1  # between repetitions, from which on a figure is not to be trusted
 _MIB = 2.0**-20  # from bytes
 _MB = 1e-6
 _GB = 1e-9
@@ -45,18 +53,22 @@ _US = 1e6
 
 
 def render(rows: Sequence[BenchRow], form: str) -> str:
-    """The rows of a benchmark in one of FORMATS, ending in a newline. CSV leaves out the raw samples."""
+    """The rows of a benchmark in one of FORMATS, ending in a newline. CSV and SQL leave out the raw samples."""
     records = [row.as_dict() for row in rows]
     if form == "json":
         return json_text(records)
     if form == "jsonl":
         return json_lines(records)
     if form == "csv":
-        return csv_text([{key: value for key, value in record.items() if key != "samples"} for record in records])
+        return csv_text(_without_samples(records))
+    if form == "sql":
+        return sql_text("moeedge_bench", _without_samples(records))
     replayed = [row for row in rows if row.is_replayed]
     measured = [row for row in rows if not row.is_replayed]
     if any(row.parallel is not None for row in measured):
         return parallel_markdown(measured) + "\n".join(["", *setup_lines(measured), *curve_lines(measured)]) + "\n"
+    if form == "text":
+        return _text(measured)
     tables = [_markdown(measured), quality_markdown(measured), best_stock_markdown(measured)]
     return "".join(tables) + (_replayed_markdown(replayed) if replayed else "")
 
@@ -89,17 +101,25 @@ def _replayed_markdown(rows: Sequence[BenchRow]) -> str:
 
 
 def _bench_columns(
-    *, has_cache: bool, has_scores: bool, has_layers: bool, has_budgets: bool, from_disk: bool, has_limit: bool
+    *,
+    has_cache: bool,
+    has_scores: bool,
+    has_layers: bool,
+    has_budgets: bool,
+    from_disk: bool,
+    has_threads: bool,
+    is_synthetic: bool,
 ) -> list[Column]:
     """As llama-bench's.
 
     has_cache: some mode had an expert cache. has_scores: answers were scored. has_layers: some stock mode had whole
     layers on a GPU. has_budgets: expert budgets or draft lengths are compared. from_disk: experts were loaded into RAM.
-    has_limit: the read speed of the memory is known.
+    has_threads: rows differ in their number of threads. is_synthetic: no row has answers.
     """
     columns = [
         text_column("test", "test"),
         text_column("mode", "mode"),
+        Column("threads", lambda row: row.setup["threads"] if has_threads else None),
         Column("speculation", lambda row: (row.figures and row.figures.mode.speculation) or None, left=True),
         Column("policy", lambda row: None if row.policy == "none" else row.policy, left=True),
         Column("cache", "cache_ratio", "g"),
@@ -107,6 +127,13 @@ def _bench_columns(
         Column("GPU MiB", lambda row: row.setup.get("device_bytes"), ".0f", _MIB),
         Column("pp t/s", "pp", _spread),
         Column("tg t/s", "tg", _spread),
+        Column("t/s", lambda row: (row.total or row.tg or row.pp) if is_synthetic else row.total, _spread),
+        Column("ratio", lambda row: next(filter(None, (row.ratio_total, row.ratio, row.ratio_pp)), None), ".3f"),
+        Column("tg ratio", "ratio", ".3f"),
+        Column("pp ratio", "ratio_pp", ".3f"),
+        Column("output", _output, none=NONE),
+        Column("score", lambda row: row.scores if row.scores.n_answers else None, str),
+        Column("partial", lambda row: f"{len(row.samples)} of {row.n_planned}" if row.is_partial else None),
         Column("TTFT ms", "ttft_s", ".1f", _MS),
         Column("accepted", "acceptance_rate", ".2f"),
         Column("tokens/step", "tokens_per_step", ".2f"),
@@ -118,47 +145,120 @@ def _bench_columns(
         Column("MB/token", "read_bytes_per_token", ".1f", _MB),
         Column("disk MB/s", lambda row: row.cache.link_bytes_per_s, ".0f", _MB),
         Column("disk wait %", lambda row: row.cache.wait_share, ".0f", 100),
-        Column("output", _output),
-        Column("score", "scores", str),
-        Column("pp ratio", "ratio_pp", ".3f"),
-        Column("tg ratio", "ratio", ".3f"),
         Column("of limit", "limit_share", ".2f"),
         Column("pp / ncmoe", "ratio_pp_ncmoe", ".3f"),
         Column("tg / ncmoe", "ratio_ncmoe", ".3f"),
     ]
+    if is_synthetic:  # each row has one speed, as llama-bench's
+        replaced = {"pp t/s", "tg t/s", "pp ratio", "tg ratio", "tokens/step"}
+        columns = [column for column in columns if column.title not in replaced]
     left_out = set() if has_cache else {"policy", "cache", "pair hits", "expert hits", "uploads", "MiB moved"}
     left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "disk wait %"}
     left_out |= set() if has_budgets else {"speculation"}
     left_out |= set() if has_scores else {"score"}
-    left_out |= set() if has_limit else {"of limit"}
+    left_out |= set() if is_synthetic else {"ratio"}
     left_out |= set() if has_layers else {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}
     return [column for column in columns if column.title not in left_out]
 
 
 def _spread(spread: Spread) -> str:
-    return f"{spread.mean:.2f} ± {spread.stddev:.2f}"
+    return f"{spread.mean:.2f}" + ("" if spread.stddev is None else f" ± {spread.stddev:.2f}")
 
 
-def _output(row: BenchRow) -> str:
+def _output(row: BenchRow) -> str | None:
     if row.output is None:
-        return NONE
+        return None
     return f"{row.output} (lossy)" if row.is_lossy else row.output.summary
 
 
-def _markdown(rows: Sequence[BenchRow]) -> str:
-    """A table as llama-bench prints it; below it, once, what all rows have in common."""
-    if not rows:
-        return ""
-    columns = _bench_columns(
+def _columns_of(rows: Sequence[BenchRow]) -> list[Column]:
+    return _bench_columns(
         has_cache=any(row.cache_ratio is not None for row in rows),
         has_scores=any(row.scores.n_answers for row in rows),
         has_layers=any(row.setup.get("whole_layers") for row in rows),
         has_budgets=any(row.figures is not None and row.figures.mode.speculation for row in rows),
         from_disk=any(is_ram(row.setup.get("device", "")) for row in rows),
-        has_limit=any(row.limit_share is not None for row in rows),
+        has_threads=len({row.setup["threads"] for row in rows}) > 1,
+        is_synthetic=all(row.setup.get("n_prompt") or row.setup.get("n_gen") for row in rows),
     )
-    lines = ["", *setup_lines(rows), *lookahead_lines(rows), *score_lines(rows)]
-    return markdown(columns, rows) + "\n".join(lines) + "\n"
+
+
+# what tells a row from the others; every table of the rows begins with these columns
+_KEYS = ("test", "mode", "threads", "speculation", "policy", "cache")
+
+_MODEL_COLUMNS = (
+    text_column("model", "model_description"),
+    Column("size", lambda setup: format_bytes(setup["model_bytes"])),
+    Column("params", lambda setup: format_count(setup["model_n_params"])),
+    text_column("backend", "backend"),
+    Column("threads", "threads"),
+)
+
+
+def model_table(rows: Sequence[BenchRow]) -> str:
+    """The model as llama-bench shows it; a line for each number of threads."""
+    setups = {row.setup["threads"]: row.setup for row in rows}
+    return markdown(_MODEL_COLUMNS, list(setups.values()))
+
+
+def _markdown(rows: Sequence[BenchRow]) -> str:
+    """Tables of at most 100 columns, as llama-bench prints them; below them, once, what all rows have in common."""
+    if not rows:
+        return ""
+    columns = _columns_of(rows)
+    n_keys = sum(column.title in _KEYS for column in columns)
+    table = narrow_markdown(columns, rows, n_keys=n_keys, width=_WIDTH)
+    return "\n".join([model_table(rows), table, *_lines_below(rows)]) + "\n"
+
+
+def _lines_below(rows: Sequence[BenchRow]) -> list[str]:
+    lines = [*setup_lines(rows), *lookahead_lines(rows), *score_lines(rows)]
+    if any(row.cache_ratio is not None for row in rows):
+        lines.append(
+            "pair hits, expert hits: share of (token, expert) pairs, and of distinct experts per layer and step, that "
+            "were on the device. uploads: experts per layer and step."
+        )
+    if any(row.is_partial for row in rows):
+        lines.append("partial: the run was interrupted; so many of a mode's samples were measured.")
+    return [part for line in lines for part in textwrap.wrap(line, _WIDTH)]
+
+
+def _text(rows: Sequence[BenchRow]) -> str:
+    """The same without Markdown's lines."""
+    if not rows:
+        return ""
+    out = Console(file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system=None, highlight=False)
+    print_table(out, _MODEL_COLUMNS, list({row.setup["threads"]: row.setup for row in rows}.values()))
+    columns = [column for column in _columns_of(rows) if any(column.text(row) != column.none for row in rows)]
+    out.print()
+    print_table(out, columns, rows, n_keys=sum(column.title in _KEYS for column in columns))
+    assert isinstance(out.file, io.StringIO)
+    text = "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())
+    return "\n".join([text, "", *_lines_below(rows)]) + "\n"
+
+
+def _without_samples(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key != "samples"} for record in records]
+
+
+def quiet_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """Why the figures may not be trusted: repetitions that scatter, and a machine that other programs kept busy."""
+    lines = []
+    scattered = [row for row in rows if row.scatter is not None and row.scatter > _SCATTER]
+    if scattered:
+        most = max(scattered, key=lambda row: row.scatter or 0.0)
+        lines.append(
+            f"Speeds scatter: repetitions differ by more than {_SCATTER:.0%} in {len(scattered)} of {len(rows)} rows, "
+            f"most in {most.test}, {most.label}: {most.scatter:.0%}. More repetitions (-r) help, or a quieter machine."
+        )
+    loads = [row.setup.get(name) for row in rows for name in ("other_load_before", "other_load")]
+    busiest = max((load for load in loads if load is not None), default=0.0)
+    if busiest > BUSY:
+        lines.append(
+            f"The machine was busy: other programs used {busiest:.1f} of {os.cpu_count()} processors "
+            f"(quiet: up to {BUSY}). Speeds are too low; ratios of neighbours suffer less."
+        )
+    return lines
 
 
 def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
@@ -172,9 +272,12 @@ def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
     cached = next((row.setup for row in rows if row.cache_ratio is not None), None)
     if cached is not None:
         draft += f"; device {cached['device']}"
+    threads = ", ".join(str(n) for n in dict.fromkeys(row.setup["threads"] for row in rows))
+    done = min((len({sample.repetition for sample in row.samples}) for row in rows if row.is_partial), default=None)
+    repetitions = str(setup["repetitions"]) if done is None else f"{done} of {setup['repetitions']}"
     return [
-        f"{setup['model']}, {draft}; {setup['cpu']}, threads: {setup['threads']}, context: {setup['n_ctx']}, "
-        f"repetitions: {setup['repetitions']}",
+        f"{setup['model']}, {draft}; {setup['cpu']}, threads: {threads}, context: {setup['n_ctx']}, "
+        f"repetitions: {repetitions}",
         f"moeedge {setup['version']}{commit}, llama-cpp-python {setup['llama_cpp_version']}",
         *limit_lines(setup),
     ]

@@ -145,8 +145,11 @@ class BenchProgress(Bar):
         self._done = 0
 
     def begin(self, total: int) -> None:
-        """`total` samples will come."""
+        """`total` samples will come; a run of several parts begins each of them."""
         self._total = total
+        self._done = 0
+        if self._task is not None:
+            self._progress.remove_task(self._task)
         self.start("warming up", total)
 
     def advance(self, sample: Sample, test: str) -> None:

@@ -115,6 +115,19 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     return "\n".join([head, f"|{'|'.join(rules)}|", *body]) + "\n"
 
 
+def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int, width: int) -> str:
+    """The same in several tables below each other where one would be wider than `width` characters.
+
+    Each begins with the first `n_keys` columns; columns without any value in `rows` are left out.
+    """
+    kept = [column for column in columns if any(column.text(row) != column.none for row in rows)]
+    keys = [column for column in columns[:n_keys] if column in kept]
+    widths = [max(len(text) for text in (column.title, *(column.text(row) for row in rows))) for column in kept]
+    # a column takes three characters more than its cells: one more than _groups' gap; and " |", "|" of the line's ends
+    groups = _groups([cell + 1 for cell in widths], len(keys), width - 3)
+    return "\n".join(markdown([kept[i] for i in group], rows) for group in groups)
+
+
 def _markdown_line(columns: Sequence[Column], widths: Sequence[int], texts: Sequence[str]) -> str:
     padded = (
         text.ljust(width) if column.left else text.rjust(width)
@@ -138,6 +151,36 @@ def _csv_value(value: Any) -> Any:
     if isinstance(value, (list, dict)):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else value
+
+
+def sql_text(table: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """Statements that make the table, unless it exists, and insert the records; lists and dicts as JSON text."""
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    if not keys:
+        return ""
+    columns = ", ".join(f'"{key}" {_sql_type(key, records)}' for key in keys)
+    names = ", ".join(f'"{key}"' for key in keys)  # some are words of SQL: limit, commit
+    lines = [f"CREATE TABLE IF NOT EXISTS {table} ({columns});"]
+    for record in records:
+        values = ", ".join(_sql_value(record.get(key)) for key in keys)
+        lines.append(f"INSERT INTO {table} ({names}) VALUES ({values});")
+    return "\n".join(lines) + "\n"
+
+
+def _sql_type(key: str, records: Sequence[Mapping[str, Any]]) -> str:
+    kinds = {type(record.get(key)) for record in records} - {type(None)}
+    if kinds <= {int, bool}:
+        return "INTEGER"
+    return "REAL" if kinds <= {int, bool, float} else "TEXT"
+
+
+def _sql_value(value: Any) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, (bool, int, float)):
+        return repr(int(value) if isinstance(value, bool) else value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "'" + text.replace("'", "''") + "'"
 
 
 def json_text(value: Any, *, indent: int | None = 2) -> str:

@@ -10,6 +10,7 @@ from moeedge.bench.config import BenchPlan, applicable_modes, parse_modes
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
+from moeedge.cli.bench_tests import synthetic_tests
 from moeedge.data import Dataset, load_dataset
 from moeedge.engine.types import EngineConfig
 
@@ -52,8 +53,9 @@ def make_plan(
     gamma = options.pop("gamma", 3)
     n_ctx = options.pop("n_ctx", 0)
     base = EngineConfig(model=target, draft=draft, gamma=gamma, n_ctx=n_ctx, n_threads=1)
+    tests = synthetic_tests([options.pop("n_prompt", 0)], [options.pop("n_gen", 0)])
     chosen, _ = applicable_modes(parse_modes(modes), has_draft=draft is not None and gamma > 0)
-    return BenchPlan(**({"base": base, "modes": chosen, "n_predict": 12, "repetitions": 2} | options))
+    return BenchPlan(**({"base": base, "modes": chosen, "n_predict": 12, "repetitions": 2, "tests": tests} | options))
 
 
 def run(plan: BenchPlan) -> tuple[list[BenchRow], Recorder]:

@@ -13,6 +13,7 @@ from moeedge.bench.harness import record_answers, recorded_mode
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.cli.bench import make_bench_plan
+from moeedge.cli.bench_tests import synthetic_tests
 from moeedge.engine.types import EngineConfig
 from moeedge.scheduler.config import PlacementConfig
 from tests.bench.recording import Recorder, run, write_conversations
@@ -89,7 +90,12 @@ def test_what_does_not_fit_at_once_is_measured_one_by_one(
 def test_synthetic_tests_have_whole_layers_too(model: Path, tiny_draft: Path, counting: CountingDevice) -> None:
     base = replace(_plan(model, tiny_draft, model.parent).base, draft=None)
     plan, _ = make_bench_plan(
-        base, "stock-ar,moeedge,stock-ncmoe", None, n_prompt=24, n_predict=8, repetitions=1, sweep=Sweep((), (0.5,))
+        base,
+        "stock-ar,moeedge,stock-ncmoe",
+        None,
+        tests=synthetic_tests([24], [8]),
+        repetitions=1,
+        sweep=Sweep((), (0.5,)),
     )
     rows, _ = run(plan)
     assert [(row.test, row.mode) for row in rows] == [

@@ -133,6 +133,8 @@ def _row(samples: list[Sample], *, gamma: int | None = None, budget: int | None 
     environment = {"version": "0", "commit": None, "dirty": None, "llama_cpp_version": "0", "cpu": "a"}
     setup = environment | {"model": "m.gguf", "draft": "d.gguf", "policy": "none", "cache_ratio": None}
     setup |= {"gamma": (gamma or 4) if mode.drafts else 0, "threads": 1, "n_ctx": 256, "repetitions": 1, "n_predict": 8}
+    setup |= {"n_prompt": 0, "n_gen": 0, "n_expert_layers": 3, "whole_layers": 0}
+    setup |= {"model_description": "qwen3moe", "model_bytes": 1, "model_n_params": 1, "backend": "CPU"}
     perplexity = Perplexity("toy", "0", 10, 5, 512, math.log(2.0), 0.1)
     figures = budget_figures(mode, samples, _STOCK, _OFF, perplexity)
     output = check_answers(samples, _STOCK, lambda *_: np.zeros(16, np.float32), [], lossy=budget is not None)
@@ -144,7 +146,7 @@ def test_tables_and_records_say_lossy() -> None:
     rows = [_row(_STOCK), _row(_OFF), _row(_BUDGETED, budget=4)]
     text = render(rows, "md")
     lines = [line for line in text.splitlines() if line.startswith("|") and "budget 4 (lossy)" in line]
-    assert len(lines) == 3  # speed, quality, categories
+    assert len(lines) == 4  # speed in two tables, quality, categories
     assert "SCORES DIFFER: moeedge has" in text  # without a budget that is an error
     assert "SCORES DIFFER: moeedge budget" not in text
     record = rows[2].as_dict()

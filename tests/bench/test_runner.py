@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench.config import REFERENCE
-from moeedge.bench.records import BenchRow
+from moeedge.bench.records import SCHEMA, BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures
 from moeedge.errors import ContextTooSmallError
@@ -153,7 +153,7 @@ def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_mo
     assert all(list(record) == list(records[0]) for record in records)
     record = records[2]
     for key, value in {
-        "schema": "moeedge-bench-3",
+        "schema": SCHEMA,
         "mode": "moeedge",
         "test": "talk",
         "threads": 1,

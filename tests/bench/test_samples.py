@@ -43,7 +43,7 @@ def test_mean_deviation_and_median() -> None:
     assert several.stddev == pytest.approx(26.457513)
     single = spread([7.0])
     assert single is not None
-    assert single.stddev == 0.0
+    assert single.stddev is None
     assert spread([]) is None
 
 

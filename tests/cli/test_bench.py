@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,20 +17,25 @@ import numpy as np
 import pytest
 
 from moeedge import native
+from moeedge.bench.config import SyntheticTest
 from moeedge.bench.output_check import Difference, OutputCheck
 from moeedge.bench.records import SCHEMA, BenchRow, Environment
+from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
 from moeedge.cli.bench import make_bench_plan
 from moeedge.cli.bench_exit import exit_code
+from moeedge.cli.bench_tests import SyntheticOptions, sizes
 from moeedge.data import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from moeedge.ui.bench_views import difference_lines, render
+from moeedge.ui.bench_views import difference_lines, quiet_lines, render
 from moeedge.ui.plots import draw_sweep, lines_of
+from tests.bench.recording import Recorder
 from tests.support.commands import SIGNALS, refused, run, run_json
+from tests.support.markdown import table_rows
 
 _QUICK = ["-n", "6", "-r", "1", "-t", "1", "--draft-max", "3"]
 
@@ -90,12 +96,18 @@ def test_json_lines_csv_and_markdown(tiny_moe: Path, talk: Path) -> None:
     assert float(table[1]["tg_ts"]) > 0
     assert table[0]["acceptance_rate"] == ""
     text = run("bench", *common).stdout
-    heads, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert "tg t/s" in heads
-    assert set(rule) <= set("|-:")
-    assert len(rows) == 2
-    assert all(len(line) == len(heads) for line in rows)
+    rows = table_rows(text)
+    assert [row["mode"] for row in rows] == ["stock-ar", "moeedge"] and {"tg t/s", "tokens/step"} <= set(rows[0])
+    (model,) = table_rows(text, "model")
+    assert (model["backend"], model["threads"]) == ("CPU", "1") and model["params"].endswith(" K")
+    assert max(map(len, text.splitlines())) <= 100
     assert "no draft" in text
+    plain = run("bench", *common, "-o", "text").stdout
+    assert "|" not in plain and max(map(len, plain.splitlines())) <= 100
+    with sqlite3.connect(":memory:") as base:
+        base.executescript(run("bench", *common, "-o", "sql").stdout)
+        found = base.execute('SELECT mode, output_check, tg_ts > 0, acceptance_rate, "limit" FROM moeedge_bench')
+        assert found.fetchall() == [("stock-ar", "2/2", 1, None, None), ("moeedge", "2/2", 1, None, None)]
 
 
 def test_without_a_dataset_llama_benchs_tests_run(tiny_moe: Path, tiny_draft: Path) -> None:
@@ -160,13 +172,20 @@ def test_a_signal_prints_what_was_measured(tiny_moe: Path, talk: Path, signum: s
 def test_what_the_options_mean_together(tiny_moe: Path) -> None:
     base = EngineConfig(model=tiny_moe, draft="ngram")
     plain, _ = make_bench_plan(
-        base, "stock-ar", None, limit=None, n_prompt=None, n_predict=None, repetitions=3, ignore_eos=False
+        base, "stock-ar", None, tests=SyntheticOptions().tests(None, has_dataset=False), repetitions=3
     )
-    assert (plain.n_prompt, plain.n_gen, plain.dataset) == (512, 128, None)
+    assert ([test.name for test in plain.tests], plain.dataset) == (["pp512", "tg128"], None)
     with_data, _ = make_bench_plan(
-        base, "stock-ar", load_sample(), limit=3, n_prompt=64, n_predict=32, repetitions=1, ignore_eos=True
+        base,
+        "stock-ar",
+        load_sample(),
+        limit=3,
+        tests=SyntheticOptions(n_prompt="64").tests("32", has_dataset=True),
+        n_predict=32,
+        repetitions=1,
+        ignore_eos=True,
     )
-    assert (with_data.n_prompt, with_data.n_gen, with_data.n_predict) == (64, 0, 32)
+    assert ([test.name for test in with_data.tests], with_data.n_predict) == (["pp64"], 32)
     assert with_data.dataset is not None
     assert len(with_data.dataset.prompts) == 3
 
@@ -188,6 +207,7 @@ def test_without_a_mode_that_can_run_the_reason_is_told(tiny_moe: Path, mode: st
 def _row(output: OutputCheck) -> BenchRow:
     environment = Environment("0.1.0", "f" * 40, True, "0.3.36", "A CPU", "Linux", "3.11", "2026-01-01T00:00:00+00:00")
     setup = {**vars(environment), "model": "m.gguf", "threads": 2, "draft": "d.gguf", "gamma": 4, "n_ctx": 256}
+    setup |= {"model_description": "qwen3moe", "model_bytes": 1 << 30, "model_n_params": 2 * 10**9, "backend": "CPU"}
     return BenchRow(
         mode="moeedge", test="qa", policy="none", cache_ratio=None,
         pp=spread([100.0, 200.0]), tg=spread([10.0]), tg_drained_ts=9.5, drain_s=0.1, ttft_s=0.25, acceptance_rate=0.5,
@@ -212,15 +232,15 @@ def test_a_difference_that_is_no_near_tie_fails(capsys: pytest.CaptureFixture[st
 
 def test_the_table() -> None:
     text = render([_row(OutputCheck(equal=8, compared=8))], "md")
-    heads, _, row = text.splitlines()[:3]
-    cells = dict(zip(heads.replace(" ", "").split("|"), row.replace(" ", "").split("|"), strict=True))
-    assert cells["ppt/s"] == "150.00±70.71"
-    assert cells["TTFTms"] == "250.0"
+    (cells,) = table_rows(text)
+    assert (cells["pp t/s"], cells["tg t/s"]) == ("150.00 ± 70.71", "10.00")
+    assert cells["TTFT ms"] == "250.0"
+    assert table_rows(text, "model")[0]["params"] == "2.00 B"
     assert cells["experts/step"] == "31.2"
-    assert (cells["output"], cells["tgratio"], cells["ppratio"]) == ("8/8", "1.234", "-")
+    assert (cells["output"], cells["tg ratio"], cells.get("pp ratio")) == ("8/8", "1.234", None)
     assert "commit ffffffffff (changed)" in text
     assert "m.gguf, draft d.gguf (gamma 4); A CPU, threads: 2, context: 256, repetitions: 2" in text
-    assert "policy" not in heads
+    assert "policy" not in cells
     assert render([], "md") == ""
     assert json.loads(render([], "json")) == []
 
@@ -249,18 +269,15 @@ def _swept(policy: str, ratio: float, hits: float) -> BenchRow:
 
 def test_the_table_of_a_sweep() -> None:
     text = render([_row(OutputCheck(equal=8, compared=8)), _swept("spac", 0.17, 0.5)], "md")
-    heads, _, stock, swept = text.splitlines()[:4]
-    names = heads.replace(" ", "").split("|")
-    cells = dict(zip(names, swept.replace(" ", "").split("|"), strict=True))
-    assert (cells["policy"], cells["cache"], cells["pairhits"], cells["experthits"]) == (
+    plain, cells = table_rows(text)
+    assert [cells[name] for name in ("policy", "cache", "pair hits", "expert hits")] == [
         "spac",
         "0.17",
         "0.500",
         "0.250",
-    )
-    assert (cells["uploads"], cells["MiBmoved"]) == ("12.34", "3.0")
-    plain = dict(zip(names, stock.replace(" ", "").split("|"), strict=True))
-    assert (plain["policy"], plain["cache"], plain["pairhits"], plain["MiBmoved"]) == ("-", "-", "-", "-")
+    ]
+    assert (cells["uploads"], cells["MiB moved"]) == ("12.34", "3.0")
+    assert [plain[name] for name in ("policy", "cache", "pair hits", "MiB moved")] == ["-"] * 4
     assert "emulated (CPU)" in text
 
 
@@ -276,3 +293,99 @@ def test_the_picture_has_a_line_per_policy(tmp_path: Path) -> None:
     assert not draw_sweep([_row(OutputCheck(equal=8, compared=8))], tmp_path / "none.png")
     with pytest.raises(InputError, match="picture"):
         draw_sweep(rows, tmp_path / "absent" / "sweep.png")
+
+
+def test_lists_of_sizes_depths_and_threads(tiny_moe: Path) -> None:
+    work = ["-p", "8,16", "-n", "4", "-pg", "8,4", "-d", "0,32", "-t", "1,2", "-r", "1", "--modes", "stock-ar"]
+    rows = run_json("bench", "-m", tiny_moe, "-md", "none", *work)
+    tests = ["pp8", "pp16", "tg4", "pp8+tg4"]
+    names = [*tests, *(f"{test} @ d32" for test in tests)]
+    assert [(row["threads"], row["test"]) for row in rows] == [(n, test) for n in (1, 2) for test in names]
+    both = rows[3]
+    assert (both["n_prompt"], both["n_gen"], both["n_depth"]) == (8, 4, 0)
+    (sample,) = both["samples"]
+    assert both["total_ts"] == pytest.approx(12 / (sample["prefill_s"] + sample["decode_s"]))
+    deep = next(row for row in rows if row["test"] == "tg4 @ d32")
+    assert (deep["n_depth"], deep["samples"][0]["decode_tokens"], deep["n_ctx"]) == (32, 4, 256)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("64,128", [64, 128]), ("1-4", [1, 2, 3, 4]), ("0-1024+512", [0, 512, 1024]), ("64-512*2", [64, 128, 256, 512])],
+)
+def test_ranges_are_llama_benchs(text: str, expected: list[int]) -> None:
+    assert sizes(text, "-p") == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "-3", "4-1", "0-8*2", "1-8*1", "1-8+0", "1.5"])
+def test_no_other_sizes(text: str) -> None:
+    with pytest.raises(InputError):
+        sizes(text, "-p")
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        ["-pg", "512"], ["-pg", "0,4"], ["-d", "8", "-p", "0", "-n", "0"], ["--dataset", "sample", "-n", "8,16"],
+        ["--dataset", "sample", "-d", "64"], ["-t", "1,2", "--parallel", "1", "--dataset", "sample"],
+        ["--resume", "/absent.jsonl"],
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_go_together(tiny_moe: Path, work: list[str]) -> None:
+    refused("bench", "-m", tiny_moe, "-md", "none", *work)
+
+
+def test_depth_fills_the_context(tiny_moe: Path) -> None:
+    """The tokens before a test are decoded, and not in its time."""
+    decoded: list[int] = []
+    base = EngineConfig(model=tiny_moe, n_threads=1)
+    plan, _ = make_bench_plan(base, "stock-ar", None, tests=[SyntheticTest(8, 4, 32)])
+    with Bench(plan, Recorder()) as bench:
+        target = bench.arms.stock("stock-ar").session.target
+        decode = target.decode
+
+        def counted(tokens: list[int], **options: object) -> None:
+            decoded.append(len(tokens))
+            decode(tokens, **options)  # type: ignore[arg-type]
+
+        target.decode = counted  # type: ignore[method-assign,assignment]
+        assert bench.run()
+        (row,) = bench.rows()
+    assert decoded == [32, 8, 1, 1, 1, 1] * 4  # a warm-up and three repetitions
+    assert {(sample.prefill_tokens, sample.decode_tokens) for sample in row.samples} == {(8, 4)}
+
+
+def test_a_busy_machine_and_scatter_are_told() -> None:
+    quiet = _row(OutputCheck(equal=8, compared=8))
+    assert quiet_lines([replace(quiet, tg=spread([10.0, 10.5]))]) == []
+    assert len(quiet_lines([replace(quiet, tg=spread([10.0, 11.5]))])) == 1
+    assert len(quiet_lines([replace(quiet, tg=spread([10.0]), setup=quiet.setup | {"other_load": 0.5})])) == 1
+
+
+def test_an_interrupted_run_is_resumed(tiny_moe: Path, talk: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "moeedge", "bench", "-m", str(tiny_moe), "-md", "none", "--dataset", str(talk)]
+    command += ["-n", "4", "-r", "150", "-t", "1"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "MOEEDGE_CACHE": str(tmp_path / "kept")}
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, env=environment
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "repetition 2" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    rows = table_rows(out)
+    assert [row["partial"].split(" of ")[1] for row in rows] == ["450", "450"]
+    (kept,) = (tmp_path / "kept" / "bench_runs").iterdir()
+    assert f"--resume {kept}" in " ".join(err.split())
+    n_kept = len(kept.read_text().splitlines()) - 1
+    again = subprocess.run(
+        [*command, "--resume", "last", "-o", "json"], capture_output=True, text=True, cwd=root, env=environment
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"{n_kept} samples are from" in " ".join(again.stderr.split())
+    assert all(row["n_samples"] == row["n_samples_planned"] == 450 for row in json.loads(again.stdout))
+    assert not list((tmp_path / "kept" / "bench_runs").iterdir())

@@ -11,6 +11,7 @@ import pytest
 
 from moeedge import paths
 from tests.support.commands import refused, run, run_json
+from tests.support.markdown import table_rows
 
 _ROWS = (
     {"category": "who", "prompt": "Who are you?", "reference": {"scorer": "contains", "expect": "toy"}},
@@ -33,10 +34,8 @@ def test_the_bundled_pair_on_a_file_of_one_s_own(own: Path) -> None:
         pytest.skip("the bundled pair is not there")
     result = run("bench", "--dataset", own, "--score", *_QUICK)
     assert result.exit_code == 0, result.stderr
-    heads, _, *rows = [line for line in result.stdout.split("\n\n")[0].splitlines() if line.startswith("|")]
-    column = [cell.strip() for cell in heads.split("|")].index("score")
-    assert {row.split("|")[column].strip() for row in rows} == {"0.500 (2/3)"}
-    assert len(rows) == 3
+    rows = table_rows(result.stdout)
+    assert [row["score"] for row in rows] == ["0.500 (2/3)"] * 3
     assert "score: contains,exact; 0 of 3 answers cut at 512 tokens" in result.stdout
     assert "not scored: 1 of 3, a program, and programs are run with --run-code only" in result.stdout
     assert "SCORES DIFFER" not in result.stdout

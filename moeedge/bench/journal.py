@@ -1,0 +1,207 @@
+"""The file that a run keeps while it measures: its settings and every finished sample, so that it can be resumed.
+
+JSON Lines. The first line is {"schema", "settings"}, with the settings of each part of the run (one per value of -t);
+every other line is a sample with its part, its pass and its test. The samples have the tokens of their answers, which
+the output check needs and a record leaves out. A line that an abort cut is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from moeedge.bench.config import BenchPlan
+from moeedge.bench.records import Environment
+from moeedge.bench.samples import Sample
+from moeedge.errors import InputError
+from moeedge.paths import cache_dir
+
+SCHEMA = "moeedge-bench-run-1"
+LAST = "last"  # names the newest file in `folder`
+_N_KEPT = 5  # of interrupted runs
+_TOLD_DIFFERENCES = 3
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a run a sample was measured."""
+
+    part: int  # of the values of -t
+    pass_index: int  # of that part
+    test: str
+
+
+def folder() -> Path:
+    """Returns the folder of the files of runs that have not ended."""
+    return cache_dir() / "bench_runs"
+
+
+def settings_of(plan: BenchPlan, environment: Environment) -> Settings:
+    """Returns what must be the same for samples of two runs to belong together: options, models, machine, versions."""
+    base = asdict(plan.base)
+    files = [path for path in (plan.base.model, plan.base.draft) if isinstance(path, Path)]
+    base["files"] = [[path.name, path.stat().st_size] for path in files]
+    del base["model"], base["draft"]
+    dataset = plan.dataset
+    values = {
+        **base,
+        "draft": None if plan.base.draft is None else Path(plan.base.draft).name,
+        "modes": [mode.label for mode in plan.modes],
+        "tests": [test.name for test in plan.tests],
+        "dataset": None
+        if dataset is None
+        else [dataset.name, dataset.sha256, [prompt.id for prompt in dataset.prompts]],
+        "text": None if plan.text is None else plan.text.sha256,
+        **{
+            name: getattr(plan, name)
+            for name in ("n_predict", "repetitions", "ignore_eos", "score", "run_code", "warm_up", "delay_s")
+        },
+        **{name: getattr(environment, name) for name in ("version", "commit", "llama_cpp_version", "cpu", "os")},
+    }
+    return json.loads(json.dumps(values, default=str))  # type: ignore[no-any-return]
+
+
+class Journal:
+    """A context manager: every sample given to `add` is in the file when the call returns.
+
+    A new file is deleted at the end of a complete run, an existing one (`resume`) kept up to date.
+    """
+
+    def __init__(
+        self, path: Path | None, settings: Sequence[Settings], done: Sequence[tuple[Place, Sample]] = ()
+    ) -> None:
+        """path: None where no file can be written. done: samples that are in the file."""
+        self.path = path
+        self._settings = list(settings)
+        self._done = list(done)
+        self._file: TextIOWrapper | None = None
+        self._is_resumed = bool(done)
+
+    @classmethod
+    def begin(cls, settings: Sequence[Settings]) -> Journal:
+        """Returns the journal of a new run, in the cache folder."""
+        try:
+            folder().mkdir(parents=True, exist_ok=True)
+            for old in _files()[: -_N_KEPT + 1]:
+                old.unlink()
+        except OSError:
+            return cls(None, settings)
+        return cls(folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl", settings)
+
+    @classmethod
+    def resume(cls, name: str, settings: Sequence[Settings]) -> Journal:
+        """Returns the journal of an interrupted run; name: of its file, or LAST.
+
+        Raises InputError for a file that is missing or another's, and where a setting differs.
+        """
+        path = _newest() if name == LAST else Path(name)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            head = json.loads(lines[0]) if lines else None
+        except (OSError, ValueError) as error:
+            raise InputError(f"Cannot read {path}: {error}.", _HINT) from None
+        if not isinstance(head, dict) or head.get("schema") != SCHEMA:
+            raise InputError(f"{path} is not the file of an interrupted bench.", _HINT)
+        differences = _differences(head["settings"], list(settings))
+        if differences:
+            told = ", ".join(differences[:_TOLD_DIFFERENCES])
+            raise InputError(
+                f"{path} was measured with other settings: {told}.",
+                "Repeat the command of the interrupted run exactly.",
+            )
+        done = {}
+        for line in lines[1:]:
+            with suppress(ValueError, KeyError, TypeError):  # the line that an abort cut
+                entry = json.loads(line)
+                place = Place(entry["part"], entry["pass"], entry["test"])
+                sample = Sample.from_dict(entry["sample"])
+                done[place, sample.mode, sample.key] = (place, sample)  # what was measured again counts
+        return cls(path, settings, list(done.values()))
+
+    def __enter__(self) -> Journal:
+        if self.path is not None:
+            try:
+                self._file = self.path.open("a", encoding="utf-8")
+                if not self._is_resumed and self._file.tell() == 0:
+                    self._write({"schema": SCHEMA, "settings": self._settings})
+                elif self._is_resumed:
+                    self._file.write("\n")  # after a line that an abort cut
+            except OSError:
+                self.path = None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def n_done(self) -> int:
+        """Samples that the file holds."""
+        return len(self._done)
+
+    def samples(self, part: int, pass_index: int) -> dict[str, list[Sample]]:
+        """Returns the samples of a pass that the file had when it was opened, by test."""
+        found: dict[str, list[Sample]] = {}
+        for place, sample in self._done:
+            if (place.part, place.pass_index) == (part, pass_index):
+                found.setdefault(place.test, []).append(sample)
+        return found
+
+    def add(self, place: Place, sample: Sample) -> None:
+        """Writes a sample. A full disk ends the writing, not the run."""
+        if self._file is not None:
+            entry = {"part": place.part, "pass": place.pass_index, "test": place.test, "sample": asdict(sample)}
+            try:
+                self._write(entry)
+            except OSError:
+                self._file.close()
+                self._file = self.path = None
+
+    def drop(self) -> None:
+        """The run is complete: its file in the cache folder is not needed any more."""
+        if self.path is not None and self.path.parent == folder():
+            self.path.unlink(missing_ok=True)
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+
+_HINT = "An interrupted bench names its file; --resume last takes the newest."
+
+
+def _files() -> list[Path]:
+    """The files of runs that have not ended, the oldest first."""
+    return sorted(folder().glob("*.jsonl"))
+
+
+def _newest() -> Path:
+    files = _files()
+    if not files:
+        raise InputError("There is no interrupted bench to resume.", "Run bench without --resume.")
+    return files[-1]
+
+
+def _differences(old: Any, new: Any, name: str = "") -> list[str]:
+    """What differs between two JSON values, as "n_threads: 1, now 2"."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys([*old, *new])
+        return [text for key in keys for text in _differences(old.get(key), new.get(key), key)]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return [text for before, after in zip(old, new, strict=True) for text in _differences(before, after, name)]
+    return [] if old == new else [f"{name}: {_short(old)}, now {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

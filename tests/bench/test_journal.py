@@ -1,0 +1,117 @@
+"""An interrupted run goes on from the file that it kept, and marks what it lacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moeedge.bench.config import BenchPlan
+from moeedge.bench.journal import LAST, Journal, settings_of
+from moeedge.bench.records import BenchRow, read_environment
+from moeedge.bench.runner import Bench
+from moeedge.bench.samples import Sample
+from moeedge.errors import InputError
+from tests.bench.recording import Recorder, make_plan, write_conversations
+from tests.bench.test_in_turn import _in_ram
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+
+
+def measured(plan: BenchPlan, journal: Journal, stop_after: int | None = None) -> tuple[list[BenchRow], Recorder]:
+    recorder = Recorder()
+    with journal, Bench(plan, recorder, journal) as bench:
+        finished = bench.run(cancel=lambda: stop_after is not None and len(recorder.samples) >= stop_after)
+        assert finished == (stop_after is None)
+        return bench.rows(), recorder
+
+
+def begun(plan: BenchPlan) -> Journal:
+    return Journal.begin([settings_of(plan, read_environment())])
+
+
+def resumed(plan: BenchPlan, name: str = LAST) -> Journal:
+    return Journal.resume(name, [settings_of(plan, read_environment())])
+
+
+def keys(samples: Sequence[Sample]) -> list[tuple[str, str, int, int, float]]:
+    return sorted((s.mode, s.prompt, s.turn, s.repetition, s.decode_s + s.prefill_s) for s in samples)
+
+
+def test_the_rest_alone_is_measured(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    """Conversations of 2 and 1 turns, 3 modes, 2 repetitions, and tests of 1 and 2 samples for 2 modes."""
+    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_prompt=8, n_gen=20)
+    journal = begun(plan)
+    _, first = measured(plan, journal, stop_after=11)
+    assert journal.path is not None
+    journal.path.write_text(journal.path.read_text() + '{"part": 0, "sam')  # a line that an abort cut
+    again = resumed(plan)
+    assert again.n_done == 11
+    rows, recorder = measured(plan, again)
+    assert len(recorder.samples) == recorder.total == 2 * (3 * 3 + 2 * (1 + 2))
+    # the first conversation of the first repetition has 6 samples, the second 3: 9 of the 11 are complete
+    assert keys(recorder.samples[:9]) == keys(first.samples[:9])
+    assert not set(keys(recorder.samples[9:])) & set(keys(first.samples))
+    for row in rows:
+        assert not row.is_partial and len(row.samples) == row.n_planned
+        if row.test == "talk":
+            assert row.output is not None and row.output.compared == 2 and row.output.passed
+    complete = resumed(plan)  # everything is there: the models are loaded, and nothing is measured
+    _, last = measured(plan, complete)
+    assert keys(last.samples) == keys(recorder.samples)
+    complete.drop()
+    with pytest.raises(InputError, match="no interrupted bench"):
+        resumed(plan)
+
+
+def test_modes_in_turn_go_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = _in_ram(make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_gen=8))
+    _, first = measured(plan, begun(plan), stop_after=6)
+    rows, recorder = measured(plan, resumed(plan))
+    assert keys(recorder.samples[:6]) == keys(first.samples)
+    assert len(recorder.samples) == recorder.total
+    assert all(len(row.samples) == row.n_planned for row in rows)
+    assert all(row.output.passed for row in rows if row.output is not None)
+
+
+def test_other_settings_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = make_plan(tiny_moe, None, n_prompt=8, n_gen=8)
+    journal = begun(plan)
+    measured(plan, journal, stop_after=2)
+    assert journal.path is not None
+    others = [
+        (replace(plan, repetitions=5), "repetitions: 2, now 5"),
+        (replace(plan, base=replace(plan.base, n_threads=2)), "n_threads: 1, now 2"),
+        (replace(plan, base=replace(plan.base, model=tiny_draft)), tiny_draft.name),
+        (make_plan(tiny_moe, None, n_prompt=16, n_gen=8), "pp16"),
+    ]
+    for other, said in others:
+        with pytest.raises(InputError, match=said):
+            resumed(other, str(journal.path))
+    record = tmp_path / "rows.json"
+    record.write_text(json.dumps([{"schema": "moeedge-bench-4"}]))
+    for name in (str(record), str(tmp_path / "absent.jsonl")):
+        with pytest.raises(InputError) as caught:
+            resumed(plan, name)
+        assert caught.value.hint and "--resume last" in caught.value.hint
+
+
+def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:
+    plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path))
+    rows, _ = measured(plan, begun(plan), stop_after=4)
+    assert [(len(row.samples), row.n_planned, row.is_partial) for row in rows] == [(2, 6, True)] * 2
+    assert rows[0].tg is not None and rows[0].tg.stddev is None
+    record = rows[0].as_dict()
+    assert (record["n_samples"], record["n_samples_planned"], record["tg_ts_stddev"], record["scatter"]) == (
+        2,
+        6,
+        None,
+        None,
+    )
+    assert record["other_load"] >= 0 and record["other_load_before"] >= 0
