@@ -31,6 +31,7 @@ MODEL = ModelInfo(
     n_embd=32,
     n_swa=0,
     size_bytes=1,
+    n_params=1,
     description="tiny",
 )
 
