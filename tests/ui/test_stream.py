@@ -16,8 +16,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from moeedge.engine.types import GenerationStats
+from moeedge.ui.chat.live import LiveView, open_view
 from moeedge.ui.chat.settings import Look
-from moeedge.ui.chat.stream import LiveView, PlainView, complete_end, open_view, wrap_rows
+from moeedge.ui.chat.stream import PlainView, complete_end, wrap_rows
 from moeedge.ui.console import supports_panel, visible
 from tests.ui.test_figures import INFO, STATS
 

@@ -20,9 +20,11 @@ from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
 from moeedge.ui.chat.answer_figures import answer_rows, turn_line
 from moeedge.ui.chat.interrupt import Interrupt
+from moeedge.ui.chat.live import LiveView, open_view
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.settings import Look, Settings
-from moeedge.ui.chat.stream import LiveView, PlainView, open_view
+from moeedge.ui.chat.stream import PlainView
+from moeedge.ui.chat.thinking import ThinkingSplitter
 from moeedge.ui.console import say, show_figures, typing_hidden
 from moeedge.ui.tables import json_text
 
@@ -43,18 +45,29 @@ def answer_view(
 
     drop_typing: what is typed meanwhile does not become the next message.
     """
+    tags = answer.reasoning_tags
+    splitter = None if tags is None else ThinkingSplitter(tags, is_open=answer.begins_in_reasoning)
     view = open_view(
         out,
         info,
         lambda: answer.stats,
         stopping=interrupt,
         cache=meter,
-        progress=lambda: (answer.state.target.n_past, answer.stats.prompt_tokens),
+        splitter=splitter,
+        progress=lambda: prompt_progress(answer),
         look=look,
         panel=panel,
     )
     with meter, typing_hidden(drop=drop_typing), view:
         yield view
+
+
+def prompt_progress(answer: Generation) -> tuple[int, int]:
+    """Tokens of the prompt that are decoded so far, and all that the KV cache did not hold."""
+    state, n_prompt = answer.state, answer.stats.prompt_tokens
+    if state.n_cached is None:  # not looked up yet
+        return 0, n_prompt
+    return max(state.target.n_past - state.n_cached, 0), n_prompt - state.n_cached
 
 
 def print_turn(err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter, look: Look) -> None:

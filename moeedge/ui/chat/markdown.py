@@ -1,0 +1,196 @@
+"""Markdown of an answer that streams, styled line by line.
+
+What is shown of a line never changes once it is certain (`StyledLine.n_certain`), so that full rows may scroll away:
+a marker counts only if its other half follows within MAX_SPAN characters, and until then its text is not certain.
+Styled are headings, bold and italic text, code, lists and quotes; all else is shown as it is. The text itself, in
+/save and in pipes, is not touched.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, Protocol
+
+from rich.style import Style
+from rich.syntax import Syntax
+
+MAX_SPAN = 300  # characters between the two halves of a marker; of a line of code that is coloured
+MAX_CODE_LINES = 400  # of a block that are coloured: each line reads the block again
+_PLAIN, _BOLD, _ITALIC, _DIM = Style(), Style(bold=True), Style(italic=True), Style(dim=True)
+_CODE, _HEADING, _TITLE = Style(color="cyan"), Style(bold=True), Style(bold=True, underline=True)
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)")
+_HEADING_LINE = re.compile(r" {0,3}(#{1,6})\s+(?=\S)")
+_ITEM = re.compile(r"(\s*)[-*+]\s+(?=\S)")
+_QUOTE = re.compile(r" {0,3}>\s?")
+_RULE = re.compile(r"\s*([-*_])(\s*\1){2,}\s*")
+_MAY_BEGIN_BLOCK = re.compile(r"[\s#>*+\-_=`~]*")  # what such a line is depends on what follows
+_OPENERS = re.compile(r"(`+)|(\*\*|__|\*|_)(?=\S)")
+_THEME = "ansi_dark"  # the terminal's own colours
+
+Segment = tuple[str, Style]
+
+
+class StyledLine(NamedTuple):
+    """A line as it is shown. n_certain: characters of it that cannot change any more."""
+
+    segments: list[Segment]
+    n_certain: int
+
+    @property
+    def text(self) -> str:
+        """Without styles."""
+        return "".join(text for text, _ in self.segments)
+
+
+class LineStyler(Protocol):
+    """Styles the lines of a text in their order."""
+
+    def show(self, line: str) -> StyledLine:
+        """A line whose end has not come yet."""
+
+    def end(self, line: str) -> StyledLine:
+        """An entire line; the next call is for the next line."""
+
+
+class PlainLines:
+    """Shows text as it is, in one style."""
+
+    def __init__(self, style: Style = _PLAIN) -> None:
+        self._style = style
+
+    def show(self, line: str) -> StyledLine:
+        """All of it is certain."""
+        return StyledLine([(line, self._style)], len(line))
+
+    end = show
+
+
+class MarkdownLines:
+    """Styles Markdown; see the module."""
+
+    def __init__(self) -> None:
+        self._fence = ""  # of the code block that is open
+        self._lexer = ""
+        self._code: list[str] = []
+
+    def show(self, line: str) -> StyledLine:
+        """A line whose end has not come yet; nothing of a line of code is certain, nor of what may begin a block."""
+        if self._fence:
+            return StyledLine([(line, _CODE)], 0 if len(line) < MAX_SPAN else len(line))
+        if len(line) < MAX_SPAN and (_MAY_BEGIN_BLOCK.fullmatch(line) or _FENCE.match(line)):
+            return StyledLine([(line, _PLAIN)], 0)
+        return _block(line, is_complete=False)
+
+    def end(self, line: str) -> StyledLine:
+        """An entire line."""
+        fence = _FENCE.match(line)
+        if self._fence:
+            if fence and fence[1].startswith(self._fence) and not line[fence.end(1) :].strip():
+                self._fence = ""
+                return StyledLine([(line, _DIM)], len(line))
+            self._code.append(line)
+            return StyledLine(self._highlight(), len(line))
+        if fence and "`" not in line[fence.end(1) :]:
+            self._fence, self._lexer, self._code = fence[1], fence[2], []
+            return StyledLine([(line, _DIM)], len(line))
+        return _block(line, is_complete=True)
+
+    def _highlight(self) -> list[Segment]:
+        """The last line of the open block in colours, which what came before it may decide."""
+        line = self._code[-1]
+        if not self._lexer or len(self._code) > MAX_CODE_LINES or len(line) >= MAX_SPAN:
+            return [(line, _CODE)]
+        syntax = Syntax("", self._lexer, theme=_THEME)
+        if syntax.lexer is None:  # of an unknown language
+            return [(line, _CODE)]
+        coloured = syntax.highlight("\n".join(self._code)).split("\n", allow_blank=True)
+        if len(coloured) < len(self._code) or coloured[len(self._code) - 1].plain != line:
+            return [(line, _CODE)]
+        text = coloured[len(self._code) - 1]
+        styles = [_PLAIN] * len(line)
+        for start, end, style in text.spans:
+            if isinstance(style, Style):
+                styles[start:end] = [known + style for known in styles[start:end]]
+        return [(character, style) for character, style in zip(line, styles, strict=True)]
+
+
+def _block(line: str, *, is_complete: bool) -> StyledLine:
+    """A line outside code."""
+    if _RULE.fullmatch(line):
+        return StyledLine([(line, _DIM)], len(line) if is_complete else 0)
+    if match := _HEADING_LINE.match(line):
+        return _inline(line[match.end() :], _TITLE if len(match[1]) == 1 else _HEADING, [], is_complete)
+    if match := _ITEM.match(line):
+        return _inline(line[match.end() :], _PLAIN, [(f"{match[1]}• ", _PLAIN)], is_complete)
+    if match := _QUOTE.match(line):
+        return _inline(line[match.end() :], _ITALIC, [("│ ", _DIM)], is_complete)
+    return _inline(line, _PLAIN, [], is_complete)
+
+
+def _inline(text: str, style: Style, head: list[Segment], is_complete: bool) -> StyledLine:
+    """Bold and italic text and code within a line, after `head`."""
+    segments, n_certain = _spans(text, style, is_complete=is_complete)
+    n_head = sum(len(part) for part, _ in head)
+    return StyledLine(head + segments, n_head + n_certain)
+
+
+def _spans(text: str, style: Style, *, is_complete: bool) -> tuple[list[Segment], int]:
+    """The segments of a text, and how many of their characters are certain."""
+    segments: list[Segment] = []
+    at = 0  # of `text`: what is before is in `segments`
+    n_certain = -1  # characters of `segments`; -1: all so far
+
+    def shown() -> int:
+        return sum(len(part) for part, _ in segments)
+
+    for match in _OPENERS.finditer(text):
+        if match.start() < at:
+            continue
+        marker = match[0]
+        if not marker.startswith("`") and _ends_word(text[: match.start()]):
+            continue
+        segments.append((text[at : match.start()], style))
+        inside, closing = match.end(), _closing(text, match)
+        if closing is not None:
+            content, end = text[inside : closing[0]], closing[1]
+            if end == len(text) and not is_complete and n_certain < 0:
+                n_certain = shown()
+            if marker.startswith("`"):
+                segments.append((content, style + _CODE))
+            else:
+                segments += _spans(content, style + (_BOLD if len(marker) == 2 else _ITALIC), is_complete=True)[0]
+            at = end
+        elif not is_complete and len(text) - inside < MAX_SPAN:
+            n_certain = shown() if n_certain < 0 else n_certain
+            at = inside  # shown as if the other half came
+            style += _CODE if marker.startswith("`") else _BOLD if len(marker) == 2 else _ITALIC
+            if marker.startswith("`"):
+                break
+        else:
+            segments.append((marker, style))
+            at = inside
+    tail = text[at:]
+    segments.append((tail, style))
+    if n_certain < 0:
+        n_open = 0 if is_complete else len(tail) - len(tail.rstrip("*_`"))
+        n_certain = shown() - n_open
+    return [segment for segment in segments if segment[0]], n_certain
+
+
+def _ends_word(text: str) -> bool:
+    """Whether a marker after this text is within a word, as in 2**3 and snake_case; other scripts have no blanks."""
+    return bool(text) and text[-1].isascii() and text[-1].isalnum()
+
+
+def _closing(text: str, opener: re.Match[str]) -> tuple[int, int] | None:
+    """Start and end of the other half of a marker; None where it does not follow."""
+    marker = opener[0]
+    limit = opener.end() + MAX_SPAN
+    if marker.startswith("`"):
+        pattern = rf"(?<!`){marker}(?!`)"
+    else:
+        symbol = re.escape(marker[0])
+        once = rf"(?<![\s{symbol}]){symbol}(?!{symbol})" if len(marker) == 1 else rf"(?<!\s){symbol}{symbol}"
+        pattern = once + "(?![A-Za-z0-9])"
+    found = re.compile(pattern).search(text, opener.end() + 1)
+    return (found.start(), found.end()) if found and found.start() < limit else None
