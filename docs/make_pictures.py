@@ -12,7 +12,6 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-import psutil
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
@@ -20,12 +19,13 @@ from moeedge import paths
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.hub.catalog import load_catalog
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.ui.chat.answer_figures import live_figures
 from moeedge.ui.chat.greeting import print_greeting
 from moeedge.ui.chat.panel import CacheMeter, render_panel
 from moeedge.ui.chat.prompt import PROMPT
 from moeedge.ui.chat.stream import wrap_rows
-from moeedge.ui.figures import live_cache_figures, live_figures
 
 FOLDER = Path(__file__).parent
 DEVICE = "emulated:link=2GB/s,threads=1"
@@ -47,7 +47,7 @@ def draw_chat(path: Path) -> None:
         placement=PlacementConfig(cache_ratio=CACHE_RATIO),
     )
     with Session.open(config) as session:
-        print_greeting(console, session.info, toy=True)
+        print_greeting(console, session.info, toy=True, starter=load_catalog().starter())
         conversation = Conversation()
         meter = CacheMeter(session, interval_s=0)
         for question in QUESTIONS:
@@ -62,10 +62,7 @@ def draw_chat(path: Path) -> None:
         console.print(f"\n{PROMPT}{QUESTIONS[-1]}")
         for line in answer.text.split("\n"):
             console.print("\n".join(wrap_rows(line, COLUMNS)))
-        figures = live_figures(session.info, answer.stats, ram_bytes=psutil.Process().memory_info().rss, elapsed_s=0)
-        cache = meter()
-        if cache is not None:
-            figures += live_cache_figures(cache)
+        figures = live_figures(session.info, answer.stats, meter(), elapsed_s=0)
         console.print(render_panel(figures, columns=COLUMNS, rows=30, hint="Ctrl-C stops"))
         answer.close()
     without_fonts = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # on a network

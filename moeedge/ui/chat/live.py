@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
 RAM_S = 1.0  # between two readings of this process's memory
+SETTLE_S = 0.5  # without a region after the width has changed: tmux tells a program late, and more may come
 TEXT_ROWS = 5  # least rows of the window that the panel leaves to the text
-_HIDE_CURSOR, _SHOW_CURSOR, _ERASE_BELOW = "\x1b[?25l", "\x1b[?25h", "\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_ERASE_LINE, _ERASE_BELOW = "\x1b[2K", "\x1b[J"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _DIM = Style(dim=True)
@@ -90,7 +92,8 @@ class LiveView:
         self._region: list[int] = []  # cells of the region's lines on the screen; the cursor is below them
         self._panel = ""  # with its control sequences
         self._panel_at_s = 0.0
-        self._panel_columns = 0
+        self._columns = 0
+        self._resized_s = -SETTLE_S
         self._ram_bytes = 0
         self._ram_at_s = 0.0
         self._process = psutil.Process()
@@ -124,9 +127,15 @@ class LiveView:
     def _paint(self) -> None:
         now_s = time.monotonic()
         columns = self._console.width
-        is_due = now_s - self._panel_at_s >= PANEL_S or columns != self._panel_columns
-        if self._look.stats != "off" and is_due:
-            self._panel_at_s, self._panel_columns = now_s, columns
+        if columns != self._columns:
+            if self._columns:
+                self._resized_s = now_s
+            self._columns, self._panel_at_s = columns, 0.0
+        if now_s - self._resized_s < SETTLE_S:
+            self._write([], "")
+            return
+        if self._look.stats != "off" and now_s - self._panel_at_s >= PANEL_S:
+            self._panel_at_s = now_s
             with self._console.capture() as capture:
                 self._console.print(self._render_panel(columns, now_s))
             self._panel = capture.get()
@@ -217,12 +226,14 @@ class LiveView:
         """Replace the region on the screen by permanent rows and a new region."""
         n_above = rows_taken(self._region, self._console.width, reflow=reflows())
         above = f"\x1b[{min(n_above, self._console.height - 1)}A" if n_above else ""
-        stay = "".join(f"{row}\n" for row in rows)
+        lines = region.split("\n")[:-1]
+        stay = "".join(f"{_ERASE_LINE}{row}\n" for row in rows)
         # rows of the region are cut where the window is narrower by now: then each takes one row, whatever comes
-        cut = f"{_NO_WRAP}{region}{_WRAP}" if region else ""
-        self._console.file.write(f"{_HIDE_CURSOR}{above}\r{_ERASE_BELOW}{stay}{cut}{ending}")
+        cut = f"{_NO_WRAP}{''.join(f'{_ERASE_LINE}{line}{chr(10)}' for line in lines)}{_WRAP}" if lines else ""
+        # erased row by row: tmux keeps what is erased below the window's first row in its history
+        self._console.file.write(f"{_HIDE_CURSOR}{above}\r{stay}{cut}{_ERASE_BELOW}{ending}")
         self._console.file.flush()
-        self._region = [cell_len(_COLOURS.sub("", line)) for line in region.split("\n")[:-1]]
+        self._region = [cell_len(_COLOURS.sub("", line)) for line in lines]
 
     def _render_panel(self, columns: int, now_s: float) -> RenderableType:
         full = self._look.stats == "full"

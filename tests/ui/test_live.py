@@ -1,0 +1,159 @@
+"""The live view on an emulated terminal: Markdown, thinking, windows of changing width."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+import pyte
+import pytest
+from rich.console import Console
+
+from moeedge.llama.reasoning import ReasoningTags
+from moeedge.ui.chat import live
+from moeedge.ui.chat.live import LiveView, open_view, rows_taken
+from moeedge.ui.chat.markdown import MarkdownLines
+from moeedge.ui.chat.settings import Look
+from moeedge.ui.chat.stream import PlainView, wrap_rows
+from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
+from tests.ui.test_figures import INFO, STATS
+
+TAGS = ReasoningTags("<think>", "</think>")
+TEXT = """# Title
+
+Some **bold words that cross the end of a row of the window** and `code`, and **open to the end.
+
+- one
+- two
+
+```python
+def f(x):
+    return "a string"  # and a comment that is longer than a row
+```
+The end."""
+
+
+def view_of(file: io.StringIO, *, columns: int = 40, look: Look | None = None) -> LiveView:
+    console = Console(file=file, force_terminal=True, width=columns, height=24, color_system="standard")
+    splitter = ThinkingSplitter(TAGS)
+    folded = FoldedThinking(splitter, lambda: 12)
+    return LiveView(console, INFO, lambda: STATS, look=look or Look(), thinking=folded)
+
+
+def screen_after(file: io.StringIO, *, columns: int = 40) -> pyte.HistoryScreen:
+    screen = pyte.HistoryScreen(columns, 24, history=1000)
+    screen.set_mode(pyte.modes.LNM)  # a newline returns to the first column, as in a terminal
+    pyte.Stream(screen).feed(file.getvalue())
+    return screen
+
+
+def lines_of(screen: pyte.HistoryScreen) -> list[str]:
+    above = ["".join(row[x].data for x in range(screen.columns)).rstrip() for row in screen.history.top]
+    return [*above, *(line.rstrip() for line in screen.display)]
+
+
+@pytest.mark.parametrize("n_characters", [1, 7, 1000])
+def test_text_that_streams_ends_up_as_the_entire_text(n_characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "REPAINT_S", 0.001)
+    file = io.StringIO()
+    with view_of(file) as view:
+        for at in range(0, len(TEXT), n_characters):
+            view.write(TEXT[at : at + n_characters])
+            time.sleep(0.003 if n_characters > 1 else 0.0005)
+    styler = MarkdownLines()
+    expected = [row.rstrip() for line in TEXT.split("\n") for row in wrap_rows(styler.end(line).text, 40)]
+    assert [line for line in lines_of(screen_after(file)) if line] == [row for row in expected if row]
+    assert "Some bold words" in "\n".join(expected)
+
+
+def test_styles_reach_the_terminal() -> None:
+    file = io.StringIO()
+    with view_of(file) as view:
+        view.write(TEXT)
+    screen = screen_after(file)
+    assert screen.buffer[0][0].bold and screen.buffer[0][0].underscore  # the title
+    row = next(y for y in range(24) if "def f" in screen.display[y])
+    assert screen.buffer[row][0].fg not in ("default", screen.buffer[row][screen.display[row].index("(")].fg)
+
+
+@pytest.mark.parametrize(("markdown", "shown"), [(True, "a bold b"), (False, "a **bold** b")])
+def test_markdown_can_be_switched_off(markdown: bool, shown: str) -> None:
+    file = io.StringIO()
+    with view_of(file, look=Look(markdown=markdown)) as view:
+        view.write("a **bold** b")
+    assert lines_of(screen_after(file))[0] == shown
+
+
+def test_thinking_is_one_line() -> None:
+    file = io.StringIO()
+    with view_of(file) as view:
+        view.write("<think>\nlet me see\n")
+        time.sleep(0.3)
+        assert "thinking... 0 s, 12 tokens" in file.getvalue()
+        view.write("</think>\n\nIt is 4.")
+    lines = [line for line in lines_of(screen_after(file)) if line]
+    assert lines[-1] == "It is 4." and lines[0].startswith("thought for 0 s, 12 tokens")
+    assert "let me see" not in file.getvalue()
+
+
+def test_thinking_can_be_shown() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=40, height=24, color_system="standard")
+    with LiveView(console, INFO, lambda: STATS, thinking=ThinkingSplitter(TAGS)) as view:
+        view.write("<think>\nlet **me** see\n</think>\n\nIt **is** 4.")
+    screen = screen_after(file)
+    assert [line for line in lines_of(screen) if line] == ["<think>", "let **me** see", "</think>", "It is 4."]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text"), [("auto", "<think>hm</think>\n\n4\n"), ("show", "<think>hm</think>\n\n4\n"), ("fold", "4\n")]
+)
+def test_a_pipe_gets_the_text_as_written_unless_folding_is_asked_for(thinking: str, text: str) -> None:
+    file = io.StringIO()
+    look = Look(thinking=thinking)  # type: ignore[arg-type]
+    with open_view(Console(file=file), INFO, lambda: STATS, look=look, splitter=ThinkingSplitter(TAGS)) as view:
+        assert isinstance(view, PlainView)
+        for character in "<think>hm</think>\n\n4":
+            view.write(character)
+    assert file.getvalue() == text
+
+
+def test_a_terminal_that_is_not_repainted_folds_too() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=40)
+    with PlainView(console, FoldedThinking(ThinkingSplitter(TAGS), lambda: 12)) as view:
+        view.write("<think>hm</think>\n\nIt is **4**.")
+    assert file.getvalue() == "(thought for 0 s, 12 tokens)\nIt is **4**.\n"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "columns", "reflow", "n_rows"),
+    [([80, 80, 10], 80, True, 3), ([80, 80, 10], 40, True, 5), ([80, 0], 79, True, 3), ([80, 80, 10], 40, False, 3)],
+)
+def test_rows_of_the_region_after_a_change_of_width(
+    lengths: list[int], columns: int, reflow: bool, n_rows: int
+) -> None:
+    assert rows_taken(lengths, columns, reflow=reflow) == n_rows
+
+
+def test_a_narrower_window_gets_its_region_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old region, whose rows were broken in two, is erased; a new one comes when the width stays."""
+    monkeypatch.delenv("XTERM_VERSION", raising=False)
+    monkeypatch.delenv("STY", raising=False)
+    monkeypatch.setattr(live, "SETTLE_S", 0.2)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80, height=24, color_system=None)
+    view = LiveView(console, INFO, lambda: STATS)
+    view.write("some words that grow")
+    view._paint()
+    n_wide = len(view._region)
+    console.width = 40
+    file.truncate(0)
+    view._paint()
+    [n_above] = re.findall(r"\x1b\[(\d+)A", file.getvalue())
+    assert int(n_above) == 1 + 2 * (n_wide - 1)  # a short row of text and the panel's
+    assert view._region == []
+    time.sleep(0.25)
+    view._paint()
+    assert view._region[0] == len("some words that grow") and max(view._region) == 40
