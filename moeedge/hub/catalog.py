@@ -54,6 +54,27 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """What an estimate of a model's memory needs, where its header cannot be read. K and V are of 16 bits."""
+
+    expert_layers: int
+    experts: int  # per layer
+    used: int  # per token and layer
+    expert_weights: int  # of one expert
+    weights: int  # of the model
+    kv_bytes_per_token: int  # of all layers whose attention sees the entire context
+    window_bytes: int = 0  # of all layers with a sliding window, at most
+    vocabulary: int | None = None  # tokens
+    context: int | None = None  # tokens, trained with
+    source: str = ""
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the weights that belongs to experts."""
+        return self.expert_layers * self.experts * self.expert_weights / self.weights
+
+
+@dataclass(frozen=True)
 class ModelEntry:
     """One model: its name, its variants, and the drafts that go with it."""
 
@@ -66,6 +87,7 @@ class ModelEntry:
     draft_max: int | None = None  # tokens per draft that suit the pair
     note: str = ""
     source: str = ""
+    shape: Shape | None = None  # None: unknown, or a dense model
     starter: bool = False  # offered as the first real model
     own: bool = False  # from the user's file
 
@@ -233,6 +255,15 @@ _MODEL: dict[str, _Rule] = {
     "draft_max": (lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more"),
     "starter": (lambda value: isinstance(value, bool), "true or false"),
     "variant": (_is_tables, "tables: [[model.variant]]"),
+    "shape": (lambda value: isinstance(value, dict), "a table: [model.shape]"),
+}
+_SHAPE_NEEDS = ("expert_layers", "experts", "used", "expert_weights", "weights", "kv_bytes_per_token")
+_SHAPE: dict[str, _Rule] = {
+    **dict.fromkeys(
+        (*_SHAPE_NEEDS, "window_bytes", "vocabulary", "context"),
+        (lambda value: _is_whole(value) and value > 0, "a whole number above 0"),
+    ),
+    "source": _TEXT,
 }
 _VARIANT: dict[str, _Rule] = {
     **dict.fromkeys(("quant", "revision", "path", "source"), _TEXT),
@@ -288,7 +319,18 @@ class _Reader:
         optional: dict[str, Any] = {key: table.get(key, "") for key in ("about", "licence", "note", "source")}
         optional |= {key: tuple(table.get(key, ())) for key in ("aliases", "drafts")}
         optional |= {"draft_max": table.get("draft_max"), "starter": table.get("starter", False)}
-        return ModelEntry(name=table["name"], variants=variants, own=own, **optional)
+        shape = self.shape(table["shape"], f"[model.shape] of {where}") if "shape" in table else None
+        return ModelEntry(name=table["name"], variants=variants, shape=shape, own=own, **optional)
+
+    def shape(self, table: dict[str, Any], where: str) -> Shape:
+        self.check(table, _SHAPE, where)
+        missing = [key for key in _SHAPE_NEEDS if key not in table]
+        if missing:
+            self.fail(f"{where} lacks {', '.join(missing)}")
+        shape = Shape(**table)
+        if not 0 < shape.expert_share < 1 or shape.used > shape.experts:
+            self.fail(f"{where} has experts that are more than its weights, or fewer than a token uses")
+        return shape
 
     def variant(self, table: dict[str, Any], where: str) -> Variant:
         self.check(table, _VARIANT, where)

@@ -17,6 +17,8 @@ from moeedge.hub.local import list_models, locate
 from moeedge.hub.names import HubReference, all_parts, choose_files, parse_reference
 from moeedge.hub.pull import want_pair
 
+_SHAPE = "expert_layers = 2\nexperts = 8\nused = 2\nexpert_weights = 100\nweights = 10000\nkv_bytes_per_token = 64\n"
+
 Write = Callable[[str], Path]
 _SHA = "a" * 64
 _PAIR = f"""
@@ -98,6 +100,8 @@ def test_the_shipped_catalog() -> None:
         for variant in entry.variants:
             assert variant.source, entry.name
             assert variant.size_bytes or variant.about_bytes, entry.name
+        if entry.shape is not None:  # as config files and model cards say; several matrices have more bits than experts
+            assert entry.shape.source and 0.85 < entry.shape.expert_share < 0.99, entry.name
             assert all(file.sha256 is None or file.size_bytes for file in variant.files)
     aliases = [alias for entry in catalog.entries.values() for alias in (entry.name, *entry.aliases)]
     assert len(aliases) == len(set(aliases))
@@ -159,6 +163,12 @@ def test_an_own_entry_replaces_the_shipped_one(own: Write, tmp_path: Path) -> No
         ('[[model]]\nname = "x"\nsize = 3\n', '"size"'),
         ('[[model]]\nname = "x"\ndraft_max = -1\n', "draft_max"),
         ('[[model]]\nname = "x"\nstarter = 1\n', "starter"),
+        (f'[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n[model.shape]\n{_SHAPE}width = 3\n', '"width"'),
+        ('[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n[model.shape]\nexperts = 8\n', "lacks .*weights"),
+        (
+            f'[[model]]\nname = "x"\n[[model.variant]]\npath = "x"\n[model.shape]\n{_SHAPE}'.replace("10000", "1000"),
+            "more than its weights",
+        ),
         ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "x"\n', "owner/name"),
         ('[[model]]\nname = "x"\n[[model.variant]]\nrepo = "a/b"\n', "path .* repo"),
         (
