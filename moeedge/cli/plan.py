@@ -24,7 +24,7 @@ from moeedge.cli.engine_options import (
 )
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.engine.types import DraftWord
-from moeedge.errors import InputError, ModelNameError
+from moeedge.errors import DownloadError, InputError, ModelNameError
 from moeedge.units import parse_rate
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ def plan(
 ) -> None:
     """Show how much memory a model takes on this machine, and what fits, before it is loaded.
 
-    The header of the file is enough: an unfinished download will do, and the header of a model that is not on this
-    machine is read from the hub. Prints what is on the device and in memory, the share of the experts that the device
-    can hold, the largest context, and the command that runs the model this way. For a model larger than the memory: how
-    many experts fit there, what is read from the disk per token, and which speed that allows.
+    A model need not be here: the beginning of its file (the header) is read from the hub, and without network the
+    catalog's facts give an estimate. Prints what takes memory on the GPU and in RAM, how many of the experts the GPU
+    can hold, the largest context (tokens that the model remembers), and the command that runs the model this way. For
+    a model larger than RAM: what is read from the disk per token, and which speed that allows.
     """
     from moeedge.planning.memory_map import this_machine
     from moeedge.planning.planner import Planner
@@ -135,7 +135,15 @@ def plan(
         device=device,
     )
     with ExitStack() as resources:
-        files, pull_names = _find(model, model_draft, resources)
+        try:
+            files, pull_names = _find(model, model_draft, resources)
+        except DownloadError as error:
+            memory = {"vram_bytes": vram_bytes, "ram_bytes": ram_bytes}
+            unused = {"--trace": trace, "--disk-rate": disk_rate, "--cache-ratio": cache_ratio, "--reserve": reserve,
+                      "-ngl": n_gpu_layers, "-ncmoe": n_cpu_moe, "-md": model_draft}  # fmt: skip
+            without = [name for name, value in unused.items() if value is not None]
+            _print_estimate(str(model), error, output, device=device, n_ctx=ctx_size, without=without, **memory)
+            return
         config = engine.config(placement, files=files)
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         if vram_bytes is None and (ignored := layer_notes(config)):
@@ -149,6 +157,41 @@ def plan(
             typer.echo(plan_json(found), nl=False)
         else:
             print_plan(found, stdout_console())
+
+
+def _print_estimate(
+    name: str,
+    error: DownloadError,
+    output: Output,
+    *,
+    device: str,
+    n_ctx: int,
+    without: list[str],
+    vram_bytes: int | None,
+    ram_bytes: int | None,
+) -> None:
+    """The estimate of a model whose header cannot be read. Raises `error` where the catalog does not have the model.
+
+    without: options that need the header.
+    """
+    from moeedge.hub.cache import find_variant
+    from moeedge.hub.catalog import load_catalog
+    from moeedge.planning.estimate import free_memory, make_estimated_plan
+    from moeedge.ui.console import say, stderr_console, stdout_console
+    from moeedge.ui.plan_view import estimate_json, print_estimate
+
+    catalog = load_catalog()
+    choice = catalog.find(name)
+    if choice is None or find_variant(choice.variant) is not None:  # the draft's header is what cannot be read
+        raise error
+    memory = free_memory(device, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
+    found = make_estimated_plan(catalog, choice, memory, n_ctx=n_ctx, reason=error.message)
+    if without:
+        say(stderr_console(), f"Without the header {', '.join(without)} has no effect.", style="yellow")
+    if output is Output.JSON:
+        typer.echo(estimate_json(found), nl=False)
+    else:
+        print_estimate(found, stdout_console())
 
 
 def _drafts_for_itself(path: Path) -> bool:

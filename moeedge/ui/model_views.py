@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from moeedge.hardware.devices import DeviceRow
     from moeedge.hub.local import ListedModel
     from moeedge.hub.pull import MissingFile, WantedModel
+    from moeedge.planning.estimate import FittingModel, FittingModels
     from moeedge.widen.layout import WidePlan
 
 _MIB = 2.0**-20  # from bytes
@@ -58,6 +60,59 @@ def print_models(models: list[ListedModel], folder: Path, console: Console, *, e
     console.print(f"Downloads are stored in {folder}.", soft_wrap=True)
     if not everything:
         console.print("moeedge list --all shows what the catalog offers; moeedge pull NAME downloads it.")
+
+
+_PLACES = {
+    "GPU": "GPU: entirely on the GPU.",
+    "GPU and RAM": "RAM + GPU: experts in RAM, with that share of them on the GPU as well, and the rest on the GPU.",
+    "RAM": "RAM: in RAM, computed by the CPU.",
+    "disk": "disk: larger than RAM; experts are read from the file as needed, and that share of them has room in RAM.",
+}
+
+
+def _fit(row: FittingModel) -> str:
+    if row.map.place == "GPU and RAM":
+        return f"RAM + GPU {row.map.device_ratio:.0%}"
+    if row.map.place == "disk" and row.map.ram_ratio < 1:
+        return f"disk, RAM {row.map.ram_ratio:.0%}"
+    return row.map.place
+
+
+def print_fits(found: FittingModels, console: Console, *, everything: bool) -> None:
+    """One row per model that runs; then what the places mean."""
+    name, size, here, licence = (_of_model(column) for column in _MODEL_COLUMNS[:4])
+    columns = [name, size, here, text_column("runs in", _fit), licence]
+    print_table(console, columns, found.rows)
+    console.print()
+    vram = f"a GPU with {format_bytes(found.memory.vram_bytes)} and " if found.memory.vram_bytes else ""
+    ram = f"{format_bytes(found.memory.ram_bytes)} of RAM free"
+    say(console, f"With {vram}{ram}.{_left_out(found)}", style="")
+    for place in dict.fromkeys(row.map.place for row in found.rows):
+        say(console, _PLACES[place], style="")
+    say(console, "Estimates for a context of 8,192 tokens; moeedge plan -m NAME is exact.", style="")
+    if not everything:
+        say(console, "moeedge list --all --fits SIZE includes what the catalog offers.", style="")
+
+
+def _of_model(column: Column) -> Column:
+    """A column of the list's rows for the rows of --fits."""
+    return replace(column, value=lambda row: column.read(row.model))
+
+
+def _left_out(found: FittingModels) -> str:
+    return (
+        f" {found.n_others} more are too large." if found.n_others > 1 else " One more is too large." * found.n_others
+    )
+
+
+def fits_json(found: FittingModels) -> str:
+    """A JSON list of the models that run, the best placed first; `fit` has ratios from 0 to 1."""
+    rows = []
+    for row in found.rows:
+        fit: dict[str, Any] = {"place": row.map.place, "n_ctx": row.map.n_ctx, "estimated": True}
+        fit |= {"device_ratio": row.map.device_ratio, "ram_ratio": row.map.ram_ratio}
+        rows.append(dataclasses.asdict(row.model) | {"fit": fit})
+    return json_text(rows)
 
 
 def models_json(models: list[ListedModel]) -> str:

@@ -13,6 +13,7 @@ from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from moeedge.planning.beyond_ram import RamTierPlan, RamTierRow
+    from moeedge.planning.estimate import EstimatedMap, EstimatedPlan
     from moeedge.planning.headers import ModelFacts
     from moeedge.planning.memory_map import MemoryMap, MemoryPool
     from moeedge.planning.session_plan import SessionPlan
@@ -59,7 +60,84 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
         console.print(f"  {facts.memory}")
 
 
-def _print_place(place: MemoryPool, chosen: MemoryMap, console: Console) -> None:
+def print_estimate(plan: EstimatedPlan, console: Console) -> None:
+    """The same from the catalog's facts, marked as an estimate."""
+    model, shape = plan.model, plan.model.shape
+    console.print(plan.reason)
+    console.print("An estimate from the catalog's facts:", style="bold")
+    console.print()
+    size = format_bytes(model.file_bytes)
+    console.print(f"model: {model.name}, {size if model.is_exact else f'about {size}'}")
+    if shape is not None:
+        one, every = _expert_size(model.experts_bytes // model.n_experts), format_bytes(model.experts_bytes)
+        console.print(
+            f"  {shape.expert_layers} layers with {shape.experts} experts, {shape.used} per token; "
+            f"an expert {one}, all {every}, the rest {format_bytes(model.dense_bytes)}"
+        )
+        console.print(f"  read per token: {format_bytes(model.active_bytes)}")
+    for place in plan.map.places:
+        console.print()
+        _print_place(place, plan.map, console)
+    console.print()
+    columns = [
+        Column("context", "n_ctx", ","),
+        Column("KV MiB", "kv_bytes", _mib),
+        *([Column("experts on GPU", "device_ratio", ".0%")] if plan.memory.vram_bytes and model.n_experts else []),
+        Column("RAM MiB", lambda row: row.places[-1].used_bytes, _mib),
+        Column("fits", lambda row: _FITS[row.verdict]),
+    ]
+    print_table(console, columns, plan.contexts, style=lambda row: "bold" if row is plan.map else "")
+    console.print()
+    for note in plan.notes:
+        console.print(note)
+    if plan.command:
+        console.print()
+        console.print(plan.command, soft_wrap=True, style="bold")  # to be copied
+
+
+def estimate_json(plan: EstimatedPlan) -> str:
+    """One JSON object with keys of `plan_json`; those that only a header tells are absent."""
+    model, shape = plan.model, plan.model.shape
+    facts = {
+        "file": model.name,
+        "is_here": False,
+        "file_bytes": model.file_bytes,
+        "experts_bytes": model.experts_bytes,
+        "dense_bytes": model.dense_bytes,
+        "active_bytes": model.active_bytes,
+        "n_expert_layers": shape.expert_layers if shape else None,
+        "n_experts": shape.experts if shape else None,
+        "n_experts_used": shape.used if shape else None,
+        "n_ctx_train": model.n_ctx_train,
+    }
+    return json_text(
+        {
+            "estimated": True,
+            "reason": plan.reason,
+            "model": facts,
+            "draft": None,
+            "plan": _estimated_map(plan.map),
+            "contexts": [_estimated_map(row) for row in plan.contexts],
+            "largest_n_ctx": plan.largest_n_ctx,
+            "command": plan.command,
+            "notes": list(plan.notes),
+        }
+    )
+
+
+def _estimated_map(row: EstimatedMap) -> dict[str, Any]:
+    return {
+        "n_ctx": row.n_ctx,
+        "verdict": row.verdict,
+        "kv_bytes": row.kv_bytes,
+        "whole_on_gpu": row.place == "GPU",
+        "device_ratio": row.device_ratio,
+        "ram_ratio": row.ram_ratio,
+        "places": [_place_dict(place) for place in row.places],
+    }
+
+
+def _print_place(place: MemoryPool, chosen: MemoryMap | EstimatedMap, console: Console) -> None:
     """What takes memory in one place, in MiB; rows are (text, bytes, style)."""
     rows = []
     for line in place.lines:
@@ -190,6 +268,7 @@ def plan_json(plan: SessionPlan) -> str:
     device = plan.machine.device
     return json_text(
         {
+            "estimated": False,
             "model": _facts_dict(plan.model),
             "draft": None if plan.draft is None else _facts_dict(plan.draft),
             "device": {"kind": device.kind, "name": device.label, "measured": not plan.machine.vram_given},

@@ -35,14 +35,15 @@ class Column:
 
     def text(self, row: Any) -> str:
         """The cell of this column in `row`."""
-        value = self._value(row)
+        value = self.read(row)
         if value is None:
             return self.none
         if callable(self.form):
             return self.form(value)
         return format(value * self.scale if self.scale != 1.0 else value, self.form)
 
-    def _value(self, row: Any) -> Any:
+    def read(self, row: Any) -> Any:
+        """The value of this column in `row`."""
         if callable(self.value):
             return self.value(row)
         if isinstance(self.value, int) or isinstance(row, Mapping):

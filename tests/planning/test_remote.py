@@ -33,7 +33,7 @@ def test_a_catalog_name_is_planned_with_its_draft_before_pull(place: HubMachine,
     size = len(place.hub.files[BIG])
     assert found["model"]["file_bytes"] == size and found["model"]["missing_bytes"] >= size - 2**22
     assert found["model"]["is_here"] is False and found["draft"]["is_here"] is False
-    assert found["command"] == "moeedge chat -m big -c 1024"
+    assert found["command"] == "moeedge chat -m big -c 1024" and found["estimated"] is False
     assert any(note.startswith("moeedge pull big") for note in found["notes"]), found["notes"]
     assert "header" in done.stderr
     assert place.hub.ranges() == [None, None]  # one request each, ended early
@@ -65,8 +65,27 @@ def test_hub_errors_are_one_sentence(place: HubMachine) -> None:
     assert done.returncode == 1 and "GGUF" in done.stderr and done.stdout == ""
     done = place.run("plan", "-m", "bigg")
     assert done.returncode == 2 and "'bigg'" in done.stderr
-    done = place.run("plan", "-m", "big", HF_HUB_OFFLINE="1")
+    name = f"hf:{BIG[0]}:{BIG[1]}"  # of which the catalog knows nothing
+    done = place.run("plan", "-m", name, HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr
     place.hub.status = 503
-    done = place.run("plan", "-m", "big")
+    done = place.run("plan", "-m", name)
     assert done.returncode == 1 and "HTTP status 503" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_network_the_catalog_gives_an_estimate(place: HubMachine) -> None:
+    done = place.run("plan", "-m", "big", "--ram", "8GB", "-ngl", "3", "-o", "json", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["estimated"] is True and "HF_HUB_OFFLINE" in found["reason"]
+    assert found["model"]["file_bytes"] == len(place.hub.files[BIG])
+    assert found["plan"]["verdict"] == "fits" and found["command"] == "moeedge chat -m big"
+    assert "-ngl has no effect" in " ".join(done.stderr.split())
+    assert place.hub.ranges() == []
+
+
+def test_a_draft_that_cannot_be_read_is_an_error(place: HubMachine) -> None:
+    """The target is here: its plan needs no estimate."""
+    assert place.run("pull", "big", "--no-draft").returncode == 0
+    done = place.run("plan", "-m", "big", "-md", f"hf:{SMALL[0]}:{SMALL[1]}", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr

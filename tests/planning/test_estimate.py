@@ -1,0 +1,140 @@
+"""Estimates from the catalog's facts, against the plans that headers give and against sizes that are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeedge.hub.catalog import Choice, HubFile, ModelEntry, Shape, Variant, load_catalog
+from moeedge.hub.local import list_models
+from moeedge.planning.estimate import (
+    EstimatedMap,
+    KnownModel,
+    Memory,
+    estimate,
+    known_file,
+    known_model,
+    known_models,
+    largest_n_ctx,
+)
+from moeedge.planning.memory_map import KERNEL_BYTES
+from tests.conftest import TinyFactory
+
+GIB = 2**30
+RAM = Memory(ram_bytes=32 * GIB)
+
+
+def named(name: str) -> KnownModel:
+    choice = load_catalog().find(name)
+    assert choice is not None
+    found = known_model(choice)
+    assert found is not None
+    return found
+
+
+def with_gpu(vram_gib: float, ram_gib: float = 32) -> Memory:
+    return Memory(ram_bytes=round(ram_gib * GIB), vram_bytes=round(vram_gib * GIB))
+
+
+def test_qwen3_as_its_header_says() -> None:
+    """docs/plan.md: a GPU of 8 GiB, 32 GiB of RAM, 8,192 tokens; 16,740 MiB of experts, 31.2 % of them on the GPU."""
+    model = named("qwen3-30b-a3b")
+    assert model.experts_bytes / 2**20 == pytest.approx(16740, rel=0.01)
+    assert model.kv_bytes(8192) / 2**20 == 768
+    found = estimate(model, with_gpu(8), 8192)
+    assert (found.place, found.verdict) == ("GPU and RAM", "fits")
+    assert found.device_ratio == pytest.approx(0.312, abs=0.05)
+    assert found.places[-1].used_bytes / 2**20 == pytest.approx(17084, rel=0.02)
+
+
+def test_granite_as_its_tensors_are() -> None:
+    """731.4 MB of experts of 821.8 MB, 182.8 MB of them per token, by a list of the file's tensors."""
+    model = named("granite-3.1-1b-a400m")
+    assert model.experts_bytes / 1e6 == pytest.approx(731.4, rel=0.03)
+    assert (model.active_bytes - model.dense_bytes) / 1e6 == pytest.approx(182.8, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("memory", "place"),
+    [
+        (with_gpu(24), "GPU"),
+        (with_gpu(12), "GPU and RAM"),
+        (with_gpu(2), "RAM"),  # the dense weights do not fit the GPU
+        (RAM, "RAM"),
+        (Memory(ram_bytes=8 * GIB), "disk"),
+        (with_gpu(8, ram_gib=8), "disk"),
+        (Memory(ram_bytes=GIB), "nowhere"),
+    ],
+)
+def test_places_of_qwen3(memory: Memory, place: str) -> None:
+    assert estimate(named("qwen3-30b-a3b"), memory, 8192).place == place
+
+
+def test_a_dense_model_is_in_one_place() -> None:
+    model = named("qwen3-4b")
+    assert model.experts_bytes == 0 and model.active_bytes == model.file_bytes
+    assert [estimate(model, memory, 4096).place for memory in (with_gpu(8), with_gpu(3), RAM)] == ["GPU", "RAM", "RAM"]
+
+
+def test_what_is_on_the_gpu_fits_it() -> None:
+    for name in load_catalog().entries:
+        model = named(name)
+        for vram in (4, 6, 8, 12, 16, 24):
+            found = estimate(model, with_gpu(vram, 128), 8192)
+            for pool in found.places[:-1]:
+                assert pool.left_bytes >= 0, (name, vram)
+            assert 0 <= found.device_ratio <= 1
+            assert (found.place == "GPU") == (found.device_ratio == 1 and len(found.places) == 2), (name, vram)
+
+
+def test_more_memory_is_never_worse() -> None:
+    order = ["nowhere", "disk", "RAM", "GPU and RAM", "GPU"]
+    for name in load_catalog().entries:
+        ranks = [order.index(estimate(named(name), with_gpu(vram, ram), 8192).place) for vram, ram in
+                 ((1, 2), (4, 8), (8, 16), (16, 32), (24, 64), (80, 128))]  # fmt: skip
+        assert ranks == sorted(ranks), name
+
+
+def test_the_largest_context() -> None:
+    model = named("qwen3-30b-a3b")
+    assert largest_n_ctx(model, RAM) == 32768  # of 40,960 trained
+    assert largest_n_ctx(model, Memory(ram_bytes=GIB)) == 0
+    assert largest_n_ctx(named("granite-3.1-1b-a400m"), with_gpu(4)) == 32768  # then it would leave the GPU
+
+
+def test_a_window_costs_once() -> None:
+    shape = Shape(2, 8, 2, 1000, 20_000, kv_bytes_per_token=10, window_bytes=5000)
+    model = KnownModel("x", 10**6, True, shape=shape)
+    assert model.kv_bytes(100) == 6000 and model.kv_bytes(200) == 7000
+
+
+def test_a_file_that_the_catalog_does_not_have(tiny: TinyFactory, tmp_path: Path) -> None:
+    path = tiny("qwen3moe")
+    model = known_file("mine", path, path.stat().st_size)
+    assert model.n_experts == 3 * 16 and 0 < model.experts_bytes < model.file_bytes
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert known_file("broken", tmp_path / "x.gguf", 4).experts_bytes == 0
+
+
+def test_rows_of_the_list() -> None:
+    rows = list_models(load_catalog(), everything=True)
+    found = known_models(rows, load_catalog())
+    assert found.keys() == {row.name for row in rows}  # a size is known of each
+    assert found["bundled"].experts_bytes > 2**24  # by its header
+    assert found["deepseek-v2-lite:Q8_0"].file_bytes > found["deepseek-v2-lite"].file_bytes
+
+
+def test_a_size_that_nobody_knows_has_no_estimate(tmp_path: Path) -> None:
+    variant = Variant("Q4_0", repo="a/b", files=(HubFile("x.gguf"),))
+    assert known_model(Choice(ModelEntry("x", "", "", (variant,)), variant)) is None
+
+
+def test_the_gpu_lacks_its_kernels_and_reserve() -> None:
+    model = KnownModel("x", GIB, True)
+
+    def found(vram_bytes: int) -> EstimatedMap:
+        return estimate(model, Memory(ram_bytes=GIB * 8, vram_bytes=vram_bytes), 4096)
+
+    needed = GIB + KERNEL_BYTES + 256 * 2**20 + model.kv_bytes(4096) + model.compute_bytes
+    assert found(needed).place == "GPU" and found(needed - 1).place == "RAM"
