@@ -75,7 +75,7 @@ class LazyGroup(TyperGroup):
         if inner is not None:
             return name, command, [rest[0], *Speller(f"{name} {rest[0]}", inner).translate(rest[1:])]
         if not hasattr(command, "commands"):
-            speller = Speller(name, command, words=_WORDS.get(typed, ()), elsewhere=commands_with)
+            speller = Speller(name, command, words=positions(typed), elsewhere=commands_with)
             rest = speller.translate(rest)
             ctx.obj = _Typed(speller, speller.settings(rest))
             if ctx.obj.settings and not set(rest) & {"-h", "--help"}:
@@ -145,6 +145,11 @@ def load_command(name: str) -> Any:
         for param in command.params:
             param.envvar = None
     return command
+
+
+def positions(name: str) -> tuple[str, ...]:
+    """The options that words without a dash stand for where the command is typed under this name."""
+    return _WORDS.get(name, ())
 
 
 def commands_with(spelling: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from moeedge import paths
-from moeedge.cli import options
+from moeedge.cli import budget_options, options
 from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number, read_file
 from moeedge.cli.declare import derive, list_of, option
 from moeedge.data import EvaluationText, load_text
@@ -24,16 +24,16 @@ _NO_TEXT = "none"
 Budgets = Annotated[
     str | None,
     derive(
-        options.ExpertBudgetList,
+        budget_options.BudgetList,
         metavar="LIST",
         help="Verify drafts with at most so many experts per layer (MoE-Spec), for instance 16,24,32: moeedge once per "
         "budget next to moeedge without. Lossy: rows say so, and the output check gives a figure of quality.",
     ),
 ]
-BudgetRankings = Annotated[str | None, list_of(options.BudgetRanking)]
-BudgetPolicies = Annotated[str | None, list_of(options.BudgetPolicy)]
-BudgetPreferences = Annotated[str | None, list_of(options.BudgetPreferResident)]
-BudgetLayers = Annotated[str | None, list_of(options.BudgetLayers)]
+BudgetRankings = Annotated[str | None, list_of(budget_options.BudgetRanking)]
+BudgetPolicies = Annotated[str | None, list_of(budget_options.BudgetPolicy)]
+BudgetPreferences = Annotated[str | None, list_of(budget_options.BudgetPreferResident)]
+BudgetLayers = Annotated[str | None, list_of(budget_options.BudgetLayers)]
 DraftMaxima = Annotated[
     str | None,
     derive(
@@ -64,7 +64,7 @@ class BudgetSweepOptions:
     budget_ranking: BudgetRankings = None
     budget_policy: BudgetPolicies = None
     budget_prefer_resident: BudgetPreferences = None
-    budget_file: options.BudgetFile = None
+    budget_file: budget_options.BudgetFile = None
     budget_layers: BudgetLayers = None
     perplexity: PerplexityText = None
 

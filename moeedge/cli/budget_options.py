@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from moeedge.cli import options
+from moeedge.cli.declare import list_of, option
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.notifications import Level, Notification, Notify, ignore
@@ -25,16 +26,81 @@ _DIGITS_MAX = 9  # no model has so many experts
 _EXPERTS_OF_TEMPLATE = 1 << 20  # replaced by what auto finds
 
 
+Budget = Annotated[
+    str | None,
+    option(
+        options.BUDGET,
+        "--expert-budget B|auto|off",
+        "Verify drafts with at most B experts per layer (MoE-Spec). Lossy: faster, but answers may differ from the "
+        "model's own; prompts and single tokens are computed exactly. auto: the fastest budget whose score on a "
+        "calibration set stays within one standard deviation. docs/expert-budget.md says when it pays. Default: off.",
+        show_default=False,
+    ),
+]
+BudgetList = Annotated[str | None, list_of(Budget)]
+BudgetRanking = Annotated[
+    str | None,
+    option(
+        options.BUDGET,
+        "--budget-ranking picks|router|static|oracle",
+        "Which experts stay: those with the highest routing probability over the batch, of the experts that its tokens "
+        "select (picks) or of all experts (router: the paper's), the first of a fixed order (static, from "
+        "--budget-file), or those that reproduce the layer's output best (oracle: only in profile --budget-analysis). "
+        "Default: picks.",
+        show_default=False,
+    ),
+]
+BudgetPolicy = Annotated[
+    str | None,
+    option(
+        options.BUDGET,
+        "--budget-policy substitution|truncation",
+        "What a token gets whose expert is left out: the best of the others (substitution), or nothing in its place "
+        "(truncation). Default: substitution.",
+        show_default=False,
+    ),
+]
+BudgetPreferResident = Annotated[
+    float | None,
+    option(
+        options.BUDGET,
+        "--budget-prefer-resident S",
+        "An expert on the device stays instead of one whose score is higher by less than S times the range of the "
+        "scores, 0 to 1. Default: 0.",
+        show_default=False,
+    ),
+]
+BudgetFile = Annotated[
+    Path | None,
+    option(
+        options.BUDGET,
+        "--budget-file FILE",
+        "The model's ranking, as moeedge profile --save-ranking writes it; for the ranking static and fitted layers.",
+        show_default=False,
+    ),
+]
+BudgetLayers = Annotated[
+    str | None,
+    option(
+        options.BUDGET,
+        "--budget-layers uniform|fitted",
+        "B experts in every layer (uniform), or B on average, with more where the ranking's file shows more to lose "
+        "(fitted). Default: uniform.",
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
     """How many experts a verification may use per layer, and which."""
 
-    expert_budget: options.ExpertBudget = None
-    budget_ranking: options.BudgetRanking = None
-    budget_policy: options.BudgetPolicy = None
-    budget_prefer_resident: options.BudgetPreferResident = None
-    budget_file: options.BudgetFile = None
-    budget_layers: options.BudgetLayers = None
+    expert_budget: Budget = None
+    budget_ranking: BudgetRanking = None
+    budget_policy: BudgetPolicy = None
+    budget_prefer_resident: BudgetPreferResident = None
+    budget_file: BudgetFile = None
+    budget_layers: BudgetLayers = None
 
     def config(self, base: EngineConfig, *, notify: Notify) -> EngineConfig:
         """`base` with the budget that the options ask for; with auto its number of experts is not known yet.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moeedge.cli import options
+from moeedge.cli import budget_options, options
 from moeedge.cli.budget_options import AUTO, BudgetOptions
 from moeedge.cli.common import show_log
 from moeedge.cli.declare import Output, flatten, option
@@ -46,10 +46,10 @@ def calibrate(
     *,
     disk: MeasureDisk = False,
     expert_budget: ChooseBudget = False,
-    budget_ranking: options.BudgetRanking = None,
-    budget_policy: options.BudgetPolicy = None,
-    budget_prefer_resident: options.BudgetPreferResident = None,
-    budget_file: options.BudgetFile = None,
+    budget_ranking: budget_options.BudgetRanking = None,
+    budget_policy: budget_options.BudgetPolicy = None,
+    budget_prefer_resident: budget_options.BudgetPreferResident = None,
+    budget_file: budget_options.BudgetFile = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeedge import paths
-from moeedge.cli import options
+from moeedge.cli import options, trace_options
 from moeedge.cli.common import integers, names, show_log
 from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import EngineOptions
@@ -63,7 +63,7 @@ MeasureSpeedUp = Annotated[
 AcceptanceChance = Annotated[
     float | None,
     derive(
-        options.AcceptanceChance,
+        trace_options.AcceptanceChance,
         help="Chance of a draft to be accepted after all before it were. Default: counted on the prompts.",
         min=0,
         max=1,

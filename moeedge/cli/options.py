@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -27,30 +26,9 @@ TRACE = "Trace"
 ALL_LAYERS = 999  # more than any model has
 
 
-class RejectedTokenModel(str, Enum):
-    """How rejected draft tokens route where a trace does not record it; see moeedge.trace.schedule."""
-
-    OPTIMISTIC = "optimistic"
-    PESSIMISTIC = "pessimistic"
-    BOTH = "both"
-
-    @property
-    def models(self) -> tuple[Literal["optimistic", "pessimistic"], ...]:
-        """The models to replay with, one after the other."""
-        if self is RejectedTokenModel.BOTH:
-            return ("optimistic", "pessimistic")
-        return ("optimistic",) if self is RejectedTokenModel.OPTIMISTIC else ("pessimistic",)
-
-
 def ablations(given: list[str]) -> frozenset[str]:
     """The names that --ablate was given, one by one or as lists."""
     return frozenset(name.strip() for text in given for name in text.split(",") if name.strip())
-
-
-def check_expert_bytes(n_bytes: int) -> None:
-    """Raises ValueError for a size that an expert cannot have."""
-    if not 0 < n_bytes < 1 << 48:
-        raise ValueError(f"--expert-bytes must be > 0, not {n_bytes}")
 
 
 # model
@@ -370,111 +348,6 @@ NoCalibrate = Annotated[
         PLACEMENT,
         "--no-calibrate",
         "Do not measure machine and device on first use; earlier measurements are still used.",
-    ),
-]
-
-# expert budget
-
-ExpertBudget = Annotated[
-    str | None,
-    option(
-        BUDGET,
-        "--expert-budget B|auto|off",
-        "Verify drafts with at most B experts per layer (MoE-Spec). Lossy: faster, but answers may differ from the "
-        "model's own; prompts and single tokens are computed exactly. auto: the fastest budget whose score on a "
-        "calibration set stays within one standard deviation. docs/expert-budget.md says when it pays. Default: off.",
-        show_default=False,
-    ),
-]
-ExpertBudgetList = Annotated[str | None, list_of(ExpertBudget)]
-BudgetRanking = Annotated[
-    str | None,
-    option(
-        BUDGET,
-        "--budget-ranking picks|router|static|oracle",
-        "Which experts stay: those with the highest routing probability over the batch, of the experts that its tokens "
-        "select (picks) or of all experts (router: the paper's), the first of a fixed order (static, from "
-        "--budget-file), or those that reproduce the layer's output best (oracle: only in profile --budget-analysis). "
-        "Default: picks.",
-        show_default=False,
-    ),
-]
-BudgetPolicy = Annotated[
-    str | None,
-    option(
-        BUDGET,
-        "--budget-policy substitution|truncation",
-        "What a token gets whose expert is left out: the best of the others (substitution), or nothing in its place "
-        "(truncation). Default: substitution.",
-        show_default=False,
-    ),
-]
-BudgetPreferResident = Annotated[
-    float | None,
-    option(
-        BUDGET,
-        "--budget-prefer-resident S",
-        "An expert on the device stays instead of one whose score is higher by less than S times the range of the "
-        "scores, 0 to 1. Default: 0.",
-        show_default=False,
-    ),
-]
-BudgetFile = Annotated[
-    Path | None,
-    option(
-        BUDGET,
-        "--budget-file FILE",
-        "The model's ranking, as moeedge profile --save-ranking writes it; for the ranking static and fitted layers.",
-        show_default=False,
-    ),
-]
-BudgetLayers = Annotated[
-    str | None,
-    option(
-        BUDGET,
-        "--budget-layers uniform|fitted",
-        "B experts in every layer (uniform), or B on average, with more where the ranking's file shows more to lose "
-        "(fitted). Default: uniform.",
-        show_default=False,
-    ),
-]
-
-# trace
-
-TraceFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="TRACE",
-        help="A trace of moeedge (.npz), a csv file with pos,layer,id0,... or route_trace v1, or an array of ids by "
-        "token, layer and slot (.npz or .npy).",
-        show_default=False,
-    ),
-]
-NExperts = Annotated[
-    int | None,
-    option(TRACE, "--n-experts N", "Experts per layer, if the file does not say. Default: the largest id + 1."),
-]
-ExpertBytes = Annotated[
-    int | None, option(TRACE, "--expert-bytes N", "Size of an expert in bytes, if the trace does not say.")
-]
-AcceptanceChance = Annotated[
-    float | None,
-    option(
-        TRACE,
-        "--acceptance-chance X",
-        "Chance of a draft to be accepted after all before it were. Default: the trace's own, or 0.8.",
-        also="--acceptance",
-    ),
-]
-RejectedTokens = Annotated[
-    RejectedTokenModel | None,
-    option(
-        TRACE,
-        "--rejected-token-model optimistic|pessimistic|both",
-        "How rejected tokens that the trace does not record route: like the tokens that follow (optimistic), like "
-        "unrelated tokens of the text (pessimistic), or both in turn. Default: the recorded steps if there are any, "
-        "otherwise both.",
-        also="--tail",
     ),
 ]
 

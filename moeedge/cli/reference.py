@@ -10,6 +10,8 @@ from typer.cli import get_docs_for_click
 
 from moeedge.cli.app import COMMANDS, load_command
 from moeedge.cli.declare import hidden_spellings
+from moeedge.cli.foreign import OPTIONS, Instead
+from moeedge.cli.habits import habits
 from moeedge.ui.chat.commands import help_rows
 from moeedge.ui.tables import markdown as markdown_table
 from moeedge.ui.tables import text_column
@@ -22,6 +24,25 @@ Results go to standard output, logs and progress to standard error. Exit codes: 
 130 stopped by Ctrl-C, 143 by SIGTERM. Options are named as in llama.cpp where it has them.
 
 This file is made from the commands' own declarations: `python -m moeedge.cli.reference > docs/cli.md`.
+
+"""
+
+_HABITS_INTRODUCTION = """\
+# Coming from llama.cpp or ollama
+
+What you know works: options have llama.cpp's names, older and newer, and ollama's commands run, ls, ps, show, pull and rm
+are here. `moeedge chat` stands for llama-cli, `moeedge bench` for llama-bench. An option that moeedge does not have ends
+with a sentence that names what to write. Whatever else you try, `moeedge COMMAND --help` has all options.
+
+"""
+_HABITS = {
+    "llama.cpp": "llama-cli, typed after `moeedge chat`",
+    "llama-bench": "llama-bench, typed after `moeedge bench`",
+    "ollama": "ollama, typed after `moeedge`",
+}
+_LLAMA_VARIABLES_INTRODUCTION = """\
+**Environment variables of llama.cpp's options** set what the command line leaves open, in commands that run or plan a
+model; a line on standard error says so.
 
 """
 
@@ -44,7 +65,36 @@ def markdown() -> str:
         if name == "chat":
             rows = "".join(f"* `{row.label}`: {row.value}\n" for row in help_rows())
             text += f"**While chatting**:\n\n{rows}\n"
-    return f"{text.strip()}\n\n{_variables()}"
+    return f"{text.strip()}\n\n{_habits()}\n{_variables()}"
+
+
+def _habits() -> str:
+    """The section for users of other programs, and the environment variables of llama.cpp's options."""
+    columns = [
+        text_column("you type", lambda habit: f"`{habit.typed.replace('|', '/')}`"),
+        text_column("here", lambda habit: habit.result.replace("|", "/")),
+    ]
+    text = _HABITS_INTRODUCTION
+    for source, title in _HABITS.items():
+        text += f"**{title}**\n\n{markdown_table(columns, [habit for habit in habits() if habit.source == source])}\n"
+    rows = {}
+    for name in ("chat", "bench", "profile", "plan"):
+        for param in load_command(name).params:
+            for variable in param.envvar or ():
+                rows.setdefault(variable, (variable, param.opts[0], []))[2].append(name)
+    for row in OPTIONS.values():
+        if isinstance(row, Instead) and row.env:
+            rows[row.env] = (
+                row.env,
+                row.words.split()[0] if row.words else "see above",
+                ["chat", "bench", "profile", "plan"],
+            )
+    table = [
+        text_column("variable", lambda row: f"`{row[0]}`"),
+        text_column("option", lambda row: f"`{row[1]}`"),
+        text_column("commands", lambda row: ", ".join(row[2])),
+    ]
+    return text + _LLAMA_VARIABLES_INTRODUCTION + markdown_table(table, [rows[name] for name in sorted(rows)])
 
 
 def _variables() -> str:

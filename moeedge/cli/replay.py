@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from moeedge.cli import options
+from moeedge.cli import options, trace_options
 from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import Output, derive, flatten, option
 from moeedge.cli.trace_budgets import TraceBudgets
@@ -35,7 +35,7 @@ _MAX_PROFILE_TEXTS = 30  # of a tenth
 Traces = Annotated[
     list[Path],
     derive(
-        options.TraceFile,
+        trace_options.TraceFile,
         metavar="TRACE...",
         help="Traces of moeedge (.npz), csv files with pos,layer,id0,... or route_trace v1, or arrays of ids by token, "
         "layer and slot (.npz or .npy).",
@@ -126,12 +126,12 @@ def replay(
     predictor_accuracy: AccuracyList = None,
     profile_texts: ProfileTexts = None,
     draft_max: DraftMax = None,
-    acceptance_chance: options.AcceptanceChance = None,
-    rejected_token_model: options.RejectedTokens = None,
+    acceptance_chance: trace_options.AcceptanceChance = None,
+    rejected_token_model: trace_options.RejectedTokens = None,
     texts: Texts = None,
     limit: options.Limit = 0,
-    n_experts: options.NExperts = None,
-    expert_bytes: options.ExpertBytes = None,
+    n_experts: trace_options.NExperts = None,
+    expert_bytes: trace_options.ExpertBytes = None,
     seed: options.Seed = 0,
     *,
     expert_budgets: TraceBudgets,
@@ -290,7 +290,7 @@ def _expert_bytes(trace: Trace, given: int | None) -> np.ndarray | None:
     """Bytes of an expert by layer [n_layers]; None where neither the option nor the trace says."""
     if given is None:
         return trace.expert_bytes()
-    options.check_expert_bytes(given)
+    trace_options.check_expert_bytes(given)
     return np.full(trace.meta.n_layers, given, dtype=np.int64)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from moeedge.cli import options
+from moeedge.cli import options, trace_options
 from moeedge.cli.common import integers, names, numbers
 from moeedge.cli.declare import Output, derive, flatten, option
 from moeedge.cli.trace_budgets import TraceBudgets
@@ -64,7 +64,7 @@ MaxSteps = Annotated[
 AcceptanceChance = Annotated[
     float,
     derive(
-        options.AcceptanceChance,
+        trace_options.AcceptanceChance,
         help="Chance of a draft to be accepted after all before it were, where the trace does not say.",
     ),
 ]
@@ -115,7 +115,7 @@ def simulate(
     n_tokens: NTokens = 512,
     max_steps: MaxSteps = None,
     acceptance_chance: AcceptanceChance = 0.8,
-    rejected_token_model: options.RejectedTokens = None,
+    rejected_token_model: trace_options.RejectedTokens = None,
     seed: options.Seed = 0,
     policy: options.SystemList = "spac",
     cache_ratio: options.CacheRatioList = "0.17",
@@ -254,7 +254,7 @@ def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Tra
 
 
 def _rejected_token_models(
-    trace: Trace, config: simulation.SimulationConfig, asked: options.RejectedTokenModel | None
+    trace: Trace, config: simulation.SimulationConfig, asked: trace_options.RejectedTokenModel | None
 ) -> tuple[RejectedTokenModel, ...]:
     """The models to simulate a configuration with: those asked for, one where the models do not differ."""
     differing = simulation.models_that_differ(trace, config)

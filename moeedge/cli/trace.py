@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from moeedge.cli import options
+from moeedge.cli import options, trace_options
 from moeedge.cli.declare import Output
 from moeedge.errors import InputError
 from moeedge.trace.exporters import layout_of, write_trace
@@ -51,7 +51,7 @@ To = Annotated[
 
 @trace.command("info")
 def info(
-    trace: options.TraceFile, n_experts: options.NExperts = None, output: options.TextOrJson = Output.TEXT
+    trace: trace_options.TraceFile, n_experts: trace_options.NExperts = None, output: options.TextOrJson = Output.TEXT
 ) -> None:
     """Show what a trace holds: model, tokens, steps, drafts and how many of them were accepted."""
     summary = summarize_trace(read_trace(trace, n_experts))
@@ -63,11 +63,11 @@ def info(
 
 @trace.command("import")
 def import_(
-    trace: options.TraceFile,
+    trace: trace_options.TraceFile,
     out: OutFile,
-    n_experts: options.NExperts = None,
+    n_experts: trace_options.NExperts = None,
     model: ModelName = None,
-    expert_bytes: options.ExpertBytes = None,
+    expert_bytes: trace_options.ExpertBytes = None,
 ) -> None:
     """Read a trace of another tool and write it as moeedge's (.npz), which every command takes."""
     if out.suffix.lower() != ".npz":
@@ -77,7 +77,7 @@ def import_(
     found = read_trace(trace, n_experts)
     meta = found.meta
     if expert_bytes is not None:
-        options.check_expert_bytes(expert_bytes)
+        trace_options.check_expert_bytes(expert_bytes)
         meta = replace(meta, parameters=meta.parameters | {"expert_bytes": expert_bytes})
     if model is not None:
         meta = replace(meta, model=model)
@@ -85,7 +85,9 @@ def import_(
 
 
 @trace.command("convert")
-def convert(trace: options.TraceFile, out: OutFile, to: To = None, n_experts: options.NExperts = None) -> None:
+def convert(
+    trace: trace_options.TraceFile, out: OutFile, to: To = None, n_experts: trace_options.NExperts = None
+) -> None:
     """Write a trace in another layout. Layouts of other tools hold the text alone, without rejected tokens."""
     layout = layout_of(out) if to is None else to.value
     _write(read_trace(trace, n_experts), trace, out, layout)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from numpy.typing import NDArray
 
-from moeedge.cli import options
+from moeedge.cli import budget_options
 from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number, read_file
 from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import derive, list_of
@@ -17,16 +17,16 @@ from moeedge.policies.expert_budget import ExpertBudget, static_order
 Budgets = Annotated[
     str | None,
     derive(
-        options.ExpertBudget,
+        budget_options.Budget,
         metavar="LIST",
         help="Verifications use at most B experts per layer (MoE-Spec), which changes a model's answers. Ranked by the "
         "trace's router weights, or by counts where it has none. Several, separated by commas, are compared; off: no "
         "budget.",
     ),
 ]
-Rankings = Annotated[str | None, list_of(options.BudgetRanking)]
-Policies = Annotated[str | None, list_of(options.BudgetPolicy)]
-Preferences = Annotated[str | None, list_of(options.BudgetPreferResident)]
+Rankings = Annotated[str | None, list_of(budget_options.BudgetRanking)]
+Policies = Annotated[str | None, list_of(budget_options.BudgetPolicy)]
+Preferences = Annotated[str | None, list_of(budget_options.BudgetPreferResident)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class TraceBudgets:
     budget_ranking: Rankings = None
     budget_policy: Policies = None
     budget_prefer_resident: Preferences = None
-    budget_file: options.BudgetFile = None
-    budget_layers: options.BudgetLayers = None
+    budget_file: budget_options.BudgetFile = None
+    budget_layers: budget_options.BudgetLayers = None
 
     def budgets(self, profile: NDArray[Any] | None = None) -> tuple[ExpertBudget | None, ...] | None:
         """The budgets in the order of the lists, None for "off" among them; None: none were asked for.

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from moeedge import __version__
-from moeedge.cli import options
+from moeedge.cli import options, trace_options
 from moeedge.cli.common import integers, names, numbers
 from moeedge.cli.declare import Output, derive, output_option
 from moeedge.cli.engine_options import EngineOptions
@@ -41,9 +41,9 @@ PartOption = Annotated[Part, typer.Option("--part", help="Table or figure; all t
 MedianOf = Annotated[int, derive(options.Repetitions, help="Measurements, of which the median counts.", min=1)]
 TextJsonOrMd = Annotated[Output, output_option(Output.TEXT, Output.JSON, Output.MD, help="Format of the table.")]
 RejectedTokens = Annotated[
-    options.RejectedTokenModel,
+    trace_options.RejectedTokenModel,
     derive(
-        options.RejectedTokens,
+        trace_options.RejectedTokens,
         help="How rejected tokens route: like the tokens that follow (optimistic), or like unrelated tokens of the "
         "text (pessimistic); both, one table after the other.",
     ),
@@ -53,7 +53,7 @@ RejectedTokens = Annotated[
 @validate.command("papers")
 def papers(
     part: PartOption = Part.ALL,
-    rejected_token_model: RejectedTokens = options.RejectedTokenModel.BOTH,
+    rejected_token_model: RejectedTokens = trace_options.RejectedTokenModel.BOTH,
     seed: options.Seed = 0,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:

@@ -1,0 +1,174 @@
+"""What users of llama.cpp and ollama type from habit, and what becomes of it: one table for tests and docs/cli.md."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moeedge.cli.app import COMMANDS, load_command, positions
+from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
+from moeedge.cli.foreign import COMMAND_NAMES, Already, Sets, foreign_options
+from moeedge.cli.spelling import Speller
+from moeedge.errors import InputError
+
+Source = Literal["llama.cpp", "llama-bench", "ollama"]
+_BASE = {"llama.cpp": "chat", "llama-bench": "bench", "ollama": ""}
+
+_LLAMA_CPP = """\
+-m model.gguf
+--model model.gguf
+-m hf.co/ggml-org/gpt-oss-20b-GGUF:MXFP4
+-m ggml-org/gpt-oss-20b-GGUF:MXFP4
+-hf ggml-org/gpt-oss-20b-GGUF
+--hf-repo ggml-org/gpt-oss-20b-GGUF:MXFP4
+-hf ggml-org/gpt-oss-20b-GGUF -hff gpt-oss-20b-mxfp4.gguf
+-mu https://huggingface.co/ggml-org/gpt-oss-20b-GGUF/resolve/main/gpt-oss-20b-mxfp4.gguf
+-hft TOKEN
+--offline
+-md draft.gguf
+--model-draft draft.gguf
+-hfd ggml-org/Qwen3-0.6B-GGUF
+--draft 8
+--draft-max 8
+--spec-draft-n-max 8
+--draft-min 1
+--draft-p-min 0.75
+--spec-type draft-mtp
+-p "Why is the sky blue?"
+-f prompt.txt
+-sys "Be brief."
+-sysf system.txt
+-n 128
+--predict 128
+--n-predict -1
+-c 8192
+--ctx-size 8192
+-t 8
+-ngl 99
+-ngl all
+--gpu-layers 20
+-ncmoe 10
+--cpu-moe
+-dev CUDA0
+--device none
+--list-devices
+-ts 3,1
+-sm layer
+-mg 0
+--rpc 192.168.0.2:50052
+--temp 0.7
+--temperature 0.7
+--top-k 40
+--top-p 0.95
+--min-p 0.05
+--repeat-penalty 1.1
+--repeat-last-n 64
+-s 42
+--seed 42
+-cnv
+-no-cnv
+-st
+-i
+-mli
+--color on
+-e
+--no-display-prompt
+--no-warmup
+-v
+-lv 4
+--log-disable
+--simple-io
+--context-shift
+--keep 64
+-r "User:"
+--prompt-cache state.bin
+--numa distribute
+--rope-freq-base 1000000
+--mmproj mmproj.gguf
+--host 0.0.0.0
+--port 8080
+-np 4
+-fit on
+"""
+_LLAMA_BENCH = """\
+-m model.gguf -p 512 -n 128
+-ngl 99 -r 5
+-o json
+"""
+_OLLAMA = """\
+run gpt-oss-20b
+run gpt-oss-20b "Why is the sky blue?"
+run gpt-oss-20b --verbose
+run gpt-oss-20b --keepalive 5m
+ls
+list
+ps
+show gpt-oss-20b
+pull gpt-oss-20b
+rm gpt-oss-20b
+serve
+create mine
+stop gpt-oss-20b
+"""
+
+
+@dataclass(frozen=True)
+class Habit:
+    """One thing that is typed. acts: whether it does what its user expects; result: what becomes of it, in words."""
+
+    source: Source
+    typed: str
+    acts: bool
+    result: str
+    arguments: tuple[str, ...] = ()  # as the command declares them; empty: refused
+
+
+def habits() -> list[Habit]:
+    """The table, from the declarations of the commands' options."""
+    spellers: dict[str, Speller] = {}
+    typed: tuple[tuple[Source, str], ...] = (
+        ("llama.cpp", _LLAMA_CPP),
+        ("llama-bench", _LLAMA_BENCH),
+        ("ollama", _OLLAMA),
+    )
+    return [_habit(source, line, spellers) for source, lines in typed for line in lines.splitlines()]
+
+
+def _habit(source: Source, line: str, spellers: dict[str, Speller]) -> Habit:
+    words = shlex.split(line)
+    name = _BASE[source] or words.pop(0)
+    if name in FOREIGN_COMMANDS:
+        row = FOREIGN_COMMANDS[name]
+        return Habit(source, line, False, f"{row.message} {row.hint}")
+    command = COMMAND_NAMES.get(name, name)
+    if command not in COMMANDS:
+        raise ValueError(f"{line!r} names no command")
+    key = name if positions(name) else command
+    if key not in spellers:
+        spellers[key] = Speller(command, load_command(command), words=positions(name))
+    try:
+        arguments = spellers[key].translate(words)
+    except InputError as error:
+        return Habit(source, line, False, f"{error.message} {error.hint}".strip())
+    became = shlex.join(arguments)
+    meaning = _meaning(words)
+    if meaning:
+        result = meaning
+    elif source == "ollama":
+        result = f"`moeedge {' '.join(filter(None, [command, became]))}`"
+    else:
+        result = "the same" if arguments == words else f"`{became}`"
+    return Habit(source, line, True, result, (command, *arguments))
+
+
+def _meaning(words: list[str]) -> str:
+    """What an option means that is taken and stands for no other."""
+    row: Any = foreign_options().get(words[0]) if words else None
+    if isinstance(row, Already):
+        return f"taken: {row.meaning}"
+    if isinstance(row, Sets):
+        value = words[1] if len(words) > 1 else row.default
+        variable, content = row.by_value[value]
+        return f"sets {variable}={content}" if variable else "the same"
+    return ""
