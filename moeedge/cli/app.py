@@ -33,6 +33,11 @@ COMMANDS = {
     "doctor": ("doctor", "Check the installation and this machine, and say what to fix."),
     "pull": ("pull", "Download a model and its draft; an interrupted download continues."),
     "list": ("list_models", "List the models that -m and -md know by name."),
+    "show": (
+        "show",
+        "Show what a model is: architecture, size, context, experts, licence, chat template.",
+    ),
+    "ps": ("ps", "List running moeedge processes of this user: their models and the memory that they take."),
     "rm": ("rm", "Remove a downloaded model, or the remains of an unfinished download, from the hub's cache."),
     "plan": ("plan", "Show how much memory a model takes on this machine, and what fits, before it is loaded."),
     "worker": ("worker", "Serve a device of this machine to moeedge on another one."),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moeedge.cli.app import COMMANDS, load_command, positions
-from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
 from moeedge.cli.foreign import COMMAND_NAMES, Already, Sets, foreign_options
+from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
 from moeedge.cli.spelling import Speller
 from moeedge.errors import InputError
 

@@ -30,9 +30,9 @@ This file is made from the commands' own declarations: `python -m moeedge.cli.re
 _HABITS_INTRODUCTION = """\
 # Coming from llama.cpp or ollama
 
-What you know works: options have llama.cpp's names, older and newer, and ollama's commands run, ls, ps, show, pull and rm
-are here. `moeedge chat` stands for llama-cli, `moeedge bench` for llama-bench. An option that moeedge does not have ends
-with a sentence that names what to write. Whatever else you try, `moeedge COMMAND --help` has all options.
+What you know works: options have llama.cpp's names, older and newer ones, and ollama's run, ls, ps, show, pull and rm
+are here. `moeedge chat` stands for llama-cli, `moeedge bench` for llama-bench. An option that moeedge does not have
+ends with a sentence that names what to write. `moeedge COMMAND --help` has all options.
 
 """
 _HABITS = {
@@ -77,7 +77,7 @@ def _habits() -> str:
     text = _HABITS_INTRODUCTION
     for source, title in _HABITS.items():
         text += f"**{title}**\n\n{markdown_table(columns, [habit for habit in habits() if habit.source == source])}\n"
-    rows = {}
+    rows: dict[str, tuple[str, str, list[str]]] = {}
     for name in ("chat", "bench", "profile", "plan"):
         for param in load_command(name).params:
             for variable in param.envvar or ():

@@ -41,6 +41,21 @@ def memory(pci_id: str) -> CardMemory | None:
     return CardMemory(int(found.used), int(found.free), int(found.total))
 
 
+def process_bytes() -> dict[int, int]:
+    """Returns the bytes that processes have on all cards together, by process id, where the driver says so."""
+    nvml = _nvml()
+    found: dict[int, int] = {}
+    if nvml is None:
+        return found
+    try:
+        for i in range(nvml.nvmlDeviceGetCount()):
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(i)):
+                found[process.pid] = found.get(process.pid, 0) + (process.usedGpuMemory or 0)
+    except nvml.NVMLError:
+        return {}
+    return {pid: n_bytes for pid, n_bytes in found.items() if n_bytes}
+
+
 @cache
 def _handle(pci_id: str) -> Any:
     nvml = _nvml()

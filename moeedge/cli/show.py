@@ -1,0 +1,40 @@
+"""`moeedge show`: what one model is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moeedge import paths
+from moeedge.cli import options
+from moeedge.cli.declare import Output
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        help="GGUF file, name of the catalog (moeedge list --all), or hf:OWNER/REPO:QUANT. Default: the bundled model.",
+        show_default=False,
+    ),
+]
+Template = Annotated[bool, typer.Option("--template", help="Print the chat template alone.")]
+
+
+def show(name: Name = "bundled", template: Template = False, output: options.TextOrJson = Output.TEXT) -> None:
+    """Show what a model is: architecture, size, context, experts, licence, chat template.
+
+    The header of the file is enough; of a model that is not on this machine it is read from the hub. moeedge plan shows
+    how much memory a model takes here.
+    """
+    from moeedge.planning.model_card import read_card
+    from moeedge.ui.console import notifier, stderr_console, stdout_console
+    from moeedge.ui.model_card_view import card_json, print_card
+
+    card = read_card(str(paths.bundled_target()) if name.lower() == "bundled" else name, notifier(stderr_console()))
+    if template:
+        typer.echo(card.template)
+    elif output is Output.JSON:
+        typer.echo(card_json(card), nl=False)
+    else:
+        print_card(card, stdout_console())
