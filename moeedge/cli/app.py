@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -82,6 +83,7 @@ class LazyGroup(TyperGroup):
         if not hasattr(command, "commands"):
             speller = Speller(name, command, words=positions(typed), elsewhere=commands_with)
             rest = speller.translate(rest)
+            os.environ |= speller.sets
             ctx.obj = _Typed(speller, speller.settings(rest))
             if ctx.obj.settings and not set(rest) & {"-h", "--help"}:
                 _report(ctx.obj.settings)

@@ -110,6 +110,7 @@ def chat(
     sampling: SamplingOptions,
     placement: PlacementOptions,
     budget: BudgetOptions,
+    draft_p_min: options.DraftPMin = 0.0,
     keep_cache: KeepCache = False,
     ram: options.Ram = "auto",
     context_shift: ContextShift = False,
@@ -145,7 +146,7 @@ def chat(
     # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
     auto_gamma = sampling.seed < 0 or sampling.temp <= 0
     config = engine.config(placed, context_shift=context_shift, default_draft="auto", auto_gamma=auto_gamma)
-    config = replace(config, cpu_fallback=True, ram=parse_ram(ram))
+    config = replace(config, cpu_fallback=True, draft_p_min=draft_p_min, ram=parse_ram(ram))
     err = stderr_console()
     config = budget.config(config, notify=notifier(err))
     if verbose:

@@ -54,18 +54,18 @@ class Refused:
     hint: str = ""
 
 
-_SERVER = Refused("{} is an option of a server, and moeedge is none.", "Ask with moeedge chat -p TEXT -o json.")
-_ONE_GPU = Refused("moeedge computes on one GPU, so there is no {}.", "Choose it with -dev NAME (moeedge devices).")
-_PINNING = Refused("moeedge does not choose processors or priorities: {}.", "Start it with taskset, numactl or nice.")
-_ROPE = Refused("moeedge takes the position encoding that the model's file names: {}.", "-c N sets the context.")
-_DRAFT_PLACE = Refused(
-    "{} is not separate for the draft model: it shares -t, -ngl and -dev with the model.", "Leave it out."
+_SERVER = Refused("moeedge is no server.", "Ask with moeedge chat -p TEXT -o json.")
+_ONE_GPU = Refused("moeedge computes on one GPU.", "Choose it with -dev NAME (moeedge devices).")
+_PINNING = Refused("moeedge does not choose processors or priorities.", "Start it with taskset, numactl or nice.")
+_ROPE = Refused("moeedge takes the position encoding that the model's file names.", "-c N sets the context.")
+_DRAFT_PLACE = Refused("a draft model shares -t, -ngl and -dev with the model.", "Leave it out.")
+_TEXT_ONLY = Refused("moeedge answers text only.", "Use llama-mtmd-cli of llama.cpp for pictures and sound.")
+_TEMPLATE = Refused("the model's chat template decides what surrounds a message.", "--raw leaves it out.")
+_PROMPT_CACHE = Refused(
+    "the prompt's state is not kept in a file.", "/save FILE keeps a chat, /load FILE goes on with it."
 )
-_TEXT_ONLY = Refused("moeedge answers text only: {}.", "Use llama-mtmd-cli of llama.cpp for pictures and sound.")
-_TEMPLATE = Refused("The model's chat template decides what surrounds a message: {}.", "--raw leaves it out.")
-_PROMPT_CACHE = Refused("{} is not kept in a file.", "/save FILE keeps a chat, /load FILE goes on with it.")
-_NGRAMS = Refused("moeedge's n-grams have no options: {}.", "-md ngram drafts from the text so far.")
-_KERNELS = Refused("moeedge chooses kernels and places of weights itself: {}.", "Leave it out.")
+_NGRAMS = Refused("moeedge's n-grams have no options.", "-md ngram drafts from the text so far.")
+_KERNELS = Refused("moeedge chooses kernels and places of weights itself.", "Leave it out.")
 
 # all spellings of a row, and what they mean
 OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
@@ -101,21 +101,21 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "--no-warmup": Already("a chat does not warm up: the first answer is computed at once"),
     "-fit, --fit": Already("what fits is placed on the GPU; moeedge plan shows it", values=("on",)),
     "--no-mmproj, --no-mmproj-auto": Already("pictures are not read"),
-    "-np, --parallel": Refused("A chat is one conversation.", "bench --parallel 1,2,4 measures several texts."),
-    "--list-devices": Refused("--list-devices is a command here.", "Run moeedge devices."),
-    "-cl, --cache-list": Refused("--cache-list is a command here.", "Run moeedge list."),
-    "--completion-bash": Refused("--completion-bash is spelled otherwise.", "Run moeedge --install-completion bash."),
-    "-hff, --hf-file": Refused("-hff names a file of the repository that -hf names.", "Give -hf OWNER/REPO, too."),
+    "-np, --parallel": Refused("a chat is one conversation.", "Several texts: moeedge bench --parallel 1,2,4."),
+    "--list-devices": Refused("that is a command here.", "Run moeedge devices."),
+    "-cl, --cache-list": Refused("that is a command here.", "Run moeedge list."),
+    "--completion-bash": Refused("that has another name here.", "Run moeedge --install-completion bash."),
+    "-hff, --hf-file": Refused("it names a file of the repository that -hf names.", "Give -hf OWNER/REPO, too."),
     "-dr, --docker-repo": Refused(
         "moeedge does not download from Docker's registry.",
         "Name one on the Hugging Face hub: -hf OWNER/REPO:QUANT.",
     ),
-    "-bf, --binary-file": Refused("A prompt is text in UTF-8.", "Give it with -f FILE."),
+    "-bf, --binary-file": Refused("a prompt is text in UTF-8.", "Give it with -f FILE."),
     "--spec-draft-n-min, --draft-min, --draft-n-min": Refused(
         "moeedge verifies a short draft as well: once it is computed, checking it costs little.",
         "Leave it out; --draft-p-min P ends drafts that are improbable.",
     ),
-    "--spec-draft-p-split, --draft-p-split": Refused("Drafts are chains here, which do not split.", "Leave it out."),
+    "--spec-draft-p-split, --draft-p-split": Refused("drafts are chains here, which do not split.", "Leave it out."),
     "-td, --threads-draft, --spec-draft-threads": _DRAFT_PLACE,
     "-tbd, --threads-batch-draft, --spec-draft-threads-batch": _DRAFT_PLACE,
     "-devd, --device-draft, --spec-draft-device": _DRAFT_PLACE,
@@ -131,45 +131,41 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "--spec-ngram-mod-n-min, --spec-ngram-mod-n-max, --spec-ngram-mod-n-match": _NGRAMS,
     "-sm, --split-mode, -ts, --tensor-split, -mg, --main-gpu": _ONE_GPU,
     "-fitt, --fit-target, -fitc, --fit-ctx": Refused(
-        "moeedge sizes what it places on the GPU itself: {}.", "--vram SIZE limits the experts there, -c N the context."
+        "moeedge sizes what it places on the GPU itself.", "--vram SIZE limits the experts there, -c N the context."
     ),
     "-C, --cpu-mask, -Cr, --cpu-range, --cpu-strict, --prio, --poll, --numa": _PINNING,
     "-Cb, --cpu-mask-batch, -Crb, --cpu-range-batch, --cpu-strict-batch, --prio-batch, --poll-batch": _PINNING,
     "--rope-scaling, --rope-scale, --rope-freq-base, --rope-freq-scale": _ROPE,
     "--yarn-orig-ctx, --yarn-ext-factor, --yarn-attn-factor, --yarn-beta-slow, --yarn-beta-fast": _ROPE,
     "-gan, --grp-attn-n, -gaw, --grp-attn-w": _ROPE,
-    "--override-kv": Refused("moeedge takes a model's facts as its file has them: {}.", "Correct the file."),
+    "--override-kv": Refused("moeedge takes a model's facts as its file has them.", "Correct the file."),
     "--check-tensors": Refused("moeedge pull checks files by their SHA-256.", "Leave it out."),
     "--control-vector, --control-vector-scaled, --control-vector-layer-range": Refused(
-        "moeedge applies no control vectors: {}.", "Leave it out."
+        "moeedge applies no control vectors.", "Leave it out."
     ),
     "-nr, --no-repack, --no-host, -kvo, --kv-offload, -nkvo, --no-kv-offload": _KERNELS,
     "--op-offload, --no-op-offload, -ncffn, --n-cpu-ffn": _KERNELS,
     "-dt, --defrag-thold, -kvu, --kv-unified, -no-kvu, --no-kv-unified, --swa-full": _KERNELS,
     "-ctxcp, --ctx-checkpoints, --swa-checkpoints, -cram, --cache-ram": _KERNELS,
-    "--keep": Refused(
-        "Where the context is full, the older half goes: there is no {}.", "--context-shift switches that on."
-    ),
-    "-r, --reverse-prompt": Refused(
-        "moeedge ends an answer where the model does: there is no {}.", "-n N limits it, Ctrl-C stops it."
-    ),
-    "-sp, --special": Refused("Control tokens are not printed: {}.", "--raw shows the text that follows."),
-    "--display-prompt": Refused("The prompt is not printed again: {}.", "Leave it out."),
-    "--verbose-prompt, -ptc, --print-token-count": Refused("{} is not printed.", "-o json counts the tokens."),
+    "--keep": Refused("where the context is full, the older half goes.", "--context-shift switches that on."),
+    "-r, --reverse-prompt": Refused("moeedge ends an answer where the model does.", "-n N limits it, Ctrl-C stops it."),
+    "-sp, --special": Refused("control tokens are not printed.", "--raw shows the text that follows."),
+    "--display-prompt": Refused("the prompt is not printed again.", "Leave it out."),
+    "--verbose-prompt, -ptc, --print-token-count": Refused("no such line is printed.", "-o json counts the tokens."),
     "--in-prefix, --in-suffix, --in-prefix-bos": _TEMPLATE,
     "--prompt-cache, --prompt-cache-all, --prompt-cache-ro": _PROMPT_CACHE,
     "-mm, --mmproj, -mmu, --mmproj-url, --image, --audio, --video": _TEXT_ONLY,
-    "--log-file": Refused("The log goes to standard error.", "Write --verbose 2> FILE."),
-    "--log-prefix, --log-timestamps, --log-colors, --log-jsonl": Refused("The log has one form: {}.", "Leave it out."),
-    "--no-perf, --no-show-timings": Refused("{} has another name here.", "Write 2> /dev/null for the answer alone."),
+    "--log-file": Refused("the log goes to standard error.", "Write --verbose 2> FILE."),
+    "--log-prefix, --log-timestamps, --log-colors, --log-jsonl": Refused("the log has one form.", "Leave it out."),
+    "--no-perf, --no-show-timings": Refused("figures cannot be left out alone.", "-q shows the answer alone."),
     "--server-base, --host, --port, --path, --api-key, --api-key-file, --alias, -a": _SERVER,
     "--metrics, --slots, --props, --embedding, --embeddings, --rerank, --reranking, --timeout, -to": _SERVER,
     "-cb, --cont-batching, -nocb, --no-cont-batching, --threads-http, --ui, --webui, --no-webui": _SERVER,
     "--cache-prompt, --no-cache-prompt, --cache-reuse, --slot-save-path, --models-dir, --tools": _SERVER,
-    "--keepalive": Refused("A model stays loaded as long as its chat, and no longer.", "Leave it out."),
-    "--insecure": Refused("Downloads are encrypted and checked.", "HF_ENDPOINT names another server."),
+    "--keepalive": Refused("a model stays loaded as long as its chat, and no longer.", "Leave it out."),
+    "--insecure": Refused("downloads are encrypted and checked.", "HF_ENDPOINT names another server."),
     "--modelfile, --parameters, --system, --template, --license": Refused(
-        "moeedge has no model files of ollama: {}.", "moeedge show NAME prints all facts."
+        "moeedge has no model files of ollama.", "moeedge show NAME prints all facts."
     ),
 }
 

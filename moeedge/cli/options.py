@@ -75,6 +75,16 @@ DraftMax = Annotated[
         env="LLAMA_ARG_SPEC_DRAFT_N_MAX LLAMA_ARG_DRAFT_MAX",
     ),
 ]
+DraftPMin = Annotated[
+    float,
+    option(
+        MODEL,
+        "--draft-p-min P",
+        "End drafts of a model before a token that it gives a probability below P, 0 to 1.",
+        also="--spec-draft-p-min",
+        env="LLAMA_ARG_SPEC_DRAFT_P_MIN",
+    ),
+]
 DraftLength = Annotated[
     str | None,
     derive(

@@ -50,6 +50,7 @@ class Speller:
         elsewhere: Callable[[str], list[str]] = lambda spelling: [],
     ) -> None:
         self.name = name
+        self.sets: dict[str, str] = {}  # of the environment, by what was translated
         self._elsewhere = elsewhere
         self._params = {
             spelling: param
@@ -144,14 +145,14 @@ class Speller:
         """What is written in place of an option of another program; its value is taken from `following`."""
         row = self._foreign[spelling]
         if isinstance(row, Refused):
-            raise InputError(row.message.replace("{}", spelling), row.hint)
+            raise InputError(f"{spelling}: {row.message}", row.hint)
         if isinstance(row, Sets):
             value = following[0] if following and following[0] in row.by_value else row.default
             if value and following and following[0] == value:
                 following.pop(0)
             variable, content = row.by_value[value]
             if variable:
-                os.environ[variable] = content
+                self.sets[variable] = content
             return []
         if isinstance(row, Already) and not row.values:
             return []
@@ -233,4 +234,4 @@ def _add_file(translated: list[str], file: str, error: Any) -> None:
     elif _FROM_HUB.match(model):
         translated[places[-1]] = f"hf:{model.removeprefix('hf:').partition(':')[0]}:{file}"
     else:
-        raise InputError(error.message, error.hint)
+        raise InputError(f"-hff: {error.message}", error.hint)

@@ -317,6 +317,7 @@ class Session:
             cancel=cancel,
             governor=self.governor if self.gamma > 0 else None,
             watch=self.watch_memory,
+            draft_p_min=self.config.draft_p_min,
         )
         return self._loop
 

@@ -26,6 +26,7 @@ from moeedge.native.sensor import Counts
 from moeedge.scheduler.governor import DraftGovernor, StepCost
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.stats import StepRecord
+from moeedge.scheduler.stopping import ConfidentDrafts, DraftStop
 
 
 class TextState:
@@ -88,8 +89,8 @@ class SpeculativeLoop:
     """Prompts and steps of the texts in progress, which join and leave `texts` between steps.
 
     observe: called with the record of each step and prompt; the record of several texts' step holds their sums.
-    governor: chooses the draft length of one text's steps. watch: called now and then in the middle of computations,
-    also once placement has ended.
+    governor: chooses the draft length of one text's steps. draft_p_min: confidence below which the drafts of one text
+    end. watch: called now and then in the middle of computations, also once placement has ended.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class SpeculativeLoop:
         cancel: Callable[[], bool] | None = None,
         governor: DraftGovernor | None = None,
         watch: Callable[[], None] | None = None,
+        draft_p_min: float = 0.0,
     ) -> None:
         self.target = target
         self.texts: list[TextState] = []
@@ -112,6 +114,7 @@ class SpeculativeLoop:
         self._cancel = cancel
         self._watch = watch
         self._governor = governor
+        self._draft_p_min = draft_p_min
         self._found: Proposal | None = None  # by n-grams, which draft in this step
         self._n_expert_layers = len(target.model.host_expert_layers)
 
@@ -219,9 +222,16 @@ class SpeculativeLoop:
             text.sampler,
             on_token=None if placement is None else placement.on_draft_token,
             keep_hidden_states=placement is not None and placement.wants_hidden_states,
-            stop=None if self._governor is None else self._governor.stop,
+            stop=self._stop_of(text),
         )
         return [proposal]
+
+    def _stop_of(self, text: TextState) -> DraftStop | None:
+        """What ends the next draft early; the confidences of n-grams are no probabilities."""
+        stop = None if self._governor is None else self._governor.stop
+        if self._draft_p_min == 0 or isinstance(text.draft, NgramDraft):
+            return stop
+        return ConfidentDrafts(self._draft_p_min, stop)
 
     def _verify(self, proposals: Sequence[Proposal]) -> list[Verified]:
         """Decodes the batch and takes back the rejected drafts."""

@@ -125,6 +125,7 @@ class EngineConfig:
     n_threads: int = 0  # 0: one per physical core
     gamma: int = DEFAULT_GAMMA  # draft length, llama.cpp's --draft-max; 0 switches speculation off
     auto_gamma: bool = False  # each step's draft length, at most GAMMA_MAX, follows what steps cost, and not `gamma`
+    draft_p_min: float = 0.0  # a draft model's drafts end before a token that it gives less, of one text
     n_gpu_layers: int | None = None  # None: all where experts are placed on a GPU, otherwise 0
     n_cpu_moe: int | None = None  # experts of so many first layers stay in host memory; None: chosen by measuring
     layers_measured: bool = False  # n_cpu_moe and the cache were chosen together: both stay, whatever else is measured
@@ -145,6 +146,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= MAX_GAMMA:
             raise ValueError(f"gamma (--draft-max) must be in 0..{MAX_GAMMA}, not {self.gamma}")
+        if not 0 <= self.draft_p_min <= 1:
+            raise ValueError(f"draft_p_min (--draft-p-min) must be in 0..1, not {self.draft_p_min}")
         if self.auto_gamma and self.n_parallel > 1:
             raise ValueError("the draft length auto (--draft-max) is for one text at a time, not for --parallel")
         if self.n_cpu_moe is not None and self.n_cpu_moe < 0:

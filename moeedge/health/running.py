@@ -51,7 +51,7 @@ def list_running() -> list[RunningProcess]:
 def command_of(words: Sequence[str]) -> str | None:
     """The command of moeedge that a command line runs, None for other programs; empty where it names none."""
     for i, word in enumerate(words[:4]):
-        is_program = os.path.basename(word) == "moeedge" and (i == 0 or "python" in os.path.basename(words[0]))
+        is_program = os.path.basename(word) == "moeedge" and (i == 0 or (i == 1 and "python" in words[0]))
         if is_program or (word == "moeedge" and words[i - 1] == "-m"):
             return words[i + 1] if i + 1 < len(words) else ""
     return None

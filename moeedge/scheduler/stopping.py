@@ -145,3 +145,21 @@ class DraftStop:
     def goes_on(self) -> bool:
         """Whether another draft is computed after the one that was kept last."""
         return self._gain is None or self._gain.of_more(self._n_kept, self._chance) > 0
+
+
+class ConfidentDrafts(DraftStop):
+    """Ends a draft before a token whose confidence is below `minimum`, or where `inner` ends it.
+
+    llama.cpp's --draft-p-min; like `inner` it reads the draft's distribution, never the token that is drawn from it.
+    """
+
+    def __init__(self, minimum: float, inner: DraftStop | None = None) -> None:
+        super().__init__()
+        self._minimum = minimum
+        self._inner = inner or DraftStop()
+
+    def keeps(self, confidence: float) -> bool:
+        return confidence >= self._minimum and self._inner.keeps(confidence)
+
+    def goes_on(self) -> bool:
+        return self._inner.goes_on()

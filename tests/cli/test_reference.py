@@ -15,10 +15,13 @@ from typer.testing import CliRunner
 
 from moeedge.cli.app import COMMANDS, app, load_command
 from moeedge.cli.declare import hidden_spellings
+from moeedge.cli.foreign import foreign_options
+from moeedge.cli.habits import habits
 from moeedge.cli.reference import markdown
 from moeedge.ui.chat.commands import help_rows
 from tests.support.commands import all_commands, option_names
 
+_NAME = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
@@ -72,7 +75,8 @@ def test_the_reference_names_only_what_exists() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     groups = {name.split()[0] for name in all_commands()}
     assert set(sections(text)) == set(sections(markdown())) == groups | set(all_commands())
-    assert set(re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", text)) <= option_names() | further_names() | {"--help"}
+    others = set(foreign_options()) | {name for habit in habits() for name in _NAME.findall(habit.typed)}
+    assert set(_NAME.findall(text)) <= option_names() | further_names() | others | {"--help"}
     for row in help_rows():
         assert f"* `{row.label}`: {row.value}\n" in sections(text)["chat"]
 

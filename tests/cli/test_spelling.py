@@ -45,6 +45,21 @@ def test_what_options_of_llama_cpp_become(typed: str, means: str) -> None:
     assert translated(typed.replace("-n-1", "-n=-1")) == means.split()
 
 
+@pytest.mark.parametrize(
+    ("typed", "sets"),
+    [
+        ("--color off", {"NO_COLOR": "1"}),
+        ("--color auto", {}),
+        ("-co -p x", {"FORCE_COLOR": "1"}),
+        ("--simple-io", {"TERM": "dumb"}),
+    ],
+)
+def test_options_that_set_the_environment(typed: str, sets: dict[str, str]) -> None:
+    speller = Speller("chat", CHAT)
+    assert speller.translate(typed.split()) in ([], ["-p", "x"])
+    assert speller.sets == sets
+
+
 def test_words_without_a_dash() -> None:
     words = ("-m", "-p")
     assert translated("it what is this -n 3", words=words) == ["-n", "3", "-m", "it", "-p", "what is this"]
@@ -160,6 +175,16 @@ def test_prompts_from_files(pair: list[str], tmp_path: Path) -> None:
     prompt.write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused("profile", "-f", prompt, "-dev", "none")
     assert "absent.txt" in refused("chat", "-f", tmp_path / "absent.txt")
+
+
+def test_improbable_drafts_are_not_verified(pair: list[str]) -> None:
+    """The answer is the same."""
+    common = ["chat", *pair, "-p", "one two", "-n", "24", "-dev", "none", "--temp", "0", "--draft-max", "4"]
+    every, some, none = (run_json(*common, "--draft-p-min", p) for p in ("0", "0.3", "1"))
+    assert every["text"] == some["text"] == none["text"]
+    assert every["stats"]["drafts_per_step"] > some["stats"]["drafts_per_step"] > 0
+    assert none["stats"]["drafted"] == 0
+    assert "--draft-p-min" in refused("chat", *pair, "-p", "x", "--draft-p-min", "1.5")
 
 
 def test_escapes() -> None:
