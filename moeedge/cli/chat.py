@@ -19,7 +19,8 @@ from moeedge.cli import options
 from moeedge.cli.budget_options import BudgetOptions
 from moeedge.cli.common import accept_any_text, show_log, text_of, unescaped
 from moeedge.cli.declare import Output, flatten, option, output_option
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions, SamplingOptions, layer_notes, parse_ram
+from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
+from moeedge.cli.sampling_options import SamplingOptions, TemplateOptions
 from moeedge.cli.view_options import ViewOptions
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EmptyPromptError, InputError
@@ -107,6 +108,7 @@ def chat(
     no_autosave: NoAutosave = False,
     *,
     engine: EngineOptions,
+    template: TemplateOptions,
     sampling: SamplingOptions,
     placement: PlacementOptions,
     budget: BudgetOptions,
@@ -126,9 +128,11 @@ def chat(
     engine.limit_openmp_spin(ram=ram)
     view.apply()
     # from here on llama.cpp may be loaded
+    from moeedge.engine.answer_setup import prepare_answers
     from moeedge.engine.budgets import mean_budget
     from moeedge.engine.conversation import Conversation, prompt_tokens
     from moeedge.engine.layer_search import open_session
+    from moeedge.llama.builtin_templates import check_source
     from moeedge.ui.chat.greeting import print_header, print_warnings
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once
@@ -141,13 +145,19 @@ def chat(
         system, given = unescaped(system), given and unescaped(given)
     if raw and system:
         raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-    settings = Settings(sampling.config(), n_predict=n_predict, look=view.look(verbose=verbose))
+    err = stderr_console()
+    if raw and template != TemplateOptions():
+        raise InputError("There is no chat template with --raw.", "Leave out --raw, or the template's options.")
+    grammar, grammar_notes = sampling.grammar_text()
+    drawn = replace(sampling.config(), grammar=grammar)
+    choice = template.choice()
+    check_source(choice.source)
+    settings = Settings(drawn, n_predict=n_predict, look=view.look(verbose=verbose), template=choice)
     placed = replace(placement.config(), governed=not keep_cache, calibrate_later=True)
     # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
-    auto_gamma = sampling.seed < 0 or sampling.temp <= 0
+    auto_gamma = sampling.seed < 0 or not drawn.is_random
     config = engine.config(placed, context_shift=context_shift, default_draft="auto", auto_gamma=auto_gamma)
     config = replace(config, cpu_fallback=True, draft_p_min=draft_p_min, ram=parse_ram(ram))
-    err = stderr_console()
     config = budget.config(config, notify=notifier(err))
     if verbose:
         show_log()
@@ -165,6 +175,8 @@ def chat(
         # gamma is 0 where there is no draft
         gamma: int | Literal["auto"] = "auto" if session.info.auto_gamma else session.gamma
         settings = replace(settings, gamma=gamma, budget=mean_budget(session.info.expert_budget))
+        for line in [*grammar_notes, *prepare_answers(session, drawn, choice, raw=raw)]:
+            say(err, line)
         if question is None:
             code = _talk(
                 session,
@@ -185,7 +197,7 @@ def chat(
             else:
                 print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
             conversation.ask(question)
-            prompt_ids = prompt_tokens(session.model, conversation, raw=raw)
+            prompt_ids = prompt_tokens(session.model, conversation, raw=raw, template=session.template)
             as_json = output is Output.JSON
             code = answer_once(
                 session, prompt_ids, settings, as_json=as_json, panel=not verbose, out=stdout_console(), err=err

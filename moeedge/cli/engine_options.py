@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import memory_size
-from moeedge.cli.declare import option
 from moeedge.cli.model_files import ModelFiles, resolve_models, tell
-from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DraftWord, EngineConfig, SamplingConfig
+from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DraftWord, EngineConfig
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.memory import available_memory
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
@@ -26,41 +25,6 @@ from moeedge.scheduler.config import PlacementConfig
 
 _SPIN_COUNT = "1000"
 _REPACK = {"auto": Repack.CHEAP, "on": Repack.ALL, "off": Repack.NONE}
-
-TopK = Annotated[
-    int,
-    option(options.SAMPLING, "--top-k K", "Sample from the k most likely tokens; 0: all.", env="LLAMA_ARG_TOP_K"),
-]
-TopP = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--top-p P",
-        "Sample from the most likely tokens with this cumulative probability.",
-        env="LLAMA_ARG_TOP_P",
-    ),
-]
-MinP = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--min-p P",
-        "Drop tokens less likely than this fraction of the most likely one.",
-        env="LLAMA_ARG_MIN_P",
-    ),
-]
-RepeatPenalty = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--repeat-penalty X",
-        "Make repeated tokens less likely; 1: off.",
-        env="LLAMA_ARG_REPEAT_PENALTY",
-    ),
-]
-RepeatLastN = Annotated[
-    int, option(options.SAMPLING, "--repeat-last-n N", "Number of last tokens that the penalty considers.")
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,33 +151,6 @@ class PlacementOptions:
             measure_anew=measure_anew,
             repack=_REPACK[self.repack],
             warm_start=not self.no_warm_start,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How the next token is drawn."""
-
-    temp: options.Temp = SamplingConfig.temperature
-    top_k: TopK = SamplingConfig.top_k
-    top_p: TopP = SamplingConfig.top_p
-    min_p: MinP = SamplingConfig.min_p
-    repeat_penalty: RepeatPenalty = SamplingConfig.repeat_penalty
-    repeat_last_n: RepeatLastN = SamplingConfig.repeat_last_n
-    seed: options.Seed = -1
-
-    def config(self) -> SamplingConfig:
-        """The engine's configuration. Raises ValueError for values that it cannot have."""
-        from moeedge.ui.chat.settings import seed_or_random
-
-        return SamplingConfig(
-            temperature=self.temp,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repeat_penalty=self.repeat_penalty,
-            repeat_last_n=self.repeat_last_n,
-            seed=seed_or_random(self.seed),
         )
 
 

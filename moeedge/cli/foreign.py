@@ -74,6 +74,15 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "--rpc": Instead("-dev rpc://{}", env="LLAMA_ARG_RPC"),
     "-no-cnv, --no-conversation": Instead("--raw"),
     "--usage": Instead("--help"),
+    "--reasoning-budget": Instead(by_value={"0": "--think off", "-1": "--think auto"}, env="LLAMA_ARG_THINK_BUDGET"),
+    "--reasoning-format": Instead(
+        by_value={
+            "none": "--show-thinking",
+            **dict.fromkeys(("auto", "deepseek", "deepseek-legacy"), "--think auto"),
+        },
+        env="LLAMA_ARG_THINK",
+    ),
+    "--hidethinking": Instead("--hide-thinking"),
     "--spec-type": Instead(
         by_value={
             "none": "-md none",
@@ -96,6 +105,7 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "-if, --interactive-first": Already("without -p, chat waits for your message first"),
     "-mli, --multiline-input": Already('a message between """ and """ may have several lines'),
     "--no-display-prompt": Already("the answer alone goes to standard output"),
+    "--jinja": Already("chat templates are rendered with Jinja"),
     "--log-disable": Already("llama.cpp's log is shown with --verbose only"),
     "--show-timings, --perf": Already("figures follow each answer, on standard error"),
     "--no-warmup": Already("a chat does not warm up: the first answer is computed at once"),
@@ -148,7 +158,19 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "-dt, --defrag-thold, -kvu, --kv-unified, -no-kvu, --no-kv-unified, --swa-full": _KERNELS,
     "-ctxcp, --ctx-checkpoints, --swa-checkpoints, -cram, --cache-ram": _KERNELS,
     "--keep": Refused("where the context is full, the older half goes.", "--context-shift switches that on."),
-    "-r, --reverse-prompt": Refused("moeedge ends an answer where the model does.", "-n N limits it, Ctrl-C stops it."),
+    "--no-jinja": Refused(
+        "chat templates are rendered with Jinja.", "--chat-template NAME takes one of llama.cpp's without, --raw none."
+    ),
+    "--mirostat, --mirostat-lr, --mirostat-ent, --adaptive-target, --adaptive-decay": Refused(
+        "moeedge does not have this sampler.", "Use --top-p, --min-p or --typical."
+    ),
+    "-bs, --backend-sampling": Refused("tokens are drawn on the CPU.", "Leave it out."),
+    "--reasoning-budget-message": Refused("thinking is not cut off.", "--think off leaves it out."),
+    "--reasoning-preserve, --no-reasoning-preserve": Refused(
+        "the chat template decides whether earlier thinking stays.",
+        """If it has a variable for that: --chat-template-kwargs '{"NAME": true}'.""",
+    ),
+    "--skip-chat-parsing, --no-skip-chat-parsing": Refused("answers are not parsed.", "Leave it out."),
     "-sp, --special": Refused("control tokens are not printed.", "--raw shows the text that follows."),
     "--display-prompt": Refused("the prompt is not printed again.", "Leave it out."),
     "--verbose-prompt, -ptc, --print-token-count": Refused("no such line is printed.", "-o json counts the tokens."),

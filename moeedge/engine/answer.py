@@ -9,14 +9,16 @@ from functools import cached_property
 from typing import TypeVar
 
 from moeedge.engine.speculative import SpeculativeLoop, TextState
+from moeedge.engine.stop_texts import StopFilter, StopTexts
 from moeedge.engine.types import GenerationStats, StopReason
 from moeedge.errors import DeviceFailedError
+from moeedge.llama.model import Model
 from moeedge.llama.reasoning import ReasoningTags, begins_in_reasoning
 from moeedge.llama.text import StreamDecoder
 from moeedge.scheduler.stats import StepRecord
 
-_TAG_TOKENS = 32  # in which a tag at the end of a prompt is looked for
 _Result = TypeVar("_Result")
+_TAG_TOKENS = 32  # in which a tag at the end of a prompt is looked for
 Recover = Callable[[DeviceFailedError], None]
 
 
@@ -58,17 +60,17 @@ class Answer:
         self._n_begun = len(begun)
         self._start_s = time.perf_counter()
         self._decoder = StreamDecoder()
+        self._stops = StopTexts(state.sampler.config.stop)
+        self._visible = StopFilter(state.sampler.config.stop)
+        for token in begun:
+            self._stops.find(state.target.context.model.piece(token))
         self.reasoning_tags = limits.reasoning_tags
         self._prompt_end = state.history[: len(state.history) - len(begun)][-_TAG_TOKENS:]
 
     @cached_property
     def begins_in_reasoning(self) -> bool:
         """Whether the prompt ends with the start tag of reasoning."""
-        if self.reasoning_tags is None:
-            return False
-        model = self.state.target.context.model
-        end = b"".join(model.piece(token, special=True) for token in self._prompt_end)
-        return begins_in_reasoning(end.decode("utf-8", "replace"), self.reasoning_tags)
+        return ends_with_tag(self.state.target.context.model, self._prompt_end, self.reasoning_tags)
 
     @cached_property
     def _shown(self) -> frozenset[int]:
@@ -102,6 +104,7 @@ class Answer:
                     tokens = tokens[:i]
                     self.stop_reason = "eos"
                     break
+        tokens = self._until_stop(tokens)
         room = self._room()
         if room is not None and len(tokens) >= room:
             # a stop token right after the requested length still counts as the end
@@ -111,6 +114,16 @@ class Answer:
         self.tokens.extend(tokens)
         self.stats.generated_tokens = len(self.tokens) - self._n_begun
         return record if tokens is record.tokens else replace(record, tokens=tokens)
+
+    def _until_stop(self, tokens: list[int]) -> list[int]:
+        """The tokens up to the one that completes a stop text, if one does."""
+        if self._stops.n_longest:
+            model = self.state.target.context.model
+            for i, token in enumerate(tokens):
+                if self._stops.find(model.piece(token, special=token in self._shown)):
+                    self.stop_reason = "stop"
+                    return tokens[: i + 1]
+        return tokens
 
     def _room(self) -> int | None:
         """Tokens that may still come; None: no limit."""
@@ -153,8 +166,17 @@ class Answer:
         piece = self._decoder.feed(b"".join(model.piece(token, special=token in self._shown) for token in tokens))
         if last:
             piece += self._decoder.flush()
+        piece = self._visible.feed(piece, last=last)
         self.text += piece
         return piece
+
+
+def ends_with_tag(model: Model, prompt: Sequence[int], tags: ReasoningTags | None) -> bool:
+    """Whether the answer to a prompt begins with reasoning, by the prompt's tokens, the last of which are enough."""
+    if tags is None:
+        return False
+    end = b"".join(model.piece(token, special=True) for token in prompt[-_TAG_TOKENS:])
+    return begins_in_reasoning(end.decode("utf-8", "replace"), tags)
 
 
 def repeated(work: Callable[[], _Result], loop: SpeculativeLoop, recover: Recover | None) -> _Result:

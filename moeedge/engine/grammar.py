@@ -19,7 +19,7 @@ from moeedge.engine.sampler_chain import ChainSampler
 from moeedge.engine.sampling import Candidates, FloatRow, Sampler
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError, InputError
-from moeedge.llama.samplers import Grammar, TokenArray
+from moeedge.llama.samplers import Grammar, TokenArray, TokenIds
 from moeedge.native.largest_values import LargestValues
 
 if TYPE_CHECKING:
@@ -29,12 +29,15 @@ _N_LIKELY = 64  # tokens that are checked before the entire vocabulary
 
 
 class GrammarPath(list[int]):
-    """A draft's tokens. `seen`: as the filters take them. grammar: None after a token that it refuses."""
+    """A draft's tokens. `seen`: as the filters take them. grammar: None where it does not hold.
 
-    def __init__(self, seen: list[int], grammar: Grammar, check: TokenArray) -> None:
+    It does not after a token that it refuses, and while the answer is still reasoning.
+    """
+
+    def __init__(self, seen: list[int], grammar: Grammar | None, check: TokenArray) -> None:
         super().__init__()
         self.seen = seen
-        self.grammar: Grammar | None = grammar
+        self.grammar = grammar
         self._check = check
 
     def append(self, token: int) -> None:
@@ -50,10 +53,11 @@ class GrammarPath(list[int]):
 class GrammarSampler(Sampler):
     """Draws the tokens of one answer, which follows `config.grammar`. begun: tokens that the answer has already.
 
-    Raises InputError for a grammar that cannot be parsed, or that the begun tokens do not follow.
+    after: a text that ends reasoning, with which the answer begins: the grammar holds after it; empty: from the first
+    token on. Raises InputError for a grammar that cannot be parsed, or that the begun tokens do not follow.
     """
 
-    def __init__(self, config: SamplingConfig, model: Model, begun: Sequence[int] = ()) -> None:
+    def __init__(self, config: SamplingConfig, model: Model, begun: Sequence[int] = (), after: str = "") -> None:
         super().__init__(config, model.info.n_vocab)
         self._plain = ChainSampler(config, model) if config.needs_chain else Sampler(config, model.info.n_vocab)
         self._plain._rng = self._rng  # one stream of random numbers
@@ -64,8 +68,10 @@ class GrammarSampler(Sampler):
         self._start = Grammar.parse(config.grammar, model.vocab)
         self._grammar = self._start.clone()
         self._taken: list[int] = []
+        self._after = after.encode()
+        self._waits, self._tail = bool(after), b""
         for token in begun:
-            if not self._grammar.allowed(self._tokens, [token])[0]:
+            if not self._allows(token):
                 raise InputError("The answer so far does not follow the grammar.", "Use /set grammar off to go on.")
             self._take(token)
 
@@ -79,11 +85,13 @@ class GrammarSampler(Sampler):
         self._rng.bit_generator.state = state["random"]
         if state["n_taken"] != len(self._taken):
             taken, self._taken, self._grammar = self._taken[: state["n_taken"]], [], self._start.clone()
+            self._waits, self._tail = bool(self._after), b""
             for token in taken:
                 self._take(token)
 
     def recent(self, history: Sequence[int]) -> list[int]:
-        return GrammarPath(self._plain.recent(history), self._grammar.clone(), self._tokens)
+        grammar = None if self._waits else self._grammar.clone()
+        return GrammarPath(self._plain.recent(history), grammar, self._tokens)
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         """Of a draft: drafts may have any distribution, so tokens that are refused are left out without a new draw."""
@@ -124,7 +132,7 @@ class GrammarSampler(Sampler):
             best = self._allowed_argmax(logits, seen)
             return None if best == token else best
         target = self._plain.candidates(logits, seen)
-        allowed = self._grammar.allowed(self._tokens, target.ids)
+        allowed = self._allowed(target.ids)
         least = self._rng.random() * draft.probability_of(token)
         if not allowed.all():
             if least < _probability(target, token, allowed):
@@ -140,12 +148,14 @@ class GrammarSampler(Sampler):
         if self.greedy:
             return self._allowed_argmax(logits, seen)
         token = self.pick(self._plain.candidates(logits, seen))
-        if self._grammar.allowed(self._tokens, [token])[0]:
+        if self._allows(token):
             return token
         return self.pick(self._allowed_candidates(logits, seen))
 
     def _allowed_argmax(self, logits: FloatRow, seen: list[int]) -> int:
         """The token of the largest logit that is allowed, the lowest id among equals."""
+        if self._waits:
+            return self.argmax(logits, seen)
         token = self._likely_argmax(logits, seen, self._grammar)
         return self.argmax(self._allowed_logits(logits), seen) if token is None else token
 
@@ -173,15 +183,27 @@ class GrammarSampler(Sampler):
             raise EngineError("The grammar allows no token of the model at this place.", "Change the grammar.")
         return np.where(allowed, logits, np.float32(-np.inf))
 
+    def _allowed(self, ids: TokenIds) -> NDArray[np.bool_]:
+        return np.ones(len(ids), dtype=np.bool_) if self._waits else self._grammar.allowed(self._tokens, ids)
+
+    def _allows(self, token: int) -> bool:
+        return self._waits or bool(self._grammar.allowed(self._tokens, [token])[0])
+
     def _take(self, token: int) -> None:
-        self._grammar.accept(token)
+        """Goes on with `token` of the answer. What follows the end of reasoning in the same token is not checked."""
         self._taken.append(token)
+        if not self._waits:
+            self._grammar.accept(token)
+            return
+        self._tail += self._model.piece(token, special=True)
+        self._waits = self._after not in self._tail
+        self._tail = self._tail[-len(self._after) :]
 
 
-def new_sampler(config: SamplingConfig, model: Model, begun: Sequence[int] = ()) -> Sampler:
-    """The sampler of one answer. begun: tokens that the answer has already. Raises InputError for a wrong grammar."""
+def new_sampler(config: SamplingConfig, model: Model, begun: Sequence[int] = (), after: str = "") -> Sampler:
+    """The sampler of one answer. begun, after: as of GrammarSampler. Raises InputError for a wrong grammar."""
     if config.grammar:
-        return GrammarSampler(config, model, begun)
+        return GrammarSampler(config, model, begun, after)
     return ChainSampler(config, model) if config.needs_chain else Sampler(config, model.info.n_vocab)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from moeedge.engine.answer import Answer, AnswerLimits, Recover
+from moeedge.engine.answer import Answer, AnswerLimits, Recover, ends_with_tag
 from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
@@ -336,7 +336,10 @@ class Session:
                 f"{max(limit, 0):,} of them.",
                 f"Use -c {len(prompt) + 256} or more, or a shorter prompt.",
             )
-        sampler = new_sampler(sampling, self.model, begun)
+        after = ""
+        if sampling.grammar and (tags := self.model.reasoning_tags(self.template)):
+            after = tags.end if ends_with_tag(self.model, prompt[: len(prompt) - len(begun)], tags) else ""
+        sampler = new_sampler(sampling, self.model, begun, after)
         has_model = self.governor is not None and self.gamma > 0 and not isinstance(self.draft, NgramDraft)
         ngrams = NgramDraft() if has_model else None
         return TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt, ngrams)

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
 
-from moeedge.errors import EngineError, InputError, ModelFileError
+from moeedge.errors import EngineError, InputError, ModelFileError, MoeedgeError
 from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file, library
+from moeedge.llama.builtin_templates import BuiltinFormat, builtin_names
 from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.reasoning import ReasoningTags, find_reasoning_tags
@@ -92,7 +93,7 @@ class Model:
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._eog: dict[int, bool] = {}
-        self._chat_formats: dict[str, ChatFormat] = {}  # by the source of the template
+        self._chat_formats: dict[str, ChatFormat | BuiltinFormat] = {}  # by the source of the template
         self._reasoning: dict[str, ReasoningTags | None] = {}
 
     @classmethod
@@ -298,14 +299,19 @@ class Model:
         """Whether tokenize(add_special=True) starts with the BOS token."""
         return bool(lib.llama_vocab_get_add_bos(self.vocab))
 
-    def chat_format(self, source: str = "") -> ChatFormat:
-        """The chat template of that source (`TemplateChoice`). Raises EngineError where it cannot be parsed."""
+    def chat_format(self, source: str = "") -> ChatFormat | BuiltinFormat:
+        """The chat template of that source (`TemplateChoice`). Raises MoeedgeError if it cannot be parsed."""
         if source not in self._chat_formats:
             own = None if source else lib.llama_model_chat_template(self.handle, None)
-            self._chat_formats[source] = ChatFormat(
-                source or (own.decode("utf-8") if own else None),
-                bos=self._special_text(lib.llama_vocab_bos(self.vocab)),
-                eos=self._special_text(lib.llama_vocab_eos(self.vocab)),
+            self._chat_formats[source] = (
+                BuiltinFormat(source)
+                if source in builtin_names()
+                else ChatFormat(
+                    source or (own.decode("utf-8") if own else None),
+                    bos=self._special_text(lib.llama_vocab_bos(self.vocab)),
+                    eos=self._special_text(lib.llama_vocab_eos(self.vocab)),
+                    is_given=bool(source),
+                )
             )
         return self._chat_formats[source]
 
@@ -321,16 +327,27 @@ class Model:
         A BOS written by the template is dropped when `tokenize` adds one.
         """
         chat_format = self.chat_format(template.source)
-        text = chat_format.render(messages, add_assistant=add_assistant, arguments=template.arguments)
+        arguments = template.variables(chat_format.variables)
+        text = chat_format.render(messages, add_assistant=add_assistant, arguments=arguments)
         bos = chat_format.bos
         return text[len(bos) :] if bos and self.adds_bos and text.startswith(bos) else text
+
+    def check_template(self, template: TemplateChoice) -> list[str]:
+        """Raises InputError for what that chat template cannot do. Returns sentences about variables without effect."""
+        known = self.chat_format(template.source).variables
+        if not template.can_think_so(known):
+            raise InputError(
+                f"The chat template has no variable that switches thinking to {template.think}.", "Leave out --think."
+            )
+        unused = [name for name in template.arguments if name not in known]
+        return [f"The chat template does not use {', '.join(unused)}: no effect."] if unused else []
 
     def reasoning_tags(self, template: TemplateChoice = MODEL_TEMPLATE) -> ReasoningTags | None:
         """The texts around reasoning in the model's answers; None where the template knows no reasoning."""
         if template.source not in self._reasoning:
             try:
                 self._reasoning[template.source] = find_reasoning_tags(self.chat_format(template.source))
-            except EngineError:  # it cannot be parsed, and is not used
+            except MoeedgeError:  # it cannot be parsed, and is not used
                 self._reasoning[template.source] = None
         return self._reasoning[template.source]
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from moeedge.errors import EngineError
+from moeedge.errors import MoeedgeError
 
 if TYPE_CHECKING:
+    from moeedge.llama.builtin_templates import BuiltinFormat
     from moeedge.llama.text import ChatFormat
 
 _THOUGHT, _ANSWER = "moeedge-thought", "moeedge-answer"
@@ -40,13 +41,13 @@ class SplitAnswer(NamedTuple):
     content: str
 
 
-def find_reasoning_tags(template: ChatFormat) -> ReasoningTags | None:
+def find_reasoning_tags(template: ChatFormat | BuiltinFormat) -> ReasoningTags | None:
     """The tags of models with that chat template; None where it knows no reasoning."""
     answer = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     try:
         text = template.render([_QUESTION, answer], add_assistant=False)
         before = template.render([_QUESTION])
-    except EngineError:
+    except MoeedgeError:
         text = before = ""
     head, found, tail = text.partition(_THOUGHT)
     if found and _ANSWER in tail:

@@ -27,6 +27,7 @@ _TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # struct lla
 _ROOT = b"root"
 # with a larger minimum llama.cpp's parser would fill the memory
 _BOUNDS = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|\{\s*(\d+)\s*,\s*(\d+)\s*\}')
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*')
 _ZEROS = np.zeros(64, dtype=np.float32)
 _PARSE_ERROR = "error parsing grammar: "
 
@@ -119,6 +120,12 @@ class Grammar(NativeSampler):
         return found
 
 
+def check_grammar(text: str) -> None:
+    """Raises InputError for a wrong grammar, before a model is loaded. Names of tokens need the model's vocabulary."""
+    if "<" not in _QUOTED.sub("", text):
+        Grammar.parse(text)
+
+
 def make_filter(name: str, vocab: Any, *values: Any) -> NativeSampler:
     """llama.cpp's filter of that name (llama_sampler_init_NAME) with its parameters; dry and infill read `vocab`."""
     init = getattr(lib, f"llama_sampler_init_{name}")
@@ -154,7 +161,7 @@ def _reason(text: str, printed: str) -> str:
     _, found, reason = printed.partition(_PARSE_ERROR)
     if not found:
         return library.first_error()
-    reason = reason.rstrip().removesuffix(text.rstrip()).strip()
+    reason = reason.split("\n\n" + text)[0].strip()
     what, at, rest = (reason + " ").partition(" at ")
     rest = rest.strip()
     if at and text.rstrip().endswith(rest):

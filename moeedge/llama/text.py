@@ -10,10 +10,14 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from moeedge.errors import EngineError
+from moeedge.errors import EngineError, InputError, MoeedgeError
+
+_OWN = "the model's chat template"
+_GIVEN = "the chat template of --chat-template or --chat-template-file"
 
 # for a model without a template, as in llama.cpp
 CHATML = (
@@ -35,12 +39,13 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatFormat:
-    """One model's chat template, rendered in Jinja's sandbox because templates come from model files.
+    """A chat template, rendered in Jinja's sandbox because templates come from model files.
 
-    Raises EngineError for a template that Jinja cannot parse.
+    is_given: by the user and not by the model. Raises EngineError for a template that Jinja cannot parse, InputError
+    for a given one.
     """
 
-    def __init__(self, template: str | None, *, bos: str = "", eos: str = "") -> None:
+    def __init__(self, template: str | None, *, bos: str = "", eos: str = "", is_given: bool = False) -> None:
         self.source = template or CHATML
         self.bos = bos
         self.eos = eos
@@ -50,12 +55,22 @@ class ChatFormat:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self._is_given = is_given
         try:
             self._template = environment.from_string(self.source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(self.source)))
         except jinja2.TemplateError as error:
-            raise EngineError(
-                f"Cannot parse the model's chat template: {error}.", "Use --raw to prompt it without a template."
-            ) from error
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise self._error("Cannot parse {}" + line, error) from error
+
+    def _error(self, what: str, error: Exception) -> MoeedgeError:
+        """The error `what`, in which {} is the template's name."""
+        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        message = f"{what.format(_GIVEN if self._is_given else _OWN)}: {reason}."
+        message = message[0].upper() + message[1:]
+        if self._is_given:
+            return InputError(message, "Correct it, or leave it out for the model's own.")
+        return EngineError(message, "Use --raw to prompt it without a template.")
 
     def render(
         self, messages: list[dict[str, str]], *, add_assistant: bool = True, arguments: Mapping[str, Any] | None = None
@@ -64,21 +79,18 @@ class ChatFormat:
 
         arguments: further variables of the template. If it rejects the system role, the system message becomes the
         start of the first user message.
-        Raises EngineError when the template rejects the conversation.
+        Raises EngineError (a given template: InputError) when the template rejects the conversation.
         """
         try:
             return self._render(messages, add_assistant, arguments or {})
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             folded = _fold_system(messages)
             if folded != messages:
                 try:
                     return self._render(folded, add_assistant, arguments or {})
-                except jinja2.TemplateError:
+                except (jinja2.TemplateError, TypeError, ValueError, LookupError):
                     pass  # report the first error
-            raise EngineError(
-                f"The model's chat template rejects this conversation: {error}.",
-                "Use --raw to prompt it without a template.",
-            ) from error
+            raise self._error("{} rejects this conversation", error) from error
 
     def _render(self, messages: list[dict[str, str]], add_assistant: bool, arguments: Mapping[str, Any]) -> str:
         given = {"bos_token": self.bos, "eos_token": self.eos, **arguments}

@@ -21,6 +21,7 @@ from moeedge.engine.autosave import Autosave, UnfinishedChat, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.llama.chat_template import TemplateChoice
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.stats import StepRecord
 from moeedge.ui.chat import repl
@@ -421,7 +422,9 @@ def cut_off(session: Session, folder: Path, n_steps: int, *, settings: Settings 
     conversation.ask("tell me")
     saved.update(conversation, asdict(settings))
     answer = session.generate(
-        prompt_tokens(session.model, conversation), n_predict=settings.n_predict, sampling=settings.sampling
+        prompt_tokens(session.model, conversation, template=session.template),
+        n_predict=settings.n_predict,
+        sampling=settings.sampling,
     )
     pieces = answer.pieces()
     n_saved = 0
@@ -447,6 +450,50 @@ def test_resume_goes_on_with_the_same_answer(session: Session, tmp_path: Path) -
     assert talk.repl.turns[0].stats.generated_tokens == 30 - len(begun)
     assert "There is no chat to resume." in talk.err
     assert unfinished_chats(lambda: tmp_path) == []
+
+
+TEMPLATE = TemplateChoice("{{ messages[-1].content }}{{ mood }}", {"mood": ": "})
+CONSTRAINED = SamplingConfig(
+    temperature=1.2,
+    seed=5,
+    grammar='root ::= "[" [a-z]+ "]"',
+    samplers=("top_k", "temperature"),
+    logit_bias=((93, -9),),
+)
+
+
+def test_resume_restores_grammar_samplers_and_template(session: Session, tmp_path: Path) -> None:
+    settings = Settings(sampling=CONSTRAINED, n_predict=30, gamma=4, template=TEMPLATE)
+    expected = Talk(session, ["/system be kind", "tell me"], tmp_path / "one", settings=settings)
+    assert expected.messages[-1].content[0] == "["
+    session.template = TEMPLATE
+    begun = cut_off(session, tmp_path, 3, settings=settings)
+    session.template = TemplateChoice()
+    assert 0 < len(begun) < 30
+    talk = Talk(session, ["/resume"], tmp_path)
+    assert talk.messages[-1].content.startswith(session.model.piece(begun[0]).decode())
+    assert session.template == talk.repl.settings.template == TEMPLATE
+    assert talk.repl.settings.sampling == CONSTRAINED
+    assert talk.repl.turns[0].stats.generated_tokens == 30 - len(begun)
+
+
+def test_a_grammar_of_a_file_is_set_and_switched_off(session: Session, tmp_path: Path) -> None:
+    grammar, schema = tmp_path / "ab.gbnf", tmp_path / "bool.json"
+    grammar.write_text('root ::= "ab" | "cd"')
+    schema.write_text('{"type": "boolean"}')
+    lines: list[Line] = [f"/set grammar {grammar}", "one", f"/set grammar {schema}", "two", "/set grammar off", "three"]
+    talk = Talk(session, lines, tmp_path)
+    answers = [message.content for message in talk.messages if message.role == "assistant"]
+    assert answers[0] in ("ab", "cd") and answers[1].strip() in ("true", "false")
+    assert len(answers[2]) > 5 and talk.repl.settings.sampling.grammar == ""
+    grammar.write_text("root ::= nothing")
+    bad = Talk(session, [f"/set grammar {grammar}"], tmp_path)
+    assert "line 1, column 10" in bad.err and bad.repl.settings.sampling.grammar == ""
+
+
+def test_think_is_refused_without_a_switch(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["/set think off"], tmp_path)
+    assert "no variable" in talk.err and talk.repl.settings.template.think == "auto"
 
 
 def test_resume_with_another_model_answers_anew(session: Session, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from moeedge.engine.answer_setup import prepare_answers
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, take_over
 from moeedge.engine.budgets import mean_budget, usable_budget
 from moeedge.engine.conversation import Conversation, prompt_tokens
@@ -128,8 +129,11 @@ class Repl:
                     "/set gamma N fixes them."
                 )
             )
+        lines: list[str] = []
+        if (settings.sampling.grammar, settings.template) != (old.sampling.grammar, old.template):
+            lines = prepare_answers(self.session, settings.sampling, settings.template, raw=self.raw)
         self.settings = settings
-        return list(notes)
+        return [*notes, *lines]
 
     def _budget(self, n_experts: int | None) -> ExpertBudget | None:
         """A budget of `n_experts` per layer; the one that the chat began with where that has as many on average."""
@@ -173,7 +177,7 @@ class Repl:
         self.conversation.system = chat.conversation.system
         self.conversation.messages = list(chat.conversation.messages)
         self.conversation.budgets = list(chat.conversation.budgets)
-        self.settings = restored(chat.settings, self.settings)
+        self.settings = self._prepared(restored(chat.settings, self.settings))
         self._attempt = 0
         self._replaced = chat.text or None
         self._begun = chat.tokens if chat.origin == self._origin else []
@@ -183,6 +187,17 @@ class Repl:
         if self._begun:
             self._autosave.add_step(chat.text, self._begun)
         return self._autosave.is_saving
+
+    def _prepared(self, settings: Settings) -> Settings:
+        """The settings of a saved chat, without a template or a grammar that this model cannot use."""
+        current = self.settings
+        for usable in (settings, replace(settings, template=current.template), replace(current, look=settings.look)):
+            try:
+                prepare_answers(self.session, usable.sampling, usable.template, raw=self.raw)
+                return usable
+            except InputError:
+                continue
+        return current
 
     def _keep(self) -> None:
         """Save what has changed; a failure is reported once."""
@@ -243,7 +258,7 @@ class Repl:
         answer: Generation | None = None
         begun, self._begun = self._begun, []
         try:
-            prompt = prompt_tokens(self.session.model, self.conversation, raw=self.raw)
+            prompt = prompt_tokens(self.session.model, self.conversation, raw=self.raw, template=self.session.template)
             sampling = self.settings.sampling
             if sampling.seed is not None:  # with the same seed /regen would repeat the answer
                 sampling = replace(sampling, seed=sampling.seed + self._attempt)

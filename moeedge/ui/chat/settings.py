@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from moeedge.engine.types import MAX_GAMMA, SamplingConfig
 from moeedge.errors import InputError
+from moeedge.llama.chat_template import MODEL_TEMPLATE, THINK_WORDS, TemplateChoice
 from moeedge.ui.figures import Figure
 
 StatsLevel = Literal["line", "full", "off"]
@@ -38,6 +40,7 @@ class Settings:
     gamma: int | Literal["auto"] = 0
     budget: int | None = None  # experts per layer in a verification; None: no limit
     look: Look = field(default_factory=Look)
+    template: TemplateChoice = MODEL_TEMPLATE
 
     def __post_init__(self) -> None:
         if self.n_predict < -1:
@@ -51,7 +54,7 @@ class Settings:
     def ignores_seed(self) -> bool:
         """Whether answers with one seed may differ: numbers are drawn draft by draft, and lengths follow times."""
         sampling = self.sampling
-        return self.gamma == "auto" and sampling.seed is not None and sampling.temperature > 0
+        return self.gamma == "auto" and sampling.seed is not None and sampling.is_random
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class _Setting:
     name: str
     convert: Callable[[str], Any]
     field_name: str = ""  # empty: the setting's own name
-    part: Literal["", "sampling", "look"] = ""  # of Settings that has the field
+    part: Literal["", "sampling", "look", "template"] = ""  # of Settings that has the field
     aliases: tuple[str, ...] = ()
     none: str = "random"  # how the value None is written
 
@@ -107,6 +110,24 @@ def _number(text: str) -> float:
     return value
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.replace(";", ",").split(",") if name.strip())
+
+
+def _grammar(text: str) -> str:
+    """The grammar in that file, or of the JSON schema in a .json file; empty for off."""
+    if text == "off":
+        return ""
+    from moeedge.engine.conversation import read_text
+    from moeedge.llama.json_schema import schema_grammar
+    from moeedge.llama.samplers import check_grammar
+
+    path = Path(text).expanduser()
+    content = schema_grammar(read_text(path)).text if path.suffix == ".json" else read_text(path)
+    check_grammar(content)
+    return content
+
+
 _SETTINGS = (
     _Setting("temp", _number, "temperature", "sampling", ("temperature",)),
     _Setting("top_k", int, part="sampling"),
@@ -114,6 +135,15 @@ _SETTINGS = (
     _Setting("min_p", _number, part="sampling"),
     _Setting("repeat_penalty", _number, part="sampling"),
     _Setting("repeat_last_n", int, part="sampling"),
+    _Setting("presence_penalty", _number, part="sampling"),
+    _Setting("frequency_penalty", _number, part="sampling"),
+    _Setting("typical_p", _number, part="sampling", aliases=("typical",)),
+    _Setting("top_n_sigma", _number, part="sampling", aliases=("top_nsigma",)),
+    _Setting("xtc_probability", _number, part="sampling"),
+    _Setting("dry_multiplier", _number, part="sampling"),
+    _Setting("samplers", _names, part="sampling"),
+    _Setting("grammar", _grammar, part="sampling", none="off"),
+    _Setting("think", _choice(*dict.fromkeys(THINK_WORDS.values())), part="template"),
     _Setting("seed", _seed, part="sampling"),
     _Setting("n_predict", int, aliases=("n", "num_predict")),
     _Setting("gamma", _draft_length, aliases=("draft_max",)),
@@ -128,7 +158,8 @@ def restored(saved: dict[str, Any], current: Settings) -> Settings:
     """The settings of a saved chat, with the current draft length and expert budget; the current ones if unreadable."""
     try:
         sampling = SamplingConfig(**saved["sampling"])
-        return replace(current, sampling=sampling, n_predict=int(saved["n_predict"]))
+        template = TemplateChoice(**saved.get("template", {}))
+        return replace(current, sampling=sampling, n_predict=int(saved["n_predict"]), template=template)
     except (KeyError, TypeError, ValueError):
         return current
 
@@ -167,7 +198,7 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
             kind = "a number" if found.convert is _number else "a whole number"
             kind += " or off" if found.convert is _budget else " or auto" if found.convert is _draft_length else ""
             raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
-        raise InputError(f"{found.name}: {error}." if found.part == "look" else f"{error}.") from None
+        raise InputError(f"{found.name}: {error}." if found.part in ("look", "template") else f"{error}.") from None
     return changed, f"{found.name} = {_shown(changed, found)}"
 
 
@@ -176,4 +207,8 @@ def _shown(settings: Settings, setting: _Setting) -> str:
     value = getattr(source, setting.field_name or setting.name)
     if isinstance(value, bool):
         return "on" if value else "off"
-    return setting.none if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    if setting.convert is _grammar and value:
+        return f"{len(value.splitlines())} lines"
+    return setting.none if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)

@@ -16,6 +16,7 @@ from moeedge.engine.budgets import budget_record
 from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
+from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
 from moeedge.ui.chat.answer_figures import answer_rows, turn_line
@@ -91,9 +92,13 @@ def print_notes(err: Console, answer: Generation, meter: CacheMeter) -> None:
 
 
 def answer_report(
-    answer: Generation, info: EngineInfo, sampling: SamplingConfig, cache: PlacementStats | None = None
+    answer: Generation,
+    info: EngineInfo,
+    sampling: SamplingConfig,
+    cache: PlacementStats | None = None,
+    template: TemplateChoice = MODEL_TEMPLATE,
 ) -> dict[str, Any]:
-    """The JSON object of one answer; `cache` counts its decoding."""
+    """The JSON object of one answer; `cache` counts its decoding. template: of its prompt."""
     drawn = asdict(sampling)
     del drawn["seed"]  # the statistics name it, also a random one
     return {
@@ -101,7 +106,7 @@ def answer_report(
         "tokens": list(answer.tokens),
         "prompt_tokens": answer.stats.prompt_tokens,
         "stop_reason": answer.stop_reason or "interrupted",
-        "stats": stats_report(answer.stats, info, cache) | drawn,
+        "stats": stats_report(answer.stats, info, cache) | drawn | {"template": asdict(template)},
     }
 
 
@@ -182,7 +187,7 @@ def answer_once(
         except KeyboardInterrupt:  # a second signal, between two steps
             answer.close()
         if as_json:
-            report = answer_report(answer, session.info, settings.sampling, meter())
+            report = answer_report(answer, session.info, settings.sampling, meter(), session.template)
             out.file.write(json_text(report, indent=None))
             out.file.flush()
             print_notes(err, answer, meter)

@@ -1,0 +1,405 @@
+"""How the next token is drawn, what answers follow, and which chat template writes the prompt.
+
+Defaults are llama.cpp's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from moeedge.cli import options
+from moeedge.cli.common import text_of
+from moeedge.cli.declare import option
+from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig
+from moeedge.errors import InputError
+from moeedge.llama.chat_template import THINK_WORDS, TemplateChoice
+
+_LETTERS = {letter: name for name, letter in SAMPLERS.items()}
+_LOGIT_BIAS = re.compile(r"(\d+)([+-])(inf|\d*\.?\d+(?:e[+-]?\d+)?)", re.IGNORECASE)
+_NEVER = -1e30  # of a logit; JSON has no infinity
+_SAMPLER_NAMES = ", ".join(SAMPLERS)
+
+TopK = Annotated[
+    int,
+    option(options.SAMPLING, "--top-k K", "Sample from the k most likely tokens; 0: all.", env="LLAMA_ARG_TOP_K"),
+]
+TopP = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--top-p P",
+        "Sample from the most likely tokens with this cumulative probability.",
+        env="LLAMA_ARG_TOP_P",
+    ),
+]
+MinP = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--min-p P",
+        "Drop tokens less likely than this fraction of the most likely one.",
+        env="LLAMA_ARG_MIN_P",
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--repeat-penalty X",
+        "Make repeated tokens less likely; 1: off.",
+        env="LLAMA_ARG_REPEAT_PENALTY",
+    ),
+]
+RepeatLastN = Annotated[
+    int, option(options.SAMPLING, "--repeat-last-n N", "Number of last tokens that the penalty considers.")
+]
+PresencePenalty = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--presence-penalty X",
+        "Subtract X from the logit of each of the last tokens; 0: off.",
+        env="LLAMA_ARG_PRESENCE_PENALTY",
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--frequency-penalty X",
+        "The same for each time that a token occurs there; 0: off.",
+        env="LLAMA_ARG_FREQUENCY_PENALTY",
+    ),
+]
+Typical = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--typical P",
+        "Sample from the tokens whose surprise is nearest to the expected one, up to this probability; 1: off.",
+        also="--typical-p",
+    ),
+]
+TopNSigma = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--top-nsigma X",
+        "Keep tokens within X standard deviations of the largest logit; -1: off.",
+        also="--top-n-sigma",
+    ),
+]
+XtcProbability = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--xtc-probability P",
+        "Chance to drop all tokens above --xtc-threshold but the least likely of them; 0: off.",
+    ),
+]
+XtcThreshold = Annotated[float, option(options.SAMPLING, "--xtc-threshold P", "Probability from which XTC drops.")]
+DynatempRange = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--dynatemp-range X",
+        "Let the temperature follow how uncertain the model is, by at most X up or down; 0: off.",
+    ),
+]
+DynatempExp = Annotated[
+    float, option(options.SAMPLING, "--dynatemp-exp X", "Exponent of that uncertainty for the temperature.")
+]
+DryMultiplier = Annotated[
+    float,
+    option(
+        options.SAMPLING,
+        "--dry-multiplier X",
+        "Make tokens less likely that continue a repeated passage (DRY); 0: off.",
+    ),
+]
+DryBase = Annotated[float, option(options.SAMPLING, "--dry-base X", "DRY: growth of the penalty per repeated token.")]
+DryAllowedLength = Annotated[
+    int, option(options.SAMPLING, "--dry-allowed-length N", "DRY: repeated tokens without a penalty.")
+]
+DryPenaltyLastN = Annotated[
+    int, option(options.SAMPLING, "--dry-penalty-last-n N", "DRY: number of last tokens that are searched; 0: off.")
+]
+DrySequenceBreaker = Annotated[
+    list[str],
+    option(
+        options.SAMPLING,
+        "--dry-sequence-breaker TEXT",
+        "DRY: a text that ends a passage; may be given several times, none: no text does. Default: line break, colon, "
+        "quotation mark and asterisk.",
+        show_default=False,
+    ),
+]
+Samplers = Annotated[
+    str | None,
+    option(
+        options.SAMPLING,
+        "--samplers LIST",
+        f"Samplers in this order, separated by ; or ,: {_SAMPLER_NAMES}. Default: all but infill.",
+        show_default=False,
+    ),
+]
+SamplingSeq = Annotated[
+    str | None,
+    option(
+        options.SAMPLING,
+        "--sampling-seq LETTERS",
+        f"The same in letters. Default: {''.join(SAMPLERS[name] for name in DEFAULT_SAMPLERS)}.",
+        also="--sampler-seq",
+        show_default=False,
+    ),
+]
+LogitBias = Annotated[
+    list[str],
+    option(
+        options.SAMPLING,
+        "-l, --logit-bias ID+X",
+        "Add X to the logit of a token, or subtract it (ID-X; ID-inf: never). May be given several times.",
+        show_default=False,
+    ),
+]
+IgnoreEos = Annotated[
+    bool, option(options.SAMPLING, "--ignore-eos", "Never draw a token that ends the answer; -n N ends it.")
+]
+ReversePrompt = Annotated[
+    list[str],
+    option(
+        options.SAMPLING,
+        "-r, --reverse-prompt TEXT",
+        "End the answer before TEXT. May be given several times.",
+        also="--stop",
+        show_default=False,
+    ),
+]
+GrammarText = Annotated[
+    str | None,
+    option(options.SAMPLING, "--grammar GBNF", "Answers follow this grammar, in llama.cpp's GBNF; it starts at root."),
+]
+GrammarFile = Annotated[
+    Path | None, option(options.SAMPLING, "--grammar-file FILE", "Read the grammar from a text file.")
+]
+JsonSchema = Annotated[
+    str | None,
+    option(
+        options.SAMPLING,
+        "-j, --json-schema SCHEMA",
+        """Answers are JSON that follows this schema; '{"type": "object"}' is any object.""",
+    ),
+]
+JsonSchemaFile = Annotated[
+    Path | None, option(options.SAMPLING, "-jf, --json-schema-file FILE", "Read the JSON schema from a file.")
+]
+Format = Annotated[
+    str | None, option(options.SAMPLING, "--format json", "Answers are JSON objects, as ollama's --format json.")
+]
+
+ChatTemplate = Annotated[
+    str | None,
+    option(
+        options.WORK,
+        "--chat-template NAME|JINJA",
+        "Chat template in place of the model's: one of llama.cpp's by name (chatml, llama3, ...), or Jinja text.",
+        env="LLAMA_ARG_CHAT_TEMPLATE",
+    ),
+]
+ChatTemplateFile = Annotated[
+    Path | None,
+    option(
+        options.WORK,
+        "--chat-template-file FILE",
+        "Read the chat template, in Jinja, from a file.",
+        env="LLAMA_ARG_CHAT_TEMPLATE_FILE",
+    ),
+]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    option(
+        options.WORK,
+        "--chat-template-kwargs JSON",
+        """Variables for the chat template, as a JSON object: '{"enable_thinking": false}'.""",
+        env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS",
+    ),
+]
+Think = Annotated[
+    str,
+    option(
+        options.WORK,
+        f"--think {'|'.join(THINK_WORDS)}",
+        "Whether a model with a switch for it thinks before it answers, or how much; auto: as its template has it.",
+        also="-rea --reasoning",
+        env="LLAMA_ARG_REASONING",
+    ),
+]
+ReasoningEffort = Annotated[
+    str | None,
+    option(
+        options.WORK,
+        "--reasoning-effort LEVEL",
+        "How much a model thinks whose template has levels: low, medium, high, ...; default: as its template has it.",
+        env="LLAMA_ARG_REASONING_EFFORT",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is drawn, and what answers follow."""
+
+    temp: options.Temp = SamplingConfig.temperature
+    top_k: TopK = SamplingConfig.top_k
+    top_p: TopP = SamplingConfig.top_p
+    min_p: MinP = SamplingConfig.min_p
+    repeat_penalty: RepeatPenalty = SamplingConfig.repeat_penalty
+    repeat_last_n: RepeatLastN = SamplingConfig.repeat_last_n
+    presence_penalty: PresencePenalty = SamplingConfig.presence_penalty
+    frequency_penalty: FrequencyPenalty = SamplingConfig.frequency_penalty
+    typical: Typical = SamplingConfig.typical_p
+    top_nsigma: TopNSigma = SamplingConfig.top_n_sigma
+    xtc_probability: XtcProbability = SamplingConfig.xtc_probability
+    xtc_threshold: XtcThreshold = SamplingConfig.xtc_threshold
+    dynatemp_range: DynatempRange = SamplingConfig.dynatemp_range
+    dynatemp_exp: DynatempExp = SamplingConfig.dynatemp_exponent
+    dry_multiplier: DryMultiplier = SamplingConfig.dry_multiplier
+    dry_base: DryBase = SamplingConfig.dry_base
+    dry_allowed_length: DryAllowedLength = SamplingConfig.dry_allowed_length
+    dry_penalty_last_n: DryPenaltyLastN = SamplingConfig.dry_penalty_last_n
+    dry_sequence_breaker: DrySequenceBreaker = field(default_factory=list)
+    samplers: Samplers = None
+    sampling_seq: SamplingSeq = None
+    seed: options.Seed = -1
+    logit_bias: LogitBias = field(default_factory=list)
+    ignore_eos: IgnoreEos = False
+    reverse_prompt: ReversePrompt = field(default_factory=list)
+    grammar: GrammarText = None
+    grammar_file: GrammarFile = None
+    json_schema: JsonSchema = None
+    json_schema_file: JsonSchemaFile = None
+    format: Format = None
+
+    def config(self) -> SamplingConfig:
+        """The engine's configuration, without the grammar. Raises ValueError and InputError for wrong values."""
+        from moeedge.ui.chat.settings import seed_or_random
+
+        breakers = tuple(self.dry_sequence_breaker) or SamplingConfig.dry_sequence_breakers
+        return SamplingConfig(
+            temperature=self.temp,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repeat_penalty=self.repeat_penalty,
+            repeat_last_n=self.repeat_last_n,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            typical_p=self.typical,
+            top_n_sigma=self.top_nsigma,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            dynatemp_range=self.dynatemp_range,
+            dynatemp_exponent=self.dynatemp_exp,
+            dry_multiplier=self.dry_multiplier,
+            dry_base=self.dry_base,
+            dry_allowed_length=self.dry_allowed_length,
+            dry_penalty_last_n=self.dry_penalty_last_n,
+            dry_sequence_breakers=tuple(text for text in breakers if text != "none"),
+            samplers=self._samplers(),
+            seed=seed_or_random(self.seed),
+            logit_bias=tuple(_logit_bias(text) for text in self.logit_bias),
+            ignore_eos=self.ignore_eos,
+            stop=tuple(self.reverse_prompt),
+        )
+
+    def grammar_text(self) -> tuple[str, list[str]]:
+        """The grammar in GBNF, empty for none, and sentences about it. Loads llama.cpp. Raises InputError."""
+        given = {
+            "--grammar": text_of(self.grammar, self.grammar_file, "--grammar", "--grammar-file"),
+            "--json-schema": text_of(self.json_schema, self.json_schema_file, "-j", "-jf"),
+            "--format": self.format,
+        }
+        names = [name for name, text in given.items() if text is not None]
+        if not names:
+            return "", []
+        if len(names) > 1:
+            raise InputError(f"{' and '.join(names)} exclude each other.", "Give one of them.")
+        from moeedge.llama.json_schema import ANY_OBJECT, schema_grammar
+        from moeedge.llama.samplers import check_grammar
+
+        text = given[names[0]] or ""
+        ignored: list[str] = []
+        if names == ["--format"]:
+            if text != "json":
+                raise InputError(f"Unknown value of --format: {text!r}.", "Choose json, or give a schema with -j.")
+            text = ANY_OBJECT
+        if names != ["--grammar"]:
+            text, ignored = schema_grammar(text)
+        check_grammar(text)
+        notes = [f"The grammar does not enforce these keywords of the JSON schema: {', '.join(ignored)}."]
+        return text, notes if ignored else []
+
+    def _samplers(self) -> tuple[str, ...]:
+        if self.samplers is not None and self.sampling_seq is not None:
+            raise InputError("--samplers and --sampling-seq exclude each other.", "Give one of them.")
+        if self.sampling_seq is not None:
+            unknown = [letter for letter in self.sampling_seq if letter not in _LETTERS]
+            if unknown:
+                letters = ", ".join(f"{letter} {name}" for letter, name in _LETTERS.items())
+                raise InputError(f"--sampling-seq has no sampler {unknown[0]!r}.", f"Choose from: {letters}.")
+            return tuple(_LETTERS[letter] for letter in self.sampling_seq)
+        if self.samplers is None:
+            return DEFAULT_SAMPLERS
+        return tuple(_sampler(name.strip()) for name in re.split("[;,]", self.samplers) if name.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    """Which chat template writes the prompt."""
+
+    chat_template: ChatTemplate = None
+    chat_template_file: ChatTemplateFile = None
+    chat_template_kwargs: ChatTemplateKwargs = None
+    think: Think = "auto"
+    reasoning_effort: ReasoningEffort = None
+
+    def choice(self) -> TemplateChoice:
+        """The template and its variables. Raises InputError for wrong values."""
+        source = text_of(self.chat_template, self.chat_template_file, "--chat-template", "--chat-template-file") or ""
+        arguments: dict[str, Any] = {}
+        if self.chat_template_kwargs is not None:
+            try:
+                arguments = json.loads(self.chat_template_kwargs)
+            except json.JSONDecodeError as error:
+                what = f"--chat-template-kwargs is not JSON: {error.msg} in column {error.colno}."
+                raise InputError(what, """Write for instance '{"enable_thinking": false}'.""") from None
+            if not isinstance(arguments, dict):
+                raise InputError("--chat-template-kwargs is not a JSON object.", """Write '{"NAME": VALUE}'.""")
+        if self.reasoning_effort not in (None, "default"):
+            arguments["reasoning_effort"] = self.reasoning_effort
+        think = THINK_WORDS.get(self.think.lower())
+        if think is None:
+            raise InputError(f"Unknown value of --think: {self.think!r}.", f"Choose from: {', '.join(THINK_WORDS)}.")
+        return TemplateChoice(source, arguments, think)
+
+
+def _sampler(name: str) -> str:
+    """The name of a sampler, which may be written with dashes."""
+    found = name.replace("-", "_")
+    if found in ("mirostat", "adaptive_p"):
+        raise InputError(f"moeedge does not have the sampler {found}.", "Use top_p, min_p or typ_p.")
+    if found not in SAMPLERS:
+        raise InputError(f"Unknown sampler {name!r}.", f"Choose from: {_SAMPLER_NAMES}.")
+    return found
+
+
+def _logit_bias(text: str) -> tuple[int, float]:
+    match = _LOGIT_BIAS.fullmatch(text.strip())
+    if match is None:
+        raise InputError(f"--logit-bias takes a token's id and a number, not {text!r}.", "Write for instance 15043+1.")
+    bias = float(match[3])
+    return int(match[1]), max(-bias if match[2] == "-" else bias, _NEVER)
