@@ -17,7 +17,7 @@ from moeedge.cli.trace_budgets import TraceBudgets
 from moeedge.errors import InputError
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
-from moeedge.sim.curves import LIMITS, CurveConfig, CurveInput, CurvePanel, trace_curves
+from moeedge.sim.curves import LIMITS, PAIR_BOUNDS, CurveConfig, CurveInput, CurvePanel, trace_curves
 from moeedge.sim.noisy_predictor import PredictorAccuracy
 from moeedge.sim.replay import Link as SimulatedLink
 from moeedge.sim.replay import ReplayConfig, ReplayRow, profile_of
@@ -143,8 +143,7 @@ def replay(
     """Replay routing traces under many policies: hit rates, uploads and bounds.
 
     A trace with verification steps is replayed as it was recorded, unless --draft-max, --acceptance-chance
-    or --rejected-token-model asks for windows over its text. The one-step oracle and Belady's bound are always
-    included. Transfers take no time here; moeedge simulate has a clock. The same seed gives the same output, byte for
+    or --rejected-token-model asks for windows over its text. Two bounds that know the future are always included. Transfers take no time here; moeedge simulate has a clock. The same seed gives the same output, byte for
     byte.
     """
     policies, ratios = _policies(policy), tuple(numbers(cache_ratio, "--cache-ratio"))
@@ -333,14 +332,14 @@ def _run(jobs: list[_Job], config: ReplayConfig) -> list[ReplayRow]:
                     )
                 layers = job.schedule.trace.expert_layers()
                 own = replace(own, max_uploads=config.link.max_uploads(job.expert_bytes, layers))
-            rows += replay_schedule(job.schedule, own, on_batches=bar.part())
+            rows += replay_schedule(job.schedule, own, on_batches=bar.part(), on_phase=bar.phase)
     return rows
 
 
 def _curves(inputs: list[CurveInput], config: CurveConfig, n_processes: int) -> list[CurvePanel]:
     if n_processes < 0:
         raise ValueError(f"-t must be >= 0, not {n_processes}")
-    n_tasks = len(inputs) * (len(config.policies) + len(BOUNDS))
+    n_tasks = len(inputs) * (len(config.policies) + len(PAIR_BOUNDS))
     with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
         return trace_curves(inputs, config, n_processes=n_processes or len(os.sched_getaffinity(0)), on_done=bar.part())
 

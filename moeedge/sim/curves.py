@@ -30,6 +30,7 @@ from moeedge.sim.replay import ReplayArm, ReplayConfig, lacks_predictor, replay_
 from moeedge.sim.traffic_bound import pairs_found_at_most
 from moeedge.trace.schedule import Schedule
 
+PAIR_BOUNDS = ("oracle",)  # curves are of pairs; belady bounds distinct experts
 LIMITS: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # uploads per layer and step
 REFERENCE = "lfu"
 RESAMPLES = 2000
@@ -157,7 +158,7 @@ def trace_curves(
 
     The result does not depend on `n_processes`. Raises ValueError for an unknown policy.
     """
-    tasks = [(index, name) for index in range(len(inputs)) for name in (*config.policies, *BOUNDS)]
+    tasks = [(index, name) for index in range(len(inputs)) for name in (*config.policies, *PAIR_BOUNDS)]
     tasks.sort(key=lambda task: -inputs[task[0]].schedule.n_steps)  # the longest first
     found: dict[tuple[int, str], list[_Sums]] = {}
     if n_processes == 1:
@@ -172,7 +173,7 @@ def trace_curves(
                 found[task] = sums
                 on_done(done)
     return [
-        _panel(each, config, {name: found[index, name] for name in (*config.policies, *BOUNDS)})
+        _panel(each, config, {name: found[index, name] for name in (*config.policies, *PAIR_BOUNDS)})
         for index, each in enumerate(inputs)
     ]
 

@@ -5,7 +5,7 @@ All policies and cache ratios go through the trace together, chunk by chunk: win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from moeedge.policies.bounds import NextUse
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 from moeedge.sim.batches import cache_shape
+from moeedge.sim.demand_bound import pairs_kept_at_most
 from moeedge.sim.expert_budgets import BudgetedTrace
 from moeedge.sim.noisy_predictor import (
     NO_PREDICTOR,
@@ -48,6 +49,7 @@ class ReplayRow:
     share_of_oracle: float | None  # of the one-step oracle's pairs
     oracle_hit_rate_pairs: float
     belady_hit_rate_experts: float
+    demand_bound_hit_rate_pairs: float  # no cache that holds only experts that were used finds more pairs
     slots: int
     prediction_source: str | None  # of the noisy predictions; None: the policy got none
     predictor_accuracy: float | None
@@ -126,11 +128,16 @@ class ReplayConfig:
 
 
 def replay(
-    schedule: Schedule, config: ReplayConfig, *, on_batches: Callable[[int], None] = lambda _n: None
+    schedule: Schedule,
+    config: ReplayConfig,
+    *,
+    on_batches: Callable[[int], None] = lambda _n: None,
+    on_phase: Callable[[str], None] = lambda _text: None,
 ) -> list[ReplayRow]:
     """A row for every cache ratio and policy, in the order of `config`; after each ratio's policies the bounds.
 
-    on_batches: called with the number of batches that are done. Raises ValueError for an unknown policy.
+    on_batches: called with the number of batches that are done. on_phase: called with what comes next. Raises ValueError
+    for an unknown policy.
     """
     arms = [
         ReplayArm(name, ratio, None if name in BOUNDS else config.max_uploads, budget)
@@ -138,8 +145,14 @@ def replay(
         for budget in config.budgets or (None,)
         for name in (*config.policies, *BOUNDS)
     ]
-    found = replay_arms(schedule, arms, config, on_batches=on_batches)
+    found = replay_arms(schedule, arms, config, on_batches=on_batches, on_phase=on_phase)
+    on_phase("bounding pairs")
     bounds = {(arm.cache_ratio, arm.budget, arm.policy): stats for arm, stats in zip(arms, found, strict=True)}
+    kept = {
+        (ratio, budget): _demand_bound(schedule, ratio, budget)
+        for ratio in config.ratios
+        for budget in config.budgets or (None,)
+    }
     return [
         _row(
             schedule,
@@ -148,6 +161,7 @@ def replay(
             stats,
             oracle=bounds[arm.cache_ratio, arm.budget, "oracle"],
             belady=bounds[arm.cache_ratio, arm.budget, "belady"],
+            pairs_kept=kept[arm.cache_ratio, arm.budget],
         )
         for arm, stats in zip(arms, found, strict=True)
     ]
@@ -159,6 +173,7 @@ def replay_arms(
     config: ReplayConfig,
     *,
     on_batches: Callable[[int], None] = lambda _n: None,
+    on_phase: Callable[[str], None] = lambda _text: None,
 ) -> list[ReplayStats]:
     """What each arm found; of `config` what all arms share: seed, bytes, profile, predictors, memory between texts.
 
@@ -174,9 +189,10 @@ def replay_arms(
         if arm.budget is not None or config.budgets is not None
     }
     next_use: dict[ExpertBudget | None, NextUse] = {}
+    on_phase("reading ahead")
     for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
         if budget is None:
-            next_use[budget] = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
+            next_use[budget] = NextUse(_counts_of(schedule))
         else:
             next_use[budget] = NextUse(budgeted[budget].limited_counts(schedule))
     replays: list[PolicyReplay | BoundReplay] = []
@@ -187,10 +203,12 @@ def replay_arms(
         else:
             replays.append(_policy_replay(schedule, arm, config))
     sources = [config.accuracy.source_for(TABLE[arm.policy].required_inputs) for arm in arms]
+    on_phase("replaying")
     for chunk in schedule.chunks():
         predictions = {source: predictor.predict_chunk(chunk, source) for source in sources if source is not None}
         limited = {budget: trace.limited_chunk(chunk) for budget, trace in budgeted.items()}
-        for arm, source, arm_replay in zip(arms, sources, replays, strict=True):
+        for n_done, (arm, source, arm_replay) in enumerate(zip(arms, sources, replays, strict=True)):
+            on_batches(chunk.first + len(chunk.batches) * n_done // len(arms))
             if isinstance(arm_replay, BoundReplay):
                 arm_replay.run(limited.get(arm.budget, chunk))
             else:
@@ -201,6 +219,19 @@ def replay_arms(
         own_budget = None if isinstance(arm_replay, BoundReplay) else arm_replay.budgeted
         arm_replay.stats.budgeted = own_budget or budgeted.get(arm.budget)
     return [arm_replay.stats for arm_replay in replays]
+
+
+def _demand_bound(schedule: Schedule, ratio: float, budget: ExpertBudget | None) -> float:
+    """Pairs that no cache of used experts finds; with a budget, of the experts that it leaves."""
+    n_slots = int(cache_shape(schedule.trace, ratio).capacity[0])
+    if budget is None:
+        return pairs_kept_at_most(_counts_of(schedule), schedule.prefill.size, n_slots)
+    limited = BudgetedTrace(schedule.trace, replace(budget, prefer_resident=0)).limited_counts(schedule)
+    return pairs_kept_at_most(limited, schedule.prefill.size, n_slots)
+
+
+def _counts_of(schedule: Schedule) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    return ((chunk.counts, chunk.counted) for chunk in schedule.chunks())
 
 
 def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> PolicyReplay:
@@ -247,6 +278,7 @@ def _row(
     *,
     oracle: ReplayStats,
     belady: ReplayStats,
+    pairs_kept: float,
 ) -> ReplayRow:
     n_layers = len(schedule.trace.expert_layers())
     layer_steps = max(schedule.n_steps * n_layers, 1)
@@ -266,6 +298,8 @@ def _row(
         share_of_oracle=round(hit_rate / oracle_hit_rate, 6) if oracle_hit_rate else None,
         oracle_hit_rate_pairs=oracle_hit_rate,
         belady_hit_rate_experts=round(belady.hits.hit_rate_experts, 6),
+        # the one-step oracle bounds such a cache as well
+        demand_bound_hit_rate_pairs=min(round(pairs_kept / max(oracle.hits.pairs, 1), 6), oracle_hit_rate),
         slots=int(cache_shape(schedule.trace, arm.cache_ratio).capacity[0]),
         prediction_source=source,
         predictor_accuracy=None if source is None else config.accuracy.of(source),

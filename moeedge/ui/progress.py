@@ -65,6 +65,10 @@ class Bar:
         """So much more is done."""
         self.update(advance=amount)
 
+    def phase(self, text: str) -> None:
+        """What the task does now."""
+        self.update(description=text)
+
     def part(self) -> Callable[[int], None]:
         """A callback for the next part of the task; it takes the amount done of that part."""
         before = self._progress.tasks[-1].completed
@@ -85,7 +89,7 @@ class Bar:
 def count_bar(console: Console, label: str, unit: str, total: int) -> Bar:
     """A bar that counts `unit`s: rows, steps."""
     amount = TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + unit)
-    bar = Bar(console, TextColumn(label), BarColumn(), amount, TimeElapsedColumn())
+    bar = Bar(console, TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
     bar.start(label, total)
     return bar
 

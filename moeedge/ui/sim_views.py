@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from moeedge.policies.registry import BOUNDS, TABLE
+from moeedge.sim.curves import PAIR_BOUNDS
 from moeedge.ui.console import visible
 from moeedge.ui.plots import Chart
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
@@ -29,12 +30,12 @@ _MS = 1e3  # from seconds
 
 _REPLAY_COLUMNS = (
     text_column("policy", lambda row: _replay_name(row)),
-    Column("pair hits", "hit_rate_pairs", ".3f"),
+    Column("pair hits", lambda row: _pair_hits(row)),
     Column("expert hits", "hit_rate_experts", ".3f"),
     Column("uploads", "uploads_per_layer_step", ".2f"),
     Column("MiB/step", "bytes_per_step", ".1f", _MIB),
     Column("hot/cold", "hot_cold_accuracy", ".3f"),
-    Column("of oracle", "share_of_oracle", ".3f"),
+    Column("of oracle", lambda row: None if row.policy == "belady" else row.share_of_oracle, ".3f"),
 )
 _BUDGET_COLUMNS = (
     Column("natural", "experts_natural", ".1f"),
@@ -102,6 +103,11 @@ def _row_style(row: ReplayRow) -> str:
     return "dim" if row.policy in BOUNDS or row.without_predictor else ""
 
 
+def _pair_hits(row: ReplayRow) -> str:
+    """The pairs that a policy finds; in belady's row what no cache of used experts exceeds, as MIN bounds experts."""
+    return f"<= {row.demand_bound_hit_rate_pairs:.3f}" if row.policy == "belady" else f"{row.hit_rate_pairs:.3f}"
+
+
 def _replay_name(row: ReplayRow) -> str:
     if row.without_predictor:
         return f"({row.policy})"
@@ -121,7 +127,9 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
     lines = [
         "pair hits, expert hits: share of (token, expert) pairs, of distinct experts, resident when their step begins. "
         "uploads: per layer and step, loads on demand included. hot/cold: share of experts predicted correctly as "
-        "used or unused before the step. oracle: knows each next step; belady: the best cache of used experts."
+        "used or unused before the step. oracle: knows each next step; no policy that plans between steps finds more "
+        "pairs. belady: MIN; no cache that holds only used experts, such as lru and lfu, finds more experts, and none "
+        "finds more pairs than at most (<=) the figure in its row."
     ]
     stated = {(row.prediction_source, row.predictor_accuracy) for row in rows if row.prediction_source is not None}
     if stated:
@@ -152,7 +160,7 @@ def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
         limits = list(dict.fromkeys(entry.uploads for entry in panel.at_most))
         ranked = [name for name in by_policy if name not in BOUNDS and name not in panel.apart]
         ranked.sort(key=lambda name: -by_policy[name][None].hit_rate_pairs.value)
-        order = [*ranked, *(name for name in panel.apart if name in by_policy), *BOUNDS]
+        order = [*ranked, *(name for name in panel.apart if name in by_policy), *PAIR_BOUNDS]
         titles = ["any" if limit is None else f"{limit:g}" for limit in limits]
         columns = [text_column("uploads at most", 0), *value_columns(titles, ".3f")]
         lines = [

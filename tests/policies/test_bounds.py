@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moeedge.policies.base import CacheShape, Observation, PolicyConfig, check_plan
 from moeedge.policies.bounds import NEVER, NextUse, belady_residency, oracle_residency
 from moeedge.policies.registry import ALL_POLICIES, BOUNDS, make_policy
+from moeedge.sim.demand_bound import pairs_kept_at_most
 from moeedge.sim.slots import Slots
 
 # without predictions, these upload only experts that were just used
@@ -155,3 +156,59 @@ def replayed(name: str, steps: Counts, n_slots: int) -> tuple[int, int]:
 def test_policies_and_array_functions_reach_the_same_bound(name: str, steps: Counts, n_slots: int) -> None:
     bounded = 0 if name == "oracle" else 1
     assert replayed(name, steps, n_slots)[bounded] == hits(name, steps, n_slots)[bounded]
+
+
+def best_pairs_kept(steps: Counts, n_slots: int) -> int:
+    """The most pairs that a cache filled by use can find, by trying every choice."""
+    found = {frozenset[int](): 0}
+    for counts in steps:
+        flat = counts.reshape(-1)
+        used = frozenset(np.flatnonzero(flat).tolist())
+        after: dict[frozenset[int], int] = {}
+        for held, n_found in found.items():
+            n_found += int(sum(flat[i] for i in held & used))
+            for kept in _choices(held | used, n_slots):
+                after[kept] = max(after.get(kept, -1), n_found)
+        found = after
+    return max(found.values())
+
+
+def pairs_bound(steps: Counts, n_slots: int) -> float:
+    counted = np.ones(len(steps), dtype=np.bool_)
+    middle = len(steps) // 2  # in two chunks
+    chunks = [(steps[:middle], counted[:middle]), (steps[middle:], counted[middle:])]
+    return pairs_kept_at_most(chunks, len(steps), n_slots)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=routings(), n_slots=st.integers(0, 12))
+def test_no_cache_filled_by_use_beats_the_bound_of_pairs(steps: Counts, n_slots: int) -> None:
+    bound = pairs_bound(steps, n_slots) + 1e-6
+    for name in (*DEMAND_FILLED, "belady"):
+        assert hits(name, steps, n_slots)[0] <= bound, name
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps=routings(), n_slots=st.integers(0, 3))
+def test_the_bound_of_pairs_is_near_the_best_of_all_choices(steps: Counts, n_slots: int) -> None:
+    steps = steps[:7, :1, :5]
+    best, bound = best_pairs_kept(steps, n_slots), pairs_bound(steps, n_slots)
+    assert best <= bound + 1e-6
+    unlimited = pairs_bound(steps, steps[0].size)
+    assert bound <= unlimited + 1e-6 and best_pairs_kept(steps, 5) == pytest.approx(unlimited)
+    if n_slots == 0:
+        assert bound == pytest.approx(0.0, abs=1e-6)
+
+
+def test_min_is_no_bound_of_pairs() -> None:
+    """One slot: MIN keeps the expert that is used sooner, by one token; the other is used by nine."""
+    steps = np.array([[[1, 9]], [[1, 0]], [[0, 9]]], dtype=np.uint32)
+    assert hits("belady", steps, 1) == (1, 1)
+    assert best_pairs_kept(steps, 1) == 9
+    assert pairs_bound(steps, 1) >= 9
+
+
+def test_a_prompts_uses_keep_experts_and_are_no_hits() -> None:
+    steps = np.array([[[3, 0]], [[2, 1]], [[1, 1]]], dtype=np.uint32)
+    assert pairs_kept_at_most([(steps, np.array([False, True, True]))], 3, 2) == pytest.approx(2 + 1 + 1)
+    assert pairs_kept_at_most([(steps, np.array([False, False, True]))], 3, 2) == pytest.approx(2)

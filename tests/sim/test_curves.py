@@ -123,7 +123,7 @@ def test_the_same_whatever_the_number_of_processes() -> None:
         for n in (1, 2)
     )
     assert alone == shared
-    assert done == [*range(1, 9)] * 2
+    assert done == [*range(1, 7)] * 2
 
 
 def test_impossible_configurations_are_refused() -> None:

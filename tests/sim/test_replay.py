@@ -288,6 +288,19 @@ def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float,
     for name in CACHES:
         assert rows[name].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
         assert rows[name].hit_rate_experts <= rows["belady"].hit_rate_experts
+        assert rows[name].hit_rate_pairs <= rows[name].demand_bound_hit_rate_pairs + 1e-6
+    assert rows["belady"].demand_bound_hit_rate_pairs <= rows["oracle"].hit_rate_pairs
+
+
+def test_progress_says_what_is_done_and_moves_within_a_chunk() -> None:
+    schedule = cut_schedule(walk(60, 1), gamma=2)
+    phases: list[str] = []
+    done: list[int] = []
+    replay(schedule, ReplayConfig(policies=CACHES, ratios=(0.3, 0.5)), on_batches=done.append, on_phase=phases.append)
+    assert phases == ["reading ahead", "replaying", "bounding pairs"]
+    n_arms = 2 * (len(CACHES) + len(CLAIRVOYANT))
+    assert len(done) == len(list(schedule.chunks())) * (n_arms + 1)
+    assert done == sorted(done) and done[-1] == schedule.prefill.size > done[-2]
 
 
 @settings(max_examples=25, deadline=None)
