@@ -76,11 +76,12 @@ def ablate(
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
-    """Ablate SP-MoE as its Figure 12 does: on-demand loading, prefetch, worker, batched transfers.
+    """Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.
 
-    Every variant loads a missing expert when its layer comes and computes on the device alone; experts that the draft's
-    hidden states predict are moved during drafting, up to the cutoff layer. The variants take turns, and every greedy
-    answer is compared with stock llama.cpp's: exit code 1 if one differs by more than a near-tie.
+    SP-MoE is a published system (its Figure 12 is repeated here): the device computes all experts, and a missing one is
+    loaded when its layer comes. Prefetch moves experts that the draft model's hidden states predict, up to the cutoff
+    layer. The variants take turns; exit code 1 if an answer differs from stock llama.cpp's by more than a near-tie (two
+    tokens of almost equal score).
     """
     engine = EngineOptions(
         model=model,

@@ -20,16 +20,22 @@ from moeedge.errors import InputError
 # command: the module under moeedge.cli, and the first paragraph of the help text as `moeedge --help` shows it
 COMMANDS = {
     "chat": ("chat", "Chat with a model, or answer a single prompt with -p TEXT or text piped in."),
-    "bench": ("bench", "Measure speed, acceptance and equality of the output: one row per test and mode."),
+    "bench": ("bench", "Measure speed next to stock llama.cpp, and check that the answers are the same."),
     "profile": ("profile", "Show which experts a model's tokens use, and how well the next step's can be predicted."),
-    "replay": ("replay", "Replay routing traces under many policies: hit rates, uploads and bounds."),
+    "replay": (
+        "replay",
+        "Replay routing traces: how many of a text's experts each policy would have had on the device.",
+    ),
     "fit": ("fit", "Measure what a step of a model and its draft takes, and predict what speculation gains."),
     "calibrate": ("calibrate", "Measure how long experts take on CPU, device and link, and keep it for later runs."),
     "ablate": (
         "ablate",
-        "Ablate SP-MoE as its Figure 12 does: on-demand loading, prefetch, worker, batched transfers.",
+        "Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.",
     ),
-    "simulate": ("simulate", "Simulate policies on a machine: GPU, CPU, link and draft as discrete events."),
+    "simulate": (
+        "simulate",
+        "Predict the speed of a model on a machine that is not here, with policies of expert placement.",
+    ),
     "devices": ("devices", "List the devices that can hold experts, and why the others cannot."),
     "doctor": ("doctor", "Check the installation and this machine, and say what to fix."),
     "pull": ("pull", "Download a model and its draft; an interrupted download continues."),
@@ -43,7 +49,7 @@ COMMANDS = {
     "plan": ("plan", "Show how much memory a model takes on this machine, and what fits, before it is loaded."),
     "worker": ("worker", "Serve a device of this machine to moeedge on another one."),
     "widen": ("widen", "Write a model of a larger shape that computes the same."),
-    "trace": ("trace", "Look into routing traces, and read and write those of other tools."),
+    "trace": ("trace", "Look into routing traces (the experts that every token used), and convert them."),
     "schema": (
         "schema",
         "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning and unit.",

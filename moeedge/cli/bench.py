@@ -130,13 +130,16 @@ def bench(
     output: OutputFormat = Output.MD,
     verbose: options.Verbose = False,
 ) -> None:
-    """Measure speed, acceptance and equality of the output: one row per test and mode.
+    """Measure speed next to stock llama.cpp, and check that the answers are the same.
 
-    Answers are greedy. The modes take turns at every prompt, so that drift of the machine affects all alike; ratios to
-    stock-ar are medians over neighbouring pairs. --policy and --cache-ratio compare several expert caches with each
-    other and with stock modes, which have none; --expert-budget and --draft-max compare speed with quality; --parallel
-    decodes several texts together. Exit code 1 if a mode without an expert budget answers otherwise than stock-ar by
-    more than a near-tie.
+    Without --dataset the tests are llama-bench's: pp512 (a prompt of 512 random tokens) and tg128 (128 tokens, one by
+    one). With it, prompts are answered. Modes by default: stock-ar (llama.cpp, one token at a time), stock-sd (the
+    same with drafts) and moeedge. They take turns, so that a slow moment of the machine affects all alike; ratios are
+    over stock-ar, medians of neighbours.
+
+    --policy and --cache-ratio compare expert caches, --expert-budget and --draft-max speed with quality, --parallel
+    several texts at once. Ctrl-C prints what is measured; --resume last goes on. Exit code 1: an answer differs from
+    stock-ar's by more than a near-tie (two tokens of almost equal score).
     """
     from moeedge.bench.config import BudgetSweep
     from moeedge.ui.console import notifier, stderr_console

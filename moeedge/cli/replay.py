@@ -140,11 +140,15 @@ def replay(
     threads: Processes = 0,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Replay routing traces under many policies: hit rates, uploads and bounds.
+    """Replay routing traces: how many of a text's experts each policy would have had on the device.
 
-    A trace with verification steps is replayed as it was recorded, unless --draft-max, --acceptance-chance
-    or --rejected-token-model asks for windows over its text. Two bounds that know the future are always included. Transfers take no time here; moeedge simulate has a clock. The same seed gives the same output, byte for
-    byte.
+    A trace (profile --trace-out) holds the experts that every token used; a policy decides which experts are on the
+    device. pair hits: share of (token, expert) pairs whose expert was there; uploads: experts moved, per layer and
+    step. No model runs and transfers take no time; moeedge simulate has a clock.
+
+    Recorded drafts are replayed as they were, unless --draft-max, --acceptance-chance or --rejected-token-model cuts
+    the text into windows. Two bounds that know the future come last: oracle and belady. The same seed gives the same
+    output, byte for byte.
     """
     policies, ratios = _policies(policy), tuple(numbers(cache_ratio, "--cache-ratio"))
     if seed < 0 or limit < 0:

@@ -132,12 +132,12 @@ def simulate(
     event_log: EventLog = None,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Simulate policies on a machine: GPU, CPU, link and draft as discrete events.
+    """Predict the speed of a model on a machine that is not here, with policies of expert placement.
 
-    A routing trace drives the simulation. Every combination of the lists becomes a row: tokens per second and their
-    range, time per token, and what the device waited for. Constants of the built-in machines come from data files with
-    sources; those of this machine from moeedge calibrate. A combination that drafts is a row for each model of
-    rejected tokens, where the trace did not record them.
+    GPU, CPU, link (PCIe) and draft model are simulated as events in time; a routing trace says which experts each token
+    uses. Every combination of the lists is a row: tokens per second with a range, and what the GPU waited for. Numbers
+    of the built-in machines come from files with sources, those of this machine from moeedge calibrate. Where a trace
+    does not say how rejected drafts route, there is a row for each assumption (optimistic, pessimistic).
     """
     if seed < 0:
         raise ValueError(f"--seed must be >= 0, not {seed}")

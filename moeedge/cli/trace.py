@@ -22,7 +22,7 @@ from moeedge.ui.trace_views import print_trace_summary
 
 trace = typer.Typer(
     name="trace",
-    help="Look into routing traces, and read and write those of other tools.",
+    help="Look into routing traces (the experts that every token used), and convert them.",
     no_args_is_help=True,
     add_completion=False,
 )

@@ -57,7 +57,7 @@ def papers(
     seed: options.Seed = 0,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Compare the simulator, calibrated with MoE-SpAc's Table 2 at hand, with that and other published figures.
+    """Compare the simulator with published figures: those that its constants were chosen by, and others.
 
     Three figures say what the calibration is worth: Table 2 without overheads of programs, Table 2 with the chosen
     ones, and "elsewhere", figures of other publications from which no constant was chosen. Two constants are fitted
@@ -176,9 +176,10 @@ def measured(
     repeat: MedianOf = 3,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Measure time per token on the emulated device, and simulate it from the same trace and calibrated unit times.
+    """Measure time per token on this machine's emulated device, and compare it with the simulator's.
 
-    Every combination of the lists is opened, calibrated and run; no parameter is fitted to the measured times.
+    The simulator gets the trace of the same run and measured times of single operations (expert, transfer); nothing
+    is fitted to the times that it predicts. Every combination of the lists is a row.
     """
     engine = EngineOptions(model=model, model_draft=model_draft, ctx_size=ctx_size, threads=threads, device=device)
     engine.limit_openmp_spin(emulate_bundled=True)

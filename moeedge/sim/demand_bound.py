@@ -5,8 +5,8 @@ an expert is found at a use exactly if it was kept since the use before: between
 step, and it is worth as many pairs as tokens use it then. Choosing what to keep is choosing intervals, at most as many
 at a time as there are slots. With a price for each slot and step, intervals do not compete: each is worth its pairs
 less the price of its length, if that is above 0. These sums plus the price of all slots are at least what any choice
-finds (Lagrangian duality), at every price; the lowest over the prices is the bound. MIN, which maximises the distinct experts
-that are found, is no bound for pairs: other choices find more of them.
+finds (Lagrangian duality), at every price; the lowest over the prices is the bound. MIN, which maximises the distinct
+experts that are found, is no bound for pairs: other choices find more of them.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ def replay(
 ) -> list[ReplayRow]:
     """A row for every cache ratio and policy, in the order of `config`; after each ratio's policies the bounds.
 
-    on_batches: called with the number of batches that are done. on_phase: called with what comes next. Raises ValueError
-    for an unknown policy.
+    on_batches: called with the number of batches that are done. on_phase: called with what comes next.
+    Raises ValueError for an unknown policy.
     """
     arms = [
         ReplayArm(name, ratio, None if name in BOUNDS else config.max_uploads, budget)
