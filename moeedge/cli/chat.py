@@ -20,6 +20,8 @@ from moeedge.cli.budget_options import BudgetOptions
 from moeedge.cli.common import accept_any_text, show_log, text_of, unescaped
 from moeedge.cli.declare import Output, flatten, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
+from moeedge.cli.model_files import ModelFiles
+from moeedge.cli.model_switch import ModelSwitch
 from moeedge.cli.sampling_options import SamplingOptions, TemplateOptions
 from moeedge.cli.view_options import ViewOptions
 from moeedge.engine.types import EngineConfig
@@ -61,12 +63,12 @@ ContextShift = Annotated[
     ),
 ]
 Resume = Annotated[
-    bool,
+    str | None,
     option(
         options.WORK,
-        "--resume",
-        "Go on with the newest chat that ended unexpectedly, as /resume does, with its own system prompt, sampling "
-        "options and -n.",
+        "--resume [N|list]",
+        "Go on with a chat that ended unexpectedly, the newest or number N, with its own system prompt, sampling "
+        "options and -n; list: show them.",
     ),
 ]
 NoAutosave = Annotated[
@@ -104,7 +106,7 @@ def chat(
     raw: options.Raw = False,
     single_turn: SingleTurn = False,
     interactive: Interactive = False,
-    resume: Resume = False,
+    resume: Resume = None,
     no_autosave: NoAutosave = False,
     *,
     engine: EngineOptions,
@@ -131,13 +133,14 @@ def chat(
     from moeedge.engine.answer_setup import prepare_answers
     from moeedge.engine.budgets import mean_budget
     from moeedge.engine.conversation import Conversation, prompt_tokens
-    from moeedge.engine.layer_search import open_session
     from moeedge.llama.builtin_templates import check_source
     from moeedge.ui.chat.greeting import print_header, print_warnings
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once
     from moeedge.ui.console import is_terminal, notifier, say, stderr_console, stdout_console
 
+    if resume == "list":
+        return _list_unfinished()
     accept_any_text()
     system = text_of(system_prompt, system_prompt_file, "-sys", "-sysf") or ""
     given = text_of(prompt, file, "-p", "-f")
@@ -156,8 +159,14 @@ def chat(
     placed = replace(placement.config(), governed=not keep_cache, calibrate_later=True)
     # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
     auto_gamma = sampling.seed < 0 or not drawn.is_random
-    config = engine.config(placed, context_shift=context_shift, default_draft="auto", auto_gamma=auto_gamma)
-    config = replace(config, cpu_fallback=True, draft_p_min=draft_p_min, ram=parse_ram(ram))
+
+    def configure(options: EngineOptions, files: ModelFiles | None = None) -> EngineConfig:
+        made = options.config(
+            placed, context_shift=context_shift, files=files, default_draft="auto", auto_gamma=auto_gamma
+        )
+        return replace(made, cpu_fallback=True, draft_p_min=draft_p_min, ram=parse_ram(ram))
+
+    config = configure(engine)
     config = budget.config(config, notify=notifier(err))
     if verbose:
         show_log()
@@ -167,11 +176,12 @@ def chat(
     question = None if goes_on else one_shot_prompt(given, sys.stdin, notice=lambda line: say(err, line))
     if question is None and output is Output.JSON:
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
-    if question is not None and resume:
+    if question is not None and resume is not None:
         raise InputError("--resume goes on with a chat; a single answer has none.", "Leave out -p and piped text.")
     config = budget.measured(config, notify=notifier(err))
     conversation = Conversation(system=system)
-    with open_session(config, notify=notifier(err)) as session:
+    with ModelSwitch(config, engine, configure, notifier(err)) as switch:
+        session = switch.session
         # gamma is 0 where there is no draft
         gamma: int | Literal["auto"] = "auto" if session.info.auto_gamma else session.gamma
         settings = replace(settings, gamma=gamma, budget=mean_budget(session.info.expert_budget))
@@ -179,7 +189,7 @@ def chat(
             say(err, line)
         if question is None:
             code = _talk(
-                session,
+                switch,
                 config,
                 conversation,
                 settings,
@@ -203,7 +213,7 @@ def chat(
                 session, prompt_ids, settings, as_json=as_json, panel=not verbose, out=stdout_console(), err=err
             )
         if stats is not None:
-            _print_stats(session)
+            _print_stats(switch.session)
     if code:
         raise typer.Exit(code)
 
@@ -260,7 +270,7 @@ def _is_pipe_or_file(stream: TextIO) -> bool:
 
 
 def _talk(
-    session: Session,
+    switch: ModelSwitch,
     config: EngineConfig,
     conversation: Conversation,
     settings: Settings,
@@ -268,7 +278,7 @@ def _talk(
     raw: bool,
     panel: bool,
     single_turn: bool,
-    resume: bool,
+    resume: str | None,
     no_autosave: bool,
     quiet: bool,
     first: str | None,
@@ -276,13 +286,13 @@ def _talk(
     """Chats until the user leaves; first: the message that is answered before one is read. Returns the exit code."""
     from moeedge.engine.autosave import Autosave, unfinished_chats
     from moeedge.hub.catalog import load_catalog
-    from moeedge.ui.chat import commands
+    from moeedge.ui.chat import commands, sessions
     from moeedge.ui.chat.greeting import print_greeting, print_warnings
     from moeedge.ui.chat.prompt import make_reader, open_history
     from moeedge.ui.chat.repl import Repl, origin_of
     from moeedge.ui.console import say, stderr_console, stdout_console
 
-    err = stderr_console()
+    err, session = stderr_console(), switch.session
     toy = paths.is_bundled(config.model)
     if quiet:
         print_warnings(err, session.info, layer_notes(config), quiet=True)
@@ -296,8 +306,8 @@ def _talk(
             warnings=layer_notes(config),
         )
     unfinished = unfinished_chats(paths.unfinished_chats_dir)
-    if unfinished and not resume:
-        say(err, commands.offer(unfinished), style="yellow")
+    if unfinished and resume is None:
+        say(err, sessions.offer(unfinished), style="yellow")
     history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
     repl = Repl(
         session,
@@ -306,6 +316,7 @@ def _talk(
         read=make_reader(commands.completions(), history),
         out=stdout_console(),
         err=err,
+        switch=switch,
         autosave=None if no_autosave else Autosave(paths.unfinished_chats_dir, origin_of(session, raw=raw)),
         unfinished=unfinished,
         raw=raw,
@@ -315,7 +326,19 @@ def _talk(
     if first is not None:  # as an attached file it is no command, whatever it begins with
         repl.attached = first
         return repl.run("")
-    return repl.run("/resume" if resume else None)
+    return repl.run(None if resume is None else f"/resume {resume}")
+
+
+def _list_unfinished() -> None:
+    """The chats that --resume N goes on with, on standard output."""
+    from moeedge.engine.autosave import unfinished_chats
+    from moeedge.ui.chat.sessions import unfinished_rows
+    from moeedge.ui.console import show_figures, stdout_console
+
+    rows = unfinished_rows(unfinished_chats(paths.unfinished_chats_dir))
+    show_figures(stdout_console(), rows)
+    if not rows:
+        typer.echo("No chat ended unexpectedly.", err=True)
 
 
 def _measured_speed(session: Session) -> float | None:

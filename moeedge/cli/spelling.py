@@ -20,6 +20,8 @@ _HELP = ("-h", "--help")
 _VARIABLES = "LLAMA_ARG_"
 _VALUE_ATTACHED = re.compile(r"-[A-Za-z][\d.]+[A-Za-z]*")  # -t4, -c8k
 _FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
+# options that may stand without their value: what looks like one, and the value that they have otherwise
+_DEFAULT_VALUES = {"--resume": (re.compile(r"list|\d+"), "1")}
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Speller:
                     translated[-1] += equals + value
                 elif equals:
                     translated.append(value)
+                elif spelling in _DEFAULT_VALUES and not _may_be_value(spelling, given):
+                    translated.append(_DEFAULT_VALUES[spelling][1])
                 elif given:
                     translated.append(given.pop(0))
             elif _VALUE_ATTACHED.fullmatch(word) and _takes_value(self._params.get(word[:2])):
@@ -219,6 +223,10 @@ def name_options(message: str, spellings: set[str]) -> str:
     if option in spellings:
         return f"{option} {rest}"
     return message[:1].upper() + message[1:]
+
+
+def _may_be_value(spelling: str, given: Sequence[str]) -> bool:
+    return bool(given) and _DEFAULT_VALUES[spelling][0].fullmatch(given[0]) is not None
 
 
 def _takes_value(param: Any) -> bool:

@@ -93,6 +93,12 @@ class Autosave:
         if self._file >= 0:
             self._write([{"text": text, "tokens": list(tokens)}])
 
+    def begin_anew(self, origin: Origin) -> None:
+        """From now on the chat is held with another model: the next `update` writes all of it into a new file."""
+        self.close()
+        self._origin, self._path = origin, None
+        self._header, self._messages = {}, []
+
     def close(self, *, keep: bool = False) -> None:
         """Removes the file at a normal end; keep: the next chat offers it. Closing twice is harmless."""
         if self._file < 0:

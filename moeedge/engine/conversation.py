@@ -73,6 +73,14 @@ class Conversation:
             raise InputError("There is no answer to generate again.")
         return self.messages.pop().content
 
+    def undo(self) -> Message:
+        """Remove the last question and its answer; returns the question. Raises InputError when there is none."""
+        if not self.messages or self.messages[-1].role != "assistant":
+            raise InputError("There is no message to take back.")
+        question = self.messages[-2]
+        del self.messages[-2:]
+        return question
+
     def clear(self) -> None:
         """Forget all messages; the system prompt stays."""
         self.messages.clear()

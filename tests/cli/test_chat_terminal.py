@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.engine.autosave import unfinished_chats
+from moeedge.cli.app import load_command
+from moeedge.cli.spelling import Speller
+from moeedge.engine.autosave import Autosave, Origin, unfinished_chats
+from moeedge.engine.conversation import Conversation, Message
 from tests.conftest import TinyFactory
+from tests.support.commands import run
 
 if sys.platform == "win32":
     pytest.skip("needs a pseudo-terminal", allow_module_level=True)
@@ -204,6 +208,23 @@ def test_a_chat_without_autosave_leaves_nothing(pair: list[str], cache: Path) ->
         terminal.send(signal.SIGKILL)
         terminal.wait()
     assert not (cache / "unfinished_chats").exists()
+
+
+def test_unfinished_chats_are_listed_without_a_model(cache: Path) -> None:
+    folder = cache / "unfinished_chats"
+    for text in ("first one", "second one"):
+        kept = Autosave(lambda: folder, Origin("m.gguf", 1, raw=False))
+        kept.update(Conversation("", [Message("user", text)]), {})
+        kept.close(keep=True)
+    shown = run("chat", "--resume", "list").stdout.splitlines()
+    assert [line.split()[0] for line in shown] == ["1", "2"]
+    assert '"second one"' in shown[0] and "m.gguf" in shown[0]
+
+
+@pytest.mark.parametrize(("given", "value"), [([], "1"), (["list"], "list"), (["2"], "2"), (["-n", "4"], "1")])
+def test_resume_may_stand_without_a_number(given: list[str], value: str) -> None:
+    found = Speller("chat", load_command("chat")).translate(["--resume", *given])
+    assert found[:2] == ["--resume", value]
 
 
 @pytest.mark.slow

@@ -37,7 +37,8 @@ def test_commands_are_completed() -> None:
         found = _CommandCompleter(completions()).get_completions(Document(line), CompleteEvent())
         return [line[: len(line) + completion.start_position] + completion.text for completion in found]
 
-    assert complete("/s") == ["/save", "/set", "/stats", "/system"]
+    assert complete("/st") == ["/stats"]
+    assert complete("/se") == ["/sessions", "/set"]
     assert complete("/set b") == ["/set budget"]
     assert complete("/set budget 1") == complete("/save b") == complete("s") == []
     assert "/set gamma" in complete("/set ")

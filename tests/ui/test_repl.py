@@ -31,7 +31,7 @@ from moeedge.ui.chat.settings import Settings
 from tests.conftest import TinyFactory
 
 GREEDY = Settings(sampling=SamplingConfig(temperature=0), n_predict=12, gamma=4)
-Line = str | type[BaseException]
+Line = str | type[BaseException] | Callable[["Talk"], None]
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +53,24 @@ class Talk:
     """A chat that reads `lines` and ends; `err` is all output but the answers."""
 
     def __init__(
-        self, session: Session, lines: list[Line], folder: Path, *, settings: Settings = GREEDY, raw: bool = False
+        self,
+        session: Session,
+        lines: list[Line],
+        folder: Path,
+        *,
+        settings: Settings = GREEDY,
+        raw: bool = False,
+        switch: Callable[[str], Session] | None = None,
     ) -> None:
         out, err = io.StringIO(), io.StringIO()
         self.folder = folder
+        self.begun: list[str] = []  # what the prompts began with
         self.repl = Repl(
             session,
             Conversation(),
             settings,
-            read=_reader(lines),
+            read=self._reader(lines),
+            switch=switch,
             out=Console(file=out),
             err=Console(file=err, width=200),
             autosave=Autosave(lambda: folder, origin_of(session, raw=raw)),
@@ -71,23 +80,26 @@ class Talk:
         self.code = self.repl.run()
         self.out, self.err = out.getvalue(), err.getvalue()
 
+    def _reader(self, lines: list[Line]) -> Callable[[str], str]:
+        left = iter(lines)
+
+        def read(begun: str) -> str:
+            self.begun.append(begun)
+            line = next(left, None)
+            while callable(line) and not isinstance(line, type):  # a look at the chat between two lines
+                line(self)
+                line = next(left, None)
+            if line is None:
+                raise EOFError
+            if isinstance(line, str):
+                return line
+            raise line
+
+        return read
+
     @property
     def messages(self) -> list[Message]:
         return self.repl.conversation.messages
-
-
-def _reader(lines: list[Line]) -> Callable[[], str]:
-    left = iter(lines)
-
-    def read() -> str:
-        line = next(left, None)
-        if line is None:
-            raise EOFError
-        if isinstance(line, str):
-            return line
-        raise line
-
-    return read
 
 
 def on_step(session: Session, number: int, action: Callable[[], None]) -> None:
@@ -535,9 +547,10 @@ def test_resume_says_that_other_settings_apply(session: Session, tmp_path: Path)
 def test_resume_lists_and_drops(session: Session, tmp_path: Path) -> None:
     for _ in range(3):
         cut_off(session, tmp_path, 1)
-    talk = Talk(session, ["/resume list", "/resume 4", "/resume 2", "/resume drop"], tmp_path)
+    talk = Talk(session, ["/sessions", "/resume 4", "/resume 2", "/resume drop", "n", "/resume drop", "y"], tmp_path)
     assert talk.err.count("1 message with tiny-qwen3moe") == 4
-    assert "There is no unfinished chat 4." in talk.err
+    assert "There is no unfinished chat 4." in talk.err and '"tell me"' in talk.err
+    assert "Nothing is deleted." in talk.err
     assert len(talk.repl.turns) == 1
     assert unfinished_chats(lambda: tmp_path) == []
 
@@ -549,7 +562,7 @@ def test_a_chat_that_is_not_saved_leaves_the_resumed_file(session: Session, tmp_
         session,
         Conversation(),
         GREEDY,
-        read=_reader([]),
+        read=lambda _begun: "/exit",
         out=Console(file=io.StringIO()),
         err=Console(file=io.StringIO()),
         unfinished=unfinished_chats(lambda: tmp_path),
@@ -576,7 +589,7 @@ def test_every_change_is_on_disk(session: Session, tmp_path: Path) -> None:
         session,
         Conversation(),
         GREEDY,
-        read=lambda: next(read, peek)(),
+        read=lambda _begun: next(read, peek)(),
         out=Console(file=io.StringIO()),
         err=Console(file=io.StringIO()),
         autosave=Autosave(lambda: tmp_path, origin_of(session, raw=False)),

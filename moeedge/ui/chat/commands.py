@@ -5,22 +5,22 @@ An InputError in a command becomes one sentence on the screen; the chat goes on.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from moeedge.engine.autosave import UnfinishedChat, remove
 from moeedge.engine.conversation import Conversation, read_text
 from moeedge.errors import InputError
-from moeedge.ui.chat import greeting
+from moeedge.ui.chat import greeting, sessions
 from moeedge.ui.chat import settings as setting_table
 from moeedge.ui.chat.answer_figures import answer_rows, total_rows
 from moeedge.ui.figures import Figure, budget
 
 if TYPE_CHECKING:
+    from moeedge.engine.autosave import UnfinishedChat
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
     from moeedge.scheduler.stats import PlacementStats
     from moeedge.ui.chat.settings import Settings
@@ -66,6 +66,15 @@ class Chat(Protocol):
     def resume(self, chat: UnfinishedChat) -> list[str]:
         """Take over a chat that ended unexpectedly. Returns how it goes on; an open question is answered next."""
 
+    def edit(self, text: str) -> None:
+        """Put `text` into the prompt; what is sent then replaces the last question, and is answered anew."""
+
+    def use_model(self, name: str) -> list[str]:
+        """Go on with another model. Returns what is said about it. Raises MoeedgeError, and the old one stays."""
+
+    def confirm(self, question: str) -> bool:
+        """Ask the user; only yes is yes."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -92,7 +101,9 @@ def help_rows() -> list[Figure]:
     table = [
         Figure(f"{command.name} {command.argument}".strip(), command.help + _also(command)) for command in COMMANDS
     ]
+    table.append(Figure("Alt-Enter, Ctrl-J", "A new line in a message."))
     table.append(Figure('"""', 'Begins a message of several lines; another """ at the end of a line ends it.'))
+    table.append(Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR."))
     table.append(Figure("Ctrl-C", "Stops an answer and keeps its text; drops a line being typed."))
     return table
 
@@ -124,6 +135,25 @@ def _regen(chat: Chat, _argument: str) -> Result:
     return Result(next=Next.ANSWER)
 
 
+def _undo(chat: Chat, _argument: str) -> Result:
+    question = chat.conversation.undo()
+    return Result([f'Taken back, with its answer: "{sessions.first_words([question])}"'])
+
+
+def _edit(chat: Chat, _argument: str) -> Result:
+    messages = chat.conversation.messages
+    if not messages:
+        raise InputError("There is no message to edit.")
+    chat.edit(messages[-2].content)
+    return Result(["Change the message and send it again; Ctrl-C leaves it as it was."])
+
+
+def _model(chat: Chat, argument: str) -> Result:
+    if not argument:
+        return Result([f"{chat.info.model}. /model NAME or FILE goes on with another; moeedge list shows the names."])
+    return Result(chat.use_model(argument))
+
+
 def _system(chat: Chat, argument: str) -> Result:
     if chat.raw:
         raise InputError("There is no system prompt with --raw.")
@@ -135,12 +165,31 @@ def _system(chat: Chat, argument: str) -> Result:
 
 def _set(chat: Chat, argument: str) -> Result:
     name, _, value = argument.replace("=", " ", 1).partition(" ")
+    name, value = _FROM_OLLAMA.get(name, name), value.strip()
+    if name == "parameter":  # as ollama's /set parameter NAME VALUE
+        return _set(chat, value)
+    if name == "system":
+        return _system(chat, value.strip('"') or '""')
+    if name == "think" and not value:
+        value = "on"
+    if " " in name and not value:
+        name, value = name.split()
     if not name:
         return Result(table=setting_table.listing(chat.settings))
-    if not value.strip():
+    if not value:
         raise InputError("/set takes a name and a value.", "Choose from: " + ", ".join(setting_table.names()) + ".")
-    changed, line = setting_table.change(chat.settings, name, value.strip())
+    changed, line = setting_table.change(chat.settings, name, value)
     return Result([line, *chat.apply(changed)])
+
+
+_FROM_OLLAMA = {"verbose": "stats full", "quiet": "stats off", "nothink": "think off"}
+
+
+def _show(chat: Chat, argument: str) -> Result:
+    """As ollama's /show."""
+    if argument == "system":
+        return _system(chat, "")
+    return _set(chat, "") if argument == "parameters" else _info(chat, argument)
 
 
 def _stats(chat: Chat, _argument: str) -> Result:
@@ -172,52 +221,27 @@ def _read(chat: Chat, argument: str) -> Result:
 
 
 def _save(chat: Chat, argument: str) -> Result:
-    path = _path(argument, "/save")
-    chat.conversation.save(path, model=chat.info.model)
-    return Result([f"{len(chat.conversation.messages)} messages saved to {path}."])
+    return Result(sessions.save(chat, _path(argument, "/save")))
 
 
 def _load(chat: Chat, argument: str) -> Result:
-    path = _path(argument, "/load")
-    loaded = Conversation.load(path)
-    lines = [] if loaded.take_back() is None else ["Its last question has no answer and was left out."]
-    chat.conversation.system = loaded.system
-    chat.conversation.messages = loaded.messages
-    chat.conversation.budgets = loaded.budgets
-    return Result([f"{len(loaded.messages)} messages loaded from {path}.", *lines])
+    return Result(sessions.load(chat, _path(argument, "/load")))
+
+
+def _sessions(chat: Chat, _argument: str) -> Result:
+    if not chat.unfinished:
+        return Result(["No chat ended unexpectedly. /save FILE keeps this one, /load FILE brings it back."])
+    return Result(["/resume N goes on with one."], table=sessions.unfinished_rows(chat.unfinished))
 
 
 def _resume(chat: Chat, argument: str) -> Result:
-    if not chat.unfinished:
-        raise InputError("There is no chat to resume.")
     if argument == "list":
-        return Result(table=[Figure(str(i), describe(left)) for i, left in enumerate(chat.unfinished, 1)])
+        return _sessions(chat, "")
     if argument == "drop":
-        for left in chat.unfinished:
-            remove(left)
-        chat.unfinished.clear()
-        return Result(["Unfinished chats are deleted."])
-    if argument and not (argument.isdecimal() and 1 <= int(argument) <= len(chat.unfinished)):
-        raise InputError(f"There is no unfinished chat {argument}.", "/resume list shows them.")
-    left = chat.unfinished[int(argument or 1) - 1]
-    lines = [f"Resumed: {describe(left)}.", *chat.resume(left)]
+        return Result(sessions.drop(chat))
+    left = sessions.choose(chat.unfinished, argument)
+    lines = [f"Resumed: {sessions.describe(left)}.", *chat.resume(left)]
     return Result(lines, next=Next.ANSWER if chat.conversation.has_question else Next.READ)
-
-
-def describe(chat: UnfinishedChat) -> str:
-    """Length, model and end of a chat in a few words."""
-    n = len(chat.conversation.messages)
-    at = time.localtime(chat.ended_s)
-    day = "" if at[:3] == time.localtime()[:3] else time.strftime("%Y-%m-%d ", at)
-    return f"{n} message{'s' * (n != 1)} with {chat.origin.model}, ended at {day}{time.strftime('%H:%M', at)}"
-
-
-def offer(unfinished: Sequence[UnfinishedChat]) -> str:
-    """The line at the start of a chat about earlier ones that ended unexpectedly; at least one."""
-    more = f" There are {len(unfinished)}: /resume list." if len(unfinished) > 1 else ""
-    return (
-        f"A chat ended unexpectedly: {describe(unfinished[0])}. /resume goes on with it, /resume drop deletes it.{more}"
-    )
 
 
 def _path(argument: str, command: str) -> Path:
@@ -228,30 +252,53 @@ def _path(argument: str, command: str) -> Path:
 
 COMMANDS = (
     Command("/help", "", "Shows this list.", _help, ("/?",)),
-    Command("/exit", "", "Leaves; so does Ctrl-D.", _exit, ("/bye", "/quit")),
-    Command("/info", "", "Shows the model, the draft, the expert cache and how they were set up.", _info),
-    Command("/clear", "", "Forgets the conversation.", _clear),
-    Command("/regen", "", "Answers the last message again.", _regen),
-    Command("/system", "[TEXT]", 'Shows or sets the system prompt; "" removes it.', _system),
-    Command("/set", "[NAME VALUE]", "Lists or changes settings: /set temp 0.5, /set gamma auto, /set budget 16.", _set),
-    Command("/stats", "", "Shows the figures of the last answer and of all.", _stats),
+    Command("/exit", "", "Leaves; so do Ctrl-D, exit, quit and bye.", _exit, ("/bye", "/quit", "/q")),
+    Command("/regen", "", "Answers the last message again.", _regen, ("/retry",)),
+    Command("/edit", "", "Lets you change the last message, and answers it anew.", _edit),
+    Command("/undo", "", "Takes the last message and its answer back.", _undo),
+    Command("/clear", "", "Forgets the conversation.", _clear, ("/reset", "/new")),
     Command("/read", "FILE", "Puts a text file before your next message.", _read),
+    Command("/system", "[TEXT]", 'Shows or sets the system prompt; "" removes it.', _system),
+    Command("/set", "[NAME VALUE]", "Lists or changes settings: /set temp 0.5, /set stats full.", _set),
+    Command("/model", "[NAME|FILE]", "Goes on with another model.", _model),
+    Command("/info", "", "Shows the model, where its experts are, and how that was chosen.", _info),
+    Command("/stats", "", "Shows all figures of the last answer, and sums.", _stats),
     Command("/save", "FILE", "Saves the conversation as JSON.", _save),
     Command("/load", "FILE", "Loads a saved conversation.", _load),
-    Command("/resume", "[N|list|drop]", "Goes on with a chat that ended unexpectedly.", _resume),
+    Command("/sessions", "", "Lists chats that ended unexpectedly.", _sessions),
+    Command("/resume", "[N]", "Goes on with a chat that ended unexpectedly; /resume drop deletes all.", _resume),
+    Command("/show", "[system|parameters]", "The same as /info, /system and /set.", _show),
 )
+LEAVING = ("exit", "quit", "bye")  # without a slash, as a message of its own
+# commands of other programs: what to do instead
+_ELSEWHERE = {
+    ("/image", "/audio", "/video"): "moeedge reads text only; /read FILE puts a text file before your next message.",
+    ("/glob",): "/read FILE reads one file; give it several times for several files.",
+    ("/shell", "/!"): "moeedge runs no other programs.",
+    ("/copy",): "/save FILE writes the conversation to a file.",
+    ("/list", "/ls", "/models"): "moeedge list, in a shell, shows the models; /model NAME goes on with another.",
+    ("/history",): "The up arrow brings back earlier messages; /save FILE writes the conversation.",
+    ("/multiline",): 'Alt-Enter makes a new line; """ begins a message of several lines.',
+    ("/think", "/nothink", "/no_think"): "/set think on or off tells the model; /set thinking show or fold shows it.",
+}
 
 
 def completions() -> dict[str, list[str]]:
     """All commands and aliases, sorted, with the first words that each takes."""
-    words = {"/set": setting_table.names(), "/resume": ["list", "drop"]}
+    words = {"/set": setting_table.names(), "/resume": ["list", "drop"], "/show": ["system", "parameters"]}
     return {name: words.get(name, []) for name in sorted(n for item in COMMANDS for n in (item.name, *item.aliases))}
 
 
 def run_command(chat: Chat, line: str) -> Result:
     """Run the command in `line`, which starts with a slash. Raises InputError."""
     word, _, argument = line.strip().partition(" ")
+    word = word.lower()
     for command in COMMANDS:
         if word == command.name or word in command.aliases:
             return command.run(chat, argument.strip())
-    raise InputError(f'Unknown command "{word}".', "/help lists the commands.")
+    for names, sentence in _ELSEWHERE.items():
+        if word in names:
+            raise InputError(f'There is no command "{word}" here.', sentence)
+    similar = difflib.get_close_matches(word, list(completions()), n=1)
+    hint = f"Did you mean {similar[0]}? " if similar else ""
+    raise InputError(f'Unknown command "{word}".', f"{hint}/help lists the commands.")

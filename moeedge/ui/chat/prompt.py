@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import click
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -38,12 +39,24 @@ def unquote(text: str) -> str:
 
 
 def _bindings() -> KeyBindings:
-    """Ctrl-C drops typed text; on an empty line the reader raises KeyboardInterrupt."""
+    """Ctrl-C drops typed text (on an empty line the reader raises KeyboardInterrupt); Alt-Enter begins a new line."""
     bindings = KeyBindings()
 
     @bindings.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
     def _drop(event: KeyPressEvent) -> None:
         event.current_buffer.reset()
+
+    @bindings.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        if block_is_open(event.current_buffer.text):
+            event.current_buffer.insert_text("\n")
+        else:
+            event.current_buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    @bindings.add("c-j")
+    def _begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
 
     return bindings
 
@@ -77,8 +90,10 @@ def open_history(path: Callable[[], Path], notify: Callable[[str], None]) -> His
         return InMemoryHistory()
 
 
-def _read_plainly(history: History) -> str:
-    """A message from a dumb terminal, which does its own editing."""
+def _read_plainly(history: History, begun: str) -> str:
+    """A message from a dumb terminal, which does its own editing; a text to begin with goes to $EDITOR."""
+    if begun:
+        return click.edit(begun) or ""
     text = _read_line(PROMPT)
     while block_is_open(text):
         text += "\n" + _read_line(CONTINUATION)
@@ -96,21 +111,24 @@ def _read_line(prompt: str) -> str:
     return line.rstrip("\n")
 
 
-def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Callable[[], str]:
-    """A function that reads one message; it raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C.
+def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Callable[[str], str]:
+    """A function that reads one message, given the text to begin with.
+
+    It raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C.
 
     commands: those that are completed, with the words that each takes.
     """
     if is_dumb_terminal():
-        return lambda: _read_plainly(history)
+        return lambda begun: _read_plainly(history, begun)
     session: PromptSession[str] = PromptSession(
         message=PROMPT,
-        multiline=Condition(lambda: block_is_open(get_app().current_buffer.text)),
+        multiline=True,
         prompt_continuation=CONTINUATION,
         history=history,
         completer=_CommandCompleter(commands),
         complete_while_typing=False,
         key_bindings=_bindings(),
+        enable_open_in_editor=True,
         output=create_output(always_prefer_tty=True),  # stdout may be a file: then prompt on stderr
     )
-    return session.prompt
+    return lambda begun: session.prompt(default=begun)

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from rich.console import Console
 
 from moeedge.engine.answer_setup import prepare_answers
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, take_over
-from moeedge.engine.budgets import mean_budget, usable_budget
-from moeedge.engine.conversation import Conversation, prompt_tokens
+from moeedge.engine.budgets import mean_budget
+from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo
 from moeedge.errors import InputError, MoeedgeError
-from moeedge.notifications import Notification
-from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui import figures
-from moeedge.ui.chat.commands import Next, Turn, run_command
+from moeedge.ui.chat import greeting
+from moeedge.ui.chat.commands import LEAVING, Next, Turn, run_command
+from moeedge.ui.chat.engine_changes import SEED_NOTE, change_engine
 from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.prompt import unquote
+from moeedge.ui.chat.sessions import last_messages
 from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from moeedge.ui.chat.single import answer_view, print_turn
 from moeedge.ui.console import say, show_figures, terminal_is_gone
+
+
+class SwitchError(MoeedgeError):
+    """Another model could not be opened; `session` has the old one again."""
+
+    def __init__(self, message: str, hint: str, session: Session) -> None:
+        super().__init__(message, hint)
+        self.session = session
 
 
 def origin_of(session: Session, *, raw: bool) -> Origin:
@@ -35,8 +45,10 @@ def origin_of(session: Session, *, raw: bool) -> Origin:
 class Repl:
     """One chat: answers go to `out`, everything else to `err`.
 
-    `read` asks for a message: it raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C. autosave: keeps the chat on
-    disk while it goes on; None: it is not saved. unfinished: chats that /resume can take over, the newest first.
+    `read` asks for a message, given the text to begin with: it raises EOFError on Ctrl-D and KeyboardInterrupt on
+    Ctrl-C. switch: closes the session and opens one with the model of that name; if that fails it opens the old one
+    again, and raises SwitchError with it. autosave: keeps the chat on disk while it goes on; None: it is not saved.
+    unfinished: chats that /resume can take over, the newest first.
     """
 
     def __init__(
@@ -45,9 +57,10 @@ class Repl:
         conversation: Conversation,
         settings: Settings,
         *,
-        read: Callable[[], str],
+        read: Callable[[str], str],
         out: Console,
         err: Console,
+        switch: Callable[[str], Session] | None = None,
         autosave: Autosave | None = None,
         unfinished: Sequence[UnfinishedChat] = (),
         raw: bool = False,
@@ -62,6 +75,9 @@ class Repl:
         self.unfinished = list(unfinished)
         self.turns: list[Turn] = []
         self._read = read
+        self._switch = switch
+        self._edited: str | None = None  # the last question, in the prompt to be changed
+        self._before_edit: list[Message] = []  # the last question and answer, which come back if there is no new answer
         self._out = out
         self._err = err
         self._autosave = autosave
@@ -109,43 +125,9 @@ class Repl:
 
     def apply(self, settings: Settings) -> list[str]:
         """Apply changed settings, also to the engine. Returns what the user should know about them."""
-        old, info = self.settings, self.session.info
-        if settings.gamma != old.gamma:
-            if info.draft == "none":
-                raise InputError("There is no draft, so speculation stays off.", "Start with -md FILE or -md ngram.")
-            self.session.set_draft_length(settings.gamma)
-        notes: list[Notification] = []
-        if (settings.gamma, settings.budget) != (old.gamma, old.budget):
-            budget, notes = usable_budget(
-                self._budget(settings.budget), self.session.model.info, gamma=self.session.gamma, draft=info.draft
-            )
-            # without drafts answers are exact, once what was verified under the budget is out of the KV cache
-            if settings.budget != old.budget or (budget is not None and self.session.gamma == 0):
-                self.session.set_expert_budget(budget)
-        if settings.ignores_seed and not old.ignores_seed:
-            notes.append(
-                Notification(
-                    "Draft lengths follow measured times (gamma auto): the same seed may give other tokens. "
-                    "/set gamma N fixes them."
-                )
-            )
-        lines: list[str] = []
-        if (settings.sampling.grammar, settings.template) != (old.sampling.grammar, old.template):
-            lines = prepare_answers(self.session, settings.sampling, settings.template, raw=self.raw)
+        lines = change_engine(self.session, self.settings, settings, raw=self.raw)
         self.settings = settings
-        return [*notes, *lines]
-
-    def _budget(self, n_experts: int | None) -> ExpertBudget | None:
-        """A budget of `n_experts` per layer; the one that the chat began with where that has as many on average."""
-        began = self.session.config.expert_budget
-        if n_experts is None:
-            return None
-        if began is None or self.session.model.info.n_experts == 0:
-            raise InputError(
-                "The chat began without an expert budget, or its model has no experts.",
-                "Start one that has some with --expert-budget B.",
-            )
-        return began if n_experts == mean_budget(began) else replace(began, budget=n_experts)
+        return lines
 
     def reopen(self) -> None:
         """Take the last answer back, so that its question is answered anew."""
@@ -168,9 +150,42 @@ class Repl:
         defaults = Settings(gamma=self.settings.gamma, budget=self.settings.budget, look=self.settings.look)
         if before not in ((self.conversation.system, self.settings), ("", defaults)):
             lines.append("Its own system prompt and settings apply; /system and /set change them.")
+        if self.settings.ignores_seed and not before[1].ignores_seed:
+            lines.append(SEED_NOTE)
+        lines += last_messages(self.conversation.messages)
         if not self.conversation.has_question:
             return [*lines, "The last answer is complete."]
         return [*lines, "The last answer goes on." if self._begun else "The last message is answered now."]
+
+    def edit(self, text: str) -> None:
+        """Put `text` into the prompt; what is sent then replaces the last question, and is answered anew."""
+        self._edited = text
+
+    def confirm(self, question: str) -> bool:
+        """Ask the user; only yes is yes."""
+        self._say(f"{question} y or n:")
+        try:
+            return self._read("").strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
+
+    def use_model(self, name: str) -> list[str]:
+        """Go on with another model, the conversation kept. Raises MoeedgeError, and the old one stays."""
+        if self._switch is None:
+            raise InputError("This chat cannot change its model.", "Start one with -m.")
+        try:
+            self.session = self._switch(name)
+        except SwitchError as error:
+            self.session = error.session
+            raise InputError(f"{error.message} {self.info.model} stays.", error.hint) from None
+        self._origin = origin_of(self.session, raw=self.raw)
+        info = self.session.info
+        gamma: int | Literal["auto"] = "auto" if info.auto_gamma else self.session.gamma
+        self.settings = self._prepared(replace(self.settings, gamma=gamma, budget=mean_budget(info.expert_budget)))
+        self._begun = []
+        if self._autosave is not None:
+            self._autosave.begin_anew(self._origin)
+        return [f"Model: {info.model}.", greeting.experts_line(info), *greeting.warnings_of(info)]
 
     def _adopt(self, chat: UnfinishedChat) -> bool:
         """Make `chat` the conversation; whether it is saved."""
@@ -209,8 +224,9 @@ class Repl:
 
     def _next_message(self) -> Next:
         """Read one message or command and carry it out."""
+        edited, self._edited = self._edited, None
         try:
-            line = unquote(self._read())
+            line = unquote(self._read(edited or ""))
         except EOFError:
             if terminal_is_gone():  # before SIGHUP says so
                 raise Ended(HANGUP) from None
@@ -218,8 +234,11 @@ class Repl:
         except Ended:
             raise
         except KeyboardInterrupt:
-            self._say("Use /exit or Ctrl-D to leave.")
+            self._say("The message stays as it was." if edited else "Use /exit or Ctrl-D to leave.")
             return Next.READ
+        if edited and line and not line.startswith("/"):
+            self._before_edit = self.conversation.messages[-2:]
+            self.conversation.undo()
         return self._carry_out(line)
 
     def _carry_out(self, line: str) -> Next:
@@ -238,6 +257,8 @@ class Repl:
                 return self._answer() if result.next is Next.ANSWER else result.next
             if not line and not self.attached:
                 return Next.READ
+            if line.lower() in LEAVING and not self.attached:
+                return Next.EXIT
             self.conversation.ask(self.attached + line)
             self.attached, self._replaced, self._attempt = "", None, 0
             self._keep()
@@ -322,6 +343,7 @@ class Repl:
         ended_itself = answer is not None and answer.stop_reason not in (None, "interrupted")
         if not ended_itself and (self._interrupt.ending or self.session.target.is_closed or terminal_is_gone()):
             return
+        before, self._before_edit = self._before_edit, []
         if answer is not None and (answer.text or ended_itself):
             self.conversation.answer(answer.text)
         elif self._replaced is not None:
@@ -329,7 +351,9 @@ class Repl:
             self._say("The previous answer stays.")
         else:
             self.conversation.take_back()
-            self._say("There is no answer; your message is taken back.")
+            self.conversation.messages += before
+            end = "the earlier one and its answer stay" if before else "your message is taken back"
+            self._say(f"There is no answer; {end}.")
         self._keep()
 
     def _end_by_signal(self, exit_code: int) -> int:

@@ -1,0 +1,53 @@
+"""What /set changes in the engine while a chat runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moeedge.engine.answer_setup import prepare_answers
+from moeedge.engine.budgets import mean_budget, usable_budget
+from moeedge.engine.session import Session
+from moeedge.errors import InputError
+from moeedge.notifications import Notification
+from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.ui.chat.settings import Settings
+
+SEED_NOTE = Notification(
+    "Draft lengths follow measured times (gamma auto): the same seed may give other tokens. /set gamma N fixes them."
+)
+
+
+def change_engine(session: Session, old: Settings, settings: Settings, *, raw: bool) -> list[str]:
+    """Makes answers follow the new settings. Returns what the user should know about them. Raises InputError."""
+    info = session.info
+    if settings.gamma != old.gamma:
+        if info.draft == "none":
+            raise InputError("There is no draft, so speculation stays off.", "Start with -md FILE or -md ngram.")
+        session.set_draft_length(settings.gamma)
+    notes: list[str] = []
+    if (settings.gamma, settings.budget) != (old.gamma, old.budget):
+        budget, found = usable_budget(
+            _budget(session, settings.budget), session.model.info, gamma=session.gamma, draft=info.draft
+        )
+        notes += found
+        # without drafts answers are exact, once what was verified under the budget is out of the KV cache
+        if settings.budget != old.budget or (budget is not None and session.gamma == 0):
+            session.set_expert_budget(budget)
+    if settings.ignores_seed and not old.ignores_seed:
+        notes.append(SEED_NOTE)
+    if (settings.sampling.grammar, settings.template) != (old.sampling.grammar, old.template):
+        notes += prepare_answers(session, settings.sampling, settings.template, raw=raw)
+    return notes
+
+
+def _budget(session: Session, n_experts: int | None) -> ExpertBudget | None:
+    """A budget of `n_experts` per layer; the one that the chat began with where that has as many on average."""
+    began = session.config.expert_budget
+    if n_experts is None:
+        return None
+    if began is None or session.model.info.n_experts == 0:
+        raise InputError(
+            "The chat began without an expert budget, or its model has no experts.",
+            "Start one that has some with --expert-budget B.",
+        )
+    return began if n_experts == mean_budget(began) else replace(began, budget=n_experts)

@@ -1,0 +1,205 @@
+"""Commands of the chat that change the conversation or the model, on a real engine, with a scripted user."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moeedge.cli.engine_options import EngineOptions
+from moeedge.cli.model_files import ModelFiles
+from moeedge.cli.model_switch import ModelSwitch
+from moeedge.engine.autosave import unfinished_chats
+from moeedge.engine.conversation import Conversation, Message
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.errors import InputError
+from moeedge.notifications import ignore
+from moeedge.ui.chat.commands import COMMANDS, LEAVING, completions, run_command
+from moeedge.ui.chat.sessions import first_words, last_messages
+from moeedge.ui.chat.settings import Settings
+from tests.conftest import TinyFactory
+from tests.ui.test_repl import GREEDY, Line, Talk, on_step
+
+PAIR = [Message("user", "tell me"), Message("assistant", "ho")]
+
+
+@pytest.fixture(scope="module")
+def session(tiny: TinyFactory) -> Iterator[Session]:
+    config = EngineConfig(model=tiny("qwen3moe"), draft=tiny("qwen3"), n_ctx=512, n_threads=1)
+    with Session.open(config) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def fresh(session: Session) -> Iterator[None]:
+    yield
+    session.observers.clear()
+    session.reset()
+
+
+def test_undo_takes_the_last_question_and_answer_back(session: Session, tmp_path: Path) -> None:
+    lines: list[Line] = ["/undo", "one", "two", "/undo", "three"]
+    talk = Talk(session, lines, tmp_path)
+    assert "There is no message to take back." in talk.err
+    assert 'Taken back, with its answer: "two"' in talk.err
+    assert [message.content for message in talk.messages[::2]] == ["one", "three"]
+    assert talk.messages == Talk(session, ["one", "three"], tmp_path).messages  # as if it had not been asked
+
+
+def test_an_edited_message_is_answered_anew(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["/edit", "one", "two", "/edit", "three"], tmp_path)
+    assert "There is no message to edit." in talk.err
+    assert talk.begun == ["", "", "", "", "two", ""]  # what the prompt begins with
+    assert [message.content for message in talk.messages[::2]] == ["one", "three"]
+
+
+@pytest.mark.parametrize("line", [KeyboardInterrupt, "", "/stats"])
+def test_an_edit_that_is_given_up_changes_nothing(line: Line, session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["one", "/edit", line, "two"], tmp_path)
+    assert [message.content for message in talk.messages[::2]] == ["one", "two"]
+
+
+def test_an_edited_message_without_an_answer_leaves_the_earlier_one(session: Session, tmp_path: Path) -> None:
+    before = Talk(session, ["one"], tmp_path).messages
+    talk = Talk(session, ["one", "/edit", "word " * 600], tmp_path)  # does not fit
+    assert talk.messages == before
+    assert "the earlier one and its answer stay" in talk.err
+
+
+@pytest.mark.parametrize("word", LEAVING)
+def test_words_that_leave(word: str, session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, [word.upper(), "never read"], tmp_path)
+    assert (talk.code, talk.messages) == (0, [])
+
+
+def test_save_asks_before_it_replaces_a_file(session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text("mine")
+    kept = Talk(session, [f"/save {file}", "n"], tmp_path / "a")
+    assert file.read_text() == "mine" and "Not saved." in kept.err and kept.messages == []
+    Talk(session, [f"/save {file}"], tmp_path / "b")  # Ctrl-D is no answer
+    assert file.read_text() == "mine"
+    Talk(session, ["tell me", f"/save {file}", "y"], tmp_path / "c")
+    assert Conversation.load(file).messages[0].content == "tell me"
+
+
+def test_load_shows_the_last_messages(session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    messages = [Message("assistant" if i % 2 else "user", f"message {i}") for i in range(8)]
+    Conversation("", messages).save(file)
+    talk = Talk(session, [f"/load {file}"], tmp_path)
+    shown = talk.err.splitlines()
+    assert shown[-4:] == [">>> message 4", "message 5", ">>> message 6", "message 7"]
+    assert "4 earlier messages" in talk.err and "message 3" not in talk.err
+
+
+def test_long_messages_are_shortened() -> None:
+    long = [Message("user", "word " * 200), Message("assistant", "row\n" * 9)]
+    question, answer = last_messages(long)
+    assert len(question) < 310 and question.endswith("...")
+    assert answer == "row\nrow\nrow\nrow..."
+    assert first_words([Message("user", "one\n\ntwo")]) == "one two"
+    assert len(first_words(long)) <= 43
+
+
+def test_a_resumed_seed_is_no_promise_where_lengths_follow_times(session: Session, tmp_path: Path) -> None:
+    sampling = SamplingConfig(temperature=1, seed=3)
+    on_step(session, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    Talk(session, ["tell me"], tmp_path, settings=Settings(sampling=sampling, n_predict=40, gamma=4))
+    session.observers.clear()
+    talk = Talk(session, ["/resume"], tmp_path, settings=Settings(n_predict=5, gamma="auto"))
+    assert talk.err.count("may give other tokens") == 1
+    assert talk.repl.settings.sampling.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("/set parameter temperature 0.5", "temperature", 0.5),  # ollama's
+        ("/set verbose", "stats", "full"),
+        ("/set quiet", "stats", "off"),
+        ("/set thinking show", "thinking", "show"),
+        ("/set markdown off", "markdown", False),
+    ],
+)
+def test_settings_of_other_programs(line: str, name: str, value: object, session: Session, tmp_path: Path) -> None:
+    settings = Talk(session, [line], tmp_path).repl.settings
+    assert getattr(settings.sampling if name == "temperature" else settings.look, name) == value
+
+
+def test_ollamas_system_prompt_and_show(session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ['/set system "Be kind."', "/show system", "/show parameters", "/show info"], tmp_path)
+    assert talk.repl.conversation.system == "Be kind."
+    assert "Be kind." in talk.err and "top_k" in talk.err and "qwen3moe" in talk.err
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("/sav x", "/save"),
+        ("/undoo", "/undo"),
+        ("/image cat.png", "/read FILE"),
+        ("/glob *.py", "/read FILE"),
+        ("/models", "/model NAME"),
+        ("/zzz", "/help"),
+    ],
+)
+def test_an_unknown_command_names_the_right_one(line: str, hint: str, session: Session, tmp_path: Path) -> None:
+    repl = Talk(session, [], tmp_path).repl
+    with pytest.raises(InputError) as caught:
+        run_command(repl, line)
+    assert hint in caught.value.hint
+
+
+def test_names_of_commands_are_unique() -> None:
+    names = [name for command in COMMANDS for name in (command.name, *command.aliases)]
+    assert len(names) == len(set(names)) == len(completions())
+
+
+@pytest.fixture
+def switch(tiny: TinyFactory) -> Iterator[ModelSwitch]:
+    engine = EngineOptions(threads=1, ctx_size=256)
+
+    def configure(_options: EngineOptions, files: ModelFiles) -> EngineConfig:
+        return EngineConfig(model=files.target, draft=files.draft, n_ctx=256, n_threads=1)
+
+    with ModelSwitch(EngineConfig(model=tiny("qwen3moe"), n_threads=1, n_ctx=256), engine, configure, ignore) as found:
+        yield found
+
+
+def test_another_model_goes_on_with_the_conversation(switch: ModelSwitch, tiny: TinyFactory, tmp_path: Path) -> None:
+    other = tiny("glm4moe")
+    settings = Settings(sampling=GREEDY.sampling, n_predict=5)
+    on_exit: list[str] = []
+
+    def peek(talk: Talk) -> None:
+        (left,) = [path.read_text() for path in tmp_path.glob("*.jsonl")]
+        on_exit.append(left)
+
+    first = switch.session
+    lines: list[Line] = ["tell me", f"/model {other}", "and?", peek, "/model"]
+    talk = Talk(switch.session, lines, tmp_path, settings=settings, switch=switch)
+    assert first.target.is_closed and not switch.session.target.is_closed
+    assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe", "glm4moe"]
+    assert [message.content for message in talk.messages[::2]] == ["tell me", "and?"]
+    assert talk.repl.session is switch.session
+    assert other.name in talk.err.splitlines()[-1]
+    assert '"tell me"' in on_exit[0] and other.name in on_exit[0].splitlines()[0]  # kept as a chat with that model
+    assert unfinished_chats(lambda: tmp_path) == []
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_the_old_model_stays_where_another_cannot_be_opened(is_file: bool, switch: ModelSwitch, tmp_path: Path) -> None:
+    file = tmp_path / "other.gguf"
+    if is_file:
+        file.write_bytes(b"GGUF" + bytes(64))
+    settings = Settings(sampling=GREEDY.sampling, n_predict=5)
+    lines: list[Line] = ["tell me", f"/model {file}", "and?"]
+    talk = Talk(switch.session, lines, tmp_path / "kept", settings=settings, switch=switch)
+    assert len(talk.messages) == 4
+    assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe"] * 2
+    assert "other.gguf" in talk.err
