@@ -13,7 +13,7 @@ from moeedge.errors import InputError
 from moeedge.ui.figures import Figure
 
 if TYPE_CHECKING:
-    from moeedge.ui.chat.commands import Chat
+    from moeedge.ui.chat.state import Chat
 
 _FIRST_WORDS = 40  # characters of a chat's first message in a list
 _N_LAST = 4  # messages that are shown of a loaded conversation
