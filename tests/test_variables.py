@@ -20,6 +20,8 @@ NOT_OURS = {
     "LIBRARY_VARIABLE",  # likewise, in the tests
     "PATH",
     "HOME",
+    "XTERM_VERSION",  # by which terminals name themselves
+    "STY",
 }
 OF_LIBRARIES = {  # which those below moeedge read by themselves
     "HF_TOKEN", "HF_HUB_DOWNLOAD_TIMEOUT", "HTTPS_PROXY", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES",

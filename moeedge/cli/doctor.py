@@ -15,11 +15,12 @@ def doctor(backend: options.Backend = None, output: options.TextOrJson = Output.
     Looks at the native library, GPUs, processor, threads, memory, disk, folders and environment variables. Takes a
     second or two, loads no model and downloads nothing. Exit code 1: something is broken.
     """
+    from moeedge.cli.reference import llama_variables
     from moeedge.health.doctor import examine
     from moeedge.ui.console import stdout_console
     from moeedge.ui.doctor_view import print_report, report_json
 
-    report = examine()
+    report = examine(llama_variables())
     if output is Output.JSON:
         typer.echo(report_json(report), nl=False)
     else:

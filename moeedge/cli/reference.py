@@ -77,6 +77,17 @@ def _habits() -> str:
     text = _HABITS_INTRODUCTION
     for source, title in _HABITS.items():
         text += f"**{title}**\n\n{markdown_table(columns, [habit for habit in habits() if habit.source == source])}\n"
+    rows = llama_variables()
+    table = [
+        text_column("variable", lambda row: f"`{row[0]}`"),
+        text_column("option", lambda row: f"`{row[1]}`"),
+        text_column("commands", lambda row: ", ".join(row[2])),
+    ]
+    return text + _LLAMA_VARIABLES_INTRODUCTION + markdown_table(table, [rows[name] for name in sorted(rows)])
+
+
+def llama_variables() -> dict[str, tuple[str, str, list[str]]]:
+    """The environment variables of llama.cpp's options that act here, by name: name, option, commands."""
     rows: dict[str, tuple[str, str, list[str]]] = {}
     for name in ("chat", "bench", "profile", "plan"):
         for param in load_command(name).params:
@@ -89,12 +100,7 @@ def _habits() -> str:
                 row.words.split()[0] if row.words else "see above",
                 ["chat", "bench", "profile", "plan"],
             )
-    table = [
-        text_column("variable", lambda row: f"`{row[0]}`"),
-        text_column("option", lambda row: f"`{row[1]}`"),
-        text_column("commands", lambda row: ", ".join(row[2])),
-    ]
-    return text + _LLAMA_VARIABLES_INTRODUCTION + markdown_table(table, [rows[name] for name in sorted(rows)])
+    return rows
 
 
 def _variables() -> str:

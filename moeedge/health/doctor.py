@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
+
 from moeedge.health import environment, installation, machine, storage
 from moeedge.health.report import Report, checked
 
 
-def examine() -> Report:
-    """Runs every check, in a second or two; loads no model, downloads nothing and writes nothing."""
+def examine(honoured: Collection[str] = ()) -> Report:
+    """Runs every check, in a second or two; loads no model, downloads nothing and writes nothing.
+
+    honoured: the variables of llama.cpp's options (LLAMA_ARG_*) that act here.
+    """
     found = checked("library", installation.library)
     if not any(finding.status == "broken" for finding in found):
         found += checked("GPU", installation.gpu)
@@ -21,5 +27,5 @@ def examine() -> Report:
         found += checked("memory", machine.memory)
     found += checked("models", storage.models)
     found += checked("kept files", storage.kept_files)
-    found += checked("variables", environment.environment)
+    found += checked("variables", partial(environment.environment, honoured=honoured))
     return Report(tuple(found))
