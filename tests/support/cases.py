@@ -18,4 +18,5 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-q8": ("gpt-oss", {"expert_type": "Q8_0"}),
     "llama4": ("llama4", {}),  # every other layer dense, one expert per token, weights before the experts
     "granitemoe": ("granitemoe", {}),  # factors on embeddings, residual stream, attention and logits
+    "gemma4": ("gemma4", {}),  # GELU experts next to a dense part, router with a scale, norms after each part, windows
 }

@@ -47,6 +47,7 @@ ARCHITECTURES = (
     "hy_v3",
     "cohere2moe",
     "granitemoe",
+    "gemma4",
     "eagle3",
     "dflash",
 )

@@ -60,7 +60,7 @@ class TensorSpec:
 
 
 _FIRST_DENSE = ("deepseek2", "glm4moe", "step35", "hy_v3", "mimo2", "cohere2moe")  # the first layer has no experts
-_WINDOWED = ("step35", "mimo2", "cohere2moe")  # with sliding windows
+_WINDOWED = ("step35", "mimo2", "cohere2moe", "gemma4")  # with sliding windows
 Metadata = dict[str, int | float | bool | list[bool] | list[int]]
 
 
@@ -70,7 +70,7 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
         "block_count": d.layers + d.mtp,
         "context_length": d.ctx,
         "embedding_length": d.embd,
-        "feed_forward_length": d.ff,
+        "feed_forward_length": d.shared_ff if arch == "gemma4" else d.ff,
         "attention.head_count": d.heads,
         "attention.head_count_kv": d.heads_kv,
         "attention.key_length": d.head_dim,
@@ -90,6 +90,10 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
         pattern = [layer % 2 == 1 or layer >= d.layers for layer in range(d.layers + d.mtp)]
         keys |= {"attention.sliding_window": 32, "attention.sliding_window_pattern": pattern}
         keys["rope.freq_base_swa"] = 5000.0
+    if arch == "gemma4":
+        keys |= {"embedding_length_per_layer_input": 0, "final_logit_softcapping": 30.0}
+        keys |= {"attention.key_length_swa": d.head_dim, "attention.value_length_swa": d.head_dim}
+        keys["rope.dimension_count_swa"] = d.head_dim
     if arch == "cohere2moe":
         keys |= {"logit_scale": 1.0, "leading_dense_block_count": 1, "attention.sliding_window_pattern": 2}
     if arch == "qwen2moe":
@@ -163,7 +167,10 @@ def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     if arch in ("eagle3", "dflash"):
         yield from (_eagle(d) if arch == "eagle3" else _dflash(d))
         return
-    yield TensorSpec("token_embd.weight", (d.vocab, d.embd), 1.0, d.dense_type)
+    # Gemma multiplies embeddings by the root of their width
+    yield TensorSpec("token_embd.weight", (d.vocab, d.embd), d.embd**-0.5 if arch == "gemma4" else 1.0, d.dense_type)
+    if arch == "gemma4":
+        yield TensorSpec("rope_freqs.weight", (d.head_dim // 2,), 0.0, mean=1.0)
     for layer in range(d.layers + d.mtp):
         attention = _delta_net(d) if is_recurrent(arch, d, layer) else _attention(arch, d)
         for spec in [*attention, *_feed_forward(arch, d, layer)]:
@@ -201,7 +208,7 @@ def _attention(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     yield _matrix(d, "attn_output.weight", d.embd, q_width, d.residual)
     if arch == "step35":
         yield _matrix(d, "attn_gate.weight", d.heads, d.embd)
-    if arch in ("qwen3", "qwen3moe", "qwen35moe", "step35", "hy_v3"):  # per head
+    if arch in ("qwen3", "qwen3moe", "qwen35moe", "step35", "hy_v3", "gemma4"):  # per head
         yield _norm("attn_q_norm.weight", d.head_dim)
         yield _norm("attn_k_norm.weight", d.head_dim)
     if arch == "olmoe":  # over all heads
@@ -247,15 +254,18 @@ def _latent_attention(d: TinyDims) -> Iterator[TensorSpec]:
 
 
 def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
+    if arch == "gemma4":
+        yield from _gemma_norms(d)
     after_attention = arch in ("gpt-oss", "glm4moe", "qwen35moe")
-    if arch != "cohere2moe":  # next to attention
+    if arch not in ("cohere2moe", "gemma4"):  # the first: next to attention
         yield _norm("post_attention_norm.weight" if after_attention else "ffn_norm.weight", d.embd)
     dense = not d.experts or (arch in _FIRST_DENSE and layer == 0) or (arch == "llama4" and layer % 2 == 0)
     dense = dense or (arch == "mimo2" and layer >= d.layers)
     if dense:
         yield from _swiglu(d, "", d.ff)
         return
-    yield TensorSpec("ffn_gate_inp.weight", (d.experts, d.embd), d.router_std / d.embd**0.5)
+    router_std = d.router_std if arch == "gemma4" else d.router_std / d.embd**0.5
+    yield TensorSpec("ffn_gate_inp.weight", (d.experts, d.embd), router_std)
     experts, ff = d.experts, d.expert_ff
     up_std, down_std = d.embd**-0.5, 2.0 * d.residual / ff**0.5
     if d.merged:
@@ -279,8 +289,19 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
         yield from _swiglu(d, "_shexp", d.shared_ff)
     if arch == "llama4":
         yield from _swiglu(d, "_shexp", d.expert_ff)
+    if arch == "gemma4":
+        yield from _swiglu(d, "", d.shared_ff)
     if d.sigmoid or arch in ("glm4moe", "step35", "mimo2"):
         yield TensorSpec("exp_probs_b.bias", (experts,), 0.1)
+
+
+def _gemma_norms(d: TinyDims) -> Iterator[TensorSpec]:
+    """Norms before and after each part; those after it have what it adds to the residual stream."""
+    for name in ("ffn_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+        yield _norm(f"{name}.weight", d.embd)
+    for name in ("post_attention_norm", "post_ffw_norm"):
+        yield TensorSpec(f"{name}.weight", (d.embd,), 0.1 * d.residual, mean=d.residual)
+    yield TensorSpec("ffn_gate_inp.scale", (d.embd,), 0.1, mean=1.0)
 
 
 def _swiglu(d: TinyDims, suffix: str, width: int) -> Iterator[TensorSpec]:
