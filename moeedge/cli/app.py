@@ -20,44 +20,55 @@ from moeedge.errors import InputError
 # command: the module under moeedge.cli, and the first paragraph of the help text as `moeedge --help` shows it
 COMMANDS = {
     "chat": ("chat", "Chat with a model, or answer a single prompt with -p TEXT or text piped in."),
+    "pull": ("pull", "Download a model of the catalog or of the Hugging Face hub, and its draft."),
+    "list": (
+        "list_models",
+        "List the models on this machine; with --all what the catalog offers, with --fits what runs here.",
+    ),
+    "show": ("show", "Show what a model is: architecture, size, context, experts, licence, chat template."),
+    "rm": ("rm", "Delete a downloaded model, or what is left of an unfinished download."),
+    "ps": ("ps", "List running moeedge processes of this user: their models and the memory that they take."),
+    "plan": ("plan", "Show how much memory a model takes, and what fits, before it is downloaded or loaded."),
+    "devices": ("devices", "List the devices that can hold experts (GPUs, other machines), and why others cannot."),
+    "doctor": ("doctor", "Check the installation and this machine, and say what to fix."),
+    "worker": ("worker", "Lend a device of this machine, such as its GPU, to moeedge on another one."),
     "bench": ("bench", "Measure speed next to stock llama.cpp, and check that the answers are the same."),
-    "profile": ("profile", "Show which experts a model's tokens use, and how well the next step's can be predicted."),
+    "calibrate": (
+        "calibrate",
+        "Measure how fast this machine computes and moves a model's experts, and keep it for later runs.",
+    ),
+    "profile": ("profile", "Show which experts a model's tokens use, and how well the next ones can be predicted."),
+    "fit": ("fit", "Measure what a step of a model and its draft takes, and predict what drafts gain."),
+    "schema": (
+        "schema",
+        "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning and unit.",
+    ),
+    "trace": ("trace", "Look into routing traces (the experts that every token used), and convert them."),
     "replay": (
         "replay",
         "Replay routing traces: how many of a text's experts each policy would have had on the device.",
-    ),
-    "fit": ("fit", "Measure what a step of a model and its draft takes, and predict what speculation gains."),
-    "calibrate": ("calibrate", "Measure how long experts take on CPU, device and link, and keep it for later runs."),
-    "ablate": (
-        "ablate",
-        "Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.",
     ),
     "simulate": (
         "simulate",
         "Predict the speed of a model on a machine that is not here, with policies of expert placement.",
     ),
-    "devices": ("devices", "List the devices that can hold experts, and why the others cannot."),
-    "doctor": ("doctor", "Check the installation and this machine, and say what to fix."),
-    "pull": ("pull", "Download a model and its draft; an interrupted download continues."),
-    "list": ("list_models", "List the models that -m and -md know by name."),
-    "show": (
-        "show",
-        "Show what a model is: architecture, size, context, experts, licence, chat template.",
-    ),
-    "ps": ("ps", "List running moeedge processes of this user: their models and the memory that they take."),
-    "rm": ("rm", "Remove a downloaded model, or the remains of an unfinished download, from the hub's cache."),
-    "plan": ("plan", "Show how much memory a model takes on this machine, and what fits, before it is loaded."),
-    "worker": ("worker", "Serve a device of this machine to moeedge on another one."),
-    "widen": ("widen", "Write a model of a larger shape that computes the same."),
-    "trace": ("trace", "Look into routing traces (the experts that every token used), and convert them."),
-    "schema": (
-        "schema",
-        "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning and unit.",
+    "ablate": (
+        "ablate",
+        "Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.",
     ),
     "validate": (
         "validate",
         "Compare formulas and simulator with published figures, and the simulator with this machine.",
     ),
+    "widen": (
+        "widen",
+        "Write a larger model with the same answers, to measure the speed of real sizes without their weights.",
+    ),
+}
+_PANELS = {  # of `moeedge --help`: the first command of each
+    "chat": "Everyday",
+    "bench": "Measuring",
+    "trace": "Research",
 }
 _MODEL_COMMANDS = ("chat", "bench", "profile", "plan")
 _WORDS = {"run": ("-m", "-p")}  # options that words without a dash stand for
@@ -69,8 +80,10 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        panel = ""
         for name, (_, summary) in COMMANDS.items():
-            self.add_command(TyperCommand(name, help=summary))
+            panel = _PANELS.get(name, panel)
+            self.add_command(TyperCommand(name, help=summary, rich_help_panel=panel))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """The command that the arguments name, loaded, and its arguments as it declares them."""

@@ -53,11 +53,12 @@ def calibrate(
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
-    """Measure how long experts take on CPU, device and link, and keep it for later runs.
+    """Measure how fast this machine computes and moves a model's experts, and keep it for later runs.
 
-    chat and bench do this by themselves the first time that a model meets a device; this command measures again and
-    shows the result: unit times, shares of the work at each threshold, steps with and without the cache, prompts.
-    With --expert-budget it tries expert budgets of verification instead, with --disk it measures the disk.
+    chat and bench do this by themselves the first time that a model meets a device (a GPU, another machine or the
+    emulated device); this command measures again and shows it: the time of one expert on the CPU, on the device and on
+    its way there; how the work is divided; steps with and without the expert cache; prompts. With --expert-budget it
+    tries expert budgets instead (lossy), with --disk it measures the disk.
     """
     if disk:
         if expert_budget:

@@ -22,7 +22,12 @@ Library = Annotated[
 def devices(
     backend: options.Backend = None, output: options.TextOrJson = Output.TEXT, library: Library = False
 ) -> None:
-    """List the devices that can hold experts, and why the others cannot."""
+    """List the devices that can hold experts (GPUs, other machines), and why others cannot.
+
+    A device is a memory with a processor of its own. The CPU computes the experts that are on no device. A GPU of this
+    machine that cannot be used is listed with what it lacks. The emulated device is a part of the CPU that plays a GPU,
+    to try everything without one.
+    """
     from moeedge import native
     from moeedge.hardware.devices import list_devices
     from moeedge.llama import library as llama_library

@@ -97,12 +97,12 @@ def fit(
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
-    """Measure what a step of a model and its draft takes, and predict what speculation gains.
+    """Measure what a step of a model and its draft takes, and predict what drafts gain.
 
-    Times the target over 1 to 64 tokens, the draft, and rejection sampling; fits the ten parameters of MoESD
-    (docs/speed-model.md), and predicts target efficiency and speed-up by batch size and draft length, for other
-    numbers of active experts, and on other machines. Amdahl's law of the production study stands next to the measured
-    times. Needs a quiet machine. After Ctrl-C what was measured is fitted, if it suffices.
+    Times the model over 1 to 64 tokens, its draft, and the choice of tokens; fits a formula of ten parameters to that
+    (MoESD, docs/speed-model.md); and predicts the gain by draft length and texts at a time, for other numbers of
+    experts per token, and on other machines. Needs a quiet machine. After Ctrl-C what was measured is fitted, if it
+    suffices.
     """
     engine = EngineOptions(
         model=model,

@@ -35,11 +35,10 @@ Ram = Annotated[
 def list_models(
     everything: Everything = False, fits: Fits = None, ram: Ram = None, output: options.TextOrJson = Output.TEXT
 ) -> None:
-    """List the models that -m and -md know by name.
+    """List the models on this machine; with --all what the catalog offers, with --fits what runs here.
 
-    These are the bundled pair, what was pulled, and with --all the catalog: moeedge list --all --fits 12GB shows what a
-    GPU of 12 GB can run. Your own entries go into ~/.config/moeedge/catalog.toml, or the file that MOEEDGE_CATALOG
-    names (docs/models.md).
+    moeedge list --all --fits 12GB shows what a GPU of 12 GB can run. -m of every command takes the names. Your own
+    entries go into ~/.config/moeedge/catalog.toml, or the file that MOEEDGE_CATALOG names (docs/models.md).
     """
     from moeedge.ui.console import stdout_console
     from moeedge.ui.model_views import fits_json, models_json, print_fits, print_models

@@ -70,7 +70,7 @@ DraftMax = Annotated[
     option(
         MODEL,
         "--draft-max, --spec-draft-n-max, --gamma N",
-        "Tokens per draft (gamma); 0: no speculation. Default: the catalog's value for the model, otherwise 4.",
+        "Tokens per draft (gamma): guesses that the model checks at once; 0: none. Default: the catalog's value, or 4.",
         also="--draft --draft-n",
         env="LLAMA_ARG_SPEC_DRAFT_N_MAX LLAMA_ARG_DRAFT_MAX",
     ),
@@ -170,8 +170,9 @@ CtxSize = Annotated[
     option(
         HARDWARE,
         "-c, --ctx-size N",
-        "Context in tokens; 0: the model's training context, less where the memory is short: 8,192 where experts are "
-        "loaded from the file (bench: as much as the prompts need; prompts that do not fit are left out).",
+        "Context: how many tokens of text the model sees; 0: as many as it was trained with, less where the memory is "
+        "short: 8,192 where experts are loaded from the file (bench: as much as the prompts need; prompts that do not "
+        "fit are left out).",
         env="LLAMA_ARG_CTX_SIZE",
     ),
 ]

@@ -103,7 +103,7 @@ def plan(
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show how much memory a model takes on this machine, and what fits, before it is loaded.
+    """Show how much memory a model takes, and what fits, before it is downloaded or loaded.
 
     A model need not be here: the beginning of its file (the header) is read from the hub, and without network the
     catalog's facts give an estimate. Prints what takes memory on the GPU and in RAM, how many of the experts the GPU

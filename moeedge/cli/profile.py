@@ -62,7 +62,10 @@ def profile(
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show which experts a model's tokens use, and how well the next step's can be predicted.
+    """Show which experts a model's tokens use, and how well the next ones can be predicted.
+
+    The model answers a few prompts, and every choice of its routers is recorded: how often each expert is used, how
+    many experts neighbouring tokens share, how well the experts of a step predict those of the next.
 
     The profile goes to standard output, everything else to standard error. JSON is an object for --layer, an array for
     --layers. After Ctrl-C the profile covers the tokens until then.

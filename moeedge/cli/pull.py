@@ -38,10 +38,11 @@ def pull(
     dry_run: options.DryRun = False,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Download a model and its draft; an interrupted download continues.
+    """Download a model of the catalog or of the Hugging Face hub, and its draft.
 
-    Files go into the hub's cache ($HF_HUB_CACHE, otherwise ~/.cache/huggingface/hub), which other programs share, and
-    are checked by their SHA-256. HF_TOKEN gives access to gated repositories, HF_ENDPOINT names another server.
+    A draft is a small model whose guesses make the large one faster. An interrupted download continues where it
+    stopped. Files go into ~/.cache/huggingface/hub ($HF_HUB_CACHE), which other programs share, and are checked by
+    their SHA-256. HF_TOKEN opens gated repositories, HF_ENDPOINT names another server.
     """
     from moeedge.ui.console import stdout_console
     from moeedge.ui.model_views import files_json, print_files

@@ -19,9 +19,10 @@ Yes = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 
 
 def rm(name: Name, yes: Yes = False) -> None:
-    """Remove a downloaded model, or the remains of an unfinished download, from the hub's cache.
+    """Delete a downloaded model, or what is left of an unfinished download.
 
-    Only the model itself: drafts are models of their own. Other programs that use the same cache lose the file, too.
+    Its draft stays: that is a model of its own. Other programs that use the same folder (the hub's cache) lose the
+    file, too. Asks first.
     """
     removal = plan_removal(load_catalog(), name)
     for path in removal.links or removal.blobs:

@@ -69,7 +69,7 @@ def widen(
     dry_run: options.DryRun = False,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:
-    """Write a model of a larger shape that computes the same.
+    """Write a larger model with the same answers, to measure the speed of real sizes without their weights.
 
     Its matrices are parts of larger ones, which are zero elsewhere. Routing, acceptance and answers stay those of the
     trained model, while memory and memory traffic become those of the real shape. Tokenizer and chat template stay, so

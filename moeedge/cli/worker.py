@@ -44,10 +44,10 @@ def worker(
     insecure_listen: InsecureListen = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Serve a device of this machine to moeedge on another one.
+    """Lend a device of this machine, such as its GPU, to moeedge on another one.
 
-    On the other machine, -dev rpc://HOST:PORT places experts on it. The worker runs until Ctrl-C and serves one
-    session at a time.
+    On the other machine, -dev rpc://HOST:PORT places experts on it. The worker runs until Ctrl-C and serves one chat
+    or measurement at a time. Anyone who reaches the port can use it: see --insecure-listen.
     """
     limit_openmp_spin(RPC_SCHEME)  # the other side may run on this machine
     from moeedge.hardware import rpc
