@@ -186,6 +186,7 @@ def load_whole_layers(
         repack=False,
         header_only=header_only,
         head=config.draft == "mtp",
+        settings=config.load,
     )
 
 

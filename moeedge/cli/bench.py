@@ -18,6 +18,7 @@ from moeedge.cli.bench_tests import SYNTHETIC_ANSWER, NPredict, SyntheticOptions
 from moeedge.cli.common import accept_any_text, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
+from moeedge.cli.llama_options import LlamaOptions
 from moeedge.data import Dataset, EvaluationText, load_datasets
 from moeedge.errors import InputError
 
@@ -113,6 +114,7 @@ def bench(
     synthetic: SyntheticOptions,
     together: ParallelOptions,
     engine: EngineOptions,
+    llama: LlamaOptions,
     threads: Threads = None,
     draft_max: DraftMaxima = None,
     budgets: BudgetSweepOptions,
@@ -182,7 +184,7 @@ def bench(
         default_draft=None if counts else "auto",
         auto_gamma=True if auto else None,
     )
-    base = replace(base, ram=parse_ram(ram))
+    base = replace(llama.apply(base), ram=parse_ram(ram))
     if counts:
         base = _mapped(base)
     speculation = BudgetSweep(budgets.parse(base.model, notify=notifier(stderr_console())), gammas)

@@ -20,6 +20,7 @@ from moeedge.cli.budget_options import BudgetOptions
 from moeedge.cli.common import accept_any_text, show_log, text_of, unescaped
 from moeedge.cli.declare import Output, flatten, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
+from moeedge.cli.llama_options import LlamaOptions
 from moeedge.cli.model_files import ModelFiles
 from moeedge.cli.model_switch import ModelSwitch
 from moeedge.cli.sampling_options import SamplingOptions, TemplateOptions
@@ -110,6 +111,7 @@ def chat(
     no_autosave: NoAutosave = False,
     *,
     engine: EngineOptions,
+    llama: LlamaOptions,
     template: TemplateOptions,
     sampling: SamplingOptions,
     placement: PlacementOptions,
@@ -164,7 +166,7 @@ def chat(
         made = options.config(
             placed, context_shift=context_shift, files=files, default_draft="auto", auto_gamma=auto_gamma
         )
-        return replace(made, cpu_fallback=True, draft_p_min=draft_p_min, ram=parse_ram(ram))
+        return replace(llama.apply(made), cpu_fallback=True, draft_p_min=draft_p_min, ram=parse_ram(ram))
 
     config = configure(engine)
     config = budget.config(config, notify=notifier(err))

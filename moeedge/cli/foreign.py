@@ -57,7 +57,7 @@ class Refused:
 _SERVER = Refused("moeedge is no server.", "Ask with moeedge chat -p TEXT -o json.")
 _ONE_GPU = Refused("moeedge computes on one GPU.", "Choose it with -dev NAME (moeedge devices).")
 _PINNING = Refused("moeedge does not choose processors or priorities.", "Start it with taskset, numactl or nice.")
-_ROPE = Refused("moeedge takes the position encoding that the model's file names.", "-c N sets the context.")
+_ROPE = Refused("moeedge has no self-extend.", "--rope-scaling yarn and --rope-scale N lengthen the context.")
 _DRAFT_PLACE = Refused("a draft model shares -t, -ngl and -dev with the model.", "Leave it out.")
 _TEXT_ONLY = Refused("moeedge answers text only.", "Use llama-mtmd-cli of llama.cpp for pictures and sound.")
 _TEMPLATE = Refused("the model's chat template decides what surrounds a message.", "--raw leaves it out.")
@@ -130,8 +130,6 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "-tbd, --threads-batch-draft, --spec-draft-threads-batch": _DRAFT_PLACE,
     "-devd, --device-draft, --spec-draft-device": _DRAFT_PLACE,
     "-ngld, --gpu-layers-draft, --n-gpu-layers-draft, --spec-draft-ngl": _DRAFT_PLACE,
-    "-ctkd, --cache-type-k-draft, --spec-draft-type-k": _DRAFT_PLACE,
-    "-ctvd, --cache-type-v-draft, --spec-draft-type-v": _DRAFT_PLACE,
     "-otd, --override-tensor-draft, --spec-draft-override-tensor": _DRAFT_PLACE,
     "-cmoed, --cpu-moe-draft, --spec-draft-cpu-moe": _DRAFT_PLACE,
     "-ncmoed, --n-cpu-moe-draft, --spec-draft-n-cpu-moe, --spec-draft-ncmoe": _DRAFT_PLACE,
@@ -145,8 +143,6 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     ),
     "-C, --cpu-mask, -Cr, --cpu-range, --cpu-strict, --prio, --poll, --numa": _PINNING,
     "-Cb, --cpu-mask-batch, -Crb, --cpu-range-batch, --cpu-strict-batch, --prio-batch, --poll-batch": _PINNING,
-    "--rope-scaling, --rope-scale, --rope-freq-base, --rope-freq-scale": _ROPE,
-    "--yarn-orig-ctx, --yarn-ext-factor, --yarn-attn-factor, --yarn-beta-slow, --yarn-beta-fast": _ROPE,
     "-gan, --grp-attn-n, -gaw, --grp-attn-w": _ROPE,
     "--override-kv": Refused("moeedge takes a model's facts as its file has them.", "Correct the file."),
     "--check-tensors": Refused("moeedge pull checks files by their SHA-256.", "Leave it out."),

@@ -15,13 +15,14 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.common import memory_size, names, show_log
-from moeedge.cli.declare import Output, derive, option
+from moeedge.cli.declare import Output, derive, flatten, option
 from moeedge.cli.engine_options import (
     EngineOptions,
     PlacementOptions,
     check_device,
     layer_notes,
 )
+from moeedge.cli.llama_options import LlamaOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.engine.types import DraftWord
 from moeedge.errors import DownloadError, InputError, ModelNameError
@@ -82,6 +83,7 @@ TraceOption = Annotated[
 ]
 
 
+@flatten
 def plan(
     model: options.Model = None,
     model_draft: options.ModelDraft = None,
@@ -94,6 +96,8 @@ def plan(
     backend: options.Backend = None,
     hf_token: options.HfToken = None,
     offline: options.Offline = False,
+    *,
+    llama: LlamaOptions,
     vram: FreeVram = None,
     ram: FreeRam = None,
     cache_ratio: CacheRatio = None,
@@ -144,7 +148,7 @@ def plan(
             without = [name for name, value in unused.items() if value is not None]
             _print_estimate(str(model), error, output, device=device, n_ctx=ctx_size, without=without, **memory)
             return
-        config = engine.config(placement, files=files)
+        config = llama.apply(engine.config(placement, files=files))
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         if vram_bytes is None and (ignored := layer_notes(config)):
             machine = replace(machine, notes=(*machine.notes, *ignored))

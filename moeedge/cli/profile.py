@@ -12,6 +12,7 @@ from moeedge.cli import options
 from moeedge.cli.common import show_log
 from moeedge.cli.declare import Output, flatten, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, parse_ram
+from moeedge.cli.llama_options import LlamaOptions
 from moeedge.cli.profile_output import OutputOptions, ProfileOutput
 from moeedge.cli.profile_run import LayerChoice, profile_trace, record
 from moeedge.cli.profile_texts import TextOptions
@@ -54,6 +55,7 @@ def profile(
     *,
     texts: TextOptions,
     engine: EngineOptions,
+    llama: LlamaOptions,
     placement: PlacementOptions,
     files: OutputOptions,
     ram: options.Ram = "auto",
@@ -93,7 +95,7 @@ def profile(
         if files.plot is not None:
             check_picture(files.plot)
         if trace is None:
-            config = engine.config(placement.config())
+            config = llama.apply(engine.config(placement.config()))
             run_budget_analysis(budget_analysis, texts, config, layers=choice.listed, output=output, plot=files.plot)
             return
         every = LayerChoice(None, choice.listed)
@@ -109,7 +111,7 @@ def profile(
     else:
         profiled = record(
             texts,
-            replace(engine.config(placement.config()), ram=parse_ram(ram)),
+            replace(llama.apply(engine.config(placement.config())), ram=parse_ram(ram)),
             choice,
             with_pair=results.wants_model,
             with_sensitivity=files.save_ranking is not None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeedge.engine.drafts import DraftSource, ModelDraft
 from moeedge.engine.head_draft import HeadDraft
@@ -55,7 +55,7 @@ def reopen_on_cpu(
     again = {model: resources.enter_context(_load(model)) for model in models}
     new_target = _reopen(config, again[target.model], target, resources)
     if isinstance(draft, ModelDraft):
-        draft_context = _reopen(config, again[draft.context.model], draft.context, resources)
+        draft_context = _reopen(config, again[draft.context.model], draft.context, resources, is_draft=True)
         return CpuContexts(new_target, draft_context, draft.on(draft_context))
     if isinstance(draft, HeadDraft):
         kind = draft.head.context.kind
@@ -70,17 +70,22 @@ def _weights_in_ram(model: Model) -> int:
 
 
 def _kv_bytes(config: EngineConfig, context: Context) -> int:
-    return config.n_parallel * context.n_ctx * kv_bytes_per_token(context.model)
+    return round(config.n_parallel * context.n_ctx * kv_bytes_per_token(context.model, context.settings))
 
 
 def _load(model: Model) -> Model:
     is_lazy = model.dense is not None  # the cache in RAM, which loads its experts, serves the new context
-    return Model.load(model.path, device="none", experts_from_file=is_lazy, head=model.has_head)
+    settings = replace(model.settings, overrides=())  # they may name the GPU's memory
+    return Model.load(model.path, device="none", experts_from_file=is_lazy, head=model.has_head, settings=settings)
 
 
-def _reopen(config: EngineConfig, model: Model, context: Context, resources: ExitStack) -> Context:
+def _reopen(
+    config: EngineConfig, model: Model, context: Context, resources: ExitStack, *, is_draft: bool = False
+) -> Context:
     budget = context.budget
-    reopened = resources.enter_context(make_context(config, model, context.n_ctx, has_budget=budget is not None))
+    reopened = resources.enter_context(
+        make_context(config, model, context.n_ctx, has_budget=budget is not None, is_draft=is_draft)
+    )
     if budget is not None:
         reopened.set_budget(budget.budget)
     return reopened

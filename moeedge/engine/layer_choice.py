@@ -155,7 +155,15 @@ def session_conditions(config: EngineConfig, device: ResolvedDevice) -> dict[str
         "threads": config.n_threads,
         "gamma": config.gamma,
         "n_gpu_layers": config.n_gpu_layers,
+        **llama_conditions(config),
     }
+
+
+def llama_conditions(config: EngineConfig) -> dict[str, Any]:
+    """llama.cpp's own settings on which speeds depend; only those that are not its defaults."""
+    usual = EngineConfig(model=config.model)
+    names = ("context", "draft_type_k", "draft_type_v", "load")
+    return {name: repr(getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)}
 
 
 def _file_identity(path: Path | str) -> list[Any]:

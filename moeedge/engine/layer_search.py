@@ -18,7 +18,7 @@ from moeedge import native
 from moeedge.engine.layer_choice import LayerChoice, LayerSplit, is_marked, mark, read_choice, write_choice
 from moeedge.engine.loading import resolve_device, whole_model_fits
 from moeedge.engine.session import Session
-from moeedge.engine.types import ALL_ON_CPU, EngineConfig, SamplingConfig
+from moeedge.engine.types import ALL_ON_CPU, DEFAULT_N_UBATCH, EngineConfig, SamplingConfig
 from moeedge.errors import EngineError, ModelFileError, MoeedgeError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
@@ -94,7 +94,12 @@ def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
     """
     if device.kind != "gpu" or device.loads_misses or config.mode != "moeedge" or config.n_gpu_layers == 0:
         return False
-    if config.n_cpu_moe is not None or config.placement.cache_ratio is not None or config.placement.vram_bytes == 0:
+    if (
+        config.n_cpu_moe is not None
+        or config.load.overrides
+        or config.placement.cache_ratio is not None
+        or config.placement.vram_bytes == 0
+    ):
         return False
     n_gpus = sum(listed.kind == "GPU" for listed in native.devices())
     if device.llama_device == "auto" and n_gpus > 1:  # llama.cpp spreads the layers over all of them
@@ -222,7 +227,7 @@ class _Search:
             n_slots = session.info.cache_slots
             cached = time_steps(session)
             calibration = session.calibration
-            can_widen = session.target.n_ctx >= _WIDE_UBATCH > session.target.n_ubatch
+            can_widen = session.target.n_ctx >= _WIDE_UBATCH and self._config.n_ubatch == DEFAULT_N_UBATCH
             room_bytes = self._room_for_experts(session)
             session.set_mode("stock")
             plain_step_s = time_steps(session).step_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ def resolve_device(config: EngineConfig) -> ResolvedDevice:
 
 def _loads_on_demand(config: EngineConfig, device: ResolvedDevice) -> bool:
     """Whether experts are loaded from the file into slots in RAM: all, or those that are not on the device."""
-    if config.ram == "off" or config.mode == "stock":
+    if config.ram == "off" or config.mode == "stock" or config.load.overrides:
         return False
     if not gguf_file.read_summary(config.model).expert_layers:
         return False
@@ -94,6 +95,7 @@ def load_target(
         free_bytes=free_bytes,
         n_expert_used=config.n_expert_used,
         head=config.draft == "mtp",
+        settings=config.load,
     )
     if device.kind == "ram":
         return load(experts_from_file=True)
@@ -132,10 +134,13 @@ def load_draft(
         device=device.llama_device,
         header_only=header_only,
         free_bytes=free_bytes,
+        settings=replace(config.load, overrides=()),
     )
 
 
-def make_context(config: EngineConfig, model: Model, n_ctx: int, *, has_budget: bool = False) -> Context:
+def make_context(
+    config: EngineConfig, model: Model, n_ctx: int, *, has_budget: bool = False, is_draft: bool = False
+) -> Context:
     """A context for decoding, of the target or of the draft; has_budget: verifications can keep to an expert budget."""
     return Context(
         model,
@@ -150,6 +155,7 @@ def make_context(config: EngineConfig, model: Model, n_ctx: int, *, has_budget: 
         has_budget=has_budget,
         n_snapshots=n_snapshots(config, model),
         mode=config.mode,
+        settings=config.draft_context if is_draft else config.context,
     )
 
 
@@ -168,6 +174,7 @@ def make_head_context(config: EngineConfig, model: Model, kind: HeadKind, target
         n_ubatch=config.n_ubatch,
         n_outputs=config.n_outputs,
         op_offload=config.op_offload and model.dense is None,
+        settings=config.draft_context,
     )
 
 
@@ -267,7 +274,7 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
 
     headers: target and draft, if they are loaded already.
     """
-    has_split = config.n_gpu_layers is not None or config.n_cpu_moe is not None
+    has_split = config.n_gpu_layers is not None or config.n_cpu_moe is not None or bool(config.load.overrides)
     if config.placement.has_size or has_split or device.free_bytes == 0:
         return False
     with ExitStack() as stack:
@@ -277,10 +284,12 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
             load = partial(Model.load, device=device.llama_device, header_only=True)
             headers = [stack.enter_context(load(path)) for path in files]
         n_ctx = [config.n_ctx or min(header.info.n_ctx_train, _CONTEXT_TOKENS) for header in headers]
+        settings = (config.context, config.draft_context)
         return model_fits(
             model_bytes=sum(header.info.size_bytes for header in headers),
             kv_bytes=sum(
-                config.n_parallel * n * kv_bytes_per_token(header) for n, header in zip(n_ctx, headers, strict=True)
+                math.ceil(config.n_parallel * n * kv_bytes_per_token(header, each))
+                for n, header, each in zip(n_ctx, headers, settings, strict=False)
             ),
             free_bytes=device.free_bytes,
             reserve_bytes=default_reserve(device.total_bytes),

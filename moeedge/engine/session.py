@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from moeedge.engine.answer import Answer, AnswerLimits, Recover, ends_with_tag
 from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
+from moeedge.engine.context_choice import context_size, setting_notes
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
 from moeedge.engine.generation import Generation
@@ -18,7 +19,6 @@ from moeedge.engine.head_draft import DraftHead, HeadDraft, head_draft
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import (
     choose_draft,
-    kv_on_gpu,
     load_target,
     make_context,
     make_head_context,
@@ -28,11 +28,8 @@ from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
-from moeedge.hardware import devices
-from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.chat_template import MODEL_TEMPLATE
 from moeedge.llama.context import Context
-from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.model import Mode, Model
 from moeedge.llama.sequence import Cancelled
@@ -46,7 +43,6 @@ from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import check_policy, open_placement
-from moeedge.scheduler.sizing import whole_expert_bytes
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 
 Observer = Callable[[StepRecord, "Session"], None]
@@ -155,7 +151,8 @@ class Session:
                 notes.append(f"The model is on {device.label} or loaded already: --ram has no effect.")
             chosen = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if chosen.model is None else [model, chosen.model]
-            n_ctx = _context_size(config, device, models, notes)
+            n_ctx = context_size(config, device, models, notes)
+            notes.extend(setting_notes(config, model))
             has_budget = config.expert_budget is not None and config.mode == "moeedge"
             target = stack.enter_context(make_context(config, model, n_ctx, has_budget=has_budget))
             draft: DraftSource = NgramDraft() if chosen.use_ngram else NoDraft()
@@ -164,7 +161,7 @@ class Session:
                 context = make_head_context(config, chosen.model or model, chosen.head, target)
                 draft = head_draft(DraftHead(target, stack.enter_context(context)), n_vocab=chosen.n_common)
             elif chosen.model is not None:
-                draft_context = stack.enter_context(make_context(config, chosen.model, target.n_ctx))
+                draft_context = stack.enter_context(make_context(config, chosen.model, target.n_ctx, is_draft=True))
                 draft = ModelDraft(draft_context, n_vocab=chosen.n_common, is_eog=chosen.model.is_eog)
             gamma = 0 if chosen.name == "none" else _at_most(config.gamma, target.n_drafts_max)
             usual_gamma = min(gamma, DEFAULT_GAMMA) if config.auto_gamma else gamma
@@ -507,26 +504,6 @@ def _next_to_device(config: EngineConfig) -> PlacementConfig:
     return replace(config.placement, vram_bytes=config.ram if isinstance(config.ram, int) else None, cache_ratio=None)
 
 
-def _context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
-    """Tokens; raises InputError where the KV caches of that many do not fit the memory."""
-    free_bytes = None  # of this machine
-    in_memory = device.kind == "ram" or (device.loads_misses and not kv_on_gpu(config, device, models[0]))
-    if in_memory and not config.n_ctx:
-        n_ctx, note = choose_ram_tier_n_ctx(models[0], n_parallel=config.n_parallel)
-        notes.extend([note] if note else [])
-        return n_ctx
-    if kv_on_gpu(config, device, models[0]):
-        reading = devices.read_memory(device)
-        if reading is None:  # llama.cpp uses another GPU than the experts: it reports what does not fit
-            return config.n_ctx or models[0].info.n_ctx_train
-        free_bytes = reading.free_bytes
-        if config.layers_measured:  # the context is the same with any number of whole layers
-            free_bytes += whole_expert_bytes(models[0])
-    n_ctx, note = choose_n_ctx(models, config.n_ctx, free_bytes, n_parallel=config.n_parallel)
-    notes.extend([note] if note else [])
-    return n_ctx
-
-
 def _describe(
     config: EngineConfig,
     target: Context,
@@ -560,4 +537,5 @@ def _describe(
         expert_budget=budget,
         earlier_runs=placement.earlier_runs if placement is not None else None,
         auto_gamma=gamma > 0 and bool(config.auto_gamma),
+        settings=target.settings,
     )

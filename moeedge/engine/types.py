@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moeedge.hardware.spec import MAX_N_THREADS
+from moeedge.llama.settings import DEFAULT_KV_TYPE, MAX_N_BATCH, ContextSettings, LoadSettings
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.governor import DraftChoice
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # this module is imported for --help, which must not load lla
 # Tokens; models are trained with up to 10 million. llama.cpp allocates a record per token and counts in 32 bits: a
 # mistyped size would take all memory or wrap around.
 MAX_N_CTX = 2**24
+DEFAULT_N_UBATCH = 512
 MAX_GAMMA = 64
 DEFAULT_GAMMA = 4
 MAX_N_PARALLEL = 64
@@ -137,7 +139,11 @@ class EngineConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     mode: Mode = "moeedge"
     n_batch: int = 2048  # tokens per llama_decode call
-    n_ubatch: int = 512  # tokens per graph
+    n_ubatch: int = DEFAULT_N_UBATCH  # tokens per graph
+    context: ContextSettings = field(default_factory=ContextSettings)  # of the target
+    draft_type_k: str = DEFAULT_KV_TYPE  # of the draft's KV cache
+    draft_type_v: str = DEFAULT_KV_TYPE
+    load: LoadSettings = field(default_factory=LoadSettings)  # overrides: of the target alone
     cpu_fallback: bool = False  # go on without a GPU that fails in mid-answer; not with shared models
     op_offload: bool = True  # llama.cpp's, of large batches; needless where experts are streamed through the cache
     context_shift: bool = False  # drop the oldest half instead of stopping when the context is full
@@ -154,6 +160,11 @@ class EngineConfig:
             raise ValueError(f"n_cpu_moe (-ncmoe) must be >= 0, not {self.n_cpu_moe}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
             raise ValueError(f"the context (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
+        if not (1 <= self.n_batch <= MAX_N_BATCH and 1 <= self.n_ubatch <= MAX_N_BATCH):
+            raise ValueError(f"batches (-b, -ub) must be in 1..{MAX_N_BATCH:,} tokens, not {self.n_batch:,}")
+        self.context.with_types(self.draft_type_k, self.draft_type_v)
+        if self.load.overrides and isinstance(self.ram, int):
+            raise ValueError("-ot and --ram exclude each other: experts in RAM are loaded from the file as needed")
         if not 1 <= self.n_parallel <= MAX_N_PARALLEL:
             raise ValueError(f"n_parallel (--parallel) must be in 1..{MAX_N_PARALLEL}, not {self.n_parallel}")
         if self.n_ctx * self.n_parallel > MAX_N_CTX:
@@ -165,6 +176,11 @@ class EngineConfig:
             raise ValueError(f"ram (--ram) must be more than 0, not {self.ram}")
         if not 0 <= self.n_threads <= MAX_N_THREADS:
             raise ValueError(f"n_threads (-t) must be in 0..{MAX_N_THREADS}, not {self.n_threads}")
+
+    @property
+    def draft_context(self) -> ContextSettings:
+        """The settings of the draft's context."""
+        return self.context.with_types(self.draft_type_k, self.draft_type_v)
 
     @property
     def n_outputs(self) -> int:
@@ -294,3 +310,4 @@ class EngineInfo:
     expert_budget: ExpertBudget | None = None  # None: the model's own answers, or a model without experts
     earlier_runs: EarlierRuns | None = None  # experts in RAM: what these have left for a warm start
     auto_gamma: bool = False  # each step's draft length follows what steps cost
+    settings: ContextSettings = field(default_factory=ContextSettings)  # of the target's context

@@ -17,6 +17,7 @@ from moeedge.llama.budget import ContextBudget
 from moeedge.llama.hidden_states import StateRows, StateTap
 from moeedge.llama.model import Mode, Model
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
+from moeedge.llama.settings import KV_TYPES, ContextSettings
 from moeedge.native.abi import Phase
 from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
@@ -27,6 +28,17 @@ _WITHOUT_GPU = "Start without the GPU: -dev none."
 _QUICK_TOKENS = 32  # a batch of at most so many is not asked to stop, unless it may wait for a disk
 _STOPPED = 2  # result of llama_decode: its abort callback said so
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
+
+_FLASH_ATTENTION = {
+    "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+    "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+}
+_ROPE_SCALING = {
+    "none": lib.LLAMA_ROPE_SCALING_TYPE_NONE,
+    "linear": lib.LLAMA_ROPE_SCALING_TYPE_LINEAR,
+    "yarn": lib.LLAMA_ROPE_SCALING_TYPE_YARN,
+}
 
 # (the parts of a batch that was decoded, the hidden states of its tokens: valid until the next decode)
 ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
@@ -59,6 +71,7 @@ class Context:
         has_budget: bool = False,
         n_snapshots: int = 0,
         mode: Mode = "moeedge",
+        settings: ContextSettings | None = None,
     ) -> None:
         """Makes the context.
 
@@ -73,6 +86,7 @@ class Context:
             is short.
         """
         self.model = model
+        self.settings = settings = settings or ContextSettings()
         self.n_threads = n_threads or library.physical_cores()
         self.op_offload = op_offload
         parameters = lib.llama_context_default_params()
@@ -84,14 +98,16 @@ class Context:
         parameters.n_outputs_max = n_outputs
         parameters.op_offload = op_offload
         parameters.n_threads = self.n_threads
-        parameters.n_threads_batch = self.n_threads
+        parameters.n_threads_batch = settings.n_threads_batch or self.n_threads
         parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
         parameters.no_perf = True
         parameters.n_rs_seq = n_snapshots
+        _apply(settings, parameters)
         self._complete(parameters)
         self.budget: ContextBudget | None = None  # None: no verification can keep to one
         if has_budget and model.info.n_experts > 0:
             self.budget = ContextBudget(model.info, parameters)
+        adapters = model.load_adapters(settings.adapters)  # before the context, which makes room for their operations
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         native.keep_activations_near(None if model.header_only else model.gpu)
@@ -103,8 +119,11 @@ class Context:
             raise EngineError(
                 f"llama.cpp cannot create a context of {n_ctx or model.info.n_ctx_train:,} tokens{of_each}: "
                 f"{library.first_error()}.",
-                "Choose a smaller one with -c N.",
+                "Choose a smaller one with -c N." if settings == ContextSettings() else "Leave out -ctk, -ctv or -fa.",
             )
+        if adapters:
+            scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in settings.adapters))
+            lib.llama_set_adapters_lora(self._handle, _pointers(adapters), len(adapters), scales)
         self._decoder = Decoder(lib._lib, self._handle)
         # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
@@ -471,3 +490,23 @@ class Context:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def _apply(settings: ContextSettings, parameters: Any) -> None:
+    """Sets the fields of llama_context_params; those at llama.cpp's own defaults stay as they are."""
+    parameters.type_k = KV_TYPES[settings.type_k].ggml_type
+    parameters.type_v = KV_TYPES[settings.type_v].ggml_type
+    parameters.flash_attn_type = _FLASH_ATTENTION[settings.flash_attn]
+    rope = settings.rope
+    if rope.scaling is not None:
+        parameters.rope_scaling_type = _ROPE_SCALING[rope.scaling]
+    parameters.rope_freq_base, parameters.rope_freq_scale = rope.freq_base, rope.freq_scale
+    parameters.yarn_orig_ctx = rope.yarn_orig_ctx
+    for name in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+        value = getattr(rope, name)
+        if value >= 0:
+            setattr(parameters, name, value)
+
+
+def _pointers(handles: Sequence[Any]) -> Any:
+    return (ctypes.c_void_p * len(handles))(*(ctypes.cast(handle, ctypes.c_void_p) for handle in handles))

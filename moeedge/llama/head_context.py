@@ -16,6 +16,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import HeadKind
 from moeedge.llama.hidden_states import StateRows, choose_head, keep_all_states, keep_own_states, own_states
 from moeedge.llama.model import Model
+from moeedge.llama.settings import ContextSettings
 
 # llama.cpp reserves logits for each token that is encoded, and for each of a graph of such a model
 _N_ENCODED = 64
@@ -38,6 +39,7 @@ class HeadContext(Context):
         n_ubatch: int = 512,
         n_outputs: int = 0,
         op_offload: bool = True,
+        settings: ContextSettings | None = None,
     ) -> None:
         """Makes the context, for as many sequences of as many tokens as the target's.
 
@@ -59,6 +61,7 @@ class HeadContext(Context):
             n_parallel=target.n_parallel,
             op_offload=op_offload,
             mode="stock",
+            settings=settings,
         )
         if kind.block is None:
             keep_own_states(self._handle)

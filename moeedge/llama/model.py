@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from moeedge.llama.builtin_templates import BuiltinFormat, builtin_names
 from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.reasoning import ReasoningTags, find_reasoning_tags
+from moeedge.llama.settings import LoadSettings, LoraAdapter
 from moeedge.llama.text import ChatFormat
 from moeedge.native.mapping import map_lazily
 
@@ -27,6 +29,16 @@ Mode = Literal["moeedge", "stock"]
 
 # weights, biases and scales of routed experts, also merged ones (chexps); shared experts (shexp) stay with their layer
 _EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
+
+HOST = "CPU"  # ggml's name of host memory
+_LOAD_MODES = {
+    "auto": lib.LLAMA_LOAD_MODE_AUTO,
+    "none": lib.LLAMA_LOAD_MODE_NONE,
+    "mmap": lib.LLAMA_LOAD_MODE_MMAP,
+    "mlock": lib.LLAMA_LOAD_MODE_MLOCK,
+    "mmap+mlock": lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    "dio": lib.LLAMA_LOAD_MODE_DIRECT_IO,
+}
 
 _SECTION_ROPES = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
 
@@ -73,22 +85,27 @@ class Model:
         info: ModelInfo,
         *,
         gpu: int | None = None,
-        n_cpu_moe: int | None = None,
+        host_expert_layers: tuple[int, ...] | None = None,
         experts_mapped: bool = False,
         header_only: bool = False,
         dense: DenseWeights | None = None,
         has_head: bool = False,
+        settings: LoadSettings | None = None,
+        warning: str = "",
     ) -> None:
         self.path = path
         self.info = info
         self.gpu = gpu  # ggml_backend_dev_t of the first GPU in use; None: all layers are computed on the CPU
         self.uses_gpu = gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
-        # the first so many layers have their experts in host memory
-        self.n_cpu_moe = info.n_layers if n_cpu_moe is None else n_cpu_moe
+        # layers whose experts are in host memory, where our backend computes them and sees their routing
+        self.host_expert_layers = info.expert_layers if host_expert_layers is None else host_expert_layers
         self.experts_mapped = experts_mapped  # not repacked but left in the mapped file, as memory is short
         self.dense = dense  # None: the experts are loaded like all weights
         self.header_only = header_only  # no weights; its contexts allocate nothing
         self.has_head = has_head  # the blocks that predict further tokens are loaded
+        self.settings = settings or LoadSettings()
+        self.warning = warning  # of llama.cpp, about locked memory; empty: none
+        self._adapters: dict[Path, Any] = {}  # llama_adapter_lora *, freed with the model
         self.handle = handle  # llama_model *
         self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -103,7 +120,7 @@ class Model:
         *,
         n_gpu_layers: int = 0,
         device: str = "auto",
-        use_mmap: bool = True,
+        settings: LoadSettings | None = None,
         experts_on_cpu: bool = False,
         n_cpu_moe: int | None = None,
         repack: bool = True,
@@ -118,6 +135,7 @@ class Model:
         n_gpu_layers: negative means all.
         device: the value of -dev; see `library.device_list`. "none" and the CPU also keep large batches off all GPUs.
         experts_on_cpu: layers on a GPU keep their experts in host memory, repacked for the CPU if it supports that.
+        settings: of llama.cpp's loader. Its overrides come before what experts_on_cpu and n_cpu_moe say.
         n_cpu_moe: with experts_on_cpu, only the first so many layers do (llama.cpp's --n-cpu-moe); default: all.
         repack: False: these experts are stored as llama.cpp's programs store them by default, next to a GPU mostly
             without repacking.
@@ -128,10 +146,12 @@ class Model:
         experts_from_file: map the file without reading the experts, for a cache that reads them itself; the dense
             weights get memory of their own (`dense_weights`).
         head: also loads the blocks that predict further tokens (MTP), if the file has any.
-        Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load.
+        Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load,
+        InputError for an override with a type of memory that this machine does not have.
         """
         library.start()
         path = Path(path)
+        settings = settings or LoadSettings()
         summary = gguf_file.read_summary(path)
         parameters = lib.llama_model_default_params()
         parameters.n_gpu_layers = n_gpu_layers
@@ -144,11 +164,13 @@ class Model:
         parameters.use_extra_bufts = fits  # repacked weights cannot be paged out to the file
         chosen = library.device_list(device)
         parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
-        overrides = (_BufferOverride * 2)()
+        places = [(pattern.encode(), buffer_type(name)) for pattern, name in settings.overrides]
         if experts_on_cpu:
-            cpu_buffer_type = library.ggml_function("ggml_backend_cpu_buffer_type", ctypes.c_void_p)
-            overrides[0] = _BufferOverride(_experts_of_first(n_cpu_moe, summary.expert_layers), cpu_buffer_type())
+            places.append((_experts_of_first(n_cpu_moe, summary.expert_layers), buffer_type(HOST)))
+        overrides = (_BufferOverride * (len(places) + 1))(*(_BufferOverride(*place) for place in places))
+        if places:
             parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        if experts_on_cpu:
             # otherwise llama.cpp prefers the GPU's pinned buffers for the CPU's tensors, whose experts are not
             # repacked and compute 1.7 times slower
             parameters.no_host = fits and repack
@@ -156,8 +178,10 @@ class Model:
             parameters.kv_overrides = _override_experts_used(path, n_expert_used)
         if is_lazy:
             parameters.load_mode = lib.LLAMA_LOAD_MODE_MMAP
-        elif not use_mmap or header_only:  # llama.cpp maps no weights that it does not load
+        elif header_only:  # llama.cpp maps no weights that it does not load
             parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
+        else:
+            parameters.load_mode = _LOAD_MODES[settings.mode]
         n_layers = min(summary.head_layers) if has_head else None
         weights = SplitWeights.read(path, n_layers=n_layers) if is_lazy else None
         uses_gpu = chosen[0] is not None
@@ -184,26 +208,24 @@ class Model:
                 lib.llama_model_free(handle)
                 raise
         in_ram = _n_host_layers(info.n_layers + lib.llama_model_n_layer_nextn(handle), n_gpu_layers)
-        if in_ram is None or (experts_on_cpu and n_cpu_moe is None):
+        if in_ram is None or not uses_gpu or (experts_on_cpu and n_cpu_moe is None):
             in_ram = info.n_layers
         elif experts_on_cpu and n_cpu_moe is not None:
             in_ram = max(in_ram, n_cpu_moe)
+        warning = library.first_error("")
         return cls(
             path,
             handle,
             info,
             gpu=chosen[0],
-            n_cpu_moe=min(in_ram, info.n_layers) if uses_gpu else info.n_layers,
+            host_expert_layers=_in_host_memory(path, info, in_ram, settings),
             experts_mapped=not fits,
             header_only=header_only,
             dense=dense,
             has_head=has_head,
+            settings=settings,
+            warning=warning if "mlock" in warning else "",
         )
-
-    @property
-    def host_expert_layers(self) -> tuple[int, ...]:
-        """Layers whose experts are in host memory, where our backend computes them and sees their routing."""
-        return tuple(layer for layer in self.info.expert_layers if layer < self.n_cpu_moe)
 
     @property
     def n_whole_layers(self) -> int:
@@ -354,6 +376,34 @@ class Model:
     def _special_text(self, token: int) -> str:
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
+    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> list[Any]:
+        """llama_adapter_lora * of each, loaded once; none where the model has no weights.
+
+        Raises ModelFileError for a file that is no adapter of this model, or that acts only after certain tokens.
+        """
+        return [] if self.header_only else [self._load_adapter(adapter.path) for adapter in adapters]
+
+    def _load_adapter(self, path: Path) -> Any:
+        if path in self._adapters:
+            return self._adapters[path]
+        if not path.is_file():
+            raise ModelFileError(f"There is no adapter {path}.", "Name a LoRA adapter in GGUF format with --lora FILE.")
+        library.clear_errors()
+        handle = lib.llama_adapter_lora_init(self.handle, str(path).encode())
+        if not handle:
+            raise ModelFileError(
+                f"llama.cpp cannot load the adapter {path}: {library.first_error()}.",
+                "It must be in GGUF format and made for this model.",
+            )
+        if lib.llama_adapter_get_alora_n_invocation_tokens(handle):
+            lib.llama_adapter_lora_free(handle)
+            raise ModelFileError(
+                f"{path.name} acts only after certain words (aLoRA), which moeedge does not look for.",
+                "Name an adapter that always acts.",
+            )
+        self._adapters[path] = handle
+        return handle
+
     def abandon(self) -> None:
         """Forgets the model without freeing it, since a context of it was abandoned."""
         self.handle = None
@@ -382,6 +432,22 @@ def _n_host_layers(n_layers: int, n_gpu_layers: int) -> int | None:
     return 0 if n_gpu_layers < 0 else max(n_layers + 1 - n_gpu_layers, 0)
 
 
+def _in_host_memory(path: Path, info: ModelInfo, n_first: int, settings: LoadSettings) -> tuple[int, ...]:
+    """Layers whose experts are in host memory: the first `n_first`, where no override puts an expert elsewhere."""
+    found = {layer for layer in info.expert_layers if layer < n_first}
+    if not settings.overrides:
+        return tuple(sorted(found))
+    is_host = library.ggml_function("ggml_backend_buft_is_host", ctypes.c_bool, ctypes.c_void_p)
+    places = [(re.compile(pattern), bool(is_host(buffer_type(name)))) for pattern, name in settings.overrides]
+    experts, _ = gguf_file.expert_tensors(path, n_layers=info.n_layers)
+    on_host: dict[int, list[bool]] = {}
+    for tensor in experts:
+        name = tensor.name
+        place = next((host for pattern, host in places if pattern.search(name)), tensor.layer in found)
+        on_host.setdefault(tensor.layer, []).append(place)
+    return tuple(sorted(layer for layer, each in on_host.items() if all(each)))
+
+
 def _experts_of_first(n_layers: int | None, expert_layers: tuple[int, ...]) -> bytes:
     """A pattern for the names of expert tensors: those of the first `n_layers` layers, or of all for None."""
     if n_layers is None or n_layers > max(expert_layers, default=0):
@@ -405,6 +471,14 @@ def _override_experts_used(path: Path, n_expert_used: int) -> Any:
     overrides[0].key = key.encode()
     overrides[0].value.val_i64 = n_expert_used
     return overrides
+
+
+def buffer_type(name: str) -> int:
+    """The ggml_backend_buffer_type_t of that name. Raises InputError, whose hint names those of this machine."""
+    found = library.buffer_types()
+    if name not in found:
+        raise InputError(f"There is no memory of the type {name!r} here (-ot).", f"Choose from: {', '.join(found)}.")
+    return found[name]
 
 
 def _read_metadata(handle: Any, key: str) -> str | None:

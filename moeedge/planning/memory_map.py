@@ -57,9 +57,9 @@ class Footprint:
         return self.gpus.get(name, MemoryShare())
 
 
-def footprint(model: Model, n_ctx: int, config: EngineConfig) -> Footprint:
+def footprint(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bool = False) -> Footprint:
     """Returns the memory of `model`, loaded without weights, and of a session's context of `n_ctx` tokens."""
-    with _dry_context(model, n_ctx, config) as context:
+    with _dry_context(model, n_ctx, config, is_draft=is_draft) as context:
         return _read(context, has_weights=True)
 
 
@@ -71,10 +71,14 @@ def draft_footprint(chosen: ChosenDraft, target: Model, n_ctx: int, config: Engi
             make_head_context(config, chosen.model or target, chosen.head, context) as head,
         ):
             return _read(head, has_weights=chosen.model is not None)
-    return Footprint({}, MemoryShare(), 0) if chosen.model is None else footprint(chosen.model, n_ctx, config)
+    return (
+        Footprint({}, MemoryShare(), 0)
+        if chosen.model is None
+        else footprint(chosen.model, n_ctx, config, is_draft=True)
+    )
 
 
-def _dry_context(model: Model, n_ctx: int, config: EngineConfig) -> Context:
+def _dry_context(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bool = False) -> Context:
     return Context(
         model,
         n_ctx=n_ctx,
@@ -85,6 +89,7 @@ def _dry_context(model: Model, n_ctx: int, config: EngineConfig) -> Context:
         n_parallel=config.n_parallel,
         op_offload=config.op_offload or model.info.n_experts == 0,
         n_snapshots=n_snapshots(config, model),
+        settings=config.draft_context if is_draft else config.context,
     )
 
 

@@ -20,6 +20,7 @@ from moeedge.errors import InputError
 from moeedge.llama.context_size import N_CTX_STEP, choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.gguf_file import expert_bytes
 from moeedge.llama.model import Model
+from moeedge.llama.settings import ContextSettings
 from moeedge.planning.headers import LoadableModel, ModelFacts, loadable, read_facts
 from moeedge.planning.memory_map import (
     KERNEL_BYTES,
@@ -105,6 +106,10 @@ class Planner:
         header = self._target(all_on_gpu=False)
         return [header] if self.draft is None else [header, self.draft]
 
+    @property
+    def _settings(self) -> tuple[ContextSettings, ContextSettings]:
+        return self.config.context, self.config.draft_context
+
     def _all_on_gpu(self, n_ctx: int) -> bool:
         """Whether a session with -c n_ctx (0: without -c) keeps the entire model on the GPU."""
         if self.machine.device.kind != "gpu":
@@ -142,7 +147,7 @@ class Planner:
         if self.loads_on_demand and not kv_on_gpu(self.config, self.machine.device, self._target(all_on_gpu=False)):
             n_ctx, note = choose_ram_tier_n_ctx(self._target(all_on_gpu=False))
         else:
-            n_ctx, note = choose_n_ctx(self._models, free_bytes=self._kv_room(all_on_gpu))
+            n_ctx, note = choose_n_ctx(self._models, free_bytes=self._kv_room(all_on_gpu), settings=self._settings)
         self.notes.extend([note] if note else [])
         return self._map(n_ctx, all_on_gpu)
 
@@ -158,7 +163,7 @@ class Planner:
         all_on_gpu = self._all_on_gpu(n_ctx)
         refused = ""
         try:
-            choose_n_ctx(self._models, n_ctx, self._kv_room(all_on_gpu))
+            choose_n_ctx(self._models, n_ctx, self._kv_room(all_on_gpu), settings=self._settings)
         except InputError as error:
             refused = error.message
         return replace(self._map(n_ctx, all_on_gpu), refused=refused)

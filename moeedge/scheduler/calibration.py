@@ -10,6 +10,7 @@ from typing import Any
 
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
+from moeedge.llama.settings import ContextSettings
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import PolicyConfig
@@ -157,5 +158,6 @@ def calibration_file(
         "cap": config.utility_cap,
         "forgetting": config.forgetting,
         "ablations": sorted(config.ablations),
+        **({} if target.settings == ContextSettings() else {"context": repr(target.settings)}),
     }
     return measurement_file(path.name, conditions)

@@ -1,0 +1,98 @@
+"""The size of a session's contexts, and what the user should know about llama.cpp's own settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from moeedge.engine.loading import kv_on_gpu
+from moeedge.engine.types import EngineConfig
+from moeedge.hardware import devices
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama import gguf_file
+from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
+from moeedge.llama.model import Model
+from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, RopeSettings
+from moeedge.notifications import Level, Notification
+from moeedge.scheduler.sizing import whole_expert_bytes
+
+_EXPERTS = "_exps."  # in the names of an adapter's tensors: blk.3.ffn_up_exps.weight.lora_a
+
+
+def context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
+    """Tokens; raises InputError where the KV caches of that many do not fit the memory."""
+    n_trained = models[0].info.n_ctx_train
+    if config.n_ctx > n_trained and config.context.rope == RopeSettings():
+        notes.append(
+            f"The context of {config.n_ctx:,} tokens is longer than the {n_trained:,} that the model was trained with: "
+            "beyond these its answers are likely to be wrong."
+        )
+    free_bytes = None  # of this machine
+    in_memory = device.kind == "ram" or (device.loads_misses and not kv_on_gpu(config, device, models[0]))
+    if in_memory and not config.n_ctx:
+        n_ctx, note = choose_ram_tier_n_ctx(models[0], n_parallel=config.n_parallel)
+        notes.extend([note] if note else [])
+        return n_ctx
+    if kv_on_gpu(config, device, models[0]):
+        reading = devices.read_memory(device)
+        if reading is None:  # llama.cpp uses another GPU than the experts: it reports what does not fit
+            return config.n_ctx or n_trained
+        free_bytes = reading.free_bytes
+        if config.layers_measured:  # the context is the same with any number of whole layers
+            free_bytes += whole_expert_bytes(models[0])
+    n_ctx, note = choose_n_ctx(
+        models,
+        config.n_ctx,
+        free_bytes,
+        n_parallel=config.n_parallel,
+        settings=(config.context, config.draft_context),
+    )
+    notes.extend([note] if note else [])
+    return n_ctx
+
+
+def setting_notes(config: EngineConfig, model: Model) -> list[str]:
+    """A sentence for each setting of llama.cpp that changes answers, has no effect, or takes something away."""
+    return [*_answer_notes(config.context), *_loading_notes(config, model), *_override_notes(config, model)]
+
+
+def _answer_notes(settings: ContextSettings) -> list[str]:
+    notes = []
+    if {settings.type_k, settings.type_v} != {DEFAULT_KV_TYPE}:
+        notes.append(
+            f"The KV cache is kept as {settings.kv_label}: answers may differ from those with {DEFAULT_KV_TYPE}."
+        )
+    if settings.rope != RopeSettings():
+        notes.append("Positions are encoded as --rope-... and --yarn-... say: answers differ from the model's own.")
+    for adapter in settings.adapters:
+        notes.append(f"LoRA adapter: {adapter.path.name}, scale {adapter.scale:g}.")
+    return [Notification(note, Level.NOTICE) for note in notes]
+
+
+def adapts_experts(settings: ContextSettings) -> bool:
+    """Whether an adapter changes experts, so that no cache of their own weights can compute them."""
+    return any(_EXPERTS in tensor.name for each in settings.adapters for tensor in gguf_file.read_tensors(each.path))
+
+
+def _loading_notes(config: EngineConfig, model: Model) -> list[str]:
+    if model.dense is not None and config.load.mode != "auto":
+        return ["Experts are loaded from the file as they are needed (--ram): --mlock and --no-mmap have no effect."]
+    if not model.warning:
+        return []
+    return ["The model could not be locked in memory (--mlock). The system's limit is shown by: ulimit -l"]
+
+
+def _override_notes(config: EngineConfig, model: Model) -> list[str]:
+    if not config.load.overrides:
+        return []
+    names = [tensor.name for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)]
+    notes = [
+        f"-ot {pattern}={place} matches no tensor of the model."
+        for pattern, place in config.load.overrides
+        if not any(re.search(pattern, name) for name in names)
+    ]
+    if config.ram == "auto" and config.mode == "moeedge":
+        notes.append(Notification("With -ot the file is mapped as llama.cpp does it, whatever --ram says."))
+    if model.info.n_experts and not model.host_expert_layers:
+        notes.append("All experts are where -ot puts them: there is nothing left for the expert cache.")
+    return notes
