@@ -25,6 +25,7 @@ from moeedge.bench.whole_layers import DeviceUse
 from moeedge.engine.budgets import budget_record
 from moeedge.engine.types import EngineInfo
 from moeedge.hardware.processor import cpu_name
+from moeedge.llama.settings import RopeSettings
 from moeedge.native import devices
 from moeedge.policies.base import LookaheadStatus
 
@@ -378,6 +379,16 @@ def describe_setup(
         "n_ctx": info.n_ctx,
         "n_batch": plan.base.n_batch,
         "n_ubatch": plan.base.n_ubatch,
+        "threads_batch": info.settings.n_threads_batch or info.n_threads,
+        "type_k": info.settings.type_k,
+        "type_v": info.settings.type_v,
+        "type_k_draft": plan.base.draft_type_k,
+        "type_v_draft": plan.base.draft_type_v,
+        "flash_attn": info.settings.flash_attn,
+        "load_mode": plan.base.load.mode,
+        "tensor_buft_overrides": ",".join(f"{each.pattern}={each.buffer_type}" for each in plan.base.load.overrides),
+        "lora": ",".join(f"{each.path.name}:{each.scale:g}" for each in info.settings.adapters),
+        "rope": None if info.settings.rope == RopeSettings() else asdict(info.settings.rope),
         "n_gpu_layers": plan.base.n_gpu_layers if mode.method == "shared" else -1,
         "temperature": 0.0,
         "n_predict": plan.n_predict if dataset is not None else None,

@@ -148,7 +148,7 @@ def plan(
             without = [name for name, value in unused.items() if value is not None]
             _print_estimate(str(model), error, output, device=device, n_ctx=ctx_size, without=without, **memory)
             return
-        config = llama.apply(engine.config(placement, files=files))
+        config = llama.apply(engine.config(placement, files=files, auto_gamma=draft_max is None))
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         if vram_bytes is None and (ignored := layer_notes(config)):
             machine = replace(machine, notes=(*machine.notes, *ignored))

@@ -11,12 +11,11 @@ from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama import gguf_file
 from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
+from moeedge.llama.gguf_file import adapts_experts
 from moeedge.llama.model import Model
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, RopeSettings
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler.sizing import whole_expert_bytes
-
-_EXPERTS = "_exps."  # in the names of an adapter's tensors: blk.3.ffn_up_exps.weight.lora_a
 
 
 def context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
@@ -66,12 +65,10 @@ def _answer_notes(settings: ContextSettings) -> list[str]:
         notes.append("Positions are encoded as --rope-... and --yarn-... say: answers differ from the model's own.")
     for adapter in settings.adapters:
         notes.append(f"LoRA adapter: {adapter.path.name}, scale {adapter.scale:g}.")
-    return [Notification(note, Level.NOTICE) for note in notes]
-
-
-def adapts_experts(settings: ContextSettings) -> bool:
-    """Whether an adapter changes experts, so that no cache of their own weights can compute them."""
-    return any(_EXPERTS in tensor.name for each in settings.adapters for tensor in gguf_file.read_tensors(each.path))
+    found: list[str] = [Notification(note, Level.NOTICE) for note in notes]
+    if adapts_experts(settings.adapters):
+        found.append("The adapter changes experts: the expert cache is off, as it has the experts of the file.")
+    return found
 
 
 def _loading_notes(config: EngineConfig, model: Model) -> list[str]:
@@ -93,6 +90,6 @@ def _override_notes(config: EngineConfig, model: Model) -> list[str]:
     ]
     if config.ram == "auto" and config.mode == "moeedge":
         notes.append(Notification("With -ot the file is mapped as llama.cpp does it, whatever --ram says."))
-    if model.info.n_experts and not model.host_expert_layers:
+    if model.info.n_experts and not model.host_expert_layers and config.mode == "moeedge":
         notes.append("All experts are where -ot puts them: there is nothing left for the expert cache.")
     return notes

@@ -22,6 +22,7 @@ from moeedge.llama.draft_heads import HeadKind, head_file, missing_head, own_hea
 from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.head_context import HeadContext
 from moeedge.llama.model import Model
+from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.scheduler.sizing import default_reserve, model_fits
 
 _ALL_LAYERS = -1  # of n_gpu_layers in llama.cpp's parameters
@@ -45,7 +46,9 @@ def resolve_device(config: EngineConfig) -> ResolvedDevice:
 
 def _loads_on_demand(config: EngineConfig, device: ResolvedDevice) -> bool:
     """Whether experts are loaded from the file into slots in RAM: all, or those that are not on the device."""
-    if config.ram == "off" or config.mode == "stock" or config.load.overrides:
+    if config.ram == "off" or config.mode == "stock":
+        return False
+    if config.load.overrides or gguf_file.adapts_experts(config.context.adapters):
         return False
     if not gguf_file.read_summary(config.model).expert_layers:
         return False
@@ -161,7 +164,9 @@ def make_context(
 
 def n_snapshots(config: EngineConfig, model: Model) -> int:
     """States that a recurrent target keeps, so that so many drafts can be taken back."""
-    return min(config.gamma, _MAX_SNAPSHOTS) if model.keeps_snapshots and config.draft is not None else 0
+    if not model.keeps_snapshots or config.draft is None:
+        return 0
+    return min(GAMMA_MAX if config.auto_gamma and config.gamma else config.gamma, _MAX_SNAPSHOTS)
 
 
 def make_head_context(config: EngineConfig, model: Model, kind: HeadKind, target: Context) -> HeadContext:

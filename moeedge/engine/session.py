@@ -31,6 +31,7 @@ from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptE
 from moeedge.llama.chat_template import MODEL_TEMPLATE
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import let_experts_read_ahead
+from moeedge.llama.gguf_file import adapts_experts
 from moeedge.llama.model import Mode, Model
 from moeedge.llama.sequence import Cancelled
 from moeedge.native.devices import MemoryUse
@@ -172,6 +173,7 @@ class Session:
             notes.extend(budget_notes)
             placement, calibration = None, None
             no_cache = config.layers_measured and config.placement.cache_ratio == 0
+            no_cache = no_cache or adapts_experts(config.context.adapters)
             if config.mode == "moeedge" and target.sensor is not None and not no_cache:
                 placement, calibration = open_placement(
                     config.placement if device.kind != "ram" else _in_ram(config, notes),

@@ -17,7 +17,7 @@ from moeedge.llama.budget import ContextBudget
 from moeedge.llama.hidden_states import StateRows, StateTap
 from moeedge.llama.model import Mode, Model
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
-from moeedge.llama.settings import KV_TYPES, ContextSettings
+from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
 from moeedge.native.abi import Phase
 from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
@@ -502,11 +502,12 @@ def _apply(settings: ContextSettings, parameters: Any) -> None:
         parameters.rope_scaling_type = _ROPE_SCALING[rope.scaling]
     parameters.rope_freq_base, parameters.rope_freq_scale = rope.freq_base, rope.freq_scale
     parameters.yarn_orig_ctx = rope.yarn_orig_ctx
-    for name in ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+    for name in YARN_FACTORS:
         value = getattr(rope, name)
         if value >= 0:
             setattr(parameters, name, value)
 
 
 def _pointers(handles: Sequence[Any]) -> Any:
-    return (ctypes.c_void_p * len(handles))(*(ctypes.cast(handle, ctypes.c_void_p) for handle in handles))
+    kind = lib.llama_adapter_lora_p_ctypes
+    return (kind * len(handles))(*(ctypes.cast(handle, kind) for handle in handles))

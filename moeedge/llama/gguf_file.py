@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +19,7 @@ from typing import Any
 from moeedge.errors import ModelFileError
 from moeedge.hub.names import all_parts, is_first_part
 from moeedge.llama import library
+from moeedge.llama.settings import LoraAdapter
 from moeedge.native.cache import ExpertTensor
 
 MAGIC = b"GGUF"
@@ -233,6 +234,13 @@ def expert_bytes_by_layer(tensors: list[ExpertTensor], n_layers: int) -> list[in
         if tensor.layer < n_layers:
             sizes[tensor.layer] += tensor.stride
     return sizes
+
+
+def adapts_experts(adapters: Iterable[LoraAdapter]) -> bool:
+    """Whether one of them changes routed experts: blk.3.ffn_up_exps.weight.lora_a. Raises ModelFileError."""
+    files = [adapter.path for adapter in adapters if adapter.path.is_file()]  # `Model.load_adapters` reports others
+    names = (tensor.name for file in files for tensor in read_tensors(file))
+    return any(_EXPERTS.match(name.removesuffix(".lora_a")) for name in names)
 
 
 def n_groups(tensors: list[ExpertTensor]) -> int:

@@ -43,6 +43,7 @@ KV_TYPES = {
     "q5_1": KvType(7, 24, 32),
 }
 DEFAULT_KV_TYPE = "f16"
+YARN_FACTORS = ("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
 
 
 @dataclass(frozen=True)

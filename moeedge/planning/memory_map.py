@@ -51,7 +51,7 @@ class Footprint:
 
     gpus: dict[str, MemoryShare]  # by llama.cpp's name of the GPU
     ram: MemoryShare
-    repacked_bytes: int  # of the weights in RAM: copies for the CPU, which cannot be paged out to the file
+    fixed_bytes: int  # of the weights in RAM: those that cannot be paged out to the file, as copies for the CPU
 
     def gpu(self, name: str) -> MemoryShare:
         return self.gpus.get(name, MemoryShare())
@@ -60,7 +60,10 @@ class Footprint:
 def footprint(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bool = False) -> Footprint:
     """Returns the memory of `model`, loaded without weights, and of a session's context of `n_ctx` tokens."""
     with _dry_context(model, n_ctx, config, is_draft=is_draft) as context:
-        return _read(context, has_weights=True)
+        found = _read(context, has_weights=True)
+    if config.load.is_mapped and not config.load.is_locked:
+        return found
+    return replace(found, fixed_bytes=found.ram.weights_bytes)
 
 
 def draft_footprint(chosen: ChosenDraft, target: Model, n_ctx: int, config: EngineConfig) -> Footprint:

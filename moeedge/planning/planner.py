@@ -18,7 +18,7 @@ from moeedge.engine.loading import choose_draft, exceeds_memory, kv_on_gpu, load
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.llama.context_size import N_CTX_STEP, choose_n_ctx, choose_ram_tier_n_ctx
-from moeedge.llama.gguf_file import expert_bytes
+from moeedge.llama.gguf_file import expert_bytes, read_tensors
 from moeedge.llama.model import Model
 from moeedge.llama.settings import ContextSettings
 from moeedge.planning.headers import LoadableModel, ModelFacts, loadable, read_facts
@@ -127,7 +127,7 @@ class Planner:
         if device.kind == "gpu" and kv_on_gpu(self.config, device, target):
             weights = sum(model.gpu(device.ggml_name).weights_bytes for model in loaded)
             return max(0, device.free_bytes - KERNEL_BYTES - weights)
-        return max(0, self.machine.ram_free_bytes - sum(model.repacked_bytes for model in loaded))
+        return max(0, self.machine.ram_free_bytes - sum(model.fixed_bytes for model in loaded))
 
     @property
     def draft(self) -> Model | None:
@@ -184,6 +184,7 @@ class Planner:
             share = ours.gpu(device.ggml_name)
             weights = _weights(share.weights_bytes, self._experts_bytes - self._host_expert_bytes(target))
             lines = _items(weights, share, drafts.gpu(device.ggml_name))
+            lines += [MemoryItem("LoRA adapters", self._adapter_bytes)] if self._adapter_bytes else []
             lines.append(MemoryItem("kernels (an allowance)", KERNEL_BYTES))
             budget, cache = self._cache(target, device.free_bytes - sum(line.n_bytes for line in lines))
             places.append(MemoryPool(device.label, device.total_bytes, device.free_bytes, (*lines, *cache)))
@@ -215,6 +216,12 @@ class Planner:
     def _n_all(self) -> int:
         info = self._target(all_on_gpu=False).info
         return info.n_expert_layers * info.n_experts
+
+    @property
+    def _adapter_bytes(self) -> int:
+        """Next to the weights that they change: on a GPU, if the model uses one."""
+        files = [adapter.path for adapter in self.config.context.adapters]
+        return sum(tensor.size_bytes for file in files for tensor in read_tensors(file))
 
     @property
     def _experts_bytes(self) -> int:
@@ -255,10 +262,13 @@ class Planner:
         return budget, lines
 
     def _ram_lines(self, target: Model, ours: Footprint, drafts: Footprint) -> list[MemoryItem]:
-        weights = _weights(ours.ram.weights_bytes, self._host_expert_bytes(target), ours.repacked_bytes)
-        draft_mapped = drafts.ram.weights_bytes - drafts.repacked_bytes
-        program = MemoryItem("program and vocabulary", self._program_bytes)
-        return [*_items(weights, ours.ram, drafts.ram, draft_mapped), *([program] if self._program_bytes else [])]
+        weights = _weights(ours.ram.weights_bytes, self._host_expert_bytes(target), ours.fixed_bytes)
+        draft_mapped = drafts.ram.weights_bytes - drafts.fixed_bytes
+        others = [
+            MemoryItem("LoRA adapters", 0 if target.uses_gpu else self._adapter_bytes),
+            MemoryItem("program and vocabulary", self._program_bytes),
+        ]
+        return [*_items(weights, ours.ram, drafts.ram, draft_mapped), *(item for item in others if item.n_bytes)]
 
     def largest_n_ctx(self, ratio: float = 0.0, *, from_disk: bool = False) -> int:
         """Returns the largest context up to the trained one that fits with at least that cache ratio; 0 if none does.

@@ -6,8 +6,9 @@ import math
 import shlex
 from dataclasses import dataclass
 
-from moeedge.engine.types import ALL_ON_CPU
+from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.llama.context_size import RAM_TIER_N_CTX
+from moeedge.llama.settings import YARN_FACTORS
 from moeedge.planning.beyond_ram import RamTierPlan, RamTierRequest, plan_ram_tier
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
@@ -164,6 +165,7 @@ def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft
         words += ["-ngl", str(config.n_gpu_layers)]
     if config.n_cpu_moe is not None:
         words += ["--cpu-moe"] if config.n_cpu_moe == ALL_ON_CPU else ["-ncmoe", str(config.n_cpu_moe)]
+    words += llama_words(config)
     asked = config.placement.cache_ratio is not None or planner.reserve > 0
     device = planner.machine.device  # a GPU's division between whole layers and cache is measured without a ratio
     if advised.budget.n_slots and (asked or (device.default_ratio is None and device.kind != "gpu")):
@@ -172,3 +174,32 @@ def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft
     elif config.placement.cache_ratio == 0:
         words += ["--cache-ratio", "0"]
     return shlex.join(words)
+
+
+def llama_words(config: EngineConfig) -> list[str]:
+    """The options of llama.cpp's contexts and loader, as far as they are not the usual ones."""
+    usual, context, rope = EngineConfig(model=config.model), config.context, config.context.rope
+    words: list[str] = []
+    for option, given, default in (
+        ("-ctk", context.type_k, usual.context.type_k),
+        ("-ctv", context.type_v, usual.context.type_v),
+        ("-ctkd", config.draft_type_k, usual.draft_type_k),
+        ("-ctvd", config.draft_type_v, usual.draft_type_v),
+        ("-fa", context.flash_attn, usual.context.flash_attn),
+        ("-b", config.n_batch, usual.n_batch),
+        ("-ub", config.n_ubatch, usual.n_ubatch),
+        ("-tb", context.n_threads_batch, 0),
+        ("-lm", config.load.mode, usual.load.mode),
+        ("--rope-scaling", rope.scaling, None),
+        ("--rope-freq-base", rope.freq_base, 0.0),
+        ("--rope-freq-scale", rope.freq_scale, 0.0),
+        ("--yarn-orig-ctx", rope.yarn_orig_ctx, 0),
+        *((f"--{name.replace('_', '-')}", getattr(rope, name), -1.0) for name in YARN_FACTORS),
+    ):
+        words += [option, f"{given:g}" if isinstance(given, float) else str(given)] if given != default else []
+    for override in config.load.overrides:
+        words += ["-ot", f"{override.pattern}={override.buffer_type}"]
+    for adapter in context.adapters:
+        scaled = adapter.scale != 1.0
+        words += ["--lora-scaled", f"{adapter.path}:{adapter.scale:g}"] if scaled else ["--lora", str(adapter.path)]
+    return words

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
+from moeedge.llama.settings import ContextSettings, LoadSettings, TensorOverride
 from moeedge.native.devices import DRY_RUN_GPU, MemoryUse
-from moeedge.planning.memory_map import footprint
+from moeedge.planning.memory_map import footprint, this_machine
+from moeedge.planning.planner import Planner
 from tests.conftest import TinyFactory
 from tests.support.recurrent import make_mamba
 from tests.support.tiny import ARCHITECTURES
@@ -100,4 +105,44 @@ def test_a_dry_run_gpu_is_laid_out_like_a_real_device(
     assert dry_run.compute_bytes == pytest.approx(real.compute_bytes, rel=0.01)
     # CUDA pads rows to 512 weights, which matters at the width of a toy only
     assert real.weights_bytes <= dry_run.weights_bytes <= 1.04 * real.weights_bytes
-    assert found[0].repacked_bytes == found[1].repacked_bytes == found[2].repacked_bytes
+    assert found[0].fixed_bytes == found[1].fixed_bytes == found[2].fixed_bytes
+
+
+SETTINGS = [
+    {"context": ContextSettings(type_k="q8_0", type_v="q8_0"), "draft_type_k": "q4_0"},
+    {"context": ContextSettings(type_k="f32", flash_attn="off")},
+    {"context": ContextSettings(flash_attn="off"), "n_ubatch": 32},
+    {"n_batch": 16, "load": LoadSettings("none")},
+    {"load": LoadSettings("mmap+mlock", (TensorOverride("exps", "CPU"),))},
+]
+
+
+@pytest.mark.parametrize("changes", SETTINGS)
+def test_settings_of_llama_cpp_take_the_planned_memory(changes: dict[str, Any], tiny: TinyFactory) -> None:
+    """KV caches and buffers of a session, target and draft, against what the plan says."""
+    path, draft = tiny("qwen3moe", head_dim=32), tiny("qwen3", head_dim=32)
+    config = EngineConfig(model=path, draft=draft, n_ctx=1024, n_threads=1, gamma=4, device="none", **changes)
+    with Planner(config, this_machine(config)) as planner:
+        planned = planner.default_map()
+        lines = {line.what: line for place in planned.places for line in place.lines}
+    with Session.open(config) as session:
+        uses = session.memory_uses()
+    assert planned.kv_bytes == sum(use.memory_bytes for use in uses) > 0
+    assert planned.compute_bytes == sum(use.compute_bytes for use in uses) > 0
+    is_dropped = config.load.is_mapped and not config.load.is_locked
+    assert (lines["dense weights"].mapped_bytes > 0) == is_dropped
+    assert (lines["draft: weights"].mapped_bytes > 0) == is_dropped
+
+
+def test_a_chats_draft_length_decides_how_many_recurrent_states_are_kept(tiny: TinyFactory) -> None:
+    """auto may draft more than the usual four tokens: a state for each, as in a session."""
+    path = tiny("qwen35moe")
+    config = EngineConfig(model=path, draft="ngram", n_ctx=512, n_threads=1, gamma=4, device="none")
+    planned = {}
+    for auto in (False, True):
+        asked = replace(config, auto_gamma=auto)
+        with Planner(asked, this_machine(asked)) as planner:
+            planned[auto] = planner.default_map().kv_bytes
+        with Session.open(asked) as session:
+            assert planned[auto] == sum(use.memory_bytes for use in session.memory_uses())
+    assert planned[True] > planned[False]

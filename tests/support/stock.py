@@ -56,7 +56,12 @@ class StockContext:
         gpu: str = "",
         n_gpu_layers: int = 0,
         experts_on_cpu: bool = False,
+        types: tuple[int, int] = (llama_cpp.GGML_TYPE_F16, llama_cpp.GGML_TYPE_F16),
+        lora: Path | None = None,
+        lora_scale: float = 1.0,
+        **settings: Any,
     ) -> None:
+        """types: enum ggml_type of K and V. settings: fields of llama_context_params."""
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = n_gpu_layers
@@ -75,11 +80,22 @@ class StockContext:
         params.n_threads = params.n_threads_batch = n_threads
         params.swa_full = False  # as llama.cpp's own programs set it
         params.no_perf = True
+        params.type_k, params.type_v = types
+        for name, value in settings.items():
+            setattr(params, name, value)
+        adapter = None
+        if lora is not None:
+            adapter = llama_cpp.llama_adapter_lora_init(self.model, str(lora).encode())
+            assert adapter, f"llama.cpp cannot load {lora.name}"
         self._callback = llama_cpp.ggml_backend_sched_eval_callback(callback) if callback else None
         if self._callback:
             params.cb_eval = self._callback
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         assert self.context, f"llama.cpp cannot make a context for {path.name}"
+        if adapter is not None:
+            kind = llama_cpp.llama_adapter_lora_p_ctypes
+            handles = (kind * 1)(ctypes.cast(adapter, kind))
+            llama_cpp.llama_set_adapters_lora(self.context, handles, 1, (ctypes.c_float * 1)(lora_scale))
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
         self.n_batch = n_batch

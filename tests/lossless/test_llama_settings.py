@@ -1,0 +1,245 @@
+"""Settings of llama.cpp's contexts and loader: each acts, and answers are those of stock with the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.errors import EngineError, ModelFileError
+from moeedge.llama import library
+from moeedge.llama.settings import KV_TYPES, ContextSettings, LoadSettings, LoraAdapter, RopeSettings, TensorOverride
+from moeedge.native.abi import Phase
+from tests.conftest import TinyFactory
+from tests.support.counting import DEVICE, CountingDevice
+from tests.support.greedy import judge
+from tests.support.hybrid import hybrid_config
+from tests.support.lora import make_adapter
+from tests.support.stock import StockContext
+
+GREEDY = SamplingConfig(temperature=0)
+PROMPT = np.random.default_rng(4).integers(0, 256, 80).tolist()
+N_PREDICT = 40
+ON, OFF = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+YARN = RopeSettings(scaling="yarn", freq_scale=0.5, yarn_orig_ctx=2048)
+
+
+def ggml(k: str, v: str) -> tuple[int, int]:
+    return KV_TYPES[k].ggml_type, KV_TYPES[v].ggml_type
+
+
+# name: settings of ours, those of the stock context
+CASES: dict[str, tuple[ContextSettings, dict[str, Any]]] = {
+    "f32": (ContextSettings(type_k="f32", type_v="f32"), {"types": ggml("f32", "f32")}),
+    "bf16": (ContextSettings(type_k="bf16", type_v="bf16"), {"types": ggml("bf16", "bf16")}),
+    "q8_0": (ContextSettings(type_k="q8_0", type_v="q8_0"), {"types": ggml("q8_0", "q8_0")}),
+    "q4_0 and f16": (ContextSettings(type_k="q4_0"), {"types": ggml("q4_0", "f16")}),
+    "q5_1 and iq4_nl": (ContextSettings(type_k="q5_1", type_v="iq4_nl"), {"types": ggml("q5_1", "iq4_nl")}),
+    "q4_0 without flash attention": (
+        ContextSettings(type_k="q4_0", flash_attn="off"),
+        {"types": ggml("q4_0", "f16"), "flash_attn_type": OFF},
+    ),
+    "flash attention off": (ContextSettings(flash_attn="off"), {"flash_attn_type": OFF}),
+    "yarn": (
+        ContextSettings(rope=YARN),
+        {"rope_scaling_type": llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN, "rope_freq_scale": 0.5, "yarn_orig_ctx": 2048},
+    ),
+    "frequency base": (ContextSettings(rope=RopeSettings(freq_base=5000.0)), {"rope_freq_base": 5000.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: TinyFactory) -> tuple[Path, Path]:
+    return tiny("qwen3moe", head_dim=32), tiny("qwen3", head_dim=32)
+
+
+def config(pair: tuple[Path, Path], **changes: Any) -> EngineConfig:
+    return EngineConfig(
+        **{"model": pair[0], "draft": pair[1], "gamma": 4, "n_ctx": 256, "n_threads": 1, "device": "none"} | changes
+    )
+
+
+def answer(session: Session) -> list[int]:
+    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
+    for _ in generation:
+        pass
+    return generation.tokens
+
+
+def check(stock: StockContext, found: list[int]) -> None:
+    expected, _ = stock.greedy(PROMPT, N_PREDICT)
+    assert len(found) == len(expected)
+    if found != expected:
+        assert not judge(stock, PROMPT, found).faults
+
+
+@pytest.mark.parametrize("device", ["none", "emulated:threads=1"])
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_stocks_with_the_same_setting(case: str, device: str, pair: tuple[Path, Path]) -> None:
+    settings, of_stock = CASES[case]
+    types = {"draft_type_k": settings.type_k, "draft_type_v": settings.type_v}
+    with Session.open(config(pair, context=settings, device=device, **types)) as session:
+        assert session.draft_context is not None
+        assert session.draft_context.settings.type_k == settings.type_k
+        found = answer(session)
+        rows = session.target.decode(PROMPT[:20], phase=Phase.PREFILL, logits="all").copy()
+        kv_bytes = sum(use.memory_bytes for use in session.memory_uses())
+        session.reset()
+        assert [note for note in session.info.notes if "KV cache is kept" in note] or settings.type_k == "f16"
+    with StockContext(pair[0], **of_stock) as stock:
+        check(stock, found)
+    with Session.open(config(pair)) as usual:
+        answer(usual)
+        if settings.type_k == "f32":  # with flash attention llama.cpp computes with 16 bits of them
+            assert kv_bytes == 2 * sum(use.memory_bytes for use in usual.memory_uses())
+        elif device == "none":
+            others = usual.target.decode(PROMPT[:20], phase=Phase.PREFILL, logits="all")
+            assert not np.array_equal(others, rows), "it acts"
+
+
+@pytest.mark.parametrize(("n_batch", "n_ubatch"), [(2048, 16), (8, 512), (2048, 1), (64, 3)])
+def test_small_batches(n_batch: int, n_ubatch: int, pair: tuple[Path, Path]) -> None:
+    with StockContext(pair[0], n_batch=256, n_ubatch=min(n_batch, n_ubatch)) as stock:
+        for device in ("none", "emulated:threads=1"):
+            with Session.open(config(pair, n_batch=n_batch, n_ubatch=n_ubatch, device=device)) as session:
+                assert session.target.n_ubatch == min(n_batch, n_ubatch)
+                check(stock, answer(session))
+
+
+def test_types_that_do_not_suit_the_model(tiny: TinyFactory) -> None:
+    """Heads of 16 values, and blocks of 32."""
+    with pytest.raises(EngineError) as caught:
+        Session.open(EngineConfig(model=tiny("qwen3moe"), n_ctx=256, context=ContextSettings(type_k="q8_0")))
+    assert "-ctk" in caught.value.hint
+
+
+@pytest.mark.parametrize("changes", [{"type_k": "q9"}, {"type_v": "q8_0", "flash_attn": "off"}, {"flash_attn": "yes"}])
+def test_values_that_llama_cpp_does_not_have(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"-ct[kv]|-fa"):
+        ContextSettings(**changes)
+
+
+def test_threads_of_batches(pair: tuple[Path, Path]) -> None:
+    with Session.open(config(pair, context=ContextSettings(n_threads_batch=2))) as session:
+        assert llama_cpp.llama_n_threads(session.target.handle) == 1
+        assert llama_cpp.llama_n_threads_batch(session.target.handle) == 2
+
+
+# loading
+
+
+@pytest.mark.parametrize("mode", ["none", "mmap", "dio"])
+def test_load_modes(mode: Any, pair: tuple[Path, Path]) -> None:
+    with Session.open(config(pair, load=LoadSettings(mode), draft=None, gamma=0)) as session:
+        mapped = any(str(pair[0]) in line for line in Path("/proc/self/maps").read_text().splitlines())
+        assert mapped == (mode == "mmap")
+        found = answer(session)
+    with StockContext(pair[0]) as stock:
+        check(stock, found)
+
+
+def locked_kb() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmLck"))
+
+
+def test_a_locked_model_stays_in_memory_or_says_that_it_does_not(pair: tuple[Path, Path]) -> None:
+    before = locked_kb()
+    with Session.open(config(pair, load=LoadSettings("mmap+mlock"))) as session:
+        complains = any("--mlock" in note for note in session.info.notes)
+        assert complains or locked_kb() > before
+    assert locked_kb() == before
+
+
+# adapters
+
+ATTENTION = ("blk.0.attn_q.weight", "blk.2.attn_output.weight")
+EXPERTS = ("blk.1.ffn_up_exps.weight", "blk.2.ffn_down_exps.weight", "blk.0.ffn_gate_exps.weight")
+
+
+@pytest.mark.parametrize("device", ["none", "emulated:threads=1"])
+@pytest.mark.parametrize("tensors", [ATTENTION, EXPERTS, (*ATTENTION, *EXPERTS)])
+def test_an_adapter(tensors: tuple[str, ...], device: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "adapter.gguf", pair[0], tensors)
+    settings = ContextSettings(adapters=(LoraAdapter(path, 0.5),))
+    with Session.open(config(pair, context=settings, device=device)) as session:
+        found = answer(session)
+        changes_experts = any("exps" in name for name in tensors)
+        if device != "none":
+            assert (session.placement is None) == changes_experts
+            assert any("expert cache" in note for note in session.info.notes) == changes_experts
+    with StockContext(pair[0], lora=path, lora_scale=0.5) as stock:
+        check(stock, found)
+        adapted, _ = stock.greedy(PROMPT, N_PREDICT)
+    with StockContext(pair[0]) as stock:
+        assert stock.greedy(PROMPT, N_PREDICT)[0] != adapted, "it acts"
+
+
+def test_files_that_are_no_adapter(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = make_adapter(tmp_path / "other.gguf", pair[1], ["blk.0.attn_q.weight"], arch="qwen3")
+    for path in (tmp_path / "none.gguf", pair[0], other):
+        with pytest.raises(ModelFileError, match="adapter"):
+            Session.open(config(pair, context=ContextSettings(adapters=(LoraAdapter(path),))))
+
+
+# tensors elsewhere
+
+
+def test_patterns_of_tensors() -> None:
+    assert TensorOverride.parse(r"blk\.1\..*exps=CPU,attn=CUDA0") == (
+        TensorOverride(r"blk\.1\..*exps", "CPU"),
+        TensorOverride("attn", "CUDA0"),
+    )
+    for text in ("exps", "=CPU", "exps=", "(=CPU"):
+        with pytest.raises(ValueError, match="-ot"):
+            TensorOverride.parse(text)
+
+
+def test_an_override_on_the_cpu(pair: tuple[Path, Path]) -> None:
+    load = LoadSettings(overrides=(TensorOverride("exps", "CPU"), TensorOverride("nothing", "CPU")))
+    with Session.open(config(pair, load=load, device="emulated:threads=1")) as session:
+        assert session.placement is not None
+        assert session.model.host_expert_layers == (0, 1, 2)
+        assert [note for note in session.info.notes if "nothing=CPU matches no tensor" in note]
+        found = answer(session)
+    with StockContext(pair[0]) as stock:
+        check(stock, found)
+
+
+@pytest.mark.parametrize("n_cpu_moe", [None, 3, 1])
+def test_an_override_next_to_the_expert_cache(n_cpu_moe: int | None, tiny_moe: Path, counting: CountingDevice) -> None:
+    """The experts of layer 1 are on the GPU by hand; the cache serves the layers that -ncmoe leaves in host memory."""
+    (place,) = [name for name in library.buffer_types() if name != "CPU"]
+    load = LoadSettings(overrides=(TensorOverride(r"blk\.1\..*exps", place),))
+    asked = hybrid_config(tiny_moe, None, 0.5, gamma=0, device=DEVICE)
+    asked = replace(asked, load=load, n_gpu_layers=99, n_cpu_moe=n_cpu_moe)
+    with Session.open(asked) as session:
+        host = (0, 2) if n_cpu_moe != 1 else (0,)
+        assert session.model.host_expert_layers == host
+        assert session.placement is not None
+        assert session.placement._cached_layers == list(host)
+        found = answer(session)
+        stats = session.placement_stats()
+        assert stats is not None and stats.pairs_hit > 0 and stats.blocks_unknown == 0
+        counting.check()
+    with StockContext(tiny_moe, n_ctx=512, gpu=DEVICE, n_gpu_layers=99, experts_on_cpu=True) as stock:
+        check(stock, found)
+
+
+def test_all_experts_by_hand_leave_nothing_for_the_cache(tiny_moe: Path, counting: CountingDevice) -> None:
+    (place,) = [name for name in library.buffer_types() if name != "CPU"]
+    load = LoadSettings(overrides=(TensorOverride("exps", place),))
+    asked = replace(hybrid_config(tiny_moe, None, 0.5, gamma=0, device=DEVICE), load=load, n_gpu_layers=99)
+    with Session.open(asked) as session:
+        assert session.placement is None
+        assert session.model.host_expert_layers == ()
+        assert [note for note in session.info.notes if "-ot" in note]
+        found = answer(session)
+    with StockContext(tiny_moe, n_ctx=512, gpu=DEVICE, n_gpu_layers=99, experts_on_cpu=True) as stock:
+        check(stock, found)
