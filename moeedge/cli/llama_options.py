@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -235,6 +235,13 @@ class LlamaOptions:
     yarn_attn_factor: YarnAttnFactor = None
     yarn_beta_slow: YarnBetaSlow = None
     yarn_beta_fast: YarnBetaFast = None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that are not at their default."""
+        usual = LlamaOptions()
+        names = (item.name for item in fields(self) if getattr(self, item.name) != getattr(usual, item.name))
+        return [f"--{name.replace('_', '-')}" for name in names]
 
     def apply(self, config: EngineConfig) -> EngineConfig:
         """The configuration with these settings. Raises ValueError for values that they cannot have."""

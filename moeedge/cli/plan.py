@@ -145,7 +145,7 @@ def plan(
             memory = {"vram_bytes": vram_bytes, "ram_bytes": ram_bytes}
             unused = {"--trace": trace, "--disk-rate": disk_rate, "--cache-ratio": cache_ratio, "--reserve": reserve,
                       "-ngl": n_gpu_layers, "-ncmoe": n_cpu_moe, "-md": model_draft}  # fmt: skip
-            without = [name for name, value in unused.items() if value is not None]
+            without = [*(name for name, value in unused.items() if value is not None), *llama.given]
             _print_estimate(str(model), error, output, device=device, n_ctx=ctx_size, without=without, **memory)
             return
         config = llama.apply(engine.config(placement, files=files, auto_gamma=draft_max is None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 
 from moeedge.errors import InputError
 from moeedge.hardware.memory import available_memory
@@ -47,13 +48,11 @@ def choose_n_ctx(
     the KV caches of all models do not fit. free_bytes: measured by default. n_parallel: texts with so many tokens each.
     settings: of each model's context, by default llama.cpp's.
     """
-    per_model = {
-        model: kv_bytes_per_token(model, settings[i] if i < len(settings) else None) for i, model in enumerate(models)
-    }
+    bytes_of = [kv_bytes_per_token(model, *settings[i : i + 1]) for i, model in enumerate(models)]
     free = available_memory() if free_bytes is None else free_bytes
     if n_ctx:
-        plain = [model for model in models if model.info.n_swa == 0 and model.can_roll_back]
-        needed = n_parallel * n_ctx * math.ceil(sum(per_model[model] for model in plain))
+        plain = (model.info.n_swa == 0 and model.can_roll_back for model in models)
+        needed = math.ceil(n_parallel * n_ctx * sum(compress(bytes_of, plain)))
         if needed > free:
             raise InputError(
                 f"A context of {n_ctx:,} tokens{_for_each(n_parallel)} needs {format_bytes(needed)} of KV cache, "
@@ -62,7 +61,7 @@ def choose_n_ctx(
             )
         return n_ctx, None
     n_trained = models[0].info.n_ctx_train
-    per_token = n_parallel * sum(per_model.values())
+    per_token = n_parallel * sum(bytes_of)
     n_fitting = max(N_CTX_STEP, int(free * _KV_SHARE / per_token) // N_CTX_STEP * N_CTX_STEP)
     if n_fitting >= n_trained:
         return n_trained, None

@@ -49,7 +49,7 @@ def test_without_layers_on_the_gpu_all_dense_weights_are_kept(counting: Counting
     weights = SplitWeights.read(path)
     assert any(tensor.name == "output.weight" for tensor in weights.dense)
     with Model.load(path, n_gpu_layers=0, experts_from_file=True) as model:
-        assert model.uses_gpu and model.n_cpu_moe == 4
+        assert model.uses_gpu and model.host_expert_layers == (0, 1, 2, 3)
         assert model.dense is not None
         assert model.dense.n_bytes <= model.dense.own_bytes == model.dense.host_bytes
 
@@ -64,7 +64,7 @@ def test_experts_that_go_to_the_gpu_are_read_ahead(
     ahead: list[tuple[int, int]] = []
     monkeypatch.setattr(dense_weights, "_read_ahead", lambda _file, ranges: ahead.extend(ranges))
     with Model.load(path, n_gpu_layers=3, experts_on_cpu=experts_on_cpu, experts_from_file=True) as model:
-        assert model.n_cpu_moe == (4 if experts_on_cpu else 2)
+        assert model.host_expert_layers == ((0, 1, 2, 3) if experts_on_cpu else (0, 1))
     for tensor in SplitWeights.read(path).experts:
         middle = tensor.offset + tensor.size_bytes // 2
         is_ahead = any(offset <= middle < offset + n_bytes for offset, n_bytes in ahead)

@@ -83,7 +83,8 @@ def details(info: EngineInfo) -> list[Figure]:
         rows.append(Figure("earlier runs", figures.earlier_runs(info)))
     batches = info.settings.n_threads_batch
     threads = f"{info.n_threads}, for prompts and drafts {batches}" if batches else str(info.n_threads)
-    rows += [Figure("threads", threads), Figure("context", f"{info.n_ctx} tokens, KV cache {info.settings.kv_label}")]
+    rows += [Figure("threads", threads), Figure("context", f"{info.n_ctx} tokens")]
+    rows.append(Figure("KV cache", info.settings.kv_label))
     rows += [Figure("adapter", f"{each.path.name}, scale {each.scale:g}") for each in info.settings.adapters]
     if info.settings.flash_attn != "auto":
         rows.append(Figure("flash attention", info.settings.flash_attn))
