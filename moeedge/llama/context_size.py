@@ -57,7 +57,7 @@ def choose_n_ctx(
             raise InputError(
                 f"A context of {n_ctx:,} tokens{_for_each(n_parallel)} needs {format_bytes(needed)} of KV cache, "
                 f"but {format_bytes(free)} of memory are free.",
-                f"Use -c {max(N_CTX_STEP, n_ctx * free // needed // N_CTX_STEP * N_CTX_STEP)} or less.",
+                f"Use -c {max(N_CTX_STEP, int(n_ctx * free / needed) // N_CTX_STEP * N_CTX_STEP)} or less.",
             )
         return n_ctx, None
     n_trained = models[0].info.n_ctx_train
