@@ -144,7 +144,9 @@ class ProfileOutput:
         self._print(layers, model, comparison, run)
         if self.files.plot is not None:
             meta = profiled.trace.meta
-            title = f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}"
+            prompts = meta.parameters.get("dataset") or meta.source
+            drafts = f"draft {meta.draft}, gamma {meta.gamma}" if meta.gamma else "no drafts"
+            title = f"{meta.model}, {drafts}, {prompts}: routing as the model ran"
             draw_profiles(layers, title, self.files.plot)
         if model is not None and (self.files.report is not None or self.files.pictures is not None):
             code = self._write_report(model, comparison, run) or code

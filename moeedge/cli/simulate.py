@@ -201,7 +201,9 @@ def simulate(
     if gantt is not None:
         from moeedge.ui.plots import draw_gantt  # loads Matplotlib
 
-        draw_gantt([typical_step(result.chosen) for result in results], gantt)
+        routing_of = f"trace {trace.name}" if trace else "synthetic routing"
+        title = f"Simulated, not measured: {about['model']} on {about['hardware']}, {routing_of}"
+        draw_gantt([typical_step(result.chosen) for result in results], title, gantt)
     if event_log is not None:
         _write_log(results[-1].chosen, event_log)
 
