@@ -46,8 +46,8 @@ Escape = Annotated[
     option(
         options.WORK,
         "-e, --escape/--no-escape",
-        r"Replace \n, \t, \", \', \\ and \xHH in prompt and system prompt by what they stand for, as llama.cpp does by "
-        "default.",
+        r"Replace \n, \t, \", \', \\ and \xHH in prompt, system prompt, -r and --dry-sequence-breaker by what "
+        "they stand for, as llama.cpp does by default.",
     ),
 ]
 Interactive = Annotated[
@@ -154,7 +154,7 @@ def chat(
     if raw and template != TemplateOptions():
         raise InputError("There is no chat template with --raw.", "Leave out --raw, or the template's options.")
     grammar, grammar_notes = sampling.grammar_text()
-    drawn = replace(sampling.config(), grammar=grammar)
+    drawn = replace((sampling.unescaped() if escape else sampling).config(), grammar=grammar)
     choice = template.choice()
     check_source(choice.source)
     settings = Settings(drawn, n_predict=n_predict, look=view.look(verbose=verbose), template=choice)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from moeedge.cli import options
-from moeedge.cli.common import text_of
+from moeedge.cli.common import text_of, unescaped
 from moeedge.cli.declare import option
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig
 from moeedge.errors import InputError
@@ -283,6 +283,14 @@ class SamplingOptions:
     json_schema: JsonSchema = None
     json_schema_file: JsonSchemaFile = None
     format: Format = None
+
+    def unescaped(self) -> SamplingOptions:
+        r"""The same with \n and the like replaced by what they stand for."""
+        return replace(
+            self,
+            reverse_prompt=[unescaped(text) for text in self.reverse_prompt],
+            dry_sequence_breaker=[unescaped(text) for text in self.dry_sequence_breaker],
+        )
 
     def config(self) -> SamplingConfig:
         """The engine's configuration, without the grammar. Raises ValueError and InputError for wrong values."""

@@ -171,9 +171,10 @@ class GrammarSampler(Sampler):
     def _allowed_candidates(self, logits: FloatRow, seen: list[int]) -> Candidates:
         """M: what the filters leave of the allowed tokens."""
         row = self._allowed_logits(logits)
-        ends = [token for token in self._model.eog_tokens if row[token] > -np.inf]
-        if self.config.ignore_eos and len(ends) == np.count_nonzero(row > -np.inf):
-            return Candidates.certain(ends[0])  # the grammar is complete
+        if self.config.ignore_eos:
+            allowed = np.flatnonzero(row > -np.inf)
+            if np.isin(allowed, self._model.eog_tokens).all():  # the grammar is complete
+                return Candidates.certain(int(allowed[0]))
         return self._plain.candidates(row, seen)
 
     def _allowed_logits(self, logits: FloatRow) -> FloatRow:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moeedge.engine.sampling import NOT_FINITE, SHORT, Candidates, FloatRow, Sampler
 from moeedge.engine.types import SamplingConfig
-from moeedge.errors import EngineError
+from moeedge.errors import EngineError, InputError
 from moeedge.llama.samplers import NativeSampler, TokenArray, make_filter
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ class Path(list[int]):
 
 
 class ChainSampler(Sampler):
-    """Draws tokens by the filters that `config.samplers` names, in their order, after `config.logit_bias`."""
+    """Draws tokens by the filters that `config.samplers` names, in their order, after `config.logit_bias`.
+
+    Raises InputError for a bias of a token that the model does not have.
+    """
 
     def __init__(self, config: SamplingConfig, model: Model) -> None:
         n_vocab = model.info.n_vocab
@@ -81,6 +84,8 @@ class ChainSampler(Sampler):
         self._n_last = max((windows.get(name, 0) for name in config.samplers), default=0)
         self._tokens = TokenArray(n_vocab)
         bias = dict(config.logit_bias)
+        if unknown := [token for token in bias if token >= n_vocab]:
+            raise InputError(f"The model has no token {unknown[0]:,}.", f"--logit-bias takes 0 to {n_vocab - 1:,}.")
         if config.ignore_eos:
             bias |= dict.fromkeys(model.eog_tokens, -math.inf)
         self._bias_ids = np.fromiter(bias, np.intp)

@@ -32,6 +32,7 @@ def test_options_reach_the_samplers() -> None:
     assert config.logit_bias == ((65, 1.5), (66, -1e30), (7, -2.0))
     assert config.dry_sequence_breakers == () and config.stop == ("a", "b")
     assert (config.typical_p, config.top_n_sigma, config.dynatemp_exponent) == (0.5, 2, 2)
+    assert SamplingOptions(reverse_prompt=["\\n"]).unescaped().config().stop == ("\n",)
     assert SamplingOptions(sampling_seq="edskypmxt").config().samplers == DEFAULT_SAMPLERS
 
 

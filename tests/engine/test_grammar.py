@@ -200,6 +200,23 @@ def test_going_back_repeats_the_draws(model: Model) -> None:
     assert sampler.accept(rows[:1], [], [], []) == after
 
 
+def test_the_grammar_holds_after_reasoning(model: Model) -> None:
+    """While an answer reasons all tokens may come; drafts beyond the end tag follow the grammar."""
+    logits = np.zeros((6, N_VOCAB), dtype=np.float32)
+    for row, token in enumerate(b"x</t>!"):
+        logits[row, token] = 9.0
+    logits[5, ord("7")] = 8.0
+    for temperature in (0.0, 0.5):
+        config = SamplingConfig(temperature=temperature, top_k=2, min_p=0.5, seed=1, grammar="root ::= [0-9]")
+        sampler = new_sampler(config, model, after="</t>")
+        drafts = list(b"x</t>")
+        assert sampler.accept(logits, drafts, [Candidates.certain(token) for token in drafts], []) == (5, ord("7"))
+        begun = new_sampler(config, model, begun=drafts, after="</t>")
+        assert begun.accept(logits[5:], [], [], []) == (0, ord("7"))
+        begun.state = {"random": begun.state["random"], "n_taken": 3}
+        assert begun.accept(logits[3:], list(b"t>"), [Candidates.certain(token) for token in b"t>"], [])[1] == ord("7")
+
+
 def test_an_answer_goes_on_where_it_was_cut_off(tiny_moe: Path) -> None:
     sampling = SamplingConfig(temperature=0, grammar=DATE)
     with Session.open(EngineConfig(model=tiny_moe, n_ctx=256, n_threads=1)) as session:

@@ -18,7 +18,7 @@ from moeedge.engine.grammar import new_sampler
 from moeedge.engine.sampler_chain import ChainSampler
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig
-from moeedge.errors import EngineError
+from moeedge.errors import EngineError, InputError
 from moeedge.llama.model import Model
 from tests.support.tiny_vocab import N_VOCAB
 
@@ -180,6 +180,11 @@ def test_the_smallest_sampler_that_has_all_filters(model: Model) -> None:
     assert type(new_sampler(SamplingConfig(temperature=0.3, repeat_penalty=1.2), model)) is Sampler
     assert type(new_sampler(SamplingConfig(samplers=("top_k", "temperature")), model)) is ChainSampler
     assert not SamplingConfig(xtc_threshold=0.3, dry_base=2.0).needs_chain
+
+
+def test_a_bias_of_a_token_that_is_not_there(model: Model) -> None:
+    with pytest.raises(InputError):
+        new_sampler(SamplingConfig(logit_bias=((N_VOCAB, 1.0),)), model)
 
 
 def test_logits_that_are_no_numbers_are_an_error(model: Model) -> None:
