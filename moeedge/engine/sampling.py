@@ -119,6 +119,15 @@ class Sampler:
             raise EngineError(*NOT_FINITE)
         return ids, values
 
+    def many_largest(self, k: int, logits: FloatRow, history: Sequence[int]) -> NDArray[np.intp]:
+        """Ids of the `k` largest under the repeat penalty, descending; faster than `largest` for hundreds."""
+        row = _as_c(logits)
+        before = self._penalize(row, history)
+        try:
+            return _largest(logits, _column_maxima(logits), k)
+        finally:
+            _restore(row, before)
+
     def _wide_candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         """The candidates without top-k, or with a large one."""
         config = self.config
