@@ -12,6 +12,8 @@ from moeedge.bench.samples import COUNTERS
 from moeedge.data import CATALOG, load_dataset
 from moeedge.scoring.answers import SCORERS, Reference
 from tests.bench.recording import make_plan, run, write_conversations
+from tests.benchmarks.performance import read
+from tests.benchmarks.policies_table import table
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _TEXT = (_DOCS / "bench.md").read_text(encoding="utf-8")
@@ -30,6 +32,21 @@ def test_every_key_is_documented_and_no_other(tmp_path: Path, tiny_moe: Path) ->
     keys, counters = samples.split("The last two are objects")
     assert set(re.findall(r"`(\w+)`", keys)) == set(record["samples"][0])
     assert set(re.findall(r"`(\w+)`", counters)) == set(COUNTERS)
+
+
+def test_the_readme_has_the_table_of_its_record() -> None:
+    """Figures of README that a command measured are those of the record that it names."""
+    record = _DOCS / "benchmarks" / "policies-bundled.json.gz"
+    rows = read(record)
+    readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert table(rows) in readme
+    assert {row["repetitions"] for row in rows} == {1} and len({row["time"] for row in rows}) == 3
+    for part in ("--policy spac,lfu,spac-program,spac-paper,lru,static", "--cache-ratio 0.17", "--draft-max 8 -r 1"):
+        assert part in readme
+    assert {row["policy"] for row in rows} - {"none"} == set(
+        ["spac", "lfu", "spac-program", "spac-paper", "lru", "static"]
+    )
+    assert all(row["gamma"] == 8 and row["cache_ratio"] == 0.17 for row in rows if row["mode"] == "moeedge")
 
 
 def test_modes_and_the_bound() -> None:
