@@ -12,12 +12,12 @@ from moeedge.cli.declare import list_of, option
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.notifications import Level, Notification, Notify, ignore
-from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ids, Ranking
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from moeedge.analysis.expert_ranking import ExpertRanking
+    from moeedge.policies.expert_budget import Coverage, ExpertBudget, Ids, Ranking
 
 OFF = "off"
 AUTO: Literal["auto"] = "auto"
@@ -215,6 +215,7 @@ def make_budget(
     file: the ranking of --budget-file. order: of the ranking static without a file. Raises InputError.
     """
     from moeedge.analysis.expert_ranking import fit_layers
+    from moeedge.policies.expert_budget import ExpertBudget
 
     if ranking == "oracle":
         raise InputError(
@@ -234,7 +235,7 @@ def make_budget(
     return ExpertBudget(
         budget=fit_layers(file, n_experts) if file is not None and layers == _FITTED else n_experts,
         order=order if ranking == "static" else None,
-        ranking=cast(Ranking, ranking or ExpertBudget.ranking),
-        coverage=cast(Coverage, policy or ExpertBudget.coverage),
+        ranking=cast("Ranking", ranking or ExpertBudget.ranking),
+        coverage=cast("Coverage", policy or ExpertBudget.coverage),
         prefer_resident=ExpertBudget.prefer_resident if prefer_resident is None else prefer_resident,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
@@ -11,6 +11,8 @@ from functools import wraps
 from typing import Any, get_type_hints
 
 import typer
+
+from moeedge.cli.completion import completer, completer_of
 
 OUTPUT = "Output"  # panel of --help
 
@@ -26,11 +28,21 @@ class Output(str, Enum):
     SQL = "sql"
 
 
-def option(panel: str, spelling: str, help: str, *, also: str = "", env: str = "", **settings: Any) -> Any:
+def option(
+    panel: str,
+    spelling: str,
+    help: str,
+    *,
+    also: str = "",
+    env: str = "",
+    names: Callable[[], Iterable[str]] | None = None,
+    **settings: Any,
+) -> Any:
     """An option in a panel of --help. spelling: as --help shows it, "-m, --model FILE".
 
     also: further spellings, which --help does not show, separated by blanks. env: the environment variables, separated
-    by blanks, that set it where the command line does not; llama.cpp's names.
+    by blanks, that set it where the command line does not; llama.cpp's names. names: of its values, which a shell
+    completes; by default the words of "auto|on|off".
     """
     *flags, last = spelling.split(", ")
     flag, _, metavar = last.partition(" ")
@@ -43,6 +55,7 @@ def option(panel: str, spelling: str, help: str, *, also: str = "", env: str = "
         rich_help_panel=panel,
         envvar=variables,
         show_envvar=False,  # docs/cli.md lists them; in --help they would be half of the text
+        autocompletion=completer_of(metavar) if names is None else completer(names),
         **settings,
     )
     declared.also = tuple(also.split())
@@ -84,7 +97,14 @@ def output_option(*formats: Output, help: str, flags: tuple[str, ...] = ("-o", "
             raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}.")
         return Output(name)
 
-    return typer.Option(*flags, parser=parse, metavar="|".join(names), help=help, rich_help_panel=OUTPUT)
+    return typer.Option(
+        *flags,
+        parser=parse,
+        metavar="|".join(names),
+        help=help,
+        rich_help_panel=OUTPUT,
+        autocompletion=completer(lambda: names),
+    )
 
 
 def flatten(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from moeedge import paths
 from moeedge.cli import options
@@ -16,15 +16,15 @@ from moeedge.cli.common import memory_size
 from moeedge.cli.model_files import ModelFiles, resolve_models, tell
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DraftWord, EngineConfig
 from moeedge.errors import InputError, MoeedgeError
-from moeedge.hardware.memory import available_memory
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.local import locate
 from moeedge.hub.names import all_parts
-from moeedge.native.abi import PrefillPath, Repack
-from moeedge.scheduler.config import PlacementConfig
+
+if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does not wait for it
+    from moeedge.scheduler.config import PlacementConfig
 
 _SPIN_COUNT = "1000"
-_REPACK = {"auto": Repack.CHEAP, "on": Repack.ALL, "off": Repack.NONE}
+_REPACK = {"auto": "CHEAP", "on": "ALL", "off": "NONE"}  # names of native.abi.Repack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,8 @@ class EngineOptions:
 
     def _exceeds_memory(self) -> bool:
         """Whether the model's file does not fit what is free."""
+        from moeedge.hardware.memory import available_memory
+
         try:
             path = locate(str(self.model)).path
             n_bytes = sum(path.with_name(part).stat().st_size for part in all_parts(path.name))
@@ -78,6 +80,8 @@ class EngineOptions:
         whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams that nobody
         asked for.
         """
+        from moeedge.scheduler.config import PlacementConfig
+
         check_device(self.device)
         files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
         gamma = None if self.draft_max is None else parse_draft_length(self.draft_max)
@@ -133,7 +137,9 @@ class PlacementOptions:
 
     def config(self, *, measure_anew: bool = False) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
+        from moeedge.native.abi import PrefillPath, Repack
         from moeedge.policies.registry import POLICIES
+        from moeedge.scheduler.config import PlacementConfig
 
         if self.policy not in POLICIES:
             raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
@@ -149,7 +155,7 @@ class PlacementOptions:
             prefill=PrefillPath(self.prefill_path),
             calibrate=not self.no_calibrate,
             measure_anew=measure_anew,
-            repack=_REPACK[self.repack],
+            repack=Repack[_REPACK[self.repack]],
             warm_start=not self.no_warm_start,
         )
 

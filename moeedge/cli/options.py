@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from moeedge.cli import completion
 from moeedge.cli.declare import OUTPUT, Output, derive, list_of, option, output_option
 
 MODEL = "Model"
@@ -48,6 +49,7 @@ Model = Annotated[
         "written -hf OWNER/REPO:QUANT; what is not on this machine is downloaded. Default: the bundled model.",
         also="-mu --model-url",
         parser=_model,
+        names=completion.models,
         env="LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO LLAMA_ARG_MODEL_URL",
     ),
 ]
@@ -62,6 +64,7 @@ ModelDraft = Annotated[
         "Default: auto in chat and bench; elsewhere the bundled draft for the bundled model, the catalog's for a model "
         "of the catalog, otherwise none.",
         also="--spec-draft-model",
+        names=completion.drafts,
         env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_SPEC_DRAFT_HF_REPO",
     ),
 ]
@@ -123,6 +126,7 @@ Dataset = Annotated[
         'bundled pair), or a file of objects with "prompt", "turns" or "messages", one per line. Looked for in '
         "$MOEEDGE_DATA, the cache and the hub. Default: toy (bundled pair) or sample (other models) for profile, fit "
         "and ablate, and for bench with --policy, --cache-ratio or --score; otherwise llama-bench's synthetic tests.",
+        names=completion.datasets,
     ),
 ]
 OfflineSample = Annotated[
@@ -234,6 +238,7 @@ Device = Annotated[
         "its threads), or none. auto: the first GPU; without one none, but emulated for the bundled model in "
         "calibrate, ablate and bench's sweeps.",
         env="LLAMA_ARG_DEVICE",
+        names=completion.devices,
     ),
 ]
 
@@ -314,8 +319,8 @@ Policy = Annotated[
     option(
         PLACEMENT,
         "--policy NAME",
-        "Policy that decides which experts the device holds: spac, spac-paper, spac-program, lru, lfu, static, "
-        "moe-infinity, fate, adapmoe, hybrimoe, fiddler, sp-moe or none.",
+        f"Policy that decides which experts the device holds: {', '.join(completion.ENGINE_POLICIES[:-1])} or none.",
+        names=completion.policies,
     ),
 ]
 PolicyList = Annotated[str, list_of(Policy)]
@@ -325,6 +330,7 @@ SystemList = Annotated[
         Policy,
         metavar="LIST",
         help="Policies and systems to compare, separated by commas, or all; docs/policies.md lists them.",
+        autocompletion=completion.completer(completion.all_policies),
     ),
 ]
 Ablate = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moeedge.cli import options
+from moeedge.cli.completion import completer, models
 from moeedge.cli.declare import Output
 from moeedge.cli.model_files import download
 from moeedge.errors import InputError
@@ -17,6 +18,7 @@ Name = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
+        autocompletion=completer(models),
         help="A name of the catalog (moeedge list --all), NAME:QUANT, hf:owner/repo:QUANT or hf:owner/repo:file.gguf.",
     ),
 ]

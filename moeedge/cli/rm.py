@@ -7,13 +7,19 @@ from typing import Annotated
 
 import typer
 
+from moeedge.cli.completion import completer, models
 from moeedge.errors import InputError
 from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import plan_removal, remove
 from moeedge.units import format_bytes
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf.")
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf.",
+        autocompletion=completer(models),
+    ),
 ]
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")]
 

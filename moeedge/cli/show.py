@@ -8,12 +8,14 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import options
+from moeedge.cli.completion import completer, models
 from moeedge.cli.declare import Output
 
 Name = Annotated[
     str,
     typer.Argument(
         metavar="NAME|FILE",
+        autocompletion=completer(models),
         help="GGUF file, name of the catalog (moeedge list --all), or hf:OWNER/REPO:QUANT. Default: the bundled model.",
         show_default=False,
     ),

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from moeedge.cli import options, trace_options
+from moeedge.cli import completion, options, trace_options
 from moeedge.cli.common import integers, names, numbers
 from moeedge.cli.declare import Output, derive, flatten, option
 from moeedge.cli.trace_budgets import TraceBudgets
@@ -37,6 +37,7 @@ Hardware = Annotated[
         "--hardware NAME|FILE",
         "rtx4090-pcie4, rtx3090, rtx-a5000, a100, h200, a JSON file with the same fields, a file that moeedge "
         'calibrate wrote, or "this": the newest such file for the model. With ":cpu" after it: without its GPU.',
+        names=completion.hardware,
     ),
 ]
 Model = Annotated[
@@ -46,6 +47,7 @@ Model = Annotated[
         metavar="NAME|FILE",
         help="Model to simulate: qwen3-30b-a3b and others, or a GGUF file.",
         parser=None,
+        autocompletion=completion.completer(completion.simulated_models),
         envvar=None,  # llama.cpp's are about models that run
     ),
 ]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 from moeedge.hardware.spec import MAX_N_THREADS
 from moeedge.llama.settings import DEFAULT_KV_TYPE, MAX_N_BATCH, ContextSettings, LoadSettings
-from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.governor import DraftChoice
-from moeedge.scheduler.kept_activations import EarlierRuns
 
-if TYPE_CHECKING:  # this module is imported for --help, which must not load llama.cpp
+if TYPE_CHECKING:  # this module is imported for --help, which must not load llama.cpp, and not wait for NumPy
     from moeedge.llama.model import Mode
+    from moeedge.policies.expert_budget import ExpertBudget
+    from moeedge.scheduler.config import PlacementConfig
+    from moeedge.scheduler.governor import DraftChoice
+    from moeedge.scheduler.kept_activations import EarlierRuns
     from moeedge.scheduler.stats import StepRecord
 
 # Tokens; models are trained with up to 10 million. llama.cpp allocates a record per token and counts in 32 bits: a
@@ -116,6 +116,12 @@ class SamplingConfig:
         return self.temperature > 0 or "temperature" not in self.samplers or self.xtc_probability > 0
 
 
+def _default_placement() -> PlacementConfig:
+    from moeedge.scheduler.config import PlacementConfig
+
+    return PlacementConfig()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that a session needs to load; the caller resolves paths."""
@@ -136,7 +142,7 @@ class EngineConfig:
     # bytes of RAM for experts that are loaded from the file on demand; "auto": where the file does not fit what is free
     ram: int | Literal["auto", "off"] = "off"
     emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    placement: PlacementConfig = field(default_factory=_default_placement)
     mode: Mode = "moeedge"
     n_batch: int = 2048  # tokens per llama_decode call
     n_ubatch: int = DEFAULT_N_UBATCH  # tokens per graph

@@ -1,0 +1,95 @@
+"""Values that a shell completes: names of models, policies, machines, prompt sets and devices.
+
+`moeedge --install-completion` installs it for bash, zsh or fish. A key press waits for these functions: they load
+neither llama.cpp nor NumPy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+
+Complete = Callable[[str], list[str]]
+
+# of moeedge.policies.registry, which needs NumPy: those that the engine runs, and all
+ENGINE_POLICIES = (
+    *("spac", "spac-paper", "spac-program", "lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe"),
+    *("fiddler", "sp-moe", "none"),
+)
+SIMULATED_POLICIES = (
+    *("llama-cpp", "llama-cpp-sd", "llama-cpp-cache", "mixtral-offloading", "accelerate", "vllm"),
+    *("oracle", "belady", "all"),
+)
+
+
+def completer_of(metavar: str) -> Complete | None:
+    """Completes the values that a metavar lists, as in "auto|on|off"; None where it lists none."""
+    words = [word for word in metavar.split("|") if word == word.lower() and "://" not in word]
+    return completer(lambda: words) if "|" in metavar and words else None
+
+
+def completer(names: Callable[[], Iterable[str]]) -> Complete:
+    """A function for Typer that completes one of these names, in a list the last."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        try:
+            return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
+        except Exception:  # a broken catalog, an unreadable folder: a key press is no place for errors
+            return []
+
+    return complete
+
+
+def models() -> list[str]:
+    """Names for -m: the catalog's, and of the hub what is on this machine."""
+    from moeedge.hub.catalog import load_catalog
+    from moeedge.hub.local import list_models
+
+    return [model.name for model in list_models(load_catalog(), everything=True)]
+
+
+def drafts() -> list[str]:
+    """Values for -md."""
+    return ["auto", "mtp", "ngram", "none", *models()]
+
+
+def policies() -> tuple[str, ...]:
+    """Names for --policy where a model runs."""
+    return ENGINE_POLICIES
+
+
+def all_policies() -> tuple[str, ...]:
+    """Names for --policy where a trace is replayed or a machine simulated."""
+    return ENGINE_POLICIES + SIMULATED_POLICIES
+
+
+def datasets() -> list[str]:
+    """Names for --dataset."""
+    from moeedge.data.datasets import SAMPLE, TOY, dataset_names
+
+    return [*dataset_names(), SAMPLE, TOY]
+
+
+def hardware() -> list[str]:
+    """Names for --hardware."""
+    found = _simulator_names("hardware.json", "hardware")
+    return [*found, *(f"{name}:cpu" for name in found), "this"]
+
+
+def simulated_models() -> list[str]:
+    """Names for simulate -m."""
+    return _simulator_names("models.json", "models")
+
+
+def devices() -> list[str]:
+    """Values for -dev; which of the cards llama.cpp can use is not asked."""
+    from moeedge.hardware.nvidia import cards
+
+    return ["auto", "none", "emulated", *(f"CUDA{i}" for i in range(len(cards())))]
+
+
+def _simulator_names(file: str, key: str) -> list[str]:
+    text = files("moeedge.sim").joinpath("data", file).read_text(encoding="utf-8")
+    return list(json.loads(text)[key])
