@@ -91,5 +91,5 @@ def devices() -> list[str]:
 
 
 def _simulator_names(file: str, key: str) -> list[str]:
-    text = files("moeedge.sim").joinpath("data", file).read_text(encoding="utf-8")
+    text = (files("moeedge.sim") / "data" / file).read_text(encoding="utf-8")
     return list(json.loads(text)[key])

@@ -15,7 +15,6 @@ from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.data import load_dataset
 from moeedge.errors import InputError
-from moeedge.scheduler.config import PlacementConfig
 
 if TYPE_CHECKING:
     from moeedge.analysis.step_model import Machine
@@ -134,6 +133,8 @@ def fit(
         others=_machines(what_if_hardware),
         acceptance_chance=acceptance_chance,
     )
+    from moeedge.scheduler.config import PlacementConfig
+
     config = engine.config(PlacementConfig(cache_ratio=0.0))  # an expert cache would change while times are taken
     if limit < 0:
         raise ValueError(f"--limit must be >= 0, not {limit}")

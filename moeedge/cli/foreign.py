@@ -83,6 +83,7 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
         env="LLAMA_ARG_THINK",
     ),
     "--hidethinking": Instead("--hide-thinking"),
+    "--nowordwrap": Instead("--plain"),
     "--spec-type": Instead(
         by_value={
             "none": "-md none",

@@ -64,6 +64,22 @@ _LLAMA_CPP = """\
 --min-p 0.05
 --repeat-penalty 1.1
 --repeat-last-n 64
+--presence-penalty 0.5
+--frequency-penalty 0.5
+--typical 0.9
+--top-nsigma 1.0
+--xtc-probability 0.5
+--dry-multiplier 0.8
+--mirostat 2
+--samplers "top_k;top_p;temperature"
+--logit-bias 15043+1
+--ignore-eos
+--grammar-file list.gbnf
+-j "{}"
+--chat-template chatml
+--jinja
+--reasoning-format none
+--reasoning-budget 0
 -s 42
 --seed 42
 -cnv
@@ -101,6 +117,10 @@ run gpt-oss-20b
 run gpt-oss-20b "Why is the sky blue?"
 run gpt-oss-20b --verbose
 run gpt-oss-20b --keepalive 5m
+run gpt-oss-20b --format json
+run gpt-oss-20b --think=high
+run gpt-oss-20b --hidethinking
+run gpt-oss-20b --nowordwrap
 ls
 list
 ps

@@ -245,13 +245,14 @@ Device = Annotated[
 
 def _name_backends(files: list[str] | None) -> list[str] | None:
     """Names the files in $GGML_BACKEND_PATH, where this process and its children look for them."""
+    if not files:
+        return files
     from moeedge.native.backends import PATH_VARIABLE
 
-    paths = [str(Path(file).expanduser().absolute()) for file in files or []]
+    paths = [str(Path(file).expanduser().absolute()) for file in files]
     if split := [path for path in paths if os.pathsep in path]:
         raise typer.BadParameter(f'The name of a backend cannot contain "{os.pathsep}": {split[0]}.')
-    if paths:
-        os.environ[PATH_VARIABLE] = os.pathsep.join(filter(None, [os.environ.get(PATH_VARIABLE), *paths]))
+    os.environ[PATH_VARIABLE] = os.pathsep.join(filter(None, [os.environ.get(PATH_VARIABLE), *paths]))
     return files
 
 

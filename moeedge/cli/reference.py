@@ -23,6 +23,9 @@ _INTRODUCTION = """\
 Results go to standard output, logs and progress to standard error. Exit codes: 0 done, 1 failure, 2 bad input,
 130 stopped by Ctrl-C, 143 by SIGTERM. Options are named as in llama.cpp where it has them.
 
+`moeedge --install-completion` lets bash, zsh or fish complete commands, options and values (models, policies, prompt
+sets, machines, devices); `moeedge --show-completion` prints what it installs.
+
 This file is made from the commands' own declarations: `python -m moeedge.cli.reference > docs/cli.md`.
 
 """

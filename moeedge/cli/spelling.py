@@ -17,6 +17,7 @@ from moeedge.cli.foreign import COMMANDS, OPTIONS, Already, Instead, Refused, Se
 from moeedge.errors import InputError
 
 _HELP = ("-h", "--help")
+_SIMILAR = 0.7  # difflib's ratio from which a spelling is suggested
 _VARIABLES = "LLAMA_ARG_"
 _VALUE_ATTACHED = re.compile(r"-[A-Za-z][\d.]+[A-Za-z]*")  # -t4, -c8k
 _FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
@@ -194,7 +195,9 @@ class Speller:
         others = self._elsewhere(spelling)
         if others:
             return InputError(f"{message}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it.")
-        similar = [name for name in difflib.get_close_matches(spelling, self.spellings, n=3) if len(name) > 2]
+        similar = [
+            name for name in difflib.get_close_matches(spelling, self.spellings, n=3, cutoff=_SIMILAR) if len(name) > 2
+        ]
         if not similar and spelling[1] != "-" and _takes_value(self._params.get(spelling[:2])):
             similar = [f"{spelling[:2]} {spelling[2:]}"]
         hint = f"Did you mean {' or '.join(similar)}?" if similar else f"See moeedge {self.name} --help."

@@ -21,6 +21,7 @@ from moeedge.cli.reference import markdown
 from moeedge.ui.chat.commands import help_rows
 from tests.support.commands import all_commands, option_names
 
+_OF_TYPER = {"--help", "--install-completion", "--show-completion"}
 _NAME = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -76,7 +77,7 @@ def test_the_reference_names_only_what_exists() -> None:
     groups = {name.split()[0] for name in all_commands()}
     assert set(sections(text)) == set(sections(markdown())) == groups | set(all_commands())
     others = set(foreign_options()) | {name for habit in habits() for name in _NAME.findall(habit.typed)}
-    assert set(_NAME.findall(text)) <= option_names() | further_names() | others | {"--help"}
+    assert set(_NAME.findall(text)) <= option_names() | further_names() | others | _OF_TYPER
     for row in help_rows():
         assert f"* `{row.label}`: {row.value}\n" in sections(text)["chat"]
 
