@@ -138,7 +138,9 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "-lcs, --lookup-cache-static, -lcd, --lookup-cache-dynamic": _NGRAMS,
     "--spec-ngram-size-n, --spec-ngram-size-m, --spec-ngram-min-hits": _NGRAMS,
     "--spec-ngram-mod-n-min, --spec-ngram-mod-n-max, --spec-ngram-mod-n-match": _NGRAMS,
-    "-sm, --split-mode, -ts, --tensor-split, -mg, --main-gpu": _ONE_GPU,
+    "-sm, --split-mode": Already("moeedge computes on one GPU", values=("none",)),
+    "-mmp": Instead(by_value={"0": "--no-mmap", "1": "--mmap"}),
+    "-ts, --tensor-split, -mg, --main-gpu": _ONE_GPU,
     "-fitt, --fit-target, -fitc, --fit-ctx": Refused(
         "moeedge sizes what it places on the GPU itself.", "--vram SIZE limits the experts there, -c N the context."
     ),
@@ -151,7 +153,7 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
         "moeedge applies no control vectors.", "Leave it out."
     ),
     "-nr, --no-repack, --no-host, -kvo, --kv-offload, -nkvo, --no-kv-offload": _KERNELS,
-    "--op-offload, --no-op-offload, -ncffn, --n-cpu-ffn": _KERNELS,
+    "--op-offload, --no-op-offload, -nopo, -ncffn, --n-cpu-ffn": _KERNELS,
     "-dt, --defrag-thold, -kvu, --kv-unified, -no-kvu, --no-kv-unified, --swa-full": _KERNELS,
     "-ctxcp, --ctx-checkpoints, --swa-checkpoints, -cram, --cache-ram": _KERNELS,
     "--keep": Refused("where the context is full, the older half goes.", "--context-shift switches that on."),

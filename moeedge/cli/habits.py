@@ -106,10 +106,25 @@ _LLAMA_CPP = """\
 --port 8080
 -np 4
 -fit on
+-tb 8
+-fa on
+-ctk q8_0 -ctv q8_0
+-b 2048 -ub 512
+--mlock
+--no-mmap
+-ot "exps=CPU"
+--lora adapter.gguf
 """
 _LLAMA_BENCH = """\
 -m model.gguf -p 512 -n 128
 -ngl 99 -r 5
+-p 512,1024 -t 1,2 -d 0,4096
+-pg 512,128
+-fa 1
+-ctk q8_0 -ctv q8_0
+-mmp 0
+-nopo 1
+-sm none
 -o json
 """
 _OLLAMA = """\
