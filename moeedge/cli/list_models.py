@@ -61,4 +61,4 @@ def list_models(
     elif output is Output.JSON:
         typer.echo(models_json(models), nl=False)
     else:
-        print_models(models, hub_cache(), stdout_console(), everything=everything)
+        print_models(models, hub_cache(), stdout_console(), everything=everything, starter=catalog.starter())

@@ -58,7 +58,7 @@ def threads() -> Iterator[Finding]:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > 0.5 * n_usable + 0.5:
         hint = "End other programs before you measure: they take cores from the model."
-        yield Finding("threads", "warning", f"{text}; the machine's load is {load:.1f} already", hint)
+        yield Finding("threads", "warning", f"the machine's load is {load:.1f} already; {text}", hint)
         return
     spin = os.environ.get("GOMP_SPINCOUNT", "0")
     if not spin.isdigit() or int(spin) > _LONG_SPIN or os.environ.get("OMP_WAIT_POLICY", "").lower() == "active":

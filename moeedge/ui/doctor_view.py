@@ -1,4 +1,4 @@
-"""The findings of `moeedge doctor`: a line each, then what to do about it; or one JSON object."""
+"""The findings of `moeedge doctor`: a line each, what to do about it; or one JSON object."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _MARKS = {"ok": ("ok", "green"), "info": ("-", "dim"), "warning": ("!", "yellow"), "broken": ("x", "bold red")}
 _TOPIC_WIDTH = 10
 _ELLIPSIS = "..."
+_COMMAND = "pip install"  # in a hint that is to be copied
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -29,8 +30,9 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
     for finding in with_hint:
         mark, style = _MARKS[finding.status]
-        cut = f" {visible(finding.text)}." if _is_cut(finding, console) else ""
-        console.print(Text(f"{mark} {finding.topic}:{cut} {visible(finding.hint)}", style=style), soft_wrap=True)
+        cut = f" {visible(finding.text)}" if finding.status == "broken" and _is_cut(finding, console) else ""
+        text = f"{mark} {finding.topic}:{cut} {visible(finding.hint)}"
+        console.print(Text(text, style=style), soft_wrap=_COMMAND in text or not console.is_terminal)
     console.print()
     console.print(_verdict(report), style="bold")
 

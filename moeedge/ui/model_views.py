@@ -17,6 +17,7 @@ from moeedge.widen.shape import SIZE_NAMES
 
 if TYPE_CHECKING:
     from moeedge.hardware.devices import DeviceRow
+    from moeedge.hub.catalog import Starter
     from moeedge.hub.local import ListedModel
     from moeedge.hub.pull import MissingFile, WantedModel
     from moeedge.planning.estimate import FittingModel, FittingModels
@@ -47,8 +48,10 @@ _MODEL_COLUMNS = (
 )
 
 
-def print_models(models: list[ListedModel], folder: Path, console: Console, *, everything: bool) -> None:
-    """One row per model, then the notes on single models."""
+def print_models(
+    models: list[ListedModel], folder: Path, console: Console, *, everything: bool, starter: Starter | None = None
+) -> None:
+    """One row per model, then the notes on single models. starter: to be offered where no real model is here."""
     print_table(console, _MODEL_COLUMNS, models)
     console.print()
     if everything:
@@ -60,6 +63,9 @@ def print_models(models: list[ListedModel], folder: Path, console: Console, *, e
     console.print(f"Downloads are stored in {folder}.", soft_wrap=True)
     if not everything:
         console.print("moeedge list --all shows what the catalog offers; moeedge pull NAME downloads it.")
+    if starter is not None and len(models) <= 1:  # the toy pair
+        size = "" if starter.size_bytes is None else f", {format_bytes(starter.size_bytes)}"
+        console.print(f"A first real model{size}: {starter.command}", soft_wrap=True)
 
 
 _PLACES = {

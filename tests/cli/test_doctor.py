@@ -53,8 +53,10 @@ def test_without_llama_cpp(tmp_path: Path) -> None:
 def test_it_is_one_screen(columns: int, capsys: pytest.CaptureFixture[str]) -> None:
     findings = [Finding(f"topic {i}", "ok", "a long text " * 20) for i in range(14)]
     findings += [Finding("threads", "warning", "a long text " * 20, "Do something about it.")]
+    findings += [Finding("library", "broken", "what is wrong " * 20, "Install it again.")]
     print_report(Report(tuple(findings)), Console(width=columns, force_terminal=True, color_system=None))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
-    assert all(len(line) <= columns for line in lines[:15])
-    assert "Do something about it." in lines[-3] and lines[-3].count("a long text") == 20  # entire where it matters
+    assert all(len(line) <= columns for line in lines)
+    assert any("Do something about it." in line for line in lines)
+    assert sum(line.count("what is wrong") for line in lines) > 20  # entire where it matters

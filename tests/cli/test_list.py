@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moeedge.hub.cache import hub_cache
+from moeedge.hub.catalog import load_catalog
 from tests.support.commands import refused, run, run_json
 
 ORDER = ["GPU", "GPU and RAM", "RAM", "disk"]
@@ -44,3 +46,12 @@ def test_without_all_only_what_is_here() -> None:
 def test_bad_sizes() -> None:
     assert "12GB" in refused("list", "--fits", "12")
     assert "--fits" in refused("list", "--ram", "12GB")
+
+
+def test_a_machine_without_models_is_offered_one() -> None:
+    starter = load_catalog().starter()
+    assert starter is not None and starter.command in run("list").stdout
+    blob = hub_cache() / "models--me--x-GGUF" / "snapshots" / ("c" * 40) / "x.gguf"
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(b"GGUF")
+    assert starter.command not in run("list").stdout

@@ -38,14 +38,14 @@ def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> No
     assert answer.returncode == 0, answer.stderr
     assert "7" in answer.stdout
     assert "small is" in answer.stderr
-    assert "gamma auto" in answer.stderr and "accepted" in answer.stderr
+    assert "drafts by small" in answer.stderr and "accepted" in answer.stderr
 
     chosen = place.run(*arguments, "-md", "small", "--draft-max", "3")
     assert (chosen.returncode, chosen.stdout) == (0, answer.stdout)
-    assert "gamma 3" in chosen.stderr and "by the catalog" not in chosen.stderr
+    assert "up to 3 tokens" in chosen.stderr and "by the catalog" not in chosen.stderr
     without = place.run(*arguments, "-md", "none")
     assert (without.returncode, without.stdout) == (0, answer.stdout)
-    assert "speculation off" in without.stderr
+    assert "drafts off" in without.stderr
 
 
 @pytest.mark.parametrize("words", [["-hf", "me/big-GGUF:Q4_K_M"], ["-hf", "me/big-GGUF", "-hff", "big-Q4_K_M.gguf"]])
