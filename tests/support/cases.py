@@ -19,4 +19,6 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4", {}),  # every other layer dense, one expert per token, weights before the experts
     "granitemoe": ("granitemoe", {}),  # factors on embeddings, residual stream, attention and logits
     "gemma4": ("gemma4", {}),  # GELU experts next to a dense part, router with a scale, norms after each part, windows
+    "granitehybrid": ("granitehybrid", {}),  # Mamba layers, shared expert
+    "nemotron": ("nemotron_h_moe", {}),  # experts of two matrices with a squared ReLU, in layers of their own
 }

@@ -48,6 +48,8 @@ ARCHITECTURES = (
     "cohere2moe",
     "granitemoe",
     "gemma4",
+    "granitehybrid",
+    "nemotron_h_moe",
     "eagle3",
     "dflash",
 )
@@ -64,6 +66,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mimo2": {"mtp": 3},
     "hy_v3": {"mtp": 1},
     "cohere2moe": {"mtp": 1},
+    "granitehybrid": {"residual": 14.0, "logit_std": 24.0},
+    "nemotron_h_moe": {"layers": 4},
     "granitemoe": {"residual": 14.0, "logit_std": 24.0},  # what its scales leave of them: as in the others
     "eagle3": {"experts": 0, "layers": 1, "heads_kv": 4},
     "dflash": {"experts": 0, "layers": 2, "heads_kv": 4},

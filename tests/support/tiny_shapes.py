@@ -61,6 +61,7 @@ class TensorSpec:
 
 _FIRST_DENSE = ("deepseek2", "glm4moe", "step35", "hy_v3", "mimo2", "cohere2moe")  # the first layer has no experts
 _WINDOWED = ("step35", "mimo2", "cohere2moe", "gemma4")  # with sliding windows
+_MAMBA = ("granitehybrid", "nemotron_h_moe")  # with Mamba-2 layers
 Metadata = dict[str, int | float | bool | list[bool] | list[int]]
 
 
@@ -98,14 +99,26 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
         keys |= {"logit_scale": 1.0, "leading_dense_block_count": 1, "attention.sliding_window_pattern": 2}
     if arch == "qwen2moe":
         keys["expert_shared_feed_forward_length"] = d.shared_ff
-    if arch == "granitemoe":  # Granite 3.1 1B-A400M's factors; attention's follows the heads
+    if arch in _MAMBA:
+        keys |= {"ssm.conv_kernel": 4, "ssm.inner_size": 2 * d.embd, "ssm.state_size": 16, "ssm.group_count": 1}
+        keys |= {"ssm.time_step_rank": d.heads, "expert_shared_feed_forward_length": d.shared_ff}
+        layers = range(d.layers)
+        keys["attention.head_count_kv"] = [d.heads_kv if has_attention(arch, layer) else 0 for layer in layers]
+    if arch == "nemotron_h_moe":
+        keys |= {"attention.layer_norm_epsilon": 1e-6, "expert_feed_forward_length": d.expert_ff}
+        keys |= {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+        keys["expert_gating_func"] = 2
+        keys["feed_forward_length"] = [d.ff if layer % 2 else 0 for layer in range(d.layers)]
+    if arch in ("granitemoe", "granitehybrid"):  # Granite 3.1 1B-A400M's factors; attention's follows the heads
         keys |= {
             "embedding_scale": 12.0,
             "residual_scale": 0.22,
             "logit_scale": 6.0,
             "attention.scale": d.head_dim**-0.5,
         }
-    if arch in ("llama", "olmoe", "granitemoe") and d.experts:  # these name the experts' width as the dense one
+    if (
+        arch in ("llama", "olmoe", "granitemoe", "granitehybrid") and d.experts
+    ):  # these name the experts' width as the dense one
         keys["feed_forward_length"] = d.expert_ff
     if arch == "gpt-oss":
         keys["attention.sliding_window"] = 32
@@ -172,8 +185,7 @@ def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     if arch == "gemma4":
         yield TensorSpec("rope_freqs.weight", (d.head_dim // 2,), 0.0, mean=1.0)
     for layer in range(d.layers + d.mtp):
-        attention = _delta_net(d) if is_recurrent(arch, d, layer) else _attention(arch, d)
-        for spec in [*attention, *_feed_forward(arch, d, layer)]:
+        for spec in _layer(arch, d, layer):
             yield replace(spec, name=f"blk.{layer}.{spec.name}")
     for layer in range(d.layers, d.layers + d.mtp):
         # the token's embedding goes on nearly as it is, so that the head guesses right now and then
@@ -182,6 +194,27 @@ def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
         yield _norm(f"blk.{layer}.nextn.hnorm.weight", d.embd)
     yield _norm("output_norm.weight", d.embd)
     yield TensorSpec("output.weight", (d.vocab, d.embd), d.logit_std / d.embd**0.5, d.dense_type)
+
+
+def _layer(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
+    """One layer: attention or a recurrent state, then experts; of Nemotron one of these."""
+    if arch == "nemotron_h_moe":
+        if layer % 2:
+            yield _norm("attn_norm.weight", d.embd)
+            yield from _feed_forward(arch, d, layer)
+        else:
+            yield from _attention(arch, d) if has_attention(arch, layer) else _mamba(d)
+        return
+    if arch in _MAMBA and not has_attention(arch, layer):
+        yield from _mamba(d)
+    else:
+        yield from _delta_net(d) if is_recurrent(arch, d, layer) else _attention(arch, d)
+    yield from _feed_forward(arch, d, layer)
+
+
+def has_attention(arch: str, layer: int) -> bool:
+    """Of architectures with Mamba layers: whether this layer has attention instead."""
+    return layer == 1 if arch == "granitehybrid" else layer % 4 == 2
 
 
 def _norm(name: str, width: int) -> TensorSpec:
@@ -242,6 +275,20 @@ def _delta_net(d: TinyDims) -> Iterator[TensorSpec]:
     yield _matrix(d, "ssm_out.weight", d.embd, values, d.residual)
 
 
+def _mamba(d: TinyDims) -> Iterator[TensorSpec]:
+    """A Mamba-2 mixer: twice the width, one group, a state of 16, as many heads as attention."""
+    inner, state = 2 * d.embd, 16
+    yield _norm("attn_norm.weight", d.embd)
+    yield _matrix(d, "ssm_in.weight", 2 * inner + 2 * state + d.heads, d.embd)
+    yield TensorSpec("ssm_conv1d.weight", (inner + 2 * state, 4), 0.5)
+    yield TensorSpec("ssm_conv1d.bias", (inner + 2 * state,), 0.1)
+    yield TensorSpec("ssm_dt.bias", (d.heads,), 0.3)
+    yield TensorSpec("ssm_a", (d.heads, 1), 0.1, mean=-0.5)  # a state that fades
+    yield TensorSpec("ssm_d", (d.heads, 1), 0.1, mean=1.0)
+    yield TensorSpec("ssm_norm.weight", (1, inner), 0.1, mean=1.0)
+    yield _matrix(d, "ssm_out.weight", d.embd, inner, d.residual)
+
+
 def _latent_attention(d: TinyDims) -> Iterator[TensorSpec]:
     rank = d.embd // 2
     yield _matrix(d, "attn_q_a.weight", rank, d.embd)
@@ -257,7 +304,7 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
     if arch == "gemma4":
         yield from _gemma_norms(d)
     after_attention = arch in ("gpt-oss", "glm4moe", "qwen35moe")
-    if arch not in ("cohere2moe", "gemma4"):  # the first: next to attention
+    if arch not in ("cohere2moe", "gemma4", "nemotron_h_moe"):  # the first: next to attention
         yield _norm("post_attention_norm.weight" if after_attention else "ffn_norm.weight", d.embd)
     dense = not d.experts or (arch in _FIRST_DENSE and layer == 0) or (arch == "llama4" and layer % 2 == 0)
     dense = dense or (arch == "mimo2" and layer >= d.layers)
@@ -271,7 +318,8 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
     if d.merged:
         yield TensorSpec("ffn_gate_up_exps.weight", (experts, 2 * ff, d.embd), up_std, d.expert_type)
     else:
-        yield TensorSpec("ffn_gate_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
+        if arch != "nemotron_h_moe":  # whose experts have two matrices, and a squared ReLU between them
+            yield TensorSpec("ffn_gate_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
         yield TensorSpec("ffn_up_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
     down_type = (d.odd_down_type if layer % 2 else "") or d.expert_type
     yield TensorSpec("ffn_down_exps.weight", (experts, d.embd, ff), down_std, down_type)
@@ -285,13 +333,16 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
             yield TensorSpec(f"ffn_{name}_exps.scale", (experts,), 0.3, mean=1.0)
     if arch in ("qwen2moe", "qwen35moe"):
         yield TensorSpec("ffn_gate_inp_shexp.weight", (d.embd,), d.embd**-0.5)
-    if arch in ("qwen2moe", "qwen35moe", "deepseek2", "glm4moe", "step35", "hy_v3", "cohere2moe"):
+    if arch in ("qwen2moe", "qwen35moe", "deepseek2", "glm4moe", "step35", "hy_v3", "cohere2moe", "granitehybrid"):
         yield from _swiglu(d, "_shexp", d.shared_ff)
+    if arch == "nemotron_h_moe":
+        yield _matrix(d, "ffn_up_shexp.weight", d.shared_ff, d.embd)
+        yield _matrix(d, "ffn_down_shexp.weight", d.embd, d.shared_ff, 2.0 * d.residual)
     if arch == "llama4":
         yield from _swiglu(d, "_shexp", d.expert_ff)
     if arch == "gemma4":
         yield from _swiglu(d, "", d.shared_ff)
-    if d.sigmoid or arch in ("glm4moe", "step35", "mimo2"):
+    if d.sigmoid or arch in ("glm4moe", "step35", "mimo2", "nemotron_h_moe"):
         yield TensorSpec("exp_probs_b.bias", (experts,), 0.1)
 
 
