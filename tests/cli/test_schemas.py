@@ -64,6 +64,27 @@ def test_bench_rows(pair: list[str]) -> None:
     assert all(errors("bench", [rows[0] | part]) for part in wrong)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-dev", "emulated", "--policy", "spac", "--cache-ratio", 0.5),
+        ("-dev", "none", "-md", "none"),
+        ("-dev", "none", "--draft-max", 3, "--expert-budget", 4),
+    ],
+)
+def test_a_chats_answer(options: tuple[object, ...], pair: list[str]) -> None:
+    result = run("chat", *pair, "-p", "tell me", "-n", 12, "--no-calibrate", *options, "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert not errors("chat", answer)
+    stats = answer["stats"]
+    assert (stats["placement"] is not None) == ("emulated" in options)
+    assert stats["lossy"] == ("--expert-budget" in options)
+    without = {key: value for key, value in stats.items() if key != "tg_ts"}
+    wrong = ({"stop_reason": "tired"}, {"unknown": 1}, {"stats": without}, {"stats": stats | {"hit_rate_pairs": 2}})
+    assert all(errors("chat", answer | part) for part in wrong)
+
+
 def contents(path: Path) -> dict[str, Any]:
     """A trace file as its schema describes it."""
     with np.load(path) as archive:
@@ -89,6 +110,6 @@ def test_traces(tmp_path: Path, pair: list[str]) -> None:
 
 
 def test_the_command_prints_them() -> None:
-    assert run("schema").stdout.split() == schema_names() and {"bench", "trace"} <= set(schema_names())
+    assert run("schema").stdout.split() == schema_names() and {"bench", "chat", "trace"} <= set(schema_names())
     assert json.loads(run("schema", "bench").stdout) == json.loads(schema_text("bench"))
     assert "bench" in refused("schema", "benches")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles
@@ -18,9 +20,10 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.notifications import ignore
-from moeedge.ui.chat.commands import COMMANDS, LEAVING, completions, run_command
+from moeedge.ui.chat.commands import COMMANDS, LEAVING, completions, help_rows, run_command
 from moeedge.ui.chat.sessions import first_words, last_messages
 from moeedge.ui.chat.settings import Settings
+from moeedge.ui.console import show_figures
 from tests.conftest import TinyFactory
 from tests.ui.test_repl import GREEDY, Line, Talk, on_step
 
@@ -203,3 +206,10 @@ def test_the_old_model_stays_where_another_cannot_be_opened(is_file: bool, switc
     assert len(talk.messages) == 4
     assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe"] * 2
     assert "other.gguf" in talk.err
+
+
+def test_help_fits_a_small_terminal(session: Session, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    show_figures(console, help_rows())
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == len(help_rows()) <= 23 and max(map(len, lines)) <= 80

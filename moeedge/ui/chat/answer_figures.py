@@ -125,7 +125,9 @@ def answer_rows(
     rows = [Figure("answer", length), Figure("prompt", _prompt(stats))]
     if stats.drafted:
         rows.append(Figure("drafts accepted", acceptance(stats)))
-        rows.append(Figure("tokens per step", f"{stats.tokens_per_step:.2f}, of {stats.drafts_per_step:.1f} drafts"))
+        rows.append(
+            Figure("tokens per step", f"{stats.tokens_per_step:.2f}, with {stats.drafts_per_step:.1f} drafts per step")
+        )
     elif not info.gamma:
         rows.append(Figure("drafts", "off"))
     if stats.choice is not None:

@@ -54,9 +54,9 @@ def help_rows() -> list[Figure]:
         Figure(f"{command.name} {command.argument}".strip(), command.help + _also(command)) for command in COMMANDS
     ]
     table.append(Figure("Alt-Enter, Ctrl-J", "A new line in a message."))
-    table.append(Figure('"""', 'Begins a message of several lines; another """ at the end of a line ends it.'))
+    table.append(Figure('"""', 'Begins a message of several lines; """ also ends it.'))
     table.append(Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR."))
-    table.append(Figure("Ctrl-C", "Stops an answer and keeps its text; drops a line being typed."))
+    table.append(Figure("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."))
     return table
 
 
@@ -72,7 +72,11 @@ def _exit(_chat: Chat, _argument: str) -> Result:
     return Result(next=Next.EXIT)
 
 
-def _info(chat: Chat, _argument: str) -> Result:
+def _info(chat: Chat, argument: str) -> Result:
+    if argument == "system":  # as ollama's /show system and /show parameters
+        return _system(chat, "")
+    if argument == "parameters":
+        return _set(chat, "")
     return Result(table=greeting.details(chat.info), lines=list(chat.info.notes))
 
 
@@ -137,13 +141,6 @@ def _set(chat: Chat, argument: str) -> Result:
 _FROM_OLLAMA = {"verbose": "stats full", "quiet": "stats off", "nothink": "think off"}
 
 
-def _show(chat: Chat, argument: str) -> Result:
-    """As ollama's /show."""
-    if argument == "system":
-        return _system(chat, "")
-    return _set(chat, "") if argument == "parameters" else _info(chat, argument)
-
-
 def _stats(chat: Chat, _argument: str) -> Result:
     if not chat.turns:
         return Result(["No answer yet."])
@@ -204,22 +201,21 @@ def _path(argument: str, command: str) -> Path:
 
 COMMANDS = (
     Command("/help", "", "Shows this list.", _help, ("/?",)),
-    Command("/exit", "", "Leaves; so do Ctrl-D, exit, quit and bye.", _exit, ("/bye", "/quit", "/q")),
+    Command("/exit", "", "Leaves; so do Ctrl-D and bye.", _exit, ("/bye", "/quit", "/q")),
     Command("/regen", "", "Answers the last message again.", _regen, ("/retry",)),
     Command("/edit", "", "Lets you change the last message, and answers it anew.", _edit),
     Command("/undo", "", "Takes the last message and its answer back.", _undo),
     Command("/clear", "", "Forgets the conversation.", _clear, ("/reset", "/new")),
     Command("/read", "FILE", "Puts a text file before your next message.", _read),
     Command("/system", "[TEXT]", 'Shows or sets the system prompt; "" removes it.', _system),
-    Command("/set", "[NAME VALUE]", "Lists or changes settings: /set temp 0.5, /set stats full.", _set),
+    Command("/set", "[NAME VALUE]", "Lists or changes settings, as in /set temp 0.5.", _set),
     Command("/model", "[NAME|FILE]", "Goes on with another model.", _model),
-    Command("/info", "", "Shows the model, where its experts are, and how that was chosen.", _info),
+    Command("/info", "", "Shows the model, where its experts are, and why.", _info, ("/show",)),
     Command("/stats", "", "Shows all figures of the last answer, and sums.", _stats),
     Command("/save", "FILE", "Saves the conversation as JSON.", _save),
     Command("/load", "FILE", "Loads a saved conversation.", _load),
     Command("/sessions", "", "Lists chats that ended unexpectedly.", _sessions),
-    Command("/resume", "[N]", "Goes on with a chat that ended unexpectedly; /resume drop deletes all.", _resume),
-    Command("/show", "[system|parameters]", "The same as /info, /system and /set.", _show),
+    Command("/resume", "[N|drop]", "Goes on with one of these, or deletes all.", _resume),
 )
 LEAVING = ("exit", "quit", "bye")  # without a slash, as a message of its own
 # commands of other programs: what to do instead
