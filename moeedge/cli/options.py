@@ -58,11 +58,10 @@ ModelDraft = Annotated[
     option(
         MODEL,
         "-md, --model-draft FILE|NAME|mtp|ngram|auto|none",
-        "Source of drafts: a smaller model with the same vocabulary, an EAGLE-3 or DFlash draft of the model, the head "
-        "in the model's own file (mtp), n-gram lookup in the text so far, or none; auto: its own head, else the "
-        "bundled or the catalog's draft, else n-grams. "
-        "Default: auto in chat and bench; elsewhere the bundled draft for the bundled model, the catalog's for a model "
-        "of the catalog, otherwise none.",
+        "Where drafts come from, the guesses that the model checks several at a time: a smaller model or an EAGLE-3 or "
+        "DFlash draft of it (FILE, NAME), the head in the model's own file (mtp), the text so far (ngram), the best of "
+        "these that is here (auto), or none. Default: auto in chat and bench; elsewhere the bundled or the catalog's "
+        "draft, or none.",
         also="--spec-draft-model",
         names=completion.drafts,
         env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_SPEC_DRAFT_HF_REPO",
