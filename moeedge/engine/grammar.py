@@ -64,14 +64,11 @@ class GrammarSampler(Sampler):
         self._plain = ChainSampler(config, model) if config.needs_chain else Sampler(config, model.info.n_vocab)
         self._plain._rng = self._rng  # one stream of random numbers
         self.greedy = self._plain.greedy
-        self._model = model
         self._tokens = TokenArray(model.info.n_vocab)
         self._largest_values = LargestValues(_N_LIKELY)
-        self._start = Grammar.parse(config.grammar, model.vocab)
-        self._grammar = self._start.clone()
-        self._taken: list[int] = []
         self._after = after.encode()
-        self._waits, self._tail = bool(after), b""
+        self._taken: list[int] = []
+        self.use(model)
         for token in begun:
             if not self._allows(token):
                 raise InputError("The answer so far does not follow the grammar.", "Use /set grammar off to go on.")
@@ -86,10 +83,20 @@ class GrammarSampler(Sampler):
     def state(self, state: dict[str, Any]) -> None:
         self._rng.bit_generator.state = state["random"]
         if state["n_taken"] != len(self._taken):
-            taken, self._taken, self._grammar = self._taken[: state["n_taken"]], [], self._start.clone()
-            self._waits, self._tail = bool(self._after), b""
-            for token in taken:
-                self._take(token)
+            self._begin(self._taken[: state["n_taken"]])
+
+    def use(self, model: Model) -> None:
+        self._model = model
+        self._plain.use(model)
+        self._start = Grammar.parse(self.config.grammar, model.vocab)
+        self._begin(self._taken)
+
+    def _begin(self, taken: Sequence[int]) -> None:
+        """Sets the tokens of the answer, which the grammar allows."""
+        self._grammar, self._taken = self._start.clone(), []
+        self._waits, self._tail = bool(self._after), b""
+        for token in taken:
+            self._take(token)
 
     def recent(self, history: Sequence[int]) -> list[int]:
         grammar = None if self._waits else self._grammar.clone()

@@ -72,10 +72,7 @@ class ChainSampler(Sampler):
         super().__init__(config, n_vocab)
         self.greedy = False  # temperature 0 is one of the filters, and leaves one candidate
         self._names = config.samplers
-        self._filters = [
-            make_filter(name, model.vocab, *rest)
-            for name, *rest in (_FILTERS[name](config, n_vocab) for name in config.samplers)
-        ]
+        self.use(model)
         windows = {
             "penalties": _ALL_TOKENS if config.repeat_last_n < 0 else config.repeat_last_n,
             "dry": config.dry_penalty_last_n if config.dry_multiplier else 0,
@@ -90,6 +87,12 @@ class ChainSampler(Sampler):
             bias |= dict.fromkeys(model.eog_tokens, -math.inf)
         self._bias_ids = np.fromiter(bias, np.intp)
         self._bias = np.fromiter(bias.values(), np.float32)
+
+    def use(self, model: Model) -> None:
+        self._filters = [
+            make_filter(name, model.vocab, *rest)
+            for name, *rest in (_FILTERS[name](self.config, self.n_vocab) for name in self.config.samplers)
+        ]
 
     def recent(self, history: Sequence[int]) -> list[int]:
         filters = [item.clone() if counts else item for item, counts in zip(self._filters, self._counts, strict=True)]

@@ -16,7 +16,7 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError
 from moeedge.native.largest_values import LargestValues
+
+if TYPE_CHECKING:
+    from moeedge.llama.model import Model
 
 _ROWS = 64  # of the vocabulary, for the search: it looks into the columns with a large maximum
 _TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
@@ -81,6 +84,9 @@ class Sampler:
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         self._rng.bit_generator.state = state
+
+    def use(self, model: Model) -> None:
+        """Goes on with the same model that was loaded again, as the one before is freed."""
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         """The candidates that `logits` float32 [n_vocab] leave; `history` is every token before this position.

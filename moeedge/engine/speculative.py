@@ -371,6 +371,7 @@ class SpeculativeLoop:
         self._n_expert_layers = len(target.model.host_expert_layers)
         for text in self.texts:
             text.target = target.sequences[text.target.index]
+            text.sampler.use(target.model)
             text.draft = text.draft.on(draft)
 
     @property

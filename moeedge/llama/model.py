@@ -359,7 +359,8 @@ class Model:
         known = self.chat_format(template.source).variables
         if not template.can_think_so(known):
             raise InputError(
-                f"The chat template has no variable that switches thinking to {template.think}.", "Leave out --think."
+                f"The chat template has no variable that switches thinking to {template.think}.",
+                "Leave out --think, or /set think auto.",
             )
         unused = [name for name in template.arguments if name not in known]
         return [f"The chat template does not use {', '.join(unused)}: no effect."] if unused else []

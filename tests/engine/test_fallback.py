@@ -97,13 +97,26 @@ def test_without_a_draft_model(config: EngineConfig, draft: Any) -> None:
             assert answer(session) == expected
 
 
-def test_random_numbers_are_drawn_again(config: EngineConfig) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"grammar": "root ::= [a-z ]+"},
+        {"temperature": 0, "grammar": "root ::= [a-z ]+"},
+        {"dry_multiplier": 2.0, "frequency_penalty": 0.5, "samplers": ("dry", "penalties", "infill", "temperature")},
+    ],
+    ids=["", "grammar", "greedy grammar", "chain"],
+)
+@pytest.mark.parametrize("at_call", [3, 9])
+def test_random_numbers_are_drawn_again(config: EngineConfig, changes: dict[str, Any], at_call: int) -> None:
+    """Grammars and filters read the vocabulary of a model that is gone then."""
+    sampling = replace(RANDOM, **changes)
     with Session.open(config) as session:
-        expected = answer(session, RANDOM)
+        expected = answer(session, sampling)
         session.reset()
         pretend_gpu(session)
-        with failing(9, -3):
-            assert answer(session, RANDOM) == expected
+        with failing(at_call, -3):
+            assert answer(session, sampling) == expected
 
 
 @pytest.mark.parametrize("code", [-3, None])
