@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,6 @@ class ModelSwitch:
 
         Raises MoeedgeError before that where the model is not here; SwitchError where it cannot be opened.
         """
-        from moeedge.ui.chat.repl import SwitchError
-
         if self._config.expert_budget is not None:
             raise InputError(
                 "An expert budget belongs to the model that the chat began with.", "Start another chat with -m."
@@ -63,6 +62,18 @@ class ModelSwitch:
         config = self._configure(self._engine, files)
         if not config.model.exists():
             raise InputError(f"There is no model {name} here.", "moeedge list shows the names, moeedge pull downloads.")
+        return self._replace(config)
+
+    def resize(self, n_ctx: int) -> Session:
+        """A session with the same model and a context of so many tokens; the old one is closed first.
+
+        Raises SwitchError where it cannot be opened.
+        """
+        return self._replace(replace(self._config, n_ctx=n_ctx))
+
+    def _replace(self, config: EngineConfig) -> Session:
+        from moeedge.ui.chat.repl import SwitchError
+
         self.session.close()
         try:
             self.session = self._open(config)

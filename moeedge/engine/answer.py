@@ -148,7 +148,7 @@ class Answer:
             )
             return True
         self.stop_reason = "context"
-        self.notes.append(f"The context of {n_ctx:,} tokens is full; -c N makes it larger.")
+        self.notes.append(f"The context of {n_ctx:,} tokens is full.")
         return False
 
     def interrupt(self, loop: SpeculativeLoop) -> None:

@@ -49,7 +49,7 @@ from moeedge.scheduler.stats import PlacementStats, StepRecord
 Observer = Callable[[StepRecord, "Session"], None]
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
-_RESERVED_TOKENS = 4
+RESERVED_TOKENS = 4
 # of EngineInfo
 _NO_CACHE: dict[str, Any] = {
     "device": "none",
@@ -328,7 +328,7 @@ class Session:
         prompt = [int(token) for token in tokens]
         if not prompt:
             raise EmptyPromptError("The prompt is empty.", "Type something, or give -p TEXT.")
-        limit = self.target.n_ctx - _RESERVED_TOKENS
+        limit = self.target.n_ctx - RESERVED_TOKENS
         if len(prompt) > limit:
             raise ContextTooSmallError(
                 f"The prompt has {len(prompt):,} tokens, but the context of {self.target.n_ctx:,} holds at most "

@@ -252,7 +252,7 @@ def test_the_context_ends_the_answer(pair: tuple[Path, Path], draft: Draft) -> N
         generation = session.generate(PROMPT, n_predict=-1, sampling=GREEDY)
         list(generation)
         assert generation.stop_reason == "context"
-        assert generation.notes == ["The context of 64 tokens is full; -c N makes it larger."]
+        assert generation.notes == ["The context of 64 tokens is full."]
         # 64 positions: the prompt's 24 and 40 tokens; the last one's successor is still computed
         assert generation.tokens == expected
 

@@ -24,7 +24,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.chat_template import TemplateChoice
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.stats import StepRecord
-from moeedge.ui.chat import repl
+from moeedge.ui.chat import context_changes, repl
 from moeedge.ui.chat.commands import Result
 from moeedge.ui.chat.repl import Repl, origin_of
 from moeedge.ui.chat.settings import Settings
@@ -338,7 +338,8 @@ def test_ctrl_c_next_to_the_answer_does_not_end_the_chat(
     place: str, session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the answer the question is taken back, after it the answer stays; the chat goes on either way."""
-    real = getattr(repl, place)
+    module = context_changes if place == "prompt_tokens" else repl
+    real = getattr(module, place)
     calls: list[int] = []
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
@@ -347,7 +348,7 @@ def test_ctrl_c_next_to_the_answer_does_not_end_the_chat(
             signal.raise_signal(signal.SIGINT)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(repl, place, interrupted)
+    monkeypatch.setattr(module, place, interrupted)
     talk = Talk(session, ["tell me", "and more"], tmp_path)
     assert talk.code == 0
     asked = [message.content for message in talk.messages if message.role == "user"]
@@ -458,7 +459,7 @@ def test_resume_goes_on_with_the_same_answer(session: Session, tmp_path: Path) -
     assert talk.messages == expected.messages
     assert talk.out == expected.out  # with the part before the end
     assert talk.repl.conversation.system == "be kind"
-    assert talk.repl.settings == settings
+    assert talk.repl.settings == replace(settings, ctx=session.info.n_ctx)
     assert talk.repl.turns[0].stats.generated_tokens == 30 - len(begun)
     assert "There is no chat to resume." in talk.err
     assert unfinished_chats(lambda: tmp_path) == []
@@ -540,7 +541,7 @@ def test_resume_says_that_other_settings_apply(session: Session, tmp_path: Path)
     for given, is_said in ((replace(GREEDY, n_predict=5), True), (Settings(gamma=4), False)):
         cut_off(session, tmp_path, 1)
         talk = Talk(session, ["/resume"], tmp_path, settings=given)
-        assert talk.repl.settings == GREEDY
+        assert talk.repl.settings == replace(GREEDY, ctx=session.info.n_ctx)
         assert ("settings apply" in talk.err) == is_said
 
 

@@ -33,6 +33,10 @@ def change_engine(session: Session, old: Settings, settings: Settings, *, raw: b
         # without drafts answers are exact, once what was verified under the budget is out of the KV cache
         if settings.budget != old.budget or (budget is not None and session.gamma == 0):
             session.set_expert_budget(budget)
+    if settings.context_shift != old.context_shift:
+        session.config = replace(session.config, context_shift=settings.context_shift)
+        if settings.context_shift and not session.target.can_shift:
+            notes.append("The memory of this model cannot drop single tokens: an answer still ends where it is full.")
     if settings.ignores_seed and not old.ignores_seed:
         notes.append(SEED_NOTE)
     if (settings.sampling.grammar, settings.template) != (old.sampling.grammar, old.template):

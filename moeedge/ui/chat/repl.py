@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from rich.console import Console
 
 from moeedge.engine.answer_setup import prepare_answers
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, take_over
-from moeedge.engine.budgets import mean_budget
-from moeedge.engine.conversation import Conversation, Message, prompt_tokens
+from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo
-from moeedge.errors import InputError, MoeedgeError
+from moeedge.errors import ContextTooSmallError, InputError, MoeedgeError
 from moeedge.ui import figures
 from moeedge.ui.chat import greeting
 from moeedge.ui.chat.commands import LEAVING, Next, run_command
+from moeedge.ui.chat.context_changes import FULL, PromptFitter, Switch, settings_of
 from moeedge.ui.chat.engine_changes import SEED_NOTE, change_engine
 from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
 from moeedge.ui.chat.panel import CacheMeter
@@ -47,8 +46,7 @@ class Repl:
     """One chat: answers go to `out`, everything else to `err`.
 
     `read` asks for a message, given the text to begin with: it raises EOFError on Ctrl-D and KeyboardInterrupt on
-    Ctrl-C. switch: closes the session and opens one with the model of that name; if that fails it opens the old one
-    again, and raises SwitchError with it. autosave: keeps the chat on disk while it goes on; None: it is not saved.
+    Ctrl-C. switch: None: the session stays. autosave: keeps the chat on disk while it goes on; None: it is not saved.
     unfinished: chats that /resume can take over, the newest first.
     """
 
@@ -61,7 +59,7 @@ class Repl:
         read: Callable[[str], str],
         out: Console,
         err: Console,
-        switch: Callable[[str], Session] | None = None,
+        switch: Switch | None = None,
         autosave: Autosave | None = None,
         unfinished: Sequence[UnfinishedChat] = (),
         raw: bool = False,
@@ -70,13 +68,14 @@ class Repl:
     ) -> None:
         self.session = session
         self.conversation = conversation
-        self.settings = settings
+        self.settings = replace(settings, ctx=session.info.n_ctx, context_shift=session.config.context_shift)
         self.raw = raw
         self.attached = ""
         self.unfinished = list(unfinished)
         self.turns: list[Turn] = []
         self._read = read
         self._switch = switch
+        self._fitter = PromptFitter()
         self._edited: str | None = None  # the last question, in the prompt to be changed
         self._before_edit: list[Message] = []  # the last question and answer, which come back if there is no new answer
         self._out = out
@@ -126,9 +125,28 @@ class Repl:
 
     def apply(self, settings: Settings) -> list[str]:
         """Apply changed settings, also to the engine. Returns what the user should know about them."""
+        if settings.ctx != self.settings.ctx:
+            return self._resize(settings)
         lines = change_engine(self.session, self.settings, settings, raw=self.raw)
         self.settings = settings
         return lines
+
+    def _resize(self, settings: Settings) -> list[str]:
+        """Go on with a context of another size, and with these settings; the conversation is read again."""
+        if self._switch is None:
+            raise InputError("This chat cannot change its context.", "Start one with -c N.")
+        failed: SwitchError | None = None
+        try:
+            self.session = self._switch.resize(settings.ctx)
+        except SwitchError as error:
+            self.session, settings, failed = error.session, self.settings, error
+        opened = settings_of(self.session, settings)
+        settings = replace(settings, ctx=opened.ctx)
+        change_engine(self.session, opened, settings, raw=self.raw)
+        self.settings = self._prepared(settings)
+        if failed is not None:
+            raise InputError(f"{failed.message} The context keeps {settings.ctx:,} tokens.", failed.hint)
+        return ["The conversation is read again with the next message.", *greeting.warnings_of(self.session.info)]
 
     def reopen(self) -> None:
         """Take the last answer back, so that its question is answered anew."""
@@ -148,7 +166,8 @@ class Repl:
         take_over(chat, lambda: self._adopt(chat))
         self.unfinished.remove(chat)
         lines = []
-        defaults = Settings(gamma=self.settings.gamma, budget=self.settings.budget, look=self.settings.look)
+        changed = ("gamma", "budget", "look", "ctx", "context_shift")  # by options and /set, not by the chat
+        defaults = Settings(**{name: getattr(self.settings, name) for name in changed})
         if before not in ((self.conversation.system, self.settings), ("", defaults)):
             lines.append("Its own system prompt and settings apply; /system and /set change them.")
         if self.settings.ignores_seed and not before[1].ignores_seed:
@@ -180,13 +199,13 @@ class Repl:
             self.session = error.session
             raise InputError(f"{error.message} {self.info.model} stays.", error.hint) from None
         self._origin = origin_of(self.session, raw=self.raw)
-        info = self.session.info
-        gamma: int | Literal["auto"] = "auto" if info.auto_gamma else self.session.gamma
-        self.settings = self._prepared(replace(self.settings, gamma=gamma, budget=mean_budget(info.expert_budget)))
+        info, before = self.session.info, self.settings
+        self.settings = self._prepared(settings_of(self.session, before))
+        lines = self.apply(replace(self.settings, context_shift=before.context_shift))
         self._begun = []
         if self._autosave is not None:
             self._autosave.begin_anew(self._origin)
-        return [f"Model: {info.model}.", greeting.experts_line(info), *greeting.warnings_of(info)]
+        return [f"Model: {info.model}.", greeting.experts_line(info), *greeting.warnings_of(info), *lines]
 
     def _adopt(self, chat: UnfinishedChat) -> bool:
         """Make `chat` the conversation; whether it is saved."""
@@ -280,7 +299,9 @@ class Repl:
         answer: Generation | None = None
         begun, self._begun = self._begun, []
         try:
-            prompt = prompt_tokens(self.session.model, self.conversation, raw=self.raw, template=self.session.template)
+            prompt, note = self._fitter.tokens(self.session, self.conversation, raw=self.raw)
+            if note:
+                self._say(note)
             sampling = self.settings.sampling
             if sampling.seed is not None:  # with the same seed /regen would repeat the answer
                 sampling = replace(sampling, seed=sampling.seed + self._attempt)
@@ -320,7 +341,7 @@ class Repl:
                 self._interrupt.disarm()
             if answer is not None:
                 self.turns.append(Turn(answer.stats, answer.stop_reason or "interrupted", self.info, meter()))
-                print_turn(self._err, answer, self.info, meter, self.settings.look)
+                print_turn(self._err, answer, self.info, meter, self.settings.look, full=FULL)
                 self._say("")
                 if answer.stop_reason != "interrupted":
                     self._measure_postponed()
@@ -374,4 +395,6 @@ class Repl:
 
     def _say_error(self, error: Exception) -> None:
         text = f"{error.message} {error.hint}".strip() if isinstance(error, MoeedgeError) else f"{error}."
+        if isinstance(error, ContextTooSmallError) and self.conversation.messages:
+            text = f"{error.message} {FULL}"
         say(self._err, text, style="yellow")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moeedge.engine.types import MAX_GAMMA, SamplingConfig
+from moeedge.engine.types import MAX_GAMMA, MAX_N_CTX, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.llama.chat_template import MODEL_TEMPLATE, THINK_WORDS, TemplateChoice
 from moeedge.ui.figures import Figure
@@ -41,12 +41,16 @@ class Settings:
     budget: int | None = None  # experts per layer in a verification; None: no limit
     look: Look = field(default_factory=Look)
     template: TemplateChoice = MODEL_TEMPLATE
+    ctx: int = 0  # tokens of the context
+    context_shift: bool = False  # where it is full, what is oldest is dropped
 
     def __post_init__(self) -> None:
         if self.n_predict < -1:
             raise ValueError(f"n_predict (-n) must be -1 or more, not {self.n_predict}")
         if self.gamma != "auto" and not 0 <= self.gamma <= MAX_GAMMA:
             raise ValueError(f"gamma (--draft-max) must be auto or in 0..{MAX_GAMMA}, not {self.gamma}")
+        if not 0 <= self.ctx <= MAX_N_CTX:
+            raise ValueError(f"ctx (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.ctx:,}")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
 
@@ -148,6 +152,8 @@ _SETTINGS = (
     _Setting("n_predict", int, aliases=("n", "num_predict")),
     _Setting("gamma", _draft_length, aliases=("draft_max",)),
     _Setting("budget", _budget, aliases=("expert_budget",), none="off"),
+    _Setting("ctx", int, aliases=("c", "n_ctx", "ctx_size", "num_ctx")),
+    _Setting("context_shift", _switch),
     _Setting("stats", _choice("line", "full", "off"), part="look"),
     _Setting("thinking", _choice("auto", "show", "fold"), part="look"),
     _Setting("markdown", _switch, part="look"),
@@ -198,7 +204,8 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
             kind = "a number" if found.convert is _number else "a whole number"
             kind += " or off" if found.convert is _budget else " or auto" if found.convert is _draft_length else ""
             raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
-        raise InputError(f"{found.name}: {error}." if found.part in ("look", "template") else f"{error}.") from None
+        is_word = found.part in ("look", "template") or found.convert is _switch
+        raise InputError(f"{found.name}: {error}." if is_word else f"{error}.") from None
     return changed, f"{found.name} = {_shown(changed, found)}"
 
 

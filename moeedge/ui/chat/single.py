@@ -29,6 +29,8 @@ from moeedge.ui.chat.thinking import ThinkingSplitter
 from moeedge.ui.console import say, show_figures, typing_hidden
 from moeedge.ui.tables import json_text
 
+_FULL = "-c N makes it larger, --context-shift drops the older half and goes on."
+
 
 @contextmanager
 def answer_view(
@@ -71,8 +73,13 @@ def prompt_progress(answer: Generation) -> tuple[int, int]:
     return max(state.target.n_past - state.n_cached, 0), n_prompt - state.n_cached
 
 
-def print_turn(err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter, look: Look) -> None:
-    """The figures of a finished answer, then its notes. A lossy budget is named also without figures."""
+def print_turn(
+    err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter, look: Look, *, full: str = _FULL
+) -> None:
+    """The figures of a finished answer, then its notes. A lossy budget is named also without figures.
+
+    full: what to do where the context is full.
+    """
     reason = answer.stop_reason or "interrupted"
     if look.stats == "full":
         show_figures(err, answer_rows(info, answer.stats, reason, meter()), style="dim")
@@ -80,13 +87,15 @@ def print_turn(err: Console, answer: Generation, info: EngineInfo, meter: CacheM
         say(err, turn_line(info, answer.stats, reason, meter()))
     elif info.expert_budget is not None:
         say(err, figures.budget(info))
-    print_notes(err, answer, meter)
+    print_notes(err, answer, meter, full=full)
 
 
-def print_notes(err: Console, answer: Generation, meter: CacheMeter) -> None:
-    """What happened to the context and to the device during the answer."""
+def print_notes(err: Console, answer: Generation, meter: CacheMeter, *, full: str = _FULL) -> None:
+    """What happened to the context and to the device during the answer; full: as of `print_turn`."""
     for note in dict.fromkeys(answer.notes):  # once, however often the context was shifted
         say(err, note)
+    if answer.stop_reason == "context":
+        say(err, full)
     for note in meter.notes:
         say(err, note, style="yellow")
 
