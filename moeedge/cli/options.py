@@ -428,7 +428,7 @@ Plot = Annotated[
     option(
         OUTPUT,
         "--plot FILE",
-        "Draw the result (.png, .svg or .pdf). bench: hit rate and speed over the cache ratio, a line per policy, or "
+        "Draw the result (.png, .svg or .pdf). bench: pair hits and speed over the cache ratio, a line per policy, or "
         "quality over speed with --expert-budget; "
         "profile: activations and prediction accuracy, step by step for one layer.",
     ),

@@ -197,7 +197,7 @@ def print_predictions(
         print_table(console, _PREDICTION_COLUMNS, list(of_hardware), title=title, n_keys=2)
         console.print()
     for hardware, of_machine in groupby(break_even, key=lambda row: row.hardware):
-        title = f"{model}, {hardware}: hit rate of pairs at which a system is as fast as --n-cpu-moe"
+        title = f"{model}, {hardware}: pair hits at which a system is as fast as --n-cpu-moe"
         print_table(console, _BREAK_EVEN_COLUMNS, list(of_machine), title=title, n_keys=2)
         console.print()
     console.print(
