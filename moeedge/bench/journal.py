@@ -177,7 +177,7 @@ class Journal:
         self._file.flush()
 
 
-_HINT = "An interrupted bench names its file; --resume last takes the newest."
+_HINT = "An interrupted bench names its file; --resume alone takes the newest."
 
 
 def _files() -> list[Path]:

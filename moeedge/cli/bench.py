@@ -90,9 +90,9 @@ Resume = Annotated[
     str | None,
     option(
         options.WORK,
-        "--resume FILE|last",
-        "Go on with an interrupted bench: the same command, and the file that it named. What it finished is not "
-        "measured again. last: the newest one.",
+        "--resume [FILE]",
+        "Go on with an interrupted bench: the same command with --resume, and the file that it named unless it is the "
+        "newest. What it finished is not measured again.",
     ),
 ]
 
@@ -140,7 +140,7 @@ def bench(
     over stock-ar, medians of neighbours.
 
     --policy and --cache-ratio compare expert caches, --expert-budget and --draft-max speed with quality, --parallel
-    several texts at once. Ctrl-C prints what is measured; --resume last goes on. Exit code 1: an answer differs from
+    several texts at once. Ctrl-C prints what is measured; --resume goes on. Exit code 1: an answer differs from
     stock-ar's by more than a near-tie (two tokens of almost equal score).
     """
     from moeedge.bench.config import BudgetSweep

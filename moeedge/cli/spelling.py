@@ -21,8 +21,11 @@ _SIMILAR = 0.7  # difflib's ratio from which a spelling is suggested
 _VARIABLES = "LLAMA_ARG_"
 _VALUE_ATTACHED = re.compile(r"-[A-Za-z][\d.]+[A-Za-z]*")  # -t4, -c8k
 _FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
-# options that may stand without their value: what looks like one, and the value that they have otherwise
-_DEFAULT_VALUES = {"--resume": (re.compile(r"list|\d+"), "1")}
+# options that may stand without their value, by command: what looks like one, and the value that they have otherwise
+_DEFAULT_VALUES = {
+    ("chat", "--resume"): (re.compile(r"list|\d+"), "1"),
+    ("bench", "--resume"): (re.compile(r"[^-].*"), "last"),
+}
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ class Speller:
                     translated[-1] += equals + value
                 elif equals:
                     translated.append(value)
-                elif spelling in _DEFAULT_VALUES and not _may_be_value(spelling, given):
-                    translated.append(_DEFAULT_VALUES[spelling][1])
+                elif (default := _DEFAULT_VALUES.get((self.name, spelling))) and not _may_be_value(default[0], given):
+                    translated.append(default[1])
                 elif given:
                     translated.append(given.pop(0))
             elif _VALUE_ATTACHED.fullmatch(word) and _takes_value(self._params.get(word[:2])):
@@ -228,8 +231,8 @@ def name_options(message: str, spellings: set[str]) -> str:
     return message[:1].upper() + message[1:]
 
 
-def _may_be_value(spelling: str, given: Sequence[str]) -> bool:
-    return bool(given) and _DEFAULT_VALUES[spelling][0].fullmatch(given[0]) is not None
+def _may_be_value(values: re.Pattern[str], given: Sequence[str]) -> bool:
+    return bool(given) and values.fullmatch(given[0]) is not None
 
 
 def _takes_value(param: Any) -> bool:

@@ -99,7 +99,7 @@ def test_other_settings_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: 
     for name in (str(record), str(tmp_path / "absent.jsonl")):
         with pytest.raises(InputError) as caught:
             resumed(plan, name)
-        assert caught.value.hint and "--resume last" in caught.value.hint
+        assert caught.value.hint and "--resume alone" in caught.value.hint
 
 
 def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:

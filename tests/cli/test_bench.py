@@ -385,7 +385,7 @@ def test_an_interrupted_run_is_resumed(tiny_moe: Path, talk: Path, tmp_path: Pat
     assert f"--resume {kept}" in " ".join(err.split())
     n_kept = len(kept.read_text().splitlines()) - 1
     again = subprocess.run(
-        [*command, "--resume", "last", "-o", "json"], capture_output=True, text=True, cwd=root, env=environment
+        [*command, "--resume", "-o", "json"], capture_output=True, text=True, cwd=root, env=environment
     )
     assert again.returncode == 0, again.stderr
     assert f"{n_kept} samples are from" in " ".join(again.stderr.split())
