@@ -80,6 +80,32 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> N
     assert "16 tokens, " in stats
 
 
+def test_quiet_says_nothing_but_what_is_wrong_or_lossy(pair: list[str]) -> None:
+    arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "8", "-dev", "none"]
+    quiet = run("chat", *arguments, "-q")
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
+    assert quiet.stdout == run("chat", *arguments).stdout
+    lossy = run("chat", *arguments, "--draft-max", "3", "--expert-budget", "4", "-q").stderr
+    assert "budget 4 (lossy)" in lossy and "tokens," not in lossy
+    wrong = run("chat", *pair, "-p", " ", "-q")
+    assert wrong.exit_code == 2 and wrong.stderr
+
+
+def test_thinking_in_a_pipe(pair: list[str], tmp_path: Path) -> None:
+    """The template's prompt ends in the start tag; random weights hardly ever write the end tag."""
+    template = tmp_path / "thinks.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
+        "{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "12", "--chat-template-file", str(template)]
+    full, shown, hidden = (run("chat", *arguments, *more) for more in ([], ["--show-thinking"], ["--hide-thinking"]))
+    assert len(full.stdout) > 12 and shown.stdout == full.stdout
+    assert hidden.stdout == ""
+    assert "12 tokens, " in hidden.stderr
+    assert chat(*arguments, "--hide-thinking")["text"].strip() == full.stdout.strip()
+
+
 def test_piped_text_is_the_prompt(pair: list[str]) -> None:
     arguments = [*pair, "--temp", "0", "-n", "8"]
     given = chat(*arguments, "-p", "tell me")

@@ -56,6 +56,14 @@ def test_folded_thinking_is_counted() -> None:
     assert folded.line == "thought for 0 s, 150 tokens"
 
 
+def test_before_the_first_token_there_is_no_line() -> None:
+    """The prompt has ended with the start tag, and is still being read."""
+    folded = FoldedThinking(ThinkingSplitter(TAGS, is_open=True), lambda: 1)
+    assert folded.is_thinking and folded.line == ""
+    folded.feed("hm")
+    assert folded.line.startswith("thinking... 0 s, 1 token")
+
+
 def test_empty_thinking_leaves_no_line() -> None:
     """As of models that are told not to think."""
     folded = FoldedThinking(ThinkingSplitter(TAGS), lambda: 3)

@@ -9,13 +9,13 @@ Styled are headings, bold and italic text, code, lists and quotes; all else is s
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.style import Style
 from rich.syntax import Syntax
 
 MAX_SPAN = 300  # characters between the two halves of a marker; of a line of code that is coloured
-MAX_CODE_LINES = 400  # of a block that are coloured: each line reads the block again
+CONTEXT_LINES = 40  # of code that are read again for the colours of the next one
 _PLAIN, _BOLD, _ITALIC, _DIM = Style(), Style(bold=True), Style(italic=True), Style(dim=True)
 _CODE, _HEADING, _TITLE = Style(color="cyan"), Style(bold=True), Style(bold=True, underline=True)
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)")
@@ -25,7 +25,7 @@ _QUOTE = re.compile(r" {0,3}>\s?")
 _RULE = re.compile(r"\s*([-*_])(\s*\1){2,}\s*")
 _MAY_BEGIN_BLOCK = re.compile(r"[\s#>*+\-_=`~]*")  # what such a line is depends on what follows
 _OPENERS = re.compile(r"(`+)|(\*\*|__|\*|_)(?=\S)")
-_THEME = "ansi_dark"  # the terminal's own colours
+_THEME = Syntax.get_theme("ansi_dark")  # the terminal's own colours
 
 Segment = tuple[str, Style]
 
@@ -70,7 +70,7 @@ class MarkdownLines:
 
     def __init__(self) -> None:
         self._fence = ""  # of the code block that is open
-        self._lexer = ""
+        self._lexer: Any = None  # Pygments', of the block's language; None: unknown
         self._code: list[str] = []
 
     def show(self, line: str) -> StyledLine:
@@ -88,30 +88,31 @@ class MarkdownLines:
             if fence and fence[1].startswith(self._fence) and not line[fence.end(1) :].strip():
                 self._fence = ""
                 return StyledLine([(line, _DIM)], len(line))
-            self._code.append(line)
-            return StyledLine(self._highlight(), len(line))
+            return StyledLine(self._highlight(line), len(line))
         if fence and "`" not in line[fence.end(1) :]:
-            self._fence, self._lexer, self._code = fence[1], fence[2], []
+            self._fence, self._code = fence[1], []
+            self._lexer = Syntax("", fence[2]).lexer if fence[2] else None
             return StyledLine([(line, _DIM)], len(line))
         return _block(line, is_complete=True)
 
-    def _highlight(self) -> list[Segment]:
-        """The last line of the open block in colours, which what came before it may decide."""
-        line = self._code[-1]
-        if not self._lexer or len(self._code) > MAX_CODE_LINES or len(line) >= MAX_SPAN:
+    def _highlight(self, line: str) -> list[Segment]:
+        """A line of the open block in colours, which what came before it may decide."""
+        if self._lexer is None or len(line) >= MAX_SPAN:
+            self._code.clear()
             return [(line, _CODE)]
-        syntax = Syntax("", self._lexer, theme=_THEME)
-        if syntax.lexer is None:  # of an unknown language
-            return [(line, _CODE)]
-        coloured = syntax.highlight("\n".join(self._code)).split("\n", allow_blank=True)
-        if len(coloured) < len(self._code) or coloured[len(self._code) - 1].plain != line:
-            return [(line, _CODE)]
-        text = coloured[len(self._code) - 1]
-        styles = [_PLAIN] * len(line)
-        for start, end, style in text.spans:
-            if isinstance(style, Style):
-                styles[start:end] = [known + style for known in styles[start:end]]
-        return [(character, style) for character, style in zip(line, styles, strict=True)]
+        self._code.append(line)
+        n_before = sum(len(earlier) + 1 for earlier in self._code[:-1])
+        segments: list[Segment] = []
+        at, is_open = 0, False
+        for kind, text in self._lexer.get_tokens("\n".join(self._code)):
+            part = text[max(n_before - at, 0) : n_before + len(line) - at] if at < n_before + len(line) else ""
+            at += len(text)
+            if part:
+                segments.append((part, _THEME.get_style_for_token(kind)))
+                is_open = "String" in kind or "Comment" in kind
+        if len(self._code) > CONTEXT_LINES and not is_open:
+            self._code.clear()  # begin anew where no string or comment is open
+        return segments if "".join(text for text, _ in segments) == line else [(line, _CODE)]
 
 
 def _block(line: str, *, is_complete: bool) -> StyledLine:

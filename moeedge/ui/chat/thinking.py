@@ -91,6 +91,8 @@ class FoldedThinking:
     @property
     def line(self) -> str:
         """Of the thinking so far; empty if there is none."""
+        if not self._start_s:  # nothing has been written yet
+            return ""
         if self._splitter.is_thinking:
             self._measure()
             return f"thinking... {self._figures}"
@@ -98,7 +100,7 @@ class FoldedThinking:
 
     @property
     def _figures(self) -> str:
-        return f"{self._seconds:.0f} s, {self._n_tokens:,} tokens"
+        return f"{self._seconds:.0f} s, {self._n_tokens:,} token{'s' * (self._n_tokens != 1)}"
 
     @property
     def is_thinking(self) -> bool:
@@ -122,5 +124,5 @@ class FoldedThinking:
         return answer
 
     def _measure(self) -> None:
-        self._seconds = time.monotonic() - (self._start_s or time.monotonic())
+        self._seconds = time.monotonic() - self._start_s
         self._n_tokens = self._read_tokens()
