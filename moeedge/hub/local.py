@@ -123,7 +123,7 @@ def _absent(choice: Choice) -> ModelNameError:
     about = f" ({format_bytes(n_bytes)})" if n_bytes else ""
     return ModelNameError(
         f"{choice.name}{about} is not on this machine.",
-        f"Download it and its draft with moeedge pull {choice.name}.",
+        f"Download it{' and its draft' if choice.entry.drafts else ''} with moeedge pull {choice.name}.",
     )
 
 

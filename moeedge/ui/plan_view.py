@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moeedge.planning.beyond_ram import RamTierPlan, RamTierRow
     from moeedge.planning.estimate import EstimatedMap, EstimatedPlan
     from moeedge.planning.headers import ModelFacts
-    from moeedge.planning.memory_map import MemoryMap, MemoryPool
+    from moeedge.planning.memory_map import MemoryMap, MemoryPool, Verdict
     from moeedge.planning.session_plan import SessionPlan
 
 _MIB = 2**20
@@ -25,6 +25,10 @@ _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
 
 def print_plan(plan: SessionPlan, console: Console) -> None:
     """Tables and notes; `console` must not interpret markup, since names of files and devices are not ours."""
+    in_vram = len(plan.map.places) > 1 and plan.machine.device.kind == "gpu"
+    share = plan.map.device_ratio if in_vram and plan.model.n_experts else None
+    console.print(_answer(plan.map.verdict, share, whole=plan.map.whole_on_gpu, n_ctx=plan.map.n_ctx), style="bold")
+    console.print()
     _print_facts("model", plan.model, console)
     if plan.draft is not None:
         _print_facts("draft", plan.draft, console)
@@ -45,6 +49,20 @@ def print_plan(plan: SessionPlan, console: Console) -> None:
         console.print(plan.command, soft_wrap=True, style="bold")  # to be copied
 
 
+def _answer(verdict: Verdict, share: float | None, *, whole: bool, n_ctx: int) -> str:
+    """Whether it fits, in a sentence. share: of the experts, on a GPU; None: there is none, or the model is dense."""
+    context = f"(context of {n_ctx:,} tokens)"
+    if verdict == "does not fit":
+        return f"It does not fit {context}."
+    on_gpu = f", with {share:.0%} of the experts on the GPU as well" if share else ""
+    if verdict == "from disk":
+        return (
+            f"It is larger than the free RAM{on_gpu}: what has no room there is read from the disk as it is needed, "
+            f"which is slow {context}."
+        )
+    return f"It fits entirely on the GPU {context}." if whole else f"It fits in RAM{on_gpu} {context}."
+
+
 def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
     console.print(f"{title}: {facts.file}", soft_wrap=True)
     shape = f"{facts.description}; {facts.n_layers} layers, {_count(facts.n_weights)} weights"
@@ -63,8 +81,10 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
 def print_estimate(plan: EstimatedPlan, console: Console) -> None:
     """The same from the catalog's facts, marked as an estimate."""
     model, shape = plan.model, plan.model.shape
-    console.print(plan.reason)
-    console.print("An estimate from the catalog's facts:", style="bold")
+    console.print(f"{plan.reason} This is an estimate from the catalog's facts.")
+    console.print()
+    share = plan.map.device_ratio if len(plan.map.places) > 1 and model.n_experts else None
+    console.print(_answer(plan.map.verdict, share, whole=plan.map.place == "GPU", n_ctx=plan.map.n_ctx), style="bold")
     console.print()
     size = format_bytes(model.file_bytes)
     console.print(f"model: {model.name}, {size if model.is_exact else f'about {size}'}")

@@ -52,6 +52,20 @@ def test_the_map_of_a_header_for_a_machine_that_is_not_here(
     assert max(len(line) for line in out.splitlines() if header not in line) <= columns
 
 
+@pytest.mark.parametrize(
+    ("vram", "ram", "words"),
+    [
+        ("24GiB", "32GiB", ("fits", "entirely on the GPU")),
+        ("8GiB", "32GiB", ("fits", "RAM", "31% of the experts on the GPU")),
+        ("8GiB", "12GiB", ("larger than", "disk")),
+        ("8GiB", "1MiB", ("does not fit",)),
+    ],
+)
+def test_the_first_line_answers(header: str, vram: str, ram: str, words: tuple[str, ...]) -> None:
+    answer = run("plan", "-m", header, "--vram", vram, "--ram", ram, "-c", "8192").stdout.split("\n\n")[0]
+    assert all(word in answer for word in words), answer
+
+
 def test_json_has_bytes_of_every_line(header: str) -> None:
     found = record("-m", header, "--vram", "8GiB", "--ram", "32GiB", "-c", "8192")
     gpu, ram = found["plan"]["places"]
