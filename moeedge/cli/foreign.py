@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 class Instead:
     """Another spelling with other words: `words` replace the option, "{}" in them is its value.
 
-    by_value: the words for single values, in place of `words`. env: llama.cpp's variable for it.
+    by_value: the words for single values, in place of `words`. env: llama.cpp's variable for it. hint: what to write
+    in place of a value that has no words.
     """
 
     words: str = ""
     by_value: Mapping[str, str] = field(default_factory=dict)
     env: str = ""
+    hint: str = "-md chooses the source of drafts."
 
     def arguments(self, value: str) -> list[str] | None:
         """The arguments that say the same; None for a value that has none."""
@@ -74,13 +76,18 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "--rpc": Instead("-dev rpc://{}", env="LLAMA_ARG_RPC"),
     "-no-cnv, --no-conversation": Instead("--raw"),
     "--usage": Instead("--help"),
-    "--reasoning-budget": Instead(by_value={"0": "--think off", "-1": "--think auto"}, env="LLAMA_ARG_THINK_BUDGET"),
+    "--reasoning-budget": Instead(
+        by_value={"0": "--think off", "-1": "--think auto"},
+        env="LLAMA_ARG_THINK_BUDGET",
+        hint="--think low makes some models think less.",
+    ),
     "--reasoning-format": Instead(
         by_value={
             "none": "--show-thinking",
             **dict.fromkeys(("auto", "deepseek", "deepseek-legacy"), "--think auto"),
         },
         env="LLAMA_ARG_THINK",
+        hint="--show-thinking and --hide-thinking say what is shown.",
     ),
     "--hidethinking": Instead("--hide-thinking"),
     "--nowordwrap": Instead("--plain"),

@@ -62,7 +62,7 @@ PresencePenalty = Annotated[
     option(
         options.SAMPLING,
         "--presence-penalty X",
-        "Subtract X from the logit of each of the last tokens; 0: off.",
+        "Make the tokens of the last ones less likely, by X (of a logit); 0: off.",
         env="LLAMA_ARG_PRESENCE_PENALTY",
     ),
 ]
@@ -71,7 +71,7 @@ FrequencyPenalty = Annotated[
     option(
         options.SAMPLING,
         "--frequency-penalty X",
-        "The same for each time that a token occurs there; 0: off.",
+        "The same, once for each time that a token occurs there; 0: off.",
         env="LLAMA_ARG_FREQUENCY_PENALTY",
     ),
 ]
@@ -80,7 +80,8 @@ Typical = Annotated[
     option(
         options.SAMPLING,
         "--typical P",
-        "Sample from the tokens whose surprise is nearest to the expected one, up to this probability; 1: off.",
+        "Sample from the tokens whose probability is nearest to the average one, up to this cumulative probability; "
+        "1: off.",
         also="--typical-p",
     ),
 ]
@@ -232,7 +233,7 @@ Think = Annotated[
     str,
     option(
         options.WORK,
-        f"--think {'|'.join(THINK_WORDS)}",
+        "--think auto|on|off|low|medium|high",
         "Whether a model with a switch for it thinks before it answers, or how much; auto: as its template has it.",
         also="-rea --reasoning",
         env="LLAMA_ARG_REASONING",

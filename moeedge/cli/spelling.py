@@ -175,7 +175,7 @@ class Speller:
         found = row.arguments(value)
         if found is None:
             choices = ", ".join(row.by_value)
-            raise InputError(f'{spelling} takes one of {choices}, not "{value}".', "-md chooses the source of drafts.")
+            raise InputError(f'{spelling} takes one of {choices}, not "{value}".', row.hint)
         return found
 
     def _place(self, plain: list[str]) -> list[str]:

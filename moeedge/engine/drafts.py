@@ -149,6 +149,8 @@ class Chain:
         """Draws the next draft from the draft model's `logits` [n_vocab]; False where no other one is needed."""
         row = logits[: self.source.n_vocab]
         candidates = self._sampler.candidates(row, self._seen)
+        if not len(candidates.ids):  # a grammar refuses what the draft model expects
+            return False
         if self._stop is not None:
             self.proposal.confidences.append(confidence(row))
             if not self._stop.keeps(self.proposal.confidences[-1]):

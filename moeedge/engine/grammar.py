@@ -30,6 +30,9 @@ _N_LIKELY = 64
 _N_POSSIBLE = 1024
 
 
+_NONE = Candidates([], [])
+
+
 class GrammarPath(list[int]):
     """A draft's tokens. `seen`: as the filters take them. grammar: None where it does not hold.
 
@@ -103,18 +106,23 @@ class GrammarSampler(Sampler):
         return GrammarPath(self._plain.recent(history), grammar, self._tokens)
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
-        """Of a draft: drafts may have any distribution, so tokens that are refused are left out without a new draw."""
+        """Of a draft: drafts may have any distribution, so tokens that are refused are left out without a new draw.
+
+        None are left where all likely ones are refused: the draft ends there.
+        """
         path = history if isinstance(history, GrammarPath) else self.recent(history)
         assert isinstance(path, GrammarPath)
         if path.grammar is None:
             return self._plain.candidates(logits, path.seen)
         if self.greedy:
             token = self._likely_argmax(logits, path.seen, path.grammar, _N_LIKELY)
-            return Candidates.certain(self.argmax(logits, path.seen) if token is None else token)
+            return _NONE if token is None else Candidates.certain(token)
         found = self._plain.candidates(logits, path.seen)
         allowed = path.grammar.allowed(self._tokens, found.ids)
-        if allowed.all() or not allowed.any():
+        if allowed.all():
             return found
+        if not allowed.any():
+            return _NONE
         return _mixed([(found, 1.0, allowed)], 1.0 / _sum(found, allowed))
 
     def accept(

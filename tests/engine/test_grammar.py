@@ -20,6 +20,7 @@ from moeedge.errors import EngineError, InputError
 from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.model import Model
 from moeedge.llama.samplers import Grammar, TokenArray
+from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 from tests.support.tiny_vocab import ENDOFTEXT, IM_END, N_VOCAB
 
@@ -104,6 +105,46 @@ def test_greedy_answers_are_llama_cpps(
     assert ended or text != DATE
     if draft == "model":
         assert sum(record.n_drafted for record in records) > 0
+
+
+def test_a_head_drafts_under_a_grammar(tiny: TinyFactory) -> None:
+    """Own heads, and drafts that end where all that they expect is refused."""
+    path = tiny("glm4moe", layers=2, experts=8, used=2)
+    tokens = []
+    for draft in (None, "mtp"):
+        config = EngineConfig(model=path, draft=draft, n_ctx=512, n_threads=1, gamma=3 if draft else 0)  # type: ignore[arg-type]
+        with Session.open(config) as session:
+            answer = session.generate(PROMPT, n_predict=40, sampling=SamplingConfig(temperature=0, grammar=LETTERS))
+            list(answer)
+            tokens.append(answer.tokens)
+    assert answer.stats.drafted > 0
+    assert tokens[0] == tokens[1]
+
+
+def test_texts_of_a_batch_have_grammars_of_their_own(tiny_moe: Path, tiny_draft: Path) -> None:
+    samplings = [SamplingConfig(temperature=0, grammar=text) for text in (DATE, LETTERS, "")]
+    config = EngineConfig(model=tiny_moe, draft=tiny_draft, n_ctx=128, n_threads=1, gamma=3)
+    with Session.open(config) as session:
+        single = []
+        for sampling in samplings:
+            answer = session.generate(PROMPT, n_predict=20, sampling=sampling)
+            list(answer)
+            single.append(answer.tokens)
+    with Session.open(replace(config, n_parallel=3)) as session:
+        answers = session.generate_parallel([PROMPT] * 3, n_predict=20, sampling=samplings)
+        list(answers)
+        assert [found.tokens for found in answers.answers] == single
+
+
+def test_a_context_shift_keeps_the_place_in_the_grammar(tiny_moe: Path) -> None:
+    config = EngineConfig(model=tiny_moe, draft="ngram", n_ctx=64, n_threads=1, gamma=3, context_shift=True)
+    text = 'root ::= ("abc" [a-z]{20})+'
+    sampling = SamplingConfig(temperature=1, seed=2, grammar=text, ignore_eos=True)
+    with Session.open(config) as session:
+        answer = session.generate(PROMPT, n_predict=120, sampling=sampling)
+        found = "".join(answer.pieces())
+    assert answer.notes and len(found) > 100
+    assert all(found[i : i + 3] == "abc"[: len(found) - i] for i in range(0, len(found), 23))
 
 
 def test_schemas_give_json_that_follows_them(tiny_moe: Path, tiny_draft: Path) -> None:

@@ -493,11 +493,12 @@ def test_resume_restores_grammar_samplers_and_template(session: Session, tmp_pat
 def test_a_grammar_of_a_file_is_set_and_switched_off(session: Session, tmp_path: Path) -> None:
     grammar, schema = tmp_path / "ab.gbnf", tmp_path / "bool.json"
     grammar.write_text('root ::= "ab" | "cd"')
-    schema.write_text('{"type": "boolean"}')
+    schema.write_text('{"type": "boolean", "not": {"const": true}}')
     lines: list[Line] = [f"/set grammar {grammar}", "one", f"/set grammar {schema}", "two", "/set grammar off", "three"]
     talk = Talk(session, lines, tmp_path)
     answers = [message.content for message in talk.messages if message.role == "assistant"]
     assert answers[0] in ("ab", "cd") and answers[1].strip() in ("true", "false")
+    assert "not enforced: not" in talk.err
     assert len(answers[2]) > 5 and talk.repl.settings.sampling.grammar == ""
     grammar.write_text("root ::= nothing")
     bad = Talk(session, [f"/set grammar {grammar}"], tmp_path)

@@ -132,6 +132,17 @@ def _grammar(text: str) -> str:
     return content
 
 
+def _not_enforced(text: str) -> str:
+    """What the grammar of a schema's file leaves out, as the end of a sentence."""
+    if not text.endswith(".json"):
+        return ""
+    from moeedge.engine.conversation import read_text
+    from moeedge.llama.json_schema import schema_grammar
+
+    ignored = schema_grammar(read_text(Path(text).expanduser())).ignored
+    return f" (not enforced: {', '.join(ignored)})" if ignored else ""
+
+
 _SETTINGS = (
     _Setting("temp", _number, "temperature", "sampling", ("temperature",)),
     _Setting("top_k", int, part="sampling"),
@@ -206,7 +217,8 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
             raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
         is_word = found.part in ("look", "template") or found.convert is _switch
         raise InputError(f"{found.name}: {error}." if is_word else f"{error}.") from None
-    return changed, f"{found.name} = {_shown(changed, found)}"
+    ignored = _not_enforced(text) if found.convert is _grammar else ""
+    return changed, f"{found.name} = {_shown(changed, found)}{ignored}"
 
 
 def _shown(settings: Settings, setting: _Setting) -> str:
