@@ -33,4 +33,4 @@ def test_most_of_it_acts() -> None:
     acting = [habit for habit in HABITS if habit.acts]
     assert len(HABITS) >= 77
     assert len(acting) >= 60
-    assert len({habit.typed for habit in HABITS}) == len(HABITS)
+    assert len({(habit.source, habit.typed) for habit in HABITS}) == len(HABITS)
