@@ -35,7 +35,9 @@ _HABITS_INTRODUCTION = """\
 
 What you know works: options have llama.cpp's names, older and newer ones, and ollama's run, ls, ps, show, pull and rm
 are here. `moeedge chat` stands for llama-cli, `moeedge bench` for llama-bench. An option that moeedge does not have
-ends with a sentence that names what to write. `moeedge COMMAND --help` has all options.
+ends with a sentence that names what to write. `moeedge COMMAND --help` has all options. moeedge is no server: programs
+ask it with `moeedge chat -p TEXT -o json`, and ollama's variables (OLLAMA_HOST, OLLAMA_MODELS) have no meaning for it.
+Models are in the cache of the Hugging Face hub, which llama.cpp uses as well.
 
 """
 _HABITS = {

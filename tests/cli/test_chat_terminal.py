@@ -63,6 +63,19 @@ def test_a_conversation_with_commands(pair: list[str], cache: Path, tmp_path: Pa
     assert document["messages"][0]["content"] == "tell me"
 
 
+def test_a_chat_goes_on_after_its_first_message(pair: list[str], tmp_path: Path) -> None:
+    """-i: the text of -p is answered, whatever it begins with, and then a message is read."""
+    saved = tmp_path / "talk.json"
+    with Terminal(["chat", *pair, "-n", "4", "--temp", "0", "-i", "-p", "/tell me"], env=PLAIN) as terminal:
+        terminal.expect("4 tokens, ")
+        terminal.expect(PROMPT)
+        terminal.ask("again", "4 tokens, ")
+        terminal.ask(f"/save {saved}", "4 messages")
+        terminal.type("/exit\r")
+        assert terminal.wait() == 0
+    assert [message["content"] for message in json.loads(saved.read_text())["messages"][::2]] == ["/tell me", "again"]
+
+
 @pytest.mark.slow
 def test_several_lines_between_triple_quotes(pair: list[str], tmp_path: Path) -> None:
     saved = tmp_path / "talk.json"

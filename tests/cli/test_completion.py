@@ -32,7 +32,7 @@ from moeedge.cli.app import app
 try:
     app(prog_name="moeedge")
 finally:
-    loaded = {{"numpy", "llama_cpp", "rich.markdown"}} & set(sys.modules)
+    loaded = {{"numpy", "llama_cpp"}} & set(sys.modules)
     if loaded:
         print("loaded", *loaded, file=sys.stderr)
 """
