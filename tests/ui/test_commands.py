@@ -148,6 +148,9 @@ def test_ollamas_system_prompt_and_show(session: Session, tmp_path: Path) -> Non
         ("/image cat.png", "/read FILE"),
         ("/glob *.py", "/read FILE"),
         ("/models", "/model NAME"),
+        ("/set format json", "/set grammar"),
+        ("/set wordwrap", "wrapped"),
+        ("/load llama3", "/model NAME"),
         ("/zzz", "/help"),
     ],
 )

@@ -97,6 +97,13 @@ def test_thinking_is_one_line() -> None:
     assert "let me see" not in file.getvalue()
 
 
+def test_thinking_that_was_cut_off() -> None:
+    file = io.StringIO()
+    with view_of(file) as view:
+        view.write("<think>\nlet me see")
+    assert lines_of(screen_after(file))[:2] == ["thought for 0 s, 12 tokens, no answer", "yet (/set thinking show)"]
+
+
 def test_thinking_can_be_shown() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=40, height=24, color_system="standard")

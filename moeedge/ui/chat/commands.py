@@ -124,6 +124,8 @@ def _set(chat: Chat, argument: str) -> Result:
     name, value = _FROM_OLLAMA.get(name, name), value.strip()
     if name == "parameter":  # as ollama's /set parameter NAME VALUE
         return _set(chat, value)
+    if name in _NOT_HERE:
+        raise InputError(f"There is no setting {name} here.", _NOT_HERE[name])
     if name == "system":
         return _system(chat, value.strip('"') or '""')
     if name == "think" and not value:
@@ -138,6 +140,12 @@ def _set(chat: Chat, argument: str) -> Result:
     return Result([line, *chat.apply(changed)])
 
 
+# settings of ollama, and what to do instead
+_NOT_HERE = {
+    "format": "/set grammar FILE.json makes answers follow a JSON schema.",
+    **dict.fromkeys(("history", "nohistory"), "Messages that were sent are always kept for the up arrow."),
+    **dict.fromkeys(("wordwrap", "nowordwrap"), "Text is always wrapped between words on a terminal."),
+}
 _FROM_OLLAMA = {"verbose": "stats full", "quiet": "stats off", "nothink": "think off"}
 
 

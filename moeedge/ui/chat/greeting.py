@@ -71,7 +71,7 @@ def details(info: EngineInfo) -> list[Figure]:
         Figure("model", f"{info.model} ({info.architecture})"),
         Figure("experts", _expert_shape(info)),
         Figure("drafts", _drafts(info) + (", as many as pay" if info.auto_gamma else "")),
-        Figure("device", figures.device(info)),
+        Figure("device", "none, the CPU computes all experts" if info.device == "none" else info.device),
     ]
     if info.expert_budget is not None:
         budget = info.expert_budget

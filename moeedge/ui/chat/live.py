@@ -162,11 +162,12 @@ class LiveView:
     def _take_thought(self, *, is_last: bool) -> list[str]:
         """The row about folded thinking, once it has ended."""
         assert isinstance(self._thinking, FoldedThinking)
-        line = self._thinking.line
+        line = self._thinking.last_line if is_last else self._thinking.line
         if self._told or not line or (self._thinking.is_thinking and not is_last):
             return []
         self._told = True
-        return [self._painted([(f"{line} (/set thinking show)", _DIM)]), ""]
+        rows = wrap_rows(f"{line} (/set thinking show)", self._console.width)
+        return [*(self._painted([(row.rstrip(), _DIM)]) for row in rows), ""]
 
     def _add(self, text: str, *, is_thought: bool) -> list[str]:
         """Appends to the growing line; the rows that are certain then."""

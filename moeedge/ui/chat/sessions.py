@@ -30,6 +30,8 @@ def save(chat: Chat, path: Path) -> list[str]:
 
 def load(chat: Chat, path: Path) -> list[str]:
     """Replaces the conversation by that of a file; the lines end with its last messages."""
+    if path.suffix == ".gguf" or not path.exists():
+        raise InputError(f"There is no conversation {path}.", "/model NAME or FILE goes on with another model.")
     loaded = Conversation.load(path)
     lines = [] if loaded.take_back() is None else ["Its last question has no answer and was left out."]
     chat.conversation.system = loaded.system

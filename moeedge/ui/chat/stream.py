@@ -77,7 +77,7 @@ class PlainView:
         folded = self._folded
         if folded is not None and not self._said and folded.line and (is_last or not folded.is_thinking):
             self._said = True
-            self._wrap(f"({folded.line})\n")
+            self._wrap(f"({folded.last_line})\n")
         if not text:
             return
         self._last = text

@@ -99,6 +99,11 @@ class FoldedThinking:
         return f"thought for {self._figures}" if self._has_thought else ""
 
     @property
+    def last_line(self) -> str:
+        """Of the thinking, once no more text comes; empty if there was none."""
+        return f"thought for {self._figures}, no answer yet" if self._splitter.is_thinking else self.line
+
+    @property
     def _figures(self) -> str:
         return f"{self._seconds:.0f} s, {self._n_tokens:,} token{'s' * (self._n_tokens != 1)}"
 
