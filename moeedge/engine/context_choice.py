@@ -21,11 +21,7 @@ from moeedge.scheduler.sizing import whole_expert_bytes
 def context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
     """Tokens; raises InputError where the KV caches of that many do not fit the memory."""
     n_trained = models[0].info.n_ctx_train
-    if config.n_ctx > n_trained and config.context.rope == RopeSettings():
-        notes.append(
-            f"The context of {config.n_ctx:,} tokens is longer than the {n_trained:,} that the model was trained with: "
-            "beyond these its answers are likely to be wrong."
-        )
+    notes.extend(beyond_training(config, n_trained))
     free_bytes = None  # of this machine
     in_memory = device.kind == "ram" or (device.loads_misses and not kv_on_gpu(config, device, models[0]))
     if in_memory and not config.n_ctx:
@@ -48,6 +44,16 @@ def context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[
     )
     notes.extend([note] if note else [])
     return n_ctx
+
+
+def beyond_training(config: EngineConfig, n_trained: int) -> list[str]:
+    """A warning where -c asks for more tokens than the model was trained with and nothing stretches its positions."""
+    if config.n_ctx <= n_trained or config.context.rope != RopeSettings():
+        return []
+    return [
+        f"The context of {config.n_ctx:,} tokens is longer than the {n_trained:,} that the model was trained with: "
+        "beyond these its answers are likely to be wrong."
+    ]
 
 
 def setting_notes(config: EngineConfig, model: Model) -> list[str]:

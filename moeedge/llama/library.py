@@ -115,13 +115,17 @@ def local_gpus() -> list[str]:
     return discrete or [name for name, kind in kinds.items() if kind == "IGPU"]
 
 
+def buffer_type_of(device: Any) -> int:
+    """A ggml_backend_dev_t's own type of memory, a ggml_backend_buffer_type_t."""
+    return int(ggml_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)(device))
+
+
 def buffer_types() -> dict[str, int]:
     """The types of memory in which weights can be kept, as -ot names them: ggml_backend_buffer_type_t by name."""
     count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
     device = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    buffer_type = ggml_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)
     type_name = ggml_function("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
-    found = (buffer_type(device(index)) for index in range(count()))
+    found = (buffer_type_of(device(index)) for index in range(count()))
     return {type_name(each).decode(): each for each in found if each}
 
 

@@ -22,6 +22,7 @@ from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.reasoning import ReasoningTags, find_reasoning_tags
 from moeedge.llama.settings import LoadSettings, LoraAdapter
 from moeedge.llama.text import ChatFormat
+from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
 from moeedge.native.mapping import map_lazily
 
 # moeedge: our backend computes; stock: the same process and loop, but our backend claims no operations
@@ -164,7 +165,7 @@ class Model:
         parameters.use_extra_bufts = fits  # repacked weights cannot be paged out to the file
         chosen = library.device_list(device)
         parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
-        places = [(pattern.encode(), buffer_type(name)) for pattern, name in settings.overrides]
+        places = [(pattern.encode(), buffer_type(name, device)) for pattern, name in settings.overrides]
         if experts_on_cpu:
             places.append((_experts_of_first(n_cpu_moe, summary.expert_layers), buffer_type(HOST)))
         overrides = (_BufferOverride * (len(places) + 1))(*(_BufferOverride(*place) for place in places))
@@ -218,7 +219,7 @@ class Model:
             handle,
             info,
             gpu=chosen[0],
-            host_expert_layers=_in_host_memory(path, info, in_ram, settings),
+            host_expert_layers=_in_host_memory(path, info, in_ram, settings, device),
             experts_mapped=not fits,
             header_only=header_only,
             dense=dense,
@@ -433,13 +434,13 @@ def _n_host_layers(n_layers: int, n_gpu_layers: int) -> int | None:
     return 0 if n_gpu_layers < 0 else max(n_layers + 1 - n_gpu_layers, 0)
 
 
-def _in_host_memory(path: Path, info: ModelInfo, n_first: int, settings: LoadSettings) -> tuple[int, ...]:
+def _in_host_memory(path: Path, info: ModelInfo, n_first: int, settings: LoadSettings, device: str) -> tuple[int, ...]:
     """Layers whose experts are in host memory: the first `n_first`, where no override puts an expert elsewhere."""
     found = {layer for layer in info.expert_layers if layer < n_first}
     if not settings.overrides:
         return tuple(sorted(found))
     is_host = library.ggml_function("ggml_backend_buft_is_host", ctypes.c_bool, ctypes.c_void_p)
-    places = [(re.compile(pattern), bool(is_host(buffer_type(name)))) for pattern, name in settings.overrides]
+    places = [(re.compile(pattern), bool(is_host(buffer_type(name, device)))) for pattern, name in settings.overrides]
     experts, _ = gguf_file.expert_tensors(path, n_layers=info.n_layers)
     on_host: dict[int, list[bool]] = {}
     for tensor in experts:
@@ -474,9 +475,14 @@ def _override_experts_used(path: Path, n_expert_used: int) -> Any:
     return overrides
 
 
-def buffer_type(name: str) -> int:
-    """The ggml_backend_buffer_type_t of that name. Raises InputError, whose hint names those of this machine."""
+def buffer_type(name: str, device: str = "auto") -> int:
+    """The ggml_backend_buffer_type_t of that name; of a GPU that is only planned for, by whatever name it has.
+
+    Raises InputError, whose hint names those of this machine.
+    """
     found = library.buffer_types()
+    if name not in found and device == DRY_RUN_GPU:
+        return library.buffer_type_of(dry_run_gpu())
     if name not in found:
         raise InputError(f"There is no memory of the type {name!r} here (-ot).", f"Choose from: {', '.join(found)}.")
     return found[name]

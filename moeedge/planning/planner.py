@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import psutil
 
+from moeedge.engine.context_choice import beyond_training
 from moeedge.engine.loading import choose_draft, exceeds_memory, kv_on_gpu, load_draft, load_target, whole_model_fits
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -143,6 +144,7 @@ class Planner:
         """Returns the map of a session with the user's -c, or with the context that it chooses without one."""
         all_on_gpu = self._all_on_gpu(self.config.n_ctx)
         if self.config.n_ctx:
+            self.notes.extend(beyond_training(self.config, self.facts.n_ctx_train))
             return self.map(self.config.n_ctx)
         if self.loads_on_demand and not kv_on_gpu(self.config, self.machine.device, self._target(all_on_gpu=False)):
             n_ctx, note = choose_ram_tier_n_ctx(self._target(all_on_gpu=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ GREEDY = SamplingConfig(temperature=0)
 PROMPT = np.random.default_rng(5).integers(0, 256, 900).tolist()
 N_UBATCH = 128
 N_PREDICT = 12
+HEADS = {"model": {}, "head": {"mtp": 1}, "recurrent head": {"mtp": 1}}
 
 
 class Stop:
@@ -27,6 +29,10 @@ class Stop:
 
     def __init__(self, n_max: int | None = None) -> None:
         self.n_asked, self._n_max = 0, n_max
+
+    def stop_after(self, n_more: int) -> None:
+        """Asks to stop at the `n_more`th question from now on."""
+        self._n_max = self.n_asked + n_more
 
     def __call__(self) -> bool:
         self.n_asked += 1
@@ -45,7 +51,9 @@ def asks_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "_goes_on", goes_on)
 
 
-def config(path: Path, draft: Path | None = None, *, mode: Mode = "moeedge", device: str = "none") -> EngineConfig:
+def config(
+    path: Path, draft: Path | Literal["mtp"] | None = None, *, mode: Mode = "moeedge", device: str = "none"
+) -> EngineConfig:
     return EngineConfig(
         model=path,
         draft=draft,
@@ -93,21 +101,27 @@ def test_the_next_answer_equals_stocks(tiny: TinyFactory, arch: str, mode: Mode)
         assert answer.stats.prefill_tokens == len(PROMPT) - n_before
 
 
-def test_the_prompt_of_the_draft_can_be_stopped_as_well(tiny: TinyFactory) -> None:
-    path = tiny("qwen3moe")
+@pytest.mark.usefixtures("asks_always")
+@pytest.mark.parametrize("source", ["model", "head", "recurrent head"])
+def test_the_prompt_of_the_draft_can_be_stopped_as_well(tiny: TinyFactory, source: str) -> None:
+    path = tiny({"model": "qwen3moe", "head": "glm4moe", "recurrent head": "qwen35moe"}[source], **HEADS[source])
+    draft: Path | Literal["mtp"] = tiny("qwen3") if source == "model" else "mtp"
     with StockContext(path, n_ctx=1024, n_batch=1024, n_ubatch=N_UBATCH) as stock:
         expected, _ = stock.greedy(PROMPT, N_PREDICT)
-    with Session.open(config(path, tiny("qwen3"))) as session:
-        stopped = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, cancel=lambda: False)
-        first = next(iter(stopped)).tokens  # the target has read the prompt, the draft has not
-        stopped._loop._cancel = lambda: True
-        assert [token for step in stopped for token in step.tokens] == []
-        assert stopped.stop_reason == "interrupted" and stopped.tokens == first == expected[:1]
-        answer = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
-        for _ in answer:
-            pass
-        assert answer.tokens == expected
-        assert answer.stats.acceptance_rate is not None
+    with Session.open(config(path, draft)) as session:
+        for n_asked in (2, 40):  # in the first batch of the draft, and later
+            session.reset()
+            stop = Stop()
+            stopped = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, cancel=stop)
+            first = next(iter(stopped)).tokens  # the target has read the prompt, the draft has not
+            stop.stop_after(n_asked)
+            assert [token for step in stopped for token in step.tokens] == []
+            assert stopped.stop_reason == "interrupted" and stopped.tokens == first == expected[:1]
+            answer = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
+            for _ in answer:
+                pass
+            assert answer.tokens == expected
+            assert answer.stats.drafted > 0
 
 
 def test_it_stops_within_300_ms(tiny: TinyFactory) -> None:

@@ -16,6 +16,9 @@ from moeedge.errors import EngineError, ModelFileError
 from moeedge.llama import library
 from moeedge.llama.settings import KV_TYPES, ContextSettings, LoadSettings, LoraAdapter, RopeSettings, TensorOverride
 from moeedge.native.abi import Phase
+from moeedge.notifications import is_warning
+from moeedge.planning.memory_map import this_machine
+from moeedge.planning.planner import Planner
 from tests.conftest import TinyFactory
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.greedy import judge
@@ -129,6 +132,17 @@ def test_threads_of_batches(pair: tuple[Path, Path]) -> None:
     with Session.open(config(pair, context=ContextSettings(n_threads_batch=2))) as session:
         assert llama_cpp.llama_n_threads(session.target.handle) == 1
         assert llama_cpp.llama_n_threads_batch(session.target.handle) == 2
+
+
+@pytest.mark.parametrize(("n_ctx", "rope", "warns"), [(4096, None, False), (4352, None, True), (4352, YARN, False)])
+def test_a_context_beyond_training(n_ctx: int, rope: RopeSettings | None, warns: bool, pair: tuple[Path, Path]) -> None:
+    settings = ContextSettings() if rope is None else ContextSettings(rope=rope)
+    asked = config(pair, n_ctx=n_ctx, context=settings)
+    with Session.open(asked) as session:
+        assert any(is_warning(note) and "4,096" in note for note in session.info.notes) == warns
+    with Planner(asked, this_machine(asked)) as planner:
+        planner.default_map()
+        assert any("4,096" in note for note in planner.notes) == warns
 
 
 # loading

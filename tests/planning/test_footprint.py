@@ -10,6 +10,7 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.settings import ContextSettings, LoadSettings, TensorOverride
@@ -146,3 +147,13 @@ def test_a_chats_draft_length_decides_how_many_recurrent_states_are_kept(tiny: T
         with Session.open(asked) as session:
             assert planned[auto] == sum(use.memory_bytes for use in session.memory_uses())
     assert planned[True] > planned[False]
+
+
+def test_a_plan_for_a_gpu_that_is_not_here_takes_its_names(tiny_moe: Path) -> None:
+    config = EngineConfig(model=tiny_moe, n_ctx=512, load=LoadSettings(overrides=(TensorOverride("exps", "CUDA0"),)))
+    with pytest.raises(InputError) as caught:
+        Planner(config, this_machine(config))
+    assert "CPU" in caught.value.hint
+    with Planner(config, this_machine(config, vram_bytes=1 << 30)) as planner:
+        found = planner.default_map()
+        assert found.n_whole_layers == 3 and found.budget.n_slots == 0
