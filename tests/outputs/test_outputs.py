@@ -1,4 +1,4 @@
-"""Replay gives the outputs of 0.6.0."""
+"""Replay gives the figures of 0.6.0, and of its bounds those of 0.11.0."""
 
 from __future__ import annotations
 
