@@ -1,6 +1,6 @@
 """The file that a run keeps while it measures: its settings and every finished sample, so that it can be resumed.
 
-JSON Lines. The first line is {"schema", "settings"}, with the settings of each part of the run (one per value of -t);
+JSON Lines. The first line is {"schema", "settings"}, with the settings of each part of the run (values of -t, -b, -ub);
 every other line is a sample with its part, its pass and its test. The samples have the tokens of their answers, which
 the output check needs and a record leaves out. A line that an abort cut is ignored.
 """
@@ -35,7 +35,7 @@ Settings = dict[str, Any]
 class Place:
     """Where in a run a sample was measured."""
 
-    part: int  # of the values of -t
+    part: int  # of the values of -t, -b and -ub
     pass_index: int  # of that part
     test: str
 

@@ -14,7 +14,16 @@ from moeedge.cli import options
 from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
 from moeedge.cli.bench_exit import exit_code
 from moeedge.cli.bench_parallel import ParallelOptions, measure_parallel, refuse_with_parallel
-from moeedge.cli.bench_tests import SYNTHETIC_ANSWER, NPredict, SyntheticOptions, Threads, single, sizes
+from moeedge.cli.bench_tests import (
+    SYNTHETIC_ANSWER,
+    BatchSizes,
+    NPredict,
+    SyntheticOptions,
+    Threads,
+    UbatchSizes,
+    contexts,
+    single,
+)
 from moeedge.cli.common import accept_any_text, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
@@ -116,6 +125,8 @@ def bench(
     engine: EngineOptions,
     llama: LlamaOptions,
     threads: Threads = None,
+    batch_size: BatchSizes = None,
+    ubatch_size: UbatchSizes = None,
     draft_max: DraftMaxima = None,
     budgets: BudgetSweepOptions,
     policy: Policies = None,
@@ -215,7 +226,7 @@ def bench(
         text=None if counts else budgets.text(base.model),
     )
     notes += layer_notes(base)
-    plans = _with_threads(plan, threads)
+    plans = [replace(plan, base=each) for each in contexts(plan.base, threads, batch_size, ubatch_size)]
     if counts:
         _expect_one(plans, "--parallel", asked=True)
         raise typer.Exit(measure_parallel(plans[0], together.fit, notes, output, verbose=verbose, plot=plot))
@@ -224,16 +235,9 @@ def bench(
     raise typer.Exit(_measure(plans, notes, output, verbose=verbose, plot=plot, trace_out=trace_out, resume=resume))
 
 
-def _with_threads(plan: BenchPlan, threads: str | None) -> list[BenchPlan]:
-    """The plan once per number of threads. Raises InputError."""
-    if threads is None:
-        return [plan]
-    return [replace(plan, base=replace(plan.base, n_threads=n)) for n in sizes(threads, "-t")]
-
-
 def _expect_one(plans: Sequence[BenchPlan], option: str, *, asked: bool) -> None:
     if asked and len(plans) > 1:
-        raise InputError(f"{option} goes with one number of threads.", "Name one with -t.")
+        raise InputError(f"{option} goes with one value of -t, -b and -ub.", "Name one of each.")
 
 
 def _mapped(base: EngineConfig) -> EngineConfig:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from moeedge.cli import options
-from moeedge.cli.declare import derive, option
+from moeedge.cli import llama_options, options
+from moeedge.cli.declare import derive, list_of, option
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.bench.config import SyntheticTest
+    from moeedge.engine.types import EngineConfig
 
 # the sizes of llama-bench
 SYNTHETIC_PROMPT = 512
@@ -58,6 +60,8 @@ Threads = Annotated[
         options.Threads, metavar="LIST", help="CPU threads; 0: one per physical core. Several are measured one by one."
     ),
 ]
+BatchSizes = Annotated[str | None, list_of(llama_options.BatchSize)]
+UbatchSizes = Annotated[str | None, list_of(llama_options.UbatchSize)]
 Delay = Annotated[
     float, option(options.WORK, "--delay S", "Wait S seconds before each repetition of a synthetic test.")
 ]
@@ -136,6 +140,19 @@ def _pair(text: str) -> tuple[int, int]:
     if not (prompt.isdecimal() and answer.isdecimal() and int(prompt) and int(answer)):
         raise InputError(f"-pg takes two numbers of tokens, not '{text}'.", "Write for instance -pg 512,128.")
     return int(prompt), int(answer)
+
+
+def contexts(base: EngineConfig, threads: str | None, batches: str | None, ubatches: str | None) -> list[EngineConfig]:
+    """The configuration once per number of threads and size of batches. Raises InputError, and ValueError for sizes."""
+    lists = [
+        [getattr(base, name)] if text is None else sizes(text, option)
+        for name, text, option in (
+            ("n_threads", threads, "-t"),
+            ("n_batch", batches, "-b"),
+            ("n_ubatch", ubatches, "-ub"),
+        )
+    ]
+    return [replace(base, n_threads=t, n_batch=b, n_ubatch=ub) for t, b, ub in itertools.product(*lists)]
 
 
 def single(text: str | None, option: str) -> int | None:

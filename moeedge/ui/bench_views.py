@@ -6,7 +6,7 @@ import io
 import itertools
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -107,19 +107,19 @@ def _bench_columns(
     has_layers: bool,
     has_budgets: bool,
     from_disk: bool,
-    has_threads: bool,
+    varied: set[str],
     is_synthetic: bool,
 ) -> list[Column]:
     """As llama-bench's.
 
     has_cache: some mode had an expert cache. has_scores: answers were scored. has_layers: some stock mode had whole
     layers on a GPU. has_budgets: expert budgets or draft lengths are compared. from_disk: experts were loaded into RAM.
-    has_threads: rows differ in their number of threads. is_synthetic: no row has answers.
+    varied: keys of _CONTEXT in which rows differ. is_synthetic: no row has answers.
     """
     columns = [
         text_column("test", "test"),
         text_column("mode", "mode"),
-        Column("threads", lambda row: row.setup["threads"] if has_threads else None),
+        *(Column(title, _setting(name)) for title, name in _CONTEXT.items() if name in varied),
         Column("speculation", lambda row: (row.figures and row.figures.mode.speculation) or None, left=True),
         Column("policy", lambda row: None if row.policy == "none" else row.policy, left=True),
         Column("cache", "cache_ratio", "g"),
@@ -171,6 +171,13 @@ def _output(row: BenchRow) -> str | None:
     return f"{row.output} (lossy)" if row.is_lossy else row.output.summary
 
 
+_CONTEXT = {"threads": "threads", "n_batch": "n_batch", "n_ubatch": "n_ubatch"}  # lists of -t, -b, -ub: title and key
+
+
+def _setting(name: str) -> Callable[[BenchRow], Any]:
+    return lambda row: row.setup[name]
+
+
 def _columns_of(rows: Sequence[BenchRow]) -> list[Column]:
     return _bench_columns(
         has_cache=any(row.cache_ratio is not None for row in rows),
@@ -178,13 +185,13 @@ def _columns_of(rows: Sequence[BenchRow]) -> list[Column]:
         has_layers=any(row.setup.get("whole_layers") for row in rows),
         has_budgets=any(row.figures is not None and row.figures.mode.speculation for row in rows),
         from_disk=any(is_ram(row.setup.get("device", "")) for row in rows),
-        has_threads=len({row.setup["threads"] for row in rows}) > 1,
+        varied={name for name in _CONTEXT.values() if len({row.setup.get(name) for row in rows}) > 1},
         is_synthetic=all(row.setup.get("n_prompt") or row.setup.get("n_gen") for row in rows),
     )
 
 
 # what tells a row from the others; every table of the rows begins with these columns
-_KEYS = ("test", "mode", "threads", "speculation", "policy", "cache")
+_KEYS = ("test", "mode", *_CONTEXT, "speculation", "policy", "cache")
 
 _MODEL_COLUMNS = (
     text_column("model", "model_description"),

@@ -297,6 +297,14 @@ def test_the_picture_has_a_line_per_policy(tmp_path: Path) -> None:
         draw_sweep(rows, tmp_path / "absent" / "sweep.png")
 
 
+def test_lists_of_batches(tiny_moe: Path) -> None:
+    work = ["-p", "32", "-n", "0", "-b", "64", "-ub", "8-32*2", "-r", "1", "--modes", "stock-ar"]
+    result = run("bench", "-m", tiny_moe, "-md", "none", *work, "-t", "1")
+    assert [row["n_ubatch"] for row in table_rows(result.stdout)] == ["8", "16", "32"]
+    rows = run_json("bench", "-m", tiny_moe, "-md", "none", *work, "-t", "1")
+    assert [(row["n_batch"], row["n_ubatch"]) for row in rows] == [(64, 8), (64, 16), (64, 32)]
+
+
 def test_lists_of_sizes_depths_and_threads(tiny_moe: Path) -> None:
     work = ["-p", "8,16", "-n", "4", "-pg", "8,4", "-d", "0,32", "-t", "1,2", "-r", "1", "--modes", "stock-ar"]
     rows = run_json("bench", "-m", tiny_moe, "-md", "none", *work)

@@ -3,9 +3,10 @@
     python tests/outputs/compare.py record FOLDER [moeedge]    runs COMMANDS with a program, writes FOLDER/NAME.json
     python tests/outputs/compare.py compare OLD NEW            exit 1 where they differ
 
-`recorded/` holds outputs (gzipped): of 0.12.0 for `replay`, `trace` and `bench` (figures of `replay` are those of 0.6.0,
-of `oracle` and `belady` 0.11.0), of 0.4.0 for the other commands. Figures that depend on the clock or the machine count by their keys alone; all other
-values must be equal. RENAMED lists the keys that have got another name since, as docs/changelog.md does.
+`recorded/` holds outputs (gzipped): of 0.12.0 for `replay`, `trace` and `bench` (figures of `replay` as in 0.6.0, of
+`oracle` and `belady` as in 0.11.0), of 0.4.0 for the other commands. Figures that depend on the clock or the machine
+count by their keys alone; all other values must be equal. RENAMED lists the keys that have got another name since, as
+docs/changelog.md does.
 """
 
 from __future__ import annotations
