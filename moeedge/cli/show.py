@@ -10,6 +10,7 @@ from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.completion import completer, models
 from moeedge.cli.declare import Output
+from moeedge.errors import DownloadError
 
 Name = Annotated[
     str,
@@ -26,14 +27,25 @@ Template = Annotated[bool, typer.Option("--template", help="Print the chat templ
 def show(name: Name = "bundled", template: Template = False, output: options.TextOrJson = Output.TEXT) -> None:
     """Show what a model is: architecture, size, context, experts, licence, chat template.
 
-    The header of the file is enough; of a model that is not on this machine it is read from the hub. moeedge plan shows
-    how much memory a model takes here.
+    The header of the file is enough; of a model that is not on this machine it is read from the hub, and without
+    network the catalog says what it knows. moeedge plan shows how much memory a model takes here.
     """
+    from moeedge.hub.catalog import load_catalog
     from moeedge.planning.model_card import read_card
     from moeedge.ui.console import notifier, stderr_console, stdout_console
-    from moeedge.ui.model_card_view import card_json, print_card
+    from moeedge.ui.model_card_view import card_json, entry_json, print_card, print_entry
 
-    card = read_card(str(paths.bundled_target()) if name.lower() == "bundled" else name, notifier(stderr_console()))
+    try:
+        card = read_card(str(paths.bundled_target()) if name.lower() == "bundled" else name, notifier(stderr_console()))
+    except DownloadError as error:
+        choice = None if template else load_catalog().find(name)
+        if choice is None:
+            raise
+        if output is Output.JSON:
+            typer.echo(entry_json(choice, error.message), nl=False)
+        else:
+            print_entry(choice, error.message, stdout_console())
+        return
     if template:
         typer.echo(card.template)
     elif output is Output.JSON:

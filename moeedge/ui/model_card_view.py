@@ -13,6 +13,7 @@ from moeedge.ui.tables import json_text
 from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
+    from moeedge.hub.catalog import Choice
     from moeedge.planning.model_card import ModelCard
 
 
@@ -47,6 +48,34 @@ def print_card(card: ModelCard, console: Console) -> None:
 def card_json(card: ModelCard) -> str:
     """One object; sizes in bytes."""
     return json_text(dataclasses.asdict(card) | {"bits_per_weight": card.facts.bits_per_weight})
+
+
+def print_entry(choice: Choice, reason: str, console: Console) -> None:
+    """What the catalog knows of a model whose header cannot be read. reason: why not."""
+    entry, variant, shape = choice.entry, choice.variant, choice.entry.shape
+    size = variant.size_bytes or variant.about_bytes
+    console.print(f"{visible(reason)} From the catalog:")
+    rows = [
+        Figure("name", choice.name),
+        Figure("about", visible(entry.about)),
+        Figure("file", f"hf:{variant.repo}:{variant.files[0].path}" if variant.files else str(variant.local)),
+        Figure("size", "" if size is None else f"{'' if variant.size_bytes else 'about '}{format_bytes(size)}"),
+        Figure("weights", "" if shape is None else _count(shape.weights)),
+        Figure("context", "" if shape is None or shape.context is None else f"{shape.context:,} tokens at most"),
+        Figure("drafts", ", ".join(entry.drafts)),
+        Figure("note", visible(entry.note)),
+        Figure("licence", visible(entry.licence)),
+    ]
+    show_figures(console, [row for row in rows if row.value])
+
+
+def entry_json(choice: Choice, reason: str) -> str:
+    """One object of the catalog's facts, with the reason why there is no header."""
+    entry = dataclasses.asdict(choice.entry)
+    del entry["variants"]
+    variant = dataclasses.asdict(choice.variant) | {"size_bytes": choice.variant.size_bytes}
+    variant["local"] = None if choice.variant.local is None else str(choice.variant.local)
+    return json_text({"from_catalog": True, "reason": reason, **entry, "variant": variant})
 
 
 def _experts(card: ModelCard) -> str:

@@ -74,3 +74,14 @@ def test_ps_lists_a_chat_and_its_models(pair: list[str]) -> None:
         process.kill()
         process.wait()
     assert all(row["pid"] != process.pid for row in run_json("ps"))
+
+
+def test_without_network_the_catalog_says_what_it_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    card = run_json("show", "granite-3.1-1b-a400m")
+    assert card["from_catalog"] is True and "HF_HUB_OFFLINE" in card["reason"]
+    assert card["variant"]["size_bytes"] == 821847360 and card["shape"]["experts"] == 32
+    assert "784 MiB" in run("show", "granite-3.1-1b-a400m").stdout
+    assert run("show", "granite-3.1-1b-a400m", "--template").exit_code == 1  # which only the file has
+    assert run("show", "hf:me/mine-GGUF:mine.gguf").exit_code == 1
