@@ -72,14 +72,18 @@ class ModelSwitch:
         return self._replace(replace(self._config, n_ctx=n_ctx))
 
     def _replace(self, config: EngineConfig) -> Session:
+        from moeedge.ui.chat.interrupt import Ended
         from moeedge.ui.chat.repl import SwitchError
 
         self.session.close()
         try:
             self.session = self._open(config)
-        except (MoeedgeError, ValueError) as error:
+        except Ended:  # the program ends
+            raise
+        except (MoeedgeError, ValueError, KeyboardInterrupt) as error:
             self.session = self._open(self._config)
-            message = error.message if isinstance(error, MoeedgeError) else f"{error}."
+            stopped = isinstance(error, KeyboardInterrupt)
+            message = error.message if isinstance(error, MoeedgeError) else "Stopped." if stopped else f"{error}."
             raise SwitchError(message, getattr(error, "hint", ""), self.session) from None
         self._config = config
         return self.session

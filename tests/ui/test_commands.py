@@ -198,6 +198,25 @@ def test_another_model_goes_on_with_the_conversation(switch: ModelSwitch, tiny: 
     assert unfinished_chats(lambda: tmp_path) == []
 
 
+def test_ctrl_c_while_another_model_loads(
+    switch: ModelSwitch, tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[EngineConfig] = []
+    real = ModelSwitch._open
+
+    def interrupted(self: ModelSwitch, config: EngineConfig) -> Session:
+        opened.append(config)
+        if len(opened) == 1:
+            raise KeyboardInterrupt
+        return real(self, config)
+
+    monkeypatch.setattr(ModelSwitch, "_open", interrupted)
+    settings = Settings(sampling=GREEDY.sampling, n_predict=5)
+    talk = Talk(switch.session, [f"/model {tiny('glm4moe')}", "and?"], tmp_path, settings=settings, switch=switch)
+    assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe"]
+    assert "Stopped. " in talk.err and len(opened) == 2
+
+
 @pytest.mark.parametrize("is_file", [False, True])
 def test_the_old_model_stays_where_another_cannot_be_opened(is_file: bool, switch: ModelSwitch, tmp_path: Path) -> None:
     file = tmp_path / "other.gguf"

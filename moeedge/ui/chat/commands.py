@@ -55,7 +55,7 @@ def help_rows() -> list[Figure]:
     ]
     table.append(Figure("Alt-Enter, Ctrl-J", "A new line in a message."))
     table.append(Figure('"""', 'Begins a message of several lines; """ also ends it.'))
-    table.append(Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR."))
+    table.append(Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR, then sends it."))
     table.append(Figure("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."))
     return table
 
