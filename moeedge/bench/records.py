@@ -353,6 +353,7 @@ def describe_setup(
         "draft": info.draft if drafts else "none",
         "gamma": info.gamma if drafts else 0,
         "auto_gamma": drafts and info.auto_gamma,
+        "draft_p_min": plan.base.draft_p_min if drafts else 0.0,
         **budget_record(mode.budget if drafts else None, gamma=info.gamma),
         "device": info.device,
         "policy": info.policy if has_cache or mode.policy is None else mode.policy,

@@ -170,6 +170,7 @@ def bench(
                 "-p": synthetic.is_asked,
                 "--resume": resume is not None,
                 "--trace-out": trace_out is not None,
+                "--draft-p-min": engine.draft_p_min > 0,
                 "--expert-budget": budgets.expert_budget is not None,
                 "--perplexity": budgets.perplexity is not None,
             }

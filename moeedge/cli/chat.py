@@ -116,7 +116,6 @@ def chat(
     sampling: SamplingOptions,
     placement: PlacementOptions,
     budget: BudgetOptions,
-    draft_p_min: options.DraftPMin = 0.0,
     keep_cache: KeepCache = False,
     ram: options.Ram = "auto",
     context_shift: ContextShift = False,
@@ -166,7 +165,7 @@ def chat(
         made = options.config(
             placed, context_shift=context_shift, files=files, default_draft="auto", auto_gamma=auto_gamma
         )
-        return replace(llama.apply(made), cpu_fallback=True, draft_p_min=draft_p_min, ram=parse_ram(ram))
+        return replace(llama.apply(made), cpu_fallback=True, ram=parse_ram(ram))
 
     config = configure(engine)
     config = budget.config(config, notify=notifier(err))

@@ -34,6 +34,7 @@ class EngineOptions:
     model: options.Model = None
     model_draft: options.ModelDraft = None
     draft_max: options.DraftLength = None
+    draft_p_min: options.DraftPMin = 0.0
     ctx_size: options.CtxSize = 0
     threads: options.Threads = 0
     n_gpu_layers: options.NGpuLayers = None
@@ -98,6 +99,7 @@ class EngineOptions:
             n_threads=self.threads,
             gamma=files.draft_max if gamma is None else max(files.draft_max, 1) if gamma == "auto" else gamma,
             auto_gamma=gamma == "auto",
+            draft_p_min=self.draft_p_min,
             n_gpu_layers=0 if self.device == "none" else self.n_gpu_layers,
             n_cpu_moe=self._n_cpu_moe(),
             device=self.device,
