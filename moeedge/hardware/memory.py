@@ -33,7 +33,7 @@ def total_memory() -> int:
 
 def _limits() -> Iterator[tuple[int, int, Path]]:
     """The control groups of this process that limit its memory: bytes, version and folder."""
-    for version, folder in _groups():
+    for version, folder in control_groups("memory"):
         with suppress(OSError, ValueError):  # a group without this controller
             limit = min(_number(folder / name) for name in _LIMITS[version])
             if limit < _NO_LIMIT:
@@ -47,17 +47,20 @@ def _used(version: int, folder: Path) -> int:
     return max(0, _number(folder / _USED[version]) - sum(int(stat[name]) for name in _CACHED[version]))
 
 
-def _groups() -> Iterator[tuple[int, Path]]:
-    """Index of the version, and folder, of the control groups of this process and of those around them."""
+def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
+    """The control groups of this process and those around them that may limit a resource, "memory" or "cpu".
+
+    Each with its folder, and 0 for version 2 of control groups or 1 for version 1.
+    """
     try:
         lines = _MEMBERSHIP.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
         number, controllers, name = line.split(":", 2)
-        if number != "0" and "memory" not in controllers.split(","):
+        if number != "0" and controller not in controllers.split(","):
             continue
-        version, root = (0, _GROUPS) if number == "0" else (1, _GROUPS / "memory")
+        version, root = (0, _GROUPS) if number == "0" else (1, _GROUPS / controller)
         # in a container the folders of its own groups may be those at the root
         folder = root / name.lstrip("/")
         yield from ((version, each) for each in (folder, *folder.parents) if each == root or root in each.parents)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import psutil
 
+from moeedge.hardware.memory import control_groups
+
 CPU_INFO = Path("/proc/cpuinfo")  # Linux only
-_QUOTAS = Path("/sys/fs/cgroup")
+_CFS = ("quota", "period")  # of version 1 of control groups
 # flag in /proc/cpuinfo: the instructions' name; those that kernels of llama.cpp or ours use
 _INSTRUCTIONS = {
     "avx2": "AVX2",
@@ -50,15 +52,17 @@ def physical_cores() -> int:
 
 
 def core_limit() -> float | None:
-    """Returns the processor time that a container may use, in cores; None: no limit."""
-    with suppress(OSError, ValueError):  # version 2 of control groups
-        quota, period = (_QUOTAS / "cpu.max").read_text(encoding="ascii").split()
-        return None if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError):  # version 1
-        quota = (_QUOTAS / "cpu/cpu.cfs_quota_us").read_text(encoding="ascii")
-        period = (_QUOTAS / "cpu/cpu.cfs_period_us").read_text(encoding="ascii")
-        return int(quota) / int(period) if int(quota) > 0 else None
-    return None
+    """Returns the processor time that the control groups of this process allow, in cores; None: no limit."""
+    limits = []
+    for version, folder in control_groups("cpu"):
+        with suppress(OSError, ValueError):  # a group without this controller
+            if version == 0:
+                quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in _CFS)
+            if quota != "max" and int(quota) > 0:
+                limits.append(int(quota) / int(period))
+    return min(limits, default=None)
 
 
 def _value(key: str) -> str:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.hardware import processor
+from moeedge.hardware import memory, processor
 
 
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(processor, "_QUOTAS", tmp_path)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "membership")
     return tmp_path
 
 
@@ -33,15 +34,18 @@ def test_a_system_that_tells_nothing(described: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "limit"),
     [
-        ({"cpu.max": "150000 100000\n"}, 1.5),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu.max": "150000 100000\n"}, 1.5),  # of a container, whose own group is at the root
+        ({"app/one/cpu.max": "300000 100000\n", "app/cpu.max": "200000 100000\n"}, 2.0),  # a group around it has less
+        ({"app/one/cpu.max": "max 100000\n"}, None),
+        ({"cpu/app/one/cpu.cfs_quota_us": "50000\n", "cpu/app/one/cpu.cfs_period_us": "100000\n"}, 0.5),
+        ({"cpu/app/one/cpu.cfs_quota_us": "-1\n", "cpu/app/one/cpu.cfs_period_us": "100000\n"}, None),
+        ({"other/cpu.max": "100000 100000\n"}, None),
     ],
 )
 def test_a_containers_limit(described: Path, files: dict[str, str], limit: float | None) -> None:
+    (described / "membership").write_text("4:cpu,cpuacct:/app/one\n5:memory:/\n0::/app/one\n")
     for name, text in files.items():
-        (described / name).parent.mkdir(exist_ok=True)
+        (described / name).parent.mkdir(parents=True, exist_ok=True)
         (described / name).write_text(text)
     assert processor.core_limit() == limit
 
