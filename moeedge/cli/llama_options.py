@@ -27,7 +27,8 @@ CacheTypeK = Annotated[
     option(
         LLAMA,
         "-ctk, --cache-type-k TYPE",
-        f"Type of the K cache: {_TYPES}. Other types than f16 change answers slightly.",
+        f"Type of the keys in the KV cache: {_TYPES}. q8_0 takes about half the memory of f16, q4_0 a quarter; other "
+        "types than f16 change answers slightly.",
         env="LLAMA_ARG_CACHE_TYPE_K",
     ),
 ]
@@ -36,7 +37,7 @@ CacheTypeV = Annotated[
     option(
         LLAMA,
         "-ctv, --cache-type-v TYPE",
-        "Type of the V cache, as -ctk; a quantized one needs flash attention.",
+        "Type of the values in the KV cache, as -ctk; a quantized one (q8_0 and below) needs flash attention.",
         env="LLAMA_ARG_CACHE_TYPE_V",
     ),
 ]
@@ -45,7 +46,7 @@ CacheTypeKDraft = Annotated[
     option(
         LLAMA,
         "-ctkd, --cache-type-k-draft TYPE",
-        "Type of the draft's K cache.",
+        "Type of the keys in the draft's KV cache.",
         also="--spec-draft-type-k",
         env="LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",
     ),
@@ -55,7 +56,7 @@ CacheTypeVDraft = Annotated[
     option(
         LLAMA,
         "-ctvd, --cache-type-v-draft TYPE",
-        "Type of the draft's V cache.",
+        "Type of the values in the draft's KV cache.",
         also="--spec-draft-type-v",
         env="LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",
     ),
@@ -74,7 +75,7 @@ BatchSize = Annotated[
     option(
         LLAMA,
         "-b, --batch-size N",
-        "Most tokens that llama.cpp is given at once; where it is smaller than -ub, it is that as well.",
+        "Most tokens per call of llama.cpp; a larger -ub is lowered to it.",
         env="LLAMA_ARG_BATCH",
     ),
 ]
@@ -99,7 +100,10 @@ ThreadsBatch = Annotated[
 Mlock = Annotated[
     bool,
     option(
-        LLAMA, "--mlock", "Lock the model in memory, so that the system does not page it out.", env="LLAMA_ARG_MLOCK"
+        LLAMA,
+        "--mlock",
+        "Lock the model in memory, so that the system does not page it out; a line says what is not locked.",
+        env="LLAMA_ARG_MLOCK",
     ),
 ]
 Mmap = Annotated[

@@ -10,12 +10,15 @@ from moeedge.engine.types import EngineConfig
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama import gguf_file
+from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.gguf_file import adapts_experts
 from moeedge.llama.model import Model
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, RopeSettings
+from moeedge.native.devices import PLAIN_BUFFERS
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler.sizing import whole_expert_bytes
+from moeedge.units import format_bytes
 
 
 def context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[Model], notes: list[str]) -> int:
@@ -56,9 +59,9 @@ def beyond_training(config: EngineConfig, n_trained: int) -> list[str]:
     ]
 
 
-def setting_notes(config: EngineConfig, model: Model) -> list[str]:
+def setting_notes(config: EngineConfig, target: Context) -> list[str]:
     """A sentence for each setting of llama.cpp that changes answers, has no effect, or takes something away."""
-    return [*_answer_notes(config.context), *_loading_notes(config, model), *_override_notes(config, model)]
+    return [*_answer_notes(config.context), *_loading_notes(config, target), *_override_notes(config, target.model)]
 
 
 def _answer_notes(settings: ContextSettings) -> list[str]:
@@ -77,12 +80,20 @@ def _answer_notes(settings: ContextSettings) -> list[str]:
     return found
 
 
-def _loading_notes(config: EngineConfig, model: Model) -> list[str]:
+def _loading_notes(config: EngineConfig, target: Context) -> list[str]:
+    model = target.model
     if model.dense is not None and config.load.mode != "auto":
         return ["Experts are loaded from the file as they are needed (--ram): --mlock and --no-mmap have no effect."]
-    if not model.warning:
+    if model.warning:
+        return ["The model could not be locked in memory (--mlock). The system's limit is shown by: ulimit -l"]
+    if not config.load.is_locked:
         return []
-    return ["The model could not be locked in memory (--mlock). The system's limit is shown by: ulimit -l"]
+    copies = [use for use in target.memory_uses() if not use.device and use.buffer_type not in PLAIN_BUFFERS]
+    n_bytes = sum(use.weights_bytes for use in copies)
+    if not n_bytes:
+        return []
+    unlocked = f"{format_bytes(n_bytes)} of weights are not locked in memory (--mlock)"
+    return [Notification(f"{unlocked}: llama.cpp does not lock its copies for the CPU.", Level.NOTICE)]
 
 
 def _override_notes(config: EngineConfig, model: Model) -> list[str]:

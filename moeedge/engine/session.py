@@ -153,9 +153,9 @@ class Session:
             chosen = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if chosen.model is None else [model, chosen.model]
             n_ctx = context_size(config, device, models, notes)
-            notes.extend(setting_notes(config, model))
             has_budget = config.expert_budget is not None and config.mode == "moeedge"
             target = stack.enter_context(make_context(config, model, n_ctx, has_budget=has_budget))
+            notes.extend(setting_notes(config, target))
             draft: DraftSource = NgramDraft() if chosen.use_ngram else NoDraft()
             draft_context = None
             if chosen.head is not None:

@@ -96,6 +96,7 @@ def _shares_host_memory(properties: _Properties) -> bool:
 
 _BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"  # of llama-ext.h; it has no C interface
 _MAX_USES = 64
+PLAIN_BUFFERS = ("CPU", "CPU_Mapped")  # llama.cpp's names of memory with weights as in the file, not repacked
 DRY_RUN_GPU = "dry-run"  # device name by which the planner asks for it
 
 

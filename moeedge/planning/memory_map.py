@@ -13,7 +13,7 @@ from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
-from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.native.devices import DRY_RUN_GPU, PLAIN_BUFFERS
 from moeedge.scheduler.sizing import CacheBudget
 from moeedge.units import format_bytes
 
@@ -22,7 +22,6 @@ Verdict = Literal["fits", "from disk", "does not fit"]
 # What a CUDA process needs in addition to llama.cpp's buffers: llama.cpp's memory breakdown listed 451 to 456 MiB per
 # card as "unaccounted" (ggml-org/llama.cpp pull request 15860, RTX 4090).
 KERNEL_BYTES = 456 * 2**20
-_PLAIN = ("CPU", "CPU_Mapped")  # llama.cpp's names of memory with weights as in the file, not repacked
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _read(context: Context, *, has_weights: bool) -> Footprint:
             gpus[use.device] = gpus.get(use.device, MemoryShare()) + share
             continue
         ram += share
-        if not use.device and use.buffer_type not in _PLAIN:
+        if not use.device and use.buffer_type not in PLAIN_BUFFERS:
             repacked += weights
     return Footprint(gpus, ram, repacked)
 

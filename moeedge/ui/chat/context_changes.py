@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -40,12 +41,14 @@ class PromptFitter:
     def __init__(self) -> None:
         self._n_left_out = 0  # messages; they stay left out, so that the KV cache stays useful
 
-    def tokens(self, session: Session, conversation: Conversation, *, raw: bool) -> tuple[list[int], str]:
-        """The prompt, and a sentence where it has become shorter just now; half of the context is free then."""
+    def tokens(
+        self, session: Session, conversation: Conversation, *, raw: bool, notify: Callable[[str], None]
+    ) -> list[int]:
+        """The prompt; notify gets a sentence where it becomes shorter. Half of the context is free then."""
         messages, n_ctx = conversation.messages, session.info.n_ctx
         if not session.config.context_shift or len(messages) <= self._n_left_out:
             self._n_left_out = 0
-        n, note = self._n_left_out, ""
+        n = self._n_left_out
 
         def prompt() -> list[int]:
             rest = Conversation(conversation.system, messages[n:])
@@ -57,6 +60,6 @@ class PromptFitter:
                 n += 2  # a question and its answer
                 found = prompt()
             if n > self._n_left_out:
-                note = f"The context of {n_ctx:,} tokens is full: the model no longer sees the oldest {n} messages."
+                notify(f"The context of {n_ctx:,} tokens is full: the model no longer sees the oldest {n} messages.")
             self._n_left_out = n
-        return found, note
+        return found

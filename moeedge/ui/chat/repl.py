@@ -146,7 +146,8 @@ class Repl:
         self.settings = self._prepared(settings)
         if failed is not None:
             raise InputError(f"{failed.message} The context keeps {settings.ctx:,} tokens.", failed.hint)
-        return ["The conversation is read again with the next message.", *greeting.warnings_of(self.session.info)]
+        what = f"The context has {settings.ctx:,} tokens. The conversation is read again with the next message."
+        return [what, *greeting.warnings_of(self.session.info)]
 
     def reopen(self) -> None:
         """Take the last answer back, so that its question is answered anew."""
@@ -299,9 +300,7 @@ class Repl:
         answer: Generation | None = None
         begun, self._begun = self._begun, []
         try:
-            prompt, note = self._fitter.tokens(self.session, self.conversation, raw=self.raw)
-            if note:
-                self._say(note)
+            prompt = self._fitter.tokens(self.session, self.conversation, raw=self.raw, notify=self._say)
             sampling = self.settings.sampling
             if sampling.seed is not None:  # with the same seed /regen would repeat the answer
                 sampling = replace(sampling, seed=sampling.seed + self._attempt)
