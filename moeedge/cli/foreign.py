@@ -73,7 +73,7 @@ _KERNELS = Refused("moeedge chooses kernels and places of weights itself.", "Lea
 OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "-hf, -hfr, --hf-repo": Instead("-m hf:{}"),
     "-hfd, -hfrd, --hf-repo-draft, --spec-draft-hf": Instead("-md hf:{}"),
-    "--rpc": Instead("-dev rpc://{}", env="LLAMA_ARG_RPC"),
+    "--rpc, -rpc": Instead("-dev rpc://{}", env="LLAMA_ARG_RPC"),
     "-no-cnv, --no-conversation": Instead("--raw"),
     "--usage": Instead("--help"),
     "--reasoning-budget": Instead(
@@ -147,6 +147,14 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "--spec-ngram-mod-n-min, --spec-ngram-mod-n-max, --spec-ngram-mod-n-match": _NGRAMS,
     "-sm, --split-mode": Already("moeedge computes on one GPU", values=("none",)),
     "-mmp": Instead(by_value={"0": "--no-mmap", "1": "--mmap"}),
+    "-dio, --direct-io": Instead(
+        by_value={"0": "--load-mode mmap", "1": "--load-mode dio"}, hint="--load-mode has them."
+    ),
+    "--progress": Already("bench shows its progress on standard error"),
+    "-oe, --output-err": Refused(
+        "results go to standard output, progress to standard error.", "Write for instance bench -o json > FILE."
+    ),
+    "-embd": Refused("bench measures prompts and decoding, not embeddings.", "Leave it out."),
     "-ts, --tensor-split, -mg, --main-gpu": _ONE_GPU,
     "-fitt, --fit-target, -fitc, --fit-ctx": Refused(
         "moeedge sizes what it places on the GPU itself.", "--vram SIZE limits the experts there, -c N the context."
