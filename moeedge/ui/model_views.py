@@ -72,7 +72,7 @@ _PLACES = {
     "GPU": "GPU: entirely on the GPU.",
     "GPU and RAM": "RAM + GPU: experts in RAM, with that share of them on the GPU as well, and the rest on the GPU.",
     "RAM": "RAM: in RAM, computed by the CPU.",
-    "disk": "disk: larger than RAM; experts are read from the file as needed, and that share of them has room in RAM.",
+    "disk": "disk: larger than RAM; experts are read from the file as needed, slower the fewer have room in RAM.",
 }
 
 
