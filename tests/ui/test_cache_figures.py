@@ -198,7 +198,7 @@ def test_the_panel_of_a_newcomer() -> None:
         ("speed", "25.0 t/s"),
         ("tokens", "51"),
         ("drafts accepted", "75 %"),
-        ("experts on emulated", "81 %"),
+        ("experts on the emulated GPU", "81 %"),
     ]
     assert live[-1].draw is not None
     line = live[-1].draw(100)

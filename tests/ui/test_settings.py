@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import InputError
 from moeedge.ui.chat.settings import Settings, change, listing, names, seed_or_random
+from moeedge.ui.console import show_figures
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,7 @@ from moeedge.ui.chat.settings import Settings, change, listing, names, seed_or_r
 def test_a_value_is_set_and_reported(name: str, text: str, line: str) -> None:
     changed, reported = change(Settings(gamma=4), name, text)
     assert reported == line
-    shown = {item.label: item.value for item in listing(changed)}
+    shown = {item.label: item.value.split("  ")[0].strip() for item in listing(changed)}
     assert shown[line.split(" = ")[0]] == line.split(" = ")[1]
     assert list(shown) == names()
 
@@ -74,3 +78,12 @@ def test_other_settings_stay() -> None:
 def test_seed_convention() -> None:
     assert seed_or_random(-1) is None
     assert seed_or_random(0) == 0
+
+
+def test_every_setting_says_what_it_does() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    rows = listing(Settings())
+    show_figures(console, [row for row in rows if row.label != "samplers"])  # whose value is long
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == len(rows) - 1 == len(names()) - 1
+    assert all(len(row.value.split("  ")[-1].split()) >= 3 for row in rows)

@@ -71,6 +71,7 @@ class _Setting:
     part: Literal["", "sampling", "look", "template"] = ""  # of Settings that has the field
     aliases: tuple[str, ...] = ()
     none: str = "random"  # how the value None is written
+    help: str = ""  # a few words for the list of /set
 
 
 def seed_or_random(value: int) -> int | None:
@@ -144,30 +145,54 @@ def _not_enforced(text: str) -> str:
 
 
 _SETTINGS = (
-    _Setting("temp", _number, "temperature", "sampling", ("temperature",)),
-    _Setting("top_k", int, part="sampling"),
-    _Setting("top_p", _number, part="sampling"),
-    _Setting("min_p", _number, part="sampling"),
-    _Setting("repeat_penalty", _number, part="sampling"),
-    _Setting("repeat_last_n", int, part="sampling"),
-    _Setting("presence_penalty", _number, part="sampling"),
-    _Setting("frequency_penalty", _number, part="sampling"),
-    _Setting("typical_p", _number, part="sampling", aliases=("typical",)),
-    _Setting("top_n_sigma", _number, part="sampling", aliases=("top_nsigma",)),
-    _Setting("xtc_probability", _number, part="sampling"),
-    _Setting("dry_multiplier", _number, part="sampling"),
-    _Setting("samplers", _names, part="sampling"),
-    _Setting("grammar", _grammar, part="sampling", none="off"),
-    _Setting("think", _choice(*dict.fromkeys(THINK_WORDS.values())), part="template"),
-    _Setting("seed", _seed, part="sampling"),
-    _Setting("n_predict", int, aliases=("n", "num_predict")),
-    _Setting("gamma", _draft_length, aliases=("draft_max",)),
-    _Setting("budget", _budget, aliases=("expert_budget",), none="off"),
-    _Setting("ctx", int, aliases=("c", "n_ctx", "ctx_size", "num_ctx")),
-    _Setting("context_shift", _switch),
-    _Setting("stats", _choice("line", "full", "off"), part="look"),
-    _Setting("thinking", _choice("auto", "show", "fold"), part="look"),
-    _Setting("markdown", _switch, part="look"),
+    _Setting(
+        "temp", _number, "temperature", "sampling", ("temperature",), help="randomness; 0: always the most likely token"
+    ),
+    _Setting("top_k", int, part="sampling", help="draw from so many of the most likely tokens; 0: all"),
+    _Setting("top_p", _number, part="sampling", help="draw from the likeliest tokens with this probability"),
+    _Setting("min_p", _number, part="sampling", help="leave out tokens below this share of the likeliest"),
+    _Setting("repeat_penalty", _number, part="sampling", help="makes repeated tokens less likely; 1: off"),
+    _Setting("repeat_last_n", int, part="sampling", help="tokens that count as repeated; -1: all"),
+    _Setting("presence_penalty", _number, part="sampling", help="makes tokens less likely that have occurred"),
+    _Setting("frequency_penalty", _number, part="sampling", help="the same, once per occurrence"),
+    _Setting("typical_p", _number, part="sampling", aliases=("typical",), help="locally typical sampling; 1: off"),
+    _Setting(
+        "top_n_sigma",
+        _number,
+        part="sampling",
+        aliases=("top_nsigma",),
+        help="draw from tokens near the likeliest; -1: off",
+    ),
+    _Setting("xtc_probability", _number, part="sampling", help="chance to leave the likeliest tokens out"),
+    _Setting("dry_multiplier", _number, part="sampling", help="penalty of repeated sequences; 0: off"),
+    _Setting("samplers", _names, part="sampling", help="the order of these"),
+    _Setting(
+        "grammar", _grammar, part="sampling", none="off", help="a GBNF file, or a JSON schema, that answers follow"
+    ),
+    _Setting(
+        "think",
+        _choice(*dict.fromkeys(THINK_WORDS.values())),
+        part="template",
+        help="whether the model is told to think first",
+    ),
+    _Setting("seed", _seed, part="sampling", help="of the random numbers"),
+    _Setting(
+        "n_predict", int, aliases=("n", "num_predict"), help="longest answer in tokens; -1: until the model stops"
+    ),
+    _Setting("gamma", _draft_length, aliases=("draft_max",), help="tokens per draft; 0: none; auto: as many as pay"),
+    _Setting(
+        "budget", _budget, aliases=("expert_budget",), none="off", help="experts per layer that verify drafts (lossy)"
+    ),
+    _Setting("ctx", int, aliases=("c", "n_ctx", "ctx_size", "num_ctx"), help="size of the context in tokens"),
+    _Setting("context_shift", _switch, help="drop the older half when the context is full"),
+    _Setting("stats", _choice("line", "full", "off"), part="look", help="figures that are shown: line, full or off"),
+    _Setting(
+        "thinking",
+        _choice("auto", "show", "fold"),
+        part="look",
+        help="what a model thinks is shown: auto, show or fold",
+    ),
+    _Setting("markdown", _switch, part="look", help="headings, bold text and code are shown as such"),
 )
 
 
@@ -194,8 +219,8 @@ def names() -> list[str]:
 
 
 def listing(settings: Settings) -> list[Figure]:
-    """Every setting and its value."""
-    return [Figure(setting.name, _shown(settings, setting)) for setting in _SETTINGS]
+    """Every setting, its value and what it does."""
+    return [Figure(setting.name, f"{_shown(settings, setting):<8}  {setting.help}") for setting in _SETTINGS]
 
 
 def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
