@@ -314,26 +314,3 @@ def test_what_is_wrong_with_a_grammar_has_a_place(text: str, place: str, capfd: 
 def test_repetitions_in_quotes_are_text(model: Model) -> None:
     grammar = Grammar.parse('root ::= "{3,2}" # {5,1}\n', model.vocab)
     assert grammar.allowed(TokenArray(4), list(b"{a")).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"type": "foo"}', '{"$ref": "#/nowhere"}', '{"pattern": "a"}'])
-def test_a_schema_that_cannot_become_a_grammar(text: str) -> None:
-    with pytest.raises(InputError):
-        schema_grammar(text)
-
-
-def test_keywords_that_a_schema_s_grammar_ignores_are_named() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"minimum": {"type": "integer", "minimum": 3}, "when": {"type": "string", "format": "date"}},
-        "items": [{"not": {}}],
-        "enum": [{"maximum": 3}],
-    }
-    assert schema_grammar(json.dumps(schema)).ignored == ["minimum", "not"]
-    assert schema_grammar('{"type": "object"}').ignored == []
-
-
-def test_strings_of_a_schema_have_no_control_characters(model: Model) -> None:
-    grammar = Grammar.parse(schema_grammar('{"type": "string"}').text, model.vocab)
-    grammar.accept(ord('"'))
-    assert grammar.allowed(TokenArray(3), [ord("\n"), 0x7F, ord("a")]).tolist() == [False, False, True]
