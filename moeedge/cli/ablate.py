@@ -51,8 +51,8 @@ Cutoff = Annotated[
     option(
         options.PLACEMENT,
         "--cutoff LIST",
-        "Cutoff layer; several, separated by commas, give a row of the complete system each (Figure 14). "
-        "Default: solved from the measured unit times.",
+        "Last layer whose experts are loaded ahead while drafting; each of several, separated by commas, is a row of "
+        "the complete system (Figure 14). Default: computed from measured times.",
     ),
 ]
 

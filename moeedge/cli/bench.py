@@ -38,7 +38,18 @@ if TYPE_CHECKING:
     from moeedge.engine.types import EngineConfig
     from moeedge.ui.progress import BenchProgress
 
-Datasets = Annotated[str | None, list_of(options.Dataset)]
+Datasets = Annotated[
+    str | None,
+    derive(
+        options.Dataset,
+        metavar="LIST",
+        help="Answer prompts: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample (some of each), toy (for "
+        'the bundled pair), or a file of objects with "prompt", "turns" or "messages", one per line. Looked for in '
+        "$MOEEDGE_DATA, the cache and the hub. Several, separated by commas, are measured one after the other. "
+        "Default: none (llama-bench's tests); where caches, budgets or texts together are compared, toy or sample.",
+    ),
+]
+Limit = Annotated[int, derive(options.Limit, help="At most N prompts of each dataset, spread evenly; 0: all.")]
 Repetitions = Annotated[
     int | None, derive(options.Repetitions, help="How often everything is measured. Default: 3; with --score 1.")
 ]
@@ -110,7 +121,7 @@ Resume = Annotated[
 def bench(
     dataset: Datasets = None,
     offline_sample: options.OfflineSample = False,
-    limit: options.Limit = 0,
+    limit: Limit = 0,
     n_predict: NPredict = None,
     repetitions: Repetitions = None,
     score: Score = False,

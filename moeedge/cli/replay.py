@@ -50,8 +50,8 @@ MaxUploads = Annotated[
     option(
         options.PLACEMENT,
         "--max-uploads LIST",
-        "Experts that plans may load per layer and step, which policies are told. Loads on demand are counted, but not "
-        "limited. Several, separated by commas, are the points of --curve.",
+        "Limit uploads: at most X experts per layer and step, which policies know. Loads of experts that are missing "
+        "right now are counted, but not limited. Several, separated by commas, are the points of --curve.",
     ),
 ]
 Link = Annotated[
@@ -59,16 +59,16 @@ Link = Annotated[
     option(
         options.PLACEMENT,
         "--link RATE",
-        "Speed of the link, as 12GB/s: with --step-time and the size of an expert it gives --max-uploads.",
+        "Limit uploads to what a link of this speed (12GB/s) carries in --step-time.",
     ),
 ]
-StepTime = Annotated[float | None, option(options.PLACEMENT, "--step-time MS", "Time of a step, for --link.", min=0)]
+StepTime = Annotated[float | None, option(options.PLACEMENT, "--step-time MS", "Time of a step, in ms.", min=0)]
 FreshMemory = Annotated[
     bool,
     option(
         options.PLACEMENT,
         "--fresh-memory",
-        "Every text starts with a policy that has seen no other; experts on the device stay there.",
+        "Policies forget each text before the next; the experts on the device stay there.",
     ),
 ]
 AccuracyList = Annotated[
@@ -76,9 +76,9 @@ AccuracyList = Annotated[
     option(
         options.PLACEMENT,
         "--predictor-accuracy LIST",
-        "Replace predictions from the hidden states of layers, which a trace lacks, by noisy ones of these "
-        "accuracies: draft-router=0.88,next-gate=0.8, or default for these. Without it systems that need them use "
-        "their caches alone, and are listed apart.",
+        "Some systems predict experts from hidden states, which a trace lacks. Give them predictions that are right "
+        "with this chance: draft-router=0.88,next-gate=0.8, or default for these. Without it they use their caches "
+        "alone, and are listed apart.",
         also="--hint-accuracy",
     ),
 ]
@@ -96,18 +96,19 @@ ProfileTexts = Annotated[
     option(
         options.PLACEMENT,
         "--profile-texts N",
-        "Policies that need a profile get it from N texts that are not replayed: the first ones, with --texts those "
-        "before A. Default: a tenth, 30 at most.",
+        "Count the popularity of experts, which some policies start from, in N texts that are not replayed: the first "
+        "ones, with --texts those before A. Default: a tenth, 30 at most.",
         min=0,
     ),
 ]
+Limit = Annotated[int, derive(options.Limit, help="Replay the first N texts; 0: all.")]
 Curve = Annotated[
     bool,
     option(
         options.OUTPUT,
         "--curve",
-        "Hits over uploads: every policy at several --max-uploads (default: 0.1,0.2,0.5,1,2,5,10) and without a limit, "
-        "with 95 % intervals of a bootstrap over texts.",
+        "Hits over uploads: every policy at several limits of uploads (--max-uploads; default: "
+        "0.1,0.2,0.5,1,2,5,10) and without one, with 95 % intervals over the choice of texts.",
     ),
 ]
 Plot = Annotated[Path | None, derive(options.Plot, help="Draw the curves (.png, .svg or .pdf); with --curve.")]
@@ -117,7 +118,7 @@ Processes = Annotated[int, derive(options.Threads, help="Processes for --curve; 
 @flatten
 def replay(
     traces: Traces,
-    cache_ratio: options.CacheRatioList = "0.17",
+    cache_ratio: trace_options.CacheRatios = "0.17",
     policy: options.SystemList = "all",
     max_uploads: MaxUploads = None,
     link: Link = None,
@@ -129,7 +130,7 @@ def replay(
     acceptance_chance: trace_options.AcceptanceChance = None,
     rejected_token_model: trace_options.RejectedTokens = None,
     texts: Texts = None,
-    limit: options.Limit = 0,
+    limit: Limit = 0,
     n_experts: trace_options.NExperts = None,
     expert_bytes: trace_options.ExpertBytes = None,
     seed: options.Seed = 0,

@@ -120,7 +120,7 @@ def simulate(
     rejected_token_model: trace_options.RejectedTokens = None,
     seed: options.Seed = 0,
     policy: options.SystemList = "spac",
-    cache_ratio: options.CacheRatioList = "0.17",
+    cache_ratio: trace_options.CacheRatios = "0.17",
     draft_max: options.DraftMaxList = "8",
     utility_cap: options.UtilityCapList = "4",
     link: LinkFactor = "1",

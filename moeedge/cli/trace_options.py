@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.declare import option
+from moeedge.cli.declare import derive, option
 
 
 class RejectedTokenModel(str, Enum):
@@ -49,12 +49,19 @@ NExperts = Annotated[
 ExpertBytes = Annotated[
     int | None, option(options.TRACE, "--expert-bytes N", "Size of an expert in bytes, if the trace does not say.")
 ]
+CacheRatios = Annotated[
+    str,
+    derive(
+        options.CacheRatioList,
+        help="Share of all experts that the device holds, 0.17: 17 %. Several, separated by commas, are compared.",
+    ),
+]
 AcceptanceChance = Annotated[
     float | None,
     option(
         options.TRACE,
         "--acceptance-chance X",
-        "Chance of a draft to be accepted after all before it were. Default: the trace's own, or 0.8.",
+        "Chance that a draft is accepted if all before it were. Default: the trace's own, or 0.8.",
         also="--acceptance",
     ),
 ]
