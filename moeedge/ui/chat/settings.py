@@ -148,8 +148,8 @@ _SETTINGS = (
     _Setting(
         "temp", _number, "temperature", "sampling", ("temperature",), help="randomness; 0: always the most likely token"
     ),
-    _Setting("top_k", int, part="sampling", help="draw from so many of the most likely tokens; 0: all"),
-    _Setting("top_p", _number, part="sampling", help="draw from the likeliest tokens with this probability"),
+    _Setting("top_k", int, part="sampling", help="draw from so many of the likeliest tokens; 0: all"),
+    _Setting("top_p", _number, part="sampling", help="draw from likeliest tokens with this probability"),
     _Setting("min_p", _number, part="sampling", help="leave out tokens below this share of the likeliest"),
     _Setting("repeat_penalty", _number, part="sampling", help="makes repeated tokens less likely; 1: off"),
     _Setting("repeat_last_n", int, part="sampling", help="tokens that count as repeated; -1: all"),
