@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ _PANELS = {  # of `moeedge --help`: the first command of each
 }
 _MODEL_COMMANDS = ("chat", "bench", "profile", "plan")
 _WORDS = {"run": ("-m", "-p")}  # options that words without a dash stand for
+# words of Typer's messages about values that are no numbers
+_KINDS = {"valid integer": "a whole number", "valid number": "a number", "valid float": "a number"}
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False}
 
 
@@ -103,7 +106,7 @@ class LazyGroup(TyperGroup):
             speller = Speller(name, command, words=positions(typed), elsewhere=commands_with)
             rest = speller.translate(rest)
             os.environ |= speller.sets
-            ctx.obj = _Typed(speller, speller.settings(rest))
+            ctx.obj = _Typed(speller, tuple(rest), speller.settings(rest))
             if ctx.obj.settings and not set(rest) & {"-h", "--help"}:
                 _report(ctx.obj.settings)
         return name, command, rest
@@ -131,6 +134,7 @@ class _Typed:
     """The command that runs, and what the environment sets of its options."""
 
     speller: Speller
+    arguments: tuple[str, ...]  # as the command declares them
     settings: list[Setting]
 
     @property
@@ -153,7 +157,14 @@ def _bad_parameter(error: typer.BadParameter, typed: _Typed | None) -> InputErro
         if setting.spelling in spellings:
             message = f"{setting} in the environment is no value for {setting.spelling}: {error.message.rstrip('.')}."
             return InputError(message, f"Correct it, or unset {setting.variable}.")
-    hint = "" if typed is None else f"See moeedge {typed.speller.name} --help."
+    if typed is None:
+        return InputError(f"{error.format_message().rstrip('.')}.")
+    hint = f"See moeedge {typed.speller.name} --help."
+    given = [(a, b) for a, b in itertools.pairwise(typed.arguments) if a in spellings]
+    kind = next((kind for word, kind in _KINDS.items() if word in error.message), None)
+    if given and kind is not None:
+        spelling, value = given[-1]
+        return InputError(f"{spelling} takes {kind}, not '{value}'.", hint)
     return InputError(f"{error.format_message().rstrip('.')}.", hint)
 
 

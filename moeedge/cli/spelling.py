@@ -97,13 +97,16 @@ class Speller:
             if spelling in self._params:
                 translated.append(spelling)
                 if not _takes_value(self._params[spelling]):
-                    translated[-1] += equals + value
+                    if equals:
+                        raise InputError(f"{spelling} takes no value.", f"See moeedge {self.name} --help.")
                 elif equals:
                     translated.append(value)
                 elif (default := _DEFAULT_VALUES.get((self.name, spelling))) and not _may_be_value(default[0], given):
                     translated.append(default[1])
                 elif given:
                     translated.append(given.pop(0))
+                else:
+                    raise InputError(f"{spelling} needs a value.", f"See moeedge {self.name} --help.")
             elif _VALUE_ATTACHED.fullmatch(word) and _takes_value(self._params.get(word[:2])):
                 translated += [word[:2], word[2:]]
             elif spelling in ("-hff", "--hf-file") and self._foreign and (equals or given):
