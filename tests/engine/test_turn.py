@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.llama.chat_template import TemplateChoice
 from tests.conftest import TinyFactory
+from tests.support.tiny_vocab import IM_START
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +53,38 @@ def test_an_answer_that_is_closed_keeps_its_text(session: Session) -> None:
     answer.close()
     assert answer.stop_reason == "interrupted"
     assert len(answer.text) > 10
+
+
+def test_tags_of_reasoning_are_shown_also_where_they_are_control_tokens(tiny_moe: Path) -> None:
+    source = (
+        "{% for m in messages %}"
+        "{% if m.reasoning_content %}{{ '<|im_start|>' + m.reasoning_content + '</t>' }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    sampling = SamplingConfig(temperature=0, logit_bias=((IM_START, 1000.0),))
+    with Session.open(EngineConfig(model=tiny_moe, n_ctx=128, n_threads=1)) as session:
+        texts = []
+        for template in (TemplateChoice(), TemplateChoice(source)):
+            session.template = template
+            answer = session.generate(list(b"hello"), n_predict=2, sampling=sampling)
+            texts.append("".join(answer.pieces()))
+            assert answer.reasoning_tags == session.model.reasoning_tags(template)
+            assert not answer.begins_in_reasoning
+        assert texts == ["", "<|im_start|>" * 2]
+        opened = session.generate([*b"hello", IM_START], n_predict=1, sampling=sampling)
+        assert opened.begins_in_reasoning
+
+
+def test_earlier_reasoning_is_given_apart_from_the_answer(tiny_moe: Path) -> None:
+    source = (
+        "{% for m in messages %}{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>"
+        "{% endif %}[{{ m.content }}]{% endfor %}"
+    )
+    conversation = Conversation()
+    conversation.ask("one")
+    conversation.answer("<think>\nhm\n</think>\n\ntwo")
+    conversation.ask("three")
+    with Session.open(EngineConfig(model=tiny_moe, n_ctx=128, n_threads=1)) as session:
+        tokens = prompt_tokens(session.model, conversation, template=TemplateChoice(source))
+        assert tokens == session.model.tokenize("[one][two][three]")
+        assert conversation.messages[1].content.startswith("<think>")  # as the model wrote it
