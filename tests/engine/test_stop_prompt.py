@@ -14,6 +14,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.model import Mode
 from moeedge.native.decoding import Decoder
 from moeedge.ui.chat.answer_figures import answer_rows, turn_line
+from tests.benchmarks.stop_prompt import measure
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 
@@ -165,3 +166,11 @@ def test_the_figures_of_a_stopped_prompt(tiny: TinyFactory) -> None:
         )
         [prompt] = [row for row in answer_rows(session.info, again.stats, again.stop_reason) if row.label == "prompt"]
         assert f"{stats.prefill_tokens} kept" in prompt.value
+
+
+def test_the_benchmark_of_ctrl_c(tiny: TinyFactory) -> None:
+    path = tiny("qwen3moe", layers=4, embd=256, experts=16, expert_ff=256)
+    asked = EngineConfig(model=path, n_ctx=4096, n_threads=1, gamma=0, device="none")
+    found = measure(asked, n_stops=1, n_pairs=1)
+    assert len(found["speed_ratios"]) == 1  # type: ignore[arg-type]
+    assert found["late_s_max"] is None or found["late_s_max"] < 1.0  # type: ignore[operator]

@@ -263,3 +263,25 @@ def test_all_experts_by_hand_leave_nothing_for_the_cache(tiny_moe: Path, countin
         found = answer(session)
     with StockContext(tiny_moe, n_ctx=512, gpu=DEVICE, n_gpu_layers=99, experts_on_cpu=True) as stock:
         check(stock, found)
+
+
+@pytest.mark.parametrize("case", ["adapter", "adapter of experts", "q8_0", "yarn"])
+def test_experts_that_are_loaded_from_the_file(
+    case: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in RAM in part: experts come as they are needed, unless an adapter changes them."""
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+    if case in CASES:
+        settings, of_stock = CASES[case]
+    else:
+        tensors = EXPERTS if case == "adapter of experts" else ATTENTION
+        path = make_adapter(tmp_path / "adapter.gguf", pair[0], tensors)
+        settings, of_stock = ContextSettings(adapters=(LoraAdapter(path),)), {"lora": path}
+    asked = config(pair, context=settings, ram=120_000, load=LoadSettings("none"))
+    with Session.open(asked) as session:
+        is_loaded = case != "adapter of experts"
+        assert (session.placement is not None and session.placement.loads_on_demand) == is_loaded
+        assert any("--no-mmap" in note for note in session.info.notes) == is_loaded
+        found = answer(session)
+    with StockContext(pair[0], **of_stock) as stock:
+        check(stock, found)
