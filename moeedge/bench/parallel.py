@@ -267,6 +267,7 @@ class ParallelBench:
                     scores=Scores(),
                     setup=setup,
                     parallel=figures,
+                    n_planned=self.plan.repetitions,
                 )
             )
         return rows

@@ -20,6 +20,7 @@ from moeedge.ui.quality_views import quality_markdown
 from moeedge.ui.stock_views import best_stock_markdown
 from moeedge.ui.tables import (
     NONE,
+    TABLE_WIDTH,
     Column,
     csv_text,
     json_lines,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from moeedge.scheduler.calibration import Calibration
 
 FORMATS = ("md", "text", "csv", "json", "jsonl", "sql")
-_WIDTH = 100  # columns of the tables
 _SCATTER = 0.1  # between repetitions, from which on a figure is not to be trusted
 _MIB = 2.0**-20  # from bytes
 _MB = 1e-6
@@ -67,9 +67,8 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
     measured = [row for row in rows if not row.is_replayed]
     if any(row.parallel is not None for row in measured):
         return parallel_markdown(measured) + "\n".join(["", *setup_lines(measured), *curve_lines(measured)]) + "\n"
-    if form == "text":
-        return _text(measured)
-    tables = [_markdown(measured), quality_markdown(measured), best_stock_markdown(measured)]
+    first = _text(measured) if form == "text" else _markdown(measured)
+    tables = [first, quality_markdown(measured), best_stock_markdown(measured)]
     return "".join(tables) + (_replayed_markdown(replayed) if replayed else "")
 
 
@@ -214,7 +213,7 @@ def _markdown(rows: Sequence[BenchRow]) -> str:
         return ""
     columns = _columns_of(rows)
     n_keys = sum(column.title in _KEYS for column in columns)
-    table = narrow_markdown(columns, rows, n_keys=n_keys, width=_WIDTH)
+    table = narrow_markdown(columns, rows, n_keys=n_keys)
     return "\n".join([model_table(rows), table, *_lines_below(rows)]) + "\n"
 
 
@@ -227,14 +226,14 @@ def _lines_below(rows: Sequence[BenchRow]) -> list[str]:
         )
     if any(row.is_partial for row in rows):
         lines.append("partial: the run was interrupted; so many of a mode's samples were measured.")
-    return [part for line in lines for part in textwrap.wrap(line, _WIDTH)]
+    return [part for line in lines for part in textwrap.wrap(line, TABLE_WIDTH)]
 
 
 def _text(rows: Sequence[BenchRow]) -> str:
-    """The same without Markdown's lines."""
+    """The same without Markdown's lines; further tables stay as they are."""
     if not rows:
         return ""
-    out = Console(file=io.StringIO(), width=_WIDTH, force_terminal=True, color_system=None, highlight=False)
+    out = Console(file=io.StringIO(), width=TABLE_WIDTH, force_terminal=True, color_system=None, highlight=False)
     print_table(out, _MODEL_COLUMNS, list({row.setup["threads"]: row.setup for row in rows}.values()))
     columns = [column for column in _columns_of(rows) if any(column.text(row) != column.none for row in rows)]
     out.print()

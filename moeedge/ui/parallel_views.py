@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moeedge.bench.batch_curve import BatchCurve, batch_curves
-from moeedge.ui.tables import Column, markdown, text_column
+from moeedge.ui.tables import Column, narrow_markdown, text_column
 
 if TYPE_CHECKING:
     from moeedge.bench.records import BenchRow
@@ -33,6 +33,7 @@ _COLUMNS = (
     Column("t/s", lambda row: row.tg and row.tg.mean, ".2f"),
     Column("+-", lambda row: row.tg and row.tg.stddev, ".2f"),
     Column("t/s each", lambda row: row.parallel.sequence_ts, ".2f"),
+    Column("partial", lambda row: f"{len(row.samples)} of {row.n_planned}" if row.is_partial else None),
     Column("accepted", "acceptance_rate", ".2f"),
     Column("tokens/step", "tokens_per_step", ".2f"),
     Column("experts/step", "experts_per_verification", ".1f"),
@@ -52,7 +53,7 @@ def parallel_markdown(rows: Sequence[BenchRow]) -> str:
     left_out = set() if any(row.cache_ratio is not None for row in rows) else _OF_CACHE
     if all(row.parallel is None or row.parallel.predicted_by_tokens is None for row in rows):
         left_out = left_out | _OF_FIT
-    return markdown([column for column in _COLUMNS if column.title not in left_out], rows)
+    return narrow_markdown([column for column in _COLUMNS if column.title not in left_out], rows, n_keys=4)
 
 
 def curve_lines(rows: Sequence[BenchRow]) -> list[str]:

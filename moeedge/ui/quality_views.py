@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moeedge.ui.tables import NONE, Column, markdown, text_column
+from moeedge.ui.tables import NONE, Column, narrow_markdown, text_column
 
 if TYPE_CHECKING:
     from moeedge.bench.budgets import BudgetPoint
@@ -55,11 +55,11 @@ def quality_markdown(rows: Sequence[BenchRow]) -> str:
     ]
     lines = [
         "",
-        "Experts per MoE layer and verification: natural (chosen by the router), kept, and the most in any layer; "
-        "probability: share of the natural choice's that stays. change: score against the answers without a budget. "
-        "agreement: share of stock-ar's tokens before the first difference.",
+        "Experts per MoE layer and verification: natural (chosen by the router), kept, and the most in any",
+        "layer; probability: share of the natural choice's that stays. change: score against the answers",
+        "without a budget. agreement: share of stock-ar's tokens before the first difference.",
         "",
-        markdown(columns, rows),
+        narrow_markdown(columns, rows, n_keys=1),
     ]
     return "\n".join(lines) + _by_category(rows)
 
@@ -76,7 +76,7 @@ def _by_category(rows: Sequence[BenchRow]) -> str:
     ]
     columns = [text_column("score, / stock-ar", 0)]
     columns += [Column(category, index, str) for index, category in enumerate(categories, start=1)]
-    return "\n" + markdown(columns, table)
+    return "\n" + narrow_markdown(columns, table, n_keys=1)
 
 
 def _score_and_ratio(point: BudgetPoint) -> str:

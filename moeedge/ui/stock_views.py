@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moeedge.bench.best_stock import ALL, MEAN
-from moeedge.ui.tables import NONE, Column, markdown, text_column
+from moeedge.ui.tables import NONE, Column, narrow_markdown, text_column
 
 if TYPE_CHECKING:
     from moeedge.bench.best_stock import StockRatio
@@ -26,7 +26,7 @@ def best_stock_markdown(rows: Sequence[BenchRow]) -> str:
     columns = [text_column("prompts", 0), text_column("fastest stock mode", 1)]
     columns += [Column(row.label, index, str) for index, row in enumerate(lanes, start=2)]
     title = "Decoding speed over the fastest stock mode of each category, in hindsight, with 95 % intervals:"
-    return "\n".join(["", title, "", markdown(columns, table)])
+    return "\n".join(["", title, "", narrow_markdown(columns, table, n_keys=2)])
 
 
 def _name(category: str) -> str:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 NONE = "-"
+TABLE_WIDTH = 100  # columns of tables in files and pipes
 _GAP = 2  # blanks between columns
 
 
@@ -116,7 +117,7 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     return "\n".join([head, f"|{'|'.join(rules)}|", *body]) + "\n"
 
 
-def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int, width: int) -> str:
+def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int, width: int = TABLE_WIDTH) -> str:
     """The same in several tables below each other where one would be wider than `width` characters.
 
     Each begins with the first `n_keys` columns; columns without any value in `rows` are left out.

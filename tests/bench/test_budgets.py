@@ -146,7 +146,8 @@ def test_tables_and_records_say_lossy() -> None:
     rows = [_row(_STOCK), _row(_OFF), _row(_BUDGETED, budget=4)]
     text = render(rows, "md")
     lines = [line for line in text.splitlines() if line.startswith("|") and "budget 4 (lossy)" in line]
-    assert len(lines) == 4  # speed in two tables, quality, categories
+    assert len(lines) >= 4  # speed, quality, categories; each in as many tables as fit
+    assert max(map(len, text.splitlines())) <= 100
     assert "SCORES DIFFER: moeedge has" in text  # without a budget that is an error
     assert "SCORES DIFFER: moeedge budget" not in text
     record = rows[2].as_dict()
