@@ -111,7 +111,8 @@ class ParallelBench:
             raise InputError(f"Too large: {error}.", "Use a smaller -c or a smaller --parallel.") from None
         if not kv_on_gpu(self._base, self._device, self._models[0]):
             models = [model for model in self._models if model is not None]
-            choose_n_ctx(models, self._base.n_ctx, n_parallel=most)
+            settings = (self._base.context, self._base.draft_context)
+            choose_n_ctx(models, self._base.n_ctx, n_parallel=most, settings=settings)
 
     def _report(self, notes: Iterable[str]) -> None:
         """Reports each note once."""
