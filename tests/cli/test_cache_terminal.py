@@ -15,7 +15,7 @@ if sys.platform == "win32":
 
 from tests.cli.terminal import PROMPT, Terminal
 
-DEVICE = ["-dev", "emulated:link=1GB/s", "--cache-ratio", "0.5", "--no-calibrate"]
+DEVICE = ["-dev", "emulated:link=1GB/s", "--cache-ratio", "0.5", "--no-calibrate", "--keep-cache"]
 
 
 @pytest.fixture
@@ -34,10 +34,12 @@ def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) 
         terminal.expect(PROMPT)
         assert "24 of 48" in terminal.text  # of 3 x 16 experts
         terminal.type("tell me\r")
-        terminal.expect_all("decode", "device emulated", "pair hits", "expert hits", "slots 24/24", "VRAM", "tau")
+        terminal.expect_all("speed", "tokens", "drafts accepted", "emulated GPU", "CPU")
         terminal.type("\x03")
         terminal.expect("stopped", PROMPT)
-        terminal.ask("/stats", "pair hits", "expert hits", "slots", "24/24", "uploads/layer", "VRAM", "CPU", "tau")
+        terminal.ask(
+            "/stats", "pair hits", "expert hits", "slots", "24/24", "uploads/layer", "slots in RAM", "tau", "CPU"
+        )
         terminal.leave()
     # rows never run over the window's edge
     assert {len(line) for line in terminal.text.split("\n") if line.startswith("╭")} == {columns}
@@ -49,7 +51,8 @@ def test_the_panel_shows_the_cache(endless: list[str], columns: int, rows: int) 
 def test_plain_terminals_get_the_figures_behind_the_answer(endless: list[str], env: dict[str, str]) -> None:
     with Terminal([*endless, "-n", "60"], env=env) as terminal:
         terminal.expect(PROMPT)
-        terminal.ask("tell me", "pair hits")
+        terminal.ask("tell me", "60 tokens, ")
+        terminal.ask("/stats", "pair hits", "slots in RAM")
         terminal.leave()
     assert "╭" not in terminal.raw
 
@@ -59,5 +62,6 @@ def test_a_pipe_gets_the_answer_alone(endless: list[str], cache: Path) -> None:
     assert result.exit_code == 0
     assert "pair hits" not in result.stdout
     assert "24 of 48" in result.stderr
-    assert "pair hits" in result.stderr
+    assert "40 tokens, " in result.stderr
+    assert "pair hits" in run(*endless, "-p", "tell me", "-n", "40", "--verbose").stderr
     assert "\x1b" not in result.stdout + result.stderr

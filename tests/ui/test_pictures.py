@@ -16,5 +16,5 @@ def test_the_picture_of_the_chat_needs_no_network(bundled_pair: tuple[Path, Path
     svg = (tmp_path / "chat.svg").read_text()
     assert svg.startswith("<svg") and len(svg) < 150_000
     assert "font-face" not in svg and "url(http" not in svg
-    for text in ("Model:", "Draft:", "Experts&#160;are&#160;cached", "hit&#160;rate", "tau"):
+    for text in ("Model:", "Experts:", "Drafts:", "drafts&#160;accepted", "experts&#160;on", "time:"):
         assert text in svg

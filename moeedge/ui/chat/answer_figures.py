@@ -214,6 +214,7 @@ def live_figures(
         return shown + [figure for figure in live_cache_figures(cache) if not figure.label]
     if cache.choice is not None and not cache.choice.pays:
         shown.append(Figure("expert cache", "off, it does not pay", rank=2))
+        return shown
     name = device_name(cache.device)
     place = "in RAM" if is_ram(cache.device) else f"on {'the emulated GPU' if is_emulated(cache) else name}"
     shown.append(Figure(f"experts {place}", percent(cache.hit_rate_pairs), rank=2))
