@@ -107,7 +107,7 @@ class LazyGroup(TyperGroup):
             rest = speller.translate(rest)
             os.environ |= speller.sets
             ctx.obj = _Typed(speller, tuple(rest), speller.settings(rest))
-            if ctx.obj.settings and not set(rest) & {"-h", "--help"}:
+            if ctx.obj.settings and not set(rest) & {"-h", "--help", "-q", "--quiet"}:
                 _report(ctx.obj.settings)
         return name, command, rest
 
