@@ -84,7 +84,7 @@ class Journal:
         self._settings = list(settings)
         self._done = list(done)
         self._file: TextIOWrapper | None = None
-        self._is_resumed = bool(done)
+        self._is_resumed = self._has_samples = bool(done)
 
     @classmethod
     def begin(cls, settings: Sequence[Settings]) -> Journal:
@@ -142,6 +142,9 @@ class Journal:
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
+        if not self._has_samples:  # an error, or Ctrl-C, before the first one: there is nothing to go on from
+            self.drop()
+            self.path = None
 
     @property
     def n_done(self) -> int:
@@ -160,6 +163,7 @@ class Journal:
         """Writes a sample. A full disk ends the writing, not the run."""
         if self._file is not None:
             entry = {"part": place.part, "pass": place.pass_index, "test": place.test, "sample": asdict(sample)}
+            self._has_samples = True
             try:
                 self._write(entry)
             except OSError:

@@ -102,6 +102,18 @@ def test_other_settings_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: 
         assert caught.value.hint and "--resume alone" in caught.value.hint
 
 
+def test_a_run_without_samples_leaves_no_file(tmp_path: Path, tiny_moe: Path) -> None:
+    plan = make_plan(tiny_moe, None, n_prompt=8, n_gen=8)
+    with pytest.raises(RuntimeError), begun(plan) as journal:
+        assert journal.path is not None and journal.path.is_file()
+        raise RuntimeError
+    assert journal.path is None
+    with pytest.raises(InputError, match="no interrupted bench"):
+        resumed(plan)
+    measured(plan, begun(plan), stop_after=1)
+    assert resumed(plan).n_done == 1
+
+
 def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path))
     rows, _ = measured(plan, begun(plan), stop_after=4)
