@@ -121,7 +121,7 @@ def _automatic(bundled: bool) -> ResolvedDevice:
             f"{shared[0]} shares the host's memory: auto leaves experts on the CPU. Use it with -dev {shared[0]}."
         )
     if bundled:
-        text = "No GPU here: the CPU plays one, to show how it works; -dev none does without."
+        text = "No GPU: the emulated device, a second CPU instance, takes its place; -dev none does without."
         notes.append(Notification(text, Level.NOTICE))
         return _emulated(DeviceSpec("emulated"), notes=notes)
     if not shared:

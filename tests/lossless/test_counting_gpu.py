@@ -17,7 +17,7 @@ from moeedge.engine.session import Session
 from moeedge.native.abi import DevicePath
 from moeedge.scheduler.cache_governor import CacheGovernor
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import ATTENTION_CASES
 from tests.support.counting import DEVICE, CountingDevice, count
 from tests.support.hybrid import MANY_EXPERTS, AlternatingCache, assert_greedy, greedy_answer, hybrid_config
 from tests.support.stock import StockContext, transcript
@@ -142,11 +142,11 @@ def test_every_split(
 @pytest.mark.slow
 @LATE
 @PATHS
-@pytest.mark.parametrize("case", [name for name in MOE_CASES if name != "qwen3moe"])
+@pytest.mark.parametrize("case", [name for name in ATTENTION_CASES if name != "qwen3moe"])
 def test_every_architecture(
     case: str, path: DevicePath, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
 ) -> None:
-    arch, dimensions = MOE_CASES[case]
+    arch, dimensions = ATTENTION_CASES[case]
     model = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
     check_session(model, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late, device_path=path)
 

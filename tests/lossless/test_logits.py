@@ -16,7 +16,7 @@ from moeedge.llama.model import Model
 from moeedge.native import OffloadScope
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import ATTENTION_CASES
 from tests.support.sensed import sensed_context
 from tests.support.stock import TRANSCRIPT, StockContext, transcript, transcript_tokens
 
@@ -26,7 +26,7 @@ Reference = Callable[[Path, int], np.ndarray]
 @pytest.fixture(scope="module")
 def reference(tiny: TinyFactory, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Transcripts by thread count, from processes that never load our library: one per thread count."""
-    paths = [tiny(arch, **dimensions) for arch, dimensions in MOE_CASES.values()]
+    paths = [tiny(arch, **dimensions) for arch, dimensions in ATTENTION_CASES.values()]
     by_threads: dict[int, dict[str, np.ndarray]] = {}
 
     def get(path: Path, n_threads: int) -> np.ndarray:
@@ -42,11 +42,11 @@ def reference(tiny: TinyFactory, tmp_path_factory: pytest.TempPathFactory) -> Re
 
 
 @pytest.mark.parametrize("scope", list(OffloadScope), ids=lambda scope: scope.name.lower())
-@pytest.mark.parametrize("case", MOE_CASES)
+@pytest.mark.parametrize("case", ATTENTION_CASES)
 def test_logits_equal_a_process_without_us(
     case: str, scope: OffloadScope, tiny: TinyFactory, reference: Reference
 ) -> None:
-    arch, dimensions = MOE_CASES[case]
+    arch, dimensions = ATTENTION_CASES[case]
     path = tiny(arch, **dimensions)
     context, sensor = sensed_context(path, scope, n_ubatch=32)
     with context:

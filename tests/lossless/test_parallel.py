@@ -18,7 +18,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import ATTENTION_CASES
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.hybrid import MANY_EXPERTS, assert_greedy, hybrid_config
 from tests.support.stock import StockContext
@@ -70,7 +70,7 @@ def check(stock: StockContext, prompts: list[list[int]], generation: ParallelGen
             id=f"{case}-{'-'.join(map(str, speculation)) if speculation else 'plain'}",
             marks=() if case == "qwen3moe" or (case, speculation) in QUICK_PAIRS else pytest.mark.slow,
         )
-        for case in MOE_CASES
+        for case in ATTENTION_CASES
         for speculation in (DRAFTS if case == "qwen3moe" else QUICK)
     ],
 )
@@ -78,7 +78,7 @@ def test_each_text_is_stocks(
     case: str, speculation: tuple[str, int] | None, tiny: TinyFactory, tiny_draft: Path
 ) -> None:
     """Five texts on three sequences: two wait, and take the sequences of those that end."""
-    arch, dimensions = MOE_CASES[case]
+    arch, dimensions = ATTENTION_CASES[case]
     path = tiny(arch, **dimensions)
     with StockContext(path, n_ctx=512) as stock, Session.open(config(path, speculation, tiny_draft)) as session:
         generation = answer_all(session, PROMPTS)

@@ -24,7 +24,7 @@ from moeedge.planning.planner import Planner
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import ATTENTION_CASES
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config
 from tests.support.stock import StockContext
@@ -80,9 +80,9 @@ def test_every_number_of_layers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in MOE_CASES if name != "qwen3moe"])
+@pytest.mark.parametrize("case", [name for name in ATTENTION_CASES if name != "qwen3moe"])
 def test_every_architecture(case: str, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice) -> None:
-    arch, dimensions = MOE_CASES[case]
+    arch, dimensions = ATTENTION_CASES[case]
     check(tiny(arch, **(dimensions | {"experts": MANY_EXPERTS})), tiny_draft, 2, 0.3)
 
 

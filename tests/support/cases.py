@@ -22,3 +22,7 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitehybrid": ("granitehybrid", {}),  # Mamba layers, shared expert
     "nemotron": ("nemotron_h_moe", {}),  # experts of two matrices with a squared ReLU, in layers of their own
 }
+
+# their memory is a state: tokens cannot be taken back one by one, and one batch holds one text
+RECURRENT_CASES = ("granitehybrid", "nemotron")
+ATTENTION_CASES = {name: case for name, case in MOE_CASES.items() if name not in RECURRENT_CASES}
