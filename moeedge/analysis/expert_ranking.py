@@ -216,7 +216,7 @@ def write_ranking(ranking: ExpertRanking, path: Path) -> None:
             temporary.write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the ranking {path}: {reason}.", "Name another file.") from None
+        raise InputError(f"Cannot write the ranking {path}: {reason}.", "Choose another path.") from None
 
 
 def read_ranking(path: Path) -> ExpertRanking:

@@ -31,7 +31,7 @@ def read_profile(path: Path) -> tuple[ModelProfile, dict[str, Any]]:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.", "Name another file.") from None
+        raise InputError(f"{path} cannot be read: {error.strerror}.", "Check the path.") from None
     except (ValueError, RecursionError):
         raise _unusable(path) from None
     try:

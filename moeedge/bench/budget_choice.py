@@ -81,7 +81,7 @@ class BudgetChoice:
         when = "measured before" if self.from_file else f"measured in {self.seconds:.0f} s"
         best = self.best
         if best.budget is not None:
-            found = f"{best.ratio:.2f} times the speed of unbudgeted verification, {self._compared(best)}"
+            found = f"{best.ratio:.2f} times the speed of verification without a budget, {self._compared(best)}"
             return f"Expert budget {best.budget} (lossy), chosen by auto: {found}; {when}."
         if len(self.trials) == 1:
             reason = (
@@ -96,7 +96,7 @@ class BudgetChoice:
             fastest = max(self.kept, key=lambda trial: trial.ratio or 0.0)
             reason = (
                 f"no budget that keeps the score is faster by {_FASTER - 1:.0%}; "
-                f"{fastest.budget} has {fastest.ratio or 0:.2f} times the speed of unbudgeted verification"
+                f"{fastest.budget} has {fastest.ratio or 0:.2f} times the speed of verification without a budget"
             )
         return f"Expert budget off, chosen by auto: {reason}; {when}."
 
@@ -104,8 +104,9 @@ class BudgetChoice:
         base = self.unbudgeted
         if self.score_kind == "likelihood":
             limit = math.exp(-self.least_score)
-            return f"perplexity {math.exp(-trial.score):.2f}, unbudgeted {math.exp(-base.score):.2f}, limit {limit:.2f}"
-        return f"{trial.score:.3f} of the tasks solved, unbudgeted {base.score:.3f}, limit {self.least_score:.3f}"
+            unbudgeted = math.exp(-base.score)
+            return f"perplexity {math.exp(-trial.score):.2f}, without a budget {unbudgeted:.2f}, limit {limit:.2f}"
+        return f"{trial.score:.3f} of the tasks solved, without a budget {base.score:.3f}, limit {self.least_score:.3f}"
 
     def to_json(self) -> str:
         """One JSON object that `from_json` reads."""

@@ -84,20 +84,25 @@ def choose_budget(
     if choice is not None:
         return choice
     if config.draft is None or config.gamma == 0:
-        raise InputError("An expert budget limits verifications of drafts, and there are none.", "Name a draft: -md.")
-    notify(Notification("Measuring expert budgets: score and speed of each; this takes a while, once."))
+        raise InputError(
+            "An expert budget limits verifications of drafts, and there are none.", "Give a draft with -md."
+        )
+    notify(Notification("Measuring the score and speed of expert budgets, once for this model: this takes minutes."))
     # the session must begin with a budget; the trials set theirs
     config_of_trials = replace(config, n_ctx=_CONTEXT, expert_budget=template, cpu_fallback=False)
     with open_session(config_of_trials, notify=notify) as session:
         if session.model.info.n_experts == 0:
-            raise InputError("The model is dense: it has no experts to leave out.", "Name a model with experts: -m.")
+            raise InputError(
+                "The model is dense: it has no experts to leave out.", "Give a Mixture-of-Experts model with -m."
+            )
         choice = Trials(session, template, on_progress).run()
     try:
         write_choice(choice, config, template, device)
     except OSError:
         notify(
             Notification(
-                "The cache folder cannot be written: the next start measures expert budgets again.", Level.WARNING
+                "The result cannot be saved (folder: MOEEDGE_CACHE): the next start measures expert budgets again.",
+                Level.WARNING,
             )
         )
     return choice

@@ -157,7 +157,10 @@ class Sweep:
         are. Raises InputError where no mode has our backend.
         """
         if self.asked and all(mode.engine == "stock" for mode in modes):
-            raise InputError("Stock modes have no expert cache.", "Name moeedge or moeedge-ar in --modes.")
+            raise InputError(
+                "The modes of llama.cpp alone (stock-...) have no expert cache.",
+                "Add moeedge or moeedge-ar to --modes.",
+            )
         swept: list[BenchMode] = []
         for mode in modes:
             if mode.method in ("ncmoe", "replay"):
@@ -192,7 +195,7 @@ class BudgetSweep:
         if self.budgets and not any(mode.engine == "moeedge" and mode.drafts for mode in modes):
             raise InputError(
                 "An expert budget acts on the verification of drafts, and no mode of our backend has drafts.",
-                "Name moeedge in --modes, and a draft with -md.",
+                "Add moeedge to --modes, and a draft with -md.",
             )
         swept: list[BenchMode] = []
         for mode in modes:
@@ -218,7 +221,7 @@ def parallel_modes(modes: Sequence[BenchMode], counts: Sequence[int]) -> tuple[B
 
 def parse_numbers(text: str, option: str, *, least: int) -> tuple[int, ...]:
     """Reads a comma-separated list of integers of at least `least`, each kept once. Raises InputError."""
-    hint = f"Give integers of at least {least}, separated by commas."
+    hint = f"Write for instance {option} 1,2,4."
     numbers = []
     for name in parse_list(text, option, hint):
         if not name.isdecimal() or int(name) < least:
@@ -247,15 +250,15 @@ def parse_modes(text: str) -> tuple[BenchMode, ...]:
 
 def _lengths(mode: BenchMode, text: str) -> list[DraftLength]:
     """Reads "4", "1-8" or "auto" after the name of a mode. Raises InputError."""
-    hint = f"Give a number of tokens, a range as 1-8, or auto: {mode.name}:4."
+    hint = f"Write for instance {mode.name}:4, {mode.name}:1-8 or {mode.name}:auto."
     if not mode.drafts or mode.method == "replay":
-        raise InputError(f"The mode {mode.name} takes no draft length.", "Name stock-sd or moeedge.")
+        raise InputError(f"The mode {mode.name} takes no draft length.", "Give one to stock-sd or moeedge.")
     if text == "auto":
         return ["auto"]
     first, _, last = text.partition("-")
     last = last or first
     if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last) <= GAMMA_MAX:
-        raise InputError(f"'{text}' is no draft length from 1 to {GAMMA_MAX}.", hint)
+        raise InputError(f"'{text}' is not a draft length from 1 to {GAMMA_MAX}.", hint)
     return list(range(int(first), int(last) + 1))
 
 
@@ -268,7 +271,10 @@ def parse_policies(text: str | None, known: Iterable[str]) -> tuple[str, ...]:
     names = parse_list(text, "--policy", hint)
     for name in names:
         if name == NO_POLICY:
-            raise InputError("The policy 'none' has no cache to measure.", f"Use -dev none instead. {hint}")
+            raise InputError(
+                "The policy 'none' has no cache to measure.",
+                f"Use -dev none instead, or choose from: {', '.join(usable)}.",
+            )
         if name not in usable:
             raise InputError(f"Unknown policy '{name}'.", hint)
     return names
@@ -278,7 +284,7 @@ def parse_ratios(text: str | None, option: str = "--cache-ratio", quantity: str 
     """Reads a comma-separated list of numbers in [0, 1], each kept once, in order; () for None. Raises InputError."""
     if text is None:
         return ()
-    hint = "Give numbers between 0 and 1, separated by commas."
+    hint = f"Write for instance {option} 0.1,0.3."
     ratios = []
     for name in parse_list(text, option, hint):
         try:
@@ -286,7 +292,7 @@ def parse_ratios(text: str | None, option: str = "--cache-ratio", quantity: str 
         except ValueError:
             ratio = math.nan
         if not 0 <= ratio <= 1:  # also rejects NaN
-            raise InputError(f"The {quantity} must be a number in [0, 1], not '{name}'.", hint)
+            raise InputError(f"The {quantity} must be a number from 0 to 1, not '{name}'.", hint)
         ratios.append(ratio)
     return tuple(dict.fromkeys(ratios))
 
@@ -357,7 +363,7 @@ class BenchPlan:
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if self.score and self.ignore_eos:
-            raise ValueError("--score and --ignore-eos exclude each other")
+            raise ValueError("--score and --ignore-eos cannot be used together")
         if self.score and self.dataset is None:
             raise ValueError("--score needs a --dataset")
         if self.run_code and not self.score:

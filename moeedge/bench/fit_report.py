@@ -173,8 +173,10 @@ def read_fit(path: Path) -> FittedPair:
             max(int(point["n_tokens"]) for point in times["target"]),
         )
     except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror or 'read error'}.", "Name another file.") from None
+        raise InputError(f"Cannot read {path}: {error.strerror or 'read error'}.", "Check the path.") from None
     except (ValueError, KeyError, TypeError) as error:
+        is_json = not isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        reason = "a figure is missing or has another form" if is_json else "it is not JSON"
         raise InputError(
-            f"{path} is no fit ({type(error).__name__}: {error}).", "Write one with moeedge fit -o json > FILE."
+            f"{path} is not what moeedge fit -o json writes: {reason}.", "Write one with moeedge fit -o json > FILE."
         ) from None

@@ -248,7 +248,7 @@ def recorded_mode(modes: Sequence[BenchMode]) -> BenchMode:
     if not ours:
         raise InputError(
             "Stock modes record no routing, which --trace-out and llama-cpp-cache need.",
-            "Name moeedge or moeedge-ar in --modes.",
+            "Add moeedge or moeedge-ar to --modes.",
         )
     return next((mode for mode in ours if mode.drafts), ours[0])
 

@@ -26,8 +26,8 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.notifications import Notification
 
 NOTE = (
-    "The model is larger than the memory for it: modes are measured one after the other, each opened anew in every "
-    "repetition, with the file out of the page cache before and without activations kept from earlier runs."
+    "The model does not fit the memory, so modes are measured one after the other. Before each of them the model is "
+    "loaded again; neither the page cache nor what earlier runs kept helps it."
 )
 
 
@@ -57,7 +57,7 @@ class ArmsInTurn:
             if mode not in kept
         ])  # fmt: skip
         if not kept:
-            raise InputError("No mode is left to measure.", "Name stock-ar, stock-sd, moeedge or moeedge-ar.")
+            raise InputError("No mode is left to measure.", "Choose from stock-ar, stock-sd, moeedge and moeedge-ar.")
         kept.sort(key=lambda mode: mode.label != REFERENCE)  # the others go on from its answers
         self.passes = [Pass(tuple(kept))]
         return self

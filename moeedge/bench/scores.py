@@ -128,7 +128,7 @@ def check_scoring(dataset: Dataset, *, run_code: bool) -> list[str]:
     if kinds["code"] and run_code:
         notes.append(f"Programs that the model writes are run, each isolated by the {protection()}.")
     elif kinds["code"]:
-        notes.append(f"Programs, {kinds['code']} of {len(turns)} answers, are scored with --run-code only.")
+        notes.append(f"Programs are scored with --run-code only: {kinds['code']} of {len(turns)} answers.")
     return notes
 
 

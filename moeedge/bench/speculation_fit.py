@@ -89,8 +89,8 @@ def run_fit(
         info, weights = session.info, read_weights(config.model)
         if info.draft == "none" and plan.acceptance_chance is None:
             raise InputError(
-                "There is no draft: which share would be accepted is not known.",
-                "Name a draft with -md, or give --acceptance-chance.",
+                "Without a draft it is not known how many drafted tokens the model would accept.",
+                "Give a draft with -md, or --acceptance-chance A.",
             )
         if isinstance(session.draft, HeadDraft):
             raise InputError(
@@ -276,7 +276,9 @@ def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) 
     if session.info.n_experts == 0 or not session.model.can_roll_back:
         session.close()
         why = "has no experts" if session.info.n_experts == 0 else "cannot take tokens back"
-        raise InputError(f"{config.model.name} {why}: there is nothing to fit.", "Name a Mixture-of-Experts model.")
+        raise InputError(
+            f"{config.model.name} {why}: there is nothing to fit.", "Give a Mixture-of-Experts model with -m."
+        )
     return session
 
 

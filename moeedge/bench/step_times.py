@@ -120,8 +120,8 @@ class StepTimer:
         room = min(len(self._text), session.target.n_ctx) - self._tokens[-1]
         if room < 1:
             raise InputError(
-                f"The text has {len(self._text)} tokens, and the context room for {session.target.n_ctx}: a batch of "
-                f"{self._tokens[-1]} does not fit.",
+                f"A batch of {self._tokens[-1]} tokens needs a longer text or context: the answers have "
+                f"{len(self._text):,} tokens, and the context {session.target.n_ctx:,}.",
                 "Use fewer --batch-tokens, a larger -c, or longer answers (-n).",
             )
         self._room = room

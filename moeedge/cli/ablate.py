@@ -132,7 +132,9 @@ def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float | None) -
 
     layers = read_summary(target).expert_layers
     if not layers:
-        raise InputError(f"{target.name} has no experts: there is nothing to ablate.", "Name a MoE model with -m.")
+        raise InputError(
+            f"{target.name} has no experts: there is nothing to ablate.", "Give a Mixture-of-Experts model with -m."
+        )
     if not cache_ratio:
         raise InputError("--cache-ratio must be more than 0.", "The default is 0.3.")
     n_layers = layers[-1] + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -78,6 +79,20 @@ _KINDS = {"valid integer": "a whole number", "valid number": "a number", "valid 
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False}
 
 
+_UsageError: Any = typer.BadParameter.__base__  # Typer's own class or, in older versions, click's
+_REWORDED = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"Input should be a valid integer\b.*", "it takes a whole number"),
+        (r"Input should be a valid number\b.*", "it takes a number"),
+        (r"Input should be greater than or equal to (\S+)", r"it must be \1 or more"),
+        (r"Input should be less than or equal to (\S+)", r"it must be \1 or less"),
+        (r"Value error, ", ""),
+        (r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"Unexpected word: \1"),
+    )
+)
+
+
 class LazyGroup(TyperGroup):
     """Lists the commands from COMMANDS, and imports the one that is run or whose help is shown."""
 
@@ -87,6 +102,16 @@ class LazyGroup(TyperGroup):
         for name, (_, summary) in COMMANDS.items():
             panel = _PANELS.get(name, panel)
             self.add_command(TyperCommand(name, help=summary, rich_help_panel=panel))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Reads the options before the command."""
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                raise
+            with cli_errors():
+                raise _usage_error(error, None) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """The command that the arguments name, loaded, and its arguments as it declares them."""
@@ -116,8 +141,10 @@ class LazyGroup(TyperGroup):
         with cli_errors():
             try:
                 return super().invoke(ctx)
-            except typer.BadParameter as error:
-                raise _bad_parameter(error, ctx.obj) from None
+            except _UsageError as error:
+                if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands without one: its help
+                    raise
+                raise _usage_error(error, ctx.obj) from None
             except InputError as error:
                 if ctx.obj is not None:
                     error.hint = f"{error.hint} {ctx.obj.origin}".strip()
@@ -150,22 +177,30 @@ def _report(settings: Sequence[Setting]) -> None:
     say(stderr_console(), f"From the environment: {given}")
 
 
-def _bad_parameter(error: typer.BadParameter, typed: _Typed | None) -> InputError:
-    """The error for a value that Typer cannot read, or that is missing."""
-    spellings = () if error.param is None else error.param.opts
+def _usage_error(error: Any, typed: _Typed | None) -> InputError:
+    """The error for what Typer cannot read, or that is missing."""
+    param = getattr(error, "param", None)
+    spellings = () if param is None else param.opts
     for setting in () if typed is None else typed.settings:
         if setting.spelling in spellings:
-            message = f"{setting} in the environment is no value for {setting.spelling}: {error.message.rstrip('.')}."
+            reason = _reworded(error.message).rstrip(".")
+            message = f"{setting} in the environment is not a value for {setting.spelling}: {reason}."
             return InputError(message, f"Correct it, or unset {setting.variable}.")
-    if typed is None:
-        return InputError(f"{error.format_message().rstrip('.')}.")
-    hint = f"See moeedge {typed.speller.name} --help."
-    given = [(a, b) for a, b in itertools.pairwise(typed.arguments) if a in spellings]
+    words = [] if error.ctx is None else error.ctx.command_path.split()[1:]
+    hint = f"See {' '.join(['moeedge', *words])} --help."
+    given = [(a, b) for a, b in itertools.pairwise(() if typed is None else typed.arguments) if a in spellings]
     kind = next((kind for word, kind in _KINDS.items() if word in error.message), None)
     if given and kind is not None:
         spelling, value = given[-1]
         return InputError(f"{spelling} takes {kind}, not '{value}'.", hint)
-    return InputError(f"{error.format_message().rstrip('.')}.", hint)
+    return InputError(f"{_reworded(error.format_message()).rstrip('.')}.", hint)
+
+
+def _reworded(message: str) -> str:
+    """A message of Typer, and of the library that checks its values, in plain words."""
+    for pattern, words in _REWORDED:
+        message = pattern.sub(words, message)
+    return message
 
 
 def load_command(name: str) -> Any:

@@ -351,7 +351,7 @@ def _check_cache(base: EngineConfig, cache_ratio: str | None) -> None:
     from moeedge.engine.loading import resolve_device
 
     if cache_ratio is not None and base.placement.vram_bytes is not None:
-        raise InputError("--vram and --cache-ratio exclude each other.", "Leave out one of them.")
+        raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
     if resolve_device(base).kind == "none":
         raise InputError(
             "--policy and --cache-ratio compare expert caches, and there is no device for one.",

@@ -65,7 +65,7 @@ def refuse_with_parallel(given: dict[str, bool]) -> None:
     """Raises InputError for options that --parallel does not take; given: whether each was given."""
     names = [name for name, is_given in given.items() if is_given]
     if names:
-        raise InputError(f"--parallel and {names[0]} exclude each other.", "Measure them in two runs.")
+        raise InputError(f"--parallel and {names[0]} cannot be used together.", "Measure them in two runs.")
 
 
 def measure_parallel(

@@ -225,8 +225,8 @@ def make_budget(
     if layers not in (None, "uniform", _FITTED):
         raise InputError(f'--budget-layers takes uniform or fitted, not "{layers}".')
     order = order if file is None else file.order
-    lacking = ["static"] if ranking == "static" and order is None else []
-    lacking += [_FITTED] if layers == _FITTED and file is None else []
+    lacking = ["--budget-ranking static"] if ranking == "static" and order is None else []
+    lacking += [f"--budget-layers {_FITTED}"] if layers == _FITTED and file is None else []
     if lacking:
         raise InputError(
             f"{' and '.join(lacking)} need{'s' * (len(lacking) == 1)} the model's ranking.",

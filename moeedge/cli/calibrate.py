@@ -62,7 +62,7 @@ def calibrate(
     """
     if disk:
         if expert_budget:
-            raise InputError("--disk and --expert-budget exclude each other.", "Leave out one of them.")
+            raise InputError("--disk and --expert-budget cannot be used together.", "Leave out one of them.")
         unused = {
             "--vram": vram,
             "--cache-ratio": cache_ratio,
@@ -99,7 +99,7 @@ def calibrate(
     if calibration is None and choice is None:
         if info.cache_slots:
             raise InputError(f"A context of {info.n_ctx} tokens has no room to measure in.", "Use a larger -c.")
-        raise InputError("Nothing was measured: there are no experts on a device.", _hint(config, info))
+        raise InputError("Nothing was measured: no device holds experts.", _hint(config, info))
     if output is Output.TEXT:
         if calibration is not None:
             print_calibration(calibration, info, stdout_console())
@@ -168,7 +168,7 @@ def _hint(config: EngineConfig, info: EngineInfo) -> str:
     from moeedge.engine.loading import resolve_device
 
     if info.n_experts == 0:
-        return "Name a model with experts: -m FILE."
+        return "Give a Mixture-of-Experts model: -m FILE."
     if resolve_device(config).kind == "none":
-        return "Name a device, for instance -dev emulated."
+        return "Choose a device, for instance -dev emulated (moeedge devices lists them)."
     return "Give the cache room: --cache-ratio R or --vram SIZE."

@@ -173,12 +173,12 @@ def chat(
         show_log()
     goes_on = interactive and given is not None
     if interactive and not is_terminal(sys.stdin):
-        raise InputError("-i chats at a terminal, and standard input is none.", "Leave out -i.")
+        raise InputError("-i needs a terminal, and standard input is not one.", "Leave out -i.")
     question = None if goes_on else one_shot_prompt(given, sys.stdin, notice=lambda line: say(err, line))
     if question is None and output is Output.JSON:
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
     if question is not None and resume is not None:
-        raise InputError("--resume goes on with a chat; a single answer has none.", "Leave out -p and piped text.")
+        raise InputError("--resume goes on with a chat, and -p asks for a single answer.", "Leave out one of them.")
     config = budget.measured(config, notify=notifier(err))
     conversation = Conversation(system=system)
     with ModelSwitch(config, engine, configure, notifier(err)) as switch:
@@ -234,7 +234,7 @@ def one_shot_prompt(given: str | None, stream: TextIO | None, *, notice: Callabl
         piped = _read_piped(stream, with_prompt=given is not None, notice=notice)
     parts = [part for part in (given or "", piped.strip("\n")) if part.strip()]
     if not parts:
-        where = "-p is blank" if given is not None else "standard input is empty and is no terminal"
+        where = "-p is blank" if given is not None else "standard input is empty and not a terminal"
         raise EmptyPromptError(
             f"The prompt is empty: {where}.", "Give -p TEXT, pipe a text in, or start the chat in a terminal."
         )
@@ -247,7 +247,7 @@ def _read_piped(stream: TextIO | None, *, with_prompt: bool, notice: Callable[[s
         return ""
     if with_prompt and not _is_pipe_or_file(stream):
         return ""  # a socket or device that a service manager left open may never end; -p is enough
-    waiting = threading.Timer(_PATIENCE_S, notice, ["Waiting for standard input to end (Ctrl-D or closing it)."])
+    waiting = threading.Timer(_PATIENCE_S, notice, ["Reading the prompt from standard input until it ends (Ctrl-D)."])
     waiting.daemon = True
     waiting.start()
     try:
@@ -255,7 +255,9 @@ def _read_piped(stream: TextIO | None, *, with_prompt: bool, notice: Callable[[s
         text.encode("utf-8")  # in the C locale, bytes that are not UTF-8 become lone surrogates instead of an error
         return text
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise InputError(f"Standard input is not UTF-8 text, from position {error.start} on.") from None
+        raise InputError(
+            f"Byte {error.start:,} of standard input is not UTF-8 text.", "Convert the text, for instance with iconv."
+        ) from None
     except OSError:  # closed in the meantime, or not readable
         return ""
     finally:

@@ -16,6 +16,7 @@ from types import FrameType
 import typer
 
 from moeedge.errors import InputError, MoeedgeError
+from moeedge.paths import DISK_FULL_ERRORS
 from moeedge.units import parse_size
 
 EXIT_FAILURE = 1
@@ -55,7 +56,8 @@ def cli_errors() -> Iterator[None]:
     except BrokenPipeError:  # the reader of a pipe left, as `head` does
         raise typer.Exit(EXIT_FAILURE) from None
     except OSError as error:  # standard output on a full disk, a folder without read permission
-        print_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.")
+        reason = "The disk is full" if error.errno in DISK_FULL_ERRORS else error.strerror or str(error)
+        print_error(f"{reason}{f': {error.filename}' if error.filename else ''}.")
         _drop_unwritten()
         raise typer.Exit(EXIT_FAILURE) from None
     finally:
@@ -128,15 +130,15 @@ def text_of(text: str | None, file: Path | None, option: str, file_option: str) 
     if file is None:
         return None if text is None else valid_text(text)
     if text is not None:
-        raise InputError(f"{option} and {file_option} exclude each other.", "Give one of them.")
+        raise InputError(f"{option} and {file_option} cannot be used together.", "Give one of them.")
     try:
         return file.read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{file} is not UTF-8 text, from position {error.start} on.", f"{file_option} takes text."
+            f"{file} is not UTF-8 text: byte {error.start:,} is not.", f"{file_option} takes a text file."
         ) from None
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}.", f"Name a text file with {file_option}.") from None
+        raise InputError(f"{file} cannot be read: {error.strerror}.", f"Check the path after {file_option}.") from None
 
 
 def unescaped(text: str) -> str:

@@ -118,7 +118,7 @@ class EngineOptions:
 
     def _n_cpu_moe(self) -> int | None:
         if self.cpu_moe and self.n_cpu_moe is not None:
-            raise InputError("--cpu-moe and --n-cpu-moe exclude each other.", "Leave out one of them.")
+            raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
         return ALL_ON_CPU if self.cpu_moe else self.n_cpu_moe
 
 
@@ -175,7 +175,7 @@ def parse_draft_length(text: str) -> int | Literal["auto"]:
         return int(text)
     except ValueError:
         what = f"--draft-max takes a number of tokens or auto, not '{text}'."
-        raise InputError(what, "Give 0 to switch drafts off.") from None
+        raise InputError(what, "Write for instance --draft-max 4; 0 switches drafts off.") from None
 
 
 def check_device(text: str) -> None:

@@ -137,7 +137,7 @@ def fit(
 
     config = engine.config(PlacementConfig(cache_ratio=0.0))  # an expert cache would change while times are taken
     if limit < 0:
-        raise ValueError(f"--limit must be >= 0, not {limit}")
+        raise ValueError(f"--limit must be 0 (all) or more, not {limit}")
     name = dataset or ("toy" if paths.is_bundled(config.model) else "sample")
     prompts = load_dataset(name, offline_sample=offline_sample).limited(limit or None).prompts
     if verbose:

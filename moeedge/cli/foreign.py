@@ -56,7 +56,7 @@ class Refused:
     hint: str = ""
 
 
-_SERVER = Refused("moeedge is no server.", "Ask with moeedge chat -p TEXT -o json.")
+_SERVER = Refused("moeedge is not a server.", "Ask with moeedge chat -p TEXT -o json.")
 _ONE_GPU = Refused("moeedge computes on one GPU.", "Choose it with -dev NAME (moeedge devices).")
 _PINNING = Refused("moeedge does not choose processors or priorities.", "Start it with taskset, numactl or nice.")
 _ROPE = Refused("moeedge has no self-extend.", "--rope-scaling yarn and --rope-scale N lengthen the context.")
@@ -126,7 +126,7 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "-hff, --hf-file": Refused("it names a file of the repository that -hf names.", "Give -hf OWNER/REPO, too."),
     "-dr, --docker-repo": Refused(
         "moeedge does not download from Docker's registry.",
-        "Name one on the Hugging Face hub: -hf OWNER/REPO:QUANT.",
+        "Take one from Hugging Face: -hf OWNER/REPO:QUANT.",
     ),
     "-bf, --binary-file": Refused("a prompt is text in UTF-8.", "Give it with -f FILE."),
     "--spec-draft-n-min, --draft-min, --draft-n-min": Refused(
@@ -211,10 +211,12 @@ COMMAND_NAMES = {"run": "chat", "ls": "list", "cli": "chat", "download": "pull"}
 COMMANDS: dict[str, Refused] = {
     **dict.fromkeys(
         ("serve", "server"),
-        Refused("moeedge is no server.", "Run moeedge chat, or llama-server of llama.cpp for one."),
+        Refused("moeedge is not a server.", "Run moeedge chat, or llama-server of llama.cpp for one."),
     ),
-    "create": Refused("moeedge needs no model file of its own.", "Name a GGUF file with -m FILE (docs/models.md)."),
-    **dict.fromkeys(("push", "signin", "signout"), Refused("moeedge uploads nothing.", "Use the hub's program, hf.")),
+    "create": Refused("moeedge needs no model file of its own.", "Give a GGUF file with -m FILE (docs/models.md)."),
+    **dict.fromkeys(
+        ("push", "signin", "signout"), Refused("moeedge uploads nothing.", "Use hf, the program of Hugging Face.")
+    ),
     "cp": Refused("moeedge does not copy models.", "Copy the file; moeedge list -o json prints where it is."),
     "stop": Refused("A model is unloaded when its chat ends.", "Leave it with /exit; moeedge ps lists what runs."),
     "quantize": Refused("moeedge does not quantize.", "Use llama-quantize of llama.cpp."),

@@ -54,12 +54,15 @@ def resolve_models(model: Path | None, draft: str | None, *, download: bool = Fa
         if found is None:
             name = target.choice.entry.drafts[0]
             without = "" if draft == "auto" else ": no drafts"
-            tell(f"Its draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
+            tell(f"The model's draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
         else:
             given = found.path
-            tell(f"Draft, by the catalog: {found.name} is {found.path}")
+            tell(f"The draft is {found.name}, as the catalog says: {found.path}")
     if draft == "auto" and given is None:
-        tell("Drafts: n-grams of the text, as the model has no head of its own and no draft here.")
+        tell(
+            "No draft model found: drafts come from repeated phrases of the text (n-grams). "
+            "-md FILE names one, -md none switches drafts off."
+        )
         return ModelFiles(target.path, "ngram")
     if given is None or given == "mtp" or entry is None or entry.draft_max is None:
         return ModelFiles(target.path, given)
@@ -77,7 +80,7 @@ def _drafts_for_itself(path: Path) -> bool:
 
     found = drafts_for_itself(path)
     if found:
-        tell("Drafts: the head in the model's own file (MTP).")
+        tell("Drafts come from a part of the model's own file that predicts further tokens (MTP head).")
     return found
 
 
@@ -102,7 +105,7 @@ def _fetch(name: str, *, with_draft: bool) -> None:
     from moeedge.ui.progress import PullProgress
 
     progress = PullProgress()
-    progress.note(f"{name} is not on this machine: it is downloaded now (--offline forbids that).")
+    progress.note(f"{name} is not on this machine and is downloaded now (not with --offline).")
     download(want_pair(load_catalog(), name, no_draft=not with_draft), progress)
 
 

@@ -191,7 +191,7 @@ def _gpu_layers(text: str) -> int | None:
     if text == "all":
         return ALL_LAYERS
     if not (text.isascii() and text.isdigit()):
-        raise typer.BadParameter(f'"{text}" is no number of layers; auto and all are possible, too.')
+        raise typer.BadParameter(f'write a number of layers, auto or all, not "{text}".')
     return int(text)
 
 

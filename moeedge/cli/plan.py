@@ -232,7 +232,7 @@ def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None, siz
         raise InputError(
             f"The trace has {n_layers} layers of {n_experts} experts, {facts.file} has {facts.n_expert_layers} of "
             f"{facts.n_experts}.",
-            "Name a trace of the model.",
+            "Give a trace of this model.",
         )
 
     def forecast(ratios: Sequence[float], gamma: int) -> list[StepRouting]:

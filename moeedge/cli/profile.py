@@ -81,7 +81,9 @@ def profile(
     if trace is not None and (texts.are_chosen or engine.model is not None or trace_out is not None):
         raise InputError("--trace takes no model, prompt or data set, and no --trace-out.", "Leave them out.")
     if trace is None and acceptance_chance is not None:
-        raise InputError("--acceptance-chance needs --trace.", "A model's own drafts are accepted or not.")
+        raise InputError(
+            "--acceptance-chance is for --trace only.", "Leave it out: with a model, accepted drafts are counted."
+        )
     if verbose:
         show_log()
     if budget_analysis is not None:

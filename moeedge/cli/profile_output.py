@@ -113,7 +113,7 @@ class ProfileOutput:
             if path is not None:
                 check_output(path)
         if files.pictures is not None and files.pictures.exists() and not files.pictures.is_dir():
-            raise InputError(f"{files.pictures} is not a folder.", "Name a folder for --pictures.")
+            raise InputError(f"{files.pictures} is not a folder.", "Give --pictures a folder.")
         other = None if files.compare is None else _Other.read(files.compare)
         results = cls(files=files, as_json=as_json, single=single, other=other)
         if other is not None and not results.wants_model:
@@ -144,9 +144,7 @@ class ProfileOutput:
         self._print(layers, model, comparison, run)
         if self.files.plot is not None:
             meta = profiled.trace.meta
-            prompts = meta.parameters.get("dataset") or meta.source
-            drafts = f"draft {meta.draft}, gamma {meta.gamma}" if meta.gamma else "no drafts"
-            title = f"{meta.model}, {drafts}, {prompts}: routing as the model ran"
+            title = f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}"
             draw_profiles(layers, title, self.files.plot)
         if model is not None and (self.files.report is not None or self.files.pictures is not None):
             code = self._write_report(model, comparison, run) or code

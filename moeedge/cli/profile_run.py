@@ -35,7 +35,7 @@ class LayerChoice:
 
     def __post_init__(self) -> None:
         if self.layer is not None and self.layers is not None:
-            raise InputError("--layer and --layers exclude each other.", "Give one of them.")
+            raise InputError("--layer and --layers cannot be used together.", "Give one of them.")
 
     @property
     def single(self) -> bool:

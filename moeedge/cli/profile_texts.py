@@ -47,13 +47,13 @@ class TextOptions:
         given = text_of(self.prompt, self.file, "-p", "-f")
         if given is not None:
             if self.dataset is not None:
-                raise InputError("-p and --dataset exclude each other.", "Give one of them.")
+                raise InputError("-p and --dataset cannot be used together.", "Give one of them.")
             if not given.strip():
                 raise EmptyPromptError("The prompt is empty: -p is blank.", "Give some text to answer.")
             prompt = Prompt("prompt", "", user_turns(given))
             return [prompt], {"dataset": "prompt", "prompts": 1}
         if self.limit < 0:
-            raise ValueError(f"--limit must be >= 0, not {self.limit}")
+            raise ValueError(f"--limit must be 0 (all) or more, not {self.limit}")
         default = TOY if bundled else SAMPLE
         names = [name.strip() for name in (self.dataset or default).split(",") if name.strip()]
         sets = [load_dataset(name, offline_sample=self.offline_sample).limited(self.limit or None) for name in names]

@@ -51,7 +51,7 @@ def pull(
     from moeedge.ui.progress import PullProgress
 
     if draft is not None and no_draft:
-        raise InputError("--draft and --no-draft exclude each other.", "Give one of them.")
+        raise InputError("--draft and --no-draft cannot be used together.", "Give one of them.")
     wanted = want_pair(load_catalog(), name, quant=quant, draft=draft, no_draft=no_draft)
     missing = download(wanted, PullProgress(), dry_run=dry_run)
     wanted = wanted if dry_run else refresh(wanted)

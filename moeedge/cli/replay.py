@@ -153,7 +153,7 @@ def replay(
     """
     policies, ratios = _policies(policy), tuple(numbers(cache_ratio, "--cache-ratio"))
     if seed < 0 or limit < 0:
-        raise ValueError(f"{'--seed' if seed < 0 else '--limit'} must be >= 0")
+        raise ValueError(f"{'--seed' if seed < 0 else '--limit'} must be 0 or more")
     if plot is not None:
         if not curve:
             raise InputError("--plot draws the curves of --curve.", "Add --curve.")
@@ -228,10 +228,11 @@ def _limits(max_uploads: str | None, link: str | None, step_time: float | None, 
     """The values of --max-uploads. Raises InputError where the three options or --curve exclude each other."""
     limits = None if max_uploads is None else numbers(max_uploads, "--max-uploads")
     if limits is not None and len(limits) > 1 and not curve:
-        raise InputError("Several --max-uploads are points of a curve.", "Add --curve, or name one.")
+        raise InputError("Several values of --max-uploads are for --curve.", "Add --curve, or give one value.")
     if (link is None) != (step_time is None):
         raise InputError(
-            "--link and --step-time belong together.", "A trace has no clock: name the link's rate and a step's time."
+            "--link and --step-time need each other.",
+            "A trace has no times: give the link's speed and the time of a step.",
         )
     if link is not None and (curve or limits is not None):
         raise InputError("--link replaces --max-uploads.", "Name one of them, and no --curve with --link.")
@@ -275,7 +276,7 @@ def _split(trace: Trace, chosen: slice, limit: int, profile_texts: int | None) -
     first, last = chosen.start, n_texts if chosen.stop is None else min(chosen.stop, n_texts)
     last = min(first + limit, last) if limit else last
     if first >= last:
-        raise InputError(f"--texts names no text of {n_texts}.", "Texts are counted from 0.")
+        raise InputError(f"--texts chooses none of the {n_texts} texts.", f"They are numbered from 0 to {n_texts - 1}.")
     n_profile = min((last - first) // 10, _MAX_PROFILE_TEXTS) if profile_texts is None else profile_texts
     if first:  # earlier texts are there for the profile
         n_profile = min(_MAX_PROFILE_TEXTS if profile_texts is None else profile_texts, first)
@@ -343,7 +344,7 @@ def _run(jobs: list[_Job], config: ReplayConfig) -> list[ReplayRow]:
 
 def _curves(inputs: list[CurveInput], config: CurveConfig, n_processes: int) -> list[CurvePanel]:
     if n_processes < 0:
-        raise ValueError(f"-t must be >= 0, not {n_processes}")
+        raise ValueError(f"-t must be 0 (one per core) or more, not {n_processes}")
     n_tasks = len(inputs) * (len(config.policies) + len(PAIR_BOUNDS))
     with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
         return trace_curves(inputs, config, n_processes=n_processes or len(os.sched_getaffinity(0)), on_done=bar.part())

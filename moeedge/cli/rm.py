@@ -36,10 +36,10 @@ def rm(name: Name, yes: Yes = False) -> None:
     size = format_bytes(removal.size_bytes)
     if not yes:
         if not sys.stdin.isatty():
-            raise InputError(f"Removing {removal.name} ({size}) needs a confirmation.", "Give --yes.")
+            raise InputError(f"Removing {removal.name} ({size}) needs a confirmation.", "Add --yes to the command.")
         typer.echo(f"Remove {removal.name}, {size}? [y/N] ", nl=False, err=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             typer.echo("Nothing was removed.", err=True)
             return
     remove(removal)
-    typer.echo(f"Removed {removal.name}: {size} are free.", err=True)
+    typer.echo(f"Removed {removal.name}, which frees {size}.", err=True)

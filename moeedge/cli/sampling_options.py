@@ -336,7 +336,7 @@ class SamplingOptions:
         if not names:
             return "", []
         if len(names) > 1:
-            raise InputError(f"{' and '.join(names)} exclude each other.", "Give one of them.")
+            raise InputError(f"{' and '.join(names)} cannot be used together.", "Give one of them.")
         from moeedge.llama.json_schema import ANY_OBJECT, schema_grammar
         from moeedge.llama.samplers import check_grammar
 
@@ -354,7 +354,7 @@ class SamplingOptions:
 
     def _samplers(self) -> tuple[str, ...]:
         if self.samplers is not None and self.sampling_seq is not None:
-            raise InputError("--samplers and --sampling-seq exclude each other.", "Give one of them.")
+            raise InputError("--samplers and --sampling-seq cannot be used together.", "Give one of them.")
         if self.sampling_seq is not None:
             unknown = [letter for letter in self.sampling_seq if letter not in _LETTERS]
             if unknown:

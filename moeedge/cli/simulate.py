@@ -142,7 +142,7 @@ def simulate(
     does not say how rejected drafts route, there is a row for each assumption (optimistic, pessimistic).
     """
     if seed < 0:
-        raise ValueError(f"--seed must be >= 0, not {seed}")
+        raise ValueError(f"--seed must be 0 or more, not {seed}")
     if gantt is not None:
         check_picture(gantt, "--gantt")
     if event_log is not None:
@@ -203,9 +203,7 @@ def simulate(
     if gantt is not None:
         from moeedge.ui.plots import draw_gantt  # loads Matplotlib
 
-        routing_of = f"trace {trace.name}" if trace else "synthetic routing"
-        title = f"Simulated, not measured: {about['model']} on {about['hardware']}, {routing_of}"
-        draw_gantt([typical_step(result.chosen) for result in results], title, gantt)
+        draw_gantt([typical_step(result.chosen) for result in results], gantt)
     if event_log is not None:
         _write_log(results[-1].chosen, event_log)
 
@@ -215,13 +213,13 @@ def _write_log(result: simulation.SimulationResult, path: Path) -> None:
     try:
         path.write_text(result.log.text(), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"Cannot write {path}: {error.strerror}.", "Name another file.") from None
+        raise InputError(f"Cannot write {path}: {error.strerror}.", "Choose another path.") from None
 
 
 def _ram_tiers(ratios: str | None, rates: str | None, shape: ModelShape) -> list[RamTierConfig] | list[None]:
     """Every share of the experts in RAM with every disk. Raises InputError for one without the other."""
     if (ratios is None) != (rates is None):
-        raise InputError("--ram-ratio and --disk-rate go together.", "Give both, or neither.")
+        raise InputError("--ram-ratio and --disk-rate need each other.", "Give both, or neither.")
     if ratios is None or rates is None:
         return [None]
     return [
@@ -236,7 +234,10 @@ def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Tra
     is_file = model.endswith(".gguf")
     if path is None:
         if is_file:
-            raise InputError("A model file has no routing.", "Name a --trace; moeedge profile --trace-out writes one.")
+            raise InputError(
+                "A model file does not say which experts tokens use.",
+                "Give a trace with --trace FILE; moeedge profile --trace-out FILE writes one.",
+            )
         shape = find_model(model)
         return simulation.synthetic_trace(shape, n_tokens, 1, seed), shape
     known = builtin_models()
@@ -252,7 +253,7 @@ def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Tra
         raise InputError(
             f"The trace has {n_layers} layers of {n_experts} experts, {shape.name} has "
             f"{shape.n_expert_layers} of {shape.n_experts}.",
-            "Name the model of the trace.",
+            "Give the model of the trace with --model.",
         )
     return trace, shape
 

@@ -17,7 +17,7 @@ from moeedge.trace.exporters import layout_of, write_trace
 from moeedge.trace.format import Trace
 from moeedge.trace.importers import read_trace
 from moeedge.trace.summary import summarize_trace
-from moeedge.ui.console import say, stderr_console, stdout_console
+from moeedge.ui.console import check_output, say, stderr_console, stdout_console
 from moeedge.ui.trace_views import print_trace_summary
 
 trace = typer.Typer(
@@ -94,7 +94,8 @@ def convert(
 
 
 def _write(found: Trace, source: Path, out: Path, layout: str) -> None:
+    check_output(out)
     if out.exists() and out.samefile(source):
-        raise InputError(f"{out} is the trace that is read.", "Name another file.")
+        raise InputError(f"{out} is the trace that is read.", "Choose another path.")
     n_tokens = write_trace(found, out, layout)
     say(stderr_console(), f"{n_tokens:,} tokens written to {out}.")

@@ -30,7 +30,7 @@ class RejectedTokenModel(str, Enum):
 def check_expert_bytes(n_bytes: int) -> None:
     """Raises ValueError for a size that an expert cannot have."""
     if not 0 < n_bytes < 1 << 48:
-        raise ValueError(f"--expert-bytes must be > 0, not {n_bytes}")
+        raise ValueError(f"--expert-bytes must be above 0, not {n_bytes}")
 
 
 TraceFile = Annotated[

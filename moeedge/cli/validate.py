@@ -199,7 +199,10 @@ def measured(
         check_policy(PlacementConfig(policy=name))
     config = engine.config(emulate_bundled=True)
     if not read_summary(config.model).expert_layers:
-        raise InputError(f"{config.model.name} has no experts: there is nothing to place.", "Name a MoE model.")
+        raise InputError(
+            f"{config.model.name} has no experts: there is nothing to place.",
+            "Give a Mixture-of-Experts model with -m.",
+        )
     base = replace(config, gamma=max(combination.gamma for combination in asked))
     with ExitStack() as stack:
         rows = compare_with_engine(

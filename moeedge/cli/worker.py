@@ -54,7 +54,9 @@ def worker(
     from moeedge.llama import library
 
     if not 0 <= threads <= MAX_N_THREADS:
-        raise InputError(f"--threads must be in 0..{MAX_N_THREADS}, not {threads}.", "0: one per physical core.")
+        raise InputError(
+            f"--threads must be from 0 to {MAX_N_THREADS}, not {threads}.", "0 takes one per physical core."
+        )
     if verbose:
         show_log()
     library.start()

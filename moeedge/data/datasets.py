@@ -33,7 +33,7 @@ TOY = "toy"
 CALIBRATION = "calibration"
 _FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 _TOY_ANSWER_TOKENS = 160  # the longest of the generator's answers
-_OFFLINE_HINT = "Or use --offline-sample for moeedge's own small set."
+_OFFLINE_HINT = "Use --offline-sample for moeedge's own small set."
 _SPECULATION = "RedHatAI/speculator_benchmarks"
 
 
@@ -255,8 +255,8 @@ def _load_entry(entry: DatasetEntry, offline_sample: bool) -> Dataset:
     places = ", ".join(searched)
     if paths.data_dir() is None:
         places += " ($MOEEDGE_DATA is not set)"
-    by_hand = f"Get it from {entry.original} and save it as {entry.files[0]} in the folder that $MOEEDGE_DATA names."
-    path, source = _from_hub(entry, f"The dataset {entry.name} is not in {places}", f"{by_hand} {_OFFLINE_HINT}")
+    by_hand = f"Or get it from {entry.original} and save it as {entry.files[0]} in the folder that $MOEEDGE_DATA names."
+    path, source = _from_hub(entry, f"The dataset {entry.name} is not in {places}", by_hand)
     return _read_entry(entry, path, "hub", source.variant)
 
 
@@ -264,7 +264,9 @@ def _from_hub(entry: DatasetEntry, absent: str, hint: str) -> tuple[Path, Datase
     """Downloads the first of the hub's files that works; `absent` and `hint` complete the error if none does."""
     readable = [source for source in entry.hub if reads_parquet() or not source.file.endswith(".parquet")]
     if not readable:
-        raise DatasetError(f"{absent}, and the hub's Parquet file needs the package pyarrow.", f"{PARQUET_HINT} {hint}")
+        raise DatasetError(
+            f"{absent}, and the hub's Parquet file needs the package pyarrow.", f"{PARQUET_HINT} {hint} {_OFFLINE_HINT}"
+        )
     failures = []
     for source in readable:
         try:
@@ -273,7 +275,7 @@ def _from_hub(entry: DatasetEntry, absent: str, hint: str) -> tuple[Path, Datase
             failures.append(error.message)
     raise DownloadError(
         f"{absent}, and the download failed: {' '.join(failures)}",
-        f"Check the network or $HF_ENDPOINT ({hub_endpoint()}). {hint}",
+        f"{_OFFLINE_HINT} Otherwise check the network and $HF_ENDPOINT ({hub_endpoint()}). {hint}",
     )
 
 

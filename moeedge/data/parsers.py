@@ -22,7 +22,7 @@ from moeedge.errors import DatasetError
 from moeedge.scoring.answers import LETTERS, Reference, as_number
 
 PARQUET_HINT = 'Run: pip install "moeedge[score]"'
-_HINT = "Fix or remove it."
+_HINT = "Correct this entry, or remove it from the file."
 _FILE_HINT = "Check the path."
 _ROLES = ("system", "user", "assistant")
 

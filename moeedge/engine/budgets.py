@@ -25,7 +25,7 @@ def usable_budget(
     if budget is None:
         return None, []
     if info.n_experts == 0:
-        return None, [_warning("The model is dense, no experts: the expert budget is off.")]
+        return None, [_warning("The expert budget is off: the model is dense, so it has no experts to leave out.")]
     layers = np.asarray(info.expert_layers, dtype=np.intp)
     budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.n_expert_used)[layers]
     notes = []
@@ -33,7 +33,7 @@ def usable_budget(
         notes.append(_warning(f"The expert budget changes nothing: a layer has only {info.n_experts} experts."))
     elif draft == "none" or gamma == 0:
         missing = "there is no draft (-md FILE or -md ngram)" if draft == "none" else "the draft length is 0"
-        notes.append(_warning(f"The expert budget is idle: it limits verifications of drafts, and {missing}."))
+        notes.append(_warning(f"The expert budget has no effect: it limits verifications of drafts, and {missing}."))
     elif budgets.min() >= n_parallel * (gamma + 1) * info.n_expert_used:
         n_tokens = n_parallel * (gamma + 1)
         most = f"{n_tokens} tokens select at most {n_tokens * info.n_expert_used} experts per layer"

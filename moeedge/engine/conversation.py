@@ -121,9 +121,11 @@ class Conversation:
         try:
             document = json.loads(text)
         except json.JSONDecodeError as error:
-            raise InputError(f"This is not JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+            raise InputError(
+                f"This is not a saved conversation: it is not JSON (line {error.lineno}, column {error.colno})."
+            ) from None
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-            raise InputError(f'This is not a saved conversation: "schema" is not "{SCHEMA}".')
+            raise InputError("This is not a saved conversation.", "/save FILE writes one.")
         if document.get("version") != VERSION:
             raise InputError(f"The conversation has version {document.get('version')}, this program reads {VERSION}.")
         system = document.get("system", "")

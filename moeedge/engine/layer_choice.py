@@ -38,7 +38,7 @@ class LayerSplit:
     op_offload: bool = True
 
     def __str__(self) -> str:
-        text = f"{self.n_whole} whole layers {'with' if self.n_slots else 'without'} a cache"
+        text = f"{self.n_whole} entire layers {'with' if self.n_slots else 'without'} a cache"
         return f"{text}, {self.n_ubatch:,} tokens per graph" if self.n_ubatch else text
 
     def apply(self, config: EngineConfig) -> EngineConfig:
@@ -81,18 +81,18 @@ class LayerChoice:
         """One line for the user: what was chosen, and what it was compared with."""
         best, stock = self.best, self.whole_only
         cached = max((split for split in self.splits if split.n_slots), key=lambda split: -split.step_s, default=None)
-        text = f"{best.n_whole} of {self.n_layers} layers are whole on {self.device}"
-        text += f", with a cache of {best.n_slots:,} experts for the others" if best.n_slots else ", without a cache"
+        text = f"{self.device} holds {best.n_whole} of {self.n_layers} layers entirely"
+        text += f", and a cache of {best.n_slots:,} experts of the others" if best.n_slots else ", without a cache"
         compared = []
         if stock is None:
-            compared.append("whole layers without a cache did not fit or could not be measured")
+            compared.append("entire layers without a cache did not fit or could not be measured")
         elif best is not stock:
             compared.append(
                 f"{stock.step_s / best.step_s:.2f} times the speed of --n-cpu-moe {stock.n_cpu_moe} in the same memory"
             )
         if cached is not None and best is stock:
             compared.append(
-                f"{cached.step_s / best.step_s:.2f} times the speed of {cached.n_whole} whole layers with a cache of "
+                f"{cached.step_s / best.step_s:.2f} times the speed of {cached.n_whole} entire layers with a cache of "
                 f"{cached.n_slots:,} experts"
             )
         when = "measured before" if self.from_file else f"measured in {self.seconds:.0f} s"

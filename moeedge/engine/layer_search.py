@@ -56,7 +56,8 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
     choice = None if config.placement.measure_anew else read_choice(config, device)
     if choice is None and config.placement.calibrate:
         about = (
-            f"Measuring how many layers to keep on {device.label}, with and without a cache; this takes a while, once."
+            f"Measuring how many layers to keep on {device.label}, with and without a cache, once for this model: this "
+            "may take minutes."
         )
         notify(Notification(about))
         measured = replace(
@@ -70,7 +71,9 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
             try:
                 write_choice(choice, config, device)
             except OSError:
-                kept.append("The cache folder cannot be written: the next start measures whole layers again.")
+                kept.append(
+                    "The result cannot be saved (folder: MOEEDGE_CACHE): the next start measures the layers again."
+                )
     if choice is None:
         return Session.open(config, draft_model=draft_model, notify=notify)
     config = replace(config, placement=replace(config.placement, measure_anew=False))
@@ -78,7 +81,7 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
         session = _open_split(config, choice.best, draft_model, notify)
     except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
         session = Session.open(config, draft_model=draft_model, notify=notify)
-        kept.append(f"{choice.best.n_whole} whole layers do not fit {device.label} any more: {error.message}")
+        kept.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
     else:
         session.layer_choice = choice
         session.info = replace(session.info, layers=choice.sentence())

@@ -215,32 +215,28 @@ def choose_draft(
     """
     if config.draft is None or config.gamma == 0:
         if config.draft is not None:
-            notes.append("The draft length is 0: speculation off.")
+            notes.append("Speculation is off: the draft length is 0 (--draft-max).")
         return ChosenDraft()
     if not model.can_reject_drafts:
-        notes.append(
-            f"The memory of {model.info.architecture} models cannot roll back rejected drafts: speculation off."
-        )
+        notes.append(f"Speculation is off: {model.info.architecture} models cannot take rejected tokens back.")
         return ChosenDraft()
     if model.keeps_snapshots and not config.auto_gamma and config.gamma > _MAX_SNAPSHOTS:
-        notes.append(f"Drafts have at most {_MAX_SNAPSHOTS} tokens: the model keeps a recurrent state for each.")
+        notes.append(f"Drafts are limited to {_MAX_SNAPSHOTS} tokens: the model needs a copy of its state for each.")
     if config.draft == "ngram":
         return ChosenDraft(use_ngram=True)
     if config.draft == "mtp":
         head = own_head(model)
-        _note_length(config, head, notes, "one of each of the model's heads")
+        _note_length(config, head, notes, "because the model has a head for each")
         return ChosenDraft(head=head, n_common=model.info.n_vocab)
     draft = shared or stack.enter_context(load_draft(config, device))
     in_file = head_file(model, draft)
     if in_file is not None:
-        _note_length(config, in_file, notes, f"as {draft.path.name} was trained")
+        _note_length(config, in_file, notes, f"because {draft.path.name} was trained for so many")
         return ChosenDraft(draft, draft.info.n_vocab, head=in_file)
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
         draft.close()
-        notes.append(
-            f"The memory of the {draft.info.architecture} draft cannot roll back rejected drafts: speculation off."
-        )
+        notes.append(f"Speculation is off: {draft.info.architecture} drafts cannot take rejected tokens back.")
         return ChosenDraft()
     return ChosenDraft(draft, n_common)
 
@@ -249,7 +245,7 @@ def _note_length(config: EngineConfig, head: HeadKind, notes: list[str], reason:
     """A note where the draft length asked for is more than the head drafts."""
     most = head.n_drafts_max
     if most is not None and not config.auto_gamma and config.gamma > most:
-        notes.append(f"Drafts have at most {most} tokens, {reason}.")
+        notes.append(f"Drafts are limited to {most} tokens, {reason}.")
 
 
 def drafts_for_itself(path: Path) -> bool:

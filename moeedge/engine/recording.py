@@ -327,8 +327,8 @@ def check_layers(session: Session, layers: Sequence[int]) -> list[int]:
     info = session.model.info
     if info.n_experts == 0:
         raise LayerRangeError(
-            f"{session.info.model} is a dense model, no experts: there is no routing to profile.",
-            "Name a Mixture-of-Experts model with -m FILE.gguf.",
+            f"{session.info.model} is a dense model: it has no experts whose use could be profiled.",
+            "Give a Mixture-of-Experts model with -m FILE.gguf.",
         )
     kept = [layer for layer in layers if check_layer(layer, info.n_layers) in info.expert_layers]
     if not kept:

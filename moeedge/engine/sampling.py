@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 _ROWS = 64  # of the vocabulary, for the search: it looks into the columns with a large maximum
 _TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
 SHORT = 4096  # the largest top-k of which candidates are lists
-NOT_FINITE = ("The model computed logits that are not finite.", "Its file may be damaged.")
+NOT_FINITE = (
+    "The model's output is not a number (NaN or infinite).",
+    "Its file may be damaged: download or copy it again.",
+)
 
 FloatRow = NDArray[np.float32]  # [n_vocab]
 CRow = Any  # ctypes array of c_float [n_vocab]

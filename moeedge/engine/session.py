@@ -142,14 +142,14 @@ class Session:
                 device = replace(device, loads_misses=False)
             if config.n_parallel > 1 and not model.can_roll_back:
                 raise InputError(
-                    f"The memory of {model.info.architecture} models cannot hold several texts in one batch.",
-                    "Decode one at a time.",
+                    f"{model.info.architecture} models cannot decode several texts in one batch.",
+                    "Leave out --parallel.",
                 )
             notes: list[str] = []
             if model.info.n_experts == 0:
-                notes.append(Notification(f"{config.model.name} is dense, no experts: placement off."))
+                notes.append(Notification(f"{config.model.name} is a dense model: it has no experts to cache."))
             elif isinstance(config.ram, int) and device.kind not in ("ram", "none") and not device.loads_misses:
-                notes.append(f"The model is on {device.label} or loaded already: --ram has no effect.")
+                notes.append(f"--ram has no effect: {device.label} holds the model, or it was loaded without --ram.")
             chosen = choose_draft(config, device, model, draft_model, notes, stack)
             models = [model] if chosen.model is None else [model, chosen.model]
             n_ctx = context_size(config, device, models, notes)

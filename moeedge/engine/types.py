@@ -76,31 +76,31 @@ class SamplingConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", tuple((int(token), float(bias)) for token, bias in self.logit_bias))
         if not 0 <= self.temperature < math.inf:  # written so that NaN fails too
-            raise ValueError(f"temperature must be >= 0 and finite, not {self.temperature}")
+            raise ValueError(f"temperature (--temp) must be 0 or more, not {self.temperature:g}")
         if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0, not {self.top_k}")
+            raise ValueError(f"top_k must be 0 (all tokens) or more, not {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p:g}")
         for name in ("min_p", "xtc_probability", "xtc_threshold"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], not {getattr(self, name)}")
+                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name):g}")
         if not 0 < self.typical_p <= 1:
-            raise ValueError(f"typical_p must be in (0, 1], not {self.typical_p}")
+            raise ValueError(f"typical_p must be above 0 and at most 1, not {self.typical_p:g}")
         if not 0 < self.repeat_penalty < math.inf:
-            raise ValueError(f"repeat_penalty must be > 0 and finite, not {self.repeat_penalty}")
+            raise ValueError(f"repeat_penalty must be above 0 (1 switches it off), not {self.repeat_penalty:g}")
         if not self.dry_base >= 1:
-            raise ValueError(f"dry_base must be >= 1, not {self.dry_base}")
+            raise ValueError(f"dry_base must be 1 or more, not {self.dry_base:g}")
         if self.dry_penalty_last_n < 0 or self.dry_allowed_length < 0:
-            raise ValueError("dry_penalty_last_n and dry_allowed_length must be >= 0")
+            raise ValueError("dry_penalty_last_n and dry_allowed_length must be 0 or more")
         if not 0 <= self.dynatemp_range < math.inf:
-            raise ValueError(f"dynatemp_range must be >= 0 and finite, not {self.dynatemp_range}")
+            raise ValueError(f"dynatemp_range must be 0 or more, not {self.dynatemp_range:g}")
         numbers = ("presence_penalty", "frequency_penalty", "top_n_sigma", "dry_multiplier", "dynatemp_exponent")
         for name in (*numbers, "dry_base"):
             if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be finite, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be a finite number, not {getattr(self, name)}")
         for name in self.samplers:
             if name not in SAMPLERS:
-                raise ValueError(f"unknown sampler {name!r}; there are {', '.join(SAMPLERS)}")
+                raise ValueError(f"unknown sampler {name!r}; choose from {', '.join(SAMPLERS)}")
         if any(not text for text in self.stop):
             raise ValueError("a stop text must not be empty")
 
@@ -157,22 +157,22 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= MAX_GAMMA:
-            raise ValueError(f"gamma (--draft-max) must be in 0..{MAX_GAMMA}, not {self.gamma}")
+            raise ValueError(f"gamma (--draft-max) must be from 0 to {MAX_GAMMA}, not {self.gamma}")
         if not 0 <= self.draft_p_min <= 1:
-            raise ValueError(f"draft_p_min (--draft-p-min) must be in 0..1, not {self.draft_p_min}")
+            raise ValueError(f"draft_p_min (--draft-p-min) must be from 0 to 1, not {self.draft_p_min:g}")
         if self.auto_gamma and self.n_parallel > 1:
             raise ValueError("the draft length auto (--draft-max) is for one text at a time, not for --parallel")
         if self.n_cpu_moe is not None and self.n_cpu_moe < 0:
-            raise ValueError(f"n_cpu_moe (-ncmoe) must be >= 0, not {self.n_cpu_moe}")
+            raise ValueError(f"n_cpu_moe (-ncmoe) must be 0 or more, not {self.n_cpu_moe}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
-            raise ValueError(f"the context (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
+            raise ValueError(f"the context (-c) must be from 0 (automatic) to {MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
         if not (1 <= self.n_batch <= MAX_N_BATCH and 1 <= self.n_ubatch <= MAX_N_BATCH):
-            raise ValueError(f"batches (-b, -ub) must be in 1..{MAX_N_BATCH:,} tokens, not {self.n_batch:,}")
+            raise ValueError(f"batches (-b, -ub) must be from 1 to {MAX_N_BATCH:,} tokens, not {self.n_batch:,}")
         self.context.with_types(self.draft_type_k, self.draft_type_v)
         if self.load.overrides and isinstance(self.ram, int):
-            raise ValueError("-ot and --ram exclude each other: experts in RAM are loaded from the file as needed")
+            raise ValueError("-ot and --ram cannot be used together: experts in RAM are loaded from the file as needed")
         if not 1 <= self.n_parallel <= MAX_N_PARALLEL:
-            raise ValueError(f"n_parallel (--parallel) must be in 1..{MAX_N_PARALLEL}, not {self.n_parallel}")
+            raise ValueError(f"n_parallel (--parallel) must be from 1 to {MAX_N_PARALLEL}, not {self.n_parallel}")
         if self.n_ctx * self.n_parallel > MAX_N_CTX:
             raise ValueError(
                 f"the contexts of {self.n_parallel} texts (-c) must be at most {MAX_N_CTX:,} tokens together, "
@@ -181,7 +181,9 @@ class EngineConfig:
         if isinstance(self.ram, int) and self.ram <= 0:
             raise ValueError(f"ram (--ram) must be more than 0, not {self.ram}")
         if not 0 <= self.n_threads <= MAX_N_THREADS:
-            raise ValueError(f"n_threads (-t) must be in 0..{MAX_N_THREADS}, not {self.n_threads}")
+            raise ValueError(
+                f"n_threads (-t) must be from 0 (one per physical core) to {MAX_N_THREADS}, not {self.n_threads}"
+            )
 
     @property
     def draft_context(self) -> ContextSettings:

@@ -81,7 +81,9 @@ def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
         return _automatic(bundled)
     device = _find(spec.name)
     if device.kind == "CPU":
-        return ResolvedDevice("none", notes=[f"{device.name} is the host: experts stay there, as with -dev none."])
+        return ResolvedDevice(
+            "none", notes=[f"-dev {device.name} means no GPU: experts stay on the CPU, as with -dev none."]
+        )
     return _gpu(device, llama_device=device.name)
 
 
@@ -118,7 +120,8 @@ def _automatic(bundled: bool) -> ResolvedDevice:
     shared = [device.name for device in devices if device.shares_host_memory]
     if shared:
         notes.append(
-            f"{shared[0]} shares the host's memory: auto leaves experts on the CPU. Use it with -dev {shared[0]}."
+            f"{shared[0]} is a GPU without memory of its own, so experts stay on the CPU. "
+            f"-dev {shared[0]} uses it all the same."
         )
     if bundled:
         text = "No GPU: the emulated device, a second CPU instance, takes its place; -dev none does without."
@@ -189,9 +192,9 @@ def _find(name: str) -> native.Device:
     if device is None:
         raise DeviceError(f"Unknown device '{name}'.", hint)
     if device.kind == "RPC":
-        raise DeviceError(f"{name} is a worker's device.", f"Name it rpc://{device.description}.")
+        raise DeviceError(f"{name} is a device of a worker.", f"Write -dev rpc://{device.description}.")
     if device.kind not in ("CPU", "GPU", "IGPU"):
-        raise DeviceError(f"{name} computes in the host's memory and cannot hold experts.", hint)
+        raise DeviceError(f"{name} has no memory of its own, so it cannot hold experts.", hint)
     return device
 
 
@@ -211,7 +214,7 @@ def list_devices() -> list[DeviceRow]:
             available_memory(),
             total_memory(),
             True,
-            "own memory and threads, to try everything without a GPU; emulated:link=25GB/s,threads=2 sets its speed",
+            "the CPU plays a GPU, to try everything without one; emulated:link=25GB/s,threads=2 sets its speed",
         )
     )
     has_rpc = rpc.is_built_in()
@@ -227,11 +230,11 @@ def list_devices() -> list[DeviceRow]:
 def _row(device: native.Device) -> DeviceRow:
     usable = device.kind in ("GPU", "IGPU")
     if device.kind == "CPU":
-        remark = "the host: experts that are on no device are stored and computed here"
+        remark = "experts that are on no other device are stored and computed here"
     elif not usable:
-        remark = "computes in the host's memory and cannot hold experts"
+        remark = "has no memory of its own, so it cannot hold experts"
     elif device.shares_host_memory:
-        remark = "shares the host's memory; auto does not choose it"
+        remark = "has no memory of its own; -dev auto does not choose it"
     else:
         remark = "holds experts, and layers with -ngl"
     free: int | None = device.free_bytes

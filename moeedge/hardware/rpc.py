@@ -95,7 +95,7 @@ def greet(endpoint: str) -> Worker:
             ) from error
         except (OSError, EOFError) as error:
             raise DeviceError(
-                f"The server at {endpoint} is no moeedge worker.", "Check the port; moeedge worker prints it."
+                f"The server at {endpoint} is not a moeedge worker.", "Check the port; moeedge worker prints it."
             ) from error
     return Worker(n_devices, free, total)
 

@@ -88,7 +88,7 @@ def _parse_endpoint(text: str) -> str:
         if port == 0:
             raise ValueError("it lacks a port")
     except ValueError as error:
-        raise DeviceError(f'"{text}" names no worker: {error}.', _RPC_FORM) from error
+        raise DeviceError(f'"{text}" is not the address of a worker: {error}.', _RPC_FORM) from error
     return f"{host}:{port}"
 
 
@@ -100,5 +100,5 @@ def parse_host_port(text: str) -> tuple[str, int]:
     if ":" in host or "/" in host or any(character.isspace() for character in host):
         raise ValueError(f'"{host}" is neither an IPv4 address nor a host name')
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError(f'"{port}" is no port')
+        raise ValueError(f'"{port}" is not a port')
     return host, int(port)

@@ -192,7 +192,7 @@ def load_catalog() -> Catalog:
         for draft in entry.drafts:
             if catalog.find(draft) is None:
                 file = own if entry.own else paths.catalog_file()
-                raise CatalogError(f'{file}: the draft "{draft}" of {entry.name} is no entry.', "Add an entry for it.")
+                raise CatalogError(f'{file}: the draft "{draft}" of {entry.name} has no entry of its own.', "Add one.")
     return catalog
 
 

@@ -120,14 +120,17 @@ def _check(file: RemoteFile, partial: Path, digest: str, sha256: str | None) -> 
     if size != file.size_bytes:
         if size > file.size_bytes:
             partial.unlink()
-        raise DownloadError(f"Received {size:,} of {file.size_bytes:,} bytes of {file.path}.", "Pull again.")
+        raise DownloadError(
+            f"The download of {file.path} stopped after {size:,} of {file.size_bytes:,} bytes.",
+            "Run the same command again: it continues there.",
+        )
     for expected in (file.sha256, sha256):
         if expected is not None and digest != expected:
             partial.unlink(missing_ok=True)
             raise DownloadError(
                 f"{file.path} of {file.repo} arrived damaged and was deleted: its SHA-256 is {digest[:12]}..., not "
                 f"{expected[:12]}....",
-                "Pull again; if that happens twice, the server or a proxy alters it.",
+                "Download it again; if that happens twice, the server or a proxy alters it.",
             )
 
 
@@ -157,7 +160,9 @@ def _lock(file: RemoteFile) -> Iterator[None]:
         with FileLock(folder / f"{file.etag}{cache.INCOMPLETE}.lock", timeout=0):
             yield
     except Timeout:
-        raise DownloadError(f"Another process is downloading {file.path}.", "Wait for it.") from None
+        raise DownloadError(
+            f"Another process is downloading {file.path}.", "Wait until it ends, then run the command again."
+        ) from None
 
 
 @contextmanager
@@ -169,9 +174,9 @@ def _disk_full_errors(file: RemoteFile, partial: Path) -> Iterator[None]:
             raise
         have = format_bytes(cache.size_of(partial))
         raise DownloadError(
-            f"The disk of {cache.hub_cache()} is full: {have} of {format_bytes(file.size_bytes)} of {file.path} are "
-            "there.",
-            "Make room and pull again to resume, or move the cache to another disk ($HF_HUB_CACHE).",
+            f"The disk of {cache.hub_cache()} is full: {have} of {format_bytes(file.size_bytes)} of {file.path} have "
+            "arrived.",
+            "Free some space and run the same command again, or download to another disk ($HF_HUB_CACHE).",
         ) from None
 
 

@@ -102,7 +102,10 @@ def local_draft(catalog: Catalog, choice: Choice) -> LocalModel | None:
 
 def missing_local_file(choice: Choice) -> ModelNameError:
     """Returns the error for an entry of the user's catalog whose file does not exist."""
-    return ModelNameError(f"{choice.name} should be {choice.variant.local}, which does not exist.", "Fix your catalog.")
+    return ModelNameError(
+        f"Your catalog says that {choice.name} is {choice.variant.local}, which does not exist.",
+        "Correct its path in your catalog.",
+    )
 
 
 def _looks_like_path(text: str) -> bool:
@@ -197,11 +200,17 @@ def plan_removal(catalog: Catalog, name: str) -> Removal:
     Raises ModelNameError if there are none, InputError for the bundled pair and for files outside the cache.
     """
     if name.lower() == BUNDLED:
-        raise InputError("The bundled pair is part of moeedge.", "Remove it with pip uninstall moeedge.")
+        raise InputError(
+            "The bundled pair is part of moeedge and cannot be removed alone.",
+            "pip uninstall moeedge removes the entire program.",
+        )
     choice = find(catalog, name)
     if isinstance(choice, Choice):
         if choice.variant.local is not None:
-            raise InputError(f"{choice.name} is your own file {choice.variant.local}.", "Remove it yourself.")
+            raise InputError(
+                f"{choice.name} is a file of your own catalog, which moeedge does not delete.",
+                f"Delete {choice.variant.local} and its entry in the catalog.",
+            )
         repo, label = choice.variant.repo, choice.name
         files = [file.path for file in choice.variant.files]
         unfinished = [cache.partial_file(repo, file.sha256) for file in choice.variant.files if file.sha256]
@@ -214,7 +223,7 @@ def plan_removal(catalog: Catalog, name: str) -> Removal:
     blobs = {link.resolve() for link in links} | {blob for blob in unfinished if blob.is_file()}
     removable = [blob for blob in blobs if not _is_shared(blob, links, repo)]
     if not links and not removable:
-        raise ModelNameError(f"{label} is not on this machine.", "List the models that are with moeedge list.")
+        raise ModelNameError(f"{label} is not on this machine.", "moeedge list shows those that are.")
     return Removal(label, tuple(links), tuple(removable), sum(size_of(blob) for blob in removable))
 
 

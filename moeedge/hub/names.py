@@ -48,12 +48,15 @@ def parse_reference(text: str) -> HubReference | None:
     if match is None or (prefix is None and not match["what"]):
         if prefix is None:
             return None
-        raise InputError(f'"{text}" names no file on the hub.', "Write hf:owner/repo:file.gguf or hf:owner/repo:QUANT.")
+        raise InputError(
+            f'"{text}" is not the name of a repository: it lacks OWNER/REPO.',
+            "Write hf:owner/repo:file.gguf or hf:owner/repo:QUANT.",
+        )
     what, revision = match["what"] or "", match["revision"] or "main"
     if not what.lower().endswith(".gguf"):
         return HubReference(match["repo"], revision, quant=what)
     if what.startswith("/") or ".." in what.split("/"):
-        raise InputError(f'"{what}" is no file of a repository.', "Write its path as the hub shows it.")
+        raise InputError(f'"{what}" is not a path in a repository.', "Write its path as the hub shows it.")
     return HubReference(match["repo"], revision, file=what)
 
 
@@ -137,7 +140,7 @@ def find(catalog: Catalog, name: str, *, quant: str | None = None) -> Choice | H
         suggestion = f"Did you mean {', '.join(similar)}? " if similar else ""
         raise ModelNameError(
             f"Unknown model '{name}'.",
-            f"{suggestion}moeedge list --all shows the catalog; hf:owner/repo:QUANT names a model on the hub.",
+            f"{suggestion}moeedge list --all shows the catalog; hf:owner/repo:QUANT names a model on Hugging Face.",
         )
     if quant and (reference.file or reference.quant):
         raise InputError(f"{reference} already names its file.", "Leave out --quant.")

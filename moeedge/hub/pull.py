@@ -117,7 +117,7 @@ def check_room(missing: Sequence[MissingFile]) -> None:
     if needed and needed + _RESERVE_BYTES > free:
         raise DownloadError(
             f"The download needs {format_bytes(needed)}, and {folder} has {format_bytes(free)} free.",
-            "Make room, choose a smaller --quant, or move the cache to another disk ($HF_HUB_CACHE).",
+            "Free some space, choose a smaller --quant, or download to another disk ($HF_HUB_CACHE).",
         )
 
 

@@ -20,6 +20,7 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 _ANSWER_TIMEOUT_S = 10.0  # huggingface_hub's default; $HF_HUB_ETAG_TIMEOUT replaces it
 _DATASET_TIMEOUT_S = 5.0  # shorter: further sources follow; the download itself has the library's limits
 _ETAG = re.compile(r"[\w.-]+")
+_ERRNO = re.compile(r"\[Errno -?\d+\] ")
 
 
 class NoAnswerError(DownloadError):
@@ -127,7 +128,9 @@ def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
     Raises DownloadError at once when HF_HUB_OFFLINE is set.
     """
     if is_offline():
-        raise DownloadError(f"Did not request {what}: HF_HUB_OFFLINE is set.", "Unset it to download.")
+        raise DownloadError(
+            f"{what} was not downloaded, because HF_HUB_OFFLINE is set.", "Unset it and run the command again."
+        )
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)  # its warnings of retries would break the progress bar
@@ -154,10 +157,10 @@ def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadE
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if response is None or status is None:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = _ERRNO.sub("", " ".join(str(error).split()))[:200] or type(error).__name__
         return NoAnswerError(
             f"Cannot reach {endpoint} for {what} ({reason}).",
-            "Check the network, $HF_ENDPOINT and your proxy; the bytes that arrived are kept.",
+            "Check the network, $HF_ENDPOINT and your proxy. A partial download is kept.",
         )
     code = response.headers.get("X-Error-Code", "")
     if code == "GatedRepo" or status == 403:
@@ -184,5 +187,5 @@ def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadE
         return DownloadError(f"{endpoint} limits requests (HTTP status 429).", "Try again later, or set HF_TOKEN.")
     return DownloadError(
         f"{endpoint} does not serve {what} (HTTP status {status}).",
-        "Try again later; the bytes that arrived are kept.",
+        "Try again later. A partial download is kept.",
     )

@@ -26,7 +26,7 @@ from moeedge.paths import replace_file
 _MAX_SIZE_DIFFERENCE = 128  # tokens; padding differs between models of a family
 _FIRST_COMPARED_TOKEN = 5  # special tokens at the start may be spelled differently
 _SHOWN_DIFFERENCES = 3
-_HINT = "Choose a draft of the same model family, or none."
+_HINT = "Choose a draft of the same model family, -md ngram, or -md none."
 
 # name -> enum llama_ftype of llama.h; rows that a type's blocks do not divide get llama.cpp's fallback type
 TYPES = {"q2_k": 10, "q3_k": 12, "q4_0": 2, "q4_k": 15, "iq4_nl": 25, "q5_0": 8, "q8_0": 7}
@@ -50,7 +50,9 @@ def check_compatible(target: Model, draft: Model) -> int:
     of_target, of_draft = (map(lib.llama_vocab_get_text, repeat(model.vocab), tokens) for model in (target, draft))
     differing = (token for token, one, other in zip(tokens, of_target, of_draft, strict=True) if one != other)
     for token, _ in zip(differing, range(_SHOWN_DIFFERENCES), strict=False):
-        differences.append(f"token {token} is {draft.token_text(token)!r} there and {target.token_text(token)!r} here")
+        differences.append(
+            f"token {token} is {draft.token_text(token)!r} in the draft and {target.token_text(token)!r} in the model"
+        )
     if differences:
         raise VocabularyMismatchError(f"{names}: {'; '.join(differences)}.", _HINT)
     return n_common
@@ -69,7 +71,8 @@ def _check_special(
     draft_token = token_of(draft.vocab) if adds(draft.vocab) else None
     if target_token != draft_token:
         raise VocabularyMismatchError(
-            f"{names}: {kind} is {_describe(draft, draft_token)} there and {_describe(target, target_token)} here.",
+            f"{names}: {kind} is {_describe(draft, draft_token)} in the draft and "
+            f"{_describe(target, target_token)} in the model.",
             _HINT,
         )
 
@@ -98,8 +101,8 @@ def quantized(model: Path, type_name: str = "q4_0") -> Path:
                 _quantize(model, temporary, TYPES[type_name])
     except OSError as error:
         raise InputError(
-            f"Cannot write the draft to the cache folder: {error.strerror}.",
-            "Set MOEEDGE_CACHE to a writable folder, or name a draft with -md FILE.",
+            f"Cannot write the draft to the folder of what moeedge keeps: {error.strerror}.",
+            "Set MOEEDGE_CACHE to a folder that you may write, or give a draft with -md FILE.",
         ) from None
     return file
 

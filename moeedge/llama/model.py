@@ -389,7 +389,7 @@ class Model:
         if path in self._adapters:
             return self._adapters[path]
         if not path.is_file():
-            raise ModelFileError(f"There is no adapter {path}.", "Name a LoRA adapter in GGUF format with --lora FILE.")
+            raise ModelFileError(f"There is no adapter {path}.", "Give a LoRA adapter in GGUF format with --lora FILE.")
         library.clear_errors()
         handle = lib.llama_adapter_lora_init(self.handle, str(path).encode())
         if not handle:
@@ -462,7 +462,7 @@ def _override_experts_used(path: Path, n_expert_used: int) -> Any:
     """A list of one metadata override and its end. Raises InputError for a number that the model does not allow."""
     key, n_of_file = gguf_file.read_experts_used(path)
     if n_of_file == 0:
-        raise InputError(f"{path.name} has no experts.", "Name a Mixture-of-Experts model.")
+        raise InputError(f"{path.name} has no experts.", "Give a Mixture-of-Experts model with -m.")
     if not 1 <= n_expert_used <= n_of_file:  # llama.cpp's graphs have no room for many more, and end the process
         raise InputError(
             f"{path.name} uses {n_of_file} experts per token: it cannot use {n_expert_used}.",

@@ -125,7 +125,7 @@ class TensorOverride(NamedTuple):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"-ot: {pattern!r} is no regular expression: {error}") from None
+                raise ValueError(f"-ot: {pattern!r} is not a regular expression: {error}") from None
             found.append(cls(pattern, buffer_type))
         return tuple(found)
 

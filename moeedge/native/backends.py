@@ -134,7 +134,7 @@ def _read(file: Path) -> SharedLibrary:
         ) from None
     except ValueError as error:
         raise BackendFileError(
-            f"{file} is {error}.", "Name an unpacked file like libggml-vulkan.so with --backend."
+            f"{file} is {error}.", "Give --backend an unpacked file such as libggml-vulkan.so."
         ) from None
 
 
@@ -145,7 +145,7 @@ def _entry(file: Path, content: SharedLibrary) -> str:
     found = sorted(filter(_REGISTRATION.fullmatch, content.defined))
     if len(found) != 1:
         held = f"{len(found)} ggml backends" if found else "no ggml backend"
-        raise BackendFileError(f"{file} holds {held}.", "Name a file with one backend, like libggml-vulkan.so.")
+        raise BackendFileError(f"{file} holds {held}.", "Give a file with one backend, such as libggml-vulkan.so.")
     return found[0]
 
 

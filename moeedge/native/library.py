@@ -33,7 +33,7 @@ def library_path() -> Path:
         if candidate.is_file():
             return candidate.resolve()
     raise BackendError(
-        f"moeedge's native library is not at {candidates[0]}.", "Install moeedge with pip install . to compile it."
+        f"moeedge's native library is not at {candidates[0]}.", "Run pip install . in moeedge's checkout to compile it."
     )
 
 

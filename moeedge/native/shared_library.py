@@ -52,12 +52,12 @@ def read_shared_library(path: Path) -> SharedLibrary:
             if start.startswith(magic):
                 raise ValueError(f"packed by {name}")
         if len(start) < _HEADER_BYTES:
-            raise ValueError("no shared library")
+            raise ValueError("not a shared library")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if start.startswith(_MACH_O):
                 return _read_mach_o(content)
             if not start.startswith(_ELF64_LITTLE_ENDIAN) or _MACOS:
-                raise ValueError("no shared library of this system")
+                raise ValueError("not a shared library of this system")
             try:
                 return _read_elf(content)
             except (struct.error, IndexError, OverflowError, UnicodeDecodeError):
@@ -73,7 +73,7 @@ def _read_mach_o(content: mmap.mmap) -> SharedLibrary:
 def _read_elf(content: mmap.mmap) -> SharedLibrary:
     kind, machine = struct.unpack_from("<HH", content, 16)
     if kind != _SHARED_OBJECT:
-        raise ValueError("no shared library")
+        raise ValueError("not a shared library")
     if machine != _own_machine():
         raise ValueError("a library for another kind of processor")
     (table,) = struct.unpack_from("<Q", content, 40)

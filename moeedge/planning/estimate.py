@@ -233,7 +233,7 @@ def make_estimated_plan(catalog: Catalog, choice: Choice, memory: Memory, *, n_c
     about = "" if model.is_exact else "about "
     notes = [f"moeedge pull {model.name} downloads {about}{format_bytes(model.file_bytes)}."]
     if model.shape is None:
-        notes.append("The catalog does not tell how much of it is experts: the estimate takes it as one piece.")
+        notes.append("The catalog does not say how much of it is experts, so the estimate treats all of it alike.")
     for draft in catalog.drafts(choice.entry):
         if size := draft.variant.size_bytes or draft.variant.about_bytes:
             notes.append(f"Its draft {draft.name} takes another {format_bytes(size)}, which is not in the estimate.")
@@ -241,9 +241,8 @@ def make_estimated_plan(catalog: Catalog, choice: Choice, memory: Memory, *, n_c
     if chosen.place == "disk":
         notes.append("The file is larger than the free memory: experts are read from the disk as they are needed.")
     if chosen.place == "nowhere":
-        notes.append(
-            f"The RAM lacks {format_bytes(-min(0, chosen.places[-1].free_bytes - chosen.places[-1].fixed_bytes))}."
-        )
+        missing_bytes = -min(0, chosen.places[-1].free_bytes - chosen.places[-1].fixed_bytes)
+        notes.append(f"{format_bytes(missing_bytes)} of RAM are missing.")
     command = "" if chosen.place == "nowhere" else f"moeedge chat -m {model.name}" + (f" -c {n_ctx}" if n_ctx else "")
     largest = largest_n_ctx(model, memory)
     return EstimatedPlan(model, reason, memory, chosen, contexts, largest, command, tuple(notes))

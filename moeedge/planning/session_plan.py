@@ -121,11 +121,12 @@ def _advice(planner: Planner, chosen: MemoryMap, largest: int, *, has_slots: boo
     """
     facts, ram = planner.facts, _ram(chosen)
     notes = [chosen.refused] if chosen.refused else []
+    where = f" for a context of {chosen.n_ctx:,} tokens"
     for place in chosen.places[:-1]:
         if place.verdict != "fits":
-            notes.append(f"{place.name} lacks {format_bytes(-place.left_bytes)} at {chosen.n_ctx:,} tokens.")
+            notes.append(f"{place.name} lacks {format_bytes(-place.left_bytes)}{where}.")
     if ram.verdict == "does not fit":
-        notes.append(f"The RAM lacks {format_bytes(ram.fixed_bytes - ram.free_bytes)} at {chosen.n_ctx:,} tokens.")
+        notes.append(f"{format_bytes(ram.fixed_bytes - ram.free_bytes)} of RAM are missing{where}.")
     if ram.verdict == "from disk":
         effect = "that much of the mapped weights is read from the disk again and again, which is slow."
         if has_slots:

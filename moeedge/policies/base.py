@@ -117,11 +117,11 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         if self.gamma < 0:
-            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+            raise ValueError(f"gamma (--draft-max) must be 0 or more, not {self.gamma}")
         if not 1 <= self.cap <= 64:
-            raise ValueError(f"the utility cap K must be in 1..64, not {self.cap}")
+            raise ValueError(f"the utility cap (-K) must be from 1 to 64, not {self.cap}")
         if not 0 <= self.forgetting <= 1:
-            raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
+            raise ValueError(f"the forgetting factor (--forgetting) must be from 0 to 1, not {self.forgetting:g}")
         if self.cutoff_layer is not None and self.cutoff_layer < 0:
             raise ValueError(f"the cutoff layer must be >= 0, not {self.cutoff_layer}")
         if self.max_uploads is not None and not self.max_uploads >= 0:  # NaN too
@@ -130,7 +130,7 @@ class PolicyConfig:
             raise ValueError(f"the memory of predictors must be >= 0 bytes, not {self.predictor_bytes}")
         unknown = sorted(self.ablations - set(ABLATIONS))
         if unknown:
-            raise ValueError(f"unknown ablation '{unknown[0]}', choose from: {', '.join(ABLATIONS)}")
+            raise ValueError(f"--ablate does not know '{unknown[0]}'; choose from: {', '.join(ABLATIONS)}")
 
     @property
     def uploads_per_plan(self) -> int | None:

@@ -22,9 +22,9 @@ from moeedge.scheduler.sizing import emulated_threads
 SCHEMA = 1
 _MARGIN = 0.97  # of the CPU's time, that another path of prefill must beat
 _PATH_TEXTS = {
-    PrefillPath.CPU: "on the CPU",
-    PrefillPath.RESIDENT: "resident experts on the device",
-    PrefillPath.STREAM: "on the device",
+    PrefillPath.CPU: "the CPU computes",
+    PrefillPath.RESIDENT: "the device computes the experts that it holds",
+    PrefillPath.STREAM: "the device computes all experts",
 }
 
 
@@ -83,9 +83,9 @@ class Calibration:
             )
         else:
             parts.append(f"a step with the cache has {self.speed:.2f} times the speed of one without")
-        parts.append(f"prompts run {_PATH_TEXTS[prefill]}")
+        parts.append(f"for prompts {_PATH_TEXTS[prefill]}")
         if not self.kept:
-            parts.append("the cache folder cannot be written, so that the next run measures again")
+            parts.append("the result cannot be saved (folder: MOEEDGE_CACHE), so that the next run measures again")
         return f"{when}: {'; '.join(parts)}."
 
     def to_json(self) -> str:

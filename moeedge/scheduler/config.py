@@ -54,12 +54,14 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         if self.vram_bytes is not None and self.vram_bytes < 0:
-            raise ValueError(f"vram_bytes (--vram) must be >= 0, not {self.vram_bytes}")
+            raise ValueError(f"vram_bytes (--vram) must be 0 or more, not {self.vram_bytes}")
         # written so that NaN fails too
         if self.cache_ratio is not None and not 0 <= self.cache_ratio <= 1:
-            raise ValueError(f"The cache ratio must be in [0, 1], not {self.cache_ratio}")
+            raise ValueError(
+                f"the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not {self.cache_ratio:g}"
+            )
         if self.vram_bytes is not None and self.cache_ratio is not None:
-            raise ValueError("--vram and --cache-ratio exclude each other")
+            raise ValueError("--vram and --cache-ratio cannot be used together")
         self.policy_config(gamma=0)  # checks the other values
         object.__setattr__(self, "prefill", PrefillPath(self.prefill))
 

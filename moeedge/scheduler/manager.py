@@ -301,8 +301,8 @@ class PlacementManager:
                 if choice.pays
                 else f"{1 / choice.gain:.2f} times as long with it"
             )
-            state = "on again" if choice.pays else "off, and is tried again from time to time"
-            self.notify(Notification(f"A step takes {times}: the expert cache is {state}.", Level.NOTICE))
+            state, also = ("on again", "") if choice.pays else ("off for now", " It is tried again from time to time.")
+            self.notify(Notification(f"The expert cache is {state}: a step takes {times}.{also}", Level.NOTICE))
 
     def on_draft_token(self, tokens: Sequence[int]) -> None:
         """The draft has decoded the last of `tokens`: experts that are predicted by now move while it works on."""
@@ -443,8 +443,8 @@ class PlacementManager:
         if n_unknown and not self._warned_unknown and self.active:
             self._warned_unknown = True
             self._warn(
-                "Some blocks of experts run on the CPU, even for experts on the device: moeedge does not understand "
-                "them, or the device cannot compute them or has no memory for them."
+                "The CPU computes some layers' experts although the device holds them: moeedge does not recognise how "
+                "these layers compute, or the device cannot compute them or has no memory for it."
             )
 
     def _stop_planning(self) -> None:
@@ -474,10 +474,14 @@ class PlacementManager:
         now = self.cache.info.n_slots
         if now == before:
             return
-        effect = f"has shrunk from {before:,} slots to {now:,}" if now else "is off: the CPU computes all experts"
+        effect = (
+            f"now holds {now:,} experts instead of {before:,}"
+            if now
+            else "is off: the CPU computes all experts from here on"
+        )
         text = (
             f"{self.device} has only {format_bytes(self._watch.free_bytes)} of free memory left: the expert cache "
-            f"{effect} from here on."
+            f"{effect}."
         )
         if not now and not self._op_offload and self.ram is None:  # the context was made for streamed prompts
             text += " Prompts are slower, too, until the next start."
@@ -557,7 +561,7 @@ class PlacementManager:
                 try:
                     self._kept.save()
                 except OSError as error:  # a full disk costs the next run its warm start
-                    self.notify(Notification(f"This run's activations are not kept for the next: {error.strerror}."))
+                    self.notify(Notification(f"The use of experts is not saved for the next start: {error.strerror}."))
             self.detach()
         finally:  # after an interrupt, too
             self.cache.detach()

@@ -94,7 +94,11 @@ def calibrate(
     if calibration is None:
         if not config.calibrate or target.n_ctx < CONTEXT_MIN:
             return None
-        notify(Notification(f"Measuring experts on the CPU and on {device.label}; this takes a while, once."))
+        notify(
+            Notification(
+                f"Measuring how long an expert takes on the CPU and on {device.label}: once, for some seconds."
+            )
+        )
         policy = make_policy(config.policy, cache_shape(cache), policy_config)
         n_verified = policy_config.gamma + 1
         paths = _device_paths(cache, config)

@@ -35,7 +35,7 @@ from moeedge.units import format_bytes
 
 _TIER_READERS = 3  # threads that fill the staging memory from RAM or from the disk
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
-_NO_REPACK = "Experts are repacked only where all of them are loaded into RAM: --repack has no effect."
+_NO_REPACK = "--repack has no effect: it is for experts that --ram loads from the file."
 _TRANSFER_EXPERTS = 64  # experts in one transfer of a policy that moves in batches: all of a layer that a step brings
 
 
@@ -125,9 +125,13 @@ def open_placement(
             prefill = PrefillPath.CPU if config.prefill is PrefillPath.AUTO else config.prefill
             cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
         if tier is not None:
-            notes.append(Notification("Nothing was measured: where experts come from the disk, its rate decides."))
+            notes.append(Notification("Experts are not timed: they come from the disk, whose speed decides."))
         elif postpones:
-            notes.append(Notification("Experts are measured after the first answer; until then work is not balanced."))
+            notes.append(
+                Notification(
+                    "Expert times are measured after the first answer; until then CPU and device share work untuned."
+                )
+            )
         elif calibration is None:
             notes.append(_describe_unmeasured(target))
         else:
@@ -169,10 +173,10 @@ def _describe_loss(calibration: Calibration, device: ResolvedDevice, *, is_on: b
     if is_on and device.kind == "emulated":
         return f"The emulated GPU costs speed: {calibration.speed:.2f} times that of the CPU alone (-dev none)."
     if is_on:
-        return f"With the cache on {device.label}, decoding has {calibration.speed:.2f} times its plain speed."
+        return f"The expert cache on {device.label} does not pay: {calibration.speed:.2f} times the speed without it."
     return (
-        "By this measurement the cache does not pay here: it is off. --cache-ratio R or --vram SIZE keeps it on, "
-        "moeedge calibrate measures again."
+        f"The expert cache is off, because steps are slower with it ({calibration.speed:.2f} times the speed). "
+        "--cache-ratio R or --vram SIZE keeps it on, moeedge calibrate measures again."
     )
 
 
@@ -357,11 +361,13 @@ def _has_room_for_every_layer(cache: ExpertCache, device: ResolvedDevice, target
         return False
     if info.n_slots < info.slots_wanted:
         notes.append(
-            f"The expert cache has shrunk from {info.slots_wanted:,} slots to {info.n_slots:,}: {device.label} has no "
-            "room for more."
+            f"The expert cache holds {info.n_slots:,} experts instead of {info.slots_wanted:,}: {device.label} has no "
+            "memory for more."
         )
     if info.unpinned:
-        notes.append("The host gives no pinned memory for transfers: experts move more slowly.")
+        notes.append(
+            "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory for them."
+        )
     return True
 
 
@@ -486,10 +492,10 @@ def _describe_no_prediction(policy: Policy, reason: str) -> str:
 
 
 def _describe_unmeasured(target: Context) -> str:
-    effect = "work is not balanced between CPU and device."
+    effect = "CPU and device share work untuned."
     if target.n_ctx < CONTEXT_MIN:
-        return f"Nothing was measured, a context of {target.n_ctx} tokens has no room for it: {effect}"
-    return Notification(f"Nothing was measured, as asked: {effect}")
+        return f"Expert times were not measured, because a context of {target.n_ctx} tokens is too short: {effect}"
+    return Notification(f"Expert times were not measured, as asked: {effect}")
 
 
 def _describe_placement(
@@ -520,10 +526,12 @@ def _ignored_options(config: PlacementConfig) -> list[str]:
     """Sentences for the options that have no effect without a device."""
     notes = []
     if config.has_size:
-        notes.append("There is no device for experts: --vram and --cache-ratio have no effect.")
+        notes.append(
+            "--vram and --cache-ratio have no effect: no device holds experts here (moeedge devices lists them)."
+        )
     ignored = ignored_ablations("none", config.ablations)
     if ignored:
-        notes.append(f"There is no device for experts: --ablate {', '.join(ignored)} has no effect.")
+        notes.append(f"--ablate {', '.join(ignored)} has no effect: no device holds experts here.")
     if config.repack is not Repack.NONE:
         notes.append(_NO_REPACK)
     return notes

@@ -74,12 +74,15 @@ def describe_dense(dense: DenseWeights) -> str:
     """A sentence for the user: where the dense weights in host memory are."""
     size = format_bytes(min(dense.n_bytes, dense.host_bytes))  # a GPU has the others
     if dense.locked_bytes >= dense.host_bytes:
-        return f"{size} of other weights stay in memory, locked."
+        return f"The {size} of weights that are not experts are locked in memory."
     if dense.own_bytes >= dense.host_bytes:
-        return f"{size} of other weights stay in memory of their own; raise ulimit -l to keep them out of swap."
+        return f"The {size} of weights that are not experts stay in memory; raise ulimit -l to keep them out of swap."
     if dense.locked_bytes == 0:
-        return f"{size} of other weights are in the page cache; raise ulimit -l to lock them."
-    return f"{size} of other weights are in the page cache, {format_bytes(dense.locked_bytes)} of it locked."
+        return (
+            f"The {size} of weights that are not experts are in the page cache; raise ulimit -l to lock them in memory."
+        )
+    locked = format_bytes(dense.locked_bytes)
+    return f"The {size} of weights that are not experts are in the page cache, {locked} of them locked."
 
 
 def use_measured_readers(cache: ExpertCache, target: Context, notes: list[str]) -> None:
@@ -113,7 +116,11 @@ def warm_start(cache: ExpertCache, target: Context, notes: list[str]) -> KeptAct
     CacheStore(cache).push_uploads(most_used)
     kept.n_first = len(most_used)
     if kept.file is None:
-        notes.append(Notification("There is no cache folder: this run's activations are not kept for the next."))
+        notes.append(
+            Notification(
+                "The use of experts is not saved for the next start: there is no folder for it (MOEEDGE_CACHE)."
+            )
+        )
     if len(most_used):
         notes.append(Notification(f"{len(most_used):,} experts that earlier runs used most are loaded first."))
     return kept

@@ -62,16 +62,16 @@ def plan_budget(
     Raises InputError for more memory than the device has, and for too little --ram for an expert of every layer.
     """
     if vram_bytes is not None and 0 < total_bytes < vram_bytes:
-        option, place = ("--ram", "the memory") if in_ram else ("--vram", "the device")
+        option, place = ("--ram", "this machine") if in_ram else ("--vram", "the device for experts (-dev)")
         raise InputError(
-            f"{option} {format_bytes(vram_bytes)} is larger than {place}, which has {format_bytes(total_bytes)}.",
-            "Give less, or leave it out to take what is free.",
+            f"{option} asks for {format_bytes(vram_bytes)}, and {place} has {format_bytes(total_bytes)}.",
+            f"Ask for less, or leave out {option} to use what is free.",
         )
     if experts_on_device:
         return _off("All experts are on the device already: the expert cache is off.")
     n_all = n_expert_layers * n_experts
     if n_all == 0 or expert_bytes_total == 0:
-        return _off("The model has no experts to place on the device.")
+        return _off("The model is dense: there are no experts to cache.")
     room = max(0, free_bytes - reserve_bytes)
     ratio = cache_ratio if cache_ratio is not None or vram_bytes is not None else default_ratio
     if ratio is not None:
@@ -94,15 +94,14 @@ def plan_budget(
         elif n_slots == wanted_slots and ratio is not None:
             given = round(ratio * expert_bytes_total)
         return _off(
-            f"{format_bytes(given)} for experts is too small: "
-            f"one expert per layer takes {per_layer}. The expert cache is off."
+            f"The expert cache is off: {format_bytes(given)} cannot hold one expert per layer, which takes {per_layer}."
         )
     notes = []
     if n_slots < wanted_slots:
         notes.append(
-            f"The expert cache has shrunk from {format_bytes(_bytes(wanted_slots, expert_bytes_total, n_all))} to "
-            f"{format_bytes(_bytes(n_slots, expert_bytes_total, n_all))}: {format_bytes(free_bytes)} are free "
-            f"{'in memory' if in_ram else 'on the device'}, {format_bytes(reserve_bytes)} of them kept in reserve."
+            f"The expert cache gets {format_bytes(_bytes(n_slots, expert_bytes_total, n_all))} instead of "
+            f"{format_bytes(_bytes(wanted_slots, expert_bytes_total, n_all))}: {format_bytes(free_bytes)} are free "
+            f"{'in memory' if in_ram else 'on the device'}, and {format_bytes(reserve_bytes)} of these stay free."
         )
     return CacheBudget(n_slots / n_all, n_slots, _bytes(n_slots, expert_bytes_total, n_all), notes=tuple(notes))
 

@@ -106,7 +106,10 @@ class SlotMemory:
             return
         if n_unknown and not self._warned_unknown:
             self._warned_unknown = True
-            text = "Some blocks of experts, which moeedge does not understand, are computed from the mapped file: slow."
+            text = (
+                "The experts of some layers are read from the file at each use, which is slow: moeedge does not "
+                "recognise how these layers compute."
+            )
             self._waiting.append(Notification(text, Level.WARNING))
         missing_bytes = self.watch.missing_bytes()
         # memory of slots is taken as experts arrive: those that hold nothing give nothing back
@@ -124,7 +127,7 @@ class SlotMemory:
             return
         now = self._set_limit(n_left)
         if now < before:
-            text = f"{reason}: the slots for experts in RAM have shrunk from {before:,} to {now:,} from here on."
+            text = f"{reason}: RAM now holds at most {now:,} experts instead of {before:,}."
             self._waiting.append(Notification(text, Level.WARNING))
 
     def _take(self, spare_bytes: int) -> None:
@@ -138,9 +141,7 @@ class SlotMemory:
         now = self._set_limit(min(n_slots, self._n_slots_opened))
         if now > before:
             free = format_bytes(self.watch.free_bytes)
-            text = (
-                f"{free} of memory are free again: the slots for experts in RAM have grown from {before:,} to {now:,}."
-            )
+            text = f"{free} of memory are free again: RAM now holds up to {now:,} experts instead of {before:,}."
             self._waiting.append(Notification(text, Level.NOTICE))
 
     def _set_limit(self, n_slots: int) -> int:

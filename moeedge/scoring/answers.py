@@ -20,7 +20,7 @@ from moeedge.scoring.sandbox import run_python
 
 Scorer = Literal["contains", "contains-any", "exact", "starts", "number", "letter", "list", "code", "rouge-l"]
 SCORERS: tuple[str, ...] = get_args(Scorer)
-_HINT = "Fix or remove it."
+_HINT = "Correct this entry, or remove it from the file."
 NOT_RUN = "a program, and programs are run with --run-code only"
 LETTERS = "ABCDEFGHIJ"  # MMLU-Pro has up to ten options
 

@@ -35,9 +35,12 @@ def read_calibration(path: Path) -> StepCosts:
     try:
         calibration = Calibration.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is no calibration: {error}.", "Write one with moeedge calibrate.") from None
+        raise InputError(f"{path} is not a calibration: {error}.", "Write one with moeedge calibrate.") from None
     if calibration.units is None:
-        raise InputError(f"{path} holds no unit times.", "The backend split no block: use a larger --cache-ratio.")
+        raise InputError(
+            f"{path} has no times of experts, because no layer was shared between CPU and device.",
+            "Run moeedge calibrate with a larger --cache-ratio.",
+        )
     return measured_costs(calibration.units)
 
 
@@ -49,7 +52,7 @@ def shape_of_file(path: Path, k: int) -> ModelShape:
     """
     of_experts, files = expert_tensors(path)
     if not any(tensor.role in _EXPERT_WEIGHTS for tensor in of_experts):
-        raise InputError(f"{path} has no experts.", "Name a Mixture-of-Experts model.")
+        raise InputError(f"{path} has no experts.", "Give a Mixture-of-Experts model.")
     layers = sorted({tensor.layer for tensor in of_experts})
     of_layer = [tensor for tensor in of_experts if tensor.layer == layers[0]]
     tensors = [tensor for file in files for tensor in gguf_file.read_tensors(file)]

@@ -117,7 +117,7 @@ def find_model(name: str) -> ModelShape:
     """One of the built-in models. Raises InputError for an unknown name."""
     models = builtin_models()
     if name not in models:
-        raise InputError(f"Unknown model '{name}'.", f"Choose from {', '.join(models)}, or name a GGUF file.")
+        raise InputError(f"Unknown model '{name}'.", f"Choose from {', '.join(models)}, or give a GGUF file.")
     return models[name]
 
 
@@ -137,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         raise InputError(f"{path} is not JSON.", "See docs/simulation.md for the format.") from None
     if not isinstance(loaded, dict):
-        raise InputError(f"{path} holds no JSON object.", "See docs/simulation.md for the format.")
+        raise InputError(f"{path} is not a JSON object.", "See docs/simulation.md for the format.")
     return loaded
 
 

@@ -122,7 +122,7 @@ class ReplayConfig:
         if not self.ratios:
             raise ValueError("nothing to replay: no cache ratio")
         if any(not 0 <= ratio <= 1 for ratio in self.ratios):
-            raise ValueError("The cache ratio must be in [0, 1]")
+            raise ValueError("the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts)")
         if self.max_uploads is not None and not self.max_uploads >= 0:
             raise ValueError(f"the uploads per layer and step must be >= 0, not {self.max_uploads}")
 

@@ -51,15 +51,17 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.cache_ratio <= 1:
-            raise ValueError(f"The cache ratio must be in [0, 1], not {self.cache_ratio}")
+            raise ValueError(
+                f"the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not {self.cache_ratio:g}"
+            )
         if self.gamma < 0:
-            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+            raise ValueError(f"gamma (--draft-max) must be 0 or more, not {self.gamma}")
         if not 0 <= self.acceptance <= 1:
-            raise ValueError(f"the acceptance must be in [0, 1], not {self.acceptance}")
+            raise ValueError(f"the acceptance (--acceptance-chance) must be from 0 to 1, not {self.acceptance:g}")
         if not 1 <= self.cap <= 64:
-            raise ValueError(f"the utility cap (-K) must be in 1..64, not {self.cap}")
+            raise ValueError(f"the utility cap (-K) must be from 1 to 64, not {self.cap}")
         if not self.link_factor > 0:
-            raise ValueError(f"the link factor must be > 0, not {self.link_factor}")
+            raise ValueError(f"the link factor (--link) must be above 0, not {self.link_factor:g}")
         if self.n_whole_layers and self.budget is not None:
             raise ValueError("whole layers have no expert budget")
 
@@ -157,7 +159,7 @@ class Range:
 def synthetic_trace(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Trace:
     """Texts of plain decoding by the model's synthetic routing. Raises ValueError where the model has none."""
     if shape.routing is None:
-        raise ValueError(f"nothing is known of the routing of {shape.name}: name a trace")
+        raise ValueError(f"the routing of {shape.name} is not known; give a trace with --trace FILE")
     rng = np.random.default_rng(seed)
     texts = shape.routing.draw(shape.n_expert_layers, shape.n_experts, shape.k, [n_tokens] * n_texts, rng)
     position = np.tile(np.arange(n_tokens, dtype=np.int32), n_texts)

@@ -175,7 +175,7 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
     if text in known:
         return known[text]
     if not text.endswith(".json"):
-        hint = f"Choose from {', '.join(known)}, or name a file that ends in .json."
+        hint = f"Choose from {', '.join(known)}, or give a file that ends in .json."
         raise InputError(f"Unknown hardware '{text}'.", hint)
     path = Path(text)
     entry: dict[str, Any] = {"name": path.stem} | read_json(path)

@@ -234,7 +234,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
     except OSError as error:
         reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the trace {path}: {reason}.", "Name another file.") from None
+        raise InputError(f"Cannot write the trace {path}: {reason}.", "Choose another path.") from None
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
@@ -248,9 +248,9 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
                         arrays[member.filename.removesuffix(".npy")] = _read_array(stream, member.file_size)
         except OSError:
             raise
-        except Exception as error:
+        except Exception:
             # zipfile, zlib and numpy's header parser raise a dozen unrelated types on damaged bytes
-            raise unusable_trace(path, f"not an .npz archive ({type(error).__name__})") from None
+            raise unusable_trace(path, "it is not an .npz file, or it is damaged") from None
     return arrays
 
 
@@ -262,8 +262,8 @@ def read_npy(path: Path) -> NDArray[Any]:
                 return _read_array(file, path.stat().st_size)
         except OSError:
             raise
-        except Exception as error:  # see read_npz
-            raise unusable_trace(path, f"not an .npy file ({type(error).__name__})") from None
+        except Exception:  # see read_npz
+            raise unusable_trace(path, "an array in it is damaged") from None
 
 
 def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:

@@ -127,7 +127,7 @@ def _table_by_row(path: Path, lines: list[str], n_columns: int) -> NDArray[np.fl
         try:
             values = [float(text) for text in texts]
         except ValueError:
-            raise unusable_trace(path, f"{where} holds something that is no number") from None
+            raise unusable_trace(path, f"{where} holds something that is not a number") from None
         if len(values) != n_columns or not np.isfinite(values).all():
             raise unusable_trace(path, f"{where} does not have {n_columns} finite numbers")
         rows.append(values)

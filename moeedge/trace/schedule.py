@@ -253,9 +253,11 @@ def cut_schedule(
     Raises ValueError for an impossible gamma or chance of acceptance, InputError where no window fits.
     """
     if gamma < 0:
-        raise ValueError(f"gamma must be >= 0, not {gamma}")
+        raise ValueError(f"gamma (--draft-max) must be 0 or more, not {gamma}")
     if not 0 <= acceptance_chance <= 1:  # NaN too
-        raise ValueError(f"the chance of acceptance must be in [0, 1], not {acceptance_chance}")
+        raise ValueError(
+            f"the chance of acceptance (--acceptance-chance) must be from 0 to 1, not {acceptance_chance:g}"
+        )
     if gamma == 0:
         return _schedule(trace, text_steps(trace), rejected_token_model, 0, None)
     steps = simulated_steps(

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
@@ -78,15 +77,9 @@ def summarize_trace(trace: Trace) -> TraceSummary:
         has_tokens=bool((trace.token >= 0).any()),
         has_hidden_states=trace.hidden_states is not None and bool(np.isfinite(trace.hidden_states).any()),
         not_recorded=float(1.0 - is_recorded.mean()) if is_recorded.size else 0.0,
-        expert_bytes=_mean_bytes(expert_bytes, layers),
+        expert_bytes=None if expert_bytes is None or not layers else round(float(expert_bytes[layers].mean())),
         overlap=_overlap(trace, layers),
     )
-
-
-def _mean_bytes(expert_bytes: NDArray[np.int64] | None, layers: list[int]) -> int | None:
-    """Of the layers whose size is known: a trace may say 0 where its source did not know."""
-    known = [] if expert_bytes is None else [size for size in expert_bytes[layers].tolist() if size]
-    return round(sum(known) / len(known)) if known else None
 
 
 def _overlap(trace: Trace, layers: list[int]) -> float | None:

@@ -262,7 +262,7 @@ def quiet_lines(rows: Sequence[BenchRow]) -> list[str]:
     if busiest > BUSY:
         lines.append(
             f"The machine was busy: other programs used {busiest:.1f} of {os.cpu_count()} processors "
-            f"(quiet: up to {BUSY}). Speeds are too low; ratios of neighbours suffer less."
+            f"(quiet: up to {BUSY}). Speeds are too low; comparisons of rows suffer less."
         )
     return lines
 
@@ -399,7 +399,7 @@ def print_calibration(calibration: Calibration, info: EngineInfo, console: Conso
     """The measured times in microseconds and milliseconds, and the prompt's speed in tokens per second."""
     console.print(f"{info.model} on {info.device}, {info.n_threads} threads, {info.cache_slots:,} slots")
     if calibration.units is None:
-        console.print("The backend split no block: there are no unit times.")
+        console.print("No layer was shared between CPU and device: there are no times of experts.")
     else:
         _print_cost_model(calibration.units, console)
     _print_steps(calibration, console)

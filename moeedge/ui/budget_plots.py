@@ -50,7 +50,7 @@ def _draw_curves(axes: Any, analysis: BudgetAnalysis) -> None:
     if first.cumulative is not None:
         weights = first.cumulative_weights.mean(axis=0)
         axes.plot(n, weights, "--", color="black", linewidth=1.2, label="all, weights of the natural top-k")
-    axes.axvline(analysis.n_used, color="0.5", linestyle=":", linewidth=1, label=f"k = {analysis.n_used}, of a token")
+    axes.axvline(analysis.n_used, color="0.5", linestyle=":", linewidth=1)
     axes.set_ylim(0, 1.02)
     axes.set_xlim(0, analysis.n_experts)
     axes.set_xlabel("n best experts of a layer and batch")

@@ -181,10 +181,14 @@ def _foreground_terminal() -> int | None:
 def check_output(path: Path) -> None:
     """Raises InputError if no file can be written at `path`; to be called before the work."""
     folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
-        raise InputError(f"{path} cannot be written.", "Name a file in a folder that exists.")
+    if path.is_dir():
+        raise InputError(f"{path} cannot be written: it is a folder.", "Give the path of a file in it.")
+    if not folder.is_dir():
+        raise InputError(
+            f"{path} cannot be written: there is no folder {folder}.", "Create it, or choose another path."
+        )
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{path} may not be written.", "Name another file.")
+        raise InputError(f"{path} cannot be written: you have no permission.", "Choose another path.")
 
 
 def check_picture(path: Path, option: str = "--plot") -> None:

@@ -35,7 +35,7 @@ def print_disk(found: DiskCalibration, console: Console) -> None:
     elif not found.direct:
         console.print("The page cache could not be bypassed: it was emptied before each part, but may have helped.")
     if not found.kept:
-        console.print("The cache folder cannot be written, so that these figures are not kept.")
+        console.print("These figures cannot be saved (folder: MOEEDGE_CACHE).")
 
 
 def _piece(size: int, found: DiskCalibration) -> str:

@@ -95,7 +95,7 @@ def _draw_lines(axes: Any, rows: Sequence[Outlook], value: str, name: Callable[[
         start = max(n_known - 1, 0)
         axes.plot(sizes[start:], values[start:], color=colour, linestyle=":", label=None if n_known else label)
     if value == "speed_up":
-        axes.axhline(1, color="0.5", linewidth=0.8, label="plain decoding")
+        axes.axhline(1, color="0.5", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("batch size (sequences); dotted: beyond the measured batches")
     axes.set_ylabel(f"predicted {value.replace('speed_up', 'speed-up').replace('_', ' ')}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeedge.bench.batch_curve import BatchCurve, batch_curves
-from moeedge.ui.plots import COLOURS, MARKERS, new_figure, run_title, save_figure
+from moeedge.ui.plots import COLOURS, MARKERS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from moeedge.bench.records import BenchRow
@@ -24,7 +24,8 @@ def draw_batch_curves(rows: Sequence[BenchRow], path: Path) -> bool:
     if not curves:
         return False
     figure = new_figure(12, 5)
-    figure.suptitle(run_title(rows), fontsize="medium")
+    setup = next(row.setup for row in rows if row.setup["gamma"])
+    figure.suptitle(f"{setup['model']}, draft {setup['draft']}, {rows[0].test}, {setup['threads']} threads")
     throughput, speed_up = figure.subplots(1, 2)
     names = dict.fromkeys(row.parallel.curve for row in rows if row.parallel is not None)
     styles = {
@@ -39,7 +40,7 @@ def draw_batch_curves(rows: Sequence[BenchRow], path: Path) -> bool:
         high = [max(curve.samples[n]) - value for n, value in curve.measured.items()]
         speed_up.errorbar(sizes, values, yerr=(low, high), label=curve.name, markersize=5, capsize=2, **style)
         _draw_prediction(speed_up, curve, style["color"], label="by the fit" if curve is curves[0] else None)
-    speed_up.axhline(1, color="0.5", linewidth=0.8, label="plain decoding")
+    speed_up.axhline(1, color="0.5", linewidth=0.8)
     speed_up.set_ylabel("speed-up over plain decoding of as many texts")
     speed_up.set_ylim(bottom=0)
     for axes in (throughput, speed_up):

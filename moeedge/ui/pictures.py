@@ -200,7 +200,7 @@ def save_picture(picture: Picture, path: Path) -> None:
         _render(picture, path, path.suffix.removeprefix("."), transparent=False)
     except OSError as error:
         reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the picture {path}: {reason}.", "Name another file.") from None
+        raise InputError(f"Cannot write the picture {path}: {reason}.", "Choose another path.") from None
 
 
 def _render(picture: Picture, target: io.StringIO | Path, form: str, *, transparent: bool) -> None:

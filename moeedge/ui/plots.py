@@ -29,7 +29,6 @@ _SD, _AR, _COLD, _OVERLAP = "#1f77b4", "#d62728", "#7f7f7f", "#2ca02c"
 _DETAIL_LAYERS = 4
 _LEFT_EDGE = 0.05  # uploads, for policies that move less
 _BOUND = "offline bound"
-_BAND, _APART = "band", "apart"  # keys of explanations in the legend
 _THICK = ("spac", "lfu")  # with the interval of the bootstrap
 _STREAM_NAMES = {"draft": "draft", "gpu": "GPU", "cpu": "CPU", "link": "link", "host": "host"}
 _KINDS = {  # of spans: colour and label
@@ -60,18 +59,7 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(path, dpi=_DPI)
     except OSError as error:
         reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the picture {path}: {reason}.", "Name another file.") from None
-
-
-def run_title(rows: Sequence[BenchRow]) -> str:
-    """Model, drafts, prompts and machine of a benchmark's rows, in two lines."""
-    drafted = next((row.setup for row in rows if row.setup["gamma"]), rows[0].setup)
-    lengths = dict.fromkeys("auto" if row.setup.get("auto_gamma") else row.setup["gamma"] for row in rows)
-    gammas = ", ".join(str(gamma) for gamma in lengths if gamma)
-    draft = f"draft {drafted['draft']}, gamma {gammas}" if gammas else "no draft"
-    setup = rows[0].setup
-    machine = f"{setup['cpu']}, {setup['threads']} thread{'s'[: setup['threads'] > 1]}"
-    return f"{setup['model']}, {draft}, {rows[0].test}\nmeasured on {machine}"
+        raise InputError(f"Cannot write the picture {path}: {reason}.", "Choose another path.") from None
 
 
 def lines_of(rows: Sequence[BenchRow], value: Callable[[BenchRow], float | None]) -> dict[str, list[Point]]:
@@ -100,16 +88,16 @@ def draw_sweep(rows: Sequence[BenchRow], path: Path) -> bool:
         return False
     figure = new_figure(8, 8)
     setup = next(row.setup for row in shown if row.cache_ratio is not None)
-    figure.suptitle(f"{run_title(shown)}, experts on {setup['device']}", fontsize="medium")
+    figure.suptitle(f"{setup['model']}, {test}, device {setup['device']}")
     upper, lower = figure.subplots(2, 1, sharex=True)
     _draw_lines(upper, lines_of(shown, lambda row: row.cache.hit_rate_pairs))
     upper.set_ylim(0, 1)
     upper.set_ylabel("pair hits: share of (token, expert) pairs")
     _draw_lines(lower, lines_of(shown, lambda row: row.ratio))
     drafted = next((row.ratio for row in shown if row.mode == "stock-sd"), None)
-    lower.axhline(1, color="0.5", linestyle=":", label="stock-ar (no cache)")
+    lower.axhline(1, color="0.5", linestyle=":", label="stock-ar")
     if drafted is not None:
-        lower.axhline(drafted, color="0.5", linestyle="--", label="stock-sd (no cache)")
+        lower.axhline(drafted, color="0.5", linestyle="--", label="stock-sd")
     lower.set_ylim(bottom=0)
     lower.set_xlim(0, 1.1 * max(row.cache_ratio for row in shown if row.cache_ratio is not None) or 1)
     lower.set_ylabel("decoding speed / stock-ar's")
@@ -135,7 +123,7 @@ def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
     """
     n_columns = min(len(panels), 2 if len(panels) < 5 else 4)
     n_rows = -(-len(panels) // n_columns)
-    figure = new_figure(5.2 * n_columns, 4.2 * n_rows + 1.6)
+    figure = new_figure(5.2 * n_columns, 4.2 * n_rows + 0.9)
     all_axes = figure.subplots(n_rows, n_columns, squeeze=False).reshape(-1)
     names = list(dict.fromkeys(point.policy for panel in panels for point in panel.points))
     styles = {name: _curve_style(index, name) for index, name in enumerate(names)}
@@ -149,34 +137,15 @@ def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
             axes.set_ylabel("pair hits: share of (token, expert) pairs")
         if index + n_columns >= len(panels):
             axes.set_xlabel("uploads per layer and step, at most")
-    models = ", ".join(dict.fromkeys(panel.model for panel in panels))
-    gammas = ", ".join(dict.fromkeys(str(panel.gamma) for panel in panels))
-    figure.suptitle(f"Replay of {models}, gamma {gammas}: no model runs, no clock", fontsize="medium")
-    labels = {name: name for name in (*names, _BOUND)} | _explanations(panels, handles)
     figure.legend(
-        [handles[name] for name in labels],
-        list(labels.values()),
+        [handles[name] for name in (*names, _BOUND)],
+        [*names, _BOUND],
         loc="outside lower center",
-        ncols=min(len(labels), 3 * n_columns),
+        ncols=min(len(handles), 10),
         fontsize="small",
         frameon=False,
     )
     save_figure(figure, path)
-
-
-def _explanations(panels: Sequence[CurvePanel], handles: dict[str, Any]) -> dict[str, str]:
-    """Adds to the handles what bands and hollow marks stand for, where there are any; returns their labels by key."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    found = {}
-    if _BAND in handles:
-        handles[_BAND] = Patch(color="0.5", alpha=0.3)
-        found[_BAND] = f"95 % of the resamples ({', '.join(_THICK)})"
-    if any(panel.apart for panel in panels):
-        handles[_APART] = Line2D([], [], color="0.4", marker="o", linestyle=":", markerfacecolor="white")
-        found[_APART] = "hollow: its cache alone, without its predictor"
-    return found
 
 
 def _curve_style(index: int, name: str) -> dict[str, Any]:
@@ -210,7 +179,7 @@ def _draw_curve_panel(axes: Any, panel: CurvePanel, styles: dict[str, dict[str, 
             x_values, middle, dashes, linewidth=width, markersize=4, markerfacecolor=face, **style
         )
         if name in _THICK:
-            handles[_BAND] = axes.fill_between(x_values, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            axes.fill_between(x_values, low, high, color=style["color"], alpha=0.15, linewidth=0)
     (handles[_BOUND],) = axes.plot(*zip(*panel.offline_bound, strict=True), "--", color="black", linewidth=1.0)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
@@ -226,18 +195,17 @@ def _draw_curve_panel(axes: Any, panel: CurvePanel, styles: dict[str, dict[str, 
 
 
 def draw_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> None:
-    """`profile --plot`: steps x experts and the accuracy of one layer, or layers x experts, accuracies and overlaps.
+    """`profile --plot`: steps x experts and the accuracy curve of one layer, or layers x experts and accuracies.
 
     Raises InputError where the file cannot be written.
     """
-    figure = new_figure(10, 7.5 if len(profiles) == 1 else 9.5)
+    figure = new_figure(10, 7.5)
     figure.suptitle(title)
+    upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
     if len(profiles) == 1:
-        upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
         _draw_steps(figure, upper, lower, profiles[0])
     else:
-        upper, middle, lower = figure.subplots(3, 1, height_ratios=(3, 2, 1.3))
-        _draw_layers(figure, upper, middle, lower, profiles)
+        _draw_layers(figure, upper, lower, profiles)
     save_figure(figure, path)
 
 
@@ -254,14 +222,11 @@ def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> N
     upper.set_ylabel("expert")
     upper.set_title(f"layer {profile.layer}: activations per verification step", fontsize="medium")
     steps = np.arange(1, profile.steps + 1)
-    for index, start in enumerate(steps[profile.is_first][1:]):  # start of the next text
+    for start in steps[profile.is_first][1:]:  # start of the next text
         for axes in (upper, lower):
-            label = "another text begins (white above)" if axes is lower and index == 0 else None
-            axes.axvline(start - 0.5, color="white" if axes is upper else "0.7", linewidth=0.5, label=label)
+            axes.axvline(start - 0.5, color="white" if axes is upper else "0.85", linewidth=0.5)
     curve = profile.smoothed_accuracy
-    lower.plot(
-        steps[: curve.size], profile.accuracy_curve, color=_SD, alpha=0.4, linewidth=0.8, label="the same, each step"
-    )
+    lower.plot(steps[: curve.size], profile.accuracy_curve, color=_SD, alpha=0.25, linewidth=0.8)
     fed = "verification steps" if profile.speculative else "one token at a time"
     lower.plot(steps[: curve.size], curve, color=_SD, label=f"Alg. 1, fed with {fed} (mean of {SMOOTHING_STEPS})")
     if profile.speculative and profile.ar_accuracy is not None:
@@ -277,7 +242,7 @@ def _draw_steps(figure: Any, upper: Any, lower: Any, profile: LayerProfile) -> N
         lower.legend(loc="lower right", fontsize="small")
 
 
-def _draw_layers(figure: Any, upper: Any, middle: Any, lower: Any, profiles: Sequence[LayerProfile]) -> None:
+def _draw_layers(figure: Any, upper: Any, lower: Any, profiles: Sequence[LayerProfile]) -> None:
     share = np.stack([profile.counts.sum(axis=0) / max(int(profile.step_tokens.sum()), 1) for profile in profiles])
     image = upper.imshow(share, aspect="auto", origin="lower", interpolation="nearest", cmap="magma")
     figure.colorbar(image, ax=upper, label="share of tokens")
@@ -291,21 +256,18 @@ def _draw_layers(figure: Any, upper: Any, middle: Any, lower: Any, profiles: Seq
         ("Alg. 1, fed with verification steps", _SD, "o-", [profile.sd_accuracy for profile in profiles]),
         ("Alg. 1, fed with one token at a time", _AR, "s--", [profile.ar_accuracy for profile in profiles]),
         ("always cold", _COLD, ":", [profile.step_cold_share for profile in profiles]),
+        ("overlap of adjacent tokens", _OVERLAP, "-", [profile.curves.overlap[1] for profile in profiles]),
     )
-    overlap = ("overlap of adjacent tokens", _OVERLAP, "-", [profile.curves.overlap[1] for profile in profiles])
-    for axes, drawn, quantity in (
-        (middle, lines, "hot-or-cold accuracy"),
-        (lower, (overlap,), "share of experts\nthat two tokens share"),
-    ):
-        for label, colour, style, values in drawn:
-            if any(value is not None for value in values):
-                known = [np.nan if value is None else value for value in values]
-                axes.plot(where, known, style, color=colour, label=label, markersize=3)
-        axes.set_xticks(shown, [names[i] for i in shown])
-        axes.set_ylabel(quantity)
-        if axes.lines:
-            axes.legend(loc="best", fontsize="small")
+    for label, colour, style, values in lines:
+        if any(value is not None for value in values):
+            lower.plot(
+                where, [np.nan if v is None else v for v in values], style, color=colour, label=label, markersize=3
+            )
+    lower.set_xticks(shown, [names[i] for i in shown])
     lower.set_xlabel("layer")
+    lower.set_ylabel("share")
+    if lower.lines:
+        lower.legend(loc="best", fontsize="small")
 
 
 @dataclass(frozen=True)
@@ -316,15 +278,14 @@ class Chart:
     spans: Sequence[Span]
 
 
-def draw_gantt(charts: Sequence[Chart], title: str, path: Path) -> None:
+def draw_gantt(charts: Sequence[Chart], path: Path) -> None:
     """`simulate --gantt`: the work of every stream over time, and the first layers in detail; two panels per chart.
 
     Like MoE-SpAc, Figures 3 and 12, and SP-MoE, Figure 5. Raises InputError where the file cannot be written.
     """
     from matplotlib.patches import Patch
 
-    figure = new_figure(12, 3.2 * len(charts) + 1.2)
-    figure.suptitle(title, fontsize="medium")
+    figure = new_figure(12, 3.2 * len(charts) + 0.8)
     panels = figure.subplots(len(charts), 2, squeeze=False, width_ratios=(3, 2))
     longest_ms = max((_length_ms(chart.spans) for chart in charts), default=0.0)
     for (entire, detail), chart in zip(panels, charts, strict=True):

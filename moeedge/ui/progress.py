@@ -126,7 +126,7 @@ class PartsProgress(Bar):
     def part_of(self, label: str, total: int) -> None:
         """A part of so many passes comes next."""
         if not self.is_shown:
-            self.note(f"{label}: {total} passes")
+            self.note(f"{label}: {total} pass{'es' * (total != 1)}")
         if self._task is not None:
             self._progress.remove_task(self._task)
         self.start(label, total)

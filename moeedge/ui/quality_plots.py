@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from moeedge.ui.plots import COLOURS, MARKERS, new_figure, run_title, save_figure
+from moeedge.ui.plots import COLOURS, MARKERS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from moeedge.bench.budgets import BudgetPoint
@@ -55,8 +55,10 @@ def draw_quality(rows: Sequence[BenchRow], path: Path) -> bool:
         return False
     n_columns = min(n_panels, _N_COLUMNS)
     figure = new_figure(4.6 * n_columns, 3.8 * -(-n_panels // n_columns) + 0.8)
+    setup = rows[0].setup
+    drafted = next((row.setup for row in rows if row.setup["gamma"]), setup)
     figure.suptitle(
-        f"{run_title(rows)}; expert budgets (lossy), numbers at points: experts per layer", fontsize="medium"
+        f"{setup['model']}, draft {drafted['draft']}, {rows[0].test}: expert budgets (lossy), numbers: the budget"
     )
     axes = figure.subplots(-(-n_panels // n_columns), n_columns, squeeze=False).reshape(-1)
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))

@@ -118,4 +118,4 @@ def write_report(path: Path, text: str) -> None:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the report {path}: {reason}.", "Name another file.") from None
+        raise InputError(f"Cannot write the report {path}: {reason}.", "Choose another path.") from None

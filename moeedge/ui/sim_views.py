@@ -308,9 +308,8 @@ def typical_step(result: SimulationResult) -> Chart:
     order = np.argsort(result.step_s, kind="stable")
     middle = int(order[len(order) // 2])
     config = result.config
-    drafts = "" if result.rejected_token_model is None else f", {result.rejected_token_model}"
     title = (
-        f"{config.policy}, ratio {config.cache_ratio:g}, gamma {result.gamma}{drafts}: "
+        f"{config.policy}, ratio {config.cache_ratio:g}, gamma {result.gamma}: "
         f"{result.step_s[middle] * _MS:.0f} ms per step, {result.tg_ts:.1f} tokens/s"
     )
     return Chart(title, result.log.of_step(result.first_step + middle))

@@ -53,9 +53,7 @@ def _drafts(summary: TraceSummary) -> str | None:
     )
 
 
-def _expert_size(n_bytes: float | None) -> str:
-    if not n_bytes:  # traces of other tools do not say, or say 0
-        return "not recorded; replay and import take --expert-bytes"
+def _expert_size(n_bytes: float) -> str:
     return f"{n_bytes / _MIB:.2f} MiB" if n_bytes >= _MIB else format_bytes(round(n_bytes))
 
 
@@ -73,7 +71,7 @@ _SUMMARY: tuple[tuple[str, Callable[[Any], str | None]], ...] = (
     ("source", lambda s: visible(s.source)),
     ("layers", _layers),
     ("experts", lambda s: f"{s.n_experts} per layer, {s.n_expert_used} per token"),
-    ("expert size", lambda s: _expert_size(s.expert_bytes)),
+    ("expert size", lambda s: None if s.expert_bytes is None else _expert_size(s.expert_bytes)),
     ("texts", lambda s: f"{s.sequences:,}"),
     ("tokens", _tokens),
     ("steps", _steps),

@@ -151,11 +151,12 @@ def _check_named(source: Shape, named: Mapping[str, int]) -> None:
             )
         if name in ("embd", "ff") and size % BLOCK:
             raise InputError(
-                f"{option} {size} is no multiple of {BLOCK}.", "Choose a multiple: weights are packed in blocks of 32."
+                f"{option} {size} is not a multiple of {BLOCK}.",
+                "Choose a multiple: weights are packed in blocks of 32.",
             )
         if name == "head_dim" and size % minimum:
             raise InputError(
-                f"{option} {size} is no multiple of the source's {minimum}.",
+                f"{option} {size} is not a multiple of the source's {minimum}.",
                 "Choose a multiple: positions rotate pairs of a head's values.",
             )
 

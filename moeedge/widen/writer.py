@@ -43,15 +43,15 @@ def check_target(out: Path, source: Path, *, force: bool) -> None:
     if not folder.is_dir():
         raise InputError(f"There is no folder {folder}.", "Create it first.")
     if out.is_dir():
-        raise InputError(f"{out} is a folder.", "Name a file in it.")
+        raise InputError(f"{out} is a folder.", "Give the path of a file in it.")
     if out.exists() and not out.is_file():
-        raise InputError(f"{out} is no regular file.", "Name another file.")
+        raise InputError(f"{out} is not a regular file.", "Choose another path.")
     if out.exists() and out.samefile(source):
-        raise InputError(f"{out} is the source.", "Name another file.")
+        raise InputError(f"{out} is the source.", "Choose another path.")
     if out.exists() and not force:
-        raise InputError(f"{out} exists.", "Name another file, or replace it with --force.")
+        raise InputError(f"{out} exists.", "Choose another path, or replace it with --force.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"Cannot write to the folder {folder}.", "Name a file elsewhere.")
+        raise InputError(f"Cannot write to the folder {folder}.", "Choose a path elsewhere.")
 
 
 def check_space(plan: WidePlan, out: Path, *, sparse: bool) -> None:
@@ -62,7 +62,7 @@ def check_space(plan: WidePlan, out: Path, *, sparse: bool) -> None:
     if needed > free:
         raise DiskSpaceError(
             f"{out} needs {format_bytes(needed)}, and {format_bytes(free)} are free there.",
-            "Free some space, name a file elsewhere, or write no zeros with --sparse.",
+            "Free some space, choose a path elsewhere, or write no zeros with --sparse.",
         )
 
 
@@ -98,7 +98,7 @@ def _part_file(out: Path) -> Iterator[tuple[Path, IO[bytes]]]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"{part} is being written by another process.", "Name another file.") from None
+            raise InputError(f"{part} is being written by another process.", "Choose another path.") from None
         try:
             with part.open("r+b") as file:
                 yield part, file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from moeedge.analysis.profile import moving_mean, profile_layers
 from moeedge.errors import InputError
 from moeedge.ui.console import check_picture
 from moeedge.ui.plots import draw_profiles
-from tests.support.commands import run
 from tests.support.traces import make_trace, plain_text, two_texts
 
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -46,38 +44,3 @@ def test_smoothing_by_hand() -> None:
     nan = np.nan
     np.testing.assert_allclose(moving_mean(np.array([nan, 1, 3, nan, 5]), 2), [nan, 1, 2, 3, 5])
     np.testing.assert_allclose(moving_mean(np.array([1.0, 2.0]), 16), [1.0, 1.5])
-
-
-def texts_of(picture: Path) -> str:
-    """All texts of an SVG picture, as its comments have them."""
-    return " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
-
-
-def test_no_line_without_an_explanation(tmp_path: Path) -> None:
-    draw_profiles(profile_layers(two_texts(), [1]), "a model, gamma 2", tmp_path / "one.svg")
-    for said in ("a model, gamma 2", "another text begins", "the same, each step"):
-        assert said in texts_of(tmp_path / "one.svg")
-
-
-def test_accuracy_and_overlap_have_axes_of_their_own(tmp_path: Path) -> None:
-    draw_profiles(profile_layers(two_texts(), [0, 1]), "title", tmp_path / "two.svg")
-    said = texts_of(tmp_path / "two.svg")
-    assert "hot-or-cold accuracy" in said and "that two tokens share" in said
-
-
-def test_curves_say_what_was_replayed(tmp_path: Path) -> None:
-    two_texts(weights=True).save(tmp_path / "two.npz")
-    picture = tmp_path / "curves.svg"
-    arguments = ("--curve", "--policy", "spac,lfu,sp-moe", "--plot", picture, "-t", 1)
-    assert run("replay", tmp_path / "two.npz", *arguments).exit_code == 0
-    said = texts_of(picture)
-    for part in ("random, gamma 2", "no model runs", "of the resamples", "without its predictor"):
-        assert part in said, part
-
-
-def test_a_gantt_says_that_it_is_simulated(tmp_path: Path) -> None:
-    picture = tmp_path / "gantt.svg"
-    assert run("simulate", "-n", 24, "--policy", "lru", "--max-steps", 2, "--gantt", picture).exit_code == 0
-    said = texts_of(picture)
-    for part in ("Simulated, not measured: qwen3-30b-a3b on rtx4090-pcie4", "gamma", "optimistic", "pessimistic"):
-        assert part in said, part

@@ -91,7 +91,7 @@ def test_thoughts_are_not_part_of_the_answer() -> None:
 def test_notes_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_scoring(_DATASET, run_code=False) == [
         "1 of 4 answers will not be scored: there is no reference for them.",
-        "Programs, 1 of 4 answers, are scored with --run-code only.",
+        "Programs are scored with --run-code only: 1 of 4 answers.",
     ]
     assert "are run, each isolated by the " in check_scoring(_DATASET, run_code=True)[-1]
     bare = replace(_DATASET, prompts=(Prompt("a", "b", user_turns("Hi")),))

@@ -124,7 +124,7 @@ def test_heads_have_no_time_to_fit(head: str, tiny: TinyFactory) -> None:
 
 def test_without_a_draft_the_acceptance_is_asked_for(tiny_moe: Path) -> None:
     config = config_of(tiny_moe, None)
-    with pytest.raises(InputError, match="no draft"):
+    with pytest.raises(InputError, match="Without a draft"):
         run_fit(config, PROMPTS, PLAN)
     plan = FitPlan(tokens=PLAN.tokens, gammas=(2,), batch_sizes=(1,), n_used=(4,), repetitions=1, acceptance_chance=0.5)
     report = run_fit(config, PROMPTS, plan)

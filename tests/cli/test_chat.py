@@ -119,7 +119,7 @@ def test_piped_bytes_are_no_prompt(pair: list[str], encoding: str) -> None:
     environment = os.environ | ({"LC_ALL": "C"} if encoding == "C" else {"PYTHONIOENCODING": "utf-8:strict"})
     done = subprocess.run(command, input=b"ab\xff\n", capture_output=True, timeout=60, check=False, env=environment)
     assert done.returncode == 2
-    assert b"position 2 " in done.stderr
+    assert b"Byte 2 " in done.stderr
 
 
 def test_piped_text_follows_the_given_prompt(pair: list[str]) -> None:
@@ -146,7 +146,7 @@ def test_multi_letter_options_with_one_dash(tiny: TinyFactory) -> None:
 def test_a_model_without_draft_says_so(tiny: TinyFactory) -> None:
     result = run("chat", "-m", str(tiny("qwen3moe")), "-t", "1", "-n", "4", "-p", "hi")
     assert result.exit_code == 0
-    assert "no draft" in result.stderr
+    assert "No draft model" in result.stderr
 
 
 def test_a_dense_model_works_and_says_so(tiny: TinyFactory) -> None:
@@ -189,7 +189,7 @@ def test_no_terminal(pair: list[str]) -> None:
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "no terminal" in done.stderr
+    assert "not a terminal" in done.stderr
     assert "-p TEXT" in done.stderr
 
 

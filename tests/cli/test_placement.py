@@ -73,7 +73,7 @@ def test_stats_without_a_device(pair: list[str]) -> None:
 def test_too_small_is_off_with_a_line(pair: list[str]) -> None:
     result = chat(pair, *EMULATED, "--vram", "100B")
     assert result.exit_code == 0
-    assert "too small" in result.stderr and "all 48 on the CPU" in result.stderr
+    assert "cannot hold" in result.stderr and "all 48 on the CPU" in result.stderr
 
 
 def test_ablations_reach_the_engine(pair: list[str]) -> None:

@@ -128,7 +128,7 @@ def test_a_vocabulary_that_does_not_match_is_refused(header: str, tiny: TinyFact
 def test_what_cannot_fit_is_said_and_no_error(header: str) -> None:
     found = record("-m", header, "--ram", "1G", "-c", "32768", "-dev", "none")
     assert found["plan"]["verdict"] == "does not fit" and found["command"] == ""
-    assert any("lacks" in note for note in found["notes"])
+    assert any("are missing" in note for note in found["notes"])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

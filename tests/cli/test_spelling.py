@@ -177,7 +177,7 @@ def test_prompts_from_files(pair: list[str], tmp_path: Path) -> None:
     assert by_file["text"] == by_text["text"]
     assert by_file["prompt_tokens"] == by_text["prompt_tokens"]
     assert by_file["prompt_tokens"] > run_json(*common[:-2], "-f", prompt)["prompt_tokens"]
-    assert "exclude" in refused("chat", "-p", "x", "-f", prompt)
+    assert "cannot be used together" in refused("chat", "-p", "x", "-f", prompt)
     prompt.write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused("profile", "-f", prompt, "-dev", "none")
     assert "absent.txt" in refused("chat", "-f", tmp_path / "absent.txt")
@@ -200,7 +200,7 @@ def test_escapes() -> None:
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
-        ("n_threads (-t) must be in 0..512", "-t must be in 0..512"),
+        ("n_threads (-t) must be from 0 to 512", "-t must be from 0 to 512"),
         ("the context (-c) must be at least 1", "-c must be at least 1"),
         ("top_k must be >= 0", "--top-k must be >= 0"),
         ("nothing to measure (-p and -n are 0)", "Nothing to measure (-p and -n are 0)"),

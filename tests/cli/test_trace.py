@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,20 +30,6 @@ def test_info(own: Path) -> None:
     found = run_json("trace", "info", own)
     assert found["acceptance_chance"] == 0.5
     assert (found["model"], found["n_experts"], found["gamma"], found["acceptance_rate"]) == ("random", 8, 2, 0.4)
-
-
-def test_the_size_of_an_expert_is_known_or_said_to_be_unknown(tmp_path: Path) -> None:
-    for name, size, said in (
-        ("none", None, "not recorded"),
-        ("zero", 0, "not recorded"),
-        ("small", 3456, "3 KiB"),
-        ("large", 3 << 20, "3.00 MiB"),
-    ):
-        trace = two_texts()
-        parameters = {} if size is None else {"expert_bytes": size}
-        replace(trace, meta=replace(trace.meta, parameters=parameters)).save(tmp_path / f"{name}.npz")
-        assert said in run("trace", "info", tmp_path / f"{name}.npz").stdout
-        assert run_json("trace", "info", tmp_path / f"{name}.npz")["expert_bytes"] == (size or None)
 
 
 def test_there_and_back(own: Path, tmp_path: Path) -> None:

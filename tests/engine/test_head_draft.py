@@ -279,7 +279,7 @@ def test_a_block_has_at_most_the_drafts_that_it_was_trained_on(variant: str, n_m
         generation = session.generate(PROMPT, n_predict=20, sampling=GREEDY, ignore_eos=True)
         lengths = {len(record.drafts) for record in generation if record.n_verified}
         assert max(lengths) == n_most
-        assert any("at most" in note for note in session.info.notes)
+        assert any("Drafts are limited to" in note for note in session.info.notes)
 
 
 def test_a_block_ends_where_its_tokens_are_not_sure(tiny: TinyFactory) -> None:

@@ -48,7 +48,7 @@ def test_the_fastest_is_chosen_and_compared_with_whole_layers() -> None:
     assert "6 of 48 layers" in said and "1,100 experts" in said and "1.32 times" in said and "--n-cpu-moe 34" in said
     stock = replace(CHOICE, splits=(CACHE, replace(WHOLE, step_s=0.020), BETWEEN))
     assert stock.best.n_slots == 0
-    assert "0.80 times the speed of 6 whole layers" not in stock.sentence()  # the other way round
+    assert "0.80 times the speed of 6 entire layers" not in stock.sentence()  # the other way round
     assert "without a cache" in stock.sentence() and "1.25 times" in stock.sentence()
     alone = replace(CHOICE, splits=(CACHE,))
     assert alone.whole_only is None and "times" not in alone.sentence()

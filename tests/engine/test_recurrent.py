@@ -44,7 +44,7 @@ def test_speculation_is_off_and_answers_are_right(mamba: Path, tiny_moe: Path, d
     config = EngineConfig(model=mamba, draft="ngram" if draft == "ngram" else tiny_moe, gamma=4, n_ctx=256, n_threads=1)
     with Session.open(config) as session:
         assert (session.info.gamma, session.info.draft) == (0, "none")
-        assert "The memory of mamba models cannot roll back rejected drafts: speculation off." in session.info.notes
+        assert "Speculation is off: mamba models cannot take rejected tokens back." in session.info.notes
         assert answer(session, PROMPT) == (expected[0], 12)
         assert answer(session, [*PROMPT, *expected[0]])[1] == 1  # a longer history goes on from the state
         assert answer(session, edited) == (expected[1], 13)  # an edited one starts anew
@@ -54,9 +54,7 @@ def test_a_recurrent_draft_is_not_used(mamba: Path, tiny_moe: Path) -> None:
     config = EngineConfig(model=tiny_moe, draft=mamba, gamma=4, n_ctx=256, n_threads=1, device="none")
     with Session.open(config) as session:
         assert session.info.draft == "none" and session.gamma == 0
-        assert session.info.notes == [
-            "The memory of the mamba draft cannot roll back rejected drafts: speculation off."
-        ]
+        assert session.info.notes == ["Speculation is off: mamba drafts cannot take rejected tokens back."]
 
 
 @pytest.fixture(scope="module")

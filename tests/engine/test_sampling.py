@@ -147,7 +147,7 @@ def test_logits_that_are_no_numbers_are_an_error(config: SamplingConfig, place: 
     logits = np.zeros(200, dtype=np.float32)
     for value in (np.nan, np.inf):
         logits[place] = value
-        with pytest.raises(EngineError, match="not finite"):
+        with pytest.raises(EngineError, match="not a number"):
             Sampler(config, 200).candidates(logits, [])
 
 

@@ -326,7 +326,7 @@ def test_info_and_notes(pair: tuple[Path, Path]) -> None:
         assert (info.device, info.policy, info.hit_rate, info.notes) == ("none", "none", None, [])
     with Session.open(options(pair, gamma=0)) as session:
         assert (session.info.gamma, session.info.draft) == (0, "none")
-        assert session.info.notes == ["The draft length is 0: speculation off."]
+        assert session.info.notes == ["Speculation is off: the draft length is 0 (--draft-max)."]
 
 
 def test_a_dense_model_works(pair: tuple[Path, Path]) -> None:
@@ -334,7 +334,7 @@ def test_a_dense_model_works(pair: tuple[Path, Path]) -> None:
     with StockContext(dense) as stock:
         expected, _ = stock.greedy(PROMPT, 20)
     with Session.open(options((dense, dense), "ngram")) as session:
-        assert "no experts: placement off" in session.info.notes[0]
+        assert "is a dense model" in session.info.notes[0]
         assert session.target.sensor is None and session.counts is None
         check(session, PROMPT, expected, answer(session, n_predict=20))
 

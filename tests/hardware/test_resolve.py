@@ -108,7 +108,7 @@ def test_names(offer: Callable[..., None]) -> None:
     with pytest.raises(DeviceError, match=r"'CUDA7'.*: auto, none, emulated, CPU, CUDA0") as caught:
         _resolve("CUDA7")
     assert caught.value.exit_code == 2
-    with pytest.raises(DeviceError, match="BLAS computes in the host's memory"):
+    with pytest.raises(DeviceError, match="BLAS has no memory of its own"):
         _resolve("BLAS")
     with pytest.raises(DeviceError, match="CUDA7"):
         check_known(DeviceSpec.parse("CUDA7"))
@@ -190,8 +190,8 @@ def test_a_busy_worker_raises_an_error(listener: socket.socket, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, "is no moeedge worker"),
-        (b"", "is no moeedge worker"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, "is not a moeedge worker"),
+        (b"", "is not a moeedge worker"),
         ((28).to_bytes(8, "little") + bytes([6, 0]) + bytes(26), r"6\.0.* 7"),
     ],
 )

@@ -37,12 +37,12 @@ def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> No
     answer = place.run(*arguments)
     assert answer.returncode == 0, answer.stderr
     assert "7" in answer.stdout
-    assert "small is" in answer.stderr
+    assert "The draft is small" in answer.stderr
     assert "drafts by small" in answer.stderr and "accepted" in answer.stderr
 
     chosen = place.run(*arguments, "-md", "small", "--draft-max", "3")
     assert (chosen.returncode, chosen.stdout) == (0, answer.stdout)
-    assert "up to 3 tokens" in chosen.stderr and "by the catalog" not in chosen.stderr
+    assert "up to 3 tokens" in chosen.stderr and "as the catalog says" not in chosen.stderr
     without = place.run(*arguments, "-md", "none")
     assert (without.returncode, without.stdout) == (0, answer.stdout)
     assert "drafts off" in without.stderr

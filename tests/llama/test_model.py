@@ -130,7 +130,7 @@ def test_another_vocabulary_names_the_tokens(tiny_moe: Path, tiny_draft: Path, t
     assert data.count(b"<|im_start|>") >= 1
     other.write_bytes(data.replace(b"<|im_start|>", b"<|imstart_|>"))
     with Model.load(tiny_moe) as target, Model.load(other) as draft:
-        expected = rf"token {IM_START} is '<\|imstart_\|>' there and '<\|im_start\|>' here"
+        expected = rf"token {IM_START} is '<\|imstart_\|>' in the draft and '<\|im_start\|>' in the model"
         with pytest.raises(VocabularyMismatchError, match=expected) as caught:
             check_compatible(target, draft)
         assert caught.value.exit_code == 2

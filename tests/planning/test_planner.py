@@ -78,7 +78,7 @@ def test_a_recurrent_target_gets_no_draft(tmp_path: Path, tiny_draft: Path) -> N
     config = EngineConfig(model=make_mamba(tmp_path / "mamba.gguf"), draft=tiny_draft, device="none")
     with Planner(config, this_machine(config)) as planner:
         assert planner.draft is None
-        assert any("rejected drafts" in note for note in planner.notes)
+        assert any("take rejected tokens back" in note for note in planner.notes)
         assert "recurrent" in planner.facts.memory
 
 

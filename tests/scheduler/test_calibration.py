@@ -160,7 +160,7 @@ def test_whether_it_pays_is_judged_by_a_verification() -> None:
 def test_the_line_says_that_it_is_emulation() -> None:
     said = made().sentence(emulated=True, prefill=PrefillPath.CPU)
     assert "emulation on the CPU's own cores: 0.90 times the speed of plain decoding" in said
-    assert "prompts run on the CPU" in said
+    assert "for prompts the CPU computes" in said
     assert "emulation" not in made().sentence(emulated=False, prefill=PrefillPath.STREAM)
 
 
@@ -188,7 +188,7 @@ def test_a_cache_folder_that_cannot_be_made(tiny: TinyFactory, tmp_path: Path, m
     received: list[Notification] = []
     with Session.open(config(tiny), notify=received.append) as session:
         assert session.calibration is not None and not session.calibration.kept
-        (note,) = [note for note in session.info.notes if "the cache folder cannot be written" in note]
+        (note,) = [note for note in session.info.notes if "the result cannot be saved" in note]
         assert is_warning(note)  # so that it is shown at the start of a chat
     assert [notification.level for notification in received] == [Level.INFO]
 

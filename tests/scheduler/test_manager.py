@@ -287,7 +287,7 @@ def test_policy_none_moves_nothing(pair: tuple[Path, Path], reference: list[int]
 def test_no_sd_switches_speculation_off(pair: tuple[Path, Path]) -> None:
     with Session.open(config(pair, placement={"ablations": frozenset({"no-sd"})})) as session:
         assert (session.gamma, session.info.gamma) == (0, 0)
-        assert "The draft length is 0: speculation off." in session.info.notes
+        assert "Speculation is off: the draft length is 0 (--draft-max)." in session.info.notes
 
 
 @pytest.mark.parametrize("path", ["cpu", "resident", "stream"])
@@ -305,8 +305,8 @@ def test_every_path_of_a_prompt(pair: tuple[Path, Path], path: str) -> None:
     ("changes", "sentence"),
     [
         ({"ratio": 0.0}, "The expert cache is off, as asked"),
-        ({"ratio": None, "placement": {"vram_bytes": 1000}}, "is too small: one expert per layer takes"),
-        ({"ratio": 0.01}, "is too small: one expert per layer takes"),
+        ({"ratio": None, "placement": {"vram_bytes": 1000}}, "cannot hold one expert per layer"),
+        ({"ratio": 0.01}, "cannot hold one expert per layer"),
         ({"device": "CPU"}, "as with -dev none"),
     ],
 )
@@ -321,7 +321,7 @@ def test_why_it_is_off(pair: tuple[Path, Path], reference: list[int], changes: d
 def test_a_dense_model_has_nothing_to_place(pair: tuple[Path, Path]) -> None:
     with Session.open(config((pair[1], pair[1]), draft=None)) as session:
         assert session.placement_stats() is None
-        assert session.info.notes == [f"{pair[1].name} is dense, no experts: placement off."]
+        assert session.info.notes == [f"{pair[1].name} is a dense model: it has no experts to cache."]
 
 
 def test_an_unknown_policy_is_refused_before_loading(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_an_unknown_policy_is_refused_before_loading(tmp_path: Path) -> None:
 
 
 def test_more_memory_than_the_device_has(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(InputError, match="larger than the device"):
+    with pytest.raises(InputError, match="the device for experts"):
         Session.open(config(pair, None, placement={"vram_bytes": 1 << 50}))
 
 
@@ -350,9 +350,10 @@ def test_a_cache_that_does_not_pay_on_a_real_device(
     monkeypatch.setattr(Calibration, "pays", False)
     placement = PlacementConfig(cache_ratio=0.5 if asked else None)
     with Session.open(EngineConfig(model=pair[0], n_ctx=512, n_threads=1, placement=placement)) as session:
-        assert any("the cache does not pay here: it is off" in note for note in session.info.notes) != asked, (
-            session.info.notes
-        )
+        assert (
+            any("The expert cache is off, because steps are slower with it" in note for note in session.info.notes)
+            != asked
+        ), session.info.notes
         assert (session.info.device == "GPU0") == asked == (session.placement is not None)
         assert session.calibration is not None and "stream" in session.calibration.prefill_ts
         assert answer(session) == reference
@@ -362,14 +363,14 @@ def test_memory_that_cannot_be_pinned_is_noted(pair: tuple[Path, Path], monkeypa
     read = ExpertCache._read_info
     monkeypatch.setattr(ExpertCache, "_read_info", lambda cache: replace(read(cache), unpinned=True))
     with Session.open(config(pair)) as session:
-        assert any("no pinned memory" in note for note in session.info.notes), session.info.notes
+        assert any("no pinned (page-locked) memory" in note for note in session.info.notes), session.info.notes
     monkeypatch.undo()
     with Session.open(config(pair)) as session:
         assert not any("pinned" in note for note in session.info.notes), session.info.notes
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"), [({"lost": True}, "is lost"), ({"blocks_unknown": 5}, "does not understand")]
+    ("change", "sentence"), [({"lost": True}, "is lost"), ({"blocks_unknown": 5}, "does not recognise")]
 )
 def test_trouble_is_reported_once(
     session: Session, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], sentence: str
@@ -432,12 +433,12 @@ def test_no_transfer_runs_after_draining(pair: tuple[Path, Path]) -> None:
         assert cache.stats().plans > drained.plans
 
 
-@pytest.mark.parametrize(("n_ctx", "why"), [(512, "as asked"), (64, "a context of 64 tokens has no room for it")])
+@pytest.mark.parametrize(("n_ctx", "why"), [(512, "as asked"), (64, "a context of 64 tokens is too short")])
 def test_a_missing_measurement_is_noted(pair: tuple[Path, Path], n_ctx: int, why: str) -> None:
     placement = {"calibrate": n_ctx < 512}
     asked = config(pair, n_ctx=n_ctx)
     with Session.open(replace(asked, placement=replace(asked.placement, **placement))) as session:
-        said = [note for note in session.info.notes if note.startswith("Nothing was measured")]
+        said = [note for note in session.info.notes if note.startswith("Expert times were not measured")]
         assert len(said) == 1 and why in said[0]
         assert session.calibration is None
 

@@ -54,7 +54,7 @@ def test_a_kept_calibration_gives_costs(tmp_path: Path) -> None:
     assert costs.cpu_ns[:4].tolist() == [0, 100_000, 200_000, 300_000]  # beyond the curve in proportion
     assert (costs.transfer_ns, costs.draft_ns, costs.dense_ns, costs.block_ns) == (50_000, 10**6, 30_000, 2000)
     file.write_text(calibration(None))
-    with pytest.raises(InputError, match="no unit times"):
+    with pytest.raises(InputError, match="no times of experts"):
         read_calibration(file)
 
 

@@ -198,7 +198,7 @@ def test_the_unchanged_file_of_the_helper_loads(tmp_path: Path) -> None:
         ({"meta": np.arange(3)}, "not JSON|another format"),
         ({"ids": None}, "'ids' is missing"),
         ({"token": None}, "'token' is missing"),
-        ({"step": np.array([{}], dtype=object)}, "not an .npz archive"),
+        ({"step": np.array([{}], dtype=object)}, "not an .npz file"),
         ({"position": np.zeros(3)}, "position must be"),
     ],
 )
@@ -234,5 +234,5 @@ def test_a_header_that_promises_terabytes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "huge.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("ids.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"data")
-    with pytest.raises(InputError, match=r"not an \.npz archive"):
+    with pytest.raises(InputError, match=r"not an \.npz file"):
         Trace.load(path)

@@ -27,7 +27,7 @@ CACHED = replace(
         Notification("Experts are cached on Vulkan0: 1,044 of 6,144 (17.0%, 3 MiB); policy spac."),
         Notification("Measured in 0.5 s: a step with the cache has 1.40 times the speed of one without."),
         Notification("The policy spac predicts experts from the draft's hidden states."),
-        "The host gives no pinned memory for transfers: experts move more slowly.",
+        "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory for them.",
     ],
 )
 
@@ -44,7 +44,7 @@ def test_the_greeting() -> None:
         "Experts: 1,044 of 6,144 on Vulkan0 (3 MiB). Drafts: by d.gguf, up to 4 tokens.",
         "/exit or Ctrl-D leaves, /help lists the commands, /info shows more.",
         "-ngl has no effect.",
-        "The host gives no pinned memory for transfers: experts move more slowly.",
+        "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory for them.",
     ]
 
 

@@ -111,12 +111,12 @@ def test_sparse_reads_the_same(tiny_moe: Path, tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         ([], "shape of the source"),
-        (["--embd", "100"], "100 is no multiple of 32"),
+        (["--embd", "100"], "100 is not a multiple of 32"),
         (["--embd", "32"], "32 is less than the source's 64"),
         (["--embd", "19999968"], "19,999,968 is too large"),
         (["--heads", "99998"], "too large"),
         (["--layers", "9999999"], "at most 512"),
-        (["--head-dim", "24"], "24 is no multiple of the source's 16"),
+        (["--head-dim", "24"], "24 is not a multiple of the source's 16"),
         (["--heads", "8", "--heads-kv", "3"], "do not fit 8 over 3"),
         (["--like", "gpt-5"], "Choose from: qwen3-30b-a3b"),
         (["--like", "qwen3-0.6b"], "unlike qwen3-0.6b. Choose from: qwen3-30b-a3b"),
@@ -151,7 +151,7 @@ def test_unusable_targets(tiny_moe: Path, tmp_path: Path) -> None:
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "wide.gguf", "no folder"),
         (source, "is the source"),
-        (Path("/dev/null"), "no regular file"),
+        (Path("/dev/null"), "not a regular file"),
     ]
     for out, reason in cases:
         result = widen(out, "-m", source, "--embd", 128)

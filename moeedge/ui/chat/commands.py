@@ -174,7 +174,7 @@ def _read(chat: Chat, argument: str) -> Result:
     if not text.strip():
         raise InputError(f"{argument} is empty.")
     chat.attached += text if text.endswith("\n") else text + "\n"
-    return Result([f"{len(text)} characters read; they go before your next message."])
+    return Result([f"{len(text)} characters read; they are put before your next message."])
 
 
 def _save(chat: Chat, argument: str) -> Result:

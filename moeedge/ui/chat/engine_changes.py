@@ -13,7 +13,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui.chat.settings import Settings
 
 SEED_NOTE = Notification(
-    "Draft lengths follow measured times (gamma auto): the same seed may give other tokens. /set gamma N fixes them."
+    "With automatic draft lengths the same seed may give other answers. /set gamma 4 makes answers repeat."
 )
 
 
@@ -22,7 +22,9 @@ def change_engine(session: Session, old: Settings, settings: Settings, *, raw: b
     info = session.info
     if settings.gamma != old.gamma:
         if info.draft == "none":
-            raise InputError("There is no draft, so speculation stays off.", "Start with -md FILE or -md ngram.")
+            raise InputError(
+                "There is no draft, so speculation stays off.", "Start the chat with -md FILE or -md ngram."
+            )
         session.set_draft_length(settings.gamma)
     notes: list[str] = []
     if (settings.gamma, settings.budget) != (old.gamma, old.budget):
@@ -51,7 +53,7 @@ def _budget(session: Session, n_experts: int | None) -> ExpertBudget | None:
         return None
     if began is None or session.model.info.n_experts == 0:
         raise InputError(
-            "The chat began without an expert budget, or its model has no experts.",
-            "Start one that has some with --expert-budget B.",
+            "This chat was started without --expert-budget, or its model has no experts.",
+            "Start a chat with --expert-budget B.",
         )
     return began if n_experts == mean_budget(began) else replace(began, budget=n_experts)

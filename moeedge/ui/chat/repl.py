@@ -373,8 +373,8 @@ class Repl:
         else:
             self.conversation.take_back()
             self.conversation.messages += before
-            end = "the earlier one and its answer stay" if before else "your message is taken back"
-            self._say(f"There is no answer; {end}.")
+            end = "The earlier one and its answer stay." if before else "It is not part of the conversation."
+            self._say(f"Your message got no answer. {end}")
         self._keep()
 
     def _end_by_signal(self, exit_code: int) -> int:
@@ -384,7 +384,7 @@ class Repl:
             is_saved = self._autosave.is_saving and bool(self.conversation.messages)
             self._autosave.close(keep=bool(self.conversation.messages))
             if is_saved:
-                self._say("Ended by a signal; the chat is saved: moeedge chat --resume")
+                self._say("moeedge was ended by a signal. The chat is saved: moeedge chat --resume goes on with it.")
             elif self._autosave.warning:
                 self._say(self._autosave.warning)
         return exit_code

@@ -90,7 +90,7 @@ def drop(chat: Chat) -> list[str]:
     for left in chat.unfinished:
         remove(left)
     chat.unfinished.clear()
-    return ["Unfinished chats are deleted."]
+    return ["The unfinished chats were deleted."]
 
 
 def describe(chat: UnfinishedChat) -> str:

@@ -48,9 +48,9 @@ class Settings:
         if self.n_predict < -1:
             raise ValueError(f"n_predict (-n) must be -1 or more, not {self.n_predict}")
         if self.gamma != "auto" and not 0 <= self.gamma <= MAX_GAMMA:
-            raise ValueError(f"gamma (--draft-max) must be auto or in 0..{MAX_GAMMA}, not {self.gamma}")
+            raise ValueError(f"gamma (--draft-max) must be auto or from 0 to {MAX_GAMMA}, not {self.gamma}")
         if not 0 <= self.ctx <= MAX_N_CTX:
-            raise ValueError(f"ctx (-c) must be in 0..{MAX_N_CTX:,} tokens, not {self.ctx:,}")
+            raise ValueError(f"ctx (-c) must be from 0 (automatic) to {MAX_N_CTX:,} tokens, not {self.ctx:,}")
         if self.budget is not None and self.budget < 1:
             raise ValueError(f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
 
