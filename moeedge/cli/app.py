@@ -76,6 +76,7 @@ _MODEL_COMMANDS = ("chat", "bench", "profile", "plan")
 _WORDS = {"run": ("-m", "-p")}  # options that words without a dash stand for
 # words of Typer's messages about values that are no numbers
 _KINDS = {"valid integer": "a whole number", "valid number": "a number", "valid float": "a number"}
+_HELP = ["-h", "--help"]
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False}
 
 
@@ -112,6 +113,10 @@ class LazyGroup(TyperGroup):
                 raise
             with cli_errors():
                 raise _usage_error(error, None) from None
+
+    def get_params(self, ctx: Any) -> Any:
+        """The program's own options, flags without a value's type."""
+        return _bare_flags(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """The command that the arguments name, loaded, and its arguments as it declares them."""
@@ -213,6 +218,8 @@ def load_command(name: str) -> Any:
         entry = command_app
     command = typer.main.get_command(entry)
     _flow_help(command)
+    for inner in (command, *getattr(command, "commands", {}).values()):
+        _bare_flags(inner.get_params(typer.Context(inner, help_option_names=_HELP)))
     if not any("-m" in param.opts and param.envvar for param in command.params):  # llama.cpp's are about models
         for param in command.params:
             param.envvar = None
@@ -236,6 +243,14 @@ def _flow_help(command: Any) -> None:
         _flow_help(inner)
 
 
+def _bare_flags(params: Sequence[Any]) -> Sequence[Any]:
+    """Shows options without a value as such: later versions of Typer put <bool> behind them, as if they took one."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"moeedge {moeedge.__version__}")
@@ -247,7 +262,7 @@ app = typer.Typer(
     name="moeedge",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": _HELP},
 )
 
 

@@ -40,7 +40,7 @@ def _model_state(model: ListedModel) -> str:
 
 
 _MODEL_COLUMNS = (
-    text_column("name", lambda model: model.name if model.verified else f"{model.name}*", fold=True),
+    text_column("name", lambda model: model.name if model.verified else f"{model.name}*"),
     Column("size", _model_size),
     text_column("here", _model_state, fold=True),
     text_column("licence", "licence", fold=True),
@@ -70,7 +70,7 @@ def print_models(
 
 _PLACES = {
     "GPU": "GPU: entirely on the GPU.",
-    "GPU and RAM": "RAM + GPU: experts in RAM, with that share of them on the GPU as well, and the rest on the GPU.",
+    "GPU and RAM": "RAM + GPU: experts in RAM, that share of them on the GPU as well; all other weights on the GPU.",
     "RAM": "RAM: in RAM, computed by the CPU.",
     "disk": "disk: larger than RAM; experts are read from the file as needed, slower the fewer have room in RAM.",
 }
@@ -88,8 +88,9 @@ def print_fits(found: FittingModels, console: Console, *, everything: bool) -> N
     """One row per model that runs; then what the places mean."""
     name, size, here, licence = (_of_model(column) for column in _MODEL_COLUMNS[:4])
     columns = [name, size, here, text_column("runs in", _fit), licence]
-    print_table(console, columns, found.rows)
-    console.print()
+    if found.rows:
+        print_table(console, columns, found.rows)
+        console.print()
     vram = f"a GPU with {format_bytes(found.memory.vram_bytes)} and " if found.memory.vram_bytes else ""
     ram = f"{format_bytes(found.memory.ram_bytes)} of RAM free"
     say(console, f"With {vram}{ram}.{_left_out(found)}", style="")
@@ -106,6 +107,8 @@ def _of_model(column: Column) -> Column:
 
 
 def _left_out(found: FittingModels) -> str:
+    if not found.rows and found.n_others:
+        return " No model of this list runs with that."
     return (
         f" {found.n_others} more are too large." if found.n_others > 1 else " One more is too large." * found.n_others
     )

@@ -21,7 +21,7 @@ from moeedge.cli.reference import markdown
 from moeedge.ui.chat.commands import help_rows
 from tests.support.commands import all_commands, option_names
 
-_OF_TYPER = {"--help", "--install-completion", "--show-completion"}
+_OF_TYPER = {"-h", "--help", "--install-completion", "--show-completion"}
 _NAME = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -89,6 +89,13 @@ def test_help_shows_every_option(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     for option in all_commands()[name].params:
         assert all(spelling in shown for spelling in spellings(option))
         assert words(option.help) in shown
+
+
+@pytest.mark.parametrize("name", ["", *all_commands()])
+def test_flags_are_shown_without_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later versions of Typer show --version <bool>, which reads as if it took a value."""
+    monkeypatch.setenv("COLUMNS", "400")
+    assert "<bool>" not in help_of(name)
 
 
 @pytest.mark.parametrize("name", all_commands())
