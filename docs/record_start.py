@@ -50,18 +50,25 @@ class Command:
     """A line typed to the shell, and what is typed to the program that it starts."""
 
     line: str
-    messages: Sequence[str] = ()  # to the chat, each once its prompt is shown
+    messages: Sequence[tuple[str, str]] = ()  # to the chat, and the end of what it shows then
 
 
 COMMANDS = (
-    Command("moeedge devices"),
+    Command("moeedge doctor"),
     Command(
         "moeedge chat",
-        ("Tell me a short story about an owl.", "What is 12 + 30?", "/stats", "/help", "/exit"),
+        (
+            ("Tell me a short story about an owl.", "accepted"),
+            ("What is 12 + 30?", "accepted"),
+            ("/stats", "the rest"),
+            ("/help", "Stops an answer"),
+            ("/exit", ""),
+        ),
     ),
-    Command("moeedge chat -p 'What is the capital of France?'"),
-    Command("moeedge bench --dataset toy --limit 4 -r 1"),
-    Command("moeedge list --all"),
+    Command("moeedge chat -q -p 'What is the capital of France?'"),
+    Command("moeedge bench --dataset toy --limit 7 -r 2"),
+    Command("moeedge list --all --fits 12G"),
+    Command("moeedge plan --offline -m qwen3-30b-a3b --vram 12GB"),
 )
 
 
@@ -85,10 +92,11 @@ def record(commands: Sequence[Command]) -> list[tuple[float, str]]:
             terminal.expect(SHELL_PROMPT)
             for command in commands:
                 _type(terminal, command.line)
-                for message in command.messages:
+                for message, shown in command.messages:
                     terminal.expect(PROMPT)
                     terminal.rest(PAUSE_S)
                     _type(terminal, message)
+                    terminal.expect(shown)
                 terminal.expect("\n" + SHELL_PROMPT)
                 terminal.rest(PAUSE_S)
             return [(at_s - begin_s, text.replace(home, "~")) for at_s, text in terminal.events]

@@ -28,7 +28,7 @@ def shown(cast: Path) -> str:
 
 @pytest.mark.slow
 def test_what_is_typed_and_answered_is_recorded(tmp_path: Path) -> None:
-    commands = (Command("moeedge --version"), Command("moeedge chat -n 4 -st", ("Hello",)))
+    commands = (Command("moeedge --version"), Command("moeedge chat -n 4 -st", (("Hello", ""),)))
     events = record_start.record(commands)
     record_start.write_cast(events, tmp_path / "a.cast")
     record_start.write_svg(events, tmp_path / "a.svg")
@@ -44,4 +44,4 @@ def test_the_recording_shows_every_command() -> None:
     assert "Traceback" not in text and "error:" not in text
     for command in record_start.COMMANDS:
         assert command.line in text
-        assert all(message in text for message in command.messages)
+        assert all(message in text for message, _ in command.messages)
