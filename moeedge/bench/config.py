@@ -330,6 +330,9 @@ class SyntheticTest:
             raise ValueError(f"a synthetic test needs tokens: prompt {self.n_prompt}, decoded {self.n_gen}")
 
 
+_MOST = 10**6  # tokens, repetitions, seconds, prompts: beyond what any run takes
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
     """Every choice of a run; recorded in every row."""
@@ -360,8 +363,8 @@ class BenchPlan:
             ("the pause (--delay)", self.delay_s, 0),
             ("--limit", 1 if self.limit is None else self.limit, 1),
         ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+            if not least <= value <= _MOST:
+                raise ValueError(f"{name} must be in {least}..{_MOST:,}, not {value:,}")
         if self.score and self.ignore_eos:
             raise ValueError("--score and --ignore-eos cannot be used together")
         if self.score and self.dataset is None:

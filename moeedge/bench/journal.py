@@ -109,7 +109,7 @@ class Journal:
             head = json.loads(lines[0]) if lines else None
         except (OSError, ValueError) as error:
             raise InputError(f"Cannot read {path}: {error}.", _HINT) from None
-        if not isinstance(head, dict) or head.get("schema") != SCHEMA:
+        if not isinstance(head, dict) or head.get("schema") != SCHEMA or "settings" not in head:
             raise InputError(f"{path} is not the file of an interrupted bench.", _HINT)
         differences = _differences(head["settings"], list(settings))
         if differences:
@@ -136,7 +136,7 @@ class Journal:
                 elif self._is_resumed:
                     self._file.write("\n")  # after a line that an abort cut
             except OSError:
-                self.path = None
+                self._give_up()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -167,13 +167,19 @@ class Journal:
             try:
                 self._write(entry)
             except OSError:
-                self._file.close()
-                self._file = self.path = None
+                self._give_up()
 
     def drop(self) -> None:
         """The run is complete: its file in the cache folder is not needed any more."""
         if self.path is not None and self.path.parent == folder():
             self.path.unlink(missing_ok=True)
+
+    def _give_up(self) -> None:
+        """Nothing is written from here on. Closing fails as well where the disk is full: text is left to write."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = self.path = None
 
     def _write(self, entry: dict[str, Any]) -> None:
         assert self._file is not None

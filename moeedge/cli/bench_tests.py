@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # the sizes of llama-bench
 SYNTHETIC_PROMPT = 512
 SYNTHETIC_ANSWER = 128
+_MAX_VALUES = 1000  # of a range
 
 NPrompt = Annotated[
     str | None,
@@ -129,6 +130,10 @@ def _range(values: Sequence[int], sign: str, option: str) -> list[int]:
     step = values[2] if sign else 1
     if last < first or (sign == "+" and step < 1) or (sign == "*" and (step < 2 or first < 1)):
         raise InputError(f"{option}: a range has no end.", "Write it as first-last+step or first-last*factor.")
+    n_values = (last - first) // step + 1 if sign != "*" else 1
+    if n_values > _MAX_VALUES:
+        message = f"{option}: a range of {n_values:,} values."
+        raise InputError(message, f"At most {_MAX_VALUES:,} are measured in one run.")
     found = [first]
     while (following := found[-1] * step if sign == "*" else found[-1] + step) <= last:
         found.append(following)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench.config import BenchPlan
-from moeedge.bench.journal import LAST, Journal, settings_of
+from moeedge.bench.journal import LAST, Journal, Place, settings_of
 from moeedge.bench.records import BenchRow, read_environment
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
@@ -127,3 +127,26 @@ def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:
         None,
     )
     assert record["other_load"] >= 0 and record["other_load_before"] >= 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_prompt=0, n_gen=0)
+    full = Path("/dev/full")
+    with Journal(full, [settings_of(plan, read_environment())]) as journal:  # its first line does not fit
+        assert journal.path is None
+    _, recorder = measured(plan, begun(plan))
+    place = Place(0, 0, "")
+    later = Journal(full, [], [(place, recorder.samples[0])])
+    _, again = measured(plan, later)  # the first sample does not fit
+    assert later.path is None
+    assert len(again.samples) >= len(recorder.samples) - 1
+
+
+@pytest.mark.parametrize("head", ["", "[]", '{"schema": "other"}', '{"schema": "moeedge-bench-run-1"}', '{"sch'])
+def test_a_foreign_file_is_refused(head: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    file.write_text(head)
+    with pytest.raises(InputError):
+        Journal.resume(str(file), [])
+    assert file.read_text() == head
