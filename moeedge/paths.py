@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moeedge.errors import ModelFileError
+from moeedge.errors import InputError, ModelFileError
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # values of OSError.errno
 _PACKAGE = Path(__file__).resolve().parent
@@ -25,6 +25,18 @@ def _installed(name: str, folders: tuple[Path, ...]) -> Path:
         f"This installation lacks {name}.",
         "Install again from a checkout (pip install .), or name a model with -m FILE.gguf.",
     )
+
+
+def user_path(text: str) -> Path:
+    """Returns the path that a user typed, with ~ and ~NAME replaced. Raises InputError for one that cannot be."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+        return path
+    except RuntimeError:
+        raise InputError(f"There is no home folder for {text}.", "Write the path from / on.") from None
+    except OSError as error:  # too long, or in a folder that cannot be read
+        raise InputError(f"{text} cannot be read: {error.strerror}.") from None
 
 
 def bundled_target() -> Path:

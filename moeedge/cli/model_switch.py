@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moeedge.cli.engine_options import EngineOptions
@@ -12,6 +11,7 @@ from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.notifications import Notify
+from moeedge.paths import user_path
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -58,7 +58,7 @@ class ModelSwitch:
                 "An expert budget belongs to the model that the chat began with.", "Start another chat with -m."
             )
         draft = self._engine.model_draft
-        files = resolve_models(Path(name).expanduser(), draft if draft in _DRAFT_WORDS else "auto")
+        files = resolve_models(user_path(name), draft if draft in _DRAFT_WORDS else "auto")
         config = self._configure(self._engine, files)
         if not config.model.exists():
             raise InputError(f"There is no model {name} here.", "moeedge list shows the names, moeedge pull downloads.")

@@ -235,3 +235,52 @@ def test_help_fits_a_small_terminal(session: Session, tmp_path: Path) -> None:
     show_figures(console, help_rows())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == len(help_rows()) <= 23 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("line", "system"),
+    [
+        ("/set system a = b", "a = b"),
+        ("/set system=x=1 y", "x=1 y"),
+        ("/set system 'a=b'", "'a=b'"),
+        ("/set system", "kind"),  # shown, and kept
+        ('/set system ""', ""),
+    ],
+)
+def test_set_system_takes_the_text_as_it_is(line: str, system: str, session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, ["/system kind", line], tmp_path)
+    assert talk.repl.conversation.system == system
+
+
+@pytest.mark.parametrize("line", ["/set temp=0.5", "/set temp = 0.5", "/set temp= 0.5", "/set temp =0.5"])
+def test_set_takes_a_value_after_an_equals_sign(line: str, session: Session, tmp_path: Path) -> None:
+    assert Talk(session, [line], tmp_path).repl.settings.sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize("name", ["~no-such-user/x", "x" * 300])
+def test_a_name_that_cannot_be_a_file_does_not_end_the_chat(name: str, switch: ModelSwitch, tmp_path: Path) -> None:
+    commands = ["/load", "/save", "/read", "/model", "/set grammar"]
+    talk = Talk(switch.session, [f"{command} {name}" for command in commands], tmp_path, switch=switch)
+    assert talk.code == 0
+    assert talk.err.count(name) == len(commands)
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, "9" * 5000, '{"schema": "moeedge.conversation", "version": 1}', ""])
+def test_a_broken_file_leaves_the_conversation(text: str, session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(text)
+    talk = Talk(session, ["one", f"/load {file}", "/undo", "/undo", "/edit", "/regen"], tmp_path)
+    assert (talk.code, talk.messages) == (0, [])
+    assert str(file) in talk.err
+
+
+def test_ctrl_c_twice_in_a_change_of_model_ends_the_chat_which_stays(tiny: TinyFactory, tmp_path: Path) -> None:
+    """The old model was being opened again: there is none to go on with."""
+    with Session.open(EngineConfig(model=tiny("qwen3moe"), n_ctx=512, n_threads=1)) as session:
+
+        def switch(name: str) -> Session:
+            session.close()
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            Talk(session, ["one", "/model other", "two"], tmp_path, switch=switch)

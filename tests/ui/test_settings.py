@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import InputError
-from moeedge.ui.chat.settings import Settings, change, listing, names, seed_or_random
+from moeedge.ui.chat.settings import Settings, change, listing, names, restored, seed_or_random
 from moeedge.ui.console import show_figures
 
 
@@ -87,3 +87,9 @@ def test_every_setting_says_what_it_does() -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == len(rows) - 1 == len(names()) - 1
     assert all(len(row.value.split("  ")[-1].split()) >= 3 for row in rows)
+
+
+@pytest.mark.parametrize("n_predict", [float("inf"), float("nan"), "many", None, -7])
+def test_unreadable_settings_of_a_saved_chat_change_nothing(n_predict: object) -> None:
+    current = Settings(n_predict=5)
+    assert restored({"sampling": {}, "n_predict": n_predict}, current) == current

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from moeedge.engine.conversation import read_text
 from moeedge.errors import InputError
+from moeedge.paths import user_path
 from moeedge.ui.chat import greeting, sessions
 from moeedge.ui.chat import settings as setting_table
 from moeedge.ui.chat.answer_figures import answer_rows, total_rows
@@ -120,14 +121,16 @@ def _system(chat: Chat, argument: str) -> Result:
 
 
 def _set(chat: Chat, argument: str) -> Result:
-    name, _, value = argument.replace("=", " ", 1).partition(" ")
+    name, blank, value = argument.partition(" ")
+    name, equals, begun = name.partition("=")  # NAME=VALUE; an = within the value is part of it
+    value = f"{begun}{blank}{value}" if equals else value.lstrip().removeprefix("=")
     name, value = _FROM_OLLAMA.get(name, name), value.strip()
     if name == "parameter":  # as ollama's /set parameter NAME VALUE
         return _set(chat, value)
     if name in _NOT_HERE:
         raise InputError(f"There is no setting {name} here.", _NOT_HERE[name])
     if name == "system":
-        return _system(chat, value.strip('"') or '""')
+        return _system(chat, value and (value.strip('"') or '""'))
     if name == "think" and not value:
         value = "on"
     if " " in name and not value:
@@ -204,7 +207,7 @@ def _resume(chat: Chat, argument: str) -> Result:
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise InputError(f"{command} takes the name of a file.")
-    return Path(argument).expanduser()
+    return user_path(argument)
 
 
 COMMANDS = (

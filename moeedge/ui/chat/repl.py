@@ -257,7 +257,7 @@ class Repl:
         except KeyboardInterrupt:
             self._say("The message stays as it was." if edited else "Use /exit or Ctrl-D to leave.")
             return Next.READ
-        if edited and line and not line.startswith("/"):
+        if edited and line.strip() and not line.startswith("/"):
             self._before_edit = self.conversation.messages[-2:]
             self.conversation.undo()
         return self._carry_out(line)
@@ -292,6 +292,8 @@ class Repl:
         except Ended:
             raise
         except KeyboardInterrupt:  # Ctrl-C before or after the answer must not end the chat
+            if self.session.target.is_closed:  # a second one, while /model or /set ctx opened the old one again
+                raise
             self.conversation.take_back()
             return Next.READ
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from moeedge.engine.types import MAX_GAMMA, MAX_N_CTX, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.llama.chat_template import MODEL_TEMPLATE, THINK_WORDS, TemplateChoice
+from moeedge.paths import user_path
 from moeedge.ui.figures import Figure
 
 StatsLevel = Literal["line", "full", "off"]
@@ -127,7 +127,7 @@ def _grammar(text: str) -> str:
     from moeedge.llama.json_schema import schema_grammar
     from moeedge.llama.samplers import check_grammar
 
-    path = Path(text).expanduser()
+    path = user_path(text)
     content = schema_grammar(read_text(path)).text if path.suffix == ".json" else read_text(path)
     check_grammar(content)
     return content
@@ -140,7 +140,7 @@ def _not_enforced(text: str) -> str:
     from moeedge.engine.conversation import read_text
     from moeedge.llama.json_schema import schema_grammar
 
-    ignored = schema_grammar(read_text(Path(text).expanduser())).ignored
+    ignored = schema_grammar(read_text(user_path(text))).ignored
     return f" (not enforced: {', '.join(ignored)})" if ignored else ""
 
 
@@ -202,7 +202,7 @@ def restored(saved: dict[str, Any], current: Settings) -> Settings:
         sampling = SamplingConfig(**saved["sampling"])
         template = TemplateChoice(**saved.get("template", {}))
         return replace(current, sampling=sampling, n_predict=int(saved["n_predict"]), template=template)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return current
 
 
