@@ -364,7 +364,7 @@ class BenchPlan:
             ("--limit", 1 if self.limit is None else self.limit, 1),
         ):
             if not least <= value <= _MOST:
-                raise ValueError(f"{name} must be in {least}..{_MOST:,}, not {value:,}")
+                raise ValueError(f"{name} must be from {least} to {_MOST:,}, not {value:,}")
         if self.score and self.ignore_eos:
             raise ValueError("--score and --ignore-eos cannot be used together")
         if self.score and self.dataset is None:

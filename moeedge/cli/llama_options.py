@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -290,8 +291,8 @@ class LlamaOptions:
         return (*plain, *scaled)
 
     def _rope(self) -> RopeSettings:
-        if self.rope_scale is not None and not self.rope_scale > 0:
-            raise ValueError(f"--rope-scale must be > 0, not {self.rope_scale}")
+        if self.rope_scale is not None and not 0 < self.rope_scale < math.inf:
+            raise ValueError(f"--rope-scale must be > 0 and finite, not {self.rope_scale}")
         scale = 1 / self.rope_scale if self.rope_scale is not None else self.rope_freq_scale
         given = {
             "scaling": self.rope_scaling,

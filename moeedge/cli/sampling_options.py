@@ -5,22 +5,22 @@ Defaults are llama.cpp's.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from moeedge.cli import options
-from moeedge.cli.common import text_of, unescaped
+from moeedge.cli.common import text_of, unescaped, valid_text
 from moeedge.cli.declare import option
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig
 from moeedge.errors import InputError
+from moeedge.json_input import read_json
 from moeedge.llama.chat_template import THINK_WORDS, TemplateChoice
 
 _LETTERS = {letter: name for name, letter in SAMPLERS.items()}
 _LOGIT_BIAS = re.compile(r"(\d+)([+-])(inf|\d*\.?\d+(?:e[+-]?\d+)?)", re.IGNORECASE)
-_NEVER = -1e30  # of a logit; JSON has no infinity
+_ALWAYS = 1e30  # added to a logit; JSON has no infinity
 _SAMPLER_NAMES = ", ".join(SAMPLERS)
 
 TopK = Annotated[
@@ -297,7 +297,7 @@ class SamplingOptions:
         """The engine's configuration, without the grammar. Raises ValueError and InputError for wrong values."""
         from moeedge.ui.chat.settings import seed_or_random
 
-        breakers = tuple(self.dry_sequence_breaker) or SamplingConfig.dry_sequence_breakers
+        breakers = tuple(map(valid_text, self.dry_sequence_breaker)) or SamplingConfig.dry_sequence_breakers
         return SamplingConfig(
             temperature=self.temp,
             top_k=self.top_k,
@@ -322,7 +322,7 @@ class SamplingOptions:
             seed=seed_or_random(self.seed),
             logit_bias=tuple(_logit_bias(text) for text in self.logit_bias),
             ignore_eos=self.ignore_eos,
-            stop=tuple(self.reverse_prompt),
+            stop=tuple(map(valid_text, self.reverse_prompt)),
         )
 
     def grammar_text(self) -> tuple[str, list[str]]:
@@ -378,13 +378,15 @@ class TemplateOptions:
 
     def choice(self) -> TemplateChoice:
         """The template and its variables. Raises InputError for wrong values."""
-        source = text_of(self.chat_template, self.chat_template_file, "--chat-template", "--chat-template-file") or ""
+        source = text_of(self.chat_template, self.chat_template_file, "--chat-template", "--chat-template-file")
+        if source is not None and not source.strip():
+            raise InputError("The chat template is empty.", "Leave it out for the model's own, or give --raw for none.")
         arguments: dict[str, Any] = {}
         if self.chat_template_kwargs is not None:
             try:
-                arguments = json.loads(self.chat_template_kwargs)
-            except json.JSONDecodeError as error:
-                what = f"--chat-template-kwargs is not JSON: {error.msg} in column {error.colno}."
+                arguments = read_json(self.chat_template_kwargs)
+            except ValueError as error:
+                what = f"--chat-template-kwargs is not JSON: {error}."
                 raise InputError(what, """Write for instance '{"enable_thinking": false}'.""") from None
             if not isinstance(arguments, dict):
                 raise InputError("--chat-template-kwargs is not a JSON object.", """Write '{"NAME": VALUE}'.""")
@@ -393,7 +395,7 @@ class TemplateOptions:
         think = THINK_WORDS.get(self.think.lower())
         if think is None:
             raise InputError(f"Unknown value of --think: {self.think!r}.", f"Choose from: {', '.join(THINK_WORDS)}.")
-        return TemplateChoice(source, arguments, think)
+        return TemplateChoice(source or "", arguments, think)
 
 
 def _sampler(name: str) -> str:
@@ -410,5 +412,5 @@ def _logit_bias(text: str) -> tuple[int, float]:
     match = _LOGIT_BIAS.fullmatch(text.strip())
     if match is None:
         raise InputError(f"--logit-bias takes a token's id and a number, not {text!r}.", "Write for instance 15043+1.")
-    bias = float(match[3])
-    return int(match[1]), max(-bias if match[2] == "-" else bias, _NEVER)
+    bias = min(float(match[3]), _ALWAYS)
+    return int(match[1]), -bias if match[2] == "-" else bias

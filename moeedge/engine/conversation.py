@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
+from moeedge.json_input import read_json
 from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.reasoning import ReasoningTags, split_reasoning
 from moeedge.paths import replace_file
@@ -119,11 +120,9 @@ class Conversation:
     def from_json(cls, text: str) -> Conversation:
         """Read what `to_json` wrote. Raises InputError for any other text."""
         try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"This is not a saved conversation: it is not JSON (line {error.lineno}, column {error.colno})."
-            ) from None
+            document = read_json(text)
+        except ValueError as error:
+            raise InputError(f"This is not a saved conversation: it is not JSON ({error}).") from None
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             raise InputError("This is not a saved conversation.", "/save FILE writes one.")
         if document.get("version") != VERSION:

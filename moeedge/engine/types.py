@@ -166,8 +166,9 @@ class EngineConfig:
             raise ValueError(f"n_cpu_moe (-ncmoe) must be 0 or more, not {self.n_cpu_moe}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
             raise ValueError(f"the context (-c) must be from 0 (automatic) to {MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
-        if not (1 <= self.n_batch <= MAX_N_BATCH and 1 <= self.n_ubatch <= MAX_N_BATCH):
-            raise ValueError(f"batches (-b, -ub) must be from 1 to {MAX_N_BATCH:,} tokens, not {self.n_batch:,}")
+        for n_tokens, option in ((self.n_batch, "-b"), (self.n_ubatch, "-ub")):
+            if not 1 <= n_tokens <= MAX_N_BATCH:
+                raise ValueError(f"a batch ({option}) must be from 1 to {MAX_N_BATCH:,} tokens, not {n_tokens:,}")
         self.context.with_types(self.draft_type_k, self.draft_type_v)
         if self.load.overrides and isinstance(self.ram, int):
             raise ValueError("-ot and --ram cannot be used together: experts in RAM are loaded from the file as needed")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from moeedge.errors import InputError
+from moeedge.json_input import read_json
 
 ANY_OBJECT = '{"type": "object"}'
 _ANY: dict[str, Any] = {"type": ["object", "array", "string", "number", "boolean", "null"]}
@@ -57,15 +58,13 @@ class SchemaGrammar(NamedTuple):
 def schema_grammar(text: str) -> SchemaGrammar:
     """The grammar of the JSON values that follow the JSON schema `text`. Raises InputError for text that is none."""
     try:
-        schema = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"The JSON schema is not JSON: {error.msg} in line {error.lineno}, column {error.colno}.", _HINT
-        ) from None
+        schema = read_json(text)
+    except ValueError as error:
+        raise InputError(f"The JSON schema is not JSON: {error}.", _HINT) from None
     if not isinstance(schema, dict):
         raise InputError("The JSON schema is not an object.", _HINT)
-    ignored = sorted(set(_ignored(schema)))
     try:
+        ignored = sorted(set(_ignored(schema)))
         known = _convertible(schema, is_root=True)
         grammar = _convert(known)
     except InputError:

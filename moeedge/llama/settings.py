@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from moeedge.hardware.spec import MAX_N_THREADS
+
 FlashAttention = Literal["auto", "on", "off"]
 RopeScaling = Literal["none", "linear", "yarn"]
 LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap+mlock", "dio"]
@@ -95,8 +97,10 @@ class ContextSettings:
                 raise ValueError(f"unknown type {name!r} of a KV cache ({option}): choose from {', '.join(KV_TYPES)}")
         if KV_TYPES[self.type_v].is_quantized and self.flash_attn == "off":
             raise ValueError(f"a V cache of type {self.type_v} (-ctv) needs flash attention: leave out -fa off")
-        if self.n_threads_batch < 0:
-            raise ValueError(f"the threads for batches (-tb) must be >= 0, not {self.n_threads_batch}")
+        if not 0 <= self.n_threads_batch <= MAX_N_THREADS:
+            raise ValueError(
+                f"the threads for batches (-tb) must be from 0 to {MAX_N_THREADS}, not {self.n_threads_batch}"
+            )
 
     def with_types(self, type_k: str, type_v: str) -> ContextSettings:
         """The same for a draft model, which has its own types and no adapters."""

@@ -27,6 +27,17 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+# what a template's own expressions raise
+_REJECTIONS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+
 
 class _GenerationTag(jinja2.ext.Extension):
     """The tag {% generation %}, which marks the assistant's part for training: a prompt contains only its body."""
@@ -83,12 +94,12 @@ class ChatFormat:
         """
         try:
             return self._render(messages, add_assistant, arguments or {})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except _REJECTIONS as error:
             folded = _fold_system(messages)
             if folded != messages:
                 try:
                     return self._render(folded, add_assistant, arguments or {})
-                except (jinja2.TemplateError, TypeError, ValueError, LookupError):
+                except _REJECTIONS:
                     pass  # report the first error
             raise self._error("{} rejects this conversation", error) from error
 

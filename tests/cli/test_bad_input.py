@@ -49,6 +49,7 @@ BUDGET = {
     "--expert-budget 8 --budget-prefer-resident 2": "resident 0 1",
     "--expert-budget off --budget-policy truncation": "--budget-policy --expert-budget",
 }
+NESTED = "[" * 60_000
 # command and options that all its cases have: option: what the message names
 REFUSED = {
     "chat": {"": "-p standard input", "-o json": "-p standard input", "-p '  '": "-p blank"},
@@ -69,6 +70,16 @@ REFUSED = {
         "--draft-max=--5": "--draft-max auto '--5'",
         "-c 8": "context 8 -c",
         "--raw -sys 'be kind'": "-sys template --raw",
+        "-ub -1": "-ub from 1 to 1,048,576 -1",
+        "-b 0": "-b from 1 to 1,048,576 0",
+        "-tb 513": "-tb from 0 to 512 513",
+        "--rope-scale inf": "--rope-scale finite inf",
+        "--chat-template ''": "template empty",
+        "--chat-template '{{ 1 // 0 }}'": "template --chat-template by zero",
+        "--chat-template '{% for i in range(10 ** 9) %}{% endfor %}'": "template --chat-template range",
+        f"--chat-template-kwargs {NESTED}": "--chat-template-kwargs JSON nested",
+        f"--chat-template-kwargs {'9' * 5000}": "--chat-template-kwargs JSON digits",
+        f"-j {NESTED}": "schema JSON nested",
         "-o yaml": "'yaml' text, json",
     },
     "profile": {
@@ -104,7 +115,12 @@ REFUSED = {
         "--dataset mtbanch": "'mtbanch' mtbench humaneval",
         "--modes stock": "mode 'stock' moeedge-ar",
         "-p 0 -n 0": "Nothing measure -p -n",
-        "-r 0": "-r least 1",
+        "-r 0": "-r from 1 to 1,000,000, not 0",
+        "-r 99999999999999": "-r from 1 to 1,000,000 99,999,999,999,999",
+        "-p 8 --delay nan": "--delay from 0 to 1,000,000 nan",
+        "-p 8 --delay inf": "--delay from 0 to 1,000,000 inf",
+        "-p 0-99999999999": "-p range 100,000,000,000 values",
+        "-p 8 --resume /dev/null": "/dev/null interrupted bench",
         "--draft-max 99": "--draft-max from 0 to 64",
         "--policy spac,oracle": "'oracle' spac, spac-paper, spac-program, lru, lfu",
         "--policy none": "'none' cache",
@@ -120,7 +136,7 @@ REFUSED = {
     },
     "bench --dataset sample": {
         "--limit -1": "--limit least 0",
-        "-n 0": "-n least 1",
+        "-n 0": "-n from 1 to 1,000,000",
         "-c 16": "prompt fits context 16 -c",
         "--trace-out no/out.npz": "no/out.npz cannot written",
         "--trace-out out.npz --modes stock-ar": "modes no routing --modes",

@@ -40,6 +40,7 @@ def test_options_reach_the_samplers() -> None:
     "options",
     [
         ("--logit-bias", "65+30"),
+        ("--logit-bias", "65+1e400"),
         ("--logit-bias", "69-inf", "-l", "65+0.5"),
         ("--presence-penalty", "40"),
         ("--frequency-penalty", "40"),

@@ -79,7 +79,7 @@ def document(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{,", "not JSON (line 1, column 2)"),
+        ("{,", "line 1, column 2"),
         ("[]", "not a saved conversation"),
         (document(schema="other"), "not a saved conversation"),
         (document(version=2), "version 2, this program reads 1"),

@@ -1,0 +1,18 @@
+"""JSON that a user wrote or that comes from a file: one error for all that can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError with what is wrong and where, also for nesting beyond Python's."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} in line {error.lineno}, column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("values are nested too deeply") from None
+    except ValueError:  # an integer of more digits than Python converts
+        raise ValueError("a number has too many digits") from None
