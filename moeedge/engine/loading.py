@@ -166,7 +166,12 @@ def n_snapshots(config: EngineConfig, model: Model) -> int:
     """States that a recurrent target keeps, so that so many drafts can be taken back."""
     if not model.keeps_snapshots or config.draft is None:
         return 0
-    return min(GAMMA_MAX if config.auto_gamma and config.gamma else config.gamma, _MAX_SNAPSHOTS)
+    return min(GAMMA_MAX if config.auto_gamma and config.gamma else config.gamma, _most_snapshots(config))
+
+
+def _most_snapshots(config: EngineConfig) -> int:
+    """llama.cpp ends the process where a graph of -ub tokens cannot hold all drafts, the token before and one more."""
+    return max(0, min(_MAX_SNAPSHOTS, min(config.n_batch, config.n_ubatch) - 2))
 
 
 def make_head_context(config: EngineConfig, model: Model, kind: HeadKind, target: Context) -> HeadContext:
@@ -176,7 +181,7 @@ def make_head_context(config: EngineConfig, model: Model, kind: HeadKind, target
         kind,
         target,
         n_threads=config.n_threads,
-        n_ubatch=config.n_ubatch,
+        n_ubatch=max(config.n_ubatch, config.n_outputs),  # all drafts of a step may be one batch, whatever -ub says
         n_outputs=config.n_outputs,
         op_offload=config.op_offload and model.dense is None,
         settings=config.draft_context,
@@ -220,8 +225,15 @@ def choose_draft(
     if not model.can_reject_drafts:
         notes.append(f"Speculation is off: {model.info.architecture} models cannot take rejected tokens back.")
         return ChosenDraft()
-    if model.keeps_snapshots and not config.auto_gamma and config.gamma > _MAX_SNAPSHOTS:
-        notes.append(f"Drafts are limited to {_MAX_SNAPSHOTS} tokens: the model needs a copy of its state for each.")
+    if model.keeps_snapshots:
+        most = _most_snapshots(config)
+        if most == 0:
+            notes.append("Speculation is off: this model takes tokens back in batches (-b, -ub) of 3 or more.")
+            return ChosenDraft()
+        if most < _MAX_SNAPSHOTS and config.gamma > most:
+            notes.append(f"Drafts are limited to {most} tokens: longer ones need larger batches (-b, -ub).")
+        elif not config.auto_gamma and config.gamma > most:
+            notes.append(f"Drafts are limited to {most} tokens: the model needs a copy of its state for each.")
     if config.draft == "ngram":
         return ChosenDraft(use_ngram=True)
     if config.draft == "mtp":

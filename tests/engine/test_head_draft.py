@@ -291,6 +291,16 @@ def test_a_block_ends_where_its_tokens_are_not_sure(tiny: TinyFactory) -> None:
             assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, N_PREDICT)[0], variant)
 
 
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("sizes", [(1, 512), (64, 2), (64, 3)], ids=str)
+def test_batches_smaller_than_a_draft(case: str, sizes: tuple[int, int], tiny: TinyFactory) -> None:
+    pair = files(tiny, case)
+    with StockContext(pair[0], n_ctx=512) as stock:
+        expected, _ = stock.greedy(PROMPT, 20)
+        with Session.open(options(pair, n_batch=sizes[0], n_ubatch=sizes[1])) as session:
+            assert_greedy(stock, PROMPT, answer(session, n_predict=20), expected, f"{case} {sizes}")
+
+
 def test_experts_from_the_file(tiny: TinyFactory) -> None:
     """Where experts are loaded on demand, those of the head are in memory with the dense weights."""
     pair = files(tiny, "mtp-glm4moe")

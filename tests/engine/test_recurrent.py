@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,16 @@ def test_ctrl_c_loses_the_state_of_a_model_with_snapshots(
         assert cut.stop_reason == "interrupted"
         resumed = [*prompt, *cut.tokens]
         assert_greedy(stock, resumed, answer(session, resumed)[0], stock.greedy(resumed, 20)[0], "resumed")
+
+
+@pytest.mark.parametrize(("n_ubatch", "gamma"), [(1, 0), (2, 0), (3, 1), (5, 3), (12, 8)])
+def test_small_batches_shorten_drafts(hybrid: Path, n_ubatch: int, gamma: int) -> None:
+    """llama.cpp ends the process where a graph has no room for the drafts that it may have to take back."""
+    library.start()
+    config = EngineConfig(model=hybrid, draft="ngram", gamma=8, n_ctx=256, n_threads=1, device="none")
+    config = replace(config, n_batch=64, n_ubatch=n_ubatch)
+    with Session.open(config) as session, StockContext(hybrid) as stock:
+        assert session.info.gamma == session.target.n_snapshots == gamma
+        assert any("-ub" in note for note in session.info.notes) == (gamma < 8)
+        tokens, _ = answer(session, PROMPT * 3)
+        assert_greedy(stock, PROMPT * 3, tokens, stock.greedy(PROMPT * 3, 20)[0], f"-ub {n_ubatch}")
