@@ -200,7 +200,13 @@ class GrammarSampler(Sampler):
             allowed = np.flatnonzero(row > -np.inf)
             if np.isin(allowed, self._model.eog_tokens).all():  # the grammar is complete
                 return Candidates.certain(int(allowed[0]))
-        return self._plain.candidates(row, seen)
+        found = self._plain.candidates(row, seen)
+        kept = row[np.asarray(found.ids)] > -np.inf
+        if kept.all():
+            return found
+        if not kept.any():  # infill puts the end of the answer in the place of what is unlikely
+            raise EngineError("The samplers leave no token that the grammar allows.", "Change --samplers.")
+        return _mixed([(found, 1.0, kept)], 1.0 / _sum(found, kept))
 
     def _possible_logits(self, logits: FloatRow, seen: list[int]) -> FloatRow | None:
         """The logits of the most likely allowed tokens, others -inf, where top-k drops the others anyway."""

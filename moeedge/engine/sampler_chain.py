@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _ALL_TOKENS = 1 << 17  # what repeat_last_n -1 means: llama.cpp's window has a size
 _MIN_KEEP = 0
+_NEED_POSSIBLE = ("typ_p", "xtc")  # with tokens of probability 0 the entropy is no number, and xtc may keep only these
 
 # llama.cpp's function and its parameters, by the name in --samplers
 _FILTERS: dict[str, Callable[[SamplingConfig, int], tuple[Any, ...]]] = {
@@ -72,6 +73,7 @@ class ChainSampler(Sampler):
         super().__init__(config, n_vocab)
         self.greedy = False  # temperature 0 is one of the filters, and leaves one candidate
         self._names = config.samplers
+        self._may_overflow = config.temperature <= config.dynatemp_range  # a temperature of 0, or next to it
         self.use(model)
         windows = {
             "penalties": _ALL_TOKENS if config.repeat_last_n < 0 else config.repeat_last_n,
@@ -109,10 +111,17 @@ class ChainSampler(Sampler):
             row = logits.copy()
             known = self._bias_ids < len(row)
             row[self._bias_ids[known]] += self._bias[known]
+            if not math.isfinite(float(row.max())):
+                raise EngineError("Every token is excluded.", "Change --logit-bias, or the grammar.")
         self._tokens.fill(row)
         for name, sampler in zip(self._names, path.filters, strict=True):
-            if name != "xtc" or self._takes_xtc():
-                sampler.apply(self._tokens)
+            if name == "xtc" and not self._takes_xtc():
+                continue
+            if name in _NEED_POSSIBLE:
+                self._tokens.drop_excluded()  # by a bias, a grammar, or top_n_sigma
+            sampler.apply(self._tokens)
+            if name == "temperature" and self._may_overflow:
+                self._tokens.drop_excluded()
         ids, values = self._tokens.read()
         if len(ids) > SHORT:
             weights = np.exp(values.astype(np.float64) - float(values.max()))

@@ -54,6 +54,22 @@ class TokenArray:
         self.array.data = ctypes.cast(self._start, ctypes.POINTER(lib.llama_token_data))
         self.array.size, self.array.selected, self.array.sorted = n, -1, False
 
+    def drop_excluded(self) -> None:
+        """Leaves out tokens with a logit of -inf: with them some filters compute 0 log 0, or keep nothing else.
+
+        Sorted tokens whose first is not finite either, as a temperature next to 0 makes them, leave that one.
+        """
+        ids, logits = self.read()
+        kept = logits > -np.inf
+        if self.array.sorted and len(logits) and not np.isfinite(logits[0]):
+            kept[:], kept[0] = False, True
+            logits[0] = 0
+        n = int(np.count_nonzero(kept))
+        if n < len(logits):
+            self._data["id"][:n], self._data["logit"][:n] = ids[kept], logits[kept]
+            self.array.data = ctypes.cast(self._start, ctypes.POINTER(lib.llama_token_data))
+            self.array.size, self.array.selected = n, -1
+
     def read(self) -> tuple[IntRow, FloatRow]:
         """Ids and logits of the tokens that are left; views until the next `fill`."""
         first = (ctypes.addressof(self.array.data.contents) - self._start) // _TOKEN.itemsize

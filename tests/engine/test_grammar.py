@@ -290,6 +290,13 @@ def test_the_most_likely_allowed_token_may_be_far_from_the_top(model: Model) -> 
         nothing.accept(logits[None], [], [], [])
 
 
+def test_a_filter_that_puts_a_refused_token_in_place_does_not_end_the_process(model: Model) -> None:
+    """llama.cpp does where a grammar takes in a token that it refuses; infill draws the end of the answer."""
+    config = SamplingConfig(temperature=1, seed=1, grammar="root ::= [a-z]{5}", samplers=("infill",))
+    with pytest.raises(EngineError):
+        new_sampler(config, model).accept(np.zeros((1, N_VOCAB), dtype=np.float32), [], [], [])
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [

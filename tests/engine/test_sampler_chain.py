@@ -10,7 +10,7 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -108,6 +108,8 @@ configs = st.builds(
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), configs)
 def test_candidates_are_those_of_llama_cpps_chain(model: Model, seed: int, config: SamplingConfig) -> None:
+    excludes = config.ignore_eos or config.logit_bias or config.top_n_sigma > 0
+    assume(config.typical_p == 1 or not excludes)  # llama.cpp computes 0 log 0
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, N_VOCAB).astype(np.float32)
     history = rng.integers(60, 64, rng.integers(0, 20)).tolist()  # with repetitions, for dry
@@ -115,6 +117,42 @@ def test_candidates_are_those_of_llama_cpps_chain(model: Model, seed: int, confi
     found = dense(ChainSampler(config, model).candidates(logits, history))
     np.testing.assert_allclose(found, reference(model, logits, config, history), atol=2e-5)
     np.testing.assert_array_equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"typical_p": 0.5}, {"xtc_probability": 1.0, "xtc_threshold": 0.0}),
+        {"top_n_sigma": 1.0, "typical_p": 0.5, "samplers": ("top_n_sigma", "typ_p")},
+        {"temperature": 0.0, "xtc_probability": 1.0, "samplers": ("temperature", "xtc", "typ_p")},
+    ],
+    ids=str,
+)
+def test_excluded_tokens_are_none_of_the_candidates(model: Model, changes: dict[str, Any]) -> None:
+    """With them llama.cpp's filters compute 0 log 0, and may keep nothing else."""
+    logits = np.random.default_rng(3).normal(0, 3, N_VOCAB).astype(np.float32)
+    allowed = [7, 70, 170]
+    excluding = np.full_like(logits, -np.inf)
+    excluding[allowed] = logits[allowed]
+    found = dense(ChainSampler(SamplingConfig(**changes), model).candidates(excluding, []))
+    assert set(np.flatnonzero(found)) <= set(allowed)
+    assert found.sum() == pytest.approx(1)
+
+
+def test_nothing_is_left_where_a_bias_excludes_all(model: Model) -> None:
+    config = SamplingConfig(logit_bias=tuple((token, -np.inf) for token in range(N_VOCAB)))
+    with pytest.raises(EngineError):
+        ChainSampler(config, model).candidates(np.zeros(N_VOCAB, dtype=np.float32), [])
+
+
+def test_a_temperature_next_to_0_leaves_the_best(model: Model) -> None:
+    """The entropy of certain logits is nearly 0; divided by such a temperature they are not finite."""
+    logits = np.zeros(N_VOCAB, dtype=np.float32)
+    logits[5] = 85.0
+    config = SamplingConfig(
+        temperature=0.5, dynatemp_range=0.5, dynatemp_exponent=1.15, samplers=("temperature", "min_p")
+    )
+    assert ChainSampler(config, model).candidates(logits, []) == Candidates([5], [1.0])
 
 
 @settings(max_examples=50, deadline=None)
@@ -132,7 +170,7 @@ def test_the_chain_and_the_fast_default_agree(model: Model, seed: int, penalty: 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"typical_p": 0.6}, {"xtc_probability": 0.5}, {"frequency_penalty": 1.5}, {"dry_multiplier": 2.0}],
+    [{"typical_p": 0.9}, {"xtc_probability": 0.5}, {"frequency_penalty": 1.5}, {"dry_multiplier": 2.0}],
     ids=str,
 )
 def test_drafts_keep_the_distribution(model: Model, changes: dict[str, Any]) -> None:
