@@ -16,7 +16,6 @@ from moeedge.cli import options
 from moeedge.cli.common import EXIT_FAILURE, print_error, show_log
 from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
-from moeedge.data import load_dataset
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -104,6 +103,8 @@ def ablate(
     placement = PlacementOptions(cache_ratio=cache_ratio, policy=system.value)
     config = engine.config(placement.config(), emulate_bundled=True)
     name = dataset or ("toy" if paths.is_bundled(config.model) else "sample")
+    from moeedge.data import load_dataset
+
     prompts = load_dataset(name).limited(limit or None).prompts
     _check(config.model, cutoffs, cache_ratio)
     err = stderr_console()

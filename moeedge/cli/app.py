@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
@@ -128,6 +129,9 @@ class LazyGroup(TyperGroup):
             raise unknown_command(typed, COMMANDS)
         command = load_command(name)
         if ctx.resilient_parsing:
+            for each in (command, *getattr(command, "commands", {}).values()):
+                for param in each.get_params(ctx):
+                    param.process_value = _unread
             return name, command, rest
         inner = getattr(command, "commands", {}).get(rest[0]) if rest else None
         if inner is not None:
@@ -143,7 +147,7 @@ class LazyGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command, the import of its module included, with errors turned into exit codes."""
-        with cli_errors():
+        with environment_kept(), cli_errors():
             try:
                 return super().invoke(ctx)
             except _UsageError as error:
@@ -159,6 +163,18 @@ class LazyGroup(TyperGroup):
                     raise
                 hint = f"See moeedge {ctx.obj.speller.name} --help. {ctx.obj.origin}"
                 raise InputError(f"{name_options(str(error), ctx.obj.speller.spellings)}.", hint.strip()) from None
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """What options set in the environment ends with the command: a program may run several."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name not in before]:
+            del os.environ[name]
+        os.environ |= {name: value for name, value in before.items() if os.environ.get(name) != value}
 
 
 @dataclass(frozen=True)
@@ -226,6 +242,11 @@ def load_command(name: str) -> Any:
     return command
 
 
+def _unread(ctx: Any, value: Any) -> Any:
+    """A value of an unfinished line, as it was typed: reading it would load pydantic."""
+    return value
+
+
 def positions(name: str) -> tuple[str, ...]:
     """The options that words without a dash stand for where the command is typed under this name."""
     return _WORDS.get(name, ())
@@ -246,8 +267,10 @@ def _flow_help(command: Any) -> None:
 def _bare_flags(params: Sequence[Any]) -> Sequence[Any]:
     """Shows options without a value as such: later versions of Typer put <bool> behind them, as if they took one."""
     for param in params:
-        if getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""
+        if getattr(param, "is_flag", False):
+            param.metavar = param.metavar or ""
+            if not param.expose_value and param.default is None:  # --help and those of completion
+                param.default = False  # which Typer takes as it is; to read None it loads pydantic, for 50 ms
     return params
 
 

@@ -28,13 +28,13 @@ from moeedge.cli.common import accept_any_text, show_log
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
 from moeedge.cli.llama_options import LlamaOptions
-from moeedge.data import Dataset, EvaluationText, load_datasets
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.bench.config import BenchMode, BenchPlan, BudgetSweep, Sweep, SyntheticTest
     from moeedge.bench.records import BenchRow
     from moeedge.bench.runner import Bench
+    from moeedge.data import Dataset, EvaluationText
     from moeedge.engine.types import EngineConfig
     from moeedge.ui.progress import BenchProgress
 
@@ -218,7 +218,11 @@ def bench(
         compares = (sweeps or speculation.asked or bool(counts)) and not synthetic.is_asked
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
-    prompts = None if dataset is None else load_datasets(dataset, offline_sample=offline_sample)
+    prompts = None
+    if dataset is not None:
+        from moeedge.data import load_datasets
+
+        prompts = load_datasets(dataset, offline_sample=offline_sample)
     plan, notes = make_bench_plan(
         base,
         _default_modes(base, counts) if modes is None else modes,

@@ -10,13 +10,12 @@ from moeedge import paths
 from moeedge.cli import budget_options, options
 from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number, read_file
 from moeedge.cli.declare import derive, list_of, option
-from moeedge.data import EvaluationText, load_text
-from moeedge.data.texts import TOY_TEXT
 from moeedge.errors import InputError
 from moeedge.notifications import Notify
 
 if TYPE_CHECKING:
     from moeedge.bench.config import DraftLength
+    from moeedge.data import EvaluationText
     from moeedge.policies.expert_budget import ExpertBudget
 
 _NO_TEXT = "none"
@@ -101,6 +100,8 @@ class BudgetSweepOptions:
 
     def text(self, model: Path) -> EvaluationText | None:
         """The text of --perplexity. Raises DatasetError."""
+        from moeedge.data.texts import TOY_TEXT, load_text
+
         name = self.perplexity
         if name is None and self.expert_budget is not None and paths.is_bundled(model):
             name = TOY_TEXT

@@ -13,7 +13,6 @@ from moeedge.cli import options, trace_options
 from moeedge.cli.common import integers, names, show_log
 from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import EngineOptions
-from moeedge.data import load_dataset
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -133,6 +132,7 @@ def fit(
         others=_machines(what_if_hardware),
         acceptance_chance=acceptance_chance,
     )
+    from moeedge.data import load_dataset
     from moeedge.scheduler.config import PlacementConfig
 
     config = engine.config(PlacementConfig(cache_ratio=0.0))  # an expert cache would change while times are taken

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from moeedge.cli import options
 from moeedge.cli.common import text_of
 from moeedge.cli.declare import list_of
-from moeedge.data import load_dataset
-from moeedge.data.datasets import SAMPLE, TOY
-from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EmptyPromptError, InputError
+
+if TYPE_CHECKING:
+    from moeedge.data import Prompt
 
 Datasets = Annotated[str | None, list_of(options.Dataset)]
 
@@ -42,6 +42,9 @@ class TextOptions:
 
         bundled: the bundled model answers, by default prompts of the kind that it was trained on.
         """
+        from moeedge.data.datasets import SAMPLE, TOY, load_dataset
+        from moeedge.data.prompts import Prompt, user_turns
+
         if self.n_predict == 0 or self.n_predict < -1:
             raise ValueError(f"-n must be -1 (until the model stops) or at least 1, not {self.n_predict}")
         given = text_of(self.prompt, self.file, "-p", "-f")

@@ -1,36 +1,14 @@
-"""`moeedge replay`: the hit rates and uploads of every policy on a recorded trace, without a model."""
+"""`moeedge replay`: its options."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-import typer
-
 from moeedge.cli import options, trace_options
-from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import Output, derive, flatten, option
 from moeedge.cli.trace_budgets import TraceBudgets
-from moeedge.errors import InputError
-from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
-from moeedge.sim.curves import LIMITS, PAIR_BOUNDS, CurveConfig, CurveInput, CurvePanel, trace_curves
-from moeedge.sim.noisy_predictor import PredictorAccuracy
-from moeedge.sim.replay import Link as SimulatedLink
-from moeedge.sim.replay import ReplayConfig, ReplayRow, profile_of
-from moeedge.sim.replay import replay as replay_schedule
-from moeedge.trace.format import Trace
-from moeedge.trace.importers import read_trace
-from moeedge.trace.schedule import Schedule, cut_schedule, schedules, texts_of
-from moeedge.ui.console import check_picture, say, stderr_console, stdout_console
-from moeedge.ui.progress import count_bar
-from moeedge.ui.sim_views import curves_json, print_curves, print_replay, replay_json, shortcomings
-from moeedge.units import parse_rate
-
-_MAX_PROFILE_TEXTS = 30  # of a tenth
 
 Traces = Annotated[
     list[Path],
@@ -115,26 +93,33 @@ Plot = Annotated[Path | None, derive(options.Plot, help="Draw the curves (.png, 
 Processes = Annotated[int, derive(options.Threads, help="Processes for --curve; 0: one per core.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """What is replayed, and how."""
+
+    cache_ratio: trace_options.CacheRatios = "0.17"
+    policy: options.SystemList = "all"
+    max_uploads: MaxUploads = None
+    link: Link = None
+    step_time: StepTime = None
+    fresh_memory: FreshMemory = False
+    predictor_accuracy: AccuracyList = None
+    profile_texts: ProfileTexts = None
+    draft_max: DraftMax = None
+    acceptance_chance: trace_options.AcceptanceChance = None
+    rejected_token_model: trace_options.RejectedTokens = None
+    texts: Texts = None
+    limit: Limit = 0
+    n_experts: trace_options.NExperts = None
+    expert_bytes: trace_options.ExpertBytes = None
+    seed: options.Seed = 0
+
+
 @flatten
 def replay(
     traces: Traces,
-    cache_ratio: trace_options.CacheRatios = "0.17",
-    policy: options.SystemList = "all",
-    max_uploads: MaxUploads = None,
-    link: Link = None,
-    step_time: StepTime = None,
-    fresh_memory: FreshMemory = False,
-    predictor_accuracy: AccuracyList = None,
-    profile_texts: ProfileTexts = None,
-    draft_max: DraftMax = None,
-    acceptance_chance: trace_options.AcceptanceChance = None,
-    rejected_token_model: trace_options.RejectedTokens = None,
-    texts: Texts = None,
-    limit: Limit = 0,
-    n_experts: trace_options.NExperts = None,
-    expert_bytes: trace_options.ExpertBytes = None,
-    seed: options.Seed = 0,
     *,
+    given: ReplayOptions,
     expert_budgets: TraceBudgets,
     curve: Curve = False,
     plot: Plot = None,
@@ -151,211 +136,6 @@ def replay(
     the text into windows. Two bounds that know the future come last: oracle and belady. The same seed gives the same
     output, byte for byte.
     """
-    policies, ratios = _policies(policy), tuple(numbers(cache_ratio, "--cache-ratio"))
-    if seed < 0 or limit < 0:
-        raise ValueError(f"{'--seed' if seed < 0 else '--limit'} must be 0 or more")
-    if plot is not None:
-        if not curve:
-            raise InputError("--plot draws the curves of --curve.", "Add --curve.")
-        check_picture(plot)
-    limits = _limits(max_uploads, link, step_time, curve=curve)
-    if curve and expert_budgets.expert_budget is not None:
-        raise InputError("--curve has no expert budgets.", "Leave out one of them.")
-    ranges = _ranges(texts, len(traces))
-    jobs = []
-    for path, chosen in zip(traces, ranges, strict=True):
-        recorded = read_trace(path, n_experts)
-        profiled, replayed, about = _split(recorded, chosen, limit, profile_texts)
-        profile = None
-        if profiled is not None and profiled.text_rows().size:
-            profile = profile_of(cut_schedule(profiled, gamma=0))
-        for schedule in schedules(
-            replayed,
-            gamma=draft_max,
-            acceptance_chance=acceptance_chance,
-            rejected_token_models=None if rejected_token_model is None else rejected_token_model.models,
-            seed=seed,
-        ):
-            budgets = expert_budgets.budgets(profile)
-            jobs.append(_Job(path.name, about, schedule, profile, _expert_bytes(recorded, expert_bytes), budgets))
-    accuracy = _accuracy(predictor_accuracy)
-    if curve:
-        config = CurveConfig(
-            policies=policies,
-            limits=LIMITS if limits is None else tuple(limits),
-            accuracy=accuracy,
-            fresh_memory=fresh_memory,
-            seed=seed,
-        )
-        inputs = [
-            CurveInput(job.trace, job.schedule, ratio, job.texts, job.profile) for job in jobs for ratio in ratios
-        ]
-        _show_curves(_curves(inputs, config, threads), output, plot)
-        return
-    rows = _run(
-        jobs,
-        ReplayConfig(
-            policies=policies,
-            ratios=ratios,
-            seed=seed,
-            max_uploads=limits[0] if limits else None,
-            link=None if link is None or step_time is None else _link(link, step_time),
-            fresh_memory=fresh_memory,
-            accuracy=accuracy,
-        ),
-    )
-    if output is Output.TEXT:
-        print_replay(rows, stdout_console())
-        return
-    typer.echo(replay_json(rows), nl=False)
-    for line in shortcomings(rows):  # the tables include them
-        say(stderr_console(), line)
+    from moeedge.cli.replay_run import run  # loads NumPy
 
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """One schedule of one trace."""
-
-    trace: str
-    texts: str
-    schedule: Schedule
-    profile: np.ndarray | None
-    expert_bytes: np.ndarray | None
-    budgets: tuple[ExpertBudget | None, ...] | None
-
-
-def _limits(max_uploads: str | None, link: str | None, step_time: float | None, *, curve: bool) -> list[float] | None:
-    """The values of --max-uploads. Raises InputError where the three options or --curve exclude each other."""
-    limits = None if max_uploads is None else numbers(max_uploads, "--max-uploads")
-    if limits is not None and len(limits) > 1 and not curve:
-        raise InputError("Several values of --max-uploads are for --curve.", "Add --curve, or give one value.")
-    if (link is None) != (step_time is None):
-        raise InputError(
-            "--link and --step-time need each other.",
-            "A trace has no times: give the link's speed and the time of a step.",
-        )
-    if link is not None and (curve or limits is not None):
-        raise InputError("--link replaces --max-uploads.", "Name one of them, and no --curve with --link.")
-    return limits
-
-
-def _policies(text: str) -> tuple[str, ...]:
-    """The names of the list, each once and in its order, without the bounds. Raises InputError."""
-    found = names(text, "--policy")
-    if "all" in found:
-        return tuple(expand_names(found))
-    known = [name for name in POLICIES | SIMULATED if name not in BOUNDS]
-    unknown = [name for name in found if name not in known and name not in BOUNDS]
-    if unknown:
-        raise InputError(f"Unknown policy {unknown[0]!r}.", f"Choose from: {', '.join(known)}, or all.")
-    return tuple(name for name in found if name not in BOUNDS)
-
-
-def _ranges(text: str | None, n_traces: int) -> list[slice]:
-    """The texts to replay of each trace. Raises InputError."""
-    if text is None:
-        return [slice(0, None)] * n_traces
-    found = []
-    for part in text.split(","):
-        first, colon, last = part.strip().partition(":")
-        if not colon or not (first.isdigit() or not first) or not (last.isdigit() or not last):
-            raise InputError(
-                f"--texts cannot use '{part.strip()}'.", "Give A:B, from text A up to B, for instance 153:."
-            )
-        found.append(slice(int(first or 0), int(last) if last else None))
-    if len(found) == 1:
-        return found * n_traces
-    if len(found) != n_traces:
-        raise InputError(f"--texts names {len(found)} ranges for {n_traces} traces.", "Give one, or one for each.")
-    return found
-
-
-def _split(trace: Trace, chosen: slice, limit: int, profile_texts: int | None) -> tuple[Trace | None, Trace, str]:
-    """The texts that make the profile (None: no profile), those that are replayed, and which these are."""
-    n_texts = int(np.unique(trace.sequence).size)
-    first, last = chosen.start, n_texts if chosen.stop is None else min(chosen.stop, n_texts)
-    last = min(first + limit, last) if limit else last
-    if first >= last:
-        raise InputError(f"--texts chooses none of the {n_texts} texts.", f"They are numbered from 0 to {n_texts - 1}.")
-    n_profile = min((last - first) // 10, _MAX_PROFILE_TEXTS) if profile_texts is None else profile_texts
-    if first:  # earlier texts are there for the profile
-        n_profile = min(_MAX_PROFILE_TEXTS if profile_texts is None else profile_texts, first)
-        profiled = texts_of(trace, 0, n_profile)
-    else:
-        if not 0 <= n_profile < last:
-            raise InputError(
-                f"--profile-texts {n_profile} leaves no text to replay.",
-                f"The trace has {last} texts to choose from.",
-            )
-        profiled, first = texts_of(trace, 0, n_profile), n_profile
-    return (profiled if n_profile else None), texts_of(trace, first, last), f"{first}:{last} of {n_texts}"
-
-
-def _expert_bytes(trace: Trace, given: int | None) -> np.ndarray | None:
-    """Bytes of an expert by layer [n_layers]; None where neither the option nor the trace says."""
-    if given is None:
-        return trace.expert_bytes()
-    trace_options.check_expert_bytes(given)
-    return np.full(trace.meta.n_layers, given, dtype=np.int64)
-
-
-def _accuracy(text: str | None) -> PredictorAccuracy:
-    """The accuracies in NAME=SHARE,... or the default ones. Raises InputError."""
-    if text is not None and text.strip() == "default":
-        return PredictorAccuracy()
-    accuracies: dict[str, float | None] = {"draft-router": None, "next-gate": None}
-    for part in (text or "").split(","):
-        name, _, value = part.strip().partition("=")
-        if not name:
-            continue
-        try:
-            accuracy = float(value)
-        except ValueError:
-            accuracy = -1.0
-        if name not in accuracies or not 0 <= accuracy <= 1:
-            raise InputError(
-                f"--predictor-accuracy cannot use '{part.strip()}'.",
-                f"Give NAME=SHARE, separated by commas; the names are {', '.join(accuracies)}.",
-            )
-        accuracies[name] = accuracy
-    return PredictorAccuracy(draft_router=accuracies["draft-router"], next_gate=accuracies["next-gate"])
-
-
-def _link(rate: str, step_ms: float) -> SimulatedLink:
-    return SimulatedLink(parse_rate(rate), step_ms * 1e-3)
-
-
-def _run(jobs: list[_Job], config: ReplayConfig) -> list[ReplayRow]:
-    rows = []
-    n_steps = sum(job.schedule.prefill.size for job in jobs)
-    with count_bar(stderr_console(), "replaying", "steps", n_steps) as bar:
-        for job in jobs:
-            own = replace(config, profile=job.profile, expert_bytes=job.expert_bytes, budgets=job.budgets)
-            if config.link is not None:
-                if job.expert_bytes is None:
-                    raise InputError(
-                        "--link needs the size of an expert.", "The trace does not say: add --expert-bytes N."
-                    )
-                layers = job.schedule.trace.expert_layers()
-                own = replace(own, max_uploads=config.link.max_uploads(job.expert_bytes, layers))
-            rows += replay_schedule(job.schedule, own, on_batches=bar.part(), on_phase=bar.phase)
-    return rows
-
-
-def _curves(inputs: list[CurveInput], config: CurveConfig, n_processes: int) -> list[CurvePanel]:
-    if n_processes < 0:
-        raise ValueError(f"-t must be 0 (one per core) or more, not {n_processes}")
-    n_tasks = len(inputs) * (len(config.policies) + len(PAIR_BOUNDS))
-    with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
-        return trace_curves(inputs, config, n_processes=n_processes or len(os.sched_getaffinity(0)), on_done=bar.part())
-
-
-def _show_curves(panels: list[CurvePanel], output: Output, plot: Path | None) -> None:
-    if output is Output.TEXT:
-        print_curves(panels, stdout_console())
-    else:
-        typer.echo(curves_json(panels), nl=False)
-    if plot is not None:
-        from moeedge.ui.plots import draw_curves  # loads Matplotlib
-
-        draw_curves(panels, plot)
+    run(traces, given, expert_budgets, curve=curve, plot=plot, threads=threads, output=output)

@@ -6,19 +6,16 @@ import json
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moeedge.cli import options, trace_options
 from moeedge.cli.declare import Output
 from moeedge.errors import InputError
-from moeedge.trace.exporters import layout_of, write_trace
-from moeedge.trace.format import Trace
-from moeedge.trace.importers import read_trace
-from moeedge.trace.summary import summarize_trace
-from moeedge.ui.console import check_output, say, stderr_console, stdout_console
-from moeedge.ui.trace_views import print_trace_summary
+
+if TYPE_CHECKING:
+    from moeedge.trace.format import Trace
 
 trace = typer.Typer(
     name="trace",
@@ -54,6 +51,11 @@ def info(
     trace: trace_options.TraceFile, n_experts: trace_options.NExperts = None, output: options.TextOrJson = Output.TEXT
 ) -> None:
     """Show what a trace holds: model, tokens, steps, drafts and how many of them were accepted."""
+    from moeedge.trace.importers import read_trace
+    from moeedge.trace.summary import summarize_trace
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.trace_views import print_trace_summary
+
     summary = summarize_trace(read_trace(trace, n_experts))
     if output is Output.JSON:
         typer.echo(json.dumps(summary.as_dict(), ensure_ascii=False))
@@ -70,6 +72,8 @@ def import_(
     expert_bytes: trace_options.ExpertBytes = None,
 ) -> None:
     """Read a trace of another tool and write it as moeedge's (.npz), which every command takes."""
+    from moeedge.trace.importers import read_trace
+
     if out.suffix.lower() != ".npz":
         raise InputError(
             f"{out} does not end in .npz, the format that import writes.", "moeedge trace convert writes others."
@@ -89,11 +93,17 @@ def convert(
     trace: trace_options.TraceFile, out: OutFile, to: To = None, n_experts: trace_options.NExperts = None
 ) -> None:
     """Write a trace in another layout. Layouts of other tools hold the text alone, without rejected tokens."""
+    from moeedge.trace.exporters import layout_of
+    from moeedge.trace.importers import read_trace
+
     layout = layout_of(out) if to is None else to.value
     _write(read_trace(trace, n_experts), trace, out, layout)
 
 
 def _write(found: Trace, source: Path, out: Path, layout: str) -> None:
+    from moeedge.trace.exporters import write_trace
+    from moeedge.ui.console import check_output, say, stderr_console
+
     check_output(out)
     if out.exists() and out.samefile(source):
         raise InputError(f"{out} is the trace that is read.", "Choose another path.")

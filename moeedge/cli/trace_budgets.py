@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Annotated, Any
 
 from moeedge.cli import budget_options
 from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number, read_file
 from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import derive, list_of
-from moeedge.policies.expert_budget import ExpertBudget, static_order
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from moeedge.policies.expert_budget import ExpertBudget
 
 Budgets = Annotated[
     str | None,
@@ -49,6 +51,8 @@ class TraceBudgets:
         if self.expert_budget is None:
             expect_no_companions(self, "LIST")
             return None
+        from moeedge.policies.expert_budget import ExpertBudget, static_order
+
         rankings = names(self.budget_ranking or ExpertBudget.ranking, "--budget-ranking")
         file = read_file(self.budget_file, None, rankings=rankings, layers=[self.budget_layers])
         order = None if profile is None else static_order(profile)

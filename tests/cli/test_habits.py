@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moeedge.cli.app import load_command
+from moeedge.cli.app import environment_kept, load_command
 from moeedge.cli.habits import Habit, habits
 from tests.support.commands import refused
 
@@ -19,7 +19,8 @@ def test_it_acts_or_is_refused_with_a_sentence(habit: Habit) -> None:
     if habit.acts:
         name, *arguments = habit.arguments
         command = load_command(name)
-        context = command.make_context(name, list(arguments), resilient_parsing=False)
+        with environment_kept():  # as the program does
+            context = command.make_context(name, list(arguments), resilient_parsing=False)
         assert context.args == []
         return
     assert not re.search(r"has no (option|command)", habit.result), "nothing is known about it"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGUFReader
@@ -62,9 +63,10 @@ def test_ps_lists_a_chat_and_its_models(pair: list[str]) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 30
-        mine: list[dict[str, object]] = []
-        while not (mine and mine[0]["models"]) and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        mine: list[dict[str, Any]] = []
+        while not (mine and len(mine[0]["models"]) == 2) and time.monotonic() < deadline:  # the draft comes last
+            assert process.poll() is None
             mine = [row for row in run_json("ps") if row["pid"] == process.pid]
             time.sleep(0.2)
         [row] = mine

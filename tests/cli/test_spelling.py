@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,11 @@ def test_layers_as_words(pair: list[str]) -> None:
     assert context.params[layers.name] is CHAT.make_context("chat", ["-ngl=-1"]).params[layers.name] is None
     assert CHAT.make_context("chat", ["-ngl", "all"]).params[layers.name] >= 999
     assert '"some"' in refused("chat", "-ngl", "some")
+
+
+def test_what_an_option_sets_in_the_environment_ends_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_TOKEN", "before")
+    before = dict(os.environ)
+    assert run("plan", "--offline", "-hft", "after", "--color", "off").exit_code == 0
+    assert dict(os.environ) == before
