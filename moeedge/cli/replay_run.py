@@ -13,7 +13,7 @@ import typer
 from moeedge.cli import trace_options
 from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import Output
-from moeedge.cli.replay import ReplayOptions
+from moeedge.cli.replay_options import ReplayOptions
 from moeedge.cli.trace_budgets import TraceBudgets
 from moeedge.errors import InputError
 from moeedge.policies.expert_budget import ExpertBudget

@@ -13,7 +13,7 @@ import typer
 from moeedge.cli import options, trace_options
 from moeedge.cli.common import integers, names, numbers
 from moeedge.cli.declare import Output
-from moeedge.cli.simulate import SimulateOptions
+from moeedge.cli.simulate_options import SimulateOptions
 from moeedge.cli.trace_budgets import TraceBudgets
 from moeedge.errors import InputError
 from moeedge.policies.registry import expand_names
