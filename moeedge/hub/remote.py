@@ -129,7 +129,8 @@ def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
     """
     if is_offline():
         raise DownloadError(
-            f"{what} was not downloaded, because HF_HUB_OFFLINE is set.", "Unset it and run the command again."
+            f"{what} was not downloaded: --offline or HF_HUB_OFFLINE=1 forbids it.",
+            "Leave out the one and unset the other.",
         )
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
