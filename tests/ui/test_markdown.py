@@ -9,7 +9,7 @@ from rich.style import Style
 
 from moeedge.ui.chat.markdown import MAX_SPAN, MarkdownLines, PlainLines, StyledLine
 
-ALPHABET = "ab 1*_`#->~.\u4f60"
+ALPHABET = "ab 1*_`#->~.\\(\u4f60"
 
 
 def shown(line: str, before: tuple[str, ...] = ()) -> list[tuple[str, str]]:
@@ -32,6 +32,7 @@ def shown(line: str, before: tuple[str, ...] = ()) -> list[tuple[str, str]]:
         ("one **two** three", [("one ", "none"), ("two", "bold"), (" three", "none")]),
         ("*one* and _two_", [("one", "italic"), (" and ", "none"), ("two", "italic")]),
         ("**a `b` c**", [("a ", "bold"), ("b", "bold cyan"), (" c", "bold")]),
+        ("f(*x) and *y*", [("f(*x) and ", "none"), ("y", "italic")]),
         ("`**a**`", [("**a**", "cyan")]),
         ("这是**重点**内容", [("这是", "none"), ("重点", "bold"), ("内容", "none")]),
         ("## Title", [("Title", "bold")]),
@@ -46,6 +47,10 @@ def shown(line: str, before: tuple[str, ...] = ()) -> list[tuple[str, str]]:
         *(
             (text, [(text, "none")])
             for text in ("2**3 a**b", "5 * 3 * 2", "a_b_c", "**open", "`open", "* ", "| a | b |")
+        ),
+        *(
+            (text, [(text, "none")])
+            for text in ("use __init__ here", r"\*not\*", r"\`not\`", "f(*x, *y)", "def f(self, *a, **k): b * c")
         ),
         ("**" + "a" * (MAX_SPAN + 1) + "**", [("**" + "a" * (MAX_SPAN + 1) + "**", "none")]),
     ],

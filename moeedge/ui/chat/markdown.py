@@ -24,7 +24,8 @@ _ITEM = re.compile(r"(\s*)[-*+]\s+(?=\S)")
 _QUOTE = re.compile(r" {0,3}>\s?")
 _RULE = re.compile(r"\s*([-*_])(\s*\1){2,}\s*")
 _MAY_BEGIN_BLOCK = re.compile(r"[\s#>*+\-_=`~]*")  # what such a line is depends on what follows
-_OPENERS = re.compile(r"(`+)|(\*\*|__|\*|_)(?=\S)")
+_OPENERS = re.compile(r"(?<!\\)(?:(`+)|(\*\*|__|\*|_)(?=\S))")
+_NAME = re.compile(r"__\w+__")  # as Python has them; not bold
 _THEME = Syntax.get_theme("ansi_dark")  # the terminal's own colours
 
 Segment = tuple[str, Style]
@@ -151,6 +152,10 @@ def _spans(text: str, style: Style, *, is_complete: bool) -> tuple[list[Segment]
         if not marker.startswith("`") and _ends_word(text[: match.start()]):
             continue
         segments.append((text[at : match.start()], style))
+        if name := _NAME.match(text, match.start()):
+            segments.append((name[0], style))
+            at = name.end()
+            continue
         inside, closing = match.end(), _closing(text, match)
         if closing is not None:
             content, end = text[inside : closing[0]], closing[1]
@@ -191,7 +196,17 @@ def _closing(text: str, opener: re.Match[str]) -> tuple[int, int] | None:
         pattern = rf"(?<!`){marker}(?!`)"
     else:
         symbol = re.escape(marker[0])
-        once = rf"(?<![\s{symbol}]){symbol}(?!{symbol})" if len(marker) == 1 else rf"(?<!\s){symbol}{symbol}"
+        once = rf"(?<![\s\\{symbol}]){symbol}(?!{symbol})" if len(marker) == 1 else rf"(?<![\s\\]){symbol}{symbol}"
         pattern = once + "(?![A-Za-z0-9])"
     found = re.compile(pattern).search(text, opener.end() + 1)
-    return (found.start(), found.end()) if found and found.start() < limit else None
+    if found is None or found.start() >= limit:
+        return None
+    if len(marker) == 1 and marker != "`" and _begins_another(text[opener.end() : found.start()], marker):
+        return None
+    return found.start(), found.end()
+
+
+def _begins_another(content: str, marker: str) -> bool:
+    """Whether a marker in between is the nearer one, as the second in "f(*x) and *y*"."""
+    symbol = re.escape(marker)
+    return re.search(rf"(?<![\w\\{symbol}]){symbol}(?=[^\s{symbol}])", content) is not None
