@@ -87,6 +87,7 @@ _REWORDED = tuple(
     for pattern, words in (
         (r"Input should be a valid integer\b.*", "it takes a whole number"),
         (r"Input should be a valid number\b.*", "it takes a number"),
+        (r"Input should be a valid boolean\b.*", "it takes 1 or 0"),
         (r"Input should be greater than or equal to (\S+)", r"it must be \1 or more"),
         (r"Input should be less than or equal to (\S+)", r"it must be \1 or less"),
         (r"Value error, ", ""),

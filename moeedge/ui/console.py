@@ -25,6 +25,7 @@ if sys.platform != "win32":
 
 MIN_PANEL_COLUMNS = 40
 MIN_PANEL_ROWS = 10
+_LEAST_ROOM = 12  # columns for values next to their labels
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 # control characters (C0 without tab and newline, DEL, C1) as visible pictures: a model must not drive the terminal
@@ -129,11 +130,18 @@ def show_figures(console: Console, figures: list[Figure], *, style: str = "", in
         return
     room = console.width - indent - max(len(item.label) for item in figures) - 2
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
+    is_narrow = room < _LEAST_ROOM
+    if not is_narrow:
+        table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for item in figures:
         value = item.value if item.draw is None else item.draw(max(room, 1))
-        table.add_row(Text(item.label), Text(value, style="" if style else "bold"))
+        cells = Text(item.label), Text(value, style="" if style else "bold")
+        if is_narrow:  # one below the other
+            table.add_row(cells[0])
+            table.add_row(Padding(cells[1], (0, 0, 0, 2)))
+        else:
+            table.add_row(*cells)
     with suppress(OSError):
         console.print(Padding(table, (0, 0, 0, indent)), style=style)
 

@@ -140,13 +140,20 @@ def test_an_argument_beats_a_variable_of_another_spelling(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
-    [("LLAMA_ARG_TEMPERATURE", "warm"), ("LLAMA_ARG_TEMPERATURE", "-1"), ("LLAMA_ARG_SPEC_TYPE", "draft-magic")],
+    ("variable", "value", "reason"),
+    [
+        ("LLAMA_ARG_TEMPERATURE", "warm", "takes a number"),
+        ("LLAMA_ARG_TEMPERATURE", "-1", "0 or more"),
+        ("LLAMA_ARG_MLOCK", "maybe", "takes 1 or 0"),
+        ("LLAMA_ARG_SPEC_TYPE", "draft-magic", "takes one of none"),
+    ],
 )
-def test_a_bad_value_in_the_environment_is_named(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_in_the_environment_is_named(
+    variable: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, value)
     message = refused("chat", "-p", "hi", "-dev", "none")
-    assert variable in message and value in message
+    assert variable in message and value in message and reason in message
 
 
 def test_variables_of_llama_cpp_are_for_commands_with_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,3 +93,12 @@ def test_every_setting_says_what_it_does() -> None:
 def test_unreadable_settings_of_a_saved_chat_change_nothing(n_predict: object) -> None:
     current = Settings(n_predict=5)
     assert restored({"sampling": {}, "n_predict": n_predict}, current) == current
+
+
+def test_names_stand_above_values_where_a_terminal_is_too_narrow_for_both() -> None:
+    out = io.StringIO()
+    show_figures(Console(file=out, width=20), listing(Settings()))
+    lines = out.getvalue().splitlines()
+    assert "frequency_penalty" in [line.strip() for line in lines]
+    assert max(map(len, lines)) <= 20
+    assert sum(len(line.strip()) > 8 for line in lines) > len(lines) / 2  # words, not columns of letters
