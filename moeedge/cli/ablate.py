@@ -59,6 +59,7 @@ Cutoff = Annotated[
 def ablate(
     system: SystemName = System.SP_MOE,
     model: options.Model = None,
+    offline: options.Offline = False,
     model_draft: SameWidthDraft = None,
     draft_type: DraftType = "q4_0",
     draft_max: options.DraftMax = 4,

@@ -140,8 +140,8 @@ class LazyGroup(TyperGroup):
         if not hasattr(command, "commands"):
             speller = Speller(name, command, words=positions(typed), elsewhere=commands_with)
             rest = speller.translate(rest)
-            os.environ |= speller.sets
             ctx.obj = _Typed(speller, tuple(rest), speller.settings(rest))
+            os.environ |= speller.sets
             if ctx.obj.settings and not set(rest) & {"-h", "--help", "-q", "--quiet"}:
                 _report(ctx.obj.settings)
         return name, command, rest

@@ -86,6 +86,7 @@ def fit(
     repetitions: options.Repetitions = 5,
     model: options.Model = None,
     model_draft: options.ModelDraft = None,
+    offline: options.Offline = False,
     ctx_size: options.CtxSize = 0,
     threads: options.Threads = 0,
     n_gpu_layers: options.NGpuLayers = None,

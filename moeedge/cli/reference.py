@@ -47,7 +47,9 @@ _HABITS = {
 }
 _LLAMA_VARIABLES_INTRODUCTION = """\
 **Environment variables of llama.cpp's options** set what the command line leaves open, in commands that run or plan a
-model; a line on standard error says so.
+model; a line on standard error says so. Switches take on, enabled, true or 1, and off, disabled, false or 0;
+LLAMA_ARG_NO_MMAP and LLAMA_ARG_NO_CONTEXT_SHIFT, with any value, switch off. LLAMA_ARG_HF_FILE names the file of the
+repository in LLAMA_ARG_HF_REPO or -hf.
 
 """
 

@@ -9,7 +9,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.completion import completer, models
-from moeedge.cli.declare import Output
+from moeedge.cli.declare import Output, derive
 from moeedge.errors import DownloadError
 
 Name = Annotated[
@@ -21,10 +21,21 @@ Name = Annotated[
         show_default=False,
     ),
 ]
+Offline = Annotated[
+    bool,
+    derive(
+        options.Offline, help="Ask no server: the files here and the catalog say what is known.", rich_help_panel=None
+    ),
+]
 Template = Annotated[bool, typer.Option("--template", help="Print the chat template alone.")]
 
 
-def show(name: Name = "bundled", template: Template = False, output: options.TextOrJson = Output.TEXT) -> None:
+def show(
+    name: Name = "bundled",
+    template: Template = False,
+    offline: Offline = False,
+    output: options.TextOrJson = Output.TEXT,
+) -> None:
     """Show what a model is: architecture, size, context, experts, licence, chat template.
 
     The header of the file is enough; of a model that is not on this machine it is read from the hub, and without

@@ -6,6 +6,7 @@ Typer reports an unknown -xyz as -x. Here every argument is looked up as an enti
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,15 @@ from moeedge.errors import InputError
 _HELP = ("-h", "--help")
 _SIMILAR = 0.7  # difflib's ratio from which a spelling is suggested
 _VARIABLES = "LLAMA_ARG_"
+_OFF_VARIABLES = "LLAMA_ARG_NO_"
+# values of a switch in the environment that llama.cpp takes, by the word for them here
+_SWITCH = {
+    **dict.fromkeys(("on", "enabled", "true", "1"), "on"),
+    **dict.fromkeys(("off", "disabled", "false", "0"), "off"),
+    **dict.fromkeys(("auto", "-1"), "auto"),
+}
 _VALUE_ATTACHED = re.compile(r"-[A-Za-z][\d.]+[A-Za-z]*")  # -t4, -c8k
+_HUB_FILE = "LLAMA_ARG_HF_FILE"
 _FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
 # options that may stand without their value, by command: what looks like one, and the value that they have otherwise
 _DEFAULT_VALUES = {
@@ -118,8 +127,11 @@ class Speller:
             else:
                 raise self._unknown(spelling)
         self._add_foreign_settings(translated, arguments)
+        self._read_switches()
         if hub_file:
             _add_file(translated, hub_file, self._foreign["-hff"])
+        elif self._foreign:
+            self._add_hub_file(translated)
         return [*translated, *self._place(plain)]
 
     def settings(self, arguments: Sequence[str]) -> list[Setting]:
@@ -127,11 +139,43 @@ class Speller:
         given = {id(self._params[word]) for word in arguments if word in self._params}
         found = list(self._foreign_settings)
         for param in dict.fromkeys(self._params.values()):
-            variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or []
+            if id(param) in given:
+                continue
+            variables = _variables_of(param)
+            off = next((_off_variable(name) for name in variables if _is_switched_off(param, name)), None)
+            if off is not None:
+                found.append(Setting(off, os.environ[off], param.secondary_opts[0]))
+                continue
             variable = next((name for name in variables if os.environ.get(name)), None)
-            if variable is not None and variable.startswith(_VARIABLES) and id(param) not in given:
+            if variable is not None and variable.startswith(_VARIABLES):
                 found.append(Setting(variable, os.environ[variable], param.opts[0]))
         return found
+
+    def _read_switches(self) -> None:
+        """Writes llama.cpp's values of switches in the environment as Typer reads them.
+
+        LLAMA_ARG_NO_X switches X off whatever its value, and comes before LLAMA_ARG_X, as in llama.cpp.
+        """
+        for param in dict.fromkeys(self._params.values()):
+            is_flag = not _takes_value(param)
+            if not is_flag and not {"on", "off"} <= set((param.metavar or "").split("|")):
+                continue
+            for name in _variables_of(param):
+                word = _SWITCH.get(os.environ.get(name, "").lower())
+                if _is_switched_off(param, name):
+                    self.sets[name] = "off"
+                elif word is not None:
+                    self.sets[name] = word
+
+    def _add_hub_file(self, translated: list[str]) -> None:
+        """Adds LLAMA_ARG_HF_FILE to a repository that is named without a file; another model comes before it."""
+        file = os.environ.get(_HUB_FILE)
+        given = [value for word, value in itertools.pairwise(translated) if word == "-m"]
+        repository = os.environ.get("LLAMA_ARG_HF_REPO", "") if not os.environ.get("LLAMA_ARG_MODEL") else ""
+        model = given[-1] if given else f"hf:{repository.removeprefix('hf:')}"
+        if file and _FROM_HUB.fullmatch(model):
+            _add_file(translated, file, self._foreign["-hff"])
+            self._foreign_settings.append(Setting(_HUB_FILE, file, "-hff"))
 
     def _add_foreign_settings(self, translated: list[str], arguments: Sequence[str]) -> None:
         """Puts the environment's values of options that are spelled otherwise here before the others."""
@@ -200,7 +244,9 @@ class Speller:
         message = f"moeedge {self.name} has no option {spelling}"
         others = self._elsewhere(spelling)
         if others:
-            return InputError(f"{message}; {' and '.join(others)} {'has' if len(others) == 1 else 'have'} it.")
+            *first, last = others
+            names = f"{', '.join(first)} and {last}" if first else last
+            return InputError(f"{message}; {names} {'have' if first else 'has'} it.")
         similar = [
             name for name in difflib.get_close_matches(spelling, self.spellings, n=3, cutoff=_SIMILAR) if len(name) > 2
         ]
@@ -236,6 +282,19 @@ def name_options(message: str, spellings: set[str]) -> str:
 
 def _may_be_value(values: re.Pattern[str], given: Sequence[str]) -> bool:
     return bool(given) and values.fullmatch(given[0]) is not None
+
+
+def _variables_of(param: Any) -> list[str]:
+    return [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
+
+
+def _off_variable(name: str) -> str:
+    return name.replace(_VARIABLES, _OFF_VARIABLES, 1)
+
+
+def _is_switched_off(param: Any, name: str) -> bool:
+    """Whether the environment has LLAMA_ARG_NO_X of a flag that has an opposite."""
+    return bool(param.secondary_opts) and name.startswith(_VARIABLES) and _off_variable(name) in os.environ
 
 
 def _takes_value(param: Any) -> bool:

@@ -233,3 +233,56 @@ def test_what_an_option_sets_in_the_environment_ends_with_the_command(monkeypatc
     before = dict(os.environ)
     assert run("plan", "--offline", "-hft", "after", "--color", "off").exit_code == 0
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "option"),
+    [
+        ("LLAMA_ARG_NO_MMAP", "0", "--no-mmap"),  # llama.cpp asks only whether it is set
+        ("LLAMA_ARG_MMAP", "disabled", "--no-mmap"),
+        ("LLAMA_ARG_MMAP", "enabled", "--mmap"),
+        ("LLAMA_ARG_MLOCK", "enabled", "--mlock"),
+        ("LLAMA_ARG_NO_CONTEXT_SHIFT", "1", "--no-context-shift"),
+        ("LLAMA_ARG_CONTEXT_SHIFT", "true", "--context-shift"),
+        ("LLAMA_ARG_FLASH_ATTN", "1", "-fa on"),
+        ("LLAMA_ARG_FLASH_ATTN", "disabled", "-fa off"),
+        ("LLAMA_ARG_REASONING", "0", "--think off"),
+        ("LLAMA_ARG_REASONING", "-1", "--think auto"),
+    ],
+)
+def test_switches_in_the_environment(variable: str, value: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = CHAT.make_context("chat", option.split()).params
+    monkeypatch.setenv(variable, value)
+    speller = Speller("chat", CHAT)
+    assert speller.translate([]) == []
+    [setting] = speller.settings([])
+    assert str(setting) == f"{variable}={value}"
+    for name, content in speller.sets.items():
+        monkeypatch.setenv(name, content)
+    assert CHAT.make_context("chat", []).params == wanted
+
+
+def test_an_argument_comes_before_a_switch_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_NO_MMAP", "1")
+    monkeypatch.setenv("LLAMA_ARG_MMAP", "1")
+    speller = Speller("chat", CHAT)
+    assert speller.settings(speller.translate(["--mmap"])) == []
+    assert speller.sets["LLAMA_ARG_MMAP"] == "off"
+
+
+@pytest.mark.parametrize(
+    ("line", "repository", "means"),
+    [
+        ("-hf me/it-GGUF", "", "-m hf:me/it-GGUF:it.gguf"),
+        ("", "me/it-GGUF", "-m hf:me/it-GGUF:it.gguf"),
+        ("-hf me/it-GGUF -hff other.gguf", "", "-m hf:me/it-GGUF:other.gguf"),
+        ("-m it.gguf", "me/it-GGUF", "-m it.gguf"),
+        ("", "", ""),
+    ],
+)
+def test_file_of_a_repository_in_the_environment(
+    line: str, repository: str, means: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_ARG_HF_FILE", "it.gguf")
+    monkeypatch.setenv("LLAMA_ARG_HF_REPO", repository)
+    assert translated(line) == means.split()
