@@ -158,7 +158,7 @@ class ParallelGeneration:
         """Gives a text the free sequence that holds most of its prompt."""
         state, sequences = self.answers[index].state, self._loop.target.sequences
         sequence = max(self._free, key=lambda free: sequences[free].n_common(state.history))
-        state.target = sequences[sequence]
+        state.move(sequences[sequence])
         self._free.remove(sequence)
         self._joining = index
 
@@ -167,7 +167,8 @@ class ParallelGeneration:
         start_s = time.perf_counter()
         answer, loop = self.answers[index], self._loop
         state, sequence = answer.state, answer.state.target.index
-        state.target, state.draft = loop.target.sequences[sequence], self._draft_of(sequence)  # a GPU may have failed
+        state.move(loop.target.sequences[sequence])  # a GPU may have failed
+        state.draft = self._draft_of(sequence)
         loop.texts = [*self._active_states(), state]
         if len(self._active) > 0 and repeated(partial(loop.prefill_part, state), loop, self._recover):
             loop.texts.pop()

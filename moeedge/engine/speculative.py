@@ -63,6 +63,12 @@ class TextState:
         del self.history[n_keep : n_keep + n_discard]
         return True
 
+    def move(self, target: ContextSequence) -> None:
+        """Goes on in another sequence; in one of a model that was loaded again the sampler reads its vocabulary."""
+        if target.context.model is not self.target.context.model:
+            self.sampler.use(target.context.model)
+        self.target = target
+
     def begin_prompt(self) -> int:
         """Trims the target's KV cache to what it holds of the text; returns how many tokens."""
         n_held = self.target.keep_prefix(self.history[:-1])
@@ -370,8 +376,7 @@ class SpeculativeLoop:
         self.target, self.placement = target, None
         self._n_expert_layers = len(target.model.host_expert_layers)
         for text in self.texts:
-            text.target = target.sequences[text.target.index]
-            text.sampler.use(target.model)
+            text.move(target.sequences[text.target.index])
             text.draft = text.draft.on(draft)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from moeedge.engine.grammar import GrammarSampler
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -117,6 +118,36 @@ def test_random_numbers_are_drawn_again(config: EngineConfig, changes: dict[str,
         pretend_gpu(session)
         with failing(at_call, -3):
             assert answer(session, sampling) == expected
+
+
+def test_texts_that_wait_read_the_vocabulary_of_the_new_model(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their grammars would go on with that of a model that is freed."""
+    used: dict[GrammarSampler, Model] = {}
+    real = GrammarSampler.use
+
+    def use(self: GrammarSampler, model: Model) -> None:
+        used[self] = model
+        real(self, model)
+
+    monkeypatch.setattr(GrammarSampler, "use", use)
+    sampling = replace(GREEDY, grammar="root ::= [a-z ]+")
+    prompts = [PROMPT, PROMPT[3:], PROMPT[5:], PROMPT[2:]]
+    with Session.open(replace(config, n_parallel=2)) as session:
+        expected: list[list[int]] = []
+        for at_call in (0, 6):
+            session.reset()
+            used.clear()
+            with failing(at_call, -3):
+                pretend_gpu(session)
+                answers = session.generate_parallel(prompts, n_predict=N_PREDICT, sampling=sampling, ignore_eos=True)
+                list(answers)
+            found = [each.tokens for each in answers.answers]
+            assert at_call == 0 or found == expected
+            expected = found
+        assert len(used) == len(prompts)
+        assert all(model is session.model for model in used.values())
 
 
 @pytest.mark.parametrize("code", [-3, None])
