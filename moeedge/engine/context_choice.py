@@ -14,7 +14,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.gguf_file import adapts_experts
 from moeedge.llama.model import Model
-from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, RopeSettings
+from moeedge.llama.settings import DEFAULT_KV_TYPE, RopeSettings
 from moeedge.native.devices import PLAIN_BUFFERS
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler.sizing import whole_expert_bytes
@@ -61,11 +61,11 @@ def beyond_training(config: EngineConfig, n_trained: int) -> list[str]:
 
 def setting_notes(config: EngineConfig, target: Context) -> list[str]:
     """A sentence for each setting of llama.cpp that changes answers, has no effect, or takes something away."""
-    return [*_answer_notes(config.context), *_loading_notes(config, target), *_override_notes(config, target.model)]
+    return [*_answer_notes(config), *_loading_notes(config, target), *_override_notes(config, target.model)]
 
 
-def _answer_notes(settings: ContextSettings) -> list[str]:
-    notes = []
+def _answer_notes(config: EngineConfig) -> list[str]:
+    settings, notes = config.context, []
     if {settings.type_k, settings.type_v} != {DEFAULT_KV_TYPE}:
         notes.append(
             f"The KV cache is kept as {settings.kv_label}: answers may differ from those with {DEFAULT_KV_TYPE}."
@@ -76,7 +76,10 @@ def _answer_notes(settings: ContextSettings) -> list[str]:
         notes.append(f"LoRA adapter: {adapter.path.name}, scale {adapter.scale:g}.")
     found: list[str] = [Notification(note, Level.NOTICE) for note in notes]
     if adapts_experts(settings.adapters):
-        found.append("The adapter changes experts: the expert cache is off, as it has the experts of the file.")
+        has_no_effect = " --ram has no effect." if isinstance(config.ram, int) else ""
+        found.append(
+            f"The adapter changes experts: the expert cache, which has those of the file, is off.{has_no_effect}"
+        )
     return found
 
 

@@ -104,10 +104,10 @@ class Context:
         parameters.n_rs_seq = n_snapshots
         _apply(settings, parameters)
         self._complete(parameters)
+        adapters = model.load_adapters(settings.adapters)  # before the context, which makes room for their operations
         self.budget: ContextBudget | None = None  # None: no verification can keep to one
         if has_budget and model.info.n_experts > 0:
             self.budget = ContextBudget(model.info, parameters)
-        adapters = model.load_adapters(settings.adapters)  # before the context, which makes room for their operations
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         native.keep_activations_near(None if model.header_only else model.gpu)
@@ -119,7 +119,8 @@ class Context:
             raise EngineError(
                 f"llama.cpp cannot create a context of {n_ctx or model.info.n_ctx_train:,} tokens{of_each}: "
                 f"{library.first_error()}.",
-                "Choose a smaller one with -c N." if settings == ContextSettings() else "Leave out -ctk, -ctv or -fa.",
+                "Choose a smaller one with -c N"
+                + ("." if settings == ContextSettings() else ", or leave out -ctk, -ctv or -fa."),
             )
         if adapters:
             scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in settings.adapters))

@@ -282,6 +282,7 @@ def test_experts_that_are_loaded_from_the_file(
         is_loaded = case != "adapter of experts"
         assert (session.placement is not None and session.placement.loads_on_demand) == is_loaded
         assert any("--no-mmap" in note for note in session.info.notes) == is_loaded
+        assert any("--ram has no effect" in note for note in session.info.notes) != is_loaded
         found = answer(session)
     with StockContext(pair[0], **of_stock) as stock:
         check(stock, found)
