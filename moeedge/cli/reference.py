@@ -12,6 +12,7 @@ from moeedge.cli.app import COMMANDS, load_command
 from moeedge.cli.declare import hidden_spellings
 from moeedge.cli.foreign import OPTIONS, Instead
 from moeedge.cli.habits import habits
+from moeedge.cli.spelling import HUB_FILE, off_variable
 from moeedge.ui.chat.commands import help_rows
 from moeedge.ui.tables import markdown as markdown_table
 from moeedge.ui.tables import text_column
@@ -100,6 +101,10 @@ def llama_variables() -> dict[str, tuple[str, str, list[str]]]:
         for param in load_command(name).params:
             for variable in param.envvar or ():
                 rows.setdefault(variable, (variable, param.opts[0], []))[2].append(name)
+                if param.secondary_opts:
+                    off = off_variable(variable)
+                    rows.setdefault(off, (off, param.secondary_opts[0], []))[2].append(name)
+    rows[HUB_FILE] = (HUB_FILE, "-hff", list(rows["LLAMA_ARG_HF_REPO"][2]))
     for row in OPTIONS.values():
         if isinstance(row, Instead) and row.env:
             rows[row.env] = (

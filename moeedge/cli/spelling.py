@@ -28,7 +28,7 @@ _SWITCH = {
     **dict.fromkeys(("auto", "-1"), "auto"),
 }
 _VALUE_ATTACHED = re.compile(r"-[A-Za-z][\d.]+[A-Za-z]*")  # -t4, -c8k
-_HUB_FILE = "LLAMA_ARG_HF_FILE"
+HUB_FILE = "LLAMA_ARG_HF_FILE"
 _FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
 # options that may stand without their value, by command: what looks like one, and the value that they have otherwise
 _DEFAULT_VALUES = {
@@ -142,7 +142,7 @@ class Speller:
             if id(param) in given:
                 continue
             variables = _variables_of(param)
-            off = next((_off_variable(name) for name in variables if _is_switched_off(param, name)), None)
+            off = next((off_variable(name) for name in variables if _is_switched_off(param, name)), None)
             if off is not None:
                 found.append(Setting(off, os.environ[off], param.secondary_opts[0]))
                 continue
@@ -169,13 +169,13 @@ class Speller:
 
     def _add_hub_file(self, translated: list[str]) -> None:
         """Adds LLAMA_ARG_HF_FILE to a repository that is named without a file; another model comes before it."""
-        file = os.environ.get(_HUB_FILE)
+        file = os.environ.get(HUB_FILE)
         given = [value for word, value in itertools.pairwise(translated) if word == "-m"]
         repository = os.environ.get("LLAMA_ARG_HF_REPO", "") if not os.environ.get("LLAMA_ARG_MODEL") else ""
         model = given[-1] if given else f"hf:{repository.removeprefix('hf:')}"
         if file and _FROM_HUB.fullmatch(model):
             _add_file(translated, file, self._foreign["-hff"])
-            self._foreign_settings.append(Setting(_HUB_FILE, file, "-hff"))
+            self._foreign_settings.append(Setting(HUB_FILE, file, "-hff"))
 
     def _add_foreign_settings(self, translated: list[str], arguments: Sequence[str]) -> None:
         """Puts the environment's values of options that are spelled otherwise here before the others."""
@@ -288,13 +288,14 @@ def _variables_of(param: Any) -> list[str]:
     return [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
 
 
-def _off_variable(name: str) -> str:
+def off_variable(name: str) -> str:
+    """The variable that switches off what `name` switches on: LLAMA_ARG_NO_MMAP for LLAMA_ARG_MMAP."""
     return name.replace(_VARIABLES, _OFF_VARIABLES, 1)
 
 
 def _is_switched_off(param: Any, name: str) -> bool:
     """Whether the environment has LLAMA_ARG_NO_X of a flag that has an opposite."""
-    return bool(param.secondary_opts) and name.startswith(_VARIABLES) and _off_variable(name) in os.environ
+    return bool(param.secondary_opts) and name.startswith(_VARIABLES) and off_variable(name) in os.environ
 
 
 def _takes_value(param: Any) -> bool:

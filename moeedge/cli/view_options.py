@@ -42,7 +42,7 @@ class ViewOptions:
 
         return Look(
             stats="off" if self.quiet else "full" if verbose else "line",
-            thinking="auto" if self.show_thinking is None else "show" if self.show_thinking else "fold",
+            show_thinking="auto" if self.show_thinking is None else "on" if self.show_thinking else "off",
             markdown=not self.plain,
         )
 

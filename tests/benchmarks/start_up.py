@@ -1,16 +1,19 @@
-"""What starting takes: `moeedge --help`, and the first token of the bundled chat, after Enter.
+"""What starting takes: --help of every command, a key press that completes, and the first token of the bundled chat.
 
     python -m tests.benchmarks.start_up --out RECORD.json
 
 The commands take turns, each in a process of its own; the first round warms the page cache, measures the machine where
 this was not done before (the first chat on it) and is not counted. The first token is the first byte of the answer on
-standard output. Medians of wall time: a quiet machine is needed.
+standard output. Medians of wall time need a quiet machine; the least of the samples, and the least processor time, say
+more about one that does other work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -19,24 +22,41 @@ from dataclasses import asdict
 from pathlib import Path
 
 from moeedge.bench.records import read_environment
+from moeedge.cli.app import COMMANDS
 
 SCHEMA = "moeedge-start-up-1"
-COMMANDS = {
+RUNS = {
     "help": ("--help",),
-    "chat_help": ("chat", "--help"),
+    **{f"{name}_help": (name, "--help") for name in COMMANDS},
     "first_token": ("chat", "-p", "What is 3 + 4?", "-n", "4", "--temp", "0"),
     "first_token_plain": ("chat", "-p", "What is 3 + 4?", "-n", "4", "--temp", "0", "-dev", "none", "-md", "none"),
 }
+LINES = {  # that a shell completes, by bash's protocol
+    "complete_command": "moeedge ch",
+    "complete_option": "moeedge chat --te",
+    "complete_model": "moeedge chat -m gr",
+    "complete_policy": "moeedge replay --policy l",
+    "complete_hardware": "moeedge simulate --hardware h",
+}
 
 
-def first_output_s(arguments: tuple[str, ...]) -> float:
-    """Seconds from starting `moeedge` to the first byte on standard output. Raises RuntimeError if it fails."""
+def first_output_s(arguments: tuple[str, ...], line: str | None = None) -> tuple[float, float]:
+    """Seconds from starting `moeedge` to the first byte on standard output, and of processor time until it ended.
+
+    line: what a shell completes. Raises RuntimeError if it fails.
+    """
+    environment = dict(os.environ)
+    if line is not None:
+        environment |= {"_MOEEDGE_COMPLETE": "complete_bash", "COMP_WORDS": line}
+        environment["COMP_CWORD"] = str(line.count(" "))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start_s = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-m", "moeedge", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        env=environment,
     ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
@@ -44,7 +64,8 @@ def first_output_s(arguments: tuple[str, ...]) -> float:
         process.stdout.read()
     if process.returncode != 0:
         raise RuntimeError(f"moeedge {' '.join(arguments)} failed with {process.returncode}")
-    return taken_s
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return taken_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
@@ -53,21 +74,28 @@ def main() -> None:
     parser.add_argument("-r", "--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    samples: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    runs = {name: (arguments, None) for name, arguments in RUNS.items()} | {name: ((), LINES[name]) for name in LINES}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(options.rounds + 1):
-        for name, arguments in COMMANDS.items():
-            taken_s = first_output_s(arguments)
+        for name, (arguments, line) in runs.items():
+            taken_s, processor_s = first_output_s(arguments, line)
             if number > 0:
                 samples[name].append(round(taken_s, 4))
+                processor[name].append(round(processor_s, 4))
     medians = {name: statistics.median(of_name) for name, of_name in samples.items()}
-    print(json.dumps(medians))
+    least = {name: min(of_name) for name, of_name in samples.items()}
+    for name in runs:
+        print(f"{name:20} median {medians[name]:.3f}  least {least[name]:.3f}  processor {min(processor[name]):.3f} s")
     if options.out:
         record = {
             "schema": SCHEMA,
             "environment": asdict(read_environment()),
-            "commands": {name: " ".join(("moeedge", *arguments)) for name, arguments in COMMANDS.items()},
+            "commands": {name: line or " ".join(("moeedge", *arguments)) for name, (arguments, line) in runs.items()},
             "medians_s": medians,
+            "least_s": least,
             "samples_s": samples,
+            "processor_s": processor,
         }
         options.out.write_text(json.dumps(record) + "\n")
 

@@ -125,7 +125,10 @@ def test_a_resumed_seed_is_no_promise_where_lengths_follow_times(session: Sessio
         ("/set parameter temperature 0.5", "temperature", 0.5),  # ollama's
         ("/set verbose", "stats", "full"),
         ("/set quiet", "stats", "off"),
-        ("/set thinking show", "thinking", "show"),
+        ("/set show_thinking on", "show_thinking", "on"),
+        ("/set show-thinking off", "show_thinking", "off"),
+        ("/set thinking show", "show_thinking", "on"),
+        ("/set thinking fold", "show_thinking", "off"),
         ("/set markdown off", "markdown", False),
     ],
 )

@@ -101,7 +101,7 @@ def test_thinking_that_was_cut_off() -> None:
     file = io.StringIO()
     with view_of(file) as view:
         view.write("<think>\nlet me see")
-    assert lines_of(screen_after(file))[:2] == ["thought for 0 s, 12 tokens, no answer", "yet (/set thinking show)"]
+    assert lines_of(screen_after(file))[:2] == ["thought for 0 s, 12 tokens, no answer", "yet (/set show_thinking on)"]
 
 
 def test_thinking_can_be_shown() -> None:
@@ -114,11 +114,11 @@ def test_thinking_can_be_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "text"), [("auto", "<think>hm</think>\n\n4\n"), ("show", "<think>hm</think>\n\n4\n"), ("fold", "4\n")]
+    ("thinking", "text"), [("auto", "<think>hm</think>\n\n4\n"), ("on", "<think>hm</think>\n\n4\n"), ("off", "4\n")]
 )
 def test_a_pipe_gets_the_text_as_written_unless_folding_is_asked_for(thinking: str, text: str) -> None:
     file = io.StringIO()
-    look = Look(thinking=thinking)  # type: ignore[arg-type]
+    look = Look(show_thinking=thinking)  # type: ignore[arg-type]
     with open_view(Console(file=file), INFO, lambda: STATS, look=look, splitter=ThinkingSplitter(TAGS)) as view:
         assert isinstance(view, PlainView)
         for character in "<think>hm</think>\n\n4":

@@ -238,7 +238,11 @@ _ELSEWHERE = {
     ("/list", "/ls", "/models"): "moeedge list, in a shell, shows the models; /model NAME goes on with another.",
     ("/history",): "The up arrow brings back earlier messages; /save FILE writes the conversation.",
     ("/multiline",): 'Alt-Enter makes a new line; """ begins a message of several lines.',
-    ("/think", "/nothink", "/no_think"): "/set think on or off tells the model; /set thinking show or fold shows it.",
+    (
+        "/think",
+        "/nothink",
+        "/no_think",
+    ): "/set think on or off tells the model to; /set show_thinking on or off shows it.",
 }
 
 

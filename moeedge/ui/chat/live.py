@@ -166,7 +166,7 @@ class LiveView:
         if self._told or not line or (self._thinking.is_thinking and not is_last):
             return []
         self._told = True
-        rows = wrap_rows(f"{line} (/set thinking show)", self._console.width)
+        rows = wrap_rows(f"{line} (/set show_thinking on)", self._console.width)
         return [*(self._painted([(row.rstrip(), _DIM)]) for row in rows), ""]
 
     def _add(self, text: str, *, is_thought: bool) -> list[str]:
@@ -287,7 +287,7 @@ def open_view(
     splitter: tells thinking from answer; None: the model does not think.
     """
     stream = console.file
-    folds = look.thinking == "fold" or (look.thinking == "auto" and console.is_terminal)
+    folds = look.show_thinking == "off" or (look.show_thinking == "auto" and console.is_terminal)
     folded = FoldedThinking(splitter, lambda: stats().generated_tokens) if splitter is not None and folds else None
     if panel and supports_panel(stream, columns=console.width, rows=console.height):
         return LiveView(console, info, stats, stopping, cache, progress, look, folded or splitter)

@@ -14,20 +14,20 @@ from moeedge.paths import user_path
 from moeedge.ui.figures import Figure
 
 StatsLevel = Literal["line", "full", "off"]
-Thinking = Literal["auto", "show", "fold"]
+ShowThinking = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
 class Look:
     """How answers are shown.
 
-    stats: figures below an answer and after it. thinking: a model's thoughts before its answer; auto: in one line on a
-    terminal, in full in a pipe. markdown: headings, bold text, lists and code of an answer are shown as such on a
+    stats: figures below an answer and after it. show_thinking: a model's thoughts before its answer; auto: in one line
+    on a terminal, in full in a pipe. markdown: headings, bold text, lists and code of an answer are shown as such on a
     terminal.
     """
 
     stats: StatsLevel = "line"
-    thinking: Thinking = "auto"
+    show_thinking: ShowThinking = "auto"
     markdown: bool = True
 
 
@@ -106,6 +106,10 @@ def _choice(*words: str) -> Callable[[str], str]:
 
 def _switch(text: str) -> bool:
     return _choice("on", "off")(text) == "on"
+
+
+def _show_thinking(text: str) -> str:
+    return _choice("auto", "on", "off")({"show": "on", "fold": "off"}.get(text, text))
 
 
 def _number(text: str) -> float:
@@ -187,10 +191,11 @@ _SETTINGS = (
     _Setting("context_shift", _switch, help="drop the older half when the context is full"),
     _Setting("stats", _choice("line", "full", "off"), part="look", help="figures that are shown: line, full or off"),
     _Setting(
-        "thinking",
-        _choice("auto", "show", "fold"),
+        "show_thinking",
+        _show_thinking,
         part="look",
-        help="what a model thinks is shown: auto, show or fold",
+        aliases=("thinking",),
+        help="what a model thinks is shown: on, off (one line) or auto",
     ),
     _Setting("markdown", _switch, part="look", help="headings, bold text and code are shown as such"),
 )
