@@ -171,6 +171,8 @@ def sql_text(table: str, records: Sequence[Mapping[str, Any]]) -> str:
 
 def _sql_type(key: str, records: Sequence[Mapping[str, Any]]) -> str:
     kinds = {type(record.get(key)) for record in records} - {type(None)}
+    if not kinds:  # NULL in all: another run may have numbers
+        return "NUMERIC"
     if kinds <= {int, bool}:
         return "INTEGER"
     return "REAL" if kinds <= {int, bool, float} else "TEXT"

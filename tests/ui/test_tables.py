@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +18,7 @@ from moeedge.sim.replay import ReplayConfig, replay
 from moeedge.trace.schedule import recorded_schedule
 from moeedge.ui.model_views import print_devices
 from moeedge.ui.sim_views import print_replay
-from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, text_column
+from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, sql_text, text_column
 from tests.support.traces import two_texts
 
 
@@ -121,3 +124,13 @@ def test_replays_keep_their_figures(width: int) -> None:
             continue
         assert figures[:2] == pytest.approx([row.hit_rate_pairs, row.hit_rate_experts], abs=6e-4)
         assert figures[-1] == pytest.approx(row.share_of_oracle, abs=6e-4)
+
+
+def test_columns_of_sql_take_the_numbers_of_another_run() -> None:
+    first = sql_text("t", [{"name": 'o\'neill "x"; --', "spread": None, "n": 1, "limit": [1]}])
+    second = sql_text("t", [{"name": "b", "spread": 2.5, "n": 2, "limit": None}])
+    types = re.search(r"\((.*)\)", first.splitlines()[0])
+    assert types is not None and types[1] == '"name" TEXT, "spread" NUMERIC, "n" INTEGER, "limit" TEXT'
+    with closing(sqlite3.connect(":memory:")) as base:
+        base.executescript(first + second)
+        assert base.execute("SELECT * FROM t").fetchall() == [('o\'neill "x"; --', None, 1, "[1]"), ("b", 2.5, 2, None)]
