@@ -12,8 +12,8 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
-from moeedge.cli.bench_exit import exit_code
 from moeedge.cli.bench_parallel import ParallelOptions, measure_parallel, refuse_with_parallel
+from moeedge.cli.bench_run import measure
 from moeedge.cli.bench_tests import (
     SYNTHETIC_ANSWER,
     BatchSizes,
@@ -24,19 +24,16 @@ from moeedge.cli.bench_tests import (
     contexts,
     single,
 )
-from moeedge.cli.common import accept_any_text, show_log
+from moeedge.cli.common import accept_any_text
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
 from moeedge.cli.llama_options import LlamaOptions
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.bench.config import BenchMode, BenchPlan, BudgetSweep, Sweep, SyntheticTest
-    from moeedge.bench.records import BenchRow
-    from moeedge.bench.runner import Bench
+    from moeedge.bench.config import BenchPlan, BudgetSweep, Sweep, SyntheticTest
     from moeedge.data import Dataset, EvaluationText
     from moeedge.engine.types import EngineConfig
-    from moeedge.ui.progress import BenchProgress
 
 Datasets = Annotated[
     str | None,
@@ -248,7 +245,7 @@ def bench(
         raise typer.Exit(measure_parallel(plans[0], together.fit, notes, output, verbose=verbose, plot=plot))
     _expect_one(plans, "--plot", asked=plot is not None)
     _expect_one(plans, "--trace-out and llama-cpp-cache", asked=records)
-    raise typer.Exit(_measure(plans, notes, output, verbose=verbose, plot=plot, trace_out=trace_out, resume=resume))
+    raise typer.Exit(measure(plans, notes, output, verbose=verbose, plot=plot, trace_out=trace_out, resume=resume))
 
 
 def _expect_one(plans: Sequence[BenchPlan], option: str, *, asked: bool) -> None:
@@ -361,106 +358,3 @@ def _check_cache(base: EngineConfig, cache_ratio: str | None) -> None:
             "--policy and --cache-ratio compare expert caches, and there is no device for one.",
             "Use -dev emulated; moeedge devices lists what this machine has.",
         )
-
-
-def _recorded_mode(plan: BenchPlan, trace_out: Path | None) -> BenchMode | None:
-    """The mode whose routing is written to `trace_out` or replayed, None if neither is asked for.
-
-    Raises InputError, before the measurement, where there is none to record.
-    """
-    from moeedge.bench.harness import recorded_mode
-    from moeedge.ui.console import check_output
-
-    replays = [mode.name for mode in plan.modes if mode.method == "replay"]
-    if trace_out is None and not replays:
-        return None
-    if plan.dataset is None:
-        asked = "--trace-out records" if trace_out is not None else f"{replays[0]} replays"
-        raise InputError(f"{asked} answers, and synthetic tests have none.", "Name prompts with --dataset.")
-    if trace_out is not None:
-        check_output(trace_out)
-    return recorded_mode(plan.modes)
-
-
-def _measure(
-    plans: Sequence[BenchPlan],
-    notes: list[str],
-    output: Output,
-    *,
-    verbose: bool,
-    plot: Path | None,
-    trace_out: Path | None,
-    resume: str | None,
-) -> int:
-    """Runs the plans, prints the rows, draws and records. Returns the exit code."""
-    from moeedge.bench.journal import Journal, settings_of
-    from moeedge.bench.records import read_environment
-    from moeedge.bench.runner import Bench
-    from moeedge.ui.bench_views import difference_lines, quiet_lines, render
-    from moeedge.ui.chat.interrupt import Interrupt
-    from moeedge.ui.plots import draw_sweep
-    from moeedge.ui.progress import BenchProgress
-    from moeedge.ui.quality_plots import draw_quality
-
-    recorded = _recorded_mode(plans[0], trace_out)
-    environment = read_environment()
-    settings = [settings_of(plan, environment) for plan in plans]
-    journal = Journal.begin(settings) if resume is None else Journal.resume(resume, settings)
-    if verbose:
-        show_log()
-    progress = BenchProgress(bar=not verbose)
-    for note in notes:
-        progress.note(note)
-    if resume is not None:
-        progress.note(f"{journal.n_done} samples are from {journal.path}.")
-        if plans[0].base.device != "none":
-            progress.note("An expert cache begins anew: hits of the first prompts are lower than without the break.")
-    rows: list[BenchRow] = []
-    replayed: list[BenchRow] = []
-    finished = True
-    with journal, Interrupt() as interrupt:
-        try:
-            for part, plan in enumerate(plans):
-                with Bench(plan, progress, journal, part) as run:
-                    interrupt.arm()
-                    with progress:
-                        finished = run.run(cancel=interrupt)
-                    interrupt.disarm()
-                    rows += run.rows()
-                    if finished and recorded is not None and (run.arms.replays or trace_out is not None):
-                        replayed = _record(run, recorded, progress, trace_out)
-                if not finished:
-                    break
-        finally:  # the measured rows come out, whatever happens
-            for line in difference_lines(rows):
-                progress.note(line)
-            typer.echo(render([*rows, *replayed], output.value), nl=False)
-    if plot is not None and plans[0].compares_speculation:
-        if not draw_quality(rows, plot):
-            progress.note("No mode was measured next to stock-ar: there is nothing to draw.")
-    elif plot is not None and not draw_sweep(rows, plot):
-        progress.note("No mode had an expert cache: there is nothing to draw.")
-    for line in quiet_lines(rows):
-        progress.note(line)
-    if not finished:
-        where = "" if journal.path is None else f" Go on with the same command and --resume {journal.path}"
-        progress.note(f"Interrupted: the rows hold what every mode had done.{where}")
-        return interrupt.exit_code
-    journal.drop()
-    return exit_code(rows)
-
-
-def _record(run: Bench, recorded: BenchMode, progress: BenchProgress, trace_out: Path | None) -> list[BenchRow]:
-    """Answers the prompts once more, keeps their routing, and returns the rows that are replayed on it."""
-    from moeedge.bench.harness import record_answers
-    from moeedge.engine.recording import unseen_layers
-
-    progress.note(f"Recording the routing of {recorded.label}.")
-    with run.arms.recorder(recorded) as arm:
-        trace = record_answers(arm, run.prompts, run.plan)
-        if unseen := unseen_layers(arm.session):
-            progress.note(unseen)
-    replayed = run.replayed(recorded, trace)
-    if trace_out is not None:
-        trace.save(trace_out)
-    return replayed
