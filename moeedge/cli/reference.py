@@ -105,11 +105,11 @@ def llama_variables() -> dict[str, tuple[str, str, list[str]]]:
                     off = off_variable(variable)
                     rows.setdefault(off, (off, param.secondary_opts[0], []))[2].append(name)
     rows[HUB_FILE] = (HUB_FILE, "-hff", list(rows["LLAMA_ARG_HF_REPO"][2]))
-    for row in OPTIONS.values():
+    for spellings, row in OPTIONS.items():
         if isinstance(row, Instead) and row.env:
             rows[row.env] = (
                 row.env,
-                row.words.split()[0] if row.words else "see above",
+                row.words.split()[0] if row.words else spellings.split(",")[0],
                 ["chat", "bench", "profile", "plan"],
             )
     return rows

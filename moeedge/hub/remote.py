@@ -125,12 +125,12 @@ def no_bars() -> Iterator[None]:
 def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
     """Turns errors of huggingface_hub and its HTTP library into a DownloadError about `what`; disk errors pass.
 
-    Raises DownloadError at once when HF_HUB_OFFLINE is set.
+    Raises DownloadError at once when HF_HUB_OFFLINE is set, as --offline does.
     """
     if is_offline():
         raise DownloadError(
             f"{what} was not downloaded: --offline or HF_HUB_OFFLINE=1 forbids it.",
-            "Leave out the one and unset the other.",
+            "Leave out --offline, or unset HF_HUB_OFFLINE, and run the command again.",
         )
     logger = logging.getLogger("huggingface_hub")
     level = logger.level

@@ -22,7 +22,7 @@ from moeedge.hub.download import fetch_range
 from moeedge.hub.local import locate
 from moeedge.hub.names import find
 from moeedge.hub.pull import want
-from moeedge.hub.remote import RemoteFile, ask_file, hub_endpoint
+from moeedge.hub.remote import RemoteFile, ask_file, hub_endpoint, is_offline
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
@@ -119,7 +119,8 @@ def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> P
     wanted = want(load_catalog(), text, "target")
     if wanted.local is not None:
         return PlanFile(wanted.local)
-    notify(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
+    if not is_offline():
+        notify(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
     paths = [_fetch_header(ask_file(wanted.repo, file.path, wanted.revision), folder) for file in wanted.files]
     return PlanFile(paths[0], wanted.name)
 

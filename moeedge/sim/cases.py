@@ -80,8 +80,9 @@ class Cases:
         for case, result in zip(new, results, strict=True):
             self._results[case] = result
             config = case.config
-            where = f"{config.policy}, {case.model}, ratio {config.cache_ratio:g}, gamma {result.gamma}"
-            self._notify(Notification(f"{where}: {result.tg_ts:.2f} tokens/s"))
+            where = f"{config.policy}, {case.model} on {case.hardware.name}"
+            options = f"ratio {config.cache_ratio:g}, gamma {result.gamma}"
+            self._notify(Notification(f"{where}, {options}: {result.tg_ts:.2f} tokens/s"))
 
 
 def run_case(case: Case) -> SimulationResult:
