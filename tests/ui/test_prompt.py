@@ -10,7 +10,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
 from moeedge.ui.chat.commands import completions
-from moeedge.ui.chat.prompt import _CommandCompleter, block_is_open, open_history, unquote
+from moeedge.ui.chat.prompt import _CommandCompleter, block_is_open, make_reader, open_history, unquote
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,14 @@ def test_history_that_cannot_be_kept_is_reported(tmp_path: Path) -> None:
     notes: list[str] = []
     assert isinstance(open_history(lambda: tmp_path / "none" / "history", notes.append), InMemoryHistory)
     assert notes[0].startswith("Input history is not kept: ")
+
+
+@pytest.mark.parametrize("editor", ["/bin/false", "/no/such/editor"])
+def test_an_editor_that_fails_on_a_dumb_terminal_leaves_the_message(
+    editor: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("VISUAL", editor)
+    read = make_reader({}, InMemoryHistory())
+    assert read("a message") == ""
+    assert editor in capsys.readouterr().err

@@ -93,7 +93,11 @@ def open_history(path: Callable[[], Path], notify: Callable[[str], None]) -> His
 def _read_plainly(history: History, begun: str) -> str:
     """A message from a dumb terminal, which does its own editing; a text to begin with goes to $EDITOR."""
     if begun:
-        return click.edit(begun) or ""
+        try:
+            return click.edit(begun) or ""
+        except click.ClickException as error:  # there is none, or it failed
+            sys.stderr.write(f"{error.message}. Set EDITOR to a program that edits text.\n")
+            return ""
     text = _read_line(PROMPT)
     while block_is_open(text):
         text += "\n" + _read_line(CONTINUATION)
