@@ -4,8 +4,8 @@
 
 The commands take turns, each in a process of its own; the first round warms the page cache, measures the machine where
 this was not done before (the first chat on it) and is not counted. The first token is the first byte of the answer on
-standard output. Medians of wall time need a quiet machine; the least of the samples, and the least processor time, say
-more about one that does other work.
+standard output; the other rows are until all is printed. Medians of wall time need a quiet machine; the least of the
+samples, and the least processor time, say more about one that does other work.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ LINES = {  # that a shell completes, by bash's protocol
 }
 
 
-def first_output_s(arguments: tuple[str, ...], line: str | None = None) -> tuple[float, float]:
-    """Seconds from starting `moeedge` to the first byte on standard output, and of processor time until it ended.
+def output_s(arguments: tuple[str, ...], line: str | None = None) -> tuple[float, float]:
+    """Seconds from starting `moeedge` to its answer, and of processor time until it ended.
+
+    The answer is the first byte of a prompt's, and the end of what --help and completion print.
 
     line: what a shell completes. Raises RuntimeError if it fails.
     """
@@ -59,7 +61,7 @@ def first_output_s(arguments: tuple[str, ...], line: str | None = None) -> tuple
         env=environment,
     ) as process:
         assert process.stdout is not None
-        process.stdout.read(1)
+        process.stdout.read(1 if "-p" in arguments else -1)
         taken_s = time.perf_counter() - start_s
         process.stdout.read()
     if process.returncode != 0:
@@ -79,7 +81,7 @@ def main() -> None:
     processor: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(options.rounds + 1):
         for name, (arguments, line) in runs.items():
-            taken_s, processor_s = first_output_s(arguments, line)
+            taken_s, processor_s = output_s(arguments, line)
             if number > 0:
                 samples[name].append(round(taken_s, 4))
                 processor[name].append(round(processor_s, 4))

@@ -156,14 +156,18 @@ def test_without_memory_of_their_own_dense_weights_are_in_the_page_cache(
         pytest.skip("the file system keeps its files in memory")
     monkeypatch.setattr(dense_weights, "_SPARE_BYTES", 1 << 60)
     weights = SplitWeights.read(wide)
-    with Model.load(wide, experts_from_file=True) as model:
-        resident = resident_pages(wide)
+    for _ in range(3):  # the kernel may drop pages that are not locked, and keep those that another core has just read
+        drop_from_page_cache(wide)
+        with Model.load(wide, experts_from_file=True) as model:
+            resident = resident_pages(wide)
+            assert model.dense is not None and model.dense.own_bytes == 0
+            assert model.dense.locked_bytes >= min(model.dense.n_bytes, memory_lock_limit())
         in_dense = pages_of(weights.dense, len(resident))
         in_experts = pages_of(weights.experts, len(resident)) & ~in_dense
-        assert resident[in_dense].all()
-        assert resident[in_experts].mean() < 0.02  # the kernel drops no large page that holds dense weights too
-        assert model.dense is not None and model.dense.own_bytes == 0
-        assert model.dense.locked_bytes >= min(model.dense.n_bytes, memory_lock_limit())
+        if resident[in_dense].all() and resident[in_experts].mean() < 0.02:
+            break
+    assert resident[in_dense].all()
+    assert resident[in_experts].mean() < 0.02  # the kernel drops no large page that holds dense weights too
 
 
 @on_linux
