@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,14 +16,13 @@ import typer
 
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.paths import DISK_FULL_ERRORS
+from moeedge.ui.chat.interrupt import is_sent_later
 from moeedge.units import parse_size
 
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
-_LOG_CALLBACK = ("moeedge.llama.library", "_on_log")  # by name: importing it would load llama.cpp
-_RESEND_S = 0.01  # until a signal that arrived too early is sent again
 
 
 class Terminated(KeyboardInterrupt):
@@ -165,20 +163,9 @@ def memory_size(text: str, option: str) -> int:
 
 def _receive(signum: int, frame: FrameType | None) -> None:
     """Turns Ctrl-C and SIGTERM into exceptions; in llama.cpp's log callback, where Python drops them, later."""
-    if _in_log_callback(frame):
-        resend = threading.Timer(_RESEND_S, os.kill, (os.getpid(), signum))
-        resend.daemon = True
-        resend.start()
+    if is_sent_later(signum, frame):
         return
     raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
-
-
-def _in_log_callback(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == _LOG_CALLBACK[1] and frame.f_globals.get("__name__") == _LOG_CALLBACK[0]:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _drop_unwritten() -> None:

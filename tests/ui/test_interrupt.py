@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -98,3 +99,13 @@ def test_an_end_that_was_dropped_comes_again(monkeypatch: pytest.MonkeyPatch) ->
         interrupt.finish()
         time.sleep(0.15)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_ctrl_c_in_the_log_callback_comes_after_it() -> None:
+    """A model is being loaded: Python would drop the exception, and print it."""
+    library: dict[str, Any] = {"__name__": "moeedge.llama.library"}
+    exec("def _on_log(act):\n    act()", library)
+    with Interrupt():
+        library["_on_log"](lambda: receive(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(10)

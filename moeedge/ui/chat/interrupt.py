@@ -6,6 +6,7 @@ Ctrl-C therefore only sets a flag that the engine polls.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -15,6 +16,8 @@ from typing import Any
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 HANGUP = _ENDING[-1]
 _REPEAT_S = 1.0  # Python drops an exception that a handler raises in a callback of the garbage collector
+_LOG_CALLBACK = ("moeedge.llama.library", "_on_log")  # by name: importing it would load llama.cpp
+_RESEND_S = 0.01  # until a signal that arrived too early is sent again
 _HAS_TIMER = hasattr(signal, "setitimer")  # not on Windows
 
 
@@ -24,6 +27,18 @@ class Ended(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.exit_code = 128 + signum
+
+
+def is_sent_later(signum: int, frame: FrameType | None) -> bool:
+    """Whether a signal arrived in llama.cpp's log callback, where Python drops exceptions: it is sent again."""
+    while frame is not None:
+        if frame.f_code.co_name == _LOG_CALLBACK[1] and frame.f_globals.get("__name__") == _LOG_CALLBACK[0]:
+            resend = threading.Timer(_RESEND_S, os.kill, (os.getpid(), signum))
+            resend.daemon = True
+            resend.start()
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Interrupt:
@@ -81,12 +96,14 @@ class Interrupt:
             signal.signal(signum, before)
         self._before.clear()
 
-    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self._finished:
             return
         again = self.signum is not None
         self.signum = signum
         if self._armed and not again:
+            return
+        if is_sent_later(signum, frame):
             return
         if signum in _ENDING:
             if _HAS_TIMER:
