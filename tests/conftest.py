@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import Any, Protocol
 import pytest
 
 from moeedge import paths
+from moeedge.cli.app import environment_kept
 from moeedge.errors import ModelFileError
+from moeedge.hub.remote import is_offline
 from tests.support.counting import CountingDevice, Unavailable, compile_device, counting_device
 from tests.support.tiny import make_tiny
 from tests.support.worker import WorkerProcess, start_worker
@@ -30,6 +34,21 @@ def pytest_configure() -> None:
     Read when llama_cpp is loaded, which nothing does before the first test module is imported.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+@pytest.fixture(autouse=True)
+def _process_kept() -> Iterator[None]:
+    """What a command that runs in this process changes there ends with its test: environment, logs, network."""
+    loggers = [logging.getLogger(name) for name in ("moeedge", "moeedge.llama")]
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
+    with environment_kept():
+        yield
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+    hub = sys.modules.get("huggingface_hub.constants")
+    if hub is not None:  # it reads the variable once, when it is imported
+        hub.HF_HUB_OFFLINE = is_offline()  # type: ignore[attr-defined]
 
 
 def pytest_report_header() -> str:
