@@ -195,7 +195,7 @@ _SETTINGS = (
         _show_thinking,
         part="look",
         aliases=("thinking",),
-        help="what a model thinks is shown: on, off (one line) or auto",
+        help="show what a model thinks: on, off (one line), auto",
     ),
     _Setting("markdown", _switch, part="look", help="headings, bold text and code are shown as such"),
 )
