@@ -18,6 +18,7 @@ NAMED = re.compile(r"""["'](MOEEDGE_[A-Z_]+|HF_[A-Z_]+|HUGGINGFACE_[A-Z_]+|GGML_
 NOT_OURS = {
     "PATH_VARIABLE",  # a constant of ours: GGML_BACKEND_PATH
     "LIBRARY_VARIABLE",  # likewise, in the tests
+    "HUB_FILE",  # likewise, of an option of llama.cpp
     "PATH",
     "HOME",
     "XTERM_VERSION",  # by which terminals name themselves

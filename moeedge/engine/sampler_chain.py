@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _ALL_TOKENS = 1 << 17  # what repeat_last_n -1 means: llama.cpp's window has a size
 _MIN_KEEP = 0
-_NEED_POSSIBLE = ("typ_p", "xtc")  # with tokens of probability 0 the entropy is no number, and xtc may keep only these
 
 # llama.cpp's function and its parameters, by the name in --samplers
 _FILTERS: dict[str, Callable[[SamplingConfig, int], tuple[Any, ...]]] = {
@@ -73,6 +72,9 @@ class ChainSampler(Sampler):
         super().__init__(config, n_vocab)
         self.greedy = False  # temperature 0 is one of the filters, and leaves one candidate
         self._names = config.samplers
+        # with tokens of probability 0 typical-p's entropy is no number, and xtc without a threshold keeps only these;
+        # other filters take them, and the dynamic temperature counts them
+        self._needs_possible = {"typ_p": config.typical_p < 1, "xtc": config.xtc_threshold <= 0}
         self._may_overflow = config.temperature <= config.dynatemp_range  # a temperature of 0, or next to it
         self.use(model)
         windows = {
@@ -117,7 +119,7 @@ class ChainSampler(Sampler):
         for name, sampler in zip(self._names, path.filters, strict=True):
             if name == "xtc" and not self._takes_xtc():
                 continue
-            if name in _NEED_POSSIBLE:
+            if self._needs_possible.get(name):
                 self._tokens.drop_excluded()  # by a bias, a grammar, or top_n_sigma
             sampler.apply(self._tokens)
             if name == "temperature" and self._may_overflow:

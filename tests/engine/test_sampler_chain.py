@@ -10,7 +10,7 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -105,6 +105,14 @@ configs = st.builds(
 )
 
 
+# filters that are off leave excluded tokens to the dynamic temperature, which counts them
+EXCLUDED_COUNT = SamplingConfig(
+    temperature=0.5, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=1.5, dynatemp_range=0.4, samplers=ORDERS[0]
+)
+
+
+@example(0, EXCLUDED_COUNT)
+@example(0, replace(EXCLUDED_COUNT, xtc_probability=1.0))
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), configs)
 def test_candidates_are_those_of_llama_cpps_chain(model: Model, seed: int, config: SamplingConfig) -> None:
