@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -70,9 +71,10 @@ def test_commands_options_and_values(line: str, offered: list[str]) -> None:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell(shell: str) -> None:
     assert "spac-paper" in " ".join(completed("moeedge chat --policy spac-", shell))
-    shown = subprocess.run(
-        [sys.executable, "-m", "moeedge", "--show-completion", shell], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-m", "moeedge", "--show-completion", shell]
+    # otherwise Typer looks for a shell among the processes above the tests, where there may be none
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert shown.returncode == 0 and "MOEEDGE_COMPLETE" in shown.stdout
 
 
