@@ -22,19 +22,19 @@ from typing import Any
 
 import numpy as np
 
+from moeedge.lab.sim.curves import CurveConfig, CurveInput, CurvePanel, trace_curves
+from moeedge.lab.sim.model_shape import find_model
+from moeedge.lab.sim.simulate import SimulationConfig, simulate
+from moeedge.lab.sim.step_costs import find_hardware, roofline_costs
+from moeedge.lab.traces.importers import read_trace
+from moeedge.lab.traces.schedule import recorded_schedule
 from moeedge.policies.registry import BOUNDS
-from moeedge.sim.curves import CurveConfig, CurveInput, CurvePanel, trace_curves
-from moeedge.sim.model_shape import find_model
-from moeedge.sim.simulate import SimulationConfig, simulate
-from moeedge.sim.step_costs import find_hardware, roofline_costs
-from moeedge.trace.importers import read_trace
-from moeedge.trace.schedule import recorded_schedule
 
 OUT = Path(__file__).parent / "benchmarks" / "held-out-bundled.json.gz"
 RATIO, GAMMA = 0.17, 8
 FIRST_TEXTS = 12  # of each domain
 LIMIT = 1.0  # uploads per layer and step, besides none
-HARDWARE, MODEL = "rtx4090-pcie4", "qwen3-30b-a3b"
+HARDWARE, MODEL = "rtx4090-pcie4", "qwen3-30b-a3b:F16"
 LINKS_GB_PER_S = (1, 4, 12, 25)
 POLICIES = ("spac", "lfu", "spac-program", "lru", "spac-paper", "static")
 SIMULATED, MAX_STEPS = ("spac", "lfu"), 400

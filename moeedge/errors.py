@@ -4,6 +4,7 @@ MoeedgeError                    exit 1   something failed
   BackendError                  exit 1   the native library or llama.cpp is unusable
     VersionMismatchError        exit 1   not the llama.cpp version or backend API that moeedge was compiled for
   EngineError                   exit 1   llama.cpp failed to load, allocate or decode; an answer cannot go on
+  MeasurementError              exit 1   what was measured scatters too much to say anything
   DownloadError                 exit 1   a file could not be downloaded
   SandboxError                  exit 1   the sandbox for programs cannot be started
   DiskSpaceError                exit 1   a file does not fit on the disk
@@ -50,6 +51,10 @@ class EngineError(MoeedgeError):
 
 class DeviceFailedError(EngineError):
     """A GPU on which llama.cpp computes failed: it is lost, or has no memory left."""
+
+
+class MeasurementError(MoeedgeError):
+    """What was measured scatters too much to say anything."""
 
 
 class DownloadError(MoeedgeError):

@@ -7,12 +7,20 @@ from typing import Any
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError with what is wrong and where, also for nesting beyond Python's."""
+    """The value of a JSON text. Raises ValueError with what is wrong and where.
+
+    Also for what Python reads but cannot use: nesting that is too deep, and half of a pair of UTF-16 codes (\\ud83d).
+    """
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} in line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{error.object[error.start]!r} is half of a character") from None
     except ValueError:  # an integer of more digits than Python converts
         raise ValueError("a number has too many digits") from None

@@ -10,6 +10,9 @@ _FACTORS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt")
     for unit, base in ((prefix, 1024), (prefix + "b", 1000), (prefix + "ib", 1024))
 }
+# What CUDA has less than a card's nominal size: programs report 7.76 GiB of 8 (RTX 3070; sshan-zhao/GASDA issue 19),
+# 9.78 of 10 (RTX 3080; zai-org/CogVideo issue 34), 11.75 of 12 (RTX 3060; Kunhao-Liu/StyleGaussian issue 12)
+_DRIVER_BYTES = 256 * 2**20
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*$")
 
 
@@ -26,6 +29,17 @@ def parse_size(text: str) -> int:
             f'"{text}" is not a size; write for instance 6GB (powers of 1,000) or 512MiB (powers of 1,024)'
         )
     return round(size)
+
+
+def parse_gpu_size(text: str) -> int:
+    """Parses the size of a GPU to the bytes that programs can use.
+
+    "12GB" is that of a card sold with 12 GB: 12 GiB less the driver's part. Other units are exact. Raises ValueError.
+    """
+    size, match = parse_size(text), _SIZE.match(text)
+    if match is None or match[2].lower() != "gb" or size < 10**9:
+        return size
+    return round(float(match[1]) * 2**30) - _DRIVER_BYTES
 
 
 def parse_rate(text: str) -> int:

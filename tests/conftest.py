@@ -17,7 +17,10 @@ from moeedge import paths
 from moeedge.cli.app import environment_kept
 from moeedge.errors import ModelFileError
 from moeedge.hub.remote import is_offline
+from moeedge.native.kernels import is_amx_disabled
+from tests.support.cases import SLOW_CASES
 from tests.support.counting import CountingDevice, Unavailable, compile_device, counting_device
+from tests.support.stock import NO_AMX
 from tests.support.tiny import make_tiny
 from tests.support.worker import WorkerProcess, start_worker
 
@@ -34,6 +37,9 @@ def pytest_configure() -> None:
     Read when llama_cpp is loaded, which nothing does before the first test module is imported.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # processes that the tests start without our library keep away from AMX kernels that fail, too
+    if is_amx_disabled():
+        os.environ[NO_AMX] = "1"
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +67,15 @@ def pytest_report_header() -> str:
             found.append(f"{package} not installed")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{', '.join(found)}, {platform.machine()}, {cores} cores"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of SLOW_CASES are slow, whatever the parameter's name is."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec and any(isinstance(value, str) and value in SLOW_CASES for value in callspec.params.values()):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.variables import BY_NAME, VARIABLES, set_variables
+from tests.support.commands import reference
 
 ROOT = Path(__file__).parents[1]
 PLACES = ("moeedge", "tests", "models", ".ci")
@@ -57,7 +58,7 @@ def test_every_variable_of_the_table_is_read() -> None:
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
 def test_the_reference_has_it(variable: object) -> None:
-    assert f"| `{variable.name}`" in (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    assert f"| `{variable.name}`" in reference()  # type: ignore[attr-defined]
 
 
 def test_what_is_set_and_acts() -> None:

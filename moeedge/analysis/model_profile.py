@@ -1,7 +1,6 @@
 """The profile of a model: curves of all its layers, groups of texts, and what speculation can gain from them.
 
-`profile_model` is a function of a trace alone; the similarity of draft and target, which needs both models, is added
-by the caller (`PairSimilarity`).
+`profile_model` is a function of a trace alone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from moeedge.analysis.groups import GroupProfile, profile_groups
 from moeedge.analysis.profile import LayerProfile, profile_steps
 from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
-from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.speculation import expected_tokens
 from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.steps import DraftStats, Steps, drafts_of, recorded_steps
@@ -69,7 +67,6 @@ class ModelProfile:
     gain: SpeculationGain | None
     groups: list[GroupProfile]
     drafts: DraftStats | None
-    pair: PairSimilarity | None = None
 
 
 def profile_model(
@@ -78,7 +75,6 @@ def profile_model(
     *,
     steps: Steps | None = None,
     gamma: int | None = None,
-    pair: PairSimilarity | None = None,
     on_layer: Callable[[int], None] = lambda _done: None,
     cancel: Callable[[], bool] = lambda: False,
 ) -> ModelProfile:
@@ -100,7 +96,7 @@ def profile_model(
             if cancel():
                 continue
             known[layer] = RoutingCurves.measure(
-                layer, trace.layer_ids(layer)[rows], trace.sequence[rows], meta.n_experts, meta.n_expert_used
+                layer, trace.layer_ids(layer)[rows], trace.sequence[rows], meta.n_experts, trace.used_per_layer[layer]
             )
         curves.append(known[layer])
         on_layer(done + 1)
@@ -114,5 +110,4 @@ def profile_model(
         gain=None if mean is None else speculation_gain(mean, drafts, measured=is_recorded),
         groups=profile_groups(trace, steps, [each.layer for each in curves if each.layer is not None]),
         drafts=drafts,
-        pair=pair,
     )

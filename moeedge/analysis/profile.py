@@ -205,7 +205,7 @@ def _profile_layer(
     utility: list[UtilityCurves],
     speculative: bool,
 ) -> LayerProfile:
-    n_experts, n_used = trace.meta.n_experts, trace.meta.n_expert_used
+    n_experts, n_used = trace.meta.n_experts, trace.used_per_layer[layer]
     rows = text.rows[:, 0]
     ids = trace.layer_ids(layer)[rows]
     curves = RoutingCurves.measure(layer, ids, trace.sequence[rows], n_experts, n_used)

@@ -1,6 +1,6 @@
 """The JSON of `moeedge profile`: an object per layer (`-o json`), and the complete profile (`--report`).
 
-Keys in docs/traces.md.
+Keys in docs/lab/traces.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.groups import UNIQUE_TOKENS
 from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
 from moeedge.analysis.profile import HEADLINE, LayerProfile
@@ -22,27 +21,6 @@ from moeedge.trace.format import Trace
 
 SCHEMA = "moeedge-profile-1"
 _DIGITS = 6  # of figures
-LAYER_KEYS = frozenset(  # of `layer_report`, without the run's
-    (
-        "layer",
-        "steps",
-        "tokens",
-        "hot_cold_accuracy",
-        "overlap",
-        "overlap_uniform",
-        "overlap_independence",
-        "overlap_by_distance",
-        "unique_experts",
-        "popularity",
-        "skew",
-        "unique_experts_per_step",
-        "hottest",
-        "utility",
-        "persistence",
-        "activation_counts",
-        "token_experts",
-    )
-)
 
 
 def layer_report(profile: LayerProfile, run: dict[str, Any], *, by_step: bool = True) -> dict[str, Any]:
@@ -103,7 +81,7 @@ def _curve_figures(curves: RoutingCurves) -> dict[str, Any]:
 
 
 def model_report(profile: ModelProfile) -> dict[str, Any]:
-    """What concerns more than one layer: curves by layer and their mean, groups, speculation, draft and target."""
+    """What concerns more than one layer: curves by layer and their mean, groups, speculation."""
     report: dict[str, Any] = {
         "by_layer": [_layer_curves(curves) for curves in profile.curves],
         "mean_of_layers": None if profile.mean is None else _layer_curves(profile.mean),
@@ -111,7 +89,6 @@ def model_report(profile: ModelProfile) -> dict[str, Any]:
         "drafts": None if profile.drafts is None else asdict(profile.drafts),
         "groups": [asdict(group) for group in profile.groups],
         "group_unique_tokens": UNIQUE_TOKENS,
-        "pair": None if profile.pair is None else asdict(profile.pair),
     }
     return dict(rounded(report))
 
@@ -126,29 +103,15 @@ def _layer_curves(curves: RoutingCurves) -> dict[str, Any]:
     }
 
 
-def complete_report(profile: ModelProfile, run: dict[str, Any], comparison: Comparison | None = None) -> dict[str, Any]:
-    """Every number of the report: the run, its layers in detail, the model, and the profile it is compared with."""
-    report = {
+def complete_report(profile: ModelProfile, run: dict[str, Any]) -> dict[str, Any]:
+    """Every number of the report: the run, its layers in detail, and the model."""
+    return {
         "schema": SCHEMA,
         "run": run,
         "layers": [
             layer_report(layer, {}, by_step=place < DETAILED_LAYERS) for place, layer in enumerate(profile.layers)
         ],
         "model_profile": model_report(profile),
-    }
-    if comparison is not None:
-        report |= comparison_report(comparison)
-    return report
-
-
-def comparison_report(comparison: Comparison) -> dict[str, Any]:
-    """The keys of a profile that is compared with another one."""
-    return {
-        "compared_with": comparison.report,
-        "routing_agreement": rounded(comparison.routing_agreement),
-        "popularity_shared": rounded(
-            {"mean_of_layers": comparison.mean_popularity_shared, "by_layer": comparison.popularity_shared}
-        ),
     }
 
 

@@ -12,22 +12,24 @@ from dataclasses import replace
 from types import TracebackType
 
 from moeedge.bench.config import BenchMode, mode_config
-from moeedge.bench.harness import BenchArm, open_arms
+from moeedge.bench.harness import BenchArm, open_arm, open_arms
 from moeedge.bench.passes import Pass, caches_fit, largest_cache, layers_fit, split_passes
 from moeedge.bench.whole_layers import (
     DeviceUse,
     Split,
     SplitPlanner,
     describe,
+    layers_host_bytes,
     load_whole_layers,
     missing_reason,
     session_use,
 )
 from moeedge.engine.layer_search import has_choice, open_session
-from moeedge.engine.session import Session
+from moeedge.engine.loading import host_bytes
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.memory import available_memory, fits
 from moeedge.llama.model import Model
 from moeedge.notifications import Notification
 from moeedge.units import format_bytes
@@ -59,30 +61,30 @@ class Arms:
         self._report = report
         self._uses: list[tuple[BenchMode, DeviceUse]] = []  # of our modes, as they were opened
         self._splits: dict[str, Split] = {}  # by label
+        self._divided: list[BenchMode] = []  # modes with a target of their own, whose layers they choose
         self._stock: dict[str, BenchArm] = {}
         self._first: dict[str, BenchArm] = {}  # the other arms of the first pass
         self._first_resources = ExitStack()
         self._resources = ExitStack()
         self._left_out: list[str] = []  # a sentence for each mode that cannot run
         self.passes: list[Pass] = []
-        self.replays: list[BenchMode] = []  # modes that run no model
 
     def __enter__(self) -> Arms:
         with ExitStack() as stack:
             modes = [mode for mode in self._modes if self._can_run(mode)]
             layers = [mode for mode in modes if mode.method == "ncmoe"]
             shared = [mode for mode in modes if mode.method == "shared"]
-            self.replays = [mode for mode in modes if mode.method == "replay"]
+            self._divided = self._own_targets(shared)
             self._stock = self._open([mode for mode in shared if mode.engine == "stock"], stack)
             self._first_resources = stack.enter_context(ExitStack())
             together = self._open_caches([mode for mode in shared if mode.engine == "moeedge"])
             layers = self._plan_layers(layers)
             apart = layers
-            if layers and together and layers_fit([self._splits[mode.label].use for mode in layers], self._device):
+            if layers and together and self._layers_fit(layers):
                 self._first |= self._open(layers, self._first_resources)
                 apart = []
             elif layers:
-                self._report(["Whole layers and cache do not fit the GPU at once: they are measured one by one."])
+                self._report(["Whole layers and cache do not fit the memory at once: they are measured one by one."])
             kept = [mode for mode in modes if mode in shared or (mode in layers and mode not in apart)]
             self.passes = split_passes(kept, together=together, apart=apart)
             if not self.passes:
@@ -124,7 +126,7 @@ class Arms:
         """
         opened = self._first if len(self.passes) == 1 else {}
         with ExitStack() as stack:
-            if self._divides(mode):
+            if mode in self._divided:
                 (arm,) = open_arms(self._base, [replace(mode, cache_ratio=0.0)], self._models, stack)
                 yield arm
             else:
@@ -168,6 +170,13 @@ class Arms:
                     f"{mode.label} is left out: without experts it takes {needed} of the {room} to fill."
                 )
                 continue
+            n_bytes = layers_host_bytes(self._base, self._device, split.layers.n_cpu_moe)
+            if not fits(n_bytes):
+                self._left_out.append(
+                    f"{mode.label} is left out: its own weights take {format_bytes(n_bytes)} of RAM, and next to the "
+                    f"other modes {format_bytes(available_memory())} are free."
+                )
+                continue
             self._splits[mode.label] = split
             self._report([describe(mode, split, budget_bytes)])
             kept.append(mode)
@@ -175,7 +184,7 @@ class Arms:
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> dict[str, BenchArm]:
         """Opens sessions; `stack` closes them. Returns their arms by label, in the order of `modes`."""
-        divided = [mode for mode in modes if self._divides(mode)]
+        divided = [mode for mode in modes if mode in self._divided]
         shared = [mode for mode in modes if mode.method == "shared" and mode not in divided]
         arms = open_arms(self._base, shared, self._models, stack, notify=self._notify)
         arms += [self._open_divided(mode, stack) for mode in divided]
@@ -191,16 +200,40 @@ class Arms:
         by_label = {arm.mode.label: arm for arm in arms}
         return {mode.label: by_label[mode.label] for mode in modes}
 
-    def _divides(self, mode: BenchMode) -> bool:
-        """Whether the mode chooses itself which layers are on the GPU, for which it loads a target of its own."""
-        if mode.engine != "moeedge" or not self._models[0].host_expert_layers:
-            return False
-        return has_choice(mode_config(self._base, mode), self._device)
+    def _own_targets(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
+        """The modes that choose themselves which layers are on the GPU, for which each loads a target of its own.
+
+        None where host memory lacks room for these targets next to the shared one.
+        """
+        found = [
+            mode
+            for mode in modes
+            if mode.engine == "moeedge"
+            and self._models[0].host_expert_layers
+            and has_choice(mode_config(self._base, mode), self._device)
+        ]
+        n_bytes = len(found) * host_bytes(self._base, self._device)
+        if fits(n_bytes):
+            return found
+        self._report(
+            f"{mode.label} keeps no entire layers on the GPU: weights of its own could take another "
+            f"{format_bytes(n_bytes // len(found))} of RAM, and {format_bytes(available_memory())} are free."
+            for mode in found
+        )
+        return []
+
+    def _layers_fit(self, modes: Sequence[BenchMode]) -> bool:
+        """Whether GPU and host memory have room for the targets of these modes at once, next to all that is open."""
+        splits = [self._splits[mode.label] for mode in modes]
+        sizes = {split.layers.n_cpu_moe for split in splits}
+        n_bytes = sum(layers_host_bytes(self._base, self._device, n_cpu_moe) for n_cpu_moe in sizes)
+        return fits(n_bytes) and layers_fit([split.use for split in splits], self._device)
 
     def _open_divided(self, mode: BenchMode, stack: ExitStack) -> BenchArm:
         draft = self._models[1] if mode.drafts else None
-        session = open_session(mode_config(self._base, mode), draft_model=draft, notify=self._notify)
-        return BenchArm(mode, stack.enter_context(session), own_target=True)
+        return open_arm(
+            self._base, mode, stack, opened=open_session, own_target=True, draft_model=draft, notify=self._notify
+        )
 
     def _notify(self, note: Notification) -> None:
         self._report([note])
@@ -210,10 +243,12 @@ class Arms:
         n_cpu_moe = self._splits[mode.label].layers.n_cpu_moe
         if n_cpu_moe not in targets:
             targets[n_cpu_moe] = stack.enter_context(load_whole_layers(self._base, self._device, n_cpu_moe))
-        session = Session.open(
-            mode_config(self._base, mode),
+        return open_arm(
+            self._base,
+            mode,
+            stack,
+            own_target=True,
             model=targets[n_cpu_moe],
             draft_model=self._models[1],
             notify=self._notify,
         )
-        return BenchArm(mode, stack.enter_context(session), own_target=True)

@@ -7,7 +7,6 @@ greedy, so it is that of the mean over the tasks, or over the tokens of a text: 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -158,15 +157,12 @@ def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
     """
     placement = asdict(config.placement) | {"ablations": sorted(config.placement.ablations)}
     del placement["measure_anew"], placement["calibrate"]
-    order = None if template.order is None else hashlib.sha256(template.order.tobytes()).hexdigest()
     conditions = session_conditions(config, device) | {
         "schema": _SCHEMA,
         "n_cpu_moe": config.n_cpu_moe,
         "placement": placement,
         "ranking": template.ranking,
         "coverage": template.coverage,
-        "prefer_resident": template.prefer_resident,
-        "order": order,
     }
     return measurement_file(f"{config.model.name}-budget", conditions)
 

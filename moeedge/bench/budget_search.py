@@ -76,7 +76,7 @@ def choose_budget(
 ) -> BudgetChoice:
     """What an earlier run chose under the same conditions, or else a new measurement, kept for later runs.
 
-    template: ranking, coverage and preference; its number of experts is not read. Raises InputError without experts or
+    template: ranking and coverage; its number of experts is not read. Raises InputError without experts or
     drafts, KeyboardInterrupt where Ctrl-C ended the measurement.
     """
     device = resolve_device(config)

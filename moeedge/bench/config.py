@@ -27,7 +27,7 @@ GPU_MODES = "stock-ncmoe,stock-ncmoe-sd"  # by default in addition, where a GPU 
 # what decides where a mode's experts are: the target that the modes share, llama.cpp's --n-cpu-moe or its --fit; a
 # replay runs no model
 DraftLength = int | Literal["auto"]
-Method = Literal["shared", "ncmoe", "fit", "replay"]
+Method = Literal["shared", "ncmoe"]
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,6 @@ MODES = {
         # stock llama.cpp with as many whole layers on the GPU as fill the memory that moeedge takes there
         BenchMode("stock-ncmoe", "stock", drafts=False, method="ncmoe"),
         BenchMode("stock-ncmoe-sd", "stock", drafts=True, method="ncmoe"),
-        BenchMode("stock-fit", "stock", drafts=False, method="fit"),
-        BenchMode("stock-fit-sd", "stock", drafts=True, method="fit"),
-        # the expert cache of later llama.cpp releases, on the routing that the run has recorded
-        BenchMode("llama-cpp-cache", "stock", drafts=True, method="replay"),
     )
 }
 
@@ -153,7 +149,7 @@ class Sweep:
     def modes(self, modes: Sequence[BenchMode]) -> tuple[BenchMode, ...]:
         """Returns `modes` with each mode of our backend once per policy and ratio.
 
-        Stock modes that fill the same memory, or replay the same cache, come once per ratio; the others stay as they
+        Stock modes that fill the same memory come once per ratio; the others stay as they
         are. Raises InputError where no mode has our backend.
         """
         if self.asked and all(mode.engine == "stock" for mode in modes):
@@ -163,7 +159,7 @@ class Sweep:
             )
         swept: list[BenchMode] = []
         for mode in modes:
-            if mode.method in ("ncmoe", "replay"):
+            if mode.method == "ncmoe":
                 swept += [replace(mode, cache_ratio=ratio) for ratio in self.ratios or (None,)]
             elif mode.engine == "stock":
                 swept.append(mode)
@@ -251,7 +247,7 @@ def parse_modes(text: str) -> tuple[BenchMode, ...]:
 def _lengths(mode: BenchMode, text: str) -> list[DraftLength]:
     """Reads "4", "1-8" or "auto" after the name of a mode. Raises InputError."""
     hint = f"Write for instance {mode.name}:4, {mode.name}:1-8 or {mode.name}:auto."
-    if not mode.drafts or mode.method == "replay":
+    if not mode.drafts:
         raise InputError(f"The mode {mode.name} takes no draft length.", "Give one to stock-sd or moeedge.")
     if text == "auto":
         return ["auto"]

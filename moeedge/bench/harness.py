@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, mode_config
 from moeedge.bench.samples import Sample, bytes_between, counted, disk_bytes_read, from_stats
@@ -20,7 +20,9 @@ from moeedge.engine.loading import load_draft, load_target
 from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.errors import InputError
+from moeedge.errors import EngineError, InputError
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.machine_load import LoadReading
 from moeedge.llama.model import Model
 from moeedge.notifications import Notify, ignore
 from moeedge.scheduler.stats import StepRecord
@@ -77,7 +79,7 @@ class BenchArm:
         """
         session = self.session
         before, read_before = session.placement_stats(), disk_bytes_read()
-        cpu_before_s = time.process_time()
+        load_before, cpu_before_s = LoadReading.now(), time.process_time()
         generation = session.generate(
             prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
         )
@@ -86,7 +88,8 @@ class BenchArm:
         for record in generation:
             if on_step is not None:
                 on_step(record)
-        cpu_s, read_end = time.process_time() - cpu_before_s, disk_bytes_read()
+        cpu_s, others_s = time.process_time() - cpu_before_s, LoadReading.now().others_s_since(load_before)
+        read_end = disk_bytes_read()
         if generation.stop_reason == "interrupted" and not cancel():
             raise KeyboardInterrupt
         drain_s = self.drain_transfers() if drain else 0.0
@@ -100,6 +103,7 @@ class BenchArm:
             order=order,
             warm=warm,
             cpu_s=cpu_s,
+            others_s=others_s,
             prefill_read_bytes=bytes_between(read_before, read_prefilled),
             decode_read_bytes=bytes_between(read_prefilled, read_end),
             drain_s=drain_s,
@@ -121,14 +125,19 @@ class BenchArm:
         return time.perf_counter() - start_s
 
 
-def load_models(base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack) -> tuple[Model, Model | None]:
-    """Loads the target, and the draft model if there is one and a mode uses it; `stack` closes them."""
+def load_models(
+    base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack, device: ResolvedDevice | None = None
+) -> tuple[Model, Model | None]:
+    """Loads the target, and the draft model if there is one and a mode uses it; `stack` closes them.
+
+    device: of `resolve_device`, if it is known.
+    """
     has_size = any(mode.cache_ratio is not None for mode in modes)
     # a model that fits a GPU is not left there entirely where modes ask for a cache
-    target = stack.enter_context(load_target(base, whole_fits=False if has_size else None))
+    target = stack.enter_context(load_target(base, device, whole_fits=False if has_size else None))
     if not isinstance(base.draft, Path) or base.gamma == 0 or not any(mode.drafts for mode in modes):
         return target, None
-    return target, stack.enter_context(load_draft(base))
+    return target, stack.enter_context(load_draft(base, device))
 
 
 def open_arms(
@@ -141,11 +150,27 @@ def open_arms(
 ) -> list[BenchArm]:
     """Opens a session per mode on the shared models; `stack` closes them. notify: as for Session.open."""
     target, draft = models
-    arms = []
-    for mode in modes:
-        session = Session.open(mode_config(base, mode), model=target, draft_model=draft, notify=notify)
-        arms.append(BenchArm(mode, stack.enter_context(session)))
-    return arms
+    return [open_arm(base, mode, stack, model=target, draft_model=draft, notify=notify) for mode in modes]
+
+
+def open_arm(
+    base: EngineConfig,
+    mode: BenchMode,
+    stack: ExitStack,
+    *,
+    opened: Callable[..., Session] = Session.open,
+    own_target: bool = False,
+    **options: Any,
+) -> BenchArm:
+    """Opens the session of a mode; `stack` closes it. opened: makes it; options: of that function.
+
+    An error of the engine, such as too little memory for the mode's context, names the mode.
+    """
+    try:
+        session = stack.enter_context(opened(mode_config(base, mode), **options))
+    except (InputError, EngineError) as error:
+        raise type(error)(f"{mode.label} cannot run: {error.message}", error.hint) from error
+    return BenchArm(mode, session, own_target)
 
 
 def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
@@ -247,7 +272,7 @@ def recorded_mode(modes: Sequence[BenchMode]) -> BenchMode:
     ours = [mode for mode in modes if mode.engine == "moeedge"]
     if not ours:
         raise InputError(
-            "Stock modes record no routing, which --trace-out and llama-cpp-cache need.",
+            "Stock modes record no routing, which --trace-out needs.",
             "Add moeedge or moeedge-ar to --modes.",
         )
     return next((mode for mode in ours if mode.drafts), ours[0])

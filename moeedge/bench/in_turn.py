@@ -13,13 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 
-from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, SyntheticTest, mode_config
-from moeedge.bench.harness import BenchArm, answer_text, rotated, run_conversations, warm_up
+from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, SyntheticTest
+from moeedge.bench.harness import BenchArm, answer_text, open_arm, rotated, run_conversations, warm_up
 from moeedge.bench.passes import Pass
 from moeedge.bench.samples import Sample
 from moeedge.bench.synthetic import SyntheticRun, synthetic_modes
 from moeedge.data import Prompt
-from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.llama.gguf_file import expert_tensors
@@ -39,14 +38,14 @@ class ArmsInTurn:
     """
 
     def __init__(self, base: EngineConfig, modes: Sequence[BenchMode], report: Callable[[Sequence[str]], None]) -> None:
-        self._base = replace(base, placement=replace(base.placement, warm_start=False))
+        ram = "on" if base.ram == "auto" else base.ram  # what the run begins with, whatever is free later
+        self._base = replace(base, ram=ram, placement=replace(base.placement, warm_start=False))
         self._modes = modes
         self._report = report
         self._measured: dict[str, BenchArm] = {}  # as they were opened last
         self._reference: BenchArm | None = None
         self._resources = ExitStack()
         self.passes: list[Pass] = []
-        self.replays: list[BenchMode] = []  # a replay needs a device that is not the memory
 
     def __enter__(self) -> ArmsInTurn:
         kept = [mode for mode in self._modes if mode.method == "shared"]
@@ -93,9 +92,9 @@ class ArmsInTurn:
     @contextmanager
     def _opened(self, mode: BenchMode) -> Iterator[BenchArm]:
         _drop_page_cache(self._base)
-        with Session.open(mode_config(self._base, mode), notify=self._notify) as session:
-            self._report(session.info.notes)
-            arm = self._measured[mode.label] = BenchArm(mode, session)
+        with ExitStack() as stack:
+            arm = self._measured[mode.label] = open_arm(self._base, mode, stack, notify=self._notify)
+            self._report(arm.session.info.notes)
             yield arm
 
     def _notify(self, note: Notification) -> None:

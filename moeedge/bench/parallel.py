@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from moeedge.bench.config import MODES, REFERENCE, BenchMode, BenchPlan
-from moeedge.bench.fit_report import FittedPair
 from moeedge.bench.harness import GREEDY, BenchArm, load_models, never, open_arms, rotated
 from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.parallel_figures import parallel_figures, plain_mode
@@ -29,6 +28,7 @@ from moeedge.engine.loading import kv_on_gpu, resolve_device
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.hardware.machine_load import LoadReading
 from moeedge.llama.context_size import choose_n_ctx
 
 _WARM_UP_TOKENS = 8
@@ -46,10 +46,9 @@ class Round:
 class ParallelBench:
     """A context manager: entering loads, `run` measures; `rows` holds a row per mode and N."""
 
-    def __init__(self, plan: BenchPlan, fit: FittedPair | None, progress: Progress) -> None:
+    def __init__(self, plan: BenchPlan, progress: Progress) -> None:
         self.plan = plan
         self.rows: list[BenchRow] = []
-        self._fit = fit
         self._progress = progress
         self._base: EngineConfig = plan.base  # with the context that the prompts need
         self._prompts: list[Prompt] = []
@@ -64,7 +63,7 @@ class ParallelBench:
         most = max(mode.n_parallel or 1 for mode in plan.modes)
         self._device = resolve_device(plan.base)
         with ExitStack() as stack:
-            self._models = load_models(plan.base, plan.modes, stack)
+            self._models = load_models(plan.base, plan.modes, stack, self._device)
             self._base, kept = fit_context(plan.base, self._models[0], asked, plan.n_predict, 0)
             self._prompts, self._n_left_out = list(kept), len(asked) - len(kept)
             if self._n_left_out:
@@ -160,9 +159,9 @@ class ParallelBench:
     ) -> tuple[Sample, list[Sample]]:
         """Answers all prompts; the sample holds the steps with N texts, the answers one text each."""
         session, label, n_parallel = arm.session, arm.mode.label, arm.mode.n_parallel or 1
-        before, cpu_before_s = session.placement_stats(), time.process_time()
+        before, load_before, cpu_before_s = session.placement_stats(), LoadReading.now(), time.process_time()
         generation = self._generate(arm, self._prompt_ids, n_predict, cancel)
-        cpu_s = time.process_time() - cpu_before_s
+        cpu_s, others_s = time.process_time() - cpu_before_s, LoadReading.now().others_s_since(load_before)
         drain_s = arm.drain_transfers()
         stats, steps = generation.stats, generation.stats.at(n_parallel).steps
         sample = Sample(
@@ -187,6 +186,7 @@ class ParallelBench:
             verify_s=sum(step.verify_s for step in steps),
             observe_s=sum(step.observe_s for step in steps),
             cpu_s=cpu_s,
+            others_s=others_s,
             warm=self.plan.warm_up or repetition > 0,
             placement=counted(before, session.placement_stats()),
         )
@@ -252,9 +252,7 @@ class ParallelBench:
                 prompts=len(self._prompts),
                 prompts_left_out=self._n_left_out,
             )
-            figures = parallel_figures(
-                mode, samples, None if plain is None else (plain, own(plain)), setup["gamma"], self._fit
-            )
+            figures = parallel_figures(mode, samples, None if plain is None else (plain, own(plain)), setup["gamma"])
             stock = [sample for other in modes if other.name == REFERENCE for sample in own(other)]
             done = {sample.repetition for sample in samples}
             answers = [s for s in current.answers if s.mode == mode.label and s.repetition in done]

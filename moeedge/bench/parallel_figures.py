@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moeedge.bench.config import REFERENCE, BenchMode
-from moeedge.bench.fit_report import FittedPair
 from moeedge.bench.samples import Sample, paired_ratios, quotient
 
 
@@ -25,9 +24,6 @@ class ParallelFigures:
     plain_mode: str | None  # that speed_up is over: the same without drafts and with the same N
     speed_up: float | None  # throughput over that of plain_mode, median of pairs
     speed_up_samples: tuple[float, ...]  # one per repetition
-    predicted_speed_up: float | None  # by the fit, with its own acceptance
-    predicted_by_tokens: float | None  # by the fit, with the tokens and drafts per step of this row
-    beyond_measured: bool | None  # a verification has more tokens than any batch of the fit; None without a prediction
     full_batch_share: float | None  # of the decoding time: steps with N texts, which alone count
 
 
@@ -60,7 +56,6 @@ def parallel_figures(
     own: Sequence[Sample],
     plain: tuple[BenchMode, Sequence[Sample]] | None,
     gamma: int,
-    fit: FittedPair | None,
 ) -> ParallelFigures:
     """Returns the figures of a mode's samples.
 
@@ -69,13 +64,6 @@ def parallel_figures(
     n_parallel = mode.n_parallel or 1
     throughput_ts = quotient(sum(s.decode_tokens for s in own), sum(s.decode_s for s in own))
     ratios = [] if plain is None else paired_ratios(own, plain[1], lambda sample: sample.tg_ts)
-    n_steps = sum(s.steps for s in own)
-    n_tokens = quotient(sum(s.decode_tokens for s in own), n_steps)
-    n_drafts = quotient(sum(s.drafted for s in own), n_steps)
-    predicted, by_tokens = None, None
-    if fit is not None and gamma > 0:
-        predicted = fit.speed_up(gamma, n_parallel)
-        by_tokens = fit.model.speed_up(n_tokens, n_drafts, n_parallel) if n_tokens and n_drafts else None
     return ParallelFigures(
         n_parallel=n_parallel,
         curve=replace(mode, gamma=gamma or None, n_parallel=None).label,
@@ -83,8 +71,5 @@ def parallel_figures(
         plain_mode=plain[0].name if plain is not None and ratios else None,
         speed_up=statistics.median(ratios) if ratios else None,
         speed_up_samples=tuple(ratios),
-        predicted_speed_up=predicted,
-        predicted_by_tokens=by_tokens,
-        beyond_measured=fit.exceeds(gamma, n_parallel) if fit is not None and (predicted or by_tokens) else None,
         full_batch_share=quotient(sum(s.decode_s for s in own), sum(s.all_decode_s for s in own)),
     )

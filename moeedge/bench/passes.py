@@ -49,16 +49,12 @@ def fit_context(
 ) -> tuple[EngineConfig, tuple[Prompt, ...]]:
     """Returns `base` with the context that the run needs, and the prompts that fit it.
 
-    Without -c the context is that of the longest conversation, limited to the model's training context.
-    Raises ContextTooSmallError if no prompt fits, or the synthetic tests (n_synthetic tokens) do not.
+    Without -c the context is that of the longest conversation, limited to the model's training context, or of the
+    largest synthetic test (n_synthetic tokens), which is not limited: its tokens have no meaning to lose.
+    Raises ContextTooSmallError if no prompt fits.
     """
     needs = [needed_context(model, prompt, n_predict) for prompt in prompts]
     limit = base.n_ctx or model.info.n_ctx_train
-    if n_synthetic > limit:
-        raise ContextTooSmallError(
-            f"The synthetic tests need {n_synthetic:,} tokens, but the context has {limit:,}.",
-            "Use a smaller -p or -n, or a larger -c.",
-        )
     kept = tuple(prompt for prompt, need in zip(prompts, needs, strict=True) if need <= limit)
     if prompts and not kept:
         raise ContextTooSmallError(
@@ -69,7 +65,7 @@ def fit_context(
         return base, kept
     longest = max([n_synthetic, *(need for need in needs if need <= limit)])
     padded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
-    return replace(base, n_ctx=min(padded, limit)), kept
+    return replace(base, n_ctx=min(padded, max(limit, n_synthetic))), kept
 
 
 @dataclass

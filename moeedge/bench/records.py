@@ -19,7 +19,17 @@ from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.parallel_figures import ParallelFigures, parallel_record
 from moeedge.bench.roofline import Roofline
-from moeedge.bench.samples import CacheFigures, Sample, Spread, cache_figures, paired_ratio, quotient, speed
+from moeedge.bench.samples import (
+    CacheFigures,
+    Disturbance,
+    Sample,
+    Spread,
+    cache_figures,
+    disturbance,
+    paired_ratio,
+    quotient,
+    speed,
+)
 from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import DeviceUse
 from moeedge.engine.budgets import budget_record
@@ -128,16 +138,10 @@ class BenchRow:
     ratio_ncmoe: float | None = None  # `ratio` over that of the fastest mode with whole layers in the same memory
     ratio_pp_ncmoe: float | None = None  # the same of `ratio_pp`
     best_stock: tuple[StockRatio, ...] = ()  # over the fastest stock mode; of rows with our backend
-    simulated_ts: float | None = None  # tokens/s of a replayed cache by the simulator
-    simulated_moeedge_ts: float | None = None  # the same of moeedge with as much memory, to compare with
     total: Spread | None = None  # tokens/s of prompt and decoding together, where a synthetic test has both
     ratio_total: float | None = None  # of `total` over stock-ar's, median of pairs
     n_planned: int | None = None  # samples of a complete run; None: as many as there are
-
-    @property
-    def is_replayed(self) -> bool:
-        """Whether no model ran: hits are those of a replay, speeds those of the simulator."""
-        return MODES[self.mode].method == "replay"
+    disturbed: Disturbance | None = None  # why the ratios are not to be trusted
 
     @property
     def is_partial(self) -> bool:
@@ -178,11 +182,11 @@ class BenchRow:
         return {
             "mode": self.mode,
             "test": self.test,
-            "source": "replayed" if self.is_replayed else "measured",
             **_spread_keys("pp_ts", self.pp),
             **_spread_keys("tg_ts", self.tg),
             **_spread_keys("total_ts", self.total),
             "scatter": self.scatter,
+            "disturbed": self.disturbed,
             "n_samples": len(self.samples),
             "n_samples_planned": len(self.samples) if self.n_planned is None else self.n_planned,
             "tg_drained_ts": self.tg_drained_ts,
@@ -215,11 +219,9 @@ class BenchRow:
             "ratio_ncmoe": self.ratio_ncmoe,
             "ratio_pp_ncmoe": self.ratio_pp_ncmoe,
             **stock_record(self.best_stock),
-            "simulated_tg_ts": self.simulated_ts,
-            "simulated_moeedge_tg_ts": self.simulated_moeedge_ts,
             **figures_record(self.figures),
             **parallel_record(self.parallel),
-            "warm": all(sample.warm for sample in self.samples) and not self.is_replayed,
+            "warm": all(sample.warm for sample in self.samples),
             **self.setup,
             "samples": [sample.as_dict() for sample in self.samples],
         }
@@ -279,6 +281,7 @@ def make_row(
         total=speed(samples, "prefill", "decode") if has_both else None,
         ratio_total=paired_ratio(samples, reference, lambda s: s.total_ts) if has_both else None,
         n_planned=n_planned,
+        disturbed=disturbance(samples, reference, setup["threads"]),
     )
 
 

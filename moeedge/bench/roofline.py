@@ -48,7 +48,7 @@ def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
     info = model.info
     tensors = [tensor for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)]
     experts, _ = gguf_file.expert_tensors(model.path, n_layers=info.n_layers)
-    needed = gguf_file.bytes_per_token(tensors, experts, n_experts=info.n_experts, n_expert_used=info.n_expert_used)
+    needed = gguf_file.bytes_per_token(tensors, experts, info.used_per_layer)
     return Roofline(speed, needed) if needed > 0 else None
 
 

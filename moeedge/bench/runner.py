@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Protocol
@@ -18,12 +19,10 @@ from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.harness import BenchArm, answer_text, load_models, never, run_conversations, warm_up
 from moeedge.bench.in_turn import ArmsInTurn
 from moeedge.bench.journal import Journal, Place
-from moeedge.bench.machine_load import LoadReading, look
 from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.passes import Pass, fit_context
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_environment
-from moeedge.bench.replayed import replayed_row
 from moeedge.bench.roofline import Roofline, measure_roofline
 from moeedge.bench.samples import Sample, common_samples, finished_work
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
@@ -31,9 +30,9 @@ from moeedge.bench.synthetic import SyntheticRun, n_samples, synthetic_modes
 from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.data import EvaluationText, Prompt
 from moeedge.engine.loading import load_target, resolve_device
-from moeedge.errors import InputError
+from moeedge.errors import ContextTooSmallError, InputError
+from moeedge.hardware.machine_load import LoadReading, look
 from moeedge.llama.model import Model
-from moeedge.trace.format import Trace
 
 
 class Progress(Protocol):
@@ -75,8 +74,15 @@ class Bench:
         if plan.score and plan.dataset is not None:
             self._report(check_scoring(plan.dataset, run_code=plan.run_code))
             self._scorer = AnswerScorer(plan.dataset, self._text_of, run_code=plan.run_code)
+        n_synthetic = max((test.n_ctx for test in plan.tests), default=0)
+        if 0 < plan.base.n_ctx < n_synthetic:
+            raise ContextTooSmallError(
+                f"The synthetic tests need {n_synthetic:,} tokens, but the context has {plan.base.n_ctx:,}.",
+                f"Leave out -c, or use -c {n_synthetic}.",
+            )
         with ExitStack() as stack:
-            device = resolve_device(plan.base)
+            has_drafts = any(mode.drafts for mode in plan.modes)
+            device = resolve_device(plan.base if has_drafts else replace(plan.base, draft=None))
             if device.loads_misses:
                 raise InputError(
                     f"bench does not measure experts in RAM next to {device.label}.",
@@ -86,8 +92,7 @@ class Bench:
             if in_turn:  # each mode loads its own
                 self._models = stack.enter_context(load_target(plan.base, device, header_only=True)), None
             else:
-                self._models = load_models(plan.base, plan.modes, stack)
-            n_synthetic = max((test.n_ctx for test in plan.tests), default=0)
+                self._models = load_models(plan.base, plan.modes, stack, device)
             self._base, self._prompts = fit_context(
                 plan.base, self._models[0], self._requested, plan.n_predict, n_synthetic
             )
@@ -147,23 +152,6 @@ class Bench:
         tests = dict.fromkeys(test for current in self._passes for test in current.samples)
         rows = [row for test in tests for current in self._passes for row in self._pass_rows(current, test)]
         return compare_with_whole_layers(rows)
-
-    def replayed(self, recorded: BenchMode, trace: Trace) -> list[BenchRow]:
-        """Returns a row per mode that is replayed on `trace`, the routing of `recorded`'s answers to all prompts."""
-        arm = self.arms.measured(recorded)
-        test = "" if self.plan.dataset is None else self.plan.dataset.name
-        setup = describe_setup(
-            self.plan,
-            self._environment,
-            arm,
-            drafts=arm.mode.drafts,
-            vram_bytes=None,
-            lookahead=None,
-            device_use=DeviceUse(),
-            prompts=len(self._prompts),
-            prompts_left_out=self._n_left_out,
-        )
-        return [replayed_row(mode, test, trace, arm, setup) for mode in self.arms.replays]
 
     # notes
 
@@ -335,7 +323,7 @@ class Bench:
 
     def _stock_samples(self, current: Pass, samples: Sequence[Sample]) -> list[list[Sample]]:
         """The samples of each stock mode; none where the pass lacks a stock mode, which could be the fastest."""
-        stock = [mode for mode in self.plan.modes if mode.engine == "stock" and mode.method != "replay"]
+        stock = [mode for mode in self.plan.modes if mode.engine == "stock"]
         found = [[sample for sample in samples if sample.mode == mode.label] for mode in stock]
         return found if len(stock) > 1 and all(mode in current.modes for mode in stock) else []
 

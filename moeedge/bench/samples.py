@@ -11,6 +11,7 @@ from typing import Any, Literal
 import psutil
 
 from moeedge.engine.types import GenerationStats, StopReason
+from moeedge.hardware.machine_load import takes_cores
 from moeedge.scheduler.stats import PlacementStats
 
 # the counters of PlacementStats that a sample keeps; all of them can be added
@@ -20,6 +21,8 @@ COUNTERS = (
 )  # fmt: skip
 
 Counters = dict[str, float]
+Disturbance = Literal["load", "scatter"]
+RATIO_SCATTER = 0.5  # between repetitions; in records of quiet machines it is below 0.25
 
 
 def disk_bytes_read() -> int | None:
@@ -69,6 +72,7 @@ class Sample:
     verify_s: float = 0.0
     observe_s: float = 0.0
     cpu_s: float = 0.0  # of all threads of this process; far below wall time x threads where other programs were busy
+    others_s: float = 0.0  # processor time of other programs; may be below 0 by the clocks' resolution
     prefill_read_bytes: int | None = None  # by this process from disks, up to the first token
     decode_read_bytes: int | None = None  # the same from the first token on
     stop_reason: StopReason | None = None
@@ -96,6 +100,11 @@ class Sample:
     def tg_ts(self) -> float | None:
         """Decode speed in tokens/s."""
         return self.decode_tokens / self.decode_s if self.decode_tokens and self.decode_s > 0 else None
+
+    @property
+    def timed_s(self) -> float:
+        """Seconds of prompt and decoding."""
+        return self.prefill_s + (self.all_decode_s or self.decode_s)
 
     @property
     def total_ts(self) -> float | None:
@@ -225,6 +234,26 @@ def paired_ratio(
     """
     ratios = paired_ratios(samples, reference, speed_of)
     return statistics.median(ratios) if ratios else None
+
+
+def disturbance(samples: Sequence[Sample], reference: Sequence[Sample], n_threads: int) -> Disturbance | None:
+    """Returns why a ratio of the two is not to be trusted; None where it is, and without a reference.
+
+    "load": other programs took cores while one of them was measured. "scatter": over the same work, the ratio of one
+    repetition is more than RATIO_SCATTER above that of another.
+    """
+    if not reference:
+        return None
+    for each in (samples, reference):
+        others = quotient(sum(sample.others_s for sample in each), sum(sample.timed_s for sample in each))
+        if others is not None and takes_cores(others, n_threads):
+            return "load"
+    own, base = speed(samples, "prefill", "decode"), speed(reference, "prefill", "decode")
+    if own is None or base is None or len(own.values) != len(base.values):
+        return None
+    ratios = spread([a / b for a, b in zip(own.values, base.values, strict=True)])
+    is_wide = ratios is not None and ratios.scatter is not None and ratios.scatter > RATIO_SCATTER
+    return "scatter" if is_wide else None
 
 
 def quotient(numerator: float, denominator: float) -> float | None:

@@ -19,6 +19,7 @@ from moeedge.bench.config import BenchMode, SyntheticTest
 from moeedge.bench.harness import BenchArm, rotated
 from moeedge.bench.samples import Sample, bytes_between, counted, disk_bytes_read
 from moeedge.engine.session import Session
+from moeedge.hardware.machine_load import LoadReading
 from moeedge.native.abi import Phase
 from moeedge.scheduler.stats import StepRecord
 
@@ -92,11 +93,12 @@ class SyntheticRun:
                 if not self._fill(arm, test):
                     return
                 session = arm.session
-                before, read_before = session.placement_stats(), disk_bytes_read()
+                before, read_before, load_before = session.placement_stats(), disk_bytes_read(), LoadReading.now()
                 cpu_before_s, start_s = time.process_time(), time.perf_counter()
                 session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
                 _observe(session, tokens, n_verified=0)
                 elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
+                others_s = LoadReading.now().others_s_since(load_before)
                 n_read = bytes_between(read_before, disk_bytes_read())
                 prefilled = session.placement_stats()
                 decoded = self._decode_slice(arm, following, 0, repetition, place) if following else None
@@ -107,7 +109,7 @@ class SyntheticRun:
                     sample = Sample(
                         arm.mode.label, "", 0, repetition, place,
                         prompt_tokens=test.n_prompt, prefill_tokens=test.n_prompt, prefill_s=elapsed_s, cpu_s=cpu_s,
-                        drain_s=drain_s, warm=self._is_warm(repetition), prefill_read_bytes=n_read,
+                        others_s=others_s, drain_s=drain_s, warm=self._is_warm(repetition), prefill_read_bytes=n_read,
                         prefill_placement=counted(before, prefilled),
                     )  # fmt: skip
                     yield sample if decoded is None else _together(sample, decoded)
@@ -139,7 +141,7 @@ class SyntheticRun:
     ) -> Sample | None:
         """Decodes `tokens` one by one; returns None for a cancelled run."""
         session = arm.session
-        before, read_before = session.placement_stats(), disk_bytes_read()
+        before, read_before, load_before = session.placement_stats(), disk_bytes_read(), LoadReading.now()
         cpu_before_s, start_s = time.process_time(), time.perf_counter()
         for token in tokens:
             if self._cancel():
@@ -148,13 +150,14 @@ class SyntheticRun:
             session.target.decode([token], phase=Phase.DECODE, logits="last")
             _observe(session, [token], n_verified=1, verify_s=time.perf_counter() - token_s)
         elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
+        others_s = LoadReading.now().others_s_since(load_before)
         n_read = bytes_between(read_before, disk_bytes_read())
         drain_s = arm.drain_transfers()
         n = len(tokens)
         return Sample(
             arm.mode.label, "", index, repetition, place,
-            generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s, drain_s=drain_s,
-            warm=self._is_warm(repetition), decode_read_bytes=n_read,
+            generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s, others_s=others_s,
+            drain_s=drain_s, warm=self._is_warm(repetition), decode_read_bytes=n_read,
             placement=counted(before, session.placement_stats()),
         )  # fmt: skip
 
@@ -174,6 +177,7 @@ def _together(prompt: Sample, decoded: Sample) -> Sample:
         prompt,
         **{name: getattr(decoded, name) for name in names},
         cpu_s=prompt.cpu_s + decoded.cpu_s,
+        others_s=prompt.others_s + decoded.others_s,
         drain_s=prompt.drain_s + decoded.drain_s,
     )
 

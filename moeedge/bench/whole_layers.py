@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moeedge.bench.config import BenchMode
-from moeedge.engine.loading import choose_draft, load_draft
+from moeedge.engine.loading import choose_draft, host_bytes, load_draft, weight_storage
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice, read_memory
+from moeedge.hardware.memory import default_reserve
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.llama.whole_layers import WholeLayers, most_whole_layers, whole_layers
 from moeedge.planning.memory_map import draft_footprint, footprint
-from moeedge.scheduler.sizing import default_reserve, in_host_memory, staging_and_scratch_bytes
+from moeedge.scheduler.sizing import in_host_memory, staging_and_scratch_bytes
 from moeedge.units import format_bytes
 
 # Why there is no GPU to hold layers
@@ -30,8 +31,6 @@ _NO_GPU: dict[DeviceKind, str] = {
     "emulated": "llama.cpp cannot put layers on the emulated device, which is the CPU",
     "rpc": "layers are never put on a worker's device",
 }
-# common_fit_params, the code of --fit, is in the library of llama.cpp's programs, which llama-cpp-python does not build
-_NO_FIT = "the installed llama.cpp has --fit in its programs only, not in its library"
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,14 @@ def session_use(session: Session, device: ResolvedDevice) -> DeviceUse:
 
 
 def missing_reason(mode: BenchMode, device: ResolvedDevice, target: Model) -> str | None:
-    """Returns why a mode that chooses layers for a GPU cannot run, or a replay has nothing to read; None if it can.
+    """Returns why a mode that chooses layers for a GPU cannot run; None if it can.
 
     target: the one that the other modes share.
     """
-    if mode.method == "fit":
-        return _NO_FIT
     if mode.method == "shared":
         return None
     if target.info.n_experts == 0:
         return "the model has no experts"
-    if mode.method == "replay":
-        return None
     if device.kind != "gpu":
         return _NO_GPU[device.kind]
     if not target.host_expert_layers:
@@ -173,10 +168,20 @@ class SplitPlanner:
         )
 
 
+def layers_host_bytes(config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int) -> int:
+    """Returns the bytes of weights that such a target has in host memory."""
+    return host_bytes(_with_layers(config, n_cpu_moe), device)
+
+
+def _with_layers(config: EngineConfig, n_cpu_moe: int) -> EngineConfig:
+    return replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe)
+
+
 def load_whole_layers(
     config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int, *, header_only: bool = False
 ) -> Model:
     """Loads the target as llama.cpp's programs do with -ngl 99 --n-cpu-moe N."""
+    alone = replace(_with_layers(config, n_cpu_moe), ram="off")
     return Model.load(
         config.model,
         n_gpu_layers=-1,
@@ -185,6 +190,7 @@ def load_whole_layers(
         n_cpu_moe=n_cpu_moe,
         repack=False,
         header_only=header_only,
+        storage="loaded" if header_only else weight_storage(alone, device, whole_fits=False),
         head=config.draft == "mtp",
         settings=config.load,
     )

@@ -20,64 +20,104 @@ from moeedge.cli.foreign import COMMAND_NAMES
 from moeedge.cli.spelling import Setting, Speller, name_options, unknown_command
 from moeedge.errors import InputError
 
-# command: the module under moeedge.cli, and the first paragraph of the help text as `moeedge --help` shows it
+# command: its module, and the first paragraph of the help text as `--help` of its group shows it. The product imports
+# nothing of the lab: its commands are names here.
 COMMANDS = {
-    "chat": ("chat", "Chat with a model, or answer a single prompt with -p TEXT or text piped in."),
-    "pull": ("pull", "Download a model of the catalog or of the Hugging Face hub, and its draft."),
+    "chat": ("moeedge.cli.chat", "Chat with a model, or answer a single prompt with -p TEXT or text piped in."),
+    "pull": ("moeedge.cli.pull", "Download a model of the catalog or of the Hugging Face hub, and its draft."),
     "list": (
-        "list_models",
+        "moeedge.cli.list_models",
         "List the models on this machine; with --all what the catalog offers, with --fits what runs here.",
     ),
-    "show": ("show", "Show what a model is: architecture, size, context, experts, licence, chat template."),
-    "rm": ("rm", "Delete a downloaded model, or what is left of an unfinished download."),
-    "ps": ("ps", "List running moeedge processes of this user: their models and the memory that they take."),
-    "plan": ("plan", "Show how much memory a model takes, and what fits, before it is downloaded or loaded."),
-    "devices": ("devices", "List the devices that can hold experts (GPUs, other machines), and why others cannot."),
-    "doctor": ("doctor", "Check the installation and this machine, and say what to fix."),
-    "worker": ("worker", "Lend a device of this machine, such as its GPU, to moeedge on another one."),
-    "bench": ("bench", "Measure speed next to stock llama.cpp, and check that the answers are the same."),
+    "show": (
+        "moeedge.cli.show",
+        "Show what a model is: architecture, size, context, experts, licence, chat template.",
+    ),
+    "rm": ("moeedge.cli.rm", "Delete a downloaded model, or what is left of an unfinished download."),
+    "ps": (
+        "moeedge.cli.ps",
+        "List running moeedge processes of this user: their models and the memory that they take.",
+    ),
+    "plan": (
+        "moeedge.cli.plan",
+        "Show how much memory a model takes, and what fits, before it is downloaded or loaded.",
+    ),
+    "devices": (
+        "moeedge.cli.devices",
+        "List the devices that can hold experts (GPUs, other machines), and why others cannot.",
+    ),
+    "doctor": ("moeedge.cli.doctor", "Check the installation and this machine, and say what to fix."),
+    "worker": ("moeedge.cli.worker", "Lend a device of this machine, such as its GPU, to moeedge on another one."),
+    "bench": (
+        "moeedge.cli.bench",
+        "Measure speed next to stock llama.cpp, and check that the answers are the same.",
+    ),
+    "profile": (
+        "moeedge.cli.profile",
+        "Show which experts a model's tokens use, and how well the next ones can be predicted.",
+    ),
     "calibrate": (
-        "calibrate",
+        "moeedge.cli.calibrate",
         "Measure how fast this machine computes and moves a model's experts, and keep it for later runs.",
     ),
-    "profile": ("profile", "Show which experts a model's tokens use, and how well the next ones can be predicted."),
-    "fit": ("fit", "Measure what a step of a model and its draft takes, and predict what drafts gain."),
-    "schema": (
-        "schema",
-        "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning and unit.",
+    "lab": ("", "Replay, simulate, fit and validate: what the papers describe, for research."),
+    "lab trace": (
+        "moeedge.lab.cli.trace",
+        "Look into routing traces (the experts that every token used), and convert them.",
     ),
-    "trace": ("trace", "Look into routing traces (the experts that every token used), and convert them."),
-    "replay": (
-        "replay",
+    "lab replay": (
+        "moeedge.lab.cli.replay",
         "Replay routing traces: how many of a text's experts each policy would have had on the device.",
     ),
-    "simulate": (
-        "simulate",
+    "lab simulate": (
+        "moeedge.lab.cli.simulate",
         "Predict the speed of a model on a machine that is not here, with policies of expert placement.",
     ),
-    "ablate": (
-        "ablate",
+    "lab budget": (
+        "moeedge.lab.cli.budget",
+        "Show what expert budgets would cost a model (MoE-Spec), without using one.",
+    ),
+    "lab fit": (
+        "moeedge.lab.cli.fit",
+        "Measure what a step of a model and its draft takes, and predict what drafts gain.",
+    ),
+    "lab ablate": (
+        "moeedge.lab.cli.ablate",
         "Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.",
     ),
-    "validate": (
-        "validate",
+    "lab pair": (
+        "moeedge.lab.cli.pair",
+        "Measure how well a draft model's hidden states predict the target's experts, layer by layer.",
+    ),
+    "lab validate": (
+        "moeedge.lab.cli.validate",
         "Compare formulas and simulator with published figures, and the simulator with this machine.",
     ),
-    "widen": (
-        "widen",
+    "lab widen": (
+        "moeedge.lab.cli.widen",
         "Write a larger model with the same answers, to measure the speed of real sizes without their weights.",
+    ),
+    "lab schema": (
+        "moeedge.lab.cli.schema",
+        "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning and unit.",
     ),
 }
 _PANELS = {  # of `moeedge --help`: the first command of each
     "chat": "Everyday",
     "bench": "Measuring",
-    "trace": "Research",
+    "lab": "Research",
 }
 _MODEL_COMMANDS = ("chat", "bench", "profile", "plan")
 _WORDS = {"run": ("-m", "-p")}  # options that words without a dash stand for
 # words of Typer's messages about values that are no numbers
 _KINDS = {"valid integer": "a whole number", "valid number": "a number", "valid float": "a number"}
 _HELP = ["-h", "--help"]
+_GROUP: dict[str, Any] = {
+    "no_args_is_help": True,
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": _HELP},
+}
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False}
 
 
@@ -99,12 +139,16 @@ _REWORDED = tuple(
 class LazyGroup(TyperGroup):
     """Lists the commands from COMMANDS, and imports the one that is run or whose help is shown."""
 
+    prefix = ""  # of its commands' names in COMMANDS
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         panel = ""
         for name, (_, summary) in COMMANDS.items():
-            panel = _PANELS.get(name, panel)
-            self.add_command(TyperCommand(name, help=summary, rich_help_panel=panel))
+            parent, _, own_name = name.rpartition(" ")
+            if parent == self.prefix.strip():
+                panel = _PANELS.get(name, panel)
+                self.add_command(TyperCommand(own_name, help=summary, rich_help_panel=panel or None))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the options before the command."""
@@ -123,28 +167,33 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """The command that the arguments name, loaded, and its arguments as it declares them."""
         typed, *rest = args
-        name = COMMAND_NAMES.get(typed, typed)
-        if name not in COMMANDS:
+        own_name = typed if self.prefix else COMMAND_NAMES.get(typed, typed)
+        name = f"{self.prefix}{own_name}"
+        if own_name not in self.commands:
             if ctx.resilient_parsing:  # of an unfinished line
                 return None, None, rest
-            raise unknown_command(typed, COMMANDS)
+            raise unknown_command(typed, self.commands, self.prefix, moved=f"lab {typed}" in COMMANDS)
         command = load_command(name)
+        if isinstance(command, LazyGroup):
+            return own_name, command, rest
         if ctx.resilient_parsing:
             for each in (command, *getattr(command, "commands", {}).values()):
                 for param in each.get_params(ctx):
                     param.process_value = _unread
-            return name, command, rest
+            return own_name, command, rest
         inner = getattr(command, "commands", {}).get(rest[0]) if rest else None
         if inner is not None:
-            return name, command, [rest[0], *Speller(f"{name} {rest[0]}", inner).translate(rest[1:])]
+            return own_name, command, [rest[0], *Speller(f"{name} {rest[0]}", inner).translate(rest[1:])]
         if not hasattr(command, "commands"):
             speller = Speller(name, command, words=positions(typed), elsewhere=commands_with)
             rest = speller.translate(rest)
             ctx.obj = _Typed(speller, tuple(rest), speller.settings(rest))
             os.environ |= speller.sets
+            if speller.warnings and not set(rest) & {"-h", "--help"}:
+                _warn(speller.warnings)
             if ctx.obj.settings and not set(rest) & {"-h", "--help", "-q", "--quiet"}:
                 _report(ctx.obj.settings)
-        return name, command, rest
+        return own_name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command, the import of its module included, with errors turned into exit codes."""
@@ -164,6 +213,16 @@ class LazyGroup(TyperGroup):
                     raise
                 hint = f"See moeedge {ctx.obj.speller.name} --help. {ctx.obj.origin}"
                 raise InputError(f"{name_options(str(error), ctx.obj.speller.spellings)}.", hint.strip()) from None
+
+
+class LabGroup(LazyGroup):
+    """The commands of `moeedge lab`."""
+
+    prefix = "lab "
+
+
+def _lab() -> None:
+    """Has no options of its own."""
 
 
 @contextmanager
@@ -190,6 +249,13 @@ class _Typed:
     def origin(self) -> str:
         """A sentence that names what the environment sets; empty without it."""
         return f"Set in the environment: {', '.join(map(str, self.settings))}." if self.settings else ""
+
+
+def _warn(sentences: Sequence[str]) -> None:
+    from moeedge.ui.console import say, stderr_console
+
+    for sentence in sentences:
+        say(stderr_console(), sentence, style="yellow")
 
 
 def _report(settings: Sequence[Setting]) -> None:
@@ -227,8 +293,10 @@ def _reworded(message: str) -> str:
 
 def load_command(name: str) -> Any:
     """The complete command of that name, or group of commands."""
-    module_name, _ = COMMANDS[name]
-    entry = getattr(import_module(f"moeedge.cli.{module_name}"), module_name)
+    module, summary = COMMANDS[name]
+    if not module:
+        return typer.main.get_command(typer.Typer(cls=LabGroup, help=summary, callback=_lab, **_GROUP))
+    entry = getattr(import_module(module), module.rpartition(".")[2])
     if not isinstance(entry, typer.Typer):
         command_app = typer.Typer(**_SETTINGS)
         command_app.command(name)(entry)

@@ -12,8 +12,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
-from moeedge.cli.bench_parallel import ParallelOptions, measure_parallel, refuse_with_parallel
-from moeedge.cli.bench_run import measure
+from moeedge.cli.bench_run import ParallelOptions, measure, measure_parallel, refuse_with_parallel
 from moeedge.cli.bench_tests import (
     SYNTHETIC_ANSWER,
     BatchSizes,
@@ -74,8 +73,8 @@ Modes = Annotated[
         "--modes LIST",
         "Modes to compare, separated by commas: stock-ar (llama.cpp, one token at a time; the reference of the "
         "output check), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft); with a "
-        "GPU stock-ncmoe and stock-ncmoe-sd (llama.cpp with whole layers in the same GPU memory, --n-cpu-moe); "
-        "llama-cpp-cache (replayed). Without a draft stock modes with drafts are left out and moeedge decodes one "
+        "GPU stock-ncmoe and stock-ncmoe-sd (llama.cpp with whole layers in the same GPU memory, --n-cpu-moe). "
+        "Without a draft stock modes with drafts are left out and moeedge decodes one "
         "token at a time. A mode with drafts may name its draft length, or several: stock-sd:1-8, moeedge:auto. "
         "Default: stock-ar,stock-sd,moeedge, with a GPU also stock-ncmoe,stock-ncmoe-sd.",
     ),
@@ -163,7 +162,6 @@ def bench(
     stock-ar's by more than a near-tie (two tokens of almost equal score).
     """
     from moeedge.bench.config import BudgetSweep
-    from moeedge.ui.console import notifier, stderr_console
 
     sweeps = policy is not None or cache_ratio is not None
     engine.limit_openmp_spin(emulate_bundled=sweeps)
@@ -196,7 +194,7 @@ def bench(
         no_calibrate=no_calibrate,
     )
     # comparisons of caches and budgets, texts decoded together and recordings have drafts of one length
-    records = trace_out is not None or "llama-cpp-cache" in (modes or "")
+    records = trace_out is not None
     auto = not (sweeps or counts or records or budgets.expert_budget or budgets.perplexity)
     base = engine.config(
         placement.config(),
@@ -207,7 +205,7 @@ def bench(
     base = replace(llama.apply(base), ram=parse_ram(ram))
     if counts:
         base = _mapped(base)
-    speculation = BudgetSweep(budgets.parse(base.model, notify=notifier(stderr_console())), gammas)
+    speculation = BudgetSweep(budgets.parse(), gammas)
     _check_plot(plot, compares=sweep.asked or speculation.asked or bool(counts))
     if sweep.asked:
         _check_cache(base, cache_ratio)
@@ -242,9 +240,9 @@ def bench(
     plans = [replace(plan, base=each) for each in contexts(plan.base, threads, batch_size, ubatch_size)]
     if counts:
         _expect_one(plans, "--parallel", asked=True)
-        raise typer.Exit(measure_parallel(plans[0], together.fit, notes, output, verbose=verbose, plot=plot))
+        raise typer.Exit(measure_parallel(plans[0], notes, output, verbose=verbose, plot=plot))
     _expect_one(plans, "--plot", asked=plot is not None)
-    _expect_one(plans, "--trace-out and llama-cpp-cache", asked=records)
+    _expect_one(plans, "--trace-out", asked=records)
     raise typer.Exit(measure(plans, notes, output, verbose=verbose, plot=plot, trace_out=trace_out, resume=resume))
 
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from moeedge import paths
 from moeedge.cli import budget_options, options
-from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number, read_file
+from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number
 from moeedge.cli.declare import derive, list_of, option
 from moeedge.errors import InputError
-from moeedge.notifications import Notify
 
 if TYPE_CHECKING:
     from moeedge.bench.config import DraftLength
@@ -31,8 +30,6 @@ Budgets = Annotated[
 ]
 BudgetRankings = Annotated[str | None, list_of(budget_options.BudgetRanking)]
 BudgetPolicies = Annotated[str | None, list_of(budget_options.BudgetPolicy)]
-BudgetPreferences = Annotated[str | None, list_of(budget_options.BudgetPreferResident)]
-BudgetLayers = Annotated[str | None, list_of(budget_options.BudgetLayers)]
 DraftMaxima = Annotated[
     str | None,
     derive(
@@ -62,16 +59,10 @@ class BudgetSweepOptions:
     expert_budget: Budgets = None
     budget_ranking: BudgetRankings = None
     budget_policy: BudgetPolicies = None
-    budget_prefer_resident: BudgetPreferences = None
-    budget_file: budget_options.BudgetFile = None
-    budget_layers: BudgetLayers = None
     perplexity: PerplexityText = None
 
-    def parse(self, model: Path, *, notify: Notify) -> tuple[ExpertBudget, ...]:
-        """Every budget with every combination of the other lists; "off" is none of them, and always measured.
-
-        model: whose ranking the file should hold; notify: hears where it is another's. Raises InputError.
-        """
+    def parse(self) -> tuple[ExpertBudget, ...]:
+        """Every budget with each ranking and policy; "off" is none of them, and always measured. Raises InputError."""
         from moeedge.bench.config import parse_list
 
         hint = "Give experts per layer, separated by commas, for instance 16,24,32."
@@ -79,21 +70,9 @@ class BudgetSweepOptions:
         numbers = [number for number in map(parse_number, listed) if number is not None]
         if not numbers:
             expect_no_companions(self, "LIST")
-        rankings = _listed(self.budget_ranking, "--budget-ranking")
-        kinds = _listed(self.budget_layers, "--budget-layers")
-        file = read_file(self.budget_file, model, rankings=rankings, layers=kinds, notify=notify)
         return tuple(
-            make_budget(
-                number,
-                file,
-                ranking=ranking,
-                policy=policy,
-                prefer_resident=preference,
-                layers=kind,
-            )
-            for ranking in rankings
-            for kind in kinds
-            for preference in _preferences(self.budget_prefer_resident)
+            make_budget(number, ranking=ranking, policy=policy)
+            for ranking in _listed(self.budget_ranking, "--budget-ranking")
             for policy in _listed(self.budget_policy, "--budget-policy")
             for number in numbers
         )
@@ -121,12 +100,6 @@ def parse_gammas(text: str | None) -> tuple[DraftLength, ...]:
     if len(gammas) > 1 and 0 in gammas:
         raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
     return gammas
-
-
-def _preferences(text: str | None) -> tuple[float | None, ...]:
-    from moeedge.bench.config import parse_ratios
-
-    return (None,) if text is None else parse_ratios(text, "--budget-prefer-resident", "preference")
 
 
 def _listed(text: str | None, name: str) -> tuple[str | None, ...]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeedge.cli import options
 from moeedge.cli.bench_exit import exit_code
 from moeedge.cli.common import show_log
-from moeedge.cli.declare import Output
+from moeedge.cli.declare import Output, option
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,6 +20,78 @@ if TYPE_CHECKING:
     from moeedge.bench.records import BenchRow
     from moeedge.bench.runner import Bench
     from moeedge.ui.progress import BenchProgress
+
+
+Parallel = Annotated[
+    str | None,
+    option(
+        options.WORK,
+        "--parallel LIST",
+        "Decode N prompts of the dataset together, each with its own drafts, once per N: throughput, and what "
+        "speculation gains over plain decoding with the same N. First turns only.",
+        also="-np",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How many texts are decoded together."""
+
+    parallel: Parallel = None
+
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of texts, ascending; () without --parallel. Raises InputError."""
+        from moeedge.bench.config import parse_numbers
+        from moeedge.engine.types import MAX_N_PARALLEL
+
+        if self.parallel is None:
+            return ()
+        counts = parse_numbers(self.parallel, "--parallel", least=1)
+        if max(counts) > MAX_N_PARALLEL:
+            raise InputError(
+                f"At most {MAX_N_PARALLEL} texts are decoded together, not {max(counts)}.", "Use a smaller --parallel."
+            )
+        return tuple(sorted(counts))
+
+
+def refuse_with_parallel(given: dict[str, bool]) -> None:
+    """Raises InputError for options that --parallel does not take; given: whether each was given."""
+    names = [name for name, is_given in given.items() if is_given]
+    if names:
+        raise InputError(f"--parallel and {names[0]} cannot be used together.", "Measure them in two runs.")
+
+
+def measure_parallel(plan: BenchPlan, notes: list[str], output: Output, *, verbose: bool, plot: Path | None) -> int:
+    """Runs the plan, prints the rows and draws the curve. Returns the exit code."""
+    from moeedge.bench.parallel import ParallelBench
+    from moeedge.ui.bench_views import difference_lines, render
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.parallel_plots import draw_batch_curves
+    from moeedge.ui.progress import BenchProgress
+
+    if verbose:
+        show_log()
+    progress = BenchProgress(bar=not verbose)
+    for note in notes:
+        progress.note(note)
+    with ParallelBench(plan, progress) as run, Interrupt() as interrupt:
+        interrupt.arm()
+        try:
+            with progress:
+                finished = run.run(cancel=interrupt)
+        finally:  # the rows of the numbers that were measured come out, whatever happens
+            interrupt.disarm()
+            for line in difference_lines(run.rows):
+                progress.note(line)
+            if run.rows:
+                typer.echo(render(run.rows, output.value), nl=False)
+    if plot is not None and not draw_batch_curves(run.rows, plot):
+        progress.note("No mode with drafts was measured next to plain decoding: there is nothing to draw.")
+    if not finished:
+        progress.note("Interrupted: the rows hold what every mode had done.")
+        return interrupt.exit_code
+    return exit_code(run.rows)
 
 
 def measure(
@@ -54,7 +128,6 @@ def measure(
         if plans[0].base.device != "none":
             progress.note("An expert cache begins anew: hits of the first prompts are lower than without the break.")
     rows: list[BenchRow] = []
-    replayed: list[BenchRow] = []
     finished = True
     with journal, Interrupt() as interrupt:
         try:
@@ -65,14 +138,14 @@ def measure(
                         finished = run.run(cancel=interrupt)
                     interrupt.disarm()
                     rows += run.rows()
-                    if finished and recorded is not None and (run.arms.replays or trace_out is not None):
-                        replayed = _record(run, recorded, progress, trace_out)
+                    if finished and recorded is not None and trace_out is not None:
+                        _record(run, recorded, progress, trace_out)
                 if not finished:
                     break
         finally:  # the measured rows come out, whatever happens
             for line in difference_lines(rows):
                 progress.note(line)
-            typer.echo(render([*rows, *replayed], output.value), nl=False)
+            typer.echo(render(rows, output.value), nl=False)
     if plot is not None and plans[0].compares_speculation:
         if not draw_quality(rows, plot):
             progress.note("No mode was measured next to stock-ar: there is nothing to draw.")
@@ -89,26 +162,23 @@ def measure(
 
 
 def _recorded_mode(plan: BenchPlan, trace_out: Path | None) -> BenchMode | None:
-    """The mode whose routing is written to `trace_out` or replayed, None if neither is asked for.
+    """The mode whose routing is written to `trace_out`, None without it.
 
     Raises InputError, before the measurement, where there is none to record.
     """
     from moeedge.bench.harness import recorded_mode
     from moeedge.ui.console import check_output
 
-    replays = [mode.name for mode in plan.modes if mode.method == "replay"]
-    if trace_out is None and not replays:
+    if trace_out is None:
         return None
     if plan.dataset is None:
-        asked = "--trace-out records" if trace_out is not None else f"{replays[0]} replays"
-        raise InputError(f"{asked} answers, and synthetic tests have none.", "Name prompts with --dataset.")
-    if trace_out is not None:
-        check_output(trace_out)
+        raise InputError("--trace-out records answers, and synthetic tests have none.", "Name prompts with --dataset.")
+    check_output(trace_out)
     return recorded_mode(plan.modes)
 
 
-def _record(run: Bench, recorded: BenchMode, progress: BenchProgress, trace_out: Path | None) -> list[BenchRow]:
-    """Answers the prompts once more, keeps their routing, and returns the rows that are replayed on it."""
+def _record(run: Bench, recorded: BenchMode, progress: BenchProgress, trace_out: Path) -> None:
+    """Answers the prompts once more, and writes their routing."""
     from moeedge.bench.harness import record_answers
     from moeedge.engine.recording import unseen_layers
 
@@ -117,7 +187,4 @@ def _record(run: Bench, recorded: BenchMode, progress: BenchProgress, trace_out:
         trace = record_answers(arm, run.prompts, run.plan)
         if unseen := unseen_layers(arm.session):
             progress.note(unseen)
-    replayed = run.replayed(recorded, trace)
-    if trace_out is not None:
-        trace.save(trace_out)
-    return replayed
+    trace.save(trace_out)

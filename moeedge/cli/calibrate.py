@@ -10,7 +10,7 @@ import typer
 
 from moeedge.cli import budget_options, options
 from moeedge.cli.budget_options import AUTO, BudgetOptions
-from moeedge.cli.common import show_log
+from moeedge.cli.common import emit, show_log
 from moeedge.cli.declare import Output, flatten, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.engine.types import EngineConfig, EngineInfo
@@ -48,8 +48,6 @@ def calibrate(
     expert_budget: ChooseBudget = False,
     budget_ranking: budget_options.BudgetRanking = None,
     budget_policy: budget_options.BudgetPolicy = None,
-    budget_prefer_resident: budget_options.BudgetPreferResident = None,
-    budget_file: budget_options.BudgetFile = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -82,15 +80,9 @@ def calibrate(
         show_log()
     err = stderr_console()
     if expert_budget:
-        budget = BudgetOptions(
-            expert_budget=AUTO,
-            budget_ranking=budget_ranking,
-            budget_policy=budget_policy,
-            budget_prefer_resident=budget_prefer_resident,
-            budget_file=budget_file,
-        )
+        budget = BudgetOptions(expert_budget=AUTO, budget_ranking=budget_ranking, budget_policy=budget_policy)
         config = replace(config, placement=placement.config())  # only the budgets are measured again
-        _choose_budget(budget.config(config, notify=notifier(err)), output)
+        _choose_budget(budget.config(config), output)
         return
     with open_session(config, notify=notifier(err)) as session:
         info, calibration, choice = session.info, session.calibration, session.layer_choice
@@ -122,7 +114,7 @@ def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> N
     """unused: options that were given and have no effect."""
     from moeedge.cli.model_files import resolve_models
     from moeedge.scheduler.disk import measure
-    from moeedge.ui.console import say, stderr_console, stdout_console
+    from moeedge.ui.console import say, stderr_console
     from moeedge.ui.disk_view import print_disk
     from moeedge.ui.progress import count_bar
 
@@ -135,16 +127,13 @@ def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> N
     model = resolve_models(engine.model, "none").target
     with count_bar(stderr_console(), "reading", "parts", 0) as bar:
         found = measure(model, on_progress=lambda done, total: bar.update(completed=done, total=total))
-    if output is Output.JSON:
-        typer.echo(found.to_json())
-    else:
-        print_disk(found, stdout_console())
+    emit(output, lambda found: found.to_json(), print_disk, found)
 
 
 def _choose_budget(config: EngineConfig, output: Output) -> None:
     from moeedge.bench.budget_search import choose_budget
     from moeedge.ui.bench_views import print_budget_choice
-    from moeedge.ui.console import notifier, stderr_console, stdout_console
+    from moeedge.ui.console import notifier, stderr_console
     from moeedge.ui.progress import count_bar
 
     err = stderr_console()
@@ -157,10 +146,7 @@ def _choose_budget(config: EngineConfig, output: Output) -> None:
             notify=notifier(err),
             on_progress=lambda done, total: bar.update(completed=done, total=total),
         )
-    if output is Output.JSON:
-        typer.echo(choice.to_json())
-    else:
-        print_budget_choice(choice, stdout_console())
+    emit(output, lambda choice: choice.to_json(), print_budget_choice, choice)
 
 
 def _hint(config: EngineConfig, info: EngineInfo) -> str:

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
@@ -128,12 +128,15 @@ def chat(
 
     The answer goes to standard output, everything else to standard error.
     """
+    from moeedge.hardware.machine_load import LoadReading
+
+    begin = LoadReading.now()
     engine.limit_openmp_spin(ram=ram)
     view.apply()
     # from here on llama.cpp may be loaded
     from moeedge.engine.answer_setup import prepare_answers
-    from moeedge.engine.budgets import mean_budget
     from moeedge.engine.conversation import Conversation, prompt_tokens
+    from moeedge.hardware.processor import physical_cores
     from moeedge.llama.builtin_templates import check_source
     from moeedge.ui.chat.greeting import print_header, print_warnings
     from moeedge.ui.chat.settings import Settings
@@ -168,7 +171,8 @@ def chat(
         return replace(llama.apply(made), cpu_fallback=True, ram=parse_ram(ram))
 
     config = configure(engine)
-    config = budget.config(config, notify=notifier(err))
+    config = budget.config(config)
+    busy = LoadReading.now().busy_note(begin, config.n_threads or physical_cores())
     if verbose:
         show_log()
     goes_on = interactive and given is not None
@@ -185,7 +189,9 @@ def chat(
         session = switch.session
         # gamma is 0 where there is no draft
         gamma: int | Literal["auto"] = "auto" if session.info.auto_gamma else session.gamma
-        settings = replace(settings, gamma=gamma, budget=mean_budget(session.info.expert_budget))
+        limit = session.info.expert_budget
+        settings = replace(settings, gamma=gamma, budget=None if limit is None else limit.budget)
+        warnings = [*layer_notes(config), *([busy] if busy and not view.quiet else [])]
         for line in [*grammar_notes, *prepare_answers(session, drawn, choice, raw=raw)]:
             say(err, line)
         if question is None:
@@ -199,14 +205,15 @@ def chat(
                 single_turn=single_turn,
                 resume=resume,
                 no_autosave=no_autosave,
+                warnings=warnings,
                 quiet=view.quiet,
                 first=given if goes_on else None,
             )
         else:
             if view.quiet:
-                print_warnings(err, session.info, layer_notes(config), quiet=True)
+                print_warnings(err, session.info, warnings, quiet=True)
             else:
-                print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))
+                print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=warnings)
             conversation.ask(question)
             prompt_ids = prompt_tokens(session.model, conversation, raw=raw, template=session.template)
             as_json = output is Output.JSON
@@ -283,6 +290,7 @@ def _talk(
     single_turn: bool,
     resume: str | None,
     no_autosave: bool,
+    warnings: Sequence[str],
     quiet: bool,
     first: str | None,
 ) -> int:
@@ -298,7 +306,7 @@ def _talk(
     err, session = stderr_console(), switch.session
     toy = paths.is_bundled(config.model)
     if quiet:
-        print_warnings(err, session.info, layer_notes(config), quiet=True)
+        print_warnings(err, session.info, warnings, quiet=True)
     else:
         print_greeting(
             err,
@@ -306,9 +314,9 @@ def _talk(
             toy=toy,
             starter=load_catalog().starter() if toy else None,
             cache_speed=_measured_speed(session),
-            warnings=layer_notes(config),
+            warnings=warnings,
         )
-    unfinished = unfinished_chats(paths.unfinished_chats_dir)
+    unfinished = unfinished_chats(paths.unfinished_chats_dir, lambda line: say(err, line, style="yellow"))
     if unfinished and resume is None:
         say(err, sessions.offer(unfinished), style="yellow")
     history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
@@ -338,7 +346,7 @@ def _list_unfinished() -> None:
     from moeedge.ui.chat.sessions import unfinished_rows
     from moeedge.ui.console import show_figures, stdout_console
 
-    rows = unfinished_rows(unfinished_chats(paths.unfinished_chats_dir))
+    rows = unfinished_rows(unfinished_chats(paths.unfinished_chats_dir, lambda line: typer.echo(line, err=True)))
     show_figures(stdout_console(), rows)
     if not rows:
         typer.echo("No chat ended unexpectedly.", err=True)

@@ -7,17 +7,19 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import typer
 
+from moeedge.cli.declare import Output
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.paths import DISK_FULL_ERRORS
 from moeedge.ui.chat.interrupt import is_sent_later
-from moeedge.units import parse_size
+from moeedge.units import parse_gpu_size, parse_size
 
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
@@ -70,6 +72,16 @@ def print_error(message: str, hint: str = "") -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     console.print("error: ", style="bold red", end="")
     console.print(f"{message} {hint}".strip())
+
+
+def emit(output: Output, as_json: Callable[..., str], as_text: Callable[..., None], *found: Any) -> None:
+    """Writes a result to standard output: as_json(*found), or what as_text(*found, console) prints."""
+    if output is Output.JSON:
+        typer.echo(as_json(*found).removesuffix("\n"))
+        return
+    from moeedge.ui.console import stdout_console
+
+    as_text(*found, stdout_console())
 
 
 def show_log() -> None:
@@ -150,13 +162,18 @@ def unescaped(text: str) -> str:
     return re.sub(r"\\(x[0-9A-Fa-f]{2}|[nrt'\"\\])", meaning, text)
 
 
-def memory_size(text: str, option: str) -> int:
+def gpu_memory(text: str, option: str) -> int:
+    """The free bytes of a GPU: 12GB is a card's size. Raises InputError as `memory_size`."""
+    return memory_size(text, option, parse=parse_gpu_size)
+
+
+def memory_size(text: str, option: str, *, parse: Callable[[str], int] = parse_size) -> int:
     """The bytes of a size. Raises InputError for a malformed one, and for one without a unit."""
     text = text.strip()
     if text.isdecimal() and int(text):  # bytes: the unit was probably forgotten
         raise InputError(f"{option} {text} has no unit.", f"Did you mean {option} {text}GB, or {text}GiB?")
     try:
-        return parse_size(text)
+        return parse(text)
     except ValueError as error:
         raise InputError(f"{option}: {error}.") from None
 

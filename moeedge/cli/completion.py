@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from importlib.resources import files
+from typing import Any
 
 Complete = Callable[[str], list[str]]
 
@@ -74,13 +75,17 @@ def datasets() -> list[str]:
 
 def hardware() -> list[str]:
     """Names for --hardware."""
-    found = _simulator_names("hardware.json", "hardware")
+    found = list(_simulator_data("hardware.json", "hardware"))
     return [*found, *(f"{name}:cpu" for name in found), "this"]
 
 
 def simulated_models() -> list[str]:
     """Names for simulate -m."""
-    return _simulator_names("models.json", "models")
+    found = []
+    for name, entry in _simulator_data("models.json", "models").items():
+        _, *others = entry["quants"]
+        found += [name, *(f"{name}:{quant}" for quant in others)]
+    return found
 
 
 def devices() -> list[str]:
@@ -90,6 +95,7 @@ def devices() -> list[str]:
     return ["auto", "none", "emulated", *(f"CUDA{i}" for i in range(len(cards())))]
 
 
-def _simulator_names(file: str, key: str) -> list[str]:
-    text = (files("moeedge.sim") / "data" / file).read_text(encoding="utf-8")
-    return list(json.loads(text)[key])
+def _simulator_data(file: str, key: str) -> dict[str, Any]:
+    text = (files("moeedge.lab.sim") / "data" / file).read_text(encoding="utf-8")
+    entries: dict[str, Any] = json.loads(text)[key]
+    return entries

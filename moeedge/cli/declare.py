@@ -54,7 +54,7 @@ def option(
         help=help,
         rich_help_panel=panel,
         envvar=variables,
-        show_envvar=False,  # docs/cli.md lists them; in --help they would be half of the text
+        show_envvar=False,  # the reference lists them; in --help they would be half of the text
         autocompletion=completer_of(metavar) if names is None else completer(names),
         **settings,
     )

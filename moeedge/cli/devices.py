@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moeedge.cli import options
+from moeedge.cli.common import emit
 from moeedge.cli.declare import Output
 
 Library = Annotated[
@@ -31,14 +32,10 @@ def devices(
     from moeedge import native
     from moeedge.hardware.devices import list_devices
     from moeedge.llama import library as llama_library
-    from moeedge.ui.console import stdout_console
     from moeedge.ui.model_views import devices_json, print_devices
 
     if library:
         typer.echo(native.library_path())
         return
     llama_library.start()
-    if output is Output.JSON:
-        typer.echo(devices_json(list_devices()), nl=False)
-    else:
-        print_devices(list_devices(), stdout_console())
+    emit(output, devices_json, print_devices, list_devices())

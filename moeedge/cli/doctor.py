@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import EXIT_FAILURE
+from moeedge.cli.common import EXIT_FAILURE, emit
 from moeedge.cli.declare import Output
 
 
@@ -17,13 +17,9 @@ def doctor(backend: options.Backend = None, output: options.TextOrJson = Output.
     """
     from moeedge.cli.reference import llama_variables
     from moeedge.health.doctor import examine
-    from moeedge.ui.console import stdout_console
     from moeedge.ui.doctor_view import print_report, report_json
 
     report = examine(llama_variables())
-    if output is Output.JSON:
-        typer.echo(report_json(report), nl=False)
-    else:
-        print_report(report, stdout_console())
+    emit(output, report_json, print_report, report)
     if report.is_broken:
         raise typer.Exit(EXIT_FAILURE)

@@ -56,12 +56,11 @@ class EngineOptions:
 
     def _exceeds_memory(self) -> bool:
         """Whether the model's file does not fit what is free."""
-        from moeedge.hardware.memory import available_memory
+        from moeedge.hardware.memory import fits
 
         try:
             path = locate(str(self.model)).path
-            n_bytes = sum(path.with_name(part).stat().st_size for part in all_parts(path.name))
-            return n_bytes >= available_memory()
+            return not fits(sum(path.with_name(part).stat().st_size for part in all_parts(path.name)))
         except (MoeedgeError, OSError, ValueError):  # `config` says what is wrong
             return False
 

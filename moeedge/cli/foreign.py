@@ -1,13 +1,13 @@
 """Options and commands of llama.cpp and ollama that moeedge spells otherwise, always has, or does not have.
 
 What moeedge has under the same name is declared in options.py, and further spellings of an option stand in its own
-declaration (`also`). A declared option comes before a row here. Tests and docs/cli.md use the same rows.
+declaration (`also`). A declared option comes before a row here. Tests and the reference use the same rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,18 @@ class Already:
 
 
 @dataclass(frozen=True)
+class Ignored:
+    """What moeedge lacks and answers do not depend on: the option is taken, and a line says why it has no effect.
+
+    same: values that say what moeedge does, without a line.
+    """
+
+    reason: str
+    same: tuple[str, ...] = ()
+    has_value: bool = True
+
+
+@dataclass(frozen=True)
 class Sets:
     """The option sets an environment variable of the process: by value, the variable and its content."""
 
@@ -58,9 +70,10 @@ class Refused:
 
 _SERVER = Refused("moeedge is not a server.", "Ask with moeedge chat -p TEXT -o json.")
 _ONE_GPU = Refused("moeedge computes on one GPU.", "Choose it with -dev NAME (moeedge devices).")
+_POLLING = Ignored("moeedge decides how long idle threads wait")
 _PINNING = Refused("moeedge does not choose processors or priorities.", "Start it with taskset, numactl or nice.")
 _ROPE = Refused("moeedge has no self-extend.", "--rope-scaling yarn and --rope-scale N lengthen the context.")
-_DRAFT_PLACE = Refused("a draft model shares -t, -ngl and -dev with the model.", "Leave it out.")
+_DRAFT_PLACE = Ignored("a draft model shares -t, -c, -ngl, -ncmoe and -dev with the model")
 _TEXT_ONLY = Refused("moeedge answers text only.", "Use llama-mtmd-cli of llama.cpp for pictures and sound.")
 _TEMPLATE = Refused("the model's chat template decides what surrounds a message.", "--raw leaves it out.")
 _PROMPT_CACHE = Refused(
@@ -70,7 +83,8 @@ _NGRAMS = Refused("moeedge's n-grams have no options.", "-md ngram drafts from t
 _KERNELS = Refused("moeedge chooses kernels and places of weights itself.", "Leave it out.")
 
 # all spellings of a row, and what they mean
-OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
+Row = Instead | Already | Ignored | Sets | Refused
+OPTIONS: dict[str, Row] = {
     "-hf, -hfr, --hf-repo": Instead("-m hf:{}"),
     "-hfd, -hfrd, --hf-repo-draft, --spec-draft-hf": Instead("-md hf:{}"),
     "--rpc, -rpc": Instead("-dev rpc://{}", env="LLAMA_ARG_RPC"),
@@ -119,7 +133,9 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "--no-warmup": Already("a chat does not warm up: the first answer is computed at once"),
     "-fit, --fit": Already("what fits is placed on the GPU; moeedge plan shows it", values=("on",)),
     "--no-mmproj, --no-mmproj-auto": Already("pictures are not read"),
-    "-np, --parallel": Refused("a chat is one conversation.", "Several texts: moeedge bench --parallel 1,2,4."),
+    "-np, --parallel": Ignored(
+        "a chat is one conversation; moeedge bench --parallel 1,2,4 has several texts", same=("1",)
+    ),
     "--list-devices": Refused("that is a command here.", "Run moeedge devices."),
     "-cl, --cache-list": Refused("that is a command here.", "Run moeedge list."),
     "--completion-bash": Refused("that has another name here.", "Run moeedge --install-completion bash."),
@@ -129,9 +145,8 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
         "Take one from Hugging Face: -hf OWNER/REPO:QUANT.",
     ),
     "-bf, --binary-file": Refused("a prompt is text in UTF-8.", "Give it with -f FILE."),
-    "--spec-draft-n-min, --draft-min, --draft-n-min": Refused(
-        "moeedge verifies a short draft as well: once it is computed, checking it costs little.",
-        "Leave it out; --draft-p-min P ends drafts that are improbable.",
+    "--spec-draft-n-min, --draft-min, --draft-n-min": Ignored(
+        "short drafts are verified as well, and --draft-p-min P ends improbable ones", same=("0",)
     ),
     "--spec-draft-p-split, --draft-p-split": Refused("drafts are chains here, which do not split.", "Leave it out."),
     "-td, --threads-draft, --spec-draft-threads": _DRAFT_PLACE,
@@ -139,13 +154,13 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "-devd, --device-draft, --spec-draft-device": _DRAFT_PLACE,
     "-ngld, --gpu-layers-draft, --n-gpu-layers-draft, --spec-draft-ngl": _DRAFT_PLACE,
     "-otd, --override-tensor-draft, --spec-draft-override-tensor": _DRAFT_PLACE,
-    "-cmoed, --cpu-moe-draft, --spec-draft-cpu-moe": _DRAFT_PLACE,
+    "-cmoed, --cpu-moe-draft, --spec-draft-cpu-moe": replace(_DRAFT_PLACE, has_value=False),
     "-ncmoed, --n-cpu-moe-draft, --spec-draft-n-cpu-moe, --spec-draft-ncmoe": _DRAFT_PLACE,
     "-cd, --ctx-size-draft": _DRAFT_PLACE,
     "-lcs, --lookup-cache-static, -lcd, --lookup-cache-dynamic": _NGRAMS,
     "--spec-ngram-size-n, --spec-ngram-size-m, --spec-ngram-min-hits": _NGRAMS,
     "--spec-ngram-mod-n-min, --spec-ngram-mod-n-max, --spec-ngram-mod-n-match": _NGRAMS,
-    "-sm, --split-mode": Already("moeedge computes on one GPU", values=("none",)),
+    "-sm, --split-mode": Ignored("moeedge computes on one GPU", same=("none",)),
     "-mmp": Instead(by_value={"0": "--no-mmap", "1": "--mmap"}),
     "-dio, --direct-io": Instead(
         by_value={"0": "--load-mode mmap", "1": "--load-mode dio"}, hint="--load-mode has them."
@@ -159,8 +174,9 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "-fitt, --fit-target, -fitc, --fit-ctx": Refused(
         "moeedge sizes what it places on the GPU itself.", "--vram SIZE limits the experts there, -c N the context."
     ),
-    "-C, --cpu-mask, -Cr, --cpu-range, --cpu-strict, --prio, --poll, --numa": _PINNING,
-    "-Cb, --cpu-mask-batch, -Crb, --cpu-range-batch, --cpu-strict-batch, --prio-batch, --poll-batch": _PINNING,
+    "-C, --cpu-mask, -Cr, --cpu-range, --cpu-strict, --prio, --numa": _PINNING,
+    "-Cb, --cpu-mask-batch, -Crb, --cpu-range-batch, --cpu-strict-batch, --prio-batch": _PINNING,
+    "--poll, --poll-batch": _POLLING,
     "-gan, --grp-attn-n, -gaw, --grp-attn-w": _ROPE,
     "--override-kv": Refused("moeedge takes a model's facts as its file has them.", "Correct the file."),
     "--check-tensors": Refused("moeedge pull checks files by their SHA-256.", "Leave it out."),
@@ -171,7 +187,7 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "--op-offload, --no-op-offload, -nopo, -ncffn, --n-cpu-ffn": _KERNELS,
     "-dt, --defrag-thold, -kvu, --kv-unified, -no-kvu, --no-kv-unified, --swa-full": _KERNELS,
     "-ctxcp, --ctx-checkpoints, --swa-checkpoints, -cram, --cache-ram": _KERNELS,
-    "--keep": Refused("where the context is full, the older half goes.", "--context-shift switches that on."),
+    "--keep": Ignored("where the context is full, --context-shift drops the older half", same=("0",)),
     "--no-jinja": Refused(
         "chat templates are rendered with Jinja.", "--chat-template NAME takes one of llama.cpp's without, --raw none."
     ),
@@ -198,6 +214,11 @@ OPTIONS: dict[str, Instead | Already | Sets | Refused] = {
     "--metrics, --slots, --props, --embedding, --embeddings, --rerank, --reranking, --timeout, -to": _SERVER,
     "-cb, --cont-batching, -nocb, --no-cont-batching, --threads-http, --ui, --webui, --no-webui": _SERVER,
     "--cache-prompt, --no-cache-prompt, --cache-reuse, --slot-save-path, --models-dir, --tools": _SERVER,
+    "--budget-file, --budget-layers": Refused(
+        "experts are ranked by the router's values alone.", "moeedge lab replay ranks them by a file."
+    ),
+    "--budget-prefer-resident": Refused("experts on the device are not preferred: it did not pay.", "Leave it out."),
+    "--budget-analysis, --save-ranking": Refused("it has a command of its own.", "Run moeedge lab budget."),
     "--keepalive": Refused("a model stays loaded as long as its chat, and no longer.", "Leave it out."),
     "--insecure": Refused("downloads are encrypted and checked.", "HF_ENDPOINT names another server."),
     "--modelfile, --parameters, --system, --template, --license": Refused(
@@ -225,6 +246,6 @@ COMMANDS: dict[str, Refused] = {
 }
 
 
-def foreign_options() -> dict[str, Instead | Already | Sets | Refused]:
+def foreign_options() -> dict[str, Row]:
     """The rows of OPTIONS by each of their spellings."""
     return {spelling: row for spellings, row in OPTIONS.items() for spelling in spellings.split(", ")}

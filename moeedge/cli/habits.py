@@ -1,4 +1,4 @@
-"""What users of llama.cpp and ollama type from habit, and what becomes of it: one table for tests and docs/cli.md."""
+"""What users of llama.cpp and ollama type from habit, and what becomes of it: one table for tests and the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moeedge.cli.app import COMMANDS, load_command, positions
-from moeedge.cli.foreign import COMMAND_NAMES, Already, Sets, foreign_options
+from moeedge.cli.foreign import COMMAND_NAMES, Already, Ignored, Sets, foreign_options
 from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
 from moeedge.cli.spelling import Speller
 from moeedge.errors import InputError
@@ -33,6 +33,11 @@ _LLAMA_CPP = """\
 --draft-max 8
 --spec-draft-n-max 8
 --draft-min 1
+--spec-draft-n-min 1
+-devd CUDA0
+--device-draft none
+-ngld 99
+--gpu-layers-draft 99
 --draft-p-min 0.75
 --spec-type draft-mtp
 -p "Why is the sky blue?"
@@ -54,7 +59,9 @@ _LLAMA_CPP = """\
 --device none
 --list-devices
 -ts 3,1
+-sm none
 -sm layer
+--split-mode row
 -mg 0
 --rpc 192.168.0.2:50052
 --temp 0.7
@@ -105,6 +112,8 @@ _LLAMA_CPP = """\
 --host 0.0.0.0
 --port 8080
 -np 4
+--parallel 1
+--poll 50
 -fit on
 -tb 8
 -fa on
@@ -125,6 +134,8 @@ _LLAMA_BENCH = """\
 -mmp 0
 -nopo 1
 -sm none
+-sm layer
+--poll 0
 -o json
 """
 _OLLAMA = """\
@@ -202,6 +213,8 @@ def _meaning(words: list[str]) -> str:
     row: Any = foreign_options().get(words[0]) if words else None
     if isinstance(row, Already):
         return f"taken: {row.meaning}"
+    if isinstance(row, Ignored):
+        return f"{'taken' if words[1] in row.same else 'no effect, which a line says'}: {row.reason}"
     if isinstance(row, Sets):
         value = words[1] if len(words) > 1 else row.default
         variable, content = row.by_value[value]

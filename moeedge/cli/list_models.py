@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import memory_size
+from moeedge.cli.common import emit, gpu_memory, memory_size
 from moeedge.cli.declare import Output
 from moeedge.errors import InputError
 from moeedge.hub.cache import hub_cache
@@ -22,8 +23,9 @@ Fits = Annotated[
     typer.Option(
         "--fits",
         metavar="SIZE|auto|none",
-        help="Only models that run with a GPU of this much free memory, such as 12GB, and with this machine's RAM, the "
-        "best first. auto: this machine's GPU; none: without one.",
+        help="Only models that run, with the drafts that chat takes, on a GPU of this size and in this machine's RAM, "
+        "the best first. 12GB: what a card sold with 12 GB has; 12GiB: exactly so much free memory. auto: this "
+        "machine's GPU; none: without one.",
     ),
 ]
 Ram = Annotated[
@@ -40,7 +42,6 @@ def list_models(
     moeedge list --all --fits 12GB shows what a GPU of 12 GB can run. -m of every command takes the names. Your own
     entries go into ~/.config/moeedge/catalog.toml, or the file that MOEEDGE_CATALOG names (docs/models.md).
     """
-    from moeedge.ui.console import stdout_console
     from moeedge.ui.model_views import fits_json, models_json, print_fits, print_models
 
     if ram is not None and fits is None:
@@ -51,14 +52,10 @@ def list_models(
         from moeedge.planning.estimate import fitting, free_memory
 
         ram_bytes = None if ram is None else memory_size(ram, "--ram")
-        vram_bytes = None if fits in ("auto", "none") else memory_size(fits, "--fits")
+        vram_bytes = None if fits in ("auto", "none") else gpu_memory(fits, "--fits")
         memory = free_memory("none" if fits == "none" else "auto", vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         found = fitting(models, catalog, memory)
-        if output is Output.JSON:
-            typer.echo(fits_json(found), nl=False)
-        else:
-            print_fits(found, stdout_console(), everything=everything)
-    elif output is Output.JSON:
-        typer.echo(models_json(models), nl=False)
+        emit(output, fits_json, partial(print_fits, everything=everything), found)
     else:
-        print_models(models, hub_cache(), stdout_console(), everything=everything, starter=catalog.starter())
+        show = partial(print_models, everything=everything, starter=catalog.starter())
+        emit(output, lambda rows, _folder: models_json(rows), show, models, hub_cache())

@@ -46,16 +46,17 @@ def resolve_models(model: Path | None, draft: str | None, *, download: bool = Fa
             given = paths.bundled_draft()
         return ModelFiles(model, "ngram" if draft == "auto" and given is None else given)
     target = _locate(str(model), download, with_draft=draft in (None, "auto"))
-    if draft == "auto" and _drafts_for_itself(target.path):
+    if draft == "auto" and drafts_for_itself(target.path):
         return ModelFiles(target.path, "mtp")
     entry = None if target.choice is None else target.choice.entry
     if target.choice is not None and draft in (None, "auto") and target.choice.entry.drafts:
-        found = local_draft(load_catalog(), target.choice)
-        if found is None:
-            name = target.choice.entry.drafts[0]
+        catalog = load_catalog()
+        found, best = local_draft(catalog, target.choice), catalog.best_draft(target.choice)
+        if found is None and best is not None:
+            name = best.name
             without = "" if draft == "auto" else ": no drafts"
             tell(f"The model's draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
-        else:
+        elif found is not None:
             given = found.path
             tell(f"The draft is {found.name}, as the catalog says: {found.path}")
     if draft == "auto" and given is None:
@@ -75,10 +76,13 @@ def _named_draft(draft: str, download: bool) -> Path | DraftWord | None:
     return draft if draft in get_args(DraftWord) else _locate(draft, download).path  # type: ignore[return-value]
 
 
-def _drafts_for_itself(path: Path) -> bool:
-    from moeedge.engine.loading import drafts_for_itself
+def drafts_for_itself(path: Path) -> bool:
+    """Whether the model has a head of its own, which is reported; of the file only the header may be here."""
+    from moeedge.engine import loading
+    from moeedge.planning.headers import loadable
 
-    found = drafts_for_itself(path)
+    with loadable(path) as file:
+        found = loading.drafts_for_itself(file.path)
     if found:
         tell("Drafts come from a part of the model's own file that predicts further tokens (MTP head).")
     return found

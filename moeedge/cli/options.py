@@ -433,20 +433,12 @@ Plot = Annotated[
         "profile: activations and prediction accuracy, step by step for one layer.",
     ),
 ]
-SaveRanking = Annotated[
-    Path | None,
-    option(
-        OUTPUT,
-        "--save-ranking FILE.json",
-        "Write a ranking of the experts for expert budgets (docs/expert-budget.md).",
-    ),
-]
 TraceOut = Annotated[
     Path | None,
     option(
         OUTPUT,
         "--trace-out FILE.npz",
-        "Write the routing of every token, rejected drafts included (docs/traces.md). bench answers the prompts "
+        "Write the routing of every token, rejected drafts included (docs/lab/traces.md). bench answers the prompts "
         "once more for it, after the measurement.",
     ),
 ]

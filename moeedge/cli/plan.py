@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from moeedge.cli import options
-from moeedge.cli.common import memory_size, names, show_log
+from moeedge.cli.common import emit, gpu_memory, memory_size, names, show_log
 from moeedge.cli.declare import Output, derive, flatten, option
 from moeedge.cli.engine_options import (
     EngineOptions,
@@ -23,9 +21,9 @@ from moeedge.cli.engine_options import (
     layer_notes,
 )
 from moeedge.cli.llama_options import LlamaOptions
-from moeedge.cli.model_files import ModelFiles, resolve_models
-from moeedge.engine.types import DraftWord
-from moeedge.errors import DownloadError, InputError, ModelNameError
+from moeedge.cli.model_files import ModelFiles, drafts_for_itself, resolve_models
+from moeedge.engine.types import DEFAULT_GAMMA, DraftWord
+from moeedge.errors import DownloadError, ModelNameError
 from moeedge.units import parse_rate
 
 if TYPE_CHECKING:
@@ -36,8 +34,8 @@ FreeVram = Annotated[
     str | None,
     derive(
         options.Vram,
-        help="Plan for a GPU with this much free memory, for instance 8G; this machine need not have one. Default: "
-        "what is measured.",
+        help="Plan for a GPU of this size; this machine need not have one. 12GB: what a card sold with 12 GB has; "
+        "12GiB, 12000MB: exactly so much free memory. Default: what is measured.",
     ),
 ]
 FreeRam = Annotated[
@@ -73,18 +71,24 @@ DiskRates = Annotated[
         "compared. Default: what moeedge calibrate --disk measured.",
     ),
 ]
-TraceOption = Annotated[
-    Path | None,
-    option(
-        options.TRACE,
-        "--trace FILE",
-        "For a model larger than the memory: its routing (moeedge profile --trace-out), to count hits in RAM.",
-    ),
-]
+# not about what runs, of another meaning in chat, or a secret: the suggested command does not repeat them
+_NOT_REPEATED = {
+    "vram",
+    "ram",
+    "cache_ratio",
+    "reserve",
+    "disk_rate",
+    "output",
+    "verbose",
+    "hf_token",
+    "offline",
+}
+_OF_LAYERS = {"n_gpu_layers", "n_cpu_moe", "cpu_moe"}
 
 
 @flatten
 def plan(
+    context: typer.Context,
     model: options.Model = None,
     model_draft: options.ModelDraft = None,
     draft_max: options.DraftMax = None,
@@ -103,7 +107,6 @@ def plan(
     cache_ratio: CacheRatio = None,
     reserve: Reserve = None,
     disk_rate: DiskRates = None,
-    trace: TraceOption = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -117,11 +120,10 @@ def plan(
     from moeedge.planning.memory_map import this_machine
     from moeedge.planning.planner import Planner
     from moeedge.planning.session_plan import make_session_plan
-    from moeedge.ui.console import stdout_console
     from moeedge.ui.plan_view import plan_json, print_plan
 
     placement = PlacementOptions(cache_ratio=cache_ratio).config()
-    vram_bytes = None if vram is None else memory_size(vram, "--vram")
+    vram_bytes = None if vram is None else gpu_memory(vram, "--vram")
     reserve_bytes = None if reserve is None else memory_size(reserve, "--reserve")
     sizes = [] if ram is None else [memory_size(size, "--ram") for size in names(ram, "--ram")]
     ram_bytes = sizes[0] if sizes else None
@@ -138,29 +140,56 @@ def plan(
         cpu_moe=cpu_moe,
         device=device,
     )
+    given = _given(context)
     with ExitStack() as resources:
         try:
             files, pull_names = _find(model, model_draft, resources)
         except DownloadError as error:
             memory = {"vram_bytes": vram_bytes, "ram_bytes": ram_bytes}
-            unused = {"--trace": trace, "--disk-rate": disk_rate, "--cache-ratio": cache_ratio, "--reserve": reserve,
-                      "-ngl": n_gpu_layers, "-ncmoe": n_cpu_moe, "-md": model_draft}  # fmt: skip
+            unused = {"--disk-rate": disk_rate, "--cache-ratio": cache_ratio, "--reserve": reserve,
+                      "-ngl": n_gpu_layers, "-ncmoe": n_cpu_moe}  # fmt: skip
             without = [*(name for name, value in unused.items() if value is not None), *llama.given]
-            _print_estimate(str(model), error, output, device=device, n_ctx=ctx_size, without=without, **memory)
+            repeated = _words(given, _NOT_REPEATED)
+            _print_estimate(
+                str(model),
+                error,
+                output,
+                device=device,
+                n_ctx=ctx_size,
+                given=repeated,
+                without=without,
+                draft="none" if draft_max == 0 else model_draft,
+                **memory,
+            )
             return
         config = llama.apply(engine.config(placement, files=files, auto_gamma=draft_max is None))
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
-        if vram_bytes is None and (ignored := layer_notes(config)):
+        ignored = [] if vram_bytes is not None else layer_notes(config)
+        if ignored:
             machine = replace(machine, notes=(*machine.notes, *ignored))
             config = replace(config, n_gpu_layers=0 if config.n_gpu_layers == 0 else None, n_cpu_moe=None)
         with Planner(config, machine, reserve=reserve_bytes or 0, names=pull_names) as planner:
-            model_name = None if model is None else os.fspath(model)
-            beyond_ram = _beyond_ram(planner, disk_rate, trace, tuple(sizes[1:]))
-            found = make_session_plan(planner, model_name=model_name, draft_name=model_draft, beyond_ram=beyond_ram)
-        if output is Output.JSON:
-            typer.echo(plan_json(found), nl=False)
-        else:
-            print_plan(found, stdout_console())
+            beyond_ram = _beyond_ram(planner, disk_rate, tuple(sizes[1:]))
+            repeated = _words(given, _NOT_REPEATED | _OF_LAYERS if ignored else _NOT_REPEATED)
+            found = make_session_plan(planner, given=repeated, beyond_ram=beyond_ram)
+        emit(output, plan_json, print_plan, found)
+
+
+def _given(context: typer.Context) -> list[tuple[str, list[str]]]:
+    """The options on the command line: the parameter's name, and the words as typed."""
+    known: Mapping[str, Any] = {
+        spelling: param for param in context.command.params for spelling in (*param.opts, *param.secondary_opts)
+    }
+    words = iter(() if context.obj is None else context.obj.arguments)
+    return [
+        (str(known[word].name), [word] if known[word].is_flag else [word, next(words)])
+        for word in words
+        if word in known
+    ]
+
+
+def _words(given: Sequence[tuple[str, list[str]]], without: set[str]) -> list[str]:
+    return [word for name, words in given if name not in without for word in words]
 
 
 def _print_estimate(
@@ -170,18 +199,21 @@ def _print_estimate(
     *,
     device: str,
     n_ctx: int,
+    given: list[str],
     without: list[str],
+    draft: str | None,
     vram_bytes: int | None,
     ram_bytes: int | None,
 ) -> None:
     """The estimate of a model whose header cannot be read. Raises `error` where the catalog does not have the model.
 
-    without: options that need the header.
+    given: options that the suggested command repeats. without: options that need the header. draft: the value of -md.
     """
     from moeedge.hub.cache import find_variant
     from moeedge.hub.catalog import load_catalog
+    from moeedge.hub.local import chat_draft
     from moeedge.planning.estimate import free_memory, make_estimated_plan
-    from moeedge.ui.console import say, stderr_console, stdout_console
+    from moeedge.ui.console import say, stderr_console
     from moeedge.ui.plan_view import estimate_json, print_estimate
 
     catalog = load_catalog()
@@ -189,28 +221,28 @@ def _print_estimate(
     if choice is None or find_variant(choice.variant) is not None:  # the draft's header is what cannot be read
         raise error
     memory = free_memory(device, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
-    found = make_estimated_plan(catalog, choice, memory, n_ctx=n_ctx, reason=error.message)
+    drafts = chat_draft(catalog, choice) if draft in (None, "auto") else catalog.find(str(draft))
+    if drafts is None and draft not in (None, "auto", *get_args(DraftWord), "none"):
+        without = ["-md", *without]
+    found = make_estimated_plan(
+        choice,
+        memory,
+        draft=drafts,
+        n_ctx=n_ctx,
+        given=given,
+        vram_given=vram_bytes is not None,
+        reason=error.message,
+    )
     if without:
         say(stderr_console(), f"Without the header {', '.join(without)} has no effect.", style="yellow")
-    if output is Output.JSON:
-        typer.echo(estimate_json(found), nl=False)
-    else:
-        print_estimate(found, stdout_console())
+    emit(output, estimate_json, print_estimate, found)
 
 
-def _drafts_for_itself(path: Path) -> bool:
-    """Whether the model has a head of its own; of the file only the header may be on this machine."""
-    from moeedge.engine.loading import drafts_for_itself
-    from moeedge.planning.headers import loadable
-
-    with loadable(path) as file:
-        return drafts_for_itself(file.path)
-
-
-def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None, sizes: tuple[int, ...]) -> RamTierRequest:
-    """What is known of disk and routing. sizes: of other memory. Raises InputError for a trace of another model."""
-    from moeedge.planning.beyond_ram import ASSUMED_DISK_BYTES_PER_S, Disk, RamTierRequest, StepRouting
+def _beyond_ram(planner: Planner, disk_rate: str | None, sizes: tuple[int, ...]) -> RamTierRequest:
+    """What is known of the disk, and of the routing by what earlier runs have used. sizes: of other memory."""
+    from moeedge.planning.beyond_ram import ASSUMED_DISK_BYTES_PER_S, Disk, RamTierRequest, kept_hits
     from moeedge.scheduler.disk import read_kept
+    from moeedge.scheduler.kept_activations import KeptActivations
 
     measured = read_kept(planner.file.original) if planner.facts.is_here else None
     if disk_rate is not None:
@@ -219,35 +251,7 @@ def _beyond_ram(planner: Planner, disk_rate: str | None, trace: Path | None, siz
         disks = [Disk(measured.best.bytes_per_s, "measured")]
     else:
         disks = [Disk(ASSUMED_DISK_BYTES_PER_S, "assumed")]
-    n_drafts = planner.config.gamma if planner.has_drafts else 0
-    base = RamTierRequest(tuple(disks), n_drafts=n_drafts, sizes=sizes)
-    if trace is None:
-        return _by_earlier_runs(planner, base)
-    from moeedge.sim.ram_hits import replay_ram_hits
-    from moeedge.trace.importers import read_trace
-
-    routing, facts = read_trace(trace, planner.facts.n_experts), planner.facts
-    n_layers, n_experts = len(routing.expert_layers()), routing.meta.n_experts
-    if (n_layers, n_experts) != (facts.n_expert_layers, facts.n_experts):
-        raise InputError(
-            f"The trace has {n_layers} layers of {n_experts} experts, {facts.file} has {facts.n_expert_layers} of "
-            f"{facts.n_experts}.",
-            "Give a trace of this model.",
-        )
-
-    def forecast(ratios: Sequence[float], gamma: int) -> list[StepRouting]:
-        hits = replay_ram_hits(routing, ratios, gamma=gamma)
-        return [StepRouting(found.n_tokens, found.unique, found.hit_rate_experts) for found in hits]
-
-    drafted = partial(forecast, gamma=n_drafts) if n_drafts else None
-    return replace(base, plain=partial(forecast, gamma=0), drafted=drafted, source="trace", trace=trace.name)
-
-
-def _by_earlier_runs(planner: Planner, base: RamTierRequest) -> RamTierRequest:
-    """The request with the routing of what earlier runs have used, if anything of them is kept."""
-    from moeedge.planning.beyond_ram import kept_routing
-    from moeedge.scheduler.kept_activations import KeptActivations
-
+    base = RamTierRequest(tuple(disks), sizes=sizes)
     facts = planner.facts
     if not facts.is_here or not facts.n_experts:
         return base
@@ -255,32 +259,36 @@ def _by_earlier_runs(planner: Planner, base: RamTierRequest) -> RamTierRequest:
     earlier = kept.earlier_runs
     if earlier is None:
         return base
-    plain = kept_routing(kept.counts, facts.n_expert_used)
-    return replace(base, plain=plain, source="kept", n_tokens=earlier.n_tokens)
+    return replace(base, hits=kept_hits(kept.counts), source="kept", n_tokens=earlier.n_tokens)
 
 
 def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[ModelFiles, dict[Path, str]]:
-    """The files that -m and -md name; of those that are not on this machine the headers, and what to pull for them."""
+    """The files of -m and -md as chat takes them; of those not on this machine the headers, and their pull names."""
+    draft = draft or "auto"
     try:
-        files = resolve_models(model, draft)
-        if draft is None and _drafts_for_itself(files.target):  # which chat takes
-            files = ModelFiles(files.target, "mtp")
-        return files, {}
+        return resolve_models(model, draft), {}
     except ModelNameError:
         if model is None:
             raise
-    from moeedge.planning.headers import catalog_draft, locate_or_fetch
+    from moeedge.hub.catalog import Choice, load_catalog
+    from moeedge.hub.names import find
+    from moeedge.planning.headers import locate_or_fetch
     from moeedge.ui.console import say, stderr_console
 
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
-    err = stderr_console()
+    err, catalog = stderr_console(), load_catalog()
     found = [locate_or_fetch(str(model), folder, lambda line: say(err, line))]
-    if draft in (None, "auto") and _drafts_for_itself(found[0].path):
+    choice = None if model.exists() else find(catalog, str(model))
+    entry = choice.entry if isinstance(choice, Choice) else None
+    if draft == "auto" and drafts_for_itself(found[0].path):
         draft = "mtp"
-    elif draft in (None, "auto") and not model.exists():
-        draft = catalog_draft(str(model)) or ("ngram" if draft == "auto" else None)
+    elif draft == "auto":
+        best = catalog.best_draft(choice) if isinstance(choice, Choice) else None
+        draft = "ngram" if best is None else best.name
     draft_file: Path | DraftWord | None = draft if draft in get_args(DraftWord) else None  # type: ignore[assignment]
-    if draft not in (None, "none", *get_args(DraftWord)):
-        found.append(locate_or_fetch(str(draft), folder, lambda line: say(err, line)))
+    if draft not in ("none", *get_args(DraftWord)):
+        found.append(locate_or_fetch(draft, folder, lambda line: say(err, line)))
         draft_file = found[1].path
-    return ModelFiles(found[0].path, draft_file), {file.path: file.remote_name for file in found if file.remote_name}
+    suits = DEFAULT_GAMMA if entry is None or entry.draft_max is None or draft == "mtp" else entry.draft_max
+    pulls = {file.path: file.remote_name for file in found if file.remote_name}
+    return ModelFiles(found[0].path, draft_file, suits), pulls

@@ -24,7 +24,7 @@ Layers = Annotated[
 ]
 ProfiledTrace = Annotated[
     Path | None,
-    option(options.WORK, "--trace FILE", "Profile this routing trace (docs/traces.md) without running a model."),
+    option(options.WORK, "--trace FILE", "Profile this routing trace (docs/lab/traces.md) without running a model."),
 ]
 AcceptanceChance = Annotated[
     float | None,
@@ -32,16 +32,6 @@ AcceptanceChance = Annotated[
         options.WORK,
         "--acceptance-chance X",
         "With --trace: cut the text into verifications of --draft-max drafts, each accepted with this chance.",
-    ),
-]
-BudgetAnalysis = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "--budget-analysis LIST|auto",
-        "Instead of the profile: what expert budgets such as 8,16,32 would cost. Routing probability on the best "
-        "experts, pairs of experts, and the error of each layer's output, by ranking and coverage. On the CPU.",
-        show_default=False,
     ),
 ]
 
@@ -60,7 +50,6 @@ def profile(
     files: OutputOptions,
     ram: options.Ram = "auto",
     trace_out: options.TraceOut = None,
-    budget_analysis: BudgetAnalysis = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -73,7 +62,7 @@ def profile(
     --layers. After Ctrl-C the profile covers the tokens until then.
     """
     engine.limit_openmp_spin(ram=ram)
-    from moeedge.ui.console import check_output, check_picture
+    from moeedge.ui.console import check_output
 
     choice = LayerChoice(layer, layers)
     if trace_out is not None:
@@ -86,25 +75,6 @@ def profile(
         )
     if verbose:
         show_log()
-    if budget_analysis is not None:
-        if files.without_plot or trace_out is not None:
-            raise InputError(
-                "--budget-analysis has a report of its own.",
-                "Leave out --trace-out, --save-ranking, --report, --pictures and --compare.",
-            )
-        from moeedge.cli.budget_analysis import run_budget_analysis, run_trace_analysis
-
-        if files.plot is not None:
-            check_picture(files.plot)
-        if trace is None:
-            config = llama.apply(engine.config(placement.config()))
-            run_budget_analysis(budget_analysis, texts, config, layers=choice.listed, output=output, plot=files.plot)
-            return
-        every = LayerChoice(None, choice.listed)
-        found = profile_trace(trace, every, gamma=None, acceptance_chance=None, seed=texts.seed)
-        gamma = engine.fixed_draft_max
-        run_trace_analysis(budget_analysis, found.trace, found.layers, gamma=gamma, output=output, plot=files.plot)
-        return
     results = ProfileOutput.of(files, as_json=output is Output.JSON, single=choice.single)
     if trace is not None:
         profiled = profile_trace(
@@ -115,8 +85,6 @@ def profile(
             texts,
             replace(llama.apply(engine.config(placement.config())), ram=parse_ram(ram)),
             choice,
-            with_pair=results.wants_model,
-            with_sensitivity=files.save_ranking is not None,
         )
         if trace_out is not None:
             profiled.trace.save(trace_out)

@@ -1,4 +1,4 @@
-"""The outputs of `moeedge profile`: text or JSON, pictures, the report, a ranking; of a run or of a recorded trace."""
+"""The outputs of `moeedge profile`: text or JSON, pictures, the report; of a run or of a recorded trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from moeedge.cli.profile_run import Profiled
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.analysis.comparison import Comparison
     from moeedge.analysis.model_profile import ModelProfile
     from moeedge.analysis.profile import LayerProfile
-    from moeedge.trace.format import Trace
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.pictures import Picture
     from moeedge.ui.progress import Bar
@@ -33,14 +31,6 @@ Report = Annotated[
 Pictures = Annotated[
     Path | None, option(options.OUTPUT, "--pictures FOLDER", "Write every picture of the report as a PNG.")
 ]
-Compare = Annotated[
-    Path | None,
-    option(
-        options.OUTPUT,
-        "--compare FILE",
-        "Compare with another model, file or data set: a trace, or a profile that was saved as JSON.",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,46 +39,7 @@ class OutputOptions:
 
     report: Report = None
     pictures: Pictures = None
-    compare: Compare = None
     plot: options.Plot = None
-    save_ranking: options.SaveRanking = None
-
-    @property
-    def without_plot(self) -> bool:
-        """Whether any but --plot is given."""
-        return any(path is not None for path in (self.report, self.pictures, self.compare, self.save_ranking))
-
-
-@dataclass(frozen=True, eq=False)
-class _Other:
-    """The profile to compare with: a saved one with its JSON, or a trace to profile."""
-
-    trace: Trace | None
-    saved: tuple[ModelProfile, dict[str, Any]] | None
-
-    @classmethod
-    def read(cls, path: Path) -> _Other:
-        """Raises InputError for a file that is neither."""
-        from moeedge.analysis.saved_profile import read_profile
-        from moeedge.trace.importers import read_trace
-
-        if path.suffix.lower() == ".json":
-            return cls(None, read_profile(path))
-        return cls(read_trace(path), None)
-
-    def compared(self, profile: ModelProfile, trace: Trace) -> tuple[Comparison, int]:
-        """The comparison with the profile of `trace`, the same layers in detail, and the exit code."""
-        from moeedge.analysis.comparison import Comparison
-        from moeedge.analysis.profile_json import complete_report, run_facts
-
-        if self.saved is not None:
-            return Comparison.of(profile, *self.saved, None), 0
-        assert self.trace is not None
-        recorded = self.trace.expert_layers()
-        chosen = [each.layer for each in profile.layers if each.layer in recorded]
-        other, code = _model_profile(Profiled(trace=self.trace, layers=chosen))
-        report = complete_report(other, run_facts(self.trace))
-        return Comparison.of(profile, other, report, (trace, self.trace)), code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,27 +49,21 @@ class ProfileOutput:
     files: OutputOptions
     as_json: bool
     single: bool  # one object instead of an array
-    other: _Other | None
 
     @classmethod
     def of(cls, files: OutputOptions, *, as_json: bool, single: bool) -> ProfileOutput:
-        """Reads the profile to compare with. Raises InputError for it, and for a place that cannot be written."""
+        """Raises InputError for a place that cannot be written."""
         from moeedge.ui.console import check_output, check_picture
 
         if files.plot is not None:
             check_picture(files.plot)
         if files.report is not None and files.report.suffix.lower() not in _REPORTS:
             raise InputError(f"--report cannot write {files.report.name}.", "End the name in .html or .json.")
-        for path in (files.report, files.save_ranking):
-            if path is not None:
-                check_output(path)
+        if files.report is not None:
+            check_output(files.report)
         if files.pictures is not None and files.pictures.exists() and not files.pictures.is_dir():
             raise InputError(f"{files.pictures} is not a folder.", "Give --pictures a folder.")
-        other = None if files.compare is None else _Other.read(files.compare)
-        results = cls(files=files, as_json=as_json, single=single, other=other)
-        if other is not None and not results.wants_model:
-            raise InputError("The array of --layers -o json has no comparison.", "Add --report FILE.json.")
-        return results
+        return cls(files=files, as_json=as_json, single=single)
 
     @property
     def wants_model(self) -> bool:
@@ -128,72 +73,62 @@ class ProfileOutput:
     def write(self, profiled: Profiled) -> int:
         """Computes what is asked for, and writes it. Returns the exit code: not 0 after an interruption."""
         from moeedge.analysis.profile_json import run_facts
-        from moeedge.ui.plots import draw_profiles
+        from moeedge.ui.layer_pictures import plot_profiles
 
-        if self.files.save_ranking is not None:
-            from moeedge.analysis.expert_ranking import rank_experts, write_ranking
-
-            write_ranking(rank_experts(profiled.trace, profiled.sensitivity), self.files.save_ranking)
         run = run_facts(profiled.trace, profiled.recording)
         model, code = _model_profile(profiled) if self.wants_model else (None, 0)
-        comparison = None
-        if model is not None and self.other is not None:
-            comparison, stopped = self.other.compared(model, profiled.trace)
-            code = code or stopped
         layers = _layer_profiles(profiled) if model is None else model.layers
-        self._print(layers, model, comparison, run)
+        self._print(layers, model, run)
         if self.files.plot is not None:
             meta = profiled.trace.meta
             title = f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}"
-            draw_profiles(layers, title, self.files.plot)
+            plot_profiles(layers, title, self.files.plot)
         if model is not None and (self.files.report is not None or self.files.pictures is not None):
-            code = self._write_report(model, comparison, run) or code
+            code = self._write_report(model, run) or code
         return code
 
     def _print(
         self,
         layers: Sequence[LayerProfile],
         model: ModelProfile | None,
-        comparison: Comparison | None,
         run: dict[str, Any],
     ) -> None:
         """The profile on standard output."""
-        from moeedge.analysis.profile_json import comparison_report, layer_report, model_report
+        from moeedge.analysis.profile_json import layer_report, model_report
         from moeedge.ui.console import stdout_console
         from moeedge.ui.profile_views import print_model, print_profiles
 
         if not self.as_json:
             print_profiles(layers, stdout_console())
             if model is not None:
-                print_model(model, comparison, stdout_console())
+                print_model(model, stdout_console())
             return
         reports = [layer_report(layer, run) for layer in layers]
         if self.single and model is not None:
             reports[0]["model_profile"] = model_report(model)
-            reports[0] |= {} if comparison is None else comparison_report(comparison)
         typer.echo(json.dumps(reports[0] if self.single else reports, ensure_ascii=False))
 
-    def _write_report(self, profile: ModelProfile, comparison: Comparison | None, run: dict[str, Any]) -> int:
+    def _write_report(self, profile: ModelProfile, run: dict[str, Any]) -> int:
         """The page or its JSON, and the pictures as files. After a signal the pictures that were drawn until then."""
         from moeedge.analysis.profile_json import complete_report
         from moeedge.ui.chat.interrupt import Interrupt
         from moeedge.ui.console import say, stderr_console
         from moeedge.ui.pictures import save_picture
-        from moeedge.ui.profile_findings import findings, page_title, run_lines
+        from moeedge.ui.profile_findings import findings, run_lines
         from moeedge.ui.profile_pictures import profile_pictures
         from moeedge.ui.progress import count_bar
         from moeedge.ui.report import report_html, write_report
 
         err = stderr_console()
         report, folder = self.files.report, self.files.pictures
-        numbers: dict[str, Any] = complete_report(profile, run, comparison)
-        pictures = profile_pictures(profile, comparison)
+        numbers: dict[str, Any] = complete_report(profile, run)
+        pictures = profile_pictures(profile)
         draws_page = report is not None and report.suffix.lower() == ".html"
         n_drawn = len(pictures) * (draws_page + (folder is not None))
         with Interrupt() as interrupt, count_bar(err, "drawing", "pictures", n_drawn) as bar:
             interrupt.arm()
             if report is not None and draws_page:
-                head = page_title(profile, comparison), run_lines(profile, comparison), findings(profile, comparison)
+                head = f"Profile of {profile.meta.model}", run_lines(profile), findings(profile)
                 write_report(report, report_html(*head, _until_stopped(pictures, bar, interrupt), numbers))
             elif report is not None:
                 write_report(report, json.dumps(numbers, ensure_ascii=False, allow_nan=False) + "\n")
@@ -240,7 +175,6 @@ def _model_profile(profiled: Profiled) -> tuple[ModelProfile, int]:
             profiled.layers,
             steps=profiled.steps,
             gamma=profiled.gamma,
-            pair=profiled.pair,
             on_layer=lambda done: bar.update(completed=done),
             cancel=interrupt,
         )

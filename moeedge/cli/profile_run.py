@@ -15,15 +15,9 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError, InputError, LayerRangeError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from moeedge.engine.pair_similarity import PairSimilarity
     from moeedge.engine.recording import Recording
-    from moeedge.engine.session import Session
     from moeedge.trace.format import Trace
     from moeedge.trace.steps import Steps
-    from moeedge.ui.chat.interrupt import Interrupt
 
 
 @dataclass(frozen=True)
@@ -63,20 +57,13 @@ class Profiled:
     trace: Trace
     layers: list[int]  # in detail
     recording: Recording | None = None  # None: the trace was read from a file
-    pair: PairSimilarity | None = None
-    sensitivity: NDArray[np.float64] | None = None  # [n_layers], for a ranking
     steps: Steps | None = None  # simulated verifications; None: those of the trace
     gamma: int | None = None  # of the simulated ones
     exit_code: int = 0  # not 0 after an interruption
 
 
-def record(
-    texts: TextOptions, config: EngineConfig, choice: LayerChoice, *, with_pair: bool, with_sensitivity: bool
-) -> Profiled:
-    """Answers the prompts and records the routing.
-
-    with_pair: the draft model is compared with the target, too. with_sensitivity: what a budget in each layer changes.
-    """
+def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Profiled:
+    """Answers the prompts and records the routing."""
     from moeedge.engine.recording import check_layers, record_routing, unseen_layers
     from moeedge.engine.session import Session
     from moeedge.ui import figures
@@ -117,70 +104,11 @@ def record(
                 progress.update(completed=len(prompts))
             if figures.is_ram(session.info.device) and (stats := session.placement_stats()) is not None:
                 show_figures(err, figures.cache_rows(stats))
-            pair = _compare_pair(session, recording, interrupt) if with_pair else None
-            sensitivity = _sensitivity(session, recording, interrupt) if with_sensitivity else None
     if recording.skipped:
         say(err, f"Longer than the context, left out: {', '.join(recording.skipped)}.", style="yellow")
     if interrupt.exit_code:
         say(err, "Stopped: the profile covers the tokens until then.", style="yellow")
-    return Profiled(
-        trace=recording.trace,
-        layers=chosen,
-        recording=recording,
-        pair=pair,
-        sensitivity=sensitivity,
-        exit_code=interrupt.exit_code,
-    )
-
-
-def _sensitivity(session: Session, recording: Recording, interrupt: Interrupt) -> NDArray[np.float64] | None:
-    """What an expert budget in each layer changes, on the recorded texts; None, with a note, where it is unknown."""
-    from moeedge.engine.layer_sensitivity import measure_sensitivity
-    from moeedge.ui.console import say, stderr_console
-    from moeedge.ui.progress import count_bar
-
-    err = stderr_console()
-    found = None
-    try:
-        with count_bar(err, "measuring budgets", "layers", len(session.model.info.expert_layers)) as bar:
-            found = measure_sensitivity(
-                session.model,
-                recording.conversations,
-                gamma=session.info.gamma,
-                n_threads=session.info.n_threads,
-                cancel=interrupt,
-                on_layer=bar.add,
-            )
-    except EngineError as error:  # the recording is complete
-        say(err, error.message, style="yellow")
-    if found is None:
-        say(err, "The ranking lacks the layers' sensitivity; layers are fitted by their loss alone.", style="yellow")
-    return found
-
-
-def _compare_pair(session: Session, recording: Recording, interrupt: Interrupt) -> PairSimilarity | None:
-    """How similar draft and target are on the recorded texts; None, with a note, where they cannot be compared."""
-    from moeedge.engine.head_draft import HeadDraft
-    from moeedge.engine.pair_similarity import MAX_TOKENS, compare_pair
-    from moeedge.ui.console import say, stderr_console
-    from moeedge.ui.progress import count_bar
-
-    if interrupt():
-        return None
-    err = stderr_console()
-    if session.draft_context is None:
-        if isinstance(session.draft, HeadDraft):
-            say(err, "Draft and target are not compared: a head reads the target's own states.")
-        return None
-    n_tokens = min(sum(map(len, recording.conversations)), MAX_TOKENS)
-    try:
-        with count_bar(err, "comparing draft and target", "tokens", n_tokens) as bar:
-            pair, reason = compare_pair(session, recording.conversations, cancel=interrupt, on_tokens=bar.add)
-    except EngineError as error:  # the recording is complete
-        pair, reason = None, error.message
-    if pair is None and not interrupt():
-        say(err, f"Draft and target are not compared: {reason.rstrip('.')}.")
-    return pair
+    return Profiled(trace=recording.trace, layers=chosen, recording=recording, exit_code=interrupt.exit_code)
 
 
 def profile_trace(
@@ -192,11 +120,10 @@ def profile_trace(
     """
     import numpy as np
 
-    from moeedge.trace.importers import read_trace
-    from moeedge.trace.schedule import GAMMA
-    from moeedge.trace.steps import simulated_steps
+    from moeedge.trace.format import Trace
+    from moeedge.trace.steps import GAMMA, simulated_steps
 
-    trace = read_trace(path)
+    trace = Trace.load(path)
     recorded = trace.expert_layers()
     if not recorded:
         raise InputError(f"{path} has no recorded experts.", "Name another trace.")

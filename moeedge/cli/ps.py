@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import typer
-
 from moeedge.cli import options
+from moeedge.cli.common import emit
 from moeedge.cli.declare import Output
 
 
@@ -14,11 +13,6 @@ def ps(output: options.TextOrJson = Output.TEXT) -> None:
     A model is loaded as long as its process runs; nothing stays loaded afterwards.
     """
     from moeedge.health.running import list_running
-    from moeedge.ui.console import stdout_console
     from moeedge.ui.running_view import print_running, running_json
 
-    running = list_running()
-    if output is Output.JSON:
-        typer.echo(running_json(running), nl=False)
-    else:
-        print_running(running, stdout_console())
+    emit(output, running_json, print_running, list_running())

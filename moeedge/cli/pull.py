@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moeedge.cli import options
+from moeedge.cli.common import emit
 from moeedge.cli.completion import completer, models
 from moeedge.cli.declare import Output
 from moeedge.cli.model_files import download
@@ -46,7 +47,6 @@ def pull(
     stopped. Files go into ~/.cache/huggingface/hub ($HF_HUB_CACHE), which other programs share, and are checked by
     their SHA-256. HF_TOKEN opens gated repositories, HF_ENDPOINT names another server.
     """
-    from moeedge.ui.console import stdout_console
     from moeedge.ui.model_views import files_json, print_files
     from moeedge.ui.progress import PullProgress
 
@@ -54,8 +54,4 @@ def pull(
         raise InputError("--draft and --no-draft cannot be used together.", "Give one of them.")
     wanted = want_pair(load_catalog(), name, quant=quant, draft=draft, no_draft=no_draft)
     missing = download(wanted, PullProgress(), dry_run=dry_run)
-    wanted = wanted if dry_run else refresh(wanted)
-    if output is Output.JSON:
-        typer.echo(files_json(wanted, missing), nl=False)
-    else:
-        print_files(wanted, missing, stdout_console())
+    emit(output, files_json, print_files, wanted if dry_run else refresh(wanted), missing)

@@ -1,4 +1,8 @@
-"""The command reference, from the declarations that --help shows: python -m moeedge.cli.reference > docs/cli.md"""
+"""The command reference, from the declarations that --help shows: python -m moeedge.cli.reference
+
+It is not part of the repository: it is made where documents are published (> docs/cli.md). docs/commands.md is the
+short page in its place.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 import typer
 from typer.cli import get_docs_for_click
 
-from moeedge.cli.app import COMMANDS, load_command
+from moeedge.cli.app import COMMANDS, LazyGroup, load_command
 from moeedge.cli.declare import hidden_spellings
 from moeedge.cli.foreign import OPTIONS, Instead
 from moeedge.cli.habits import habits
@@ -27,7 +31,7 @@ Results go to standard output, logs and progress to standard error. Exit codes: 
 `moeedge --install-completion` lets bash, zsh or fish complete commands, options and values (models, policies, prompt
 sets, machines, devices); `moeedge --show-completion` prints what it installs.
 
-This file is made from the commands' own declarations: `python -m moeedge.cli.reference > docs/cli.md`.
+This page is made from the commands' own declarations: `python -m moeedge.cli.reference`.
 
 """
 
@@ -36,7 +40,8 @@ _HABITS_INTRODUCTION = """\
 
 What you know works: options have llama.cpp's names, older and newer ones, and ollama's run, ls, ps, show, pull and rm
 are here. `moeedge chat` stands for llama-cli, `moeedge bench` for llama-bench. An option that moeedge does not have
-ends with a sentence that names what to write. `moeedge COMMAND --help` has all options. moeedge is no server: programs
+ends with a sentence that names what to write; where answers do not depend on it, a line says that it has no effect,
+and the command goes on. `moeedge COMMAND --help` has all options. moeedge is no server: programs
 ask it with `moeedge chat -p TEXT -o json`, and ollama's variables (OLLAMA_HOST, OLLAMA_MODELS) have no meaning for it.
 Models are in the cache of the Hugging Face hub, which llama.cpp uses as well.
 
@@ -67,6 +72,9 @@ def markdown() -> str:
     text = _INTRODUCTION
     for name in COMMANDS:
         command = load_command(name)
+        if isinstance(command, LazyGroup):
+            text += f"# `{name}`\n\n{COMMANDS[name][1]}\n\n"
+            continue
         _tell_all(command)
         context = typer.Context(command, info_name=name)
         text += get_docs_for_click(obj=command, ctx=context, name=name, call_prefix="moeedge", indent=1)

@@ -8,6 +8,7 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import options
+from moeedge.cli.common import emit
 from moeedge.cli.completion import completer, models
 from moeedge.cli.declare import Output, derive
 from moeedge.errors import DownloadError
@@ -43,7 +44,7 @@ def show(
     """
     from moeedge.hub.catalog import load_catalog
     from moeedge.planning.model_card import read_card
-    from moeedge.ui.console import notifier, stderr_console, stdout_console
+    from moeedge.ui.console import notifier, stderr_console
     from moeedge.ui.model_card_view import card_json, entry_json, print_card, print_entry
 
     try:
@@ -52,14 +53,9 @@ def show(
         choice = None if template else load_catalog().find(name)
         if choice is None:
             raise
-        if output is Output.JSON:
-            typer.echo(entry_json(choice, error.message), nl=False)
-        else:
-            print_entry(choice, error.message, stdout_console())
+        emit(output, entry_json, print_entry, choice, error.message)
         return
     if template:
         typer.echo(card.template)
-    elif output is Output.JSON:
-        typer.echo(card_json(card), nl=False)
     else:
-        print_card(card, stdout_console())
+        emit(output, card_json, print_card, card)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeedge.cli.declare import hidden_spellings
-from moeedge.cli.foreign import COMMANDS, OPTIONS, Already, Instead, Refused, Sets, foreign_options
+from moeedge.cli.foreign import COMMANDS, OPTIONS, Already, Ignored, Instead, Refused, Sets, foreign_options
 from moeedge.errors import InputError
 
 _HELP = ("-h", "--help")
@@ -66,6 +66,7 @@ class Speller:
     ) -> None:
         self.name = name
         self.sets: dict[str, str] = {}  # of the environment, by what was translated
+        self.warnings: list[str] = []  # a sentence for each option that has no effect
         self._elsewhere = elsewhere
         self._params = {
             spelling: param
@@ -211,10 +212,17 @@ class Speller:
             return []
         if isinstance(row, Already) and not row.values:
             return []
-        needs_value = isinstance(row, Already) or row.by_value or "{}" in row.words
+        if isinstance(row, Ignored) and not row.has_value:
+            self._warn(f"{spelling} has no effect: {row.reason}.")
+            return []
+        needs_value = isinstance(row, Already | Ignored) or row.by_value or "{}" in row.words
         if needs_value and not following:
             raise InputError(f"{spelling} needs a value.", f"See moeedge {self.name} --help.")
         value = following.pop(0) if needs_value else ""
+        if isinstance(row, Ignored):
+            if value not in row.same:
+                self._warn(f"{spelling} {value} has no effect: {row.reason}.")
+            return []
         if isinstance(row, Already):
             if value in row.values:
                 return []
@@ -224,6 +232,10 @@ class Speller:
             choices = ", ".join(row.by_value)
             raise InputError(f'{spelling} takes one of {choices}, not "{value}".', row.hint)
         return found
+
+    def _warn(self, sentence: str) -> None:
+        if sentence not in self.warnings:
+            self.warnings.append(sentence)
 
     def _place(self, plain: list[str]) -> list[str]:
         """Words without a dash, as arguments or as values of options."""
@@ -256,13 +268,15 @@ class Speller:
         return InputError(f"{message}.", hint)
 
 
-def unknown_command(name: str, known: Mapping[str, object]) -> InputError:
-    """The error for a command that does not exist."""
-    if name in COMMANDS:
+def unknown_command(name: str, known: Mapping[str, object], group: str = "", *, moved: bool = False) -> InputError:
+    """The error for a command that `group` ("lab " or none) does not have; moved: it is one of the lab's."""
+    if moved:
+        return InputError(f"{name} is a command of the lab.", f"Write moeedge lab {name}.")
+    if name in COMMANDS and not group:
         return InputError(COMMANDS[name].message, COMMANDS[name].hint)
     similar = difflib.get_close_matches(name, known)
-    hint = f"Did you mean {' or '.join(similar)}?" if similar else "moeedge --help lists the commands."
-    return InputError(f"moeedge has no command {name}.", hint)
+    hint = f"Did you mean {group}{' or '.join(similar)}?" if similar else f"moeedge {group}--help lists the commands."
+    return InputError(f"moeedge {group}has no command {name}.", hint)
 
 
 def name_options(message: str, spellings: set[str]) -> str:

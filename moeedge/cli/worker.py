@@ -50,6 +50,7 @@ def worker(
     or measurement at a time. Anyone who reaches the port can use it: see --insecure-listen.
     """
     limit_openmp_spin(RPC_SCHEME)  # the other side may run on this machine
+    from moeedge.engine.context_choice import thread_notes
     from moeedge.hardware import rpc
     from moeedge.llama import library
 
@@ -62,6 +63,8 @@ def worker(
     library.start()
     rpc.check_built_in()
     served = _device(device)
+    for note in thread_notes(threads):
+        typer.echo(note, err=True)
     address, port = rpc.reserve_port(*_endpoint(listen, insecure=insecure_listen))
     out = _own_stdout(quiet=not verbose)
     try:

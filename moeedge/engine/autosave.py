@@ -16,16 +16,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moeedge.engine.conversation import Conversation, Message, read_message
 from moeedge.errors import InputError
+from moeedge.json_input import read_json
+from moeedge.notifications import Level, Notification, Notify, ignore
 
 SCHEMA = "moeedge.autosave"
 VERSION = 1
 MAX_KEPT = 20  # unfinished chats; older ones are removed
+MAX_FILE_BYTES = 2**26  # of a file that is read: some million tokens
 
 Settings = dict[str, Any]  # JSON values
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -140,17 +144,23 @@ class Autosave:
         self._file, self._path = file, folder / name
 
 
-def unfinished_chats(folder: Callable[[], Path]) -> list[UnfinishedChat]:
+def unfinished_chats(folder: Callable[[], Path], notify: Notify = ignore) -> list[UnfinishedChat]:
     """The chats in `folder()` that ended unexpectedly, the newest first; those that still run are left alone.
 
-    Removes files without messages and all but the newest MAX_KEPT. Files that are not ours stay and are passed over,
-    and hidden ones: a process that has just made its file has not locked it yet.
+    Removes files without messages and all but the newest MAX_KEPT. A damaged file gets another name, of which `notify`
+    hears. Files that are not ours stay and are passed over, and hidden ones: a process that has just made its file has
+    not locked it yet.
     """
     chats: list[UnfinishedChat] = []
     with suppress(OSError):
         for path in sorted(folder().glob("[!.]*.jsonl"), reverse=True):
-            with suppress(OSError, ValueError), _locked(path):
-                chat = _read(path)
+            with suppress(OSError, _ForeignError), _locked(path):
+                try:
+                    chat = _read(path)
+                except ValueError:
+                    aside = path.rename(path.with_name(f"{path.name}.damaged"))
+                    notify(Notification(f"A saved chat is damaged; its file is now {aside}.", Level.WARNING))
+                    continue
                 if chat.conversation.messages and len(chats) < MAX_KEPT:
                     chats.append(chat)
                 else:
@@ -187,29 +197,46 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(file)
 
 
+class _ForeignError(Exception):
+    """A file of another program, or of another version of this one."""
+
+
 def _read(path: Path) -> UnfinishedChat:
-    """Reads a file up to its first damaged line. Raises ValueError for a file of another kind."""
+    """Reads a file up to its first damaged line. Raises ValueError if no message is before that, or _ForeignError."""
+    status = path.stat()
+    if status.st_size > MAX_FILE_BYTES:
+        raise ValueError(f"more than {MAX_FILE_BYTES:,} bytes")
     header, *lines = path.read_bytes().split(b"\n")
-    record = json.loads(header)
-    if not isinstance(record, dict) or (record.get("schema"), record.get("version")) != (SCHEMA, VERSION):
-        raise ValueError(f"{path} is not a saved chat")
-    origin = Origin(str(record.get("model")), int(record.get("model_bytes") or 0), bool(record.get("raw")))
-    chat = UnfinishedChat(path, origin, path.stat().st_mtime)
-    with suppress(ValueError, KeyError, TypeError, InputError):  # the step during which the process ended
-        for line in lines:
+    record = read_json(header.decode())
+    if not isinstance(record, dict):
+        raise ValueError("no header")
+    if (record.get("schema"), record.get("version")) != (SCHEMA, VERSION):
+        raise _ForeignError
+    try:
+        origin = Origin(_typed(record["model"], str), _typed(record["model_bytes"], int), _typed(record["raw"], bool))
+    except (KeyError, TypeError):
+        raise ValueError("the header does not name the model") from None
+    chat = UnfinishedChat(path, origin, status.st_mtime)
+    for number, line in enumerate(lines, 1):
+        try:
             if line:
-                _apply(chat, json.loads(line))
+                _apply(chat, read_json(line.decode()))
+        except (ValueError, KeyError, TypeError, InputError):
+            if number < len(lines) and not chat.conversation.messages:
+                raise ValueError(f"line {number + 1}") from None
+            break  # usually the last line: the step during which the process ended
     return chat
 
 
-def _apply(chat: UnfinishedChat, record: dict[str, Any]) -> None:
-    """Repeats one change. Raises one of several errors for a record that no `Autosave` writes."""
+def _apply(chat: UnfinishedChat, record: Any) -> None:
+    """Repeats one change. Raises one of several errors for a record that no `Autosave` writes, and changes nothing."""
     conversation = chat.conversation
     if "settings" in record:
-        conversation.system, chat.settings = str(record["system"]), dict(record["settings"])
-        conversation.budgets = [str(label) for label in record.get("budgets", [])]
+        system, settings = _typed(record["system"], str), _typed(record["settings"], dict)
+        budgets = [_typed(label, str) for label in _typed(record.get("budgets", []), list)]
+        conversation.system, conversation.budgets, chat.settings = system, budgets, settings
     elif "tokens" in record:
-        text, tokens = str(record["text"]), [int(token) for token in record["tokens"]]
+        text, tokens = _typed(record["text"], str), [_typed(token, int) for token in _typed(record["tokens"], list)]
         chat.text += text
         chat.tokens += tokens
     elif "clear" in record:
@@ -218,3 +245,10 @@ def _apply(chat: UnfinishedChat, record: dict[str, Any]) -> None:
     else:
         conversation.messages.append(read_message(record, len(conversation.messages)))
         chat.text, chat.tokens = "", []
+
+
+def _typed(value: Any, kind: type[_Value]) -> _Value:
+    """The value. Raises TypeError where it is of another type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} is no {kind.__name__}")
+    return value

@@ -20,32 +20,26 @@ def usable_budget(
     """The budget as it suits a model, None where it has no experts, and a note for each thing that it does not do.
 
     gamma: the draft length; draft: the source of drafts, "none" without. n_parallel: texts in a batch. Raises
-    InputError for a budget below the experts per token, and for budgets or an order of another model's shape.
+    InputError for a budget below the experts per token.
     """
     if budget is None:
         return None, []
     if info.n_experts == 0:
         return None, [_warning("The expert budget is off: the model is dense, so it has no experts to leave out.")]
     layers = np.asarray(info.expert_layers, dtype=np.intp)
-    budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.n_expert_used)[layers]
+    used = np.asarray(info.used_per_layer)[layers]
+    budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)[layers]
     notes = []
     if budgets.min() >= info.n_experts:
         notes.append(_warning(f"The expert budget changes nothing: a layer has only {info.n_experts} experts."))
     elif draft == "none" or gamma == 0:
         missing = "there is no draft (-md FILE or -md ngram)" if draft == "none" else "the draft length is 0"
         notes.append(_warning(f"The expert budget has no effect: it limits verifications of drafts, and {missing}."))
-    elif budgets.min() >= n_parallel * (gamma + 1) * info.n_expert_used:
+    elif (budgets >= n_parallel * (gamma + 1) * used).all():
         n_tokens = n_parallel * (gamma + 1)
         most = f"{n_tokens} tokens select at most {n_tokens * info.n_expert_used} experts per layer"
         notes.append(_warning(f"The expert budget changes nothing: {most}."))
     return budget, notes
-
-
-def preference_notes(budget: ExpertBudget | None, *, has_cache: bool) -> list[Notification]:
-    """A note where resident experts are preferred and there are none."""
-    if budget is None or budget.prefer_resident == 0 or has_cache:
-        return []
-    return [_warning("--budget-prefer-resident has no effect: there is no expert cache.")]
 
 
 def unmet_budget(record: StepRecord) -> Notification | None:
@@ -61,11 +55,6 @@ def unmet_budget(record: StepRecord) -> Notification | None:
     return None
 
 
-def mean_budget(budget: ExpertBudget | None) -> int | None:
-    """Experts per layer, rounded, over the layers that have some; None without a budget."""
-    return None if budget is None else round(budget.mean)
-
-
 def budget_record(budget: ExpertBudget | None, *, gamma: int) -> dict[str, Any]:
     """The keys about the expert budget in a JSON record: the same in the chat's and in bench's, null without one.
 
@@ -78,15 +67,13 @@ def budget_record(budget: ExpertBudget | None, *, gamma: int) -> dict[str, Any]:
             "expert_budget": None,
             "budget_ranking": None,
             "budget_policy": None,
-            "budget_prefer_resident": None,
         }
     return {
         "lossy": gamma > 0,
         "budget": budget.label_at(gamma),
-        "expert_budget": budget.budget if isinstance(budget.budget, int) else list(budget.budget),
+        "expert_budget": budget.budget,
         "budget_ranking": budget.ranking,
         "budget_policy": budget.coverage,
-        "budget_prefer_resident": budget.prefer_resident,
     }
 
 

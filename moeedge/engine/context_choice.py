@@ -9,6 +9,7 @@ from moeedge.engine.loading import kv_on_gpu
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.processor import concurrent_threads
 from moeedge.llama import gguf_file
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx, choose_ram_tier_n_ctx
@@ -61,7 +62,25 @@ def beyond_training(config: EngineConfig, n_trained: int) -> list[str]:
 
 def setting_notes(config: EngineConfig, target: Context) -> list[str]:
     """A sentence for each setting of llama.cpp that changes answers, has no effect, or takes something away."""
-    return [*_answer_notes(config), *_loading_notes(config, target), *_override_notes(config, target.model)]
+    return [
+        *_answer_notes(config),
+        *thread_notes(target.n_threads, target.settings.n_threads_batch),
+        *_loading_notes(config, target),
+        *_override_notes(config, target.model),
+    ]
+
+
+def thread_notes(n_threads: int, n_threads_batch: int = 0) -> list[str]:
+    """A warning where more threads were asked for than can run at once; 0 threads: as many as fit."""
+    most = concurrent_threads()
+    given = [f"{option} {n}" for option, n in (("-t", n_threads), ("-tb", n_threads_batch)) if n > most]
+    if not given:
+        return []
+    cores = f"{most} core{'s'[: most > 1]}"
+    return [
+        f"{' and '.join(given)}: this process may use {cores}. Threads that wait for a core stop all others, and steps "
+        f"take several times longer. Choose at most {most}."
+    ]
 
 
 def _answer_notes(config: EngineConfig) -> list[str]:

@@ -13,6 +13,7 @@ from moeedge.engine.drafts import DraftSource, ModelDraft
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.loading import make_context, make_head_context
 from moeedge.engine.types import EngineConfig
+from moeedge.hardware.memory import fits
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import kv_bytes_per_token
 from moeedge.llama.model import Model
@@ -74,9 +75,11 @@ def _kv_bytes(config: EngineConfig, context: Context) -> int:
 
 
 def _load(model: Model) -> Model:
-    is_lazy = model.dense is not None  # the cache in RAM, which loads its experts, serves the new context
+    storage = model.storage  # on demand: the cache in RAM, which loads the experts, serves the new context
+    if storage != "on demand":
+        storage = "loaded" if fits(model.info.size_bytes) else "mapped"
     settings = replace(model.settings, overrides=())  # they may name the GPU's memory
-    return Model.load(model.path, device="none", experts_from_file=is_lazy, head=model.has_head, settings=settings)
+    return Model.load(model.path, device="none", storage=storage, head=model.has_head, settings=settings)
 
 
 def _reopen(

@@ -19,8 +19,8 @@ from typing import Any
 from moeedge import __version__
 from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.memory import default_reserve
 from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
-from moeedge.scheduler.sizing import default_reserve
 
 _SCHEMA = 1
 _MORE_MEMORY = 1.1  # times what was free: other divisions are possible

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from moeedge import paths
 from moeedge.engine.types import EngineConfig
-from moeedge.hardware.devices import ResolvedDevice, ram, resolve
-from moeedge.hardware.memory import available_memory
+from moeedge.hardware.devices import ResolvedDevice, Storage, ram, resolve
+from moeedge.hardware.memory import fits
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
@@ -23,7 +23,6 @@ from moeedge.llama.draft_model import check_compatible
 from moeedge.llama.head_context import HeadContext
 from moeedge.llama.model import Model
 from moeedge.scheduler.governor import GAMMA_MAX
-from moeedge.scheduler.sizing import default_reserve, model_fits
 
 _ALL_LAYERS = -1  # of n_gpu_layers in llama.cpp's parameters
 # a model that fits with a context of this size is kept on the GPU entirely, with a smaller context
@@ -31,41 +30,70 @@ _CONTEXT_TOKENS = 8192
 _MAX_SNAPSHOTS = 8  # recurrent states: tens of MB each
 
 
-def resolve_device(config: EngineConfig) -> ResolvedDevice:
+def find_device(config: EngineConfig) -> ResolvedDevice:
     """The device that -dev names for this model; raises DeviceError where there is none of that name."""
     library.start()  # llama.cpp logs while it lists devices
     bundled = config.emulate_bundled and paths.is_bundled(config.model)
-    device = resolve(DeviceSpec.parse(config.device), bundled=bundled)
-    if not _loads_on_demand(config, device):
-        return device
+    return resolve(DeviceSpec.parse(config.device), bundled=bundled)
+
+
+def resolve_device(config: EngineConfig, model: Model | None = None) -> ResolvedDevice:
+    """As `find_device`, with the place of the weights in host memory: by `weight_storage`, or where `model` has them.
+
+    model: the target, if it is loaded already; its weights stay where they are, whatever is free now.
+    """
+    device = find_device(config)
+    storage = weight_storage(config, device) if model is None else model.storage
+    if storage != "on demand" or not _may_load_on_demand(config):
+        return replace(device, storage=storage)
     # without a GPU auto may stand for the emulated device
     if device.kind == "none" or (device.kind == "emulated" and config.device == "auto"):
         return ram(device)
-    return replace(device, loads_misses=True)
+    return replace(device, storage=storage)
 
 
-def _loads_on_demand(config: EngineConfig, device: ResolvedDevice) -> bool:
-    """Whether experts are loaded from the file into slots in RAM: all, or those that are not on the device."""
+def weight_storage(
+    config: EngineConfig,
+    device: ResolvedDevice,
+    free_bytes: int | None = None,
+    total_bytes: int | None = None,
+    *,
+    whole_fits: bool | None = None,
+) -> Storage:
+    """Where the target's weights in host memory go: decided here alone, for commands that load and for plans.
+
+    They are loaded if they fit with those of the draft (`memory.fits`). Otherwise a cache in RAM loads experts on
+    demand, unless the options rule it out. free_bytes, total_bytes: of host memory before anything is loaded, measured
+    by default. whole_fits: the result of `whole_model_fits`, if it is known.
+    """
+    on_demand = _may_load_on_demand(config)
+    is_asked = config.ram == "on" or (on_demand and isinstance(config.ram, int))
+    if not is_asked and fits(host_bytes(config, device), free_bytes, total_bytes):
+        return "loaded"
+    if device.kind == "gpu" and (whole_model_fits(config, device) if whole_fits is None else whole_fits):
+        return "loaded"
+    return "on demand" if on_demand else "mapped"
+
+
+def _may_load_on_demand(config: EngineConfig) -> bool:
+    """Whether the options and the model allow a cache in RAM that loads experts from the file."""
     if config.ram == "off" or config.mode == "stock":
         return False
     if config.load.overrides or gguf_file.adapts_experts(config.context.adapters):
         return False
-    if not gguf_file.read_summary(config.model).expert_layers:
-        return False
-    if config.ram == "auto" and not exceeds_memory(config, device, available_memory()):
-        return False
-    return device.kind != "gpu" or not whole_model_fits(config, device)
+    return bool(gguf_file.read_summary(config.model).expert_layers)
 
 
-def exceeds_memory(config: EngineConfig, device: ResolvedDevice, free_bytes: int) -> bool:
-    """Whether the part of the file that stays in host memory does not fit what is free there."""
-    return _host_bytes(config, device) >= free_bytes
+def host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:
+    """Bytes of the models' weights in host memory: next to a GPU that takes all layers, the experts and embeddings.
 
-
-def _host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:
-    """Bytes of the file that stay in host memory: next to a GPU that takes all layers, the experts and embeddings."""
+    Those of the draft are on the GPU then.
+    """
     if device.kind != "gpu" or config.n_gpu_layers is not None:
-        return gguf_file.read_summary(config.model).size_bytes
+        files = [config.model]
+        if isinstance(config.draft, Path) and config.gamma > 0 and device.kind != "gpu":
+            files.append(config.draft)
+        return sum(gguf_file.read_summary(file).size_bytes for file in files)
     weights = SplitWeights.read(config.model)
     n_host = config.n_cpu_moe
     on_host = [tensor for tensor in weights.dense if tensor.is_on_host(0)]
@@ -79,11 +107,10 @@ def load_target(
     *,
     whole_fits: bool | None = None,
     header_only: bool = False,
-    free_bytes: int | None = None,
 ) -> Model:
     """The target model, with as many layers on the GPU as -ngl and as many experts in host memory as -ncmoe give.
 
-    whole_fits: the result of `whole_model_fits`, if it is known. header_only, free_bytes: of `Model.load`.
+    whole_fits: the result of `whole_model_fits`, if it is known. header_only: of `Model.load`.
 
     With a GPU for experts, all layers are on it unless -ngl gives fewer; the experts stay in host memory, from where
     placement moves them, unless the GPU can hold the entire model or -ncmoe keeps them with their layers. A dense
@@ -95,15 +122,13 @@ def load_target(
         config.model,
         device=device.llama_device,
         header_only=header_only,
-        free_bytes=free_bytes,
+        storage=device.storage,
         n_expert_used=config.n_expert_used,
         head=config.draft == "mtp",
         settings=config.load,
     )
     if device.kind == "ram":
-        return load(experts_from_file=True)
-    if device.loads_misses:
-        load = partial(load, experts_from_file=True)
+        return load()
     is_split = config.n_cpu_moe is not None
     if is_split:
         load = partial(load, n_cpu_moe=config.n_cpu_moe)
@@ -125,18 +150,24 @@ def load_draft(
     *,
     header_only: bool = False,
     free_bytes: int | None = None,
+    total_bytes: int | None = None,
 ) -> Model:
-    """The draft model; it is entirely on the GPU for experts, unless -ngl gives fewer layers."""
+    """The draft model; it is entirely on the GPU for experts, unless -ngl gives fewer layers.
+
+    free_bytes, total_bytes: of host memory after the target is loaded, measured by default.
+    """
     device = device or resolve_device(config)
+    path = _draft_path(config)
+    n_bytes = gguf_file.read_summary(path).size_bytes
     n_gpu_layers = config.n_gpu_layers
     if n_gpu_layers is None:
         n_gpu_layers = _ALL_LAYERS if device.kind == "gpu" else 0
     return Model.load(
-        _draft_path(config),
+        path,
         n_gpu_layers=n_gpu_layers,
         device=device.llama_device,
         header_only=header_only,
-        free_bytes=free_bytes,
+        storage="loaded" if fits(n_bytes, free_bytes, total_bytes) else "mapped",
         settings=replace(config.load, overrides=()),
     )
 
@@ -298,12 +329,9 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
             headers = [stack.enter_context(load(path)) for path in files]
         n_ctx = [config.n_ctx or min(header.info.n_ctx_train, _CONTEXT_TOKENS) for header in headers]
         settings = (config.context, config.draft_context)
-        return model_fits(
-            model_bytes=sum(header.info.size_bytes for header in headers),
-            kv_bytes=sum(
-                math.ceil(config.n_parallel * n * kv_bytes_per_token(header, each))
-                for n, header, each in zip(n_ctx, headers, settings, strict=False)
-            ),
-            free_bytes=device.free_bytes,
-            reserve_bytes=default_reserve(device.total_bytes),
+        n_bytes = sum(header.info.size_bytes for header in headers)
+        n_bytes += sum(
+            math.ceil(config.n_parallel * n * kv_bytes_per_token(header, each))
+            for n, header, each in zip(n_ctx, headers, settings, strict=False)
         )
+        return fits(n_bytes, device.free_bytes, device.total_bytes)

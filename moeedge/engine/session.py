@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from moeedge.engine.answer import Answer, AnswerLimits, Recover, ends_with_tag
-from moeedge.engine.budgets import preference_notes, unmet_budget, usable_budget
+from moeedge.engine.budgets import unmet_budget, usable_budget
 from moeedge.engine.context_choice import context_size, setting_notes
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
 from moeedge.engine.fallback import reopen_on_cpu
@@ -126,7 +126,7 @@ class Session:
         MoeedgeError with a hint.
         """
         check_policy(config.placement)
-        device = resolve_device(config)
+        device = resolve_device(config, model)
         if device.kind == "ram":
             ram_tier.check_policy(config.placement.policy)
         if config.auto_gamma and config.gamma > 0:
@@ -138,8 +138,6 @@ class Session:
         with ExitStack() as stack:
             if model is None:
                 model = stack.enter_context(load_target(config, device))
-            elif model.dense is None:  # loaded without
-                device = replace(device, loads_misses=False)
             if config.n_parallel > 1 and not model.can_roll_back:
                 raise InputError(
                     f"{model.info.architecture} models cannot decode several texts in one batch.",
@@ -191,11 +189,8 @@ class Session:
                 let_experts_read_ahead(model.path)
             if placement is not None:
                 stack.callback(placement.close)
-                if target.budget is not None:
-                    target.budget.residency = placement.residency
             if budget is not None:
                 target.set_budget(budget)
-            notes.extend(preference_notes(budget, has_cache=placement is not None))
             info = _describe(config, target, chosen.name, gamma, budget, placement, notes)
             return cls(config, target, draft, draft_context, info, placement, calibration, stack.pop_all(), notify)
 
@@ -449,8 +444,6 @@ class Session:
         """Goes on without a cache, whose memory is given back."""
         placement.close()
         self.placement = None
-        if self.target.budget is not None:
-            self.target.budget.residency = None
         self.info = replace(self.info, **_NO_CACHE)
 
     def placement_stats(self) -> PlacementStats | None:

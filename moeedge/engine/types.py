@@ -139,8 +139,9 @@ class EngineConfig:
     layers_measured: bool = False  # n_cpu_moe and the cache were chosen together: both stay, whatever else is measured
     n_expert_used: int | None = None  # experts per token of the target instead of the file's number, for measuring
     device: str = "auto"  # for experts, as -dev names it
-    # bytes of RAM for experts that are loaded from the file on demand; "auto": where the file does not fit what is free
-    ram: int | Literal["auto", "off"] = "off"
+    # bytes of RAM for experts that are loaded from the file on demand; "auto": all that is free, if the models do not
+    # fit there; "on": all that is free, because they are known not to fit
+    ram: int | Literal["auto", "on", "off"] = "off"
     emulate_bundled: bool = False  # auto without a GPU: the bundled model runs on the emulated device
     placement: PlacementConfig = field(default_factory=_default_placement)
     mode: Mode = "moeedge"
@@ -225,6 +226,8 @@ class GenerationStats:
     verify_s: float = 0.0
     seed: int | None = None
     choice: DraftChoice | None = None  # the last, of the draft length; None where it is fixed
+    context_shifts: int = 0  # in the middle of the answer, because the context was full
+    dropped_tokens: int = 0  # in all of them
     ngram_steps: int = 0  # where n-grams drafted in place of a model
 
     def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> None:

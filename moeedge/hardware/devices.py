@@ -15,6 +15,9 @@ from moeedge.notifications import Level, Notification
 from moeedge.units import format_rate
 
 DeviceKind = Literal["none", "emulated", "gpu", "rpc", "ram"]
+# Of a model's weights in host memory. loaded: all are read, with copies for the CPU's kernels where llama.cpp has some;
+# mapped: pages of the file; on demand: experts are pages of the file, from where a cache in RAM loads those it needs
+Storage = Literal["loaded", "mapped", "on demand"]
 EMULATED_RATIO = 0.17  # of all expert bytes: MoE-SpAc's 24 GB card under the unquantised Qwen3-30B-A3B
 _RPC_FORM = "rpc://HOST:PORT"
 _MAX_TOTAL_DIFFERENCE = 0.1  # if NVML's and llama.cpp's totals differ by more, llama.cpp has a slice of a card (MIG)
@@ -36,8 +39,13 @@ class ResolvedDevice:
     free_bytes: int = 0  # at resolution; 0: unknown
     total_bytes: int = 0
     default_ratio: float | None = None  # cache ratio unless the user sets one; None: as much as fits
-    loads_misses: bool = False  # experts that are not on it are loaded from the file into RAM as needed
+    storage: Storage = "loaded"  # of the weights that are not on it
     notes: list[str] = field(default_factory=list)  # sentences for the user
+
+    @property
+    def loads_misses(self) -> bool:
+        """Whether experts that are not on the device are loaded from the file into RAM as needed."""
+        return self.storage == "on demand" and self.kind not in ("none", "ram")
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ def ram(other: ResolvedDevice) -> ResolvedDevice:
         llama_device=other.llama_device,
         free_bytes=available_memory(),
         total_bytes=total_memory(),
+        storage="on demand",
         notes=[note for note in other.notes if other.kind == "none" and not isinstance(note, Notification)],
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+_RESERVE_MIN_BYTES, _RESERVE_MAX_BYTES = 256 * 2**20, 2**30
 _MEMBERSHIP = Path("/proc/self/cgroup")  # Linux only
 _GROUPS = Path("/sys/fs/cgroup")
 # of version 2 and 1 of control groups: limits, use, and the page cache in memory.stat, which the kernel drops first
@@ -29,6 +30,17 @@ def available_memory() -> int:
 def total_memory() -> int:
     """Bytes of the machine, or that its container may use."""
     return min([psutil.virtual_memory().total, *(limit for limit, _version, _folder in _limits())])
+
+
+def default_reserve(total_bytes: int) -> int:
+    """Bytes of a memory that stay free for compute buffers, other programs and the screen: 1/32, 256 MiB to 1 GiB."""
+    return min(max(_RESERVE_MIN_BYTES, total_bytes // 32), _RESERVE_MAX_BYTES)
+
+
+def fits(n_bytes: int, free_bytes: int | None = None, total_bytes: int | None = None) -> bool:
+    """Whether a memory has room for `n_bytes` and the reserve; without sizes, this machine's memory as it is now."""
+    total_bytes = total_memory() if total_bytes is None else total_bytes
+    return n_bytes + default_reserve(total_bytes) <= (available_memory() if free_bytes is None else free_bytes)
 
 
 def _limits() -> Iterator[tuple[int, int, Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from contextlib import suppress
@@ -28,8 +29,13 @@ _INSTRUCTIONS = {
 
 
 def cpu_name() -> str:
-    """Returns the processor's own name, else the architecture."""
-    return _value("model name") or _value("hardware") or platform.processor() or platform.machine()
+    """Returns the processor's own name, else the architecture.
+
+    Virtual machines name a brand alone ("AMD EPYC"): family and model tell generations apart.
+    """
+    name = _value("model name") or _value("hardware") or platform.processor() or platform.machine()
+    family, model = _value("cpu family"), _value("model")
+    return f"{name} (family {family}, model {model})" if family and model else name
 
 
 def instruction_sets() -> list[str]:
@@ -41,6 +47,12 @@ def instruction_sets() -> list[str]:
 def usable_cores() -> int:
     """Returns the logical cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def concurrent_threads() -> int:
+    """Returns how many threads of this process can run at the same time: usable cores, within a container's limit."""
+    limit = core_limit()
+    return usable_cores() if limit is None else max(1, min(usable_cores(), math.ceil(limit)))
 
 
 def physical_cores() -> int:

@@ -1,12 +1,290 @@
-"""`moeedge doctor`: all checks, each on its own, so that one that fails hides no other."""
+"""`moeedge doctor`: checks of installation, machine, folders and variables; one that fails hides no other."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+import platform
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Literal
 
-from moeedge.health import environment, installation, machine, storage
-from moeedge.health.report import Report, checked
+import psutil
+
+import moeedge
+from moeedge import native, paths
+from moeedge.errors import ModelFileError, MoeedgeError
+from moeedge.hardware.gpus import unused_gpus
+from moeedge.hardware.machine_load import busy_note, look
+from moeedge.hardware.memory import available_memory, total_memory
+from moeedge.hardware.processor import core_limit, cpu_name, instruction_sets, physical_cores, usable_cores
+from moeedge.hub.cache import cached_models, hub_cache, unfinished_downloads
+from moeedge.hub.catalog import load_catalog
+from moeedge.native.abi import ABI_VERSION
+from moeedge.native.backends import LLAMA_CPP_RELEASE
+from moeedge.scheduler.measurement import measurement_dir
+from moeedge.units import format_bytes, format_rate
+from moeedge.variables import OPTION_PREFIX, SetVariable, set_variables
+
+_LITTLE_DISK_BYTES = 2 * 2**30  # of free disk
+_SLOW_BYTES_PER_S = 200e6  # a hard disk or a network's: experts that are read from it take most of the time
+
+
+def models() -> Iterator[Finding]:
+    """The folder of downloads, and the disk that holds it."""
+    folder = hub_cache()
+    there = _existing(folder)
+    free = shutil.disk_usage(there).free
+    found = list(cached_models())
+    text = f"{paths.short(folder)}: {len(found)} here, {format_bytes(free)} free"
+    if unfinished := len(list(unfinished_downloads())):
+        text += f", {unfinished} unfinished"
+    if not os.access(there, os.W_OK):
+        yield Finding("models", "warning", f"{text}, not writable", "Set HF_HUB_CACHE to a folder that you may write.")
+    elif free < _LITTLE_DISK_BYTES:
+        yield Finding("models", "warning", text, "Free some space (moeedge rm NAME), or set HF_HUB_CACHE elsewhere.")
+    else:
+        yield Finding("models", "ok", text)
+    yield _disk([model.path for model in found])
+
+
+def _disk(files: list[Path]) -> Finding:
+    """The speed of the disk with the largest model, as it was measured, or by a glance."""
+    try:
+        from moeedge.scheduler import disk  # which needs llama.cpp
+
+        files = sorted(files, key=lambda file: -file.stat().st_size) or [paths.bundled_target()]
+        kept = disk.read_kept(files[0])
+        if kept is not None:
+            speed, how = kept.best.bytes_per_s, "measured"
+        else:
+            speed, direct = disk.quick_rate(files[0])
+            how = "at a glance" if direct else "at a glance, the page cache may have helped"
+    except (ModelFileError, ImportError, OSError) as error:
+        return Finding("disk", "info", f"its speed is unknown: {error}")
+    text = f"random reads of {format_rate(speed)}, {how}"
+    if speed < _SLOW_BYTES_PER_S:
+        return Finding("disk", "info", text, "Store models that are larger than RAM on a faster disk (HF_HUB_CACHE).")
+    return Finding("disk", "ok", text)
+
+
+def kept_files() -> Iterator[Finding]:
+    """The folder of what moeedge keeps, and the measurements in it."""
+    try:
+        folder = paths.cache_dir()
+    except OSError as error:
+        hint = "Set MOEEDGE_CACHE to a folder that you may write; until then nothing is kept between runs."
+        yield Finding("kept files", "warning", f"no cache folder: {error.strerror or error}", hint)
+        return
+    kept = list(measurement_dir().glob("*.json")) if measurement_dir().is_dir() else []
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if not os.access(folder, os.W_OK):
+        hint = "Make it writable, or set MOEEDGE_CACHE to another folder: every run measures anew."
+        yield Finding("kept files", "warning", f"{paths.short(folder)} is not writable", hint)
+        return
+    measured = f"{len(kept)} measurements" if kept else "nothing measured yet: the first chat measures"
+    yield Finding("kept files", "ok", f"{paths.short(folder)}, {format_bytes(size)}: {measured}")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+Status = Literal["ok", "info", "warning", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked."""
+
+    topic: str
+    status: Status  # info: could be better; warning: something is slower or missing; broken: commands fail
+    text: str  # what was found, in a line
+    hint: str = ""  # what to do, in the imperative
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, in the order in which they are shown."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something fails."""
+        return any(finding.status == "broken" for finding in self.findings)
+
+
+def checked(topic: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """The findings of a check; an error that it raises on purpose is one: something is broken."""
+    found: list[Finding] = []
+    try:
+        found.extend(check())  # keeps those before an error
+    except MoeedgeError as error:
+        found.append(Finding(topic, "broken", error.message, error.hint))
+    except OSError as error:
+        found.append(Finding(topic, "broken", f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")))
+    return found
+
+
+_LITTLE_BYTES = 2**30  # of free memory
+_LONG_SPIN = 10**6  # turns of an idle thread that keeps its core: milliseconds
+_READ_BYTES = 2**27  # to read once, for the memory's speed
+
+
+def processor() -> Iterator[Finding]:
+    """Name and instructions. An x86 processor without AVX2 is slow."""
+    found = instruction_sets()
+    text = f"{cpu_name()}; {', '.join(found) or 'no vector instructions that matter here'}"
+    slow = not found and platform.machine() in ("x86_64", "amd64")
+    hint = "Expect slow answers: kernels in plain C++ compute." if slow else ""
+    yield Finding("processor", "info" if slow else "ok", text, hint)
+
+
+def kernels() -> Iterator[Finding]:
+    """Which of our kernels compute experts; each was compared with ggml's. Needs the native library."""
+    from moeedge.native.kernels import Kernel, is_amx_disabled
+    from moeedge.native.kernels import kernels as native_kernels
+
+    if is_amx_disabled():
+        yield Finding("AMX", "info", "off: llama.cpp's AMX kernels fail as they are compiled here; others compute")
+    found = native_kernels()
+    best: dict[str, Kernel] = {}
+    for kernel in found:  # the newest instructions first
+        if kernel.is_equal:
+            best.setdefault(kernel.layout, kernel)
+    if not best:
+        yield Finding("kernels", "info", "llama.cpp's own compute experts: none of ours has its bits here")
+        return
+    gains = [max(kernel.single_speed, kernel.several_speed) for kernel in best.values()]
+    instructions = ", ".join(dict.fromkeys(kernel.instructions for kernel in best.values()))
+    used = sum(gain > 1 for gain in gains)
+    text = f"ours ({instructions}) for {used} of {len(best)} weight layouts, up to {max(gains):.1f} x llama.cpp's"
+    differing = len({kernel.layout for kernel in found}) - len(best)
+    yield Finding("kernels", "ok", text + (f"; {differing} not used: other bits" if differing else ""))
+
+
+def threads() -> Iterator[Finding]:
+    """How many threads compute, and what may keep them from it."""
+    n_threads, n_usable, limit = physical_cores(), usable_cores(), core_limit()
+    n_all = psutil.cpu_count() or n_usable
+    text = f"{n_threads} (-t N sets it); {n_usable} of {n_all} logical cores may be used"
+    if limit is not None and limit < n_usable:
+        text += f", a container's limit is {limit:g}"
+    busy = busy_note(look(), n_threads)
+    if busy is not None:
+        yield Finding("threads", "warning", f"{text}. {busy}", "End other programs before you measure.")
+        return
+    spin = os.environ.get("GOMP_SPINCOUNT", "0")
+    if not spin.isdigit() or int(spin) > _LONG_SPIN or os.environ.get("OMP_WAIT_POLICY", "").lower() == "active":
+        hint = "Unset GOMP_SPINCOUNT and OMP_WAIT_POLICY: idle threads that keep their cores slow drafts and reads."
+        yield Finding("threads", "warning", text, hint)
+        return
+    yield Finding("threads", "ok", text)
+
+
+def memory() -> Iterator[Finding]:
+    """Free memory, and how fast it is read. Needs the native library."""
+    from moeedge.native.kernels import read_speed
+
+    free, total = available_memory(), total_memory()
+    text = f"{format_bytes(free)} of {format_bytes(total)} free"
+    if total < psutil.virtual_memory().total:
+        text += " (a container's limit)"
+    if free > 4 * _READ_BYTES:
+        speed = read_speed(_READ_BYTES, physical_cores(), repetitions=1)
+        text += f", read at about {format_rate(speed)}"
+    swapped = psutil.swap_memory().used
+    if swapped > _LITTLE_BYTES and free < total / 4:
+        text += f", {format_bytes(swapped)} swapped out"
+    if free < _LITTLE_BYTES:
+        yield Finding("memory", "warning", text, "End other programs, or choose a smaller model (moeedge plan).")
+    else:
+        yield Finding("memory", "ok", text)
+
+
+def library() -> Iterator[Finding]:
+    """Program, native library and llama.cpp; raises BackendError where these do not fit each other."""
+    python = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield Finding("moeedge", "ok", f"{moeedge.__version__}, {python}")
+    native.load()  # raises
+    from importlib.metadata import version
+
+    llama = f"llama.cpp {LLAMA_CPP_RELEASE} (llama-cpp-python {version('llama-cpp-python')})"
+    yield Finding("library", "ok", f"{native.library_path().name}, interface {ABI_VERSION}, fits {llama}")
+
+
+def gpu() -> Iterator[Finding]:
+    """The GPUs that llama.cpp can use, and those that it cannot. Needs the native library.
+
+    Raises BackendFileError for a file of $GGML_BACKEND_PATH that cannot be loaded.
+    """
+    from moeedge.llama import library
+
+    library.start()
+    devices = native.devices()
+    usable = [device for device in devices if device.kind in ("GPU", "IGPU")]
+    for device in usable:
+        shared = " of the host's memory" if device.shares_host_memory else ""
+        size = f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free{shared}"
+        yield Finding("GPU", "ok", f"{device.name}, {device.description}: {size}")
+    unused = unused_gpus(devices)
+    for found in unused:
+        yield Finding("GPU", "info" if found.in_processor else "warning", f"{found.name}: not used", found.advice)
+    if not usable and not unused:
+        yield Finding("GPU", "ok", "none found: experts are computed on the CPU")
+
+
+def bundled_files() -> Iterator[Finding]:
+    """The bundled pair and the catalog; raises CatalogError for a malformed one."""
+    try:
+        size = sum(file.stat().st_size for file in (paths.bundled_target(), paths.bundled_draft()))
+        yield Finding("toy pair", "ok", f"bundled, {format_bytes(size)}")
+    except ModelFileError as error:
+        yield Finding("toy pair", "warning", error.message, error.hint)
+    catalog = load_catalog()
+    own = paths.own_catalog_file()
+    mine = sum(entry.own for entry in catalog.entries.values())
+    text = f"{len(catalog.entries)} models" + (f", {mine} of them your own ({paths.short(own)})" if own else "")
+    yield Finding("catalog", "ok", text)
+
+
+_FOLDERS = ("MOEEDGE_DATA",)
+_FILES = ("MOEEDGE_CATALOG", "MOEEDGE_LIBRARY")
+_REFERENCE = "python -m moeedge.cli.reference"  # has the table of all variables
+
+
+def environment(values: Mapping[str, str] = os.environ, *, honoured: Collection[str] = ()) -> Iterator[Finding]:
+    """One finding for all that is well, one for each variable that is not.
+
+    honoured: the variables of llama.cpp's options (LLAMA_ARG_*) that act here.
+    """
+    found = set_variables(values)
+    wrong = {variable.name: finding for variable in found if (finding := _wrong(variable, honoured)) is not None}
+    well = [f"{variable.name}={variable.value}" for variable in found if variable.name not in wrong]
+    yield Finding("variables", "ok", ", ".join(well) or "none set that acts here")
+    yield from wrong.values()
+
+
+def _wrong(found: SetVariable, honoured: Collection[str]) -> Finding | None:
+    text = f"{found.name}={found.value}"
+    if found.name in _FOLDERS and not Path(found.value).is_dir():
+        return Finding("variables", "warning", f"{text}: no such folder", f"Unset {found.name}, or name a folder.")
+    if found.name in _FILES and not Path(found.value).expanduser().is_file():
+        return Finding("variables", "broken", f"{text}: no such file", f"Unset {found.name}, or name a file.")
+    if found.variable is None and found.name.startswith("MOEEDGE_"):
+        meant = f"Did you mean {found.suggestion}?" if found.suggestion else f"{_REFERENCE} lists those that do."
+        return Finding("variables", "warning", f"{text} has no effect", meant)
+    if found.name.startswith(OPTION_PREFIX) and found.name not in honoured:
+        return Finding("variables", "info", f"{text} has no effect here", f"{_REFERENCE} lists those that have.")
+    if found.name == "HF_HUB_OFFLINE" and found.value.upper() in ("1", "TRUE", "YES", "ON"):
+        return Finding("variables", "info", f"{text}: nothing is downloaded", "Unset it before moeedge pull.")
+    if found.name == "GGML_CPU_DISABLE_FUSION":
+        return Finding("variables", "info", f"{text}: the CPU computes slower", "Unset it.")
+    return None
 
 
 def examine(honoured: Collection[str] = ()) -> Report:
@@ -14,18 +292,18 @@ def examine(honoured: Collection[str] = ()) -> Report:
 
     honoured: the variables of llama.cpp's options (LLAMA_ARG_*) that act here.
     """
-    found = checked("library", installation.library)
+    found = checked("library", library)
     if not any(finding.status == "broken" for finding in found):
-        found += checked("GPU", installation.gpu)
+        found += checked("GPU", gpu)
     works = not any(finding.status == "broken" and finding.topic == "library" for finding in found)
-    found += checked("toy pair", installation.bundled_files)
-    found += checked("processor", machine.processor)
+    found += checked("toy pair", bundled_files)
+    found += checked("processor", processor)
     if works:
-        found += checked("kernels", machine.kernels)
-    found += checked("threads", machine.threads)
+        found += checked("kernels", kernels)
+    found += checked("threads", threads)
     if works:
-        found += checked("memory", machine.memory)
-    found += checked("models", storage.models)
-    found += checked("kept files", storage.kept_files)
-    found += checked("variables", partial(environment.environment, honoured=honoured))
+        found += checked("memory", memory)
+    found += checked("models", models)
+    found += checked("kept files", kept_files)
+    found += checked("variables", partial(environment, honoured=honoured))
     return Report(tuple(found))

@@ -55,7 +55,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Shape:
-    """What an estimate of a model's memory needs, where its header cannot be read. K and V are of 16 bits."""
+    """What an estimate of a model's memory needs, where its header cannot be read. K and V are of 16 bits.
+
+    The figures of experts are 0 for a dense model.
+    """
 
     expert_layers: int
     experts: int  # per layer
@@ -87,7 +90,7 @@ class ModelEntry:
     draft_max: int | None = None  # tokens per draft that suit the pair
     note: str = ""
     source: str = ""
-    shape: Shape | None = None  # None: unknown, or a dense model
+    shape: Shape | None = None  # None: unknown
     starter: bool = False  # offered as the first real model
     own: bool = False  # from the user's file
 
@@ -166,6 +169,10 @@ class Catalog:
             choice = self.find(name)
             assert choice is not None  # checked by load_catalog
             yield choice
+
+    def best_draft(self, choice: Choice) -> Choice | None:
+        """Returns the draft that is downloaded with `choice`: the first of its entry that is another file."""
+        return next((draft for draft in self.drafts(choice.entry) if draft.variant != choice.variant), None)
 
     def starter(self) -> Starter | None:
         """Returns the first real model to try, the user's own choice before ours; None if no entry is marked."""
@@ -257,10 +264,11 @@ _MODEL: dict[str, _Rule] = {
     "variant": (_is_tables, "tables: [[model.variant]]"),
     "shape": (lambda value: isinstance(value, dict), "a table: [model.shape]"),
 }
-_SHAPE_NEEDS = ("expert_layers", "experts", "used", "expert_weights", "weights", "kv_bytes_per_token")
+_SHAPE_EXPERTS = ("expert_layers", "experts", "used", "expert_weights")  # a dense model has none of them
+_SHAPE_NEEDS = ("weights", "kv_bytes_per_token")
 _SHAPE: dict[str, _Rule] = {
     **dict.fromkeys(
-        (*_SHAPE_NEEDS, "window_bytes", "vocabulary", "context"),
+        (*_SHAPE_EXPERTS, *_SHAPE_NEEDS, "window_bytes", "vocabulary", "context"),
         (lambda value: _is_whole(value) and value > 0, "a whole number above 0"),
     ),
     "source": _TEXT,
@@ -324,11 +332,12 @@ class _Reader:
 
     def shape(self, table: dict[str, Any], where: str) -> Shape:
         self.check(table, _SHAPE, where)
-        missing = [key for key in _SHAPE_NEEDS if key not in table]
+        is_dense = not set(_SHAPE_EXPERTS) & table.keys()
+        missing = [key for key in (*(() if is_dense else _SHAPE_EXPERTS), *_SHAPE_NEEDS) if key not in table]
         if missing:
             self.fail(f"{where} lacks {', '.join(missing)}")
-        shape = Shape(**table)
-        if not 0 < shape.expert_share < 1 or shape.used > shape.experts:
+        shape = Shape(**(dict.fromkeys(_SHAPE_EXPERTS, 0) | table))
+        if not is_dense and not (0 < shape.expert_share < 1 and shape.used <= shape.experts):
             self.fail(f"{where} has experts that are more than its weights, or fewer than a token uses")
         return shape
 

@@ -100,6 +100,17 @@ def local_draft(catalog: Catalog, choice: Choice) -> LocalModel | None:
     return None
 
 
+def chat_draft(catalog: Catalog, choice: Choice) -> Choice | None:
+    """Returns the draft that a chat with `choice` takes without -md.
+
+    Of a model on this machine the best that is here, too; of another the one that is downloaded with it.
+    """
+    if find_variant(choice.variant) is None:
+        return catalog.best_draft(choice)
+    found = local_draft(catalog, choice)
+    return None if found is None else found.choice
+
+
 def missing_local_file(choice: Choice) -> ModelNameError:
     """Returns the error for an entry of the user's catalog whose file does not exist."""
     return ModelNameError(

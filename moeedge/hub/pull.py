@@ -72,9 +72,10 @@ def want_pair(
     wanted = [want(catalog, name, "target", quant=quant)]
     if no_draft:
         return wanted
-    choice = catalog.find(name)
-    if draft is None and choice is not None:
-        draft = next((listed for listed in choice.entry.drafts if listed != wanted[0].name), None)
+    choice = find(catalog, name, quant=quant)
+    if draft is None and isinstance(choice, Choice):
+        best = catalog.best_draft(choice)
+        draft = None if best is None else best.name
     if draft is not None:
         wanted.append(want(catalog, draft, "draft"))
     return wanted

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeedge.errors import DownloadError
+from moeedge.hub import cache
 from moeedge.hub.catalog import SHA256, HubFile
+from moeedge.units import format_bytes
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 _ANSWER_TIMEOUT_S = 10.0  # huggingface_hub's default; $HF_HUB_ETAG_TIMEOUT replaces it
@@ -161,7 +163,7 @@ def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadE
         reason = _ERRNO.sub("", " ".join(str(error).split()))[:200] or type(error).__name__
         return NoAnswerError(
             f"Cannot reach {endpoint} for {what} ({reason}).",
-            "Check the network, $HF_ENDPOINT and your proxy. A partial download is kept.",
+            f"Check the network, $HF_ENDPOINT and your proxy.{_kept(repo)}",
         )
     code = response.headers.get("X-Error-Code", "")
     if code == "GatedRepo" or status == 403:
@@ -188,5 +190,11 @@ def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadE
         return DownloadError(f"{endpoint} limits requests (HTTP status 429).", "Try again later, or set HF_TOKEN.")
     return DownloadError(
         f"{endpoint} does not serve {what} (HTTP status {status}).",
-        "Try again later. A partial download is kept.",
+        f"Try again later.{_kept(repo)}",
     )
+
+
+def _kept(repo: str) -> str:
+    """A sentence for a hint where bytes of an unfinished download of the repository are on the disk; else empty."""
+    n_bytes = sum(cache.size_of(path) for owner, path in cache.unfinished_downloads() if owner == repo)
+    return f" A partial download is kept: {format_bytes(n_bytes)}." if n_bytes else ""

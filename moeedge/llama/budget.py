@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.llama.model import ModelInfo
@@ -17,21 +16,14 @@ from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
 from moeedge.native.budget import NativeBudget
 from moeedge.policies.expert_budget import ExpertBudget
 
-# of all experts [n_layers, n_experts], values of experts.Residency; None: no device computes any
-Residency = Callable[[], NDArray[np.uint8] | None]
-
-_RANKINGS = {"router": BudgetRanking.ROUTER, "picks": BudgetRanking.PICKS, "static": BudgetRanking.ORDER}
+_TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
 
 
 class ContextBudget:
-    """Made before its llama.cpp context, whose parameters it changes, and closed after it.
-
-    residency: where it is set, budgets that prefer resident experts call it before each verification.
-    """
+    """Made before its llama.cpp context, whose parameters it changes, and closed after it."""
 
     def __init__(self, info: ModelInfo, parameters: Any) -> None:
-        self.native = NativeBudget(info.n_layers, info.n_experts, info.n_expert_used)
-        self.residency: Residency | None = None
+        self.native = NativeBudget(info.n_experts, info.used_per_layer)
         self._info = info
         self._budget: ExpertBudget | None = None
         parameters.cb_eval = ctypes.cast(self.native.callback, lib.ggml_backend_sched_eval_callback)
@@ -45,18 +37,19 @@ class ContextBudget:
     def set(self, budget: ExpertBudget | None) -> None:
         """Raises InputError if the budget does not suit the model."""
         if budget is not None:
-            if budget.ranking == "oracle":
-                raise InputError("The oracle ranking needs the outputs of all experts: it is for analysis only.")
             info = self._info
+            if info.architecture == _TWO_BLOCKS:
+                raise InputError(
+                    "Expert budgets do not support GroveMoE, whose layers select two kinds of experts.",
+                    "Leave the expert budget out.",
+                )
             layers = np.asarray(info.expert_layers, dtype=np.intp)
-            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.n_expert_used)
+            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)
             budgets[budgets == 0] = info.n_experts  # layers without experts
             self.native.configure(
                 budgets,
-                ranking=_RANKINGS[budget.ranking],
+                ranking=BudgetRanking[budget.ranking.upper()],
                 coverage=BudgetCoverage[budget.coverage.upper()],
-                prefer_resident=budget.prefer_resident,
-                order=budget.order if budget.ranking == "static" else None,
             )
         self._budget = budget
 
@@ -66,9 +59,8 @@ class ContextBudget:
         if self._budget is None or phase != Phase.VERIFY or n_tokens < 2:
             yield
             return
-        residency = self.residency if self._budget.prefer_resident > 0 else None
         try:  # Ctrl-C may come at any time
-            self.native.set_active(True, None if residency is None else residency())
+            self.native.set_active(True)
             yield
         finally:
             self.native.set_active(False)

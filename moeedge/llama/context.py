@@ -257,8 +257,8 @@ class Context:
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
         next call. hidden_states: also keeps the hidden states (`last_hidden_state`), which requires all logits.
-        cancel: asked every 50 ms whether to stop in the middle of the computation, which only the CPU does; small
-        batches are asked where experts are loaded from a file.
+        cancel: asked every 50 ms, not at the start, whether to stop in the middle of the computation, which only the
+        CPU does; small batches are asked where experts are loaded from a file.
         Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault;
         Cancelled if `cancel` returned True.
         """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeedge.errors import ModelFileError
-from moeedge.hardware.memory import available_memory
+from moeedge.hardware.memory import fits
 from moeedge.llama import gguf_file
 from moeedge.native.mapping import (
     N_READERS,
@@ -31,7 +31,6 @@ from moeedge.native.mapping import (
 )
 
 _PADDING_BYTES = 4096  # tensors are aligned by less
-_SPARE_BYTES = 256 << 20  # what stays free when dense weights get memory of their own
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 
 
@@ -123,7 +122,7 @@ class SplitWeights:
         pages = {file: pages_of([m for m in mapped(file) if m not in before], on_host[file]) for file in on_host}
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
         own_bytes = locked_bytes = 0
-        if n_pages_bytes + _SPARE_BYTES <= available_memory():
+        if fits(n_pages_bytes):
             own_bytes = sum(self._own(file, of_file) for file, of_file in pages.items())
         if own_bytes < n_pages_bytes or not n_pages_bytes:
             for file, of_file in pages.items():

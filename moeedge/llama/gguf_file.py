@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +28,7 @@ _HEAD = re.compile(r"^blk\.(\d+)\.nextn\.eh_proj\.weight$")
 _REPLACE_HINT = "Download or copy it again."
 # not shared experts (_shexp) and the norm before the experts (ffn_norm_exps), which no router chooses
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.(?P<part>weight|bias|scale|input_scale)$")
+_UINT32, _INT32, _STRING, _ARRAY = 4, 5, 8, 9  # enum gguf_type
 _EXPERT_DIMENSION = {"weight": 2, "bias": 1, "scale": 0, "input_scale": 0}
 
 
@@ -126,19 +127,33 @@ def _open_header(path: Path) -> Iterator[Any]:
         free(header)
 
 
-def read_experts_used(path: Path) -> tuple[str, int]:
-    """Returns the metadata key and number of experts per token, 0 for a dense model. Raises ModelFileError."""
+def read_experts_used(path: Path) -> tuple[str, list[int]]:
+    """Returns the metadata key of experts per token, and its number, one per layer, or none for a dense model.
+
+    Raises ModelFileError.
+    """
     c_gguf, c_key = ctypes.c_void_p, ctypes.c_int64
     find = library.ggml_function("gguf_find_key", c_key, c_gguf, ctypes.c_char_p)
     text = library.ggml_function("gguf_get_val_str", ctypes.c_char_p, c_gguf, c_key)
+    type_of = library.ggml_function("gguf_get_kv_type", ctypes.c_int, c_gguf, c_key)
     number = library.ggml_function("gguf_get_val_u32", ctypes.c_uint32, c_gguf, c_key)
+    item_type_of = library.ggml_function("gguf_get_arr_type", ctypes.c_int, c_gguf, c_key)
+    n_items = library.ggml_function("gguf_get_arr_n", ctypes.c_size_t, c_gguf, c_key)
+    items = library.ggml_function("gguf_get_arr_data", ctypes.POINTER(ctypes.c_uint32), c_gguf, c_key)
     with _open_header(path) as header:
         architecture = find(header, b"general.architecture")
-        if architecture < 0:
+        if architecture < 0 or type_of(header, architecture) != _STRING:
             raise ModelFileError(f"{path} does not name its architecture.", _REPLACE_HINT)
         name = f"{text(header, architecture).decode('utf-8', 'replace')}.expert_used_count"
         key = find(header, name.encode())
-        return name, int(number(header, key)) if key >= 0 else 0
+        if key < 0:
+            return name, []
+        kind = type_of(header, key)
+        if kind == _UINT32:
+            return name, [int(number(header, key))]
+        if kind == _ARRAY and item_type_of(header, key) in (_UINT32, _INT32):
+            return name, items(header, key)[: n_items(header, key)]
+        raise ModelFileError(f"{path} has {name} as a value of another type than numbers.", _REPLACE_HINT)
 
 
 def read_tensors(path: Path) -> list[GgufTensor]:
@@ -212,19 +227,16 @@ def expert_bytes(tensors: list[ExpertTensor]) -> int:
     return sum(tensor.stride * tensor.n_experts for tensor in tensors)
 
 
-def bytes_per_token(
-    tensors: list[GgufTensor], experts: list[ExpertTensor], *, n_experts: int, n_expert_used: int
-) -> int:
+def bytes_per_token(tensors: list[GgufTensor], experts: list[ExpertTensor], used_per_layer: Sequence[int]) -> int:
     """Returns the bytes of weights that a token reads: of the experts those that it uses.
 
-    tensors: all of the model, `experts` among them. n_experts: per layer; 0: a dense model.
+    tensors: all of the model, `experts` among them.
     """
     has_output = any(tensor.name == "output.weight" for tensor in tensors)
     # a token reads one row of the embedding matrix, unless that is also the output matrix
     unread = sum(t.size_bytes for t in tensors if t.name == "token_embd.weight" and has_output)
-    routed = expert_bytes(experts)
-    share = n_expert_used / n_experts if n_experts else 0.0
-    return sum(tensor.size_bytes for tensor in tensors) - routed - unread + round(routed * share)
+    read = sum(tensor.stride * used_per_layer[tensor.layer] for tensor in experts)
+    return sum(tensor.size_bytes for tensor in tensors) - expert_bytes(experts) - unread + read
 
 
 def expert_bytes_by_layer(tensors: list[ExpertTensor], n_layers: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import llama_cpp.llama_cpp as lib
 
 from moeedge.errors import EngineError, InputError, ModelFileError, MoeedgeError
-from moeedge.hardware.memory import available_memory
+from moeedge.hardware.devices import Storage
 from moeedge.llama import gguf_file, library
 from moeedge.llama.builtin_templates import BuiltinFormat, builtin_names
 from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
@@ -61,7 +61,7 @@ class ModelInfo:
     n_layers: int
     expert_layers: tuple[int, ...]  # layers with experts, ascending
     n_experts: int  # per layer; 0: dense
-    n_expert_used: int  # per token (top-k)
+    n_expert_used: int  # per token (top-k), the most of any layer
     n_vocab: int
     n_ctx_train: int  # tokens
     n_embd: int
@@ -70,10 +70,18 @@ class ModelInfo:
     n_params: int
     description: str  # architecture and quantization, e.g. "qwen3moe Q4_K - Medium"
     n_head_layers: int = 0  # blocks of the file that predict further tokens (MTP)
+    n_expert_used_by_layer: tuple[int, ...] = ()  # where the file has a number for each layer; empty: all are alike
 
     @property
     def n_expert_layers(self) -> int:
         return len(self.expert_layers)
+
+    @property
+    def used_per_layer(self) -> tuple[int, ...]:
+        """Experts per token of each layer, 0 for one without experts."""
+        return self.n_expert_used_by_layer or tuple(
+            self.n_expert_used if layer in self.expert_layers else 0 for layer in range(self.n_layers)
+        )
 
 
 class Model:
@@ -87,7 +95,7 @@ class Model:
         *,
         gpu: int | None = None,
         host_expert_layers: tuple[int, ...] | None = None,
-        experts_mapped: bool = False,
+        storage: Storage = "loaded",
         header_only: bool = False,
         dense: DenseWeights | None = None,
         has_head: bool = False,
@@ -100,8 +108,8 @@ class Model:
         self.uses_gpu = gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
         # layers whose experts are in host memory, where our backend computes them and sees their routing
         self.host_expert_layers = info.expert_layers if host_expert_layers is None else host_expert_layers
-        self.experts_mapped = experts_mapped  # not repacked but left in the mapped file, as memory is short
-        self.dense = dense  # None: the experts are loaded like all weights
+        self.storage = storage  # of the weights in host memory
+        self.dense = dense  # None: the experts are loaded like all weights, or nothing is (header_only)
         self.header_only = header_only  # no weights; its contexts allocate nothing
         self.has_head = has_head  # the blocks that predict further tokens are loaded
         self.settings = settings or LoadSettings()
@@ -126,9 +134,8 @@ class Model:
         n_cpu_moe: int | None = None,
         repack: bool = True,
         header_only: bool = False,
-        free_bytes: int | None = None,
+        storage: Storage = "loaded",
         n_expert_used: int | None = None,
-        experts_from_file: bool = False,
         head: bool = False,
     ) -> Model:
         """Loads a GGUF file, or all parts of a split one given the first.
@@ -141,11 +148,9 @@ class Model:
         repack: False: these experts are stored as llama.cpp's programs store them by default, next to a GPU mostly
             without repacking.
         header_only: shape and vocabulary without weights; such a model cannot compute.
-        free_bytes: of host memory, measured by default. A larger model stays mapped from the file, because repacked
-            copies would not fit.
+        storage: of the weights in host memory. "on demand" maps the file without reading the experts, for a cache that
+            reads them itself; the dense weights get memory of their own (`dense_weights`).
         n_expert_used: experts per token, at most the file's number, for measuring.
-        experts_from_file: map the file without reading the experts, for a cache that reads them itself; the dense
-            weights get memory of their own (`dense_weights`).
         head: also loads the blocks that predict further tokens (MTP), if the file has any.
         Raises ModelFileError for a missing, truncated or non-GGUF file and for one that llama.cpp cannot load,
         InputError for an override with a type of memory that this machine does not have.
@@ -159,10 +164,8 @@ class Model:
         parameters.no_alloc = header_only
         has_head = head and bool(summary.head_layers)
         parameters.load_mtp = has_head
-        fits = summary.size_bytes < (available_memory() if free_bytes is None else free_bytes)
-        is_lazy = experts_from_file and not header_only
-        fits = fits and not is_lazy
-        parameters.use_extra_bufts = fits  # repacked weights cannot be paged out to the file
+        is_lazy = storage == "on demand" and not header_only
+        parameters.use_extra_bufts = storage == "loaded"  # repacked weights cannot be paged out to the file
         chosen = library.device_list(device)
         parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
         places = [(pattern.encode(), buffer_type(name, device)) for pattern, name in settings.overrides]
@@ -174,7 +177,7 @@ class Model:
         if experts_on_cpu:
             # otherwise llama.cpp prefers the GPU's pinned buffers for the CPU's tensors, whose experts are not
             # repacked and compute 1.7 times slower
-            parameters.no_host = fits and repack
+            parameters.no_host = storage == "loaded" and repack
         if n_expert_used is not None:
             parameters.kv_overrides = _override_experts_used(path, n_expert_used)
         if is_lazy:
@@ -198,7 +201,7 @@ class Model:
             raise ModelFileError(
                 f"llama.cpp cannot load {path}: {library.first_error()}.", "Show its complete log with --verbose."
             )
-        info = _read_info(handle, summary)
+        info = _read_info(handle, summary, path)
         if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
             info = replace(info, n_expert_used=n_expert_used)
         dense = None
@@ -220,7 +223,7 @@ class Model:
             info,
             gpu=chosen[0],
             host_expert_layers=_in_host_memory(path, info, in_ram, settings, device),
-            experts_mapped=not fits,
+            storage=storage,
             header_only=header_only,
             dense=dense,
             has_head=has_head,
@@ -358,7 +361,8 @@ class Model:
     def check_template(self, template: TemplateChoice) -> list[str]:
         """Raises InputError for what that chat template cannot do. Returns sentences about variables without effect."""
         known = self.chat_format(template.source).variables
-        if not template.can_think_so(known):
+        thinks = self.reasoning_tags(template) is not None or replace(template, think="low").can_think_so(known)
+        if not template.can_think_so(known) and (thinks or template.think != "off"):
             raise InputError(
                 f"The chat template has no variable that switches thinking to {template.think}.",
                 "Leave out --think, or /set think auto.",
@@ -460,9 +464,12 @@ def _experts_of_first(n_layers: int | None, expert_layers: tuple[int, ...]) -> b
 
 def _override_experts_used(path: Path, n_expert_used: int) -> Any:
     """A list of one metadata override and its end. Raises InputError for a number that the model does not allow."""
-    key, n_of_file = gguf_file.read_experts_used(path)
+    key, of_layers = gguf_file.read_experts_used(path)
+    n_of_file = max(of_layers, default=0)
     if n_of_file == 0:
         raise InputError(f"{path.name} has no experts.", "Give a Mixture-of-Experts model with -m.")
+    if len(of_layers) > 1:  # llama.cpp would ignore the override
+        raise InputError(f"{path.name} has a number of experts per token for each layer, which stays as it is.")
     if not 1 <= n_expert_used <= n_of_file:  # llama.cpp's graphs have no room for many more, and end the process
         raise InputError(
             f"{path.name} uses {n_of_file} experts per token: it cannot use {n_expert_used}.",
@@ -501,16 +508,20 @@ def _describe(handle: Any) -> str:
     return re.sub(r"^(\S+) \S+(?: \([^)]*\))* ", r"\1 ", text.value.decode("utf-8", "replace"))
 
 
-def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
+def _read_info(handle: Any, summary: gguf_file.GgufSummary, path: Path) -> ModelInfo:
     architecture = _read_metadata(handle, "general.architecture") or "unknown"
     n_layers = lib.llama_model_n_layer(handle)
+    expert_layers = tuple(layer for layer in summary.expert_layers if layer < n_layers)
+    n_experts = int(_read_metadata(handle, f"{architecture}.expert_count") or 0)
+    number = _read_metadata(handle, f"{architecture}.expert_used_count")  # None of a list, too
+    used = [int(number)] if number else gguf_file.read_experts_used(path)[1] if n_experts else []
+    by_layer = tuple(n if layer in expert_layers else 0 for layer, n in enumerate(used[:n_layers]))
     return ModelInfo(
         architecture=architecture,
         n_layers=n_layers,
-        # layers after n_layers predict further tokens (MTP) and do not run here
-        expert_layers=tuple(layer for layer in summary.expert_layers if layer < n_layers),
-        n_experts=int(_read_metadata(handle, f"{architecture}.expert_count") or 0),
-        n_expert_used=int(_read_metadata(handle, f"{architecture}.expert_used_count") or 0),
+        expert_layers=expert_layers,  # those after n_layers predict further tokens (MTP) and do not run here
+        n_experts=n_experts,
+        n_expert_used=max(used, default=0),
         n_vocab=lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(handle)),
         n_ctx_train=lib.llama_model_n_ctx_train(handle),
         n_embd=lib.llama_model_n_embd(handle),
@@ -519,4 +530,5 @@ def _read_info(handle: Any, summary: gguf_file.GgufSummary) -> ModelInfo:
         n_params=lib.llama_model_n_params(handle),
         description=_describe(handle),
         n_head_layers=len(summary.head_layers),
+        n_expert_used_by_layer=by_layer if len(used) > 1 and len({*by_layer} - {0}) > 1 else (),
     )

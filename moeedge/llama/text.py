@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
-from datetime import datetime
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.meta
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from contextlib import suppress
+from typing import Any
 
 from moeedge.errors import EngineError, InputError, MoeedgeError
+from moeedge.llama import template_child
+from moeedge.llama.template_child import CPU_S, MEMORY_BYTES, MORE_CHARACTERS
 
 _OWN = "the model's chat template"
 _GIVEN = "the chat template of --chat-template or --chat-template-file"
@@ -27,85 +28,153 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# what a template's own expressions raise
-_REJECTIONS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RecursionError,
-)
+
+class _TemplateError(Exception):
+    """What a template raises when it is parsed or rendered; `line` of its source, where that is known."""
+
+    def __init__(self, reason: str, line: int | None) -> None:
+        super().__init__(reason)
+        self.line = line
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """The tag {% generation %}, which marks the assistant's part for training: a prompt contains only its body."""
+class _LimitError(Exception):
+    """A template takes more than it may."""
 
-    tags = {"generation"}  # noqa: RUF012 (the base class wants an instance-like attribute)
 
-    def parse(self, parser: Parser) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+class _TemplateProcess:
+    """The process that renders all templates, started by the first and again after one that went beyond the limits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self._stop)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked process: the other process keeps its child, whose pipes carry one conversation."""
+        self._lock = threading.Lock()
+        if self._process is not None:
+            self._process.returncode = 0  # never awaited here
+            self._process = None
+
+    def ask(self, source: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer of `template_child` about a template. Raises _TemplateError, _LimitError, EngineError."""
+        request = {"source": source} if given is None else {"source": source, "given": given}
+        with self._lock:
+            reply = self._exchange(json.dumps(request).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(reply) if reply else {}
+        if not answer:
+            raise _LimitError
+        if "error" in answer:
+            raise _TemplateError(answer["error"], answer["line"])
+        return answer
+
+    def _exchange(self, request: bytes) -> bytes:
+        """The process's line for this one; empty where it ended instead."""
+        if self._process is not None and self._process.poll() is not None:
+            self._stop()
+        self._process = self._process or _started()
+        pipe_in, pipe_out = self._process.stdin, self._process.stdout
+        assert pipe_in is not None and pipe_out is not None
+        reply = b""
+        try:
+            with suppress(BrokenPipeError):
+                pipe_in.write(request)
+                pipe_in.flush()
+                reply = pipe_out.readline()
+        finally:
+            is_whole = reply.endswith(b"\n")
+            if not is_whole:  # it ended, or Ctrl-C came before its answer
+                self._stop()
+        return reply if is_whole else b""
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _started() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-IS", template_child.__file__, *map(os.path.abspath, sys.path)]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    try:  # in a session of its own: Ctrl-C is for us
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+    except OSError as error:
+        raise EngineError(f"Cannot start a process for chat templates: {error.strerror or error}.") from None
+
+
+_process = _TemplateProcess()
 
 
 class ChatFormat:
-    """A chat template, rendered in Jinja's sandbox because templates come from model files.
+    """A chat template, rendered with limits and in Jinja's sandbox because templates come from model files.
 
     is_given: by the user and not by the model. Raises EngineError for a template that Jinja cannot parse, InputError
-    for a given one.
+    for a given one and for one that takes too much to parse.
     """
 
     def __init__(self, template: str | None, *, bos: str = "", eos: str = "", is_given: bool = False) -> None:
         self.source = template or CHATML
         self.bos = bos
         self.eos = eos
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._is_given = is_given
         try:
-            self._template = environment.from_string(self.source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(self.source)))
-        except jinja2.TemplateError as error:
-            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise self._error("Cannot parse {}" + line, error) from error
+            self.variables = frozenset(_process.ask(self.source)["variables"])
+        except _TemplateError as error:
+            line = f", line {error.line}" if error.line else ""
+            raise self._error("Cannot parse {}" + line, error) from None
+        except _LimitError:
+            raise self._limit_error() from None
 
-    def _error(self, what: str, error: Exception) -> MoeedgeError:
+    def _name(self) -> str:
+        return _GIVEN if self._is_given else _OWN
+
+    def _error(self, what: str, error: _TemplateError) -> MoeedgeError:
         """The error `what`, in which {} is the template's name."""
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        message = f"{what.format(_GIVEN if self._is_given else _OWN)}: {reason}."
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        message = f"{what.format(self._name())}: {reason}."
         message = message[0].upper() + message[1:]
         if self._is_given:
             return InputError(message, "Correct it, or leave it out for the model's own.")
         return EngineError(message, "Use --raw to prompt it without a template.")
+
+    def _limit_error(self) -> InputError:
+        return InputError(
+            f"{self._name().capitalize()} takes more than {CPU_S:g} s, {MEMORY_BYTES / 2**30:g} GiB of memory or "
+            f"{MORE_CHARACTERS / 1e6:g} million characters: it may never end.",
+            "Correct it, or leave it out for the model's own."
+            if self._is_given
+            else "Use --raw to prompt without a template, or --chat-template NAME for one of llama.cpp's.",
+        )
 
     def render(
         self, messages: list[dict[str, str]], *, add_assistant: bool = True, arguments: Mapping[str, Any] | None = None
     ) -> str:
         """Returns the prompt for `messages` (role and content each); it ends where the assistant's answer begins.
 
-        arguments: further variables of the template. If it rejects the system role, the system message becomes the
-        start of the first user message.
-        Raises EngineError (a given template: InputError) when the template rejects the conversation.
+        arguments: further variables of the template, JSON values. If it rejects the system role, the system message
+        becomes the start of the first user message.
+        Raises EngineError (a given template: InputError) when the template rejects the conversation, InputError when it
+        takes more than a prompt may take.
         """
         try:
             return self._render(messages, add_assistant, arguments or {})
-        except _REJECTIONS as error:
+        except _TemplateError as error:
             folded = _fold_system(messages)
             if folded != messages:
-                try:
+                with suppress(_TemplateError):  # report the first error
                     return self._render(folded, add_assistant, arguments or {})
-                except _REJECTIONS:
-                    pass  # report the first error
-            raise self._error("{} rejects this conversation", error) from error
+            raise self._error("{} rejects this conversation", error) from None
 
     def _render(self, messages: list[dict[str, str]], add_assistant: bool, arguments: Mapping[str, Any]) -> str:
         given = {"bos_token": self.bos, "eos_token": self.eos, **arguments}
-        return self._template.render({**given, "messages": messages, "add_generation_prompt": add_assistant})
+        given |= {"messages": messages, "add_generation_prompt": add_assistant}
+        try:
+            return str(_process.ask(self.source, given)["text"])
+        except _LimitError:
+            raise self._limit_error() from None
 
 
 def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -113,18 +182,6 @@ def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
         return messages
     content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
     return [{**messages[1], "content": content}, *messages[2:]]
-
-
-def _to_json(value: Any, indent: int | None = None, **_options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 class StreamDecoder:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 19  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 21  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -102,8 +102,7 @@ class BudgetRanking(IntEnum):
     """enum moeedge_budget_ranking: how experts are ranked for the shortlist of a layer."""
 
     ROUTER = 0  # by the routing probability that the batch's tokens give them
-    ORDER = 1  # by a given order
-    PICKS = 2  # by the shares that the tokens' selected experts have of their probability
+    PICKS = 1  # by the shares that the tokens' selected experts have of their probability
 
 
 class BudgetCoverage(IntEnum):
@@ -139,7 +138,7 @@ STOP_CALL = CFUNCTYPE(c_int)  # moeedge_stop_call
 class StopStruct(ctypes.Structure):
     """struct moeedge_stop."""
 
-    _fields_ = [("call", STOP_CALL), ("next_ns", c_int64), ("stopped", c_int32)]
+    _fields_ = [("call", STOP_CALL), ("interval_ns", c_int64), ("next_ns", c_int64), ("stopped", c_int32)]
 
 
 class FrameStruct(ctypes.Structure):
@@ -188,9 +187,7 @@ class BudgetConfigStruct(ctypes.Structure):
     _fields_ = [
         ("ranking", c_int32),
         ("coverage", c_int32),
-        ("prefer_resident", c_double),
         ("budgets", c_void_p),  # int32
-        ("order", c_void_p),  # int32
     ]
 
 
@@ -308,7 +305,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_blocks": (c_int, c_int64, c_int64, c_void_p, c_int),
     "cache_limit": (c_int, c_int64, c_int),
     "cache_drain": (c_int, c_int64, c_double),
-    "cache_clear": (c_int, c_int64),
+    "cache_clear": (c_int, c_int64, c_double),
     "cache_set_prefill": (c_int, c_int64, c_int, c_int),
     "cache_set_ram": (c_int, c_int64, c_int64),
     "cache_set_readers": (c_int, c_int64, c_int, c_int64),
@@ -319,17 +316,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cache_acquire": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p),
     "cache_release": (c_int, c_int64, c_int, c_void_p, c_int),
     "cache_read": (c_int, c_int64, c_int, c_int, c_char_p, c_void_p, c_int64),
-    "budget_create": (c_void_p, c_int, c_int, c_int),
+    "budget_create": (c_void_p, c_int, c_int, c_void_p),
     "budget_destroy": (None, c_void_p),
     "budget_on_node": (c_bool, c_void_p, c_bool, c_void_p),
     "budget_configure": (c_int, c_void_p, POINTER(BudgetConfigStruct)),
-    "budget_set_active": (c_int, c_void_p, c_int, c_void_p),
+    "budget_set_active": (c_int, c_void_p, c_int),
     "budget_read": (c_int, c_void_p, c_void_p),
     "budget_set_capture": (c_int, c_void_p, c_int),
     "budget_get_routing": (c_int, c_void_p, c_int, POINTER(BudgetRoutingStruct)),
     "set_kernel_choice": (c_int, c_int),
     "kernels": (c_int, c_void_p, c_int),
     "read_speed": (c_double, c_void_p, c_int64, c_int, c_int),
+    "disable_broken_amx": (c_int,),
     "set_lazy_mapping": (c_int, c_int),
     "dry_run_gpu": (c_void_p,),
     "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),

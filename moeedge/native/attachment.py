@@ -24,6 +24,7 @@ def attach() -> None:
 def _register() -> None:
     library = load()
     llama_cpp().llama_backend_init()
+    library.moeedge_disable_broken_amx()
     if library.moeedge_register() != 0:
         raise VersionMismatchError(
             f"moeedge was compiled for ggml {library.moeedge_ggml_version().decode()}, and this process has another.",

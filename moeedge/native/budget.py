@@ -1,11 +1,12 @@
 """The expert budget of one llama.cpp context: what llama.cpp's eval callback does to the experts of a verification.
 
-`moeedge.policies.expert_budget` defines the same in NumPy.
+`moeedge.lab.policies.expert_budget` defines the same in NumPy.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +47,13 @@ class NativeBudget:
     It does nothing until it is configured and active.
     """
 
-    def __init__(self, n_layers: int, n_experts: int, n_used: int) -> None:
+    def __init__(self, n_experts: int, used_per_layer: Sequence[int]) -> None:
+        """used_per_layer: experts per token of each layer, 0 without experts."""
+        n_layers = len(used_per_layer)
         self.shape = (n_layers, n_experts)
-        self._n_used = n_used
+        self._n_used = np.asarray(used_per_layer, dtype=np.int32)
         self._library = load()
-        self._handle = self._library.moeedge_budget_create(n_layers, n_experts, n_used)
+        self._handle = self._library.moeedge_budget_create(n_layers, n_experts, self._n_used.ctypes.data)
         if not self._handle:
             raise BackendError("moeedge's expert budget cannot be made: out of memory.")
         self._layers = np.zeros(n_layers, dtype=BUDGET_LAYER)
@@ -67,38 +70,17 @@ class NativeBudget:
         """What the callback is called with."""
         return int(self._handle)
 
-    def configure(
-        self,
-        budgets: NDArray[np.int32],
-        *,
-        ranking: BudgetRanking,
-        coverage: BudgetCoverage,
-        prefer_resident: float = 0.0,
-        order: NDArray[np.int32] | None = None,
-    ) -> None:
-        """Sets budgets [n_layers]; order [n_layers, n_experts], best first, belongs to the ranking ORDER."""
+    def configure(self, budgets: NDArray[np.int32], *, ranking: BudgetRanking, coverage: BudgetCoverage) -> None:
+        """Sets budgets [n_layers]."""
         budgets = np.ascontiguousarray(budgets, dtype=np.int32)
-        if order is not None:
-            order = np.ascontiguousarray(order, dtype=np.int32)
-        if budgets.shape != self.shape[:1] or (order is not None and order.shape != self.shape):
-            raise ValueError(f"budgets or order do not suit {self.shape[0]} layers of {self.shape[1]} experts")
-        raw = BudgetConfigStruct(
-            int(ranking),
-            int(coverage),
-            prefer_resident,
-            budgets.ctypes.data,
-            None if order is None else order.ctypes.data,
-        )
+        if budgets.shape != self.shape[:1]:
+            raise ValueError(f"budgets do not suit {self.shape[0]} layers")
+        raw = BudgetConfigStruct(int(ranking), int(coverage), budgets.ctypes.data)
         _check(self._library.moeedge_budget_configure(self._handle, ctypes.byref(raw)))
 
-    def set_active(self, on: bool, residency: NDArray[np.uint8] | None = None) -> None:
-        """Whether the next decodes keep to the budget; residency: uint8 [n_layers, n_experts] of `Residency`."""
-        address = None
-        if residency is not None:
-            residency = np.ascontiguousarray(residency)
-            assert residency.shape == self.shape and residency.dtype == np.uint8
-            address = residency.ctypes.data
-        _check(self._library.moeedge_budget_set_active(self._handle, int(on), address))
+    def set_active(self, on: bool) -> None:
+        """Whether the next decodes keep to the budget."""
+        _check(self._library.moeedge_budget_set_active(self._handle, int(on)))
 
     def read(self) -> NDArray[Any]:
         """The layers' figures since the last call, dtype BUDGET_LAYER [n_layers]; the next call reuses the array."""
@@ -115,7 +97,7 @@ class NativeBudget:
         _check(self._library.moeedge_budget_get_routing(self._handle, layer, ctypes.byref(raw)))
         if raw.n_tokens == 0:
             return None
-        wide, narrow = (raw.n_tokens, self.shape[1]), (raw.n_tokens, self._n_used)
+        wide, narrow = (raw.n_tokens, self.shape[1]), (raw.n_tokens, int(self._n_used[layer]))
         return LayerRouting(
             RouterKind(raw.kind),
             view(raw.values, wide, np.float32),

@@ -382,9 +382,12 @@ class ExpertCache:
         status = self._library.moeedge_cache_drain(self._cache, timeout_s)
         return status != Status.TIMEOUT and _check(self._library, status) == 0
 
-    def clear(self) -> None:
-        """Empty the queue and all slots, after transfers under way and slots in use."""
-        _check(self._library, self._library.moeedge_cache_clear(self._cache))
+    def clear(self, timeout_s: float = 30.0) -> None:
+        """Empty the queue, and all slots after transfers under way and slots in use.
+
+        Raises BackendError if these take longer; the slots stay as they are then.
+        """
+        _check(self._library, self._library.moeedge_cache_clear(self._cache, timeout_s))
 
     def set_prefill(self, path: PrefillPath, n_tokens_min: int) -> None:
         """Set how batches of at least `n_tokens_min` tokens are computed."""

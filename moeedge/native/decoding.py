@@ -9,6 +9,10 @@ from typing import Any
 from moeedge.native.abi import DECODE_THREW, STOP_CALL, StopStruct
 from moeedge.native.library import load
 
+# Between two questions whether to stop, and before the first. One takes microseconds, but milliseconds where another
+# thread has Python's lock, while the other computing threads wait. Only the main thread runs signal handlers.
+STOP_INTERVAL_S = 0.05
+
 
 class DriverThrewError(Exception):
     """A C++ exception left llama.cpp in the middle of its work: its context may be neither used nor freed."""
@@ -47,6 +51,7 @@ class Decoder:
         2: `cancel` has stopped it. Raises DriverThrewError with the driver's text, and what `cancel` raises.
         """
         self._stop.call = STOP_CALL() if self.cancel is None else self._ask
+        self._stop.interval_ns = round(STOP_INTERVAL_S * 1e9)
         self._stop.next_ns = self._stop.stopped = 0
         synchronize = self._synchronize if wait else None
         code = int(self._library.moeedge_decode(self._decode, synchronize, self._context, ctypes.byref(batch)))

@@ -22,6 +22,7 @@ class Kernel:
     is_equal: bool = c_field(c_int32)  # its results have the bits of ggml's; it is not used otherwise
     single_speed: float = c_field(c_double)  # ggml's time over its own with rows from memory, one column per expert
     several_speed: float = c_field(c_double)  # the same with two columns per expert
+    many_speed: float = c_field(c_double)  # with sixteen; 0: not used from eight on, its bits differ
     n_dense_max: int = c_field(c_int32)  # columns of a dense matrix that it computes, at most; 0: bits differ
 
 
@@ -38,6 +39,11 @@ def kernels() -> list[Kernel]:
     raw = (c_struct(Kernel) * _N_MAX)()
     n = load().moeedge_kernels(ctypes.addressof(raw), _N_MAX)
     return [from_c(Kernel, raw[i]) for i in range(min(n, _N_MAX))]
+
+
+def is_amx_disabled() -> bool:
+    """Whether llama.cpp's AMX kernels fail on this machine, so that they are off in this process."""
+    return bool(load().moeedge_disable_broken_amx())
 
 
 def read_speed(n_bytes: int, n_threads: int, *, address: int | None = None, repetitions: int = 5) -> float:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import BinaryIO, cast
 
 from moeedge.errors import DownloadError, EngineError, ModelFileError, ModelNameError
-from moeedge.hub.catalog import Choice, load_catalog
+from moeedge.hub.catalog import load_catalog
 from moeedge.hub.download import fetch_range
 from moeedge.hub.local import locate
 from moeedge.hub.names import find
@@ -125,12 +125,6 @@ def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> P
     return PlanFile(paths[0], wanted.name)
 
 
-def catalog_draft(text: str) -> str | None:
-    """Returns the best draft that the catalog lists for the model `text`, or None."""
-    choice = find(load_catalog(), text)
-    return choice.entry.drafts[0] if isinstance(choice, Choice) and choice.entry.drafts else None
-
-
 def _fetch_header(file: RemoteFile, folder: Path) -> Path:
     """Fetches the start of `file` into `folder`, growing until its header is complete."""
     target = folder / PurePosixPath(file.path).name
@@ -186,6 +180,7 @@ class ModelFacts:
     n_expert_layers: int
     n_experts: int  # per layer; 0: dense
     n_expert_used: int
+    n_expert_used_by_layer: tuple[int, ...]  # empty: all layers with experts use so many
     n_ctx_train: int
     n_vocab: int
     n_weights: int
@@ -196,6 +191,13 @@ class ModelFacts:
     dense_bytes: int  # everything else
     active_bytes: int  # read per token
     memory: str  # kind of its memory in words; empty: a plain KV cache
+
+    @property
+    def experts_per_token(self) -> str:
+        """In words: "8 per token", "4 to 8 per token, by layer"."""
+        least = min(filter(None, self.n_expert_used_by_layer), default=self.n_expert_used)
+        most = f"{self.n_expert_used} per token"
+        return most if least == self.n_expert_used else f"{least} to {most}, by layer"
 
     @property
     def bits_per_weight(self) -> float:
@@ -218,6 +220,7 @@ def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> 
         n_expert_layers=info.n_expert_layers,
         n_experts=info.n_experts,
         n_expert_used=info.n_expert_used,
+        n_expert_used_by_layer=info.n_expert_used_by_layer,
         n_ctx_train=info.n_ctx_train,
         n_vocab=info.n_vocab,
         n_weights=sum(math.prod(tensor.shape) for tensor in tensors),
@@ -226,9 +229,7 @@ def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> 
         experts_bytes=routed,
         expert_bytes=routed // max(1, info.n_expert_layers * info.n_experts),
         dense_bytes=total - routed,
-        active_bytes=gguf_file.bytes_per_token(
-            tensors, experts, n_experts=info.n_experts, n_expert_used=info.n_expert_used
-        ),
+        active_bytes=gguf_file.bytes_per_token(tensors, experts, info.used_per_layer),
         memory=_memory(model),
     )
     return facts, experts

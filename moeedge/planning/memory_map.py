@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moeedge import native
-from moeedge.engine.loading import ChosenDraft, make_head_context, n_snapshots, resolve_device
+from moeedge.engine.loading import ChosenDraft, find_device, make_head_context, n_snapshots
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.devices import ResolvedDevice, Storage
 from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
@@ -128,10 +128,16 @@ class MemoryPool:
     total_bytes: int
     free_bytes: int  # before anything is loaded
     lines: tuple[MemoryItem, ...]
+    storage: Storage = "loaded"  # of a model's weights in host memory
 
     @property
     def used_bytes(self) -> int:
-        return sum(line.n_bytes for line in self.lines)
+        """Without the reserve."""
+        return sum(line.n_bytes for line in self.lines if not line.spare)
+
+    @property
+    def reserve_bytes(self) -> int:
+        return sum(line.n_bytes for line in self.lines if line.spare)
 
     @property
     def fixed_bytes(self) -> int:
@@ -140,15 +146,24 @@ class MemoryPool:
 
     @property
     def left_bytes(self) -> int:
-        """Free bytes after loading; negative if bytes are missing."""
+        """Free bytes after loading, the reserve among them; negative if bytes are missing."""
         return self.free_bytes - self.used_bytes
 
     @property
     def verdict(self) -> Verdict:
-        spare = sum(line.n_bytes for line in self.lines if line.spare)
-        if self.left_bytes + spare >= 0:
+        if self.left_bytes >= 0 and self.storage != "on demand":
             return "fits"
         return "from disk" if self.fixed_bytes <= self.free_bytes else "does not fit"
+
+
+def chat_vram(expert_bytes: int) -> list[str]:
+    """The option that keeps a chat to so many bytes of experts on the GPU: its --vram counts nothing else."""
+    return ["--vram", in_mib(expert_bytes)]
+
+
+def in_mib(n_bytes: int) -> str:
+    """A size as options take it, rounded up."""
+    return f"{-(-n_bytes // 2**20)}MiB"
 
 
 @dataclass(frozen=True)
@@ -193,7 +208,7 @@ def this_machine(
 
     With vram_bytes and without a GPU, the plan is for a GPU of that size. Raises InputError for an impossible size.
     """
-    device = resolve_device(config)
+    device = find_device(config)
     notes = list(device.notes)
     if vram_bytes is not None:
         device, notes = _with_memory(config, device, vram_bytes), []

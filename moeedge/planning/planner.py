@@ -15,9 +15,10 @@ from types import MappingProxyType
 import psutil
 
 from moeedge.engine.context_choice import beyond_training
-from moeedge.engine.loading import choose_draft, exceeds_memory, kv_on_gpu, load_draft, load_target, whole_model_fits
+from moeedge.engine.loading import choose_draft, kv_on_gpu, load_draft, load_target, weight_storage, whole_model_fits
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.hardware.memory import default_reserve
 from moeedge.llama.context_size import N_CTX_STEP, choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.gguf_file import expert_bytes, read_tensors
 from moeedge.llama.model import Model
@@ -74,9 +75,9 @@ class Planner:
             self.config = config
             self._stack = stack
             header = self._target(all_on_gpu=False)
+            self.facts, self._experts = read_facts(header, self.file, names)
             draft = self._load_draft(header)
             self.chosen = choose_draft(config, machine.device, header, draft, self.notes, stack)
-            self.facts, self._experts = read_facts(header, self.file, names)
             self.draft_facts: ModelFacts | None = None
             if self.draft is not None and self.draft_file is not None:
                 self.draft_facts, _ = read_facts(self.draft, self.draft_file, names)
@@ -85,21 +86,30 @@ class Planner:
 
     def _target(self, *, all_on_gpu: bool) -> Model:
         if all_on_gpu not in self._targets:
-            model = load_target(
-                self.config,
-                self.machine.device,
+            machine = self.machine
+            storage = weight_storage(
+                replace(self.config, ram="auto"),  # as in a chat without --ram
+                machine.device,
+                machine.ram_free_bytes,
+                machine.ram_total_bytes,
                 whole_fits=all_on_gpu,
-                header_only=True,
-                free_bytes=self.machine.ram_free_bytes,
             )
+            device = replace(machine.device, storage=storage)
+            model = load_target(self.config, device, whole_fits=all_on_gpu, header_only=True)
             self._targets[all_on_gpu] = self._stack.enter_context(model)
         return self._targets[all_on_gpu]
 
     def _load_draft(self, target: Model) -> Model | None:
         if self.draft_file is None or not target.can_reject_drafts:
             return None
-        free_bytes = max(0, self.machine.ram_free_bytes - target.info.size_bytes)
-        draft = load_draft(self.config, self.machine.device, header_only=True, free_bytes=free_bytes)
+        taken = {"loaded": target.info.size_bytes, "on demand": self.facts.dense_bytes, "mapped": 0}[target.storage]
+        draft = load_draft(
+            self.config,
+            self.machine.device,
+            header_only=True,
+            free_bytes=self.machine.ram_free_bytes - taken,
+            total_bytes=self.machine.ram_total_bytes,
+        )
         return self._stack.enter_context(draft)
 
     @property
@@ -156,9 +166,7 @@ class Planner:
     @property
     def loads_on_demand(self) -> bool:
         """Whether a chat loads experts from the file into RAM as it needs them, without --ram."""
-        if not self._experts or self._all_on_gpu(self.config.n_ctx):
-            return False
-        return exceeds_memory(self.config, self.machine.device, self.machine.ram_free_bytes)
+        return self._target(all_on_gpu=self._all_on_gpu(self.config.n_ctx)).storage == "on demand"
 
     def map(self, n_ctx: int) -> MemoryMap:
         """Returns the map of a session with -c n_ctx."""
@@ -197,7 +205,12 @@ class Planner:
         ram = self._ram_lines(target, ours, drafts)
         if device.kind == "emulated":
             ram += cache
-        places.append(MemoryPool("RAM", self.machine.ram_total_bytes, self.machine.ram_free_bytes, tuple(ram)))
+        if target.storage != "loaded":
+            ram.append(MemoryItem("reserve", default_reserve(self.machine.ram_total_bytes), spare=True))
+        machine = self.machine
+        places.append(
+            MemoryPool("RAM", machine.ram_total_bytes, machine.ram_free_bytes, tuple(ram), storage=target.storage)
+        )
         n_whole = target.n_whole_layers
         shares = [*ours.gpus.values(), ours.ram, *drafts.gpus.values(), drafts.ram]
         return MemoryMap(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.llama.context_size import RAM_TIER_N_CTX
-from moeedge.llama.settings import YARN_FACTORS
 from moeedge.planning.beyond_ram import RamTierPlan, RamTierRequest, plan_ram_tier
 from moeedge.planning.headers import ModelFacts
-from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine
+from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine, chat_vram, in_mib
 from moeedge.planning.planner import Planner
 from moeedge.units import format_bytes
 
@@ -47,22 +46,22 @@ class SessionPlan:
 
 
 def make_session_plan(
-    planner: Planner, *, model_name: str | None, draft_name: str | None, beyond_ram: RamTierRequest | None = None
+    planner: Planner, *, given: Sequence[str] = (), beyond_ram: RamTierRequest | None = None
 ) -> SessionPlan:
-    """Returns the plan at the planner's context; the names, as the user typed them, go into the command.
+    """Returns the plan at the planner's context.
 
-    beyond_ram: what is known of disk and routing, for a model that is larger than the memory.
+    given: options of `moeedge chat`, as the user typed them; they go into the command. beyond_ram: what is known of the
+    disk and the routing, for a model that is larger than the memory.
     """
     chosen = planner.default_map()
     trained = planner.facts.n_ctx_train
     sizes = sorted({*(n for n in _CONTEXTS if n <= trained), chosen.n_ctx})
     contexts = tuple(chosen if n == chosen.n_ctx else planner.map(n) for n in sizes)
-    larger_than_memory = _ram(chosen).verdict != "fits" and planner.facts.file_bytes > _ram(chosen).free_bytes
     ratio = planner.config.placement.cache_ratio or 0.0
-    largest = planner.largest_n_ctx(ratio, from_disk=larger_than_memory)
+    largest = planner.largest_n_ctx(ratio, from_disk=_ram(chosen).storage != "loaded")
     notes = [*_about_files(planner), *planner.machine.notes, *planner.notes, *chosen.budget.notes]
     tier, has_room = None, True
-    if beyond_ram is not None and _ram(chosen).verdict != "fits" and planner.facts.n_experts:
+    if beyond_ram is not None and _ram(chosen).storage == "on demand":
         tier = _plan_ram_tier(planner, chosen, beyond_ram)
         has_room = tier is not None
     has_slots = planner.loads_on_demand and has_room
@@ -72,7 +71,8 @@ def make_session_plan(
     if not planner.config.n_ctx and not is_runnable and largest:
         rows = [row.n_ctx for row in contexts if row.n_ctx <= largest]
         advised = planner.map(max(rows, default=largest))  # a step below the largest leaves room for experts
-    command = "" if advised.verdict == "does not fit" else _command(planner, advised, model_name, draft_name)
+    slots_bytes = tier.machine.slots_bytes if tier is not None and has_slots and planner.machine.ram_given else 0
+    command = "" if advised.verdict == "does not fit" else _command(planner, advised, given, slots_bytes)
     if not has_room:
         notes.append("Not even one expert per layer fits the memory next to the rest.")
     return SessionPlan(
@@ -82,7 +82,7 @@ def make_session_plan(
 
 def _plan_ram_tier(planner: Planner, chosen: MemoryMap, request: RamTierRequest) -> RamTierPlan | None:
     """Experts in RAM at the user's context, or at the one that such a session has without one."""
-    facts, draft = planner.facts, planner.draft_facts
+    facts = planner.facts
     n_ctx = planner.config.n_ctx or min(chosen.n_ctx, RAM_TIER_N_CTX)
     found = chosen if n_ctx == chosen.n_ctx else planner.map(n_ctx)
     n_layers, n_bytes = planner.host_experts
@@ -93,7 +93,6 @@ def _plan_ram_tier(planner: Planner, chosen: MemoryMap, request: RamTierRequest)
         n_experts=facts.n_experts,
         n_expert_used=facts.n_expert_used,
         expert_bytes=n_bytes,
-        draft_bytes=0 if draft is None else draft.dense_bytes,
     )
 
 
@@ -153,54 +152,25 @@ def _smaller_file(facts: ModelFacts, ram: MemoryPool) -> list[str]:
     return ["No smaller quantization fits."]
 
 
-def _command(planner: Planner, advised: MemoryMap, model_name: str | None, draft_name: str | None) -> str:
-    config = planner.config
-    words = ["moeedge", "chat"]
-    words += ["-m", model_name] if model_name else []
-    words += ["-md", draft_name] if draft_name else []
-    if config.n_ctx or not advised.whole_on_gpu:  # without -c a model entirely on the GPU uses the rest for its context
+def _command(planner: Planner, advised: MemoryMap, given: Sequence[str], ram_slots_bytes: int) -> str:
+    """Returns the command: the options given, and those that keep a chat to the plan.
+
+    ram_slots_bytes: of experts that are loaded from the file into RAM, where the user gave the RAM; 0 elsewhere.
+    """
+    config, machine = planner.config, planner.machine
+    words = ["moeedge", "chat", *given]
+    if not config.n_ctx and not advised.whole_on_gpu:  # entirely on the GPU it uses the rest for its context
         words += ["-c", str(advised.n_ctx)]
-    if config.device != "auto":
-        words += ["-dev", config.device]
-    if config.n_gpu_layers is not None and config.device != "none":
-        words += ["-ngl", str(config.n_gpu_layers)]
-    if config.n_cpu_moe is not None:
-        words += ["--cpu-moe"] if config.n_cpu_moe == ALL_ON_CPU else ["-ncmoe", str(config.n_cpu_moe)]
-    words += llama_words(config)
     asked = config.placement.cache_ratio is not None or planner.reserve > 0
-    device = planner.machine.device  # a GPU's division between whole layers and cache is measured without a ratio
+    device = machine.device  # a GPU's division between whole layers and cache is measured without a ratio
     if advised.budget.n_slots and (asked or (device.default_ratio is None and device.kind != "gpu")):
         ratio = math.floor(advised.cache_ratio * 1000 + 1e-9) / 1000  # rounded down so that it fits
         words += ["--cache-ratio", f"{ratio:g}"]
     elif config.placement.cache_ratio == 0:
         words += ["--cache-ratio", "0"]
+    elif advised.budget.n_slots and machine.vram_given:
+        whole_bytes = planner.facts.experts_bytes - planner.host_experts[1]
+        words += chat_vram(advised.budget.pool_bytes + whole_bytes)
+    if ram_slots_bytes:
+        words += ["--ram", in_mib(ram_slots_bytes)]
     return shlex.join(words)
-
-
-def llama_words(config: EngineConfig) -> list[str]:
-    """The options of llama.cpp's contexts and loader, as far as they are not the usual ones."""
-    usual, context, rope = EngineConfig(model=config.model), config.context, config.context.rope
-    words: list[str] = []
-    for option, given, default in (
-        ("-ctk", context.type_k, usual.context.type_k),
-        ("-ctv", context.type_v, usual.context.type_v),
-        ("-ctkd", config.draft_type_k, usual.draft_type_k),
-        ("-ctvd", config.draft_type_v, usual.draft_type_v),
-        ("-fa", context.flash_attn, usual.context.flash_attn),
-        ("-b", config.n_batch, usual.n_batch),
-        ("-ub", config.n_ubatch, usual.n_ubatch),
-        ("-tb", context.n_threads_batch, 0),
-        ("-lm", config.load.mode, usual.load.mode),
-        ("--rope-scaling", rope.scaling, None),
-        ("--rope-freq-base", rope.freq_base, 0.0),
-        ("--rope-freq-scale", rope.freq_scale, 0.0),
-        ("--yarn-orig-ctx", rope.yarn_orig_ctx, 0),
-        *((f"--{name.replace('_', '-')}", getattr(rope, name), -1.0) for name in YARN_FACTORS),
-    ):
-        words += [option, f"{given:g}" if isinstance(given, float) else str(given)] if given != default else []
-    for override in config.load.overrides:
-        words += ["-ot", f"{override.pattern}={override.buffer_type}"]
-    for adapter in context.adapters:
-        scaled = adapter.scale != 1.0
-        words += ["--lora-scaled", f"{adapter.path}:{adapter.scale:g}"] if scaled else ["--lora", str(adapter.path)]
-    return words

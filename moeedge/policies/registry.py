@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
-from moeedge.policies.adapmoe import AdapMoe
 from moeedge.policies.base import ABLATIONS, CacheShape, ExecutionModel, Policy, PolicyConfig
-from moeedge.policies.bounds import Belady, Oracle
-from moeedge.policies.fate import Fate
-from moeedge.policies.hybrimoe import HybriMoe
-from moeedge.policies.layer_lru import MixtralOffloading
-from moeedge.policies.llama_cpp_cache import LlamaCppCache
 from moeedge.policies.lru import Lfu, Lru
-from moeedge.policies.moe_infinity import MoeInfinity
-from moeedge.policies.sp_moe import SpMoe
-from moeedge.policies.spac.paper import SpacPaper, SpacProgram
 from moeedge.policies.spac.spac import Spac
-from moeedge.policies.static import Accelerate, Fiddler, LlamaCpp, LlamaCppSd, NoCache, Static, Vllm
+from moeedge.policies.static import NoCache, Static
 
 
 class RunsIn(Enum):
@@ -39,12 +33,21 @@ _ALL = frozenset(ABLATIONS)
 class PolicyEntry:
     """One policy of the table."""
 
-    make: Callable[[CacheShape, PolicyConfig], Policy]  # the class
+    policy: type[Policy] | str  # the class; of the lab's, which the product does not import: its module and name
     description: str
     runs_in: RunsIn = RunsIn.ENGINE
     ablations: frozenset[str] = frozenset()  # those that change its plans
     reads_tokens: bool = False  # predicts from the vocabulary ids of the next batch
     takes_profile: bool = False  # places experts by a profile (PolicyConfig.profile), or else by the first steps
+
+    @cached_property
+    def make(self) -> Callable[[CacheShape, PolicyConfig], Policy]:
+        """The class; a policy of the lab is imported by the first use."""
+        if not isinstance(self.policy, str):
+            return self.policy
+        module, _, name = self.policy.partition(":")
+        found: Any = getattr(import_module(f"moeedge.lab.policies.{module}"), name)
+        return found  # type: ignore[no-any-return]
 
     @property
     def reads_layer_inputs(self) -> bool:
@@ -67,12 +70,12 @@ class PolicyEntry:
         return getattr(self.make, "execution_model", ExecutionModel())
 
 
-def _simulated(make: Callable[[CacheShape, PolicyConfig], Policy], description: str) -> PolicyEntry:
-    return PolicyEntry(make, description, RunsIn.SIMULATION)
+def _simulated(policy: str, description: str) -> PolicyEntry:
+    return PolicyEntry(policy, description, RunsIn.SIMULATION)
 
 
-def _bound(make: Callable[[CacheShape, PolicyConfig], Policy], description: str) -> PolicyEntry:
-    return PolicyEntry(make, f"bound: {description}", RunsIn.BOUND, EVICTION_ABLATIONS)
+def _bound(policy: str, description: str) -> PolicyEntry:
+    return PolicyEntry(policy, f"bound: {description}", RunsIn.BOUND, EVICTION_ABLATIONS)
 
 
 TABLE: dict[str, PolicyEntry] = {
@@ -82,9 +85,9 @@ TABLE: dict[str, PolicyEntry] = {
         ablations=_ALL,
         reads_tokens=True,
     ),
-    "spac-paper": PolicyEntry(SpacPaper, "Algorithm 1 of MoE-SpAc as printed", ablations=_ALL),
+    "spac-paper": PolicyEntry("spac_paper:SpacPaper", "Algorithm 1 of MoE-SpAc as printed", ablations=_ALL),
     "spac-program": PolicyEntry(
-        SpacProgram, "MoE-SpAc's utilities as its published program updates them", ablations=_ALL
+        "spac_paper:SpacProgram", "MoE-SpAc's utilities as its published program updates them", ablations=_ALL
     ),
     "lru": PolicyEntry(Lru, "least recently used", ablations=EVICTION_ABLATIONS),
     "lfu": PolicyEntry(Lfu, "least frequently used, with decay", ablations=EVICTION_ABLATIONS),
@@ -92,28 +95,33 @@ TABLE: dict[str, PolicyEntry] = {
         Static, "the most used experts of a profile or of the first steps, placed once", takes_profile=True
     ),
     "moe-infinity": PolicyEntry(
-        MoeInfinity, "activations of the most similar earlier sequence", ablations=EVICTION_ABLATIONS
+        "moe_infinity:MoeInfinity", "activations of the most similar earlier sequence", ablations=EVICTION_ABLATIONS
     ),
-    "fate": PolicyEntry(Fate, "the next layer's gate on this layer's input; ARC per layer"),
-    "adapmoe": PolicyEntry(AdapMoe, "the next layer's gate, one expert prefetched; LRU per layer"),
-    "hybrimoe": PolicyEntry(HybriMoe, "averaged routing scores; a queue divides each layer between CPU and GPU"),
-    "fiddler": PolicyEntry(Fiddler, "the most popular experts, placed once as Fiddler does", takes_profile=True),
+    "fate": PolicyEntry("fate:Fate", "the next layer's gate on this layer's input; ARC per layer"),
+    "adapmoe": PolicyEntry("adapmoe:AdapMoe", "the next layer's gate, one expert prefetched; LRU per layer"),
+    "hybrimoe": PolicyEntry(
+        "hybrimoe:HybriMoe", "averaged routing scores; a queue divides each layer between CPU and GPU"
+    ),
+    "fiddler": PolicyEntry(
+        "placed:Fiddler", "the most popular experts, placed once as Fiddler does", takes_profile=True
+    ),
     "sp-moe": PolicyEntry(
-        SpMoe, "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer"
+        "sp_moe:SpMoe", "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer"
     ),
     "none": PolicyEntry(NoCache, "no expert on the device"),
-    "llama-cpp": _simulated(LlamaCpp, "llama.cpp: the last layers on the GPU, no draft model"),
-    "llama-cpp-sd": _simulated(LlamaCppSd, "llama.cpp with a draft model"),
+    "llama-cpp": _simulated("placed:LlamaCpp", "llama.cpp: the last layers on the GPU, no draft model"),
+    "llama-cpp-sd": _simulated("placed:LlamaCppSd", "llama.cpp with a draft model"),
     "llama-cpp-cache": _simulated(
-        LlamaCppCache, "llama.cpp's --moe-cache-mib: an LRU of all layers; misses are loaded, the GPU computes all"
+        "llama_cpp_cache:LlamaCppCache",
+        "llama.cpp's --moe-cache-mib: an LRU of all layers; misses are loaded, the GPU computes all",
     ),
     "mixtral-offloading": _simulated(
-        MixtralOffloading, "LRU per layer, two experts prefetched; misses are loaded, the GPU computes all"
+        "layer_lru:MixtralOffloading", "LRU per layer, two experts prefetched; misses are loaded, the GPU computes all"
     ),
-    "vllm": _simulated(Vllm, "vLLM's offload: the GPU reads the first layers over the link"),
-    "accelerate": _simulated(Accelerate, "Accelerate's offload: the last layers are loaded for each pass"),
-    "oracle": _bound(Oracle, "the best residency for each step, known in advance"),
-    "belady": _bound(Belady, "the best that a cache filled by use can keep (MIN)"),
+    "vllm": _simulated("placed:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
+    "accelerate": _simulated("placed:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
+    "oracle": _bound("bounds:Oracle", "the best residency for each step, known in advance"),
+    "belady": _bound("bounds:Belady", "the best that a cache filled by use can keep (MIN)"),
 }
 
 # name -> description

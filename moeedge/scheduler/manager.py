@@ -212,10 +212,6 @@ class PlacementManager:
                 self._attached = False
                 self._switch_hooks()
 
-    def residency(self) -> NDArray[np.uint8] | None:
-        """Which experts are on the device, uint8 [n_layers, n_experts]; None while it computes none of them."""
-        return self.cache.copy_residency() if self.active else None
-
     def lose_device(self, *, context_usable: bool) -> None:
         """Ends placement because the device failed outside the cache, with the target's context; figures remain.
 
@@ -454,7 +450,7 @@ class PlacementManager:
         self._switch_hooks()
 
     def watch_memory(self) -> None:
-        """Gives slots in RAM back where memory runs short, and notifies of what happened to them since the last call.
+        """Notifies of what has happened to slots in RAM since the last call: a thread gives them back.
 
         To be called now and then, also in the middle of a decode; without an effect for other caches.
         """

@@ -510,7 +510,7 @@ def _describe_placement(
         f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}), policy {config.policy}{ablated}."
     )
     notes: list[str] = [Notification(sentence)]
-    if target.model.experts_mapped and target.model.dense is None:
+    if target.model.storage == "mapped":
         notes.append(
             "The model is larger than the free memory: its other experts stay as they are in the file, and the CPU "
             "computes those slower than repacked ones."

@@ -156,7 +156,7 @@ class NextGatePredictor:
 
     def __init__(self, target: Model, n_layers_ahead: int = _N_LAYERS_AHEAD) -> None:
         self._routers = Routers.read(target)
-        self._n_used = target.info.n_expert_used
+        self._n_used = target.info.used_per_layer
         # of the current batch, each layer as predicted from the one before: [n_layers, n_tokens, k]
         self._predicted: NDArray[np.int32] | None = None
         layers, norm = target.host_expert_layers, self._routers.norm
@@ -175,11 +175,11 @@ class NextGatePredictor:
         n_layers, _, n_embd = self._routers.shape
         if block.inputs is None or block.inputs.shape[1] != n_embd:
             return None
-        ids = np.full((n_layers, len(block.inputs), self._n_used), -1, dtype=np.int32)
+        ids = np.full((n_layers, len(block.inputs), max(self._n_used)), -1, dtype=np.int32)
         for place, (layer, ratio) in enumerate(self._next.get(block.layer, [])):
             inputs = block.inputs if ratio is None else block.inputs * ratio
-            here = slice(layer, layer + 1)
-            ids[here] = self._routers.best(here, self._routers.scores(here, inputs[None]), self._n_used)
+            here, n_used = slice(layer, layer + 1), self._n_used[layer]
+            ids[here, :, :n_used] = self._routers.best(here, self._routers.scores(here, inputs[None]), n_used)
             if place == 0:  # kept for `compare`
                 if self._predicted is None or self._predicted.shape != ids.shape:
                     self._predicted = np.full(ids.shape, -1, dtype=np.int32)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moeedge.errors import InputError
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
+from moeedge.hardware.memory import default_reserve
 from moeedge.llama import library
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors, n_groups, scratch_bytes
 from moeedge.llama.model import Model, ModelInfo
@@ -14,7 +15,6 @@ from moeedge.native.cache import ExpertTensor
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import format_bytes
 
-_MIB = 2**20
 _STAGING_EXPERTS = 32  # per half of the staging slots, for streaming prefill
 _MAX_DEVICE_PAIRS = 2048  # that the backend gives a device at once (native/src/hybrid.h)
 
@@ -27,16 +27,6 @@ class CacheBudget:
     n_slots: int
     pool_bytes: int
     notes: tuple[str, ...] = ()
-
-
-def default_reserve(total_bytes: int) -> int:
-    """Bytes of a device that stay free for kernels' scratch and the screen: 1/32, from 256 MiB to 1 GiB."""
-    return min(max(256 * _MIB, total_bytes // 32), 1024 * _MIB)
-
-
-def model_fits(*, model_bytes: int, kv_bytes: int, free_bytes: int, reserve_bytes: int) -> bool:
-    """Whether the device can hold all layers and KV caches, so that no expert needs to be moved."""
-    return model_bytes + kv_bytes + reserve_bytes <= free_bytes
 
 
 def plan_budget(

@@ -55,13 +55,19 @@ class SlotMemory:
         self._thread.start()
 
     def check(self) -> list[Notification]:
-        """Checks the cache and the free memory; returns the notifications since the last call.
+        """Checks the cache; returns the notifications since the last call.
 
-        Also during a decode. Cheap enough for every step.
+        Also during a decode. Cheap enough for every step: the thread gives slots back, and what it does just then is in
+        a later call's.
         """
-        with self._locked():
-            self._update()
+        lock = self._locked()
+        if not lock.acquire(blocking=False):
+            return []
+        try:
+            self._check_cache()
             found, self._waiting = self._waiting, []
+        finally:
+            lock.release()
         return found
 
     def make_room(self, n_bytes: int) -> None:
@@ -84,16 +90,17 @@ class SlotMemory:
             self._thread.join()
 
     def update(self) -> None:
-        """Like `check`, but keeps the notifications for the next `check`."""
+        """Checks the cache and the free memory: the thread's work. Keeps the notifications for the next `check`."""
         with self._locked():
-            self._update()
+            self._check_cache()
+            self._check_memory()
 
     def _locked(self) -> Lock:
         if self._process != os.getpid():  # the thread may have held the lock when this process was forked
             self._lock, self._process = Lock(), os.getpid()
         return self._lock
 
-    def _update(self) -> None:
+    def _check_cache(self) -> None:
         if self.lost or self._closed:
             return
         self.lost, n_unknown = self.cache.trouble()
@@ -111,6 +118,10 @@ class SlotMemory:
                 "recognise how these layers compute."
             )
             self._waiting.append(Notification(text, Level.WARNING))
+
+    def _check_memory(self) -> None:
+        if self.lost or self._closed:
+            return
         missing_bytes = self.watch.missing_bytes()
         # memory of slots is taken as experts arrive: those that hold nothing give nothing back
         if missing_bytes:

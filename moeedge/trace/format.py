@@ -1,7 +1,7 @@
 """Routing traces: the experts of every token, in the format that the profiler writes and every other command reads.
 
 A trace file is a NumPy .npz archive (zip, compressed) of these arrays, T rows in the order of computation;
-docs/traces.md describes it for other tools.
+docs/lab/traces.md describes it for other tools.
 
   ids       uint8 or uint16 [T, n_layers, k]  experts of the token, the router's first choice first; the dtype's largest
                                               value means "not recorded" (a layer without experts, a row left out)
@@ -25,6 +25,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -155,6 +156,12 @@ class Trace:
         """The layers with any recorded expert."""
         return [int(layer) for layer in np.flatnonzero((self.ids != self.sentinel).any(axis=(0, 2)))]
 
+    @cached_property
+    def used_per_layer(self) -> list[int]:
+        """Experts per token of each layer, [n_layers]: fewer than k where layers differ, k where none is recorded."""
+        n_used = np.count_nonzero(self.ids != self.sentinel, axis=2)
+        return [int(most) or self.meta.n_expert_used for most in n_used.max(axis=0, initial=0)]
+
     def expert_bytes(self) -> NDArray[np.int64] | None:
         """Bytes of one expert of each layer, int64 [n_layers]; None where the source does not say."""
         stated = self.meta.parameters.get("expert_bytes")
@@ -209,7 +216,7 @@ class Trace:
 
 def unusable_trace(path: Path, reason: str) -> InputError:
     """The error of all readers: one sentence with the file and the reason."""
-    hint = "Write one with moeedge profile --trace-out FILE."
+    hint = "Write one with moeedge profile --trace-out FILE, or convert one with moeedge lab trace import."
     return InputError(f"{path} is not a usable routing trace: {reason}.", hint)
 
 

@@ -19,6 +19,7 @@ from moeedge.experts import count_ids
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 
+GAMMA = 8  # drafts of a text whose trace has none: MoE-SpAc's length
 RejectedTokenModel = Literal["optimistic", "pessimistic"]  # see simulated_steps
 
 

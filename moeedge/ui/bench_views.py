@@ -1,9 +1,8 @@
-"""The results of `moeedge bench`, `moeedge ablate` and `moeedge calibrate`."""
+"""The results of `moeedge bench`, `moeedge lab ablate` and `moeedge calibrate`."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import textwrap
 from collections.abc import Callable, Sequence
@@ -11,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from moeedge.bench.machine_load import BUSY
+from moeedge.bench.samples import RATIO_SCATTER
 from moeedge.bench.scores import different_scores
+from moeedge.hardware.machine_load import BUSY
 from moeedge.policies.base import LookaheadStatus
 from moeedge.ui.figures import is_ram, lookahead
 from moeedge.ui.parallel_views import curve_lines, parallel_markdown
-from moeedge.ui.quality_views import quality_markdown
-from moeedge.ui.stock_views import best_stock_markdown
+from moeedge.ui.quality_views import best_stock_markdown, quality_markdown
 from moeedge.ui.tables import (
     NONE,
     TABLE_WIDTH,
+    WITHHELD,
     Column,
     csv_text,
     json_lines,
@@ -28,6 +28,7 @@ from moeedge.ui.tables import (
     markdown,
     narrow_markdown,
     print_table,
+    ratio_column,
     sql_text,
     text_column,
     value_columns,
@@ -35,7 +36,6 @@ from moeedge.ui.tables import (
 from moeedge.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from moeedge.bench.ablation import AblationRow
     from moeedge.bench.budget_choice import BudgetChoice
     from moeedge.bench.records import BenchRow
     from moeedge.bench.samples import Spread
@@ -63,40 +63,11 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
         return csv_text(_without_samples(records))
     if form == "sql":
         return sql_text("moeedge_bench", _without_samples(records))
-    replayed = [row for row in rows if row.is_replayed]
-    measured = [row for row in rows if not row.is_replayed]
-    if any(row.parallel is not None for row in measured):
-        return parallel_markdown(measured) + "\n".join(["", *setup_lines(measured), *curve_lines(measured)]) + "\n"
-    first = _text(measured) if form == "text" else _markdown(measured)
-    tables = [first, quality_markdown(measured), best_stock_markdown(measured)]
-    return "".join(tables) + (_replayed_markdown(replayed) if replayed else "")
-
-
-_REPLAYED_COLUMNS = (
-    text_column("test", "test"),
-    text_column("mode", "mode"),
-    Column("cache", "cache_ratio", ".3g"),
-    Column("tokens/step", "tokens_per_step", ".2f"),
-    Column("experts/step", "experts_per_verification", ".1f"),
-    Column("pair hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
-    Column("expert hits", lambda row: row.cache.hit_rate_experts, ".3f"),
-    Column("uploads", lambda row: row.cache.uploads_per_layer_step, ".2f"),
-    Column("MiB moved", lambda row: row.cache.bytes_moved, ".1f", _MIB),
-    Column("simulated t/s", "simulated_ts", ".2f"),
-    Column("moeedge simulated", "simulated_moeedge_ts", ".2f"),
-)
-
-
-def _replayed_markdown(rows: Sequence[BenchRow]) -> str:
-    """A table of its own: no figure in it was measured."""
-    return "\n".join(
-        [
-            "",
-            "Not run: replayed on the routing of the answers above, speeds by the simulator with this machine's costs.",
-            "",
-            markdown(_REPLAYED_COLUMNS, rows),
-        ]
-    )
+    if any(row.parallel is not None for row in rows):
+        lines = ["", *setup_lines(rows), *curve_lines(rows), *withheld_lines(rows)]
+        return parallel_markdown(rows) + "\n".join(lines) + "\n"
+    first = _text(rows) if form == "text" else _markdown(rows)
+    return first + quality_markdown(rows) + best_stock_markdown(rows)
 
 
 def _bench_columns(
@@ -127,9 +98,9 @@ def _bench_columns(
         Column("pp t/s", "pp", _spread),
         Column("tg t/s", "tg", _spread),
         Column("t/s", lambda row: (row.total or row.tg or row.pp) if is_synthetic else row.total, _spread),
-        Column("ratio", lambda row: next(filter(None, (row.ratio_total, row.ratio, row.ratio_pp)), None), ".3f"),
-        Column("tg ratio", "ratio", ".3f"),
-        Column("pp ratio", "ratio_pp", ".3f"),
+        ratio_column("ratio", lambda row: next(filter(None, (row.ratio_total, row.ratio, row.ratio_pp)), None)),
+        ratio_column("tg ratio", "ratio"),
+        ratio_column("pp ratio", "ratio_pp"),
         Column("output", _output, none=NONE),
         Column("score", lambda row: row.scores if row.scores.n_answers else None, str),
         Column("partial", lambda row: f"{len(row.samples)} of {row.n_planned}" if row.is_partial else None),
@@ -145,8 +116,8 @@ def _bench_columns(
         Column("disk MB/s", lambda row: row.cache.link_bytes_per_s, ".0f", _MB),
         Column("disk wait %", lambda row: row.cache.wait_share, ".0f", 100),
         Column("of limit", "limit_share", ".2f"),
-        Column("pp / ncmoe", "ratio_pp_ncmoe", ".3f"),
-        Column("tg / ncmoe", "ratio_ncmoe", ".3f"),
+        ratio_column("pp / ncmoe", "ratio_pp_ncmoe"),
+        ratio_column("tg / ncmoe", "ratio_ncmoe"),
     ]
     if is_synthetic:  # each row has one speed, as llama-bench's
         replaced = {"pp t/s", "tg t/s", "pp ratio", "tg ratio", "tokens/step"}
@@ -224,6 +195,7 @@ def _lines_below(rows: Sequence[BenchRow]) -> list[str]:
             "pair hits, expert hits: share of (token, expert) pairs, and of distinct experts per layer and step, that "
             "were on the device. uploads: experts per layer and step."
         )
+    lines += withheld_lines(rows)
     if any(row.is_partial for row in rows):
         lines.append("partial: the run was interrupted; so many of a mode's samples were measured.")
     return [part for line in lines for part in textwrap.wrap(line, TABLE_WIDTH)]
@@ -247,6 +219,21 @@ def _without_samples(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key != "samples"} for record in records]
 
 
+def withheld_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """One line where ratios are withheld, with the reasons."""
+    reasons = {
+        "load": "other programs took cores",
+        "scatter": f"ratios of repetitions differ by more than {RATIO_SCATTER:.0%}",
+    }
+    found = [reason for key, reason in reasons.items() if any(row.disturbed == key for row in rows)]
+    if not found:
+        return []
+    return [
+        f"{WITHHELD}: no ratio, because the samples of the row or of stock-ar were disturbed: {' and '.join(found)}. "
+        "Measure again on a quiet machine."
+    ]
+
+
 def quiet_lines(rows: Sequence[BenchRow]) -> list[str]:
     """Why the figures may not be trusted: repetitions that scatter, and a machine that other programs kept busy."""
     lines = []
@@ -262,7 +249,7 @@ def quiet_lines(rows: Sequence[BenchRow]) -> list[str]:
     if busiest > BUSY:
         lines.append(
             f"The machine was busy: other programs used {busiest:.1f} of {os.cpu_count()} processors "
-            f"(quiet: up to {BUSY}). Speeds are too low; comparisons of rows suffer less."
+            f"(quiet: up to {BUSY}). Speeds are too low, and ratios may be wrong."
         )
     return lines
 
@@ -344,52 +331,6 @@ def score_lines(rows: Sequence[BenchRow]) -> list[str]:
 
 def _shown_token(token: int | None) -> str:
     return "the end" if token is None else f"token {token}"
-
-
-_ABLATION_COLUMNS = (
-    text_column("variant", "variant"),
-    Column("cutoff", "cutoff_layer"),
-    Column("ms/token", "tpot_s", ".2f", _MS),
-    Column("speed", lambda row: f"{row.speedup:.2f}x"),
-    Column("expert hits", "hit_rate_experts", ".0%"),
-    Column("waits", lambda row: row.loaded_per_step + row.late_per_step, ".1f"),
-    Column("ahead", "ahead_per_step", ".1f"),
-    Column("MB", "bytes_per_step", ".1f", _MB),
-    Column("sends", "transfers_per_step", ".1f"),
-    Column("stops", "draft_stops_per_step", ".1f"),
-    Column("right", "predicted_right", ".0%"),
-    Column("equal", lambda row: f"{row.equal}/{row.answers}"),
-)
-
-
-def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
-    """One line per variant, the meaning of the columns, and what changes from each variant to the next."""
-    print_table(console, _ABLATION_COLUMNS, rows)
-    console.print(
-        "expert hits: experts that were resident when their layer started; right: predicted experts that were used; "
-        "equal: answers equal to stock llama.cpp's. Per step: waits: experts that a layer waited for; ahead: experts "
-        "moved before their layer; MB: bytes of both, in so many sends; stops: draft layers that waited."
-    )
-    for before, after in itertools.pairwise(rows):
-        console.print(ablation_change(before, after), highlight=False)
-
-
-def ablation_change(before: AblationRow, after: AblationRow) -> str:
-    """The time per step that a variant gains or loses against the one before it, with the counts that explain it."""
-    name = "cutoff {0.cutoff_layer}" if before.variant == after.variant else "{0.variant}"
-    return (
-        f"{name.format(after)} after {name.format(before)}, ms per step: "
-        f"draft {(after.draft_s - before.draft_s) * _MS:+.1f} ("
-        f"{_change(before, after, 'planned_s', _MS)} in {after.plans_per_step:.1f} plans, "
-        f"{_change(before, after, 'draft_waited_s', _MS)} in {after.draft_stops_per_step:.1f} stops); "
-        f"verify {(after.verify_s - before.verify_s) * _MS:+.1f} ("
-        f"{_change(before, after, 'waited_s', _MS)} for {_change(before, after, 'loaded_per_step')} experts loaded and "
-        f"{_change(before, after, 'late_per_step')} under way, {_change(before, after, 'transfers_per_step')} sends)."
-    )
-
-
-def _change(before: AblationRow, after: AblationRow, name: str, scale: float = 1.0) -> str:
-    return f"{(getattr(after, name) - getattr(before, name)) * scale:+.1f}"
 
 
 _TOKENS = (1, 2, 4, 8, 16)  # per expert, of the curves

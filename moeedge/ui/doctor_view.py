@@ -13,7 +13,7 @@ from moeedge.ui.console import visible
 from moeedge.ui.tables import json_text
 
 if TYPE_CHECKING:
-    from moeedge.health.report import Finding, Report
+    from moeedge.health.doctor import Finding, Report
 
 _MARKS = {"ok": ("ok", "green"), "info": ("-", "dim"), "warning": ("!", "yellow"), "broken": ("x", "bold red")}
 _TOPIC_WIDTH = 10

@@ -6,12 +6,15 @@ After MoE-SpAc's Figure 8 (activations under speculation and without), Figure 4 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 
 from moeedge.analysis import expert_counts
 from moeedge.analysis.profile import SMOOTHING_STEPS, LayerProfile
 from moeedge.analysis.utility_curves import UtilityCurves
-from moeedge.ui.pictures import Frame, Line, Picture, line_picture, map_picture
+from moeedge.ui.pictures import Frame, Line, Picture, line_picture, map_picture, save_stacked
 from moeedge.ui.profile_views import PREDICTOR_NAMES
 
 _SHOWN_STEPS = 1000  # of the first ones: more are finer than a pixel
@@ -25,6 +28,36 @@ def layer_pictures(profile: LayerProfile) -> list[Picture]:
     for curves in profile.utility:
         pictures += _utility(profile, curves)
     return pictures
+
+
+def plot_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> None:
+    """`profile --plot`: one layer step by step, or several in one map, with the accuracy of predictions below.
+
+    Raises InputError where the file cannot be written.
+    """
+    pictures = _steps(profiles[0]) if len(profiles) == 1 else _layers(profiles)
+    save_stacked(pictures, title, path)
+
+
+def _steps(profile: LayerProfile) -> list[Picture]:
+    return [_activations(profile)[0], _accuracy(profile)]
+
+
+def _layers(profiles: Sequence[LayerProfile]) -> list[Picture]:
+    layers = [profile.layer for profile in profiles]
+    share = np.stack([profile.counts.sum(axis=0) / max(int(profile.step_tokens.sum()), 1) for profile in profiles])
+    shares = Frame(key="share", section="", title="Share of the tokens that use each expert", caption="")
+    curves = Frame(key="accuracy", section="", title="Predictions and overlap by layer", caption="")
+    lines = [
+        Line("Algorithm 1, fed with verification steps", [profile.sd_accuracy for profile in profiles], "o-"),
+        Line("Algorithm 1, fed with single tokens", [profile.ar_accuracy for profile in profiles], "s--"),
+        Line("always cold", [profile.step_cold_share for profile in profiles], ":"),
+        Line("overlap of adjacent tokens", [profile.curves.overlap[1] for profile in profiles], "-"),
+    ]
+    return [
+        map_picture(shares, "expert", "layer", share, "share of tokens", y=layers),
+        line_picture(curves, "layer", layers, "share of experts or tokens", lines, bottom=0),
+    ]
 
 
 def _section(profile: LayerProfile) -> str:

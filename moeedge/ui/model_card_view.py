@@ -84,7 +84,7 @@ def _experts(card: ModelCard) -> str:
         return "none: a dense model"
     size = format_bytes(facts.expert_bytes)
     return (
-        f"{facts.n_experts} per layer in {facts.n_expert_layers} layers, {facts.n_expert_used} per token; {size} each, "
+        f"{facts.n_experts} per layer in {facts.n_expert_layers} layers, {facts.experts_per_token}; {size} each, "
         f"{format_bytes(facts.experts_bytes)} together"
     )
 

@@ -1,4 +1,4 @@
-"""The results of `moeedge list`, `pull`, `devices` and `widen`: a table for people, JSON for programs."""
+"""The results of `moeedge list`, `pull` and `devices`: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from moeedge.ui.console import say, stderr_console, visible
+from moeedge.ui.console import say, visible
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
-from moeedge.widen.shape import SIZE_NAMES
 
 if TYPE_CHECKING:
     from moeedge.hardware.devices import DeviceRow
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from moeedge.hub.local import ListedModel
     from moeedge.hub.pull import MissingFile, WantedModel
     from moeedge.planning.estimate import FittingModel, FittingModels
-    from moeedge.widen.layout import WidePlan
 
 _MIB = 2.0**-20  # from bytes
 _WIDE = 72  # columns from which everything known about a device has room
@@ -222,38 +220,3 @@ def print_devices(entries: list[DeviceRow], console: Console) -> None:
 def devices_json(entries: list[DeviceRow]) -> str:
     """A JSON list; sizes in bytes, null where not known."""
     return json_text([dataclasses.asdict(entry) for entry in entries])
-
-
-def print_widened(plan: WidePlan, out: Path | None, console: Console) -> None:
-    """The table on `console`, notes on standard error; out: the written file, None for a dry run."""
-    err = stderr_console()
-    for note in plan.notes:
-        say(err, note)
-    before, after = dataclasses.asdict(plan.source_shape), dataclasses.asdict(plan.shape)
-    rows = [(label, f"{before[name]:,}", f"{after[name]:,}") for name, label in SIZE_NAMES.items() if before[name]]
-    rows.append(("feed-forward types", ", ".join(plan.source_types), ", ".join(plan.types)))
-    if plan.expert_bytes:
-        rows.append(("bytes of experts", format_bytes(plan.source_expert_bytes), format_bytes(plan.expert_bytes)))
-    rows.append(("file", format_bytes(plan.source.stat().st_size), format_bytes(_file_bytes(plan, out))))
-    print_table(console, [text_column("", 0), Column("source", 1), Column("widened", 2)], rows)
-    console.print(visible(f"{out} is written." if out else "No file is written (--dry-run)."), soft_wrap=True)
-
-
-def widened_json(plan: WidePlan, out: Path | None) -> str:
-    """One JSON object; sizes in bytes."""
-    record = {
-        "source": str(plan.source),
-        "out": None if out is None else str(out),
-        "bytes": _file_bytes(plan, out),
-        "expert_bytes": plan.expert_bytes,
-        "types": plan.types,
-        "source_shape": dataclasses.asdict(plan.source_shape),
-        "shape": dataclasses.asdict(plan.shape),
-        "notes": plan.notes,
-    }
-    return json_text(record, indent=None)
-
-
-def _file_bytes(plan: WidePlan, out: Path | None) -> int:
-    """Size of the written file; before that, of its tensors."""
-    return plan.data_bytes if out is None else out.stat().st_size

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeedge.bench.batch_curve import BatchCurve, batch_curves
+from moeedge.ui.parallel_views import batch_curves
 from moeedge.ui.plots import COLOURS, MARKERS, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def draw_batch_curves(rows: Sequence[BenchRow], path: Path) -> bool:
-    """Throughput by N on the left; on the right measured speed-ups as points, those of a fit as dashed lines.
+    """Throughput by N on the left; on the right speed-ups.
 
-    The fit's lines are dotted where batches are larger than those that it was measured with. A mode at a draft length
-    has one colour in both. Bars go from the smallest to the largest pair. Returns False, and writes no file, where no
-    mode with drafts was measured next to plain decoding. Raises InputError where the file cannot be written.
+    A mode at a draft length has one colour in both. Bars go from the smallest to the largest pair. Returns False, and
+    writes no file, where no mode with drafts was measured next to plain decoding. Raises InputError
+    where the file cannot be written.
     """
     curves = batch_curves(rows)
     if not curves:
@@ -39,7 +39,6 @@ def draw_batch_curves(rows: Sequence[BenchRow], path: Path) -> bool:
         low = [value - min(curve.samples[n]) for n, value in curve.measured.items()]
         high = [max(curve.samples[n]) - value for n, value in curve.measured.items()]
         speed_up.errorbar(sizes, values, yerr=(low, high), label=curve.name, markersize=5, capsize=2, **style)
-        _draw_prediction(speed_up, curve, style["color"], label="by the fit" if curve is curves[0] else None)
     speed_up.axhline(1, color="0.5", linewidth=0.8)
     speed_up.set_ylabel("speed-up over plain decoding of as many texts")
     speed_up.set_ylim(bottom=0)
@@ -52,14 +51,6 @@ def draw_batch_curves(rows: Sequence[BenchRow], path: Path) -> bool:
         axes.legend(fontsize="small")
     save_figure(figure, path)
     return True
-
-
-def _draw_prediction(axes: Any, curve: BatchCurve, colour: str, label: str | None) -> None:
-    sizes, values = list(curve.predicted), list(curve.predicted.values())
-    n_known = sum(n not in curve.beyond for n in sizes)
-    start = max(n_known - 1, 0)
-    axes.plot(sizes[:n_known], values[:n_known], "--", color=colour, linewidth=1, label=label if n_known else None)
-    axes.plot(sizes[start:], values[start:], ":", color=colour, linewidth=1, label=None if n_known else label)
 
 
 def _draw_throughput(axes: Any, rows: Sequence[BenchRow], styles: Mapping[str, dict[str, Any]]) -> None:

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moeedge.bench.batch_curve import BatchCurve, batch_curves
-from moeedge.ui.tables import Column, narrow_markdown, text_column
+from moeedge.ui.tables import Column, narrow_markdown, ratio_column, text_column
 
 if TYPE_CHECKING:
     from moeedge.bench.records import BenchRow
 
 
+@dataclass(frozen=True)
+class BatchCurve:
+    """Speed-ups of one mode at one draft length, with one expert cache, by N."""
+
+    name: str
+    measured: dict[int, float]  # by N
+    samples: dict[int, tuple[float, ...]]
+
+    @property
+    def peak(self) -> int:
+        """N of the largest measured speed-up."""
+        return max(self.measured, key=lambda n: self.measured[n])
+
+
+def batch_curves(rows: Sequence[BenchRow]) -> list[BatchCurve]:
+    """Returns the curves of the rows' modes with drafts, in the order of the rows."""
+    curves: dict[str, BatchCurve] = {}
+    for row in rows:
+        figures = row.parallel
+        if figures is None or figures.speed_up is None:
+            continue
+        curve = curves.setdefault(figures.curve, BatchCurve(figures.curve, {}, {}))
+        curve.measured[figures.n_parallel] = figures.speed_up
+        curve.samples[figures.n_parallel] = figures.speed_up_samples
+    return list(curves.values())
+
+
 def _output(row: BenchRow) -> str | None:
     return None if row.output is None else row.output.summary
-
-
-def _prediction(row: BenchRow, value: float | None) -> str | None:
-    if row.parallel is None or value is None:
-        return None
-    return f"{'~' if row.parallel.beyond_measured else ''}{value:.3f}"
 
 
 _COLUMNS = (
@@ -39,20 +60,15 @@ _COLUMNS = (
     Column("experts/step", "experts_per_verification", ".1f"),
     Column("pair hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
     Column("output", _output),
-    Column("/ stock-ar", "ratio", ".3f"),
-    Column("speed-up", lambda row: row.parallel.speed_up, ".3f"),
-    Column("predicted", lambda row: _prediction(row, row.parallel.predicted_speed_up)),
-    Column("by tokens/step", lambda row: _prediction(row, row.parallel.predicted_by_tokens)),
+    ratio_column("/ stock-ar", "ratio"),
+    ratio_column("speed-up", lambda row: row.parallel.speed_up),
 )
 _OF_CACHE = {"policy", "cache", "pair hits"}
-_OF_FIT = {"predicted", "by tokens/step"}
 
 
 def parallel_markdown(rows: Sequence[BenchRow]) -> str:
     """A row per mode, draft length and number of texts."""
     left_out = set() if any(row.cache_ratio is not None for row in rows) else _OF_CACHE
-    if all(row.parallel is None or row.parallel.predicted_by_tokens is None for row in rows):
-        left_out = left_out | _OF_FIT
     return narrow_markdown([column for column in _COLUMNS if column.title not in left_out], rows, n_keys=4)
 
 
@@ -61,11 +77,6 @@ def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
     curves = batch_curves(rows)
     return [
         "t/s: of all texts, in steps of as many texts as asked for. speed-up: over plain decoding of as many texts.",
-        *(
-            ["~: more tokens in a batch than the fit was measured with."]
-            if any(curve.beyond for curve in curves)
-            else []
-        ),
         *(_curve_line(curve) for curve in curves),
     ]
 
@@ -73,9 +84,4 @@ def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
 def _curve_line(curve: BatchCurve) -> str:
     numbers = ", ".join(f"{value:.2f}" for value in curve.measured.values())
     sizes = ", ".join(map(str, curve.measured))
-    line = f"{curve.name}: {numbers} for N = {sizes}; the most with N = {curve.peak}"
-    if not curve.errors:
-        return f"{line}."
-    predicted = ", ".join(f"{value:.2f}" for value in curve.predicted.values())
-    worst = max(curve.errors.values(), key=abs)
-    return f"{line}. Predicted {predicted}: largest error {worst:+.1%}."
+    return f"{curve.name}: {numbers} for N = {sizes}; the most with N = {curve.peak}."

@@ -135,7 +135,8 @@ def map_picture(
 
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
-        image = axes.imshow(values, aspect="auto", origin="lower", interpolation="nearest", cmap="magma")
+        drawn = values if values.size else np.zeros((max(len(values), 1), 1))
+        image = axes.imshow(drawn, aspect="auto", origin="lower", interpolation="nearest", cmap="magma")
         figure.colorbar(image, ax=axes, label=value_label)
         if y is not None:
             shown = np.unique(np.linspace(0, len(y) - 1, min(len(y), 9)).astype(int))
@@ -152,7 +153,8 @@ def _legend(figure: Any, axes: Any, lines: Sequence[Line]) -> None:
     labels = [shortened(line.label, _MAX_LABEL) for line in lines]
     n_columns = 1 if max(map(len, labels)) > _WIDE_LABEL else 2
     n_rows = -(-len(labels) // n_columns)
-    figure.set_figheight(figure.get_figheight() + 0.18 * max(n_rows - 2, 0))
+    if hasattr(figure, "set_figheight"):  # a picture alone
+        figure.set_figheight(figure.get_figheight() + 0.18 * max(n_rows - 2, 0))
     place = "outside lower center"
     figure.legend(axes.lines, labels, loc=place, ncols=n_columns, fontsize=_LEGEND_SIZE, frameon=False)
 
@@ -201,6 +203,19 @@ def save_picture(picture: Picture, path: Path) -> None:
     except OSError as error:
         reason = error.strerror or "write error"
         raise InputError(f"Cannot write the picture {path}: {reason}.", "Choose another path.") from None
+
+
+def save_stacked(pictures: Sequence[Picture], title: str, path: Path) -> None:
+    """Writes several pictures, one below the other, to a file. Raises InputError where it cannot be written."""
+
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(10, 4.2 * len(pictures))
+        parts = figure.subfigures(len(pictures), 1, squeeze=False)[:, 0]
+        for part, picture in zip(parts, pictures, strict=True):
+            part.suptitle(picture.title, fontsize=_FONT_SIZE)
+            picture.draw(part)
+
+    save_picture(Picture("stacked", "", title, "", draw), path)
 
 
 def _render(picture: Picture, target: io.StringIO | Path, form: str, *, transparent: bool) -> None:

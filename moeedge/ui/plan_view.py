@@ -13,13 +13,14 @@ from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from moeedge.planning.beyond_ram import RamTierPlan, RamTierRow
-    from moeedge.planning.estimate import EstimatedMap, EstimatedPlan
+    from moeedge.planning.estimate import EstimatedMap, EstimatedPlan, KnownModel
     from moeedge.planning.headers import ModelFacts
     from moeedge.planning.memory_map import MemoryMap, MemoryPool, Verdict
     from moeedge.planning.session_plan import SessionPlan
 
 _MIB = 2**20
 _WORTH_IT = 1.1  # times the speed
+_OF_ESTIMATE = ("n_ctx", "verdict", "kv_bytes", "whole_on_gpu", "device_ratio", "ram_ratio")
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
 
 
@@ -32,21 +33,15 @@ def print_plan(plan: SessionPlan, console: Console) -> None:
     _print_facts("model", plan.model, console)
     if plan.draft is not None:
         _print_facts("draft", plan.draft, console)
-    for place in plan.map.places:
-        console.print()
-        _print_place(place, plan.map, console)
-    console.print()
-    _print_contexts(plan, console)
-    console.print()
+    has_device = plan.machine.device.kind != "none" and plan.model.n_experts > 0
+    _print_map(plan, [Column("experts on device", "device_ratio", ".1%")] if has_device else [], console)
     console.print(_largest_context(plan))
     for note in plan.notes:
         console.print(note)
     if plan.ram_tier is not None:
         console.print()
         _print_ram_tier(plan.ram_tier, console)
-    if plan.command:
-        console.print()
-        console.print(plan.command, soft_wrap=True, style="bold")  # to be copied
+    _print_command(plan.command, console)
 
 
 def _answer(verdict: Verdict, share: float | None, *, whole: bool, n_ctx: int) -> str:
@@ -68,11 +63,8 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
     shape = f"{facts.description}; {facts.n_layers} layers, {_count(facts.n_weights)} weights"
     console.print(f"  {shape} of {facts.bits_per_weight:.2f} bits, context {facts.n_ctx_train:,}")
     if facts.n_experts:
-        console.print(
-            f"  {facts.n_expert_layers} layers with {facts.n_experts} experts, {facts.n_expert_used} per token; "
-            f"an expert {_expert_size(facts.expert_bytes)}, all {format_bytes(facts.experts_bytes)}, the rest "
-            f"{format_bytes(facts.dense_bytes)}"
-        )
+        layers = f"{facts.n_expert_layers} layers with {facts.n_experts} experts, {facts.experts_per_token}"
+        console.print(f"  {layers}; {_expert_sizes(facts, facts.expert_bytes)}")
     console.print(f"  read per token: {format_bytes(facts.active_bytes)}")
     if facts.memory:
         console.print(f"  {facts.memory}")
@@ -84,17 +76,26 @@ def print_estimate(plan: EstimatedPlan, console: Console) -> None:
     console.print(f"{plan.reason} This is an estimate from the catalog's facts.")
     console.print()
     share = plan.map.device_ratio if len(plan.map.places) > 1 and model.n_experts else None
-    console.print(_answer(plan.map.verdict, share, whole=plan.map.place == "GPU", n_ctx=plan.map.n_ctx), style="bold")
+    console.print(_answer(plan.map.verdict, share, whole=plan.map.whole_on_gpu, n_ctx=plan.map.n_ctx), style="bold")
     console.print()
     size = format_bytes(model.file_bytes)
     console.print(f"model: {model.name}, {size if model.is_exact else f'about {size}'}")
-    if shape is not None:
-        one, every = _expert_size(model.experts_bytes // model.n_experts), format_bytes(model.experts_bytes)
-        console.print(
-            f"  {shape.expert_layers} layers with {shape.experts} experts, {shape.used} per token; "
-            f"an expert {one}, all {every}, the rest {format_bytes(model.dense_bytes)}"
-        )
+    if shape is not None and model.n_experts:
+        layers = f"{shape.expert_layers} layers with {shape.experts} experts, {shape.used} per token"
+        console.print(f"  {layers}; {_expert_sizes(model, model.experts_bytes // model.n_experts)}")
         console.print(f"  read per token: {format_bytes(model.active_bytes)}")
+    if plan.draft is not None:
+        about = "" if plan.draft.is_exact else "about "
+        console.print(f"draft: {plan.draft.name}, {about}{format_bytes(plan.draft.file_bytes)}")
+    has_gpu = plan.memory.vram_bytes and model.n_experts
+    _print_map(plan, [Column("experts on GPU", "device_ratio", ".0%")] if has_gpu else [], console)
+    for note in plan.notes:
+        console.print(note)
+    _print_command(plan.command, console)
+
+
+def _print_map(plan: SessionPlan | EstimatedPlan, of_device: list[Column], console: Console) -> None:
+    """What takes memory in each place; then a row per context size. of_device: its column, if there is one."""
     for place in plan.map.places:
         console.print()
         _print_place(place, plan.map, console)
@@ -102,17 +103,19 @@ def print_estimate(plan: EstimatedPlan, console: Console) -> None:
     columns = [
         Column("context", "n_ctx", ","),
         Column("KV MiB", "kv_bytes", _mib),
-        *([Column("experts on GPU", "device_ratio", ".0%")] if plan.memory.vram_bytes and model.n_experts else []),
+        *of_device,
         Column("RAM MiB", lambda row: row.places[-1].used_bytes, _mib),
         Column("fits", lambda row: _FITS[row.verdict]),
     ]
-    print_table(console, columns, plan.contexts, style=lambda row: "bold" if row is plan.map else "")
+    style = {plan.map.n_ctx: "bold"}
+    print_table(console, columns, plan.contexts, style=lambda row: style.get(row.n_ctx, ""))
     console.print()
-    for note in plan.notes:
-        console.print(note)
-    if plan.command:
+
+
+def _print_command(command: str, console: Console) -> None:
+    if command:
         console.print()
-        console.print(plan.command, soft_wrap=True, style="bold")  # to be copied
+        console.print(command, soft_wrap=True, style="bold")  # to be copied
 
 
 def estimate_json(plan: EstimatedPlan) -> str:
@@ -130,64 +133,44 @@ def estimate_json(plan: EstimatedPlan) -> str:
         "n_experts_used": shape.used if shape else None,
         "n_ctx_train": model.n_ctx_train,
     }
+    drafts = None if plan.draft is None else {"file": plan.draft.name, "file_bytes": plan.draft.file_bytes}
+    about = {"estimated": True, "reason": plan.reason, "model": facts, "draft": drafts}
+    return _answer_json(plan, about, {})
+
+
+def _answer_json(plan: SessionPlan | EstimatedPlan, about: dict[str, Any], tier: dict[str, Any]) -> str:
     return json_text(
         {
-            "estimated": True,
-            "reason": plan.reason,
-            "model": facts,
-            "draft": None,
-            "plan": _estimated_map(plan.map),
-            "contexts": [_estimated_map(row) for row in plan.contexts],
+            **about,
+            "plan": _map_dict(plan.map),
+            "contexts": [_map_dict(row) for row in plan.contexts],
             "largest_n_ctx": plan.largest_n_ctx,
+            **tier,
             "command": plan.command,
             "notes": list(plan.notes),
         }
     )
 
 
-def _estimated_map(row: EstimatedMap) -> dict[str, Any]:
-    return {
-        "n_ctx": row.n_ctx,
-        "verdict": row.verdict,
-        "kv_bytes": row.kv_bytes,
-        "whole_on_gpu": row.place == "GPU",
-        "device_ratio": row.device_ratio,
-        "ram_ratio": row.ram_ratio,
-        "places": [_place_dict(place) for place in row.places],
-    }
-
-
 def _print_place(place: MemoryPool, chosen: MemoryMap | EstimatedMap, console: Console) -> None:
     """What takes memory in one place, in MiB; rows are (text, bytes, style)."""
     rows = []
     for line in place.lines:
+        if line.spare:
+            continue
         text = f"{line.what}, {chosen.n_ctx:,} tokens" if line.what.endswith("KV cache") else line.what
         text += " (in the file)" if line.mapped_bytes == line.n_bytes else ""
         rows.append((text, line.n_bytes, ""))
     rows.append(("together", place.used_bytes, "bold"))
     rows.append((f"free of {_mib(place.total_bytes)}", place.free_bytes, ""))
     if place.left_bytes >= 0:
-        rows.append(("left", place.left_bytes, ""))
-    elif place.verdict == "fits":
-        rows.append(("missing of the reserve", -place.left_bytes, ""))
+        kept = "of which a reserve of" if place.left_bytes >= place.reserve_bytes else "less than the reserve of"
+        reserve = f", {kept} {_mib(place.reserve_bytes)}" if place.reserve_bytes else ""
+        rows.append((f"left{reserve}", place.left_bytes, ""))
     else:
         rows.append((f"missing ({place.verdict})", -place.left_bytes, "bold red"))
     columns = [text_column(place.name, 0, fold=True), Column("MiB", 1, _mib)]
     print_table(console, columns, rows, style=lambda row: str(row[2]))
-
-
-def _print_contexts(plan: SessionPlan, console: Console) -> None:
-    """One row per context size: its KV cache, the experts that the device holds, and whether it fits."""
-    has_device = plan.machine.device.kind != "none" and plan.model.n_experts > 0
-    columns = [
-        Column("context", "n_ctx", ","),
-        Column("KV MiB", "kv_bytes", _mib),
-        *([Column("experts on device", "device_ratio", ".1%")] if has_device else []),
-        Column("RAM MiB", lambda context: context.places[-1].used_bytes, _mib),
-        Column("fits", lambda context: _FITS[context.verdict]),
-    ]
-    style = {plan.map.n_ctx: "bold"}
-    print_table(console, columns, plan.contexts, style=lambda context: style.get(context.n_ctx, ""))
 
 
 def _largest_context(plan: SessionPlan) -> str:
@@ -206,18 +189,11 @@ def _print_ram_tier(tier: RamTierPlan, console: Console) -> None:
         Column(f"slots of {tier.n_experts:,}", "n_slots", ","),
         Column("in RAM", "ratio", ".1%"),
         Column("slots MiB", "slots_bytes", _mib),
-        Column("expert hits", lambda row: row.plain.hit_rate_experts, ".1%"),
-        Column("MB/token", lambda row: row.plain.bytes_per_token, ".0f", 1e-6),
-        Column("limit t/s", lambda row: row.plain.limit_ts, ".1f"),
-        text_column("limited by", lambda row: row.plain.limited_by),
+        Column("expert hits", lambda row: row.hit_rate_experts, ".1%"),
+        Column("MB/token", lambda row: row.bytes_per_token, ".0f", 1e-6),
+        Column("limit t/s", lambda row: row.limit_ts, ".1f"),
+        text_column("limited by", lambda row: row.limited_by),
     ]
-    if first.drafted is not None:
-        columns += [
-            Column(f"{tier.n_drafts} drafts: expert hits", lambda row: row.drafted.hit_rate_experts, ".1%"),
-            Column("MB/token", lambda row: row.drafted.bytes_per_token, ".0f", 1e-6),
-            Column("limit t/s", lambda row: row.drafted.limit_ts, ".1f"),
-            text_column("limited by", lambda row: row.drafted.limited_by),
-        ]
     title = f"experts from the disk, context {tier.n_ctx:,}"
     print_table(console, columns, tier.rows, title=title, style=lambda row: "bold" if row is first else "")
     console.print(_ram_tier_basis(tier))
@@ -237,17 +213,11 @@ def _ram_tier_basis(tier: RamTierPlan) -> str:
         "given": "as given",
         "assumed": "an assumption: moeedge calibrate --disk measures it",
     }[disk.source]
-    hits = (
-        "an assumption from other models (policy lfu, no drafts): --trace FILE replays the model's own routing, with "
-        "drafts"
-    )
-    if tier.source == "trace":
-        drafts = f"; {tier.n_drafts} drafts give {tier.tokens_per_step:.2f} tokens per step" if tier.n_drafts else ""
-        hits = f"of a replay of {tier.trace} (policy lfu{drafts})"
-    elif tier.source == "kept":
+    hits = "an assumption from other models (policy lfu, no drafts): runs of the model replace it"
+    if tier.source == "kept":
         hits = (
             f"an estimate from about {tier.n_kept_tokens:,.0f} tokens of earlier runs, the experts that they used "
-            "most in RAM, without drafts: --trace FILE replays the model's own routing, with drafts"
+            "most in RAM, without drafts"
         )
     return (
         f"The disk's rate is {rate}. The hits are {hits}. The limit is for reading and computing at the same time, and "
@@ -274,11 +244,10 @@ def _ram_tier_dict(tier: RamTierPlan | None) -> dict[str, Any] | None:
     if tier is None:
         return None
     values = dataclasses.asdict(tier) | {"hits_assumed": tier.source == "assumed"}
-    values["hits_source"], values["trace"] = values.pop("source"), tier.trace or None
+    values["hits_source"] = values.pop("source")
     rows = []
     for row in values.pop("rows"):
-        disk, plain, drafted = row.pop("disk"), row.pop("plain"), row.pop("drafted")
-        row |= plain | {f"draft_{key}": None if drafted is None else drafted[key] for key in plain}
+        disk = row.pop("disk")
         rows.append(row | {"disk_bytes_per_s": disk["bytes_per_s"], "disk_source": disk["source"]})
     return values | {"rows": rows}
 
@@ -286,55 +255,55 @@ def _ram_tier_dict(tier: RamTierPlan | None) -> dict[str, Any] | None:
 def plan_json(plan: SessionPlan) -> str:
     """One JSON object; sizes in bytes."""
     device = plan.machine.device
-    return json_text(
-        {
-            "estimated": False,
-            "model": _facts_dict(plan.model),
-            "draft": None if plan.draft is None else _facts_dict(plan.draft),
-            "device": {"kind": device.kind, "name": device.label, "measured": not plan.machine.vram_given},
-            "ram_measured": not plan.machine.ram_given,
-            "plan": _map_dict(plan.map),
-            "contexts": [_map_dict(context) for context in plan.contexts],
-            "largest_n_ctx": plan.largest_n_ctx,
-            "ram_tier": _ram_tier_dict(plan.ram_tier),
-            "command": plan.command,
-            "notes": list(plan.notes),
-        }
-    )
+    about = {
+        "estimated": False,
+        "model": _facts_dict(plan.model),
+        "draft": None if plan.draft is None else _facts_dict(plan.draft),
+        "device": {"kind": device.kind, "name": device.label, "measured": not plan.machine.vram_given},
+        "ram_measured": not plan.machine.ram_given,
+    }
+    return _answer_json(plan, about, {"ram_tier": _ram_tier_dict(plan.ram_tier)})
 
 
 def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
     values = dataclasses.asdict(facts) | {"bits_per_weight": facts.bits_per_weight}
-    values["n_experts_used"] = values.pop("n_expert_used")  # the key of all JSON outputs
+    for name in ("", "_by_layer"):
+        values[f"n_experts_used{name}"] = values.pop(f"n_expert_used{name}")  # the key of all JSON outputs
     return values
 
 
-def _map_dict(memory_map: MemoryMap) -> dict[str, Any]:
-    return {
-        "n_ctx": memory_map.n_ctx,
-        "verdict": memory_map.verdict,
-        "kv_bytes": memory_map.kv_bytes,
-        "compute_bytes": memory_map.compute_bytes,
-        "whole_on_gpu": memory_map.whole_on_gpu,
-        "whole_layers": memory_map.n_whole_layers,
-        "cache_ratio": memory_map.cache_ratio,
-        "device_ratio": memory_map.device_ratio,
-        "cache_slots": memory_map.budget.n_slots,
-        "pool_bytes": memory_map.budget.pool_bytes,
-        "places": [_place_dict(place) for place in memory_map.places],
-    }
+def _map_dict(row: MemoryMap | EstimatedMap) -> dict[str, Any]:
+    if hasattr(row, "ram_ratio"):
+        values = {key: getattr(row, key) for key in _OF_ESTIMATE}
+    else:
+        values = {
+            "n_ctx": row.n_ctx,
+            "verdict": row.verdict,
+            "kv_bytes": row.kv_bytes,
+            "compute_bytes": row.compute_bytes,
+            "whole_on_gpu": row.whole_on_gpu,
+            "whole_layers": row.n_whole_layers,
+            "cache_ratio": row.cache_ratio,
+            "device_ratio": row.device_ratio,
+            "cache_slots": row.budget.n_slots,
+            "pool_bytes": row.budget.pool_bytes,
+        }
+    return values | {"places": [_place_dict(place) for place in row.places]}
 
 
 def _place_dict(place: MemoryPool) -> dict[str, Any]:
     return dataclasses.asdict(place) | {
         "used_bytes": place.used_bytes,
+        "reserve_bytes": place.reserve_bytes,
         "fixed_bytes": place.fixed_bytes,
         "left_bytes": place.left_bytes,
     }
 
 
-def _expert_size(n_bytes: int) -> str:
-    return f"{n_bytes / _MIB:.1f} MiB" if _MIB <= n_bytes < 100 * _MIB else format_bytes(n_bytes)
+def _expert_sizes(model: ModelFacts | KnownModel, n_bytes: int) -> str:
+    """Of one expert, `n_bytes`, of all, and of the rest."""
+    one = f"{n_bytes / _MIB:.1f} MiB" if _MIB <= n_bytes < 100 * _MIB else format_bytes(n_bytes)
+    return f"an expert {one}, all {format_bytes(model.experts_bytes)}, the rest {format_bytes(model.dense_bytes)}"
 
 
 def _count(n: int) -> str:

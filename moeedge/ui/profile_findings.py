@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.groups import UNIQUE_TOKENS
 from moeedge.analysis.model_profile import GAMMAS, ModelProfile
 from moeedge.analysis.profile import HEADLINE, LayerProfile
@@ -13,21 +10,8 @@ from moeedge.analysis.routing_curves import RoutingCurves
 Lines = list[tuple[str, str]]
 
 
-def page_title(profile: ModelProfile, comparison: Comparison | None) -> str:
-    """The model's name, and what distinguishes the profile that it is compared with."""
-    name = f"Profile of {profile.meta.model}"
-    return name if comparison is None else f"{name}, compared with {comparison.name_beside(profile)}"
-
-
-def run_lines(profile: ModelProfile, comparison: Comparison | None) -> Lines:
-    """Labels and values of the model and the run; those of the other profile where they differ."""
-    lines = _run_lines(profile)
-    if comparison is not None:
-        lines += [(f"{each[0]} (2)", each[1]) for each in _run_lines(comparison.other) if each not in lines]
-    return lines
-
-
-def _run_lines(profile: ModelProfile) -> Lines:
+def run_lines(profile: ModelProfile) -> Lines:
+    """Labels and values of the model and the run."""
     meta = profile.meta
     lines = [
         ("model", f"{meta.model} ({meta.architecture})" if meta.architecture else meta.model),
@@ -43,7 +27,7 @@ def _run_lines(profile: ModelProfile) -> Lines:
     return lines
 
 
-def findings(profile: ModelProfile, comparison: Comparison | None = None) -> list[str]:
+def findings(profile: ModelProfile) -> list[str]:
     """The main figures as sentences; those without data are left out."""
     mean = profile.mean
     if mean is None:
@@ -51,15 +35,6 @@ def findings(profile: ModelProfile, comparison: Comparison | None = None) -> lis
     sentences = [*_sharing(profile, mean), _skew(mean, profile), *_gain(profile)]
     for layer in profile.layers[:1]:
         sentences += _prediction(layer)
-    pair = profile.pair
-    if pair is not None:
-        top = float(np.mean([found[0] for found in pair.top_n]))
-        sentences.append(
-            f"What the draft's layers read has a cosine similarity of {np.mean(pair.cosine):.2f} with the input of the "
-            f"target's routers; the expert ranked first from it is used {_percent(top)} of the time."
-        )
-    if comparison is not None and comparison.other.mean is not None:
-        sentences += _comparison(comparison, mean, comparison.other.mean, comparison.name_beside(profile))
     return sentences
 
 
@@ -124,25 +99,6 @@ def _prediction(layer: LayerProfile) -> list[str]:
         f"In layer {layer.layer}, Algorithm 1 predicts {_percent(score.accuracy)} of the experts of the next "
         f"verification correctly as used or unused; always saying unused gives {_percent(layer.step_cold_share)}."
     ]
-
-
-def _comparison(comparison: Comparison, mean: RoutingCurves, second: RoutingCurves, name: str) -> list[str]:
-    sentences = [
-        f"{name}: adjacent tokens share {_percent(second.overlap[1])} of their experts (here "
-        f"{_percent(mean.overlap[1])}), and popularity is as skewed as that of {second.skew.effective_experts:.0f} "
-        f"equal experts (here {mean.skew.effective_experts:.0f})."
-    ]
-    if comparison.mean_popularity_shared is not None:
-        sentences.append(
-            f"The two agree on the popularity of experts for {_percent(comparison.mean_popularity_shared)} of the "
-            "activations."
-        )
-    if comparison.routing_agreement is not None:
-        sentences.append(
-            f"On the tokens that both read, {_percent(comparison.routing_agreement)} of a token's experts are the same "
-            "in both."
-        )
-    return sentences
 
 
 def _percent(share: float | None) -> str:

@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
-from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS, GroupProfile
 from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
 from moeedge.analysis.routing_curves import BATCHES, DISTANCES, RoutingCurves
-from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.ui.layer_pictures import layer_pictures
 from moeedge.ui.pictures import Frame, Line, Picture, bar_picture, line_picture, map_picture
 
 _POPULARITY, _SHARING, _SPECULATION = "Popularity of experts", "Experts shared by tokens", "What speculation gains"
-_TEXTS, _PAIR = "By kind of text", "Draft and target"
+_TEXTS = "By kind of text"
 
 
-def profile_pictures(profile: ModelProfile, comparison: Comparison | None = None) -> list[Picture]:
-    """All pictures of the profile, with lines of the one that it is compared with."""
+def profile_pictures(profile: ModelProfile) -> list[Picture]:
+    """All pictures of the profile."""
     mean = profile.mean
     if mean is None:
         return []
-    other = None if comparison is None else _Other(comparison.other, comparison.name_beside(profile))
-    pictures = _popularity(profile, mean, other)
-    if comparison is not None and comparison.popularity_shared:
-        pictures.append(_shared(comparison))
-    pictures += [*_sharing(profile, mean, other), *_gain(profile, other)]
+    pictures = [*_popularity(profile, mean), *_sharing(profile, mean), *_gain(profile)]
     for kind in KINDS:
         groups = [group for group in profile.groups if group.kind == kind]
         if groups:
             pictures += _groups(kind, groups)
     for layer in profile.layers[:DETAILED_LAYERS]:
         pictures += layer_pictures(layer)
-    if profile.pair is not None:
-        pictures += _pair(profile.pair, profile)
     return pictures
 
 
-@dataclass(frozen=True, eq=False)
-class _Other:
-    """The profile that is compared, and its name in legends."""
-
-    profile: ModelProfile
-    name: str
-
-    def by_layer(self, layers: Sequence[int], value: Callable[[RoutingCurves], float | None]) -> list[float | None]:
-        """Its value of each of these layers; None where it has no such layer."""
-        found = {curves.layer: value(curves) for curves in self.profile.curves}
-        return [found.get(layer) for layer in layers]
-
-
-def _popularity(profile: ModelProfile, mean: RoutingCurves, other: _Other | None) -> list[Picture]:
+def _popularity(profile: ModelProfile, mean: RoutingCurves) -> list[Picture]:
     n_experts, n_used = profile.meta.n_experts, profile.meta.n_expert_used
     ranks = list(range(1, n_experts + 1))
     lines = [
@@ -61,9 +37,6 @@ def _popularity(profile: ModelProfile, mean: RoutingCurves, other: _Other | None
         for curves in (layer.curves for layer in profile.layers[:DETAILED_LAYERS])
     ]
     lines.append(Line(f"mean of {len(profile.curves)} layers", mean.popularity.tolist()))
-    theirs = None if other is None else other.profile.mean
-    if other is not None and theirs is not None and theirs.popularity.size == n_experts:
-        lines.append(Line(f"mean, {other.name}", theirs.popularity.tolist(), "--", colour=4))
     lines.append(Line("uniform, k/N", [n_used / n_experts] * n_experts, ":", colour=3))
     by_layer = np.stack([curves.popularity for curves in profile.curves]) * n_experts / n_used
     layers = [curves.layer for curves in profile.curves if curves.layer is not None]
@@ -71,9 +44,6 @@ def _popularity(profile: ModelProfile, mean: RoutingCurves, other: _Other | None
         Line("effective experts, 2^entropy", [curves.skew.effective_experts for curves in profile.curves], "o-"),
         Line("hottest expert, multiple of k/N", [curves.skew.top_ratio for curves in profile.curves], "s-"),
     ]
-    if other is not None:
-        effective = other.by_layer(layers, lambda curves: curves.skew.effective_experts)
-        skews.append(Line(f"effective experts, {other.name}", effective, "--", colour=4))
     return [
         line_picture(
             Frame(
@@ -121,7 +91,7 @@ def _popularity(profile: ModelProfile, mean: RoutingCurves, other: _Other | None
     ]
 
 
-def _sharing(profile: ModelProfile, mean: RoutingCurves, other: _Other | None) -> list[Picture]:
+def _sharing(profile: ModelProfile, mean: RoutingCurves) -> list[Picture]:
     own = [layer.curves for layer in profile.layers[:DETAILED_LAYERS]]
     n_layers = len(profile.curves)
     overlap = [Line(f"layer {curves.layer}", list(curves.overlap.values()), "o-") for curves in own]
@@ -129,14 +99,6 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: _Other | None) -
     unique = [Line(f"layer {curves.layer}", list(curves.unique.values())) for curves in own]
     unique.append(Line(f"mean of {n_layers} layers", list(mean.unique.values())))
     layers = [curves.layer for curves in profile.curves if curves.layer is not None]
-    overlaps, uniques = [], []  # of the other's layers
-    if other is not None and other.profile.mean is not None:
-        theirs = other.profile.mean
-        overlap.append(Line(f"mean, {other.name}", list(theirs.overlap.values()), "^--", colour=4))
-        unique.append(Line(f"mean, {other.name}", list(theirs.unique.values()), "--", colour=4))
-        overlaps = [Line(other.name, other.by_layer(layers, lambda curves: curves.overlap[1]), "^--", colour=4)]
-        distinct = other.by_layer(layers, lambda curves: curves.unique[UNIQUE_TOKENS])
-        uniques = [Line(other.name, distinct, "^--", colour=4)]
     return [
         line_picture(
             Frame(
@@ -191,7 +153,6 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: _Other | None) -
                 Line("measured", [curves.overlap[1] for curves in profile.curves], "o-"),
                 Line("independence", [curves.overlap_independence for curves in profile.curves], "--", colour=2),
                 Line("uniform", [curves.overlap_uniform for curves in profile.curves], ":", colour=3),
-                *overlaps,
             ],
             bottom=0,
         ),
@@ -214,7 +175,6 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: _Other | None) -
                     colour=2,
                 ),
                 Line("uniform", [curves.unique_uniform[UNIQUE_TOKENS] for curves in profile.curves], ":", colour=3),
-                *uniques,
             ],
             form=".2f",
             bottom=0,
@@ -222,18 +182,11 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, other: _Other | None) -
     ]
 
 
-def _gain(profile: ModelProfile, other: _Other | None) -> list[Picture]:
+def _gain(profile: ModelProfile) -> list[Picture]:
     gain = profile.gain
     if gain is None:
         return []
     origin = "measured" if gain.measured else "assumed"
-    others = []
-    if other is not None and other.profile.gain is not None:
-        theirs = other.profile.gain
-        others = [
-            Line(f"Omega, {other.name}", theirs.omega, "o--", colour=5),
-            Line(f"a/b, {other.name}", theirs.a_over_b, "s--", colour=4),
-        ]
     return [
         line_picture(
             Frame(
@@ -252,29 +205,11 @@ def _gain(profile: ModelProfile, other: _Other | None) -> list[Picture]:
                 Line("a/b, measured", gain.a_over_b, "s-"),
                 Line("a/b, independence", gain.a_over_b_independence, "--"),
                 Line("a/b, uniform", gain.a_over_b_uniform, ":"),
-                *others,
             ],
             form=".2f",
             bottom=0,
         )
     ]
-
-
-def _shared(comparison: Comparison) -> Picture:
-    return line_picture(
-        Frame(
-            key="popularity-shared",
-            section=_POPULARITY,
-            title="Popularity shared with the other profile",
-            caption="Share of the activations that go to the same experts in both profiles: the sum over the "
-            "experts of the smaller share. 1: equally popular experts. Few tokens make it smaller.",
-        ),
-        "layer",
-        list(comparison.popularity_shared),
-        "share of activations",
-        [Line("shared", list(comparison.popularity_shared.values()), "o-")],
-        bottom=0,
-    )
 
 
 def _groups(kind: str, groups: list[GroupProfile]) -> list[Picture]:
@@ -328,61 +263,3 @@ def _groups(kind: str, groups: list[GroupProfile]) -> list[Picture]:
             )
         )
     return pictures
-
-
-def _pair(pair: PairSimilarity, profile: ModelProfile) -> list[Picture]:
-    n_experts = profile.meta.n_experts
-    popularity = {curves.layer: curves.skew.entropy_bits for curves in profile.curves}
-    k = len(pair.top_n[0])
-    shown = sorted({1, 2, 4, k} & set(range(1, k + 1)))
-    read = f"Both models read the same {pair.tokens} tokens; each layer with the draft layer at its relative depth."
-    return [
-        line_picture(
-            Frame(
-                key="pair-cosine",
-                section=_PAIR,
-                title="Similarity of draft and target",
-                caption=f"Cosine similarity of what the layer's router and the draft's layer read. {read} (SP-MoE, "
-                "Figure 7(a))",
-            ),
-            "layer of the target",
-            pair.layers,
-            "cosine similarity",
-            [Line("mean over tokens", pair.cosine, "o-")],
-            bottom=min(0.0, *pair.cosine),
-        ),
-        line_picture(
-            Frame(
-                key="pair-accuracy",
-                section=_PAIR,
-                title="Experts predicted by the draft",
-                caption="Share of the n experts ranked first by the target's router, reading the draft's layer, that "
-                "the token uses (SP-MoE, Figure 7(b): n = 1).",
-            ),
-            "layer of the target",
-            pair.layers,
-            "share used",
-            [Line(f"top {n}", [found[n - 1] for found in pair.top_n]) for n in shown],
-            bottom=0,
-        ),
-        line_picture(
-            Frame(
-                key="pair-entropy",
-                section=_PAIR,
-                title="Entropy of predictors",
-                caption="Of the probabilities that each predictor gives the experts of a token: the fewer bits, the "
-                "more it commits itself. Popularity is MoE-Infinity's predictor (SP-MoE, Figure 2(c)).",
-            ),
-            "layer of the target",
-            pair.layers,
-            "bits",
-            [
-                Line("target's router", pair.entropy_target_bits),
-                Line("draft through the router", pair.entropy_draft_bits, "--"),
-                Line("popularity", [popularity.get(layer) for layer in pair.layers]),
-                Line("random", [float(np.log2(n_experts))] * len(pair.layers), ":"),
-            ],
-            form=".2f",
-            bottom=0,
-        ),
-    ]

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 from rich.console import Console
 
-from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS
 from moeedge.analysis.model_profile import GAMMAS, ModelProfile, SpeculationGain
 from moeedge.analysis.profile import HotExpert, LayerProfile
-from moeedge.analysis.routing_curves import RoutingCurves, mean_or_none
+from moeedge.analysis.routing_curves import RoutingCurves
 from moeedge.analysis.utility_curves import UtilityCurves
-from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.ui.console import visible
-from moeedge.ui.pictures import shortened
 from moeedge.ui.tables import NONE, Column, print_table, text_column
 
 _SHOWN_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # B of the table
 _STRIP_STEPS = 36  # steps in the strip after each of the hottest experts
-_SHOWN_LAYERS = 8  # of draft and target
-_MAX_NAME = 24  # characters
 
 PREDICTOR_NAMES = {
     "alg1-printed": "Alg. 1, printed",
@@ -128,7 +120,7 @@ def _print_curves(curves: RoutingCurves, console: Console) -> None:
     )
 
 
-def print_model(profile: ModelProfile, comparison: Comparison | None, console: Console) -> None:
+def print_model(profile: ModelProfile, console: Console) -> None:
     """What concerns more than one layer; nothing where no token of text was recorded."""
     if profile.mean is None:
         return
@@ -142,12 +134,6 @@ def print_model(profile: ModelProfile, comparison: Comparison | None, console: C
         if groups:
             console.print()
             print_table(console, _GROUP_COLUMNS, groups, title=f"by {kind}, means of the layers")
-    if profile.pair is not None:
-        console.print()
-        _print_pair(profile.pair, profile, console)
-    if comparison is not None:
-        console.print()
-        _print_comparison(profile, comparison, console)
 
 
 def _print_gain(gain: SpeculationGain, console: Console) -> None:
@@ -171,95 +157,6 @@ def _print_gain(gain: SpeculationGain, console: Console) -> None:
         "Where experts take all the time and drafting none, speculation pays while a/b < Omega.",
         style="dim",
     )
-
-
-def _print_pair(pair: PairSimilarity, profile: ModelProfile, console: Console) -> None:
-    """Layers at equal distances, and the mean of all."""
-    k = len(pair.top_n[0])
-    shown = sorted({1, 2, 4, k} & set(range(1, k + 1)))
-    popularity = {curves.layer: curves.skew.entropy_bits for curves in profile.curves}
-    rows: list[tuple[Any, ...]] = [
-        (layer, cosine, *(found[n - 1] for n in shown), draft, own, popularity.get(layer))
-        for layer, cosine, found, draft, own in zip(
-            pair.layers, pair.cosine, pair.top_n, pair.entropy_draft_bits, pair.entropy_target_bits, strict=True
-        )
-    ]
-    places = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SHOWN_LAYERS)).astype(int))
-    mean = [mean_or_none(values) for values in list(zip(*rows, strict=True))[1:]]
-    titles = ("cosine", *(f"top {n}" for n in shown), "bits: draft", "router", "popularity")
-    print_table(
-        console,
-        [
-            Column("layer", 0, left=True),
-            *(
-                Column(title, place, ".3f" if place <= len(shown) + 1 else ".2f")
-                for place, title in enumerate(titles, 1)
-            ),
-        ],
-        [*(rows[place] for place in places), ("mean", *mean)],
-        title=f"draft {visible(pair.draft)} and target on {pair.tokens:,} tokens",
-    )
-    console.print(
-        "cosine: similarity of what both routers' layers read; top n: share of the n experts ranked first from the "
-        "draft's layer that the token uses; bits: entropy of the experts' probabilities from the draft's layer, of the "
-        f"router's own, and of popularity (random: {math.log2(profile.meta.n_experts):.2f}).",
-        style="dim",
-    )
-
-
-def _print_comparison(profile: ModelProfile, comparison: Comparison, console: Console) -> None:
-    both = (profile, comparison.other)
-    rows = [(label, *(value(each) for each in both)) for label, value in _COMPARED]
-    names = [shortened(visible(each.meta.model), _MAX_NAME) for each in both]
-    columns = [text_column("", 0), Column("this profile", 1, str), Column("other", 2, str)]
-    title = f"compared with {visible(comparison.name_beside(profile))}"
-    print_table(console, columns, [("model", *names), *rows], title=title)
-    for label, share in (
-        ("popularity shared", comparison.mean_popularity_shared),
-        ("experts that are the same on the tokens that both read", comparison.routing_agreement),
-    ):
-        if share is not None:
-            console.print(f"{label}: {_percent(share)}")
-
-
-def _mean_figure(value: Callable[[RoutingCurves], float | None], form: str) -> Callable[[ModelProfile], str | None]:
-    def text(profile: ModelProfile) -> str | None:
-        found = None if profile.mean is None else value(profile.mean)
-        return None if found is None else format(found, form)
-
-    return text
-
-
-def _accepted(profile: ModelProfile) -> str | None:
-    return None if profile.drafts is None else f"{profile.drafts.acceptance_rate:.3f}"
-
-
-def _expert_ratio(gamma: int) -> Callable[[ModelProfile], str | None]:
-    def text(profile: ModelProfile) -> str | None:
-        gain = profile.gain
-        ratio = None if gain is None else gain.a_over_b[gamma]
-        return None if gain is None or ratio is None else f"{ratio:.2f} / {gain.omega[gamma]:.2f}"
-
-    return text
-
-
-_COMPARED: tuple[tuple[str, Callable[[ModelProfile], str | None]], ...] = (
-    ("layers", lambda profile: str(len(profile.curves))),
-    ("experts, per token", lambda profile: f"{profile.meta.n_experts}, {profile.meta.n_expert_used}"),
-    ("data set", lambda profile: str(profile.meta.parameters.get("dataset", "")) or None),
-    ("tokens of text", _mean_figure(lambda mean: mean.tokens, ",")),
-    ("drafts accepted", _accepted),
-    ("overlap of adjacent tokens", _mean_figure(lambda mean: mean.overlap[1], ".3f")),
-    ("  independence", _mean_figure(lambda mean: mean.overlap_independence, ".3f")),
-    ("  uniform", _mean_figure(lambda mean: mean.overlap_uniform, ".3f")),
-    *(
-        (f"distinct experts of {b} tokens", _mean_figure(lambda mean, b=b: mean.unique[b], ".2f"))  # type: ignore[misc]
-        for b in (2, 4, 8, 16)
-    ),
-    ("effective experts", _mean_figure(lambda mean: mean.skew.effective_experts, ".1f")),
-    ("hottest tenth of experts", _mean_figure(lambda mean: mean.skew.hot_share, ".3f")),
-    *((f"a/b / Omega, gamma {gamma}", _expert_ratio(gamma)) for gamma in (2, 4, 8)),
-)
 
 
 def _size_line(profile: LayerProfile) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _WIDE = 80  # columns from which a download's name, rate and remaining time have room
 _AnyBar = TypeVar("_AnyBar", bound="Bar")
+LINE_S = 10.0  # between lines where a bar is not shown
 _TENTHS = 10  # lines per file where a download has no bar
 
 
@@ -86,12 +88,29 @@ class Bar:
         self._progress.stop()
 
 
+class CountBar(Bar):
+    """A bar that counts `unit`s: rows, steps; without a bar, a line every LINE_S seconds."""
+
+    def __init__(self, console: Console, label: str, unit: str, total: int) -> None:
+        amount = TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + unit)
+        super().__init__(console, TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
+        self._unit = unit
+        self._line_s = time.monotonic()
+        self.start(label, total)
+
+    def update(self, **changes: Any) -> None:
+        """Change the running task."""
+        super().update(**changes)
+        if self.is_shown or time.monotonic() < self._line_s + LINE_S:
+            return
+        self._line_s = time.monotonic()
+        task = self._progress.tasks[-1]
+        self.note(f"{task.description}: {task.completed:,.0f} of {task.total:,.0f} {self._unit}")
+
+
 def count_bar(console: Console, label: str, unit: str, total: int) -> Bar:
-    """A bar that counts `unit`s: rows, steps."""
-    amount = TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + unit)
-    bar = Bar(console, TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
-    bar.start(label, total)
-    return bar
+    """A `CountBar` whose task has begun."""
+    return CountBar(console, label, unit, total)
 
 
 def byte_bar(console: Console, label: str, total_bytes: int) -> Bar:
@@ -115,25 +134,6 @@ class ProfileProgress(Bar):
         """A step of prompt `prompt` (from 0) emitted `n_tokens`."""
         self._tokens += n_tokens
         self.update(completed=prompt, prompt=prompt + 1, tokens=self._tokens)
-
-
-class PartsProgress(Bar):
-    """Work of several parts, one bar after the other; without a bar, a line per part."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console, TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-
-    def part_of(self, label: str, total: int) -> None:
-        """A part of so many passes comes next."""
-        if not self.is_shown:
-            self.note(f"{label}: {total} pass{'es' * (total != 1)}")
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self.start(label, total)
-
-    def one(self) -> None:
-        """A pass is done."""
-        self.add()
 
 
 class BenchProgress(Bar):

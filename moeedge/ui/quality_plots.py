@@ -24,7 +24,7 @@ _AGREED = "agreement with stock-ar"
 class Operating:
     """A point of a curve: a mode at one budget, its quality with error and its speed-up."""
 
-    budget: float | None  # experts per layer, mean over layers; None: no budget
+    budget: int | None  # experts per layer; None: no budget
     ratio: float  # decoding speed over stock-ar's
     quality: float
     error: float  # of the quality
@@ -32,7 +32,7 @@ class Operating:
     @property
     def name(self) -> str:
         """What the point is marked with."""
-        return "" if self.budget is None else f"{self.budget:g}"
+        return "" if self.budget is None else str(self.budget)
 
 
 Curves = dict[str, list[Operating]]  # by mode and the choices apart from the budget
@@ -111,7 +111,7 @@ def _add(curves: Curves, row: BenchRow, ratio: float | None, quality: float | No
     if ratio is None or quality is None or row.figures is None:
         return
     mode = row.figures.mode
-    budget = None if mode.budget is None else mode.budget.mean
+    budget = None if mode.budget is None else mode.budget.budget
     curves.setdefault(_family(row), []).append(Operating(budget, ratio, quality, error or 0.0))
 
 
@@ -121,9 +121,7 @@ def _family(row: BenchRow) -> str:
     mode = row.figures.mode
     choices = [replace(mode, budget=None).label]
     if mode.budget is not None:
-        several = "fitted budgets" if isinstance(mode.budget.budget, tuple) else "budgets"
-        choices += [several, mode.budget.ranking, mode.budget.coverage]
-        choices += [f"resident {mode.budget.prefer_resident:g}"] if mode.budget.prefer_resident else []
+        choices += ["budgets", mode.budget.ranking, mode.budget.coverage]
     return " ".join(choices)
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 NONE = "-"
+WITHHELD = "?"  # of a ratio that is not to be trusted
 TABLE_WIDTH = 100  # columns of tables in files and pipes
 _GAP = 2  # blanks between columns
 
@@ -60,6 +61,17 @@ def text_column(title: str, value: str | int | Callable[[Any], Any], *, fold: bo
 def value_columns(titles: Sequence[object], form: str, *, scale: float = 1.0) -> list[Column]:
     """Columns of one quantity whose rows are tuples: a name, then a value for each title."""
     return [Column(str(title), index, form, scale) for index, title in enumerate(titles, start=1)]
+
+
+def ratio_column(title: str, value: str | Callable[[Any], Any], form: str = ".3f") -> Column:
+    """A column of ratios between speeds, which are withheld in rows whose samples were disturbed."""
+    plain = Column(title, value)
+
+    def read(row: Any) -> Any:
+        ratio = plain.read(row)
+        return WITHHELD if row.disturbed and ratio is not None else ratio
+
+    return Column(title, read, lambda ratio: ratio if ratio == WITHHELD else format(ratio, form))
 
 
 def print_table(

@@ -12,9 +12,9 @@ import pytest
 from moeedge.analysis.profile import LayerProfile, profile_layers, profile_steps
 from moeedge.analysis.profile_json import layer_report, run_facts
 from moeedge.engine.recording import Recording
+from moeedge.lab.traces.importers import read_trace
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from moeedge.trace.importers import read_trace
 from moeedge.trace.steps import RejectedTokenModel, simulated_steps
 from tests.support.traces import make_trace, plain_text, two_texts
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.analysis import expert_counts
-from moeedge.trace.importers import read_trace
+from moeedge.lab.traces.importers import read_trace
 
 
 @pytest.mark.parametrize(

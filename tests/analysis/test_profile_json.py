@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.model_profile import profile_model
 from moeedge.analysis.profile_json import complete_report
-from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from moeedge.ui.profile_pictures import profile_pictures
 from tests.support.commands import run, run_json
-from tests.support.recomputed_profile import RecomputedProfile, assert_equal, same_routing, shared_popularity
+from tests.support.recomputed_profile import RecomputedProfile, assert_equal
 from tests.support.traces import make_trace
-
-PAIR = PairSimilarity("draft.gguf", 10, [0, 1], [0.9, 0.8], [[0.5, 0.4], [0.6, 0.5]], [1.0, 1.1], [1.2, 1.3])
 
 
 def sticky_trace(*, gamma: int = 3, seed: int = 3, gaps: bool = False) -> Trace:
@@ -69,25 +64,6 @@ def test_figures_of_text_cut_into_verifications(tmp_path: Path, accepts: bool) -
     assert_equal(report, RecomputedProfile(path, gamma=2, accepts=accepts).complete(0))
 
 
-def test_figures_of_a_comparison(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.npz", tmp_path / "second.npz"
-    traces = [sticky_trace(seed=seed, gaps=True) for seed in (3, 4)]
-    for trace, path in zip(traces, (first, second), strict=True):
-        trace.token[:] = np.arange(trace.n_tokens) % 50
-        trace.position[:] = np.arange(trace.n_tokens)
-        trace.save(path)
-    report = run_json("profile", "--trace", first, "--compare", second, "--layer", "1")
-    mine, theirs = RecomputedProfile(first), RecomputedProfile(second)
-    shared = shared_popularity(mine, theirs)
-    mean = statistics.fmean(shared.values())
-    assert_equal(report.pop("popularity_shared"), {"by_layer": shared, "mean_of_layers": mean})
-    assert_equal(report.pop("routing_agreement"), same_routing(mine, theirs))
-    other = report.pop("compared_with")
-    assert_equal(other["model_profile"], theirs.model())
-    assert_equal(other["layers"], [theirs.layer(1)])
-    assert_equal(report, mine.complete(1))
-
-
 def test_figures_of_a_run(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.npz"
     (tmp_path / "mine.jsonl").write_text(
@@ -102,8 +78,7 @@ def test_figures_of_a_run(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> N
 
 
 def check_run(report: dict[str, Any], recomputed: RecomputedProfile, layer: int) -> None:
-    """The object of a run: the trace's, its answers, and draft and target where they can be compared."""
-    report["model_profile"]["pair"] = None
+    """The object of a run: the trace's, and its answers."""
     drafts = recomputed.drafts()
     answers = {"answers": len(set(recomputed.sequence)), "skipped": []}
     answers["acceptance_rate"] = None if drafts is None else drafts["acceptance_rate"]
@@ -131,13 +106,10 @@ def numbers_of(page: Path) -> dict[str, Any]:
 def test_every_number_of_a_picture_is_in_the_json(tmp_path: Path, layers: str) -> None:
     """Of the tables under the pictures; the picture of r_c has 1 - r_c, as the paper's."""
     trace = sticky_trace()
-    profile = profile_model(trace, [1] if layers == "1" else [0, 1], pair=PAIR)
-    other = profile_model(sticky_trace(seed=4), [])
-    comparison = Comparison.of(profile, other, complete_report(other, {}), None)
-    known = set(numbers(complete_report(profile, {"n": trace.meta.n_experts}, comparison)))
+    profile = profile_model(trace, [1] if layers == "1" else [0, 1])
+    known = set(numbers(complete_report(profile, {"n": trace.meta.n_experts})))
     known |= {round(1 - value, 6) for layer in profile.layers for each in layer.utility for value in each.r_c if value}
-    known |= {round(float(np.log2(trace.meta.n_experts)), 6)}  # the entropy of random experts
-    pictures = [picture for picture in profile_pictures(profile, comparison) if picture.rows]
+    pictures = [picture for picture in profile_pictures(profile) if picture.rows]
     assert len(pictures) > 15
     for picture in pictures:
         for row in picture.rows:

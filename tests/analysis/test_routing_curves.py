@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moeedge.analysis import expert_counts
 from moeedge.analysis.model_profile import profile_model
 from moeedge.analysis.routing_curves import BATCHES, Skew, mean_curves, persistence, unique_curve
-from moeedge.trace.importers import read_trace
+from moeedge.lab.traces.importers import read_trace
 from tests.support.traces import make_trace, two_texts
 
 
@@ -133,7 +133,7 @@ def test_curves_of_the_published_trace(data_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_profile_of_the_published_trace(data_folder: Path) -> None:
-    """The means that `moeedge profile --trace` shows: those of docs/traces.md."""
+    """The means that `moeedge profile --trace` shows: those of docs/lab/traces.md."""
     mean = profile_model(read_trace(published_trace(data_folder)), []).mean
     assert mean is not None and max(BATCHES) == 64
     shown = [round(mean.unique[b] or 0.0, 2) for b in (1, 2, 4, 8, 9, 16)]

@@ -117,7 +117,6 @@ def test_whole_layers_alone_need_no_reference(
     assert [(row.mode, row.output) for row in rows] == [(mode, None) for mode in GPU_MODES.split(",")]
 
 
-@pytest.mark.slow
 def test_a_mode_that_divides_the_gpu_itself_is_checked_on_its_own_split(
     tmp_path: Path,
     model: Path,
@@ -129,7 +128,7 @@ def test_a_mode_that_divides_the_gpu_itself_is_checked_on_its_own_split(
     base = EngineConfig(
         model=model, n_ctx=512, n_threads=1, device=DEVICE, placement=PlacementConfig(vram_bytes=6_000_000)
     )
-    modes = "stock-ar,moeedge,stock-ncmoe,llama-cpp-cache"
+    modes = "stock-ar,moeedge,stock-ncmoe"
     plan, _ = make_bench_plan(base, modes, write_conversations(tmp_path, n=1), n_predict=8, repetitions=1)
     with Bench(plan, Recorder()) as bench:
         assert bench.run()
@@ -143,6 +142,3 @@ def test_a_mode_that_divides_the_gpu_itself_is_checked_on_its_own_split(
             assert arm.session.model.n_whole_layers == 0
             trace = record_answers(arm, bench.prompts, plan)
         assert len(trace.expert_layers()) == 8
-        (replayed,) = bench.replayed(mode, trace)
-    held = own.session.info.cache_slots + 32 * own.session.model.n_whole_layers
-    assert replayed.cache_ratio == held / (8 * 32)

@@ -116,12 +116,8 @@ def test_the_choice_is_kept_for_the_same_conditions_only(
         (replace(config, n_threads=1), TEMPLATE),
         (replace(config, draft="ngram"), TEMPLATE),
         (config, replace(TEMPLATE, coverage="truncation")),
-        (config, replace(TEMPLATE, prefer_resident=0.15)),
+        (config, replace(TEMPLATE, ranking="router")),
         (replace(config, placement=PlacementConfig(cache_ratio=0.5)), TEMPLATE),
-        *[
-            (config, replace(TEMPLATE, ranking="static", order=np.full((48, 128), expert, np.int32)))
-            for expert in range(2)
-        ],
     ]
     for other_config, template in others:
         assert read_choice(other_config, template, device) is None

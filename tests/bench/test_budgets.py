@@ -22,8 +22,6 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui.bench_views import render
 from moeedge.ui.quality_plots import draw_quality, length_panels, quality_panels
 
-_ORDER = np.arange(8, dtype=np.int32).reshape(1, 8)
-
 
 def test_lanes_are_the_unbudgeted_mode_and_one_per_budget_and_draft_length() -> None:
     budgets = (ExpertBudget(budget=4), ExpertBudget(budget=6))
@@ -46,12 +44,11 @@ def test_lanes_are_the_unbudgeted_mode_and_one_per_budget_and_draft_length() -> 
 def test_choices_of_a_budget_distinguish_its_lanes() -> None:
     budgets = (
         ExpertBudget(budget=4),
-        ExpertBudget(budget=4, ranking="static", order=_ORDER),
+        ExpertBudget(budget=4, ranking="router"),
         ExpertBudget(budget=4, coverage="truncation"),
-        ExpertBudget(budget=(4,)),
     )
     labels = [lane.label for lane in BudgetSweep(budgets).modes(parse_modes("moeedge"))]
-    assert len(set(labels)) == 5
+    assert len(set(labels)) == 4
 
 
 def test_nothing_asked_leaves_the_modes() -> None:
@@ -107,6 +104,11 @@ def test_categories_have_points_of_their_own() -> None:
     assert [(p.category, p.score, p.score_change) for p in figures.by_category] == [("a", 1.0, 0.0), ("b", 0.0, -0.5)]
     alone = budget_figures(mode, [s for s in _BUDGETED if s.category == "a"], _STOCK, _OFF, None)
     assert alone.by_category == ()
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("moeedge", 2.0), ("moeedge-ar", None), ("stock-sd", None)])
+def test_only_modes_on_which_a_budget_acts_are_compared_with_the_unbudgeted(name: str, ratio: float | None) -> None:
+    assert budget_figures(MODES[name], _BUDGETED, _STOCK, _OFF, None).total.ratio_unbudgeted == ratio
 
 
 def test_without_scores_or_a_pass_in_common_figures_are_unknown() -> None:

@@ -57,9 +57,6 @@ def test_the_engine_configuration_of_a_mode() -> None:
         "moeedge-ar": ("moeedge", None, 0),
         "stock-ncmoe": ("stock", None, 0),
         "stock-ncmoe-sd": ("stock", Path("d.gguf"), 5),
-        "stock-fit": ("stock", None, 0),
-        "stock-fit-sd": ("stock", Path("d.gguf"), 5),
-        "llama-cpp-cache": ("stock", Path("d.gguf"), 5),
     }
 
 

@@ -6,17 +6,23 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
+from moeedge.bench.best_stock import MEAN
 from moeedge.bench.config import MODES
 from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.bench.samples import COUNTERS
 from moeedge.data import CATALOG, load_dataset
 from moeedge.scoring.answers import SCORERS, Reference
 from tests.bench.recording import make_plan, run, write_conversations
-from tests.benchmarks.performance import read
+from tests.benchmarks.performance import draft_cost, read, recosted
 from tests.benchmarks.policies_table import table
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _TEXT = (_DOCS / "bench.md").read_text(encoding="utf-8")
+_README = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
+_PERFORMANCE = (_DOCS / "performance.md").read_text(encoding="utf-8")
+_RECORDS = _DOCS / "benchmarks"
 _DATASETS = (_DOCS / "datasets.md").read_text(encoding="utf-8")
 
 
@@ -34,19 +40,67 @@ def test_every_key_is_documented_and_no_other(tmp_path: Path, tiny_moe: Path) ->
     assert set(re.findall(r"`(\w+)`", counters)) == set(COUNTERS)
 
 
-def test_the_readme_has_the_table_of_its_record() -> None:
-    """Figures of README that a command measured are those of the record that it names."""
-    record = _DOCS / "benchmarks" / "policies-bundled.json.gz"
-    rows = read(record)
-    readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
-    assert table(rows) in readme
+def test_the_policies_have_the_table_of_their_record() -> None:
+    """Figures of docs/policies.md that a command measured are those of the record that it names."""
+    rows = read(_RECORDS / "policies-bundled.json.gz")
+    text = (_DOCS / "policies.md").read_text(encoding="utf-8")
+    assert table(rows) in text
     assert {row["repetitions"] for row in rows} == {1} and len({row["time"] for row in rows}) == 3
     for part in ("--policy spac,lfu,spac-program,spac-paper,lru,static", "--cache-ratio 0.17", "--draft-max 8 -r 1"):
-        assert part in readme
+        assert part in text
     assert {row["policy"] for row in rows} - {"none"} == set(
         ["spac", "lfu", "spac-program", "spac-paper", "lru", "static"]
     )
     assert all(row["gamma"] == 8 and row["cache_ratio"] == 0.17 for row in rows if row["mode"] == "moeedge")
+
+
+def test_the_readme_has_the_rounds_of_its_record() -> None:
+    speeds: dict[str, list[str]] = {}
+    for run_ in read(_RECORDS / "beyond-ram.json")["runs"]:
+        tokens, seconds = (sum(answer[key] for answer in run_["answers"]) for key in ("decode_tokens", "decode_s"))
+        speeds.setdefault(run_["arm"], []).append(f"{tokens / seconds:.2f}")
+        assert {answer["acceptance_rate"] for answer in run_["answers"]} <= {None, 1.0}
+    for arm, name in {
+        "stock": "stock llama.cpp, no drafts", "stock-sd": "stock, 4 drafts", "moeedge": "moeedge, no drafts",
+        "moeedge-sd": "moeedge, 4 drafts", "moeedge-auto": "moeedge, drafts by measured cost",
+    }.items():  # fmt: skip
+        assert f"| {name} | {' | '.join(speeds[arm])} |" in _README
+
+
+def test_the_readme_has_the_speeds_of_its_records() -> None:
+    for name, model in {"pp512": "toy widened, 2.6 GiB, Q4_0", "pp512-bundled": "bundled toy, 23 MiB"}.items():
+        rows = read(_RECORDS / f"performance-{name}.json.gz")
+        ours = {row["test"]: row for row in rows if row["mode"] == "moeedge-ar"}
+        assert f"| {model} | {ours['pp512']['ratio_pp']:.2f} | {ours['tg64']['ratio']:.2f} | | [record]" in _README
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [("toy-2.6gb-q4_0", 0), ("toy-2.6gb-q4_k", 1), ("toy-9.5gb-q4_0", 2), ("toy-9.5gb-q4_k", 3), ("bundled", None)],
+)
+def test_performance_has_gains_of_drafts_with_acceptance_and_cost(name: str, column: int | None) -> None:
+    """Figures of docs/performance.md: a column of the table for each widened toy, a paragraph for the bundled pair."""
+    rows = read(_RECORDS / f"performance-{name}.json.gz")
+    ours = next(row for row in rows if row["auto_gamma"])
+    ratios = {part["category"]: part["ratio"] for part in ours["best_stock_by_category"]}
+    mean = ratios.pop(MEAN)
+    figures = {
+        "drafts accepted: auto": f"{ours['acceptance_rate']:.2f}",
+        "T_D / T_T(1)": f"{draft_cost(rows, ours):.3f}",
+    }
+    for cost in (0.2, 0.3):
+        dropped = " to ".join(f"{recosted(rows, ours, cost, n_dropped):.2f}" for n_dropped in (1, 0))
+        figures[f"recosted mean, T_D / T_T(1) = {cost}"] = dropped
+    if column is None:
+        text = " ".join(_PERFORMANCE.split())
+        parts = [f"{mean:.2f} times", f"`questions` {ratios['questions']:.2f}", *figures.values()]
+        assert [part for part in parts if part not in text] == []
+        return
+    table = [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in re.findall(r"^\|.*", _PERFORMANCE, re.M)]
+    cells = {row[0]: row[column + 1] for row in table if len(row) == 5}
+    least = min(ratios, key=lambda category: ratios[category])
+    assert (cells["mean"], cells["least"]) == (f"{mean:.3f}", f"{ratios[least]:.3f} ({least})")
+    assert {label: cells[label] for label in figures} == figures
 
 
 def test_modes_and_the_bound() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ from moeedge.bench.samples import (
     cache_figures,
     common_samples,
     counted,
+    disturbance,
     from_stats,
     paired_ratio,
     quotient,
@@ -129,3 +132,30 @@ def test_the_newest_judgement_of_lookahead_is_a_gauge() -> None:
     assert interval.to_dict()["lookahead"] == {
         "used": False, "gain": 0.01, "reason": "it does not pay here", "reads_drafts": True,
     }  # fmt: skip
+
+
+def _answers(mode: str, speeds: Sequence[float], others: float = 0.0) -> list[Sample]:
+    """A second of decoding per repetition at these speeds, while other programs use `others` processors."""
+    return [
+        Sample(mode, "a", 0, repetition, 0, decode_tokens=int(ts), decode_s=1.0, others_s=others)
+        for repetition, ts in enumerate(speeds)
+    ]
+
+
+def test_a_ratio_next_to_other_programs_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    quiet, busy = _answers("moeedge", [100.0]), _answers("moeedge", [100.0], others=0.5)
+    assert disturbance(quiet, quiet, 4) is None
+    assert disturbance(busy, quiet, 4) == disturbance(quiet, busy, 4) == "load"
+    assert disturbance(busy, busy, 3) is None  # a core is free
+    assert disturbance(busy, [], 4) is None  # without a reference there is no ratio
+    short = [replace(sample, others_s=other_s) for sample, other_s in zip(quiet * 2, (0.4, -0.4), strict=True)]
+    assert disturbance(short, quiet, 4) is None  # the clock's ticks cancel
+
+
+def test_a_ratio_that_scatters_is_disturbed() -> None:
+    steady = _answers("stock-ar", [100.0, 100.0])
+    assert disturbance(_answers("moeedge", [120.0, 170.0]), steady, 1) is None
+    assert disturbance(_answers("moeedge", [120.0, 200.0]), steady, 1) == "scatter"
+    assert disturbance(_answers("moeedge", [120.0, 240.0]), _answers("stock-ar", [100.0, 200.0]), 1) is None
+    assert disturbance(_answers("moeedge", [4407.0]), steady[:1], 1) is None  # one repetition cannot scatter

@@ -76,7 +76,7 @@ def test_there_are_no_layers_without_a_gpu(kind: DeviceKind, tiny_moe: Path) -> 
     with Model.load(tiny_moe, header_only=True) as target:
         reasons = [missing_reason(mode, ResolvedDevice(kind), target) for mode in MODES.values()]
         assert [mode for mode, reason in zip(MODES, reasons, strict=True) if reason is not None] == [
-            "stock-ncmoe", "stock-ncmoe-sd", "stock-fit", "stock-fit-sd",
+            "stock-ncmoe", "stock-ncmoe-sd",
         ]  # fmt: skip
         assert missing_reason(PLAIN, _GPU, target) is None
 
@@ -87,12 +87,11 @@ def test_dense_models_have_no_experts_to_keep(tiny_draft: Path) -> None:
 
 
 def test_modes_that_cannot_run_are_left_out_by_name(tmp_path: Path, tiny_moe: Path) -> None:
-    modes = "stock-ar,stock-ncmoe,stock-fit,moeedge-ar"
+    modes = "stock-ar,stock-ncmoe,moeedge-ar"
     plan = make_plan(tiny_moe, None, modes=modes, dataset=write_conversations(tmp_path, n=1), n_predict=2)
     rows, recorder = run(plan)
     assert [row.mode for row in rows] == ["stock-ar", "moeedge-ar"]
-    for name in ("stock-ncmoe", "stock-fit"):
-        assert sum(note.startswith(f"{name} is left out") for note in recorder.notes) == 1
+    assert sum(note.startswith("stock-ncmoe is left out") for note in recorder.notes) == 1
     record = rows[0].as_dict()
     assert record["whole_layers"] == 0
     assert record["device_bytes"] is record["ratio_ncmoe"] is None

@@ -1,6 +1,6 @@
 """A model larger than RAM: tokens/s and bytes read, next to stock llama.cpp on the mapped file.
 
-    moeedge widen BIG.gguf --like qwen3-30b-a3b --type q8_0
+    moeedge lab widen BIG.gguf --like qwen3-30b-a3b --type q8_0
     python -m tests.benchmarks.beyond_ram -m BIG.gguf --out RECORD.json
 
 Every run is a process of its own that begins with an empty page cache (dropping it needs root) and without kept

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.budget_from_weights --prompts 2 --n-predict 48
 
-A replay knows the weights of the experts that tokens use (moeedge/sim/expert_budgets.py), the engine all probabilities.
+A replay knows the weights of the experts that tokens use (moeedge/lab/sim/expert_budgets.py), the engine all.
 Printed, for the bundled pair and the rankings router and picks: share of the router's shortlist that the weights name,
 too; share of the pairs that another expert computes; kept probability by both shortlists, judged by the probabilities;
 distinct experts of both.
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from moeedge import paths
-from moeedge.analysis.budget_recording import BatchReader, PromptRun, VerifiedBatch
-from moeedge.analysis.expert_budget import infer_router
 from moeedge.data.datasets import load_dataset
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.experts import count_ids
-from moeedge.policies.expert_budget import (
+from moeedge.lab.analysis.budget_recording import BatchReader, PromptRun, VerifiedBatch
+from moeedge.lab.analysis.expert_budget import infer_router
+from moeedge.lab.policies.expert_budget import (
     Ids,
     Probabilities,
     apply_budget,

@@ -1,7 +1,7 @@
 """The draft length auto next to fixed ones: tokens/s, interleaved within one session.
 
     python -m tests.benchmarks.draft_length --out RECORD.json
-    moeedge widen WIDE.gguf --embd 512 --ff 192 --type q8_0
+    moeedge lab widen WIDE.gguf --embd 512 --ff 192 --type q8_0
     python -m tests.benchmarks.draft_length -m WIDE.gguf --ram 1GiB --disk-rate 300MB/s --out RECORD.json
 
 Each prompt of the data set `toy` is answered greedily with every length, in an order that rotates from prompt to

@@ -5,8 +5,8 @@
 
 Without -m the bundled pair. A wide pair, whose draft's hidden states have 1,024 values:
 
-    moeedge widen WIDE.gguf --embd 1024
-    moeedge widen WIDE-DRAFT.gguf -m models/bundled/draft.gguf --embd 1024
+    moeedge lab widen WIDE.gguf --embd 1024
+    moeedge lab widen WIDE-DRAFT.gguf -m models/bundled/draft.gguf --embd 1024
 
 The models compute with one thread: with as many as cores, any other program slows them down many times.
 Every policy has a session of its own on the emulated device and answers the prompts of the data set `toy`, greedily, in

@@ -32,7 +32,7 @@ SCHEMA = "moeedge-expert-kernels-1"
 # type and whether llama.cpp repacks it for a CPU with AVX2; plain where a GPU is in use or the user says so
 LAYOUTS = ("q4_0", "q4_0-plain", "q4_k", "q4_k-plain", "q6_k-plain", "q8_0-plain")
 # Of Qwen3-30B-A3B by tokens: the figures at 6 experts per token of the production study of MoE speculation
-# (moeedge/sim/data/models.json), times 8/6
+# (moeedge/lab/sim/data/models.json), times 8/6
 DISTINCT = {1: 8, 2: 13, 3: 17, 5: 24, 9: 34, 16: 45}
 NMSE_MAX = 1e-6  # of our kernels against ggml's
 
@@ -146,7 +146,8 @@ def main() -> None:
         bits = "equal bits" if kernel.is_equal else "DIFFERENT"
         print(
             f"{kernel.layout} {kernel.instructions}: {bits}, ggml's time over ours from memory: "
-            f"{kernel.single_speed:.2f} with one column, {kernel.several_speed:.2f} with two"
+            f"{kernel.single_speed:.2f} with one column, {kernel.several_speed:.2f} with two, "
+            f"{kernel.many_speed:.2f} with sixteen"
         )
     sizes = [int(size) for size in options.tokens.split(",")]
     samples = [

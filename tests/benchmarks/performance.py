@@ -2,8 +2,7 @@
 
     python -m tests.benchmarks.performance docs/benchmarks/performance-*.json.gz
 
-Takes records of `moeedge bench -o json`, and of tests.benchmarks.expert_kernels and llama_programs, gzipped or not, and
-computes nothing that they do not hold.
+Takes records of `moeedge bench -o json`, and of tests.benchmarks.expert_kernels and llama_programs, gzipped or not.
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from moeedge.bench.best_stock import MEAN
+from moeedge.bench.best_stock import MEAN, over_best_stock
 from moeedge.ui.bench_views import limit_lines
 from moeedge.ui.tables import Column, markdown, text_column
 from moeedge.units import format_bytes
 
 Row = dict[str, Any]
 _VERIFIED = 9  # tokens of the verification that the kernels' table shows
+_REAL_COSTS = (0.2, 0.3)  # T_D / T_T(1) of Qwen3-0.6B next to Qwen3-30B-A3B
 
 
 def read(path: Path) -> Any:
@@ -68,7 +69,8 @@ def bench_tables(rows: Sequence[Row]) -> Iterator[str]:
         text_column("test", lambda row: row["test"] if len(row["test"]) < 9 else "all sets"), text_column("mode", lane),
         Column("pp t/s", "pp_ts_median", ".1f"), Column("tg t/s", "tg_ts_median", ".1f"),
         Column("pp ratio", "ratio_pp", ".3f"), Column("tg ratio", "ratio", ".3f"),
-        Column("accepted", "acceptance_rate", ".2f"), Column("tokens/step", "tokens_per_step", ".2f"),
+        Column("accepted", "acceptance_rate", ".2f"), Column("T_D/T_T", lambda row: draft_cost(rows, row), ".3f"),
+        Column("tokens/step", "tokens_per_step", ".2f"),
         Column("of limit", "limit_share", ".2f"), Column("output", "output_check"),
         Column("score", "score", ".3f"), Column("change", "score_change", "+.3f"),
         Column("over best stock", "ratio_best_stock", ".3f"),
@@ -85,6 +87,48 @@ def bench_tables(rows: Sequence[Row]) -> Iterator[str]:
         for row, own in zip(ours, parts, strict=True):
             least = min((part for part in own.values() if part["category"] != MEAN), key=lambda part: part["ratio"])
             yield f"{lane(row)}: mean {own[MEAN]['ratio']:.3f}, least {least['ratio']:.3f} ({least['category']})\n"
+            for cost in _REAL_COSTS if draft_cost(rows, row) else ():
+                means = " to ".join(f"{recosted(rows, row, cost, n_dropped):.2f}" for n_dropped in (1, 0))
+                yield f"{lane(row)}, if T_D/T_T were {cost}: mean {means}\n"
+
+
+def plain_s(rows: Sequence[Row]) -> float:
+    """Seconds of stock's plain decoding per token, T_T(1)."""
+    samples = next(row for row in rows if row["mode"] == "stock-ar")["samples"]
+    return sum(sample["decode_s"] for sample in samples) / sum(sample["decode_tokens"] for sample in samples)
+
+
+def draft_cost(rows: Sequence[Row], row: Row) -> float | None:
+    """T_D / T_T(1): seconds of drafting per drafted token over those of a plain step of stock; None without either."""
+    drafted = sum(sample["drafted"] for sample in row["samples"])
+    if all(other["mode"] != "stock-ar" for other in rows):
+        return None
+    return sum(sample["draft_s"] for sample in row["samples"]) / drafted / plain_s(rows) if drafted else None
+
+
+def recosted(rows: Sequence[Row], row: Row, cost: float, n_dropped: int) -> float:
+    """Mean ratio of `row` to the fastest stock mode of each category, if drafting a token took `cost` of a plain step.
+
+    Drafts, their lengths and all other times stay as measured. n_dropped: tokens per step that `auto` drafts and
+    drops for their confidence, which the samples do not count: 0 or 1.
+    """
+    step_s = plain_s(rows)
+
+    def turns(other: Row) -> list[Any]:
+        label = SimpleNamespace(label=lane(other))
+        return [
+            SimpleNamespace(
+                key=tuple(sample[name] for name in ("prompt", "turn", "repetition")), category=sample["category"],
+                mode=label, tg_ts=sample["decode_tokens"], decode_tokens=sample["decode_tokens"],
+                decode_s=sample["decode_s"] - sample["draft_s"] + cost * step_s * (
+                    sample["drafted"] + (n_dropped * sample["steps"] if other["auto_gamma"] else 0)
+                ),
+            )
+            for sample in other["samples"]
+        ]  # fmt: skip
+
+    ratios = over_best_stock(turns(row), [turns(other) for other in rows if other["mode"].startswith("stock")])
+    return next(part.ratio for part in ratios if part.category == MEAN)
 
 
 def interval(part: Row) -> str:

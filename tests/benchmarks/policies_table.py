@@ -1,4 +1,4 @@
-"""README's table of policies on the bundled pair, from the rows of several runs of the command that it prints.
+"""The table of docs/policies.md on the bundled pair, from the rows of several runs of the command that it prints.
 
     for i in 1 2 3; do moeedge bench --policy spac,lfu,spac-program,spac-paper,lru,static --cache-ratio 0.17 \\
         -dev emulated --draft-max 8 -r 1 -o json > $i.json; done

@@ -1,6 +1,6 @@
 """Experts in RAM in the file's layout and repacked: tokens/s of the engine, on disks of several rates.
 
-    moeedge widen MODEL.gguf --embd 512 --ff 256 --type q4_0
+    moeedge lab widen MODEL.gguf --embd 512 --ff 256 --type q4_0
     python -m tests.benchmarks.repacked_engine -m MODEL.gguf --rates 0,200MB/s --out RECORD.json
 
 A round opens a session per layout and rate, in turns: it reads a prompt of `--prompt` tokens, then decodes. Ratios are

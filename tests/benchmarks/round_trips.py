@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from moeedge.bench.records import read_environment
+from moeedge.hardware.devices import Storage
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
@@ -130,11 +131,9 @@ def measure(lane: Lane, path: Path, device: CountingDevice, repeats: int) -> dic
     """Mean counts per batch and the share of pairs that the device computed, by batch size."""
     rng = np.random.default_rng(3)
     found = {}
-    free_bytes = None if lane.repacked else 0
+    storage: Storage = "loaded" if lane.repacked else "mapped"
     with (
-        Model.load(
-            path, n_gpu_layers=-1, device=DEVICE, experts_on_cpu=not lane.on_device, free_bytes=free_bytes
-        ) as model,
+        Model.load(path, n_gpu_layers=-1, device=DEVICE, experts_on_cpu=not lane.on_device, storage=storage) as model,
         Context(
             model,
             n_ctx=512,

@@ -1,6 +1,6 @@
 """The simulated RAM tier against the engine: tokens/s and loads per token with slots for a share of the experts.
 
-    moeedge widen MODEL.gguf --embd 512 --ff 256 --type q4_0
+    moeedge lab widen MODEL.gguf --embd 512 --ff 256 --type q4_0
     python -m tests.benchmarks.simulated_ram_tier -m MODEL.gguf --rates 100MB/s,200MB/s,400MB/s --out RECORD.json
 
 The engine answers two prompts on a disk that is made as slow as asked for; the first answer warms up, the second
@@ -27,24 +27,24 @@ import numpy as np
 
 from moeedge import paths
 from moeedge.bench.records import read_environment
-from moeedge.bench.validation import PROMPTS
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.recording import TraceCollector, describe
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.lab.experiments.validation import PROMPTS
+from moeedge.lab.sim.clock import to_ns
+from moeedge.lab.sim.execution import Execution
+from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.ram_tier import RamSlots, RamTierConfig
+from moeedge.lab.sim.step_costs import TOKENS_MAX, StepCosts
+from moeedge.lab.traces.schedule import as_computed
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.policies.base import CacheShape, PolicyConfig, ScoringPolicy
 from moeedge.policies.cost_model import CostFit, fit_side
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.stats import StepRecord
-from moeedge.sim.clock import to_ns
-from moeedge.sim.execution import Execution
-from moeedge.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.sim.ram_tier import RamSlots, RamTierConfig
-from moeedge.sim.step_costs import TOKENS_MAX, StepCosts
 from moeedge.trace.format import Trace
-from moeedge.trace.schedule import as_computed
 from moeedge.units import parse_rate
 
 SCHEMA = "moeedge-simulated-ram-tier-1"

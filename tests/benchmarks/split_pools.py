@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
+from moeedge.lab.sim.batches import cache_shape
+from moeedge.lab.sim.policy_replay import PolicyReplay
+from moeedge.lab.traces.importers import read_trace
+from moeedge.lab.traces.schedule import Schedule, schedules, texts_of
 from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.registry import make_policy
-from moeedge.sim.batches import cache_shape
-from moeedge.sim.policy_replay import PolicyReplay
-from moeedge.trace.importers import read_trace
-from moeedge.trace.schedule import Schedule, schedules, texts_of
 from tests.benchmarks.rows import keep_rows
 
 SCHEMA = "moeedge-split-pools-1"

@@ -27,7 +27,7 @@ from moeedge.cli.app import COMMANDS
 SCHEMA = "moeedge-start-up-1"
 RUNS = {
     "help": ("--help",),
-    **{f"{name}_help": (name, "--help") for name in COMMANDS},
+    **{f"{name.replace(' ', '_')}_help": (*name.split(), "--help") for name in COMMANDS},
     "first_token": ("chat", "-p", "What is 3 + 4?", "-n", "4", "--temp", "0"),
     "first_token_plain": ("chat", "-p", "What is 3 + 4?", "-n", "4", "--temp", "0", "-dev", "none", "-md", "none"),
 }
@@ -35,8 +35,8 @@ LINES = {  # that a shell completes, by bash's protocol
     "complete_command": "moeedge ch",
     "complete_option": "moeedge chat --te",
     "complete_model": "moeedge chat -m gr",
-    "complete_policy": "moeedge replay --policy l",
-    "complete_hardware": "moeedge simulate --hardware h",
+    "complete_policy": "moeedge lab replay --policy l",
+    "complete_hardware": "moeedge lab simulate --hardware h",
 }
 
 

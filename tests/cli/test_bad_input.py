@@ -40,13 +40,11 @@ BUDGET = {
     "--expert-budget 0": '--expert-budget "0"',
     "--expert-budget some": '--expert-budget "some"',
     "--expert-budget 3": "3 below 4 experts",
-    "--expert-budget 8 --budget-ranking best": "'best' router, static, oracle",
-    "--expert-budget 8 --budget-ranking oracle": "oracle router static",
-    "--expert-budget 8 --budget-ranking static": "static --save-ranking --budget-file",
-    "--expert-budget 8 --budget-layers fitted": "fitted --save-ranking --budget-file",
-    "--expert-budget 8 --budget-layers fitted --budget-file missing.json": "missing.json exist",
+    "--expert-budget 8 --budget-ranking static": "'static' picks, router",
+    "--expert-budget 8 --budget-layers fitted": "--budget-layers moeedge lab replay",
+    "--expert-budget 8 --budget-file missing.json": "--budget-file moeedge lab replay",
     "--expert-budget 8 --budget-policy drop": "'drop' substitution, truncation",
-    "--expert-budget 8 --budget-prefer-resident 2": "resident 0 1",
+    "--expert-budget 8 --budget-prefer-resident 2": "--budget-prefer-resident pay",
     "--expert-budget off --budget-policy truncation": "--budget-policy --expert-budget",
 }
 NESTED = "[" * 60_000
@@ -77,6 +75,9 @@ REFUSED = {
         "--chat-template ''": "template empty",
         "--chat-template '{{ 1 // 0 }}'": "template --chat-template by zero",
         "--chat-template '{% for i in range(10 ** 9) %}{% endfor %}'": "template --chat-template range",
+        "--chat-template '{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}'": (
+            "template --chat-template never end"
+        ),
         f"--chat-template-kwargs {NESTED}": "--chat-template-kwargs JSON nested",
         f"--chat-template-kwargs {'9' * 5000}": "--chat-template-kwargs JSON digits",
         f"-j {NESTED}": "schema JSON nested",
@@ -143,7 +144,7 @@ REFUSED = {
         "--run-code": "--run-code --score",
         "--score --ignore-eos": "--score --ignore-eos together",
     },
-    "ablate -dev emulated": {
+    "lab ablate -dev emulated": {
         "--cutoff x": "'x' list layers",
         "--cutoff -1": "'-1' list layers",
         "--limit -1": "nothing measure --limit",
@@ -164,7 +165,7 @@ REFUSED = {
         "-c -5": "-c from 0 to 16,777,216",
         "-c 4294967297": "-c from 0 to 16,777,216",
     },
-    "replay plain.npz": {
+    "lab replay plain.npz": {
         "--policy mru": "policy 'mru' lru",
         "--policy ,": "--policy empty",
         "--cache-ratio 2": "--cache-ratio from 0 to 1",
@@ -178,7 +179,7 @@ REFUSED = {
         "--expert-bytes 0": "--expert-bytes above 0",
         "--max-uploads -1": "uploads >= -1.0",
     },
-    "simulate -n 40 --max-steps 8": {
+    "lab simulate -n 40 --max-steps 8": {
         "--hardware abacus": "hardware 'abacus' rtx3090",
         "--model gpt-9": "model 'gpt-9' mixtral-8x7b",
         "--policy magic": "policy 'magic' spac, lru,",
@@ -193,7 +194,7 @@ REFUSED = {
         "--event-log /": "error: / cannot written",
         "--trace own.npz": "2 layers 48 model trace --model",
     },
-    "trace": {
+    "lab trace": {
         "info none.npz": "none.npz not exist",
         "convert own.npz out.txt": "--to",
         "convert own.npz own.npz": "own.npz read",
@@ -215,10 +216,11 @@ def test_bad_input_is_refused(
     monkeypatch.chdir(tmp_path)
     plain_text(60).save(tmp_path / "plain.npz")
     two_texts(weights=True).save(tmp_path / "own.npz")
-    name, *rest = shlex.split(command)
+    name, *rest = shlex.split(command.removeprefix("lab "))
+    group = ["lab"] if command.startswith("lab ") else []
     target, draft = ["-m", str(tiny("qwen3moe"))], ["-md", str(tiny("qwen3")), "-c", "512", "-t", "1"]
     models = {"chat": [*target, *draft], "profile": [*target, *draft, "-n", "4"], "bench": target, "ablate": target}
-    message = refused(name, *models.get(name, []), *rest, *shlex.split(options))
+    message = refused(*group, name, *models.get(name, []), *rest, *shlex.split(options))
     for word in REFUSED[command][options].split():
         assert word in message
     assert "Draft:" not in message  # ablate made no quantization for it

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from moeedge.ui.bench_views import difference_lines, quiet_lines, render
+from moeedge.ui.bench_views import difference_lines, quiet_lines, render, withheld_lines
 from moeedge.ui.plots import draw_sweep, lines_of
 from tests.bench.recording import Recorder
 from tests.support.commands import SIGNALS, refused, run, run_json
@@ -194,7 +195,6 @@ def test_what_the_options_mean_together(tiny_moe: Path) -> None:
     ("mode", "work"),
     [
         ("stock-ncmoe", ["-p", "8", "-n", "4"]),
-        ("stock-fit", ["-p", "8", "-n", "4"]),
         ("stock-ncmoe", ["--dataset", "sample", "--limit", "1"]),
         ("stock-sd", []),
     ],
@@ -361,6 +361,19 @@ def test_depth_fills_the_context(tiny_moe: Path) -> None:
         (row,) = bench.rows()
     assert decoded == [32, 8, 1, 1, 1, 1] * 4  # a warm-up and three repetitions
     assert {(sample.prefill_tokens, sample.decode_tokens) for sample in row.samples} == {(8, 4)}
+
+
+@pytest.mark.parametrize("form", ["md", "text"])
+@pytest.mark.parametrize("reason", ["load", "scatter"])
+def test_a_ratio_of_disturbed_samples_is_withheld(form: str, reason: Literal["load", "scatter"]) -> None:
+    quiet = replace(_row(OutputCheck(equal=8, compared=8)), ratio=44.07)
+    assert "44.07" in render([quiet], form) and not withheld_lines([quiet])
+    row = replace(quiet, disturbed=reason)
+    text = render([row], form)
+    assert "44.07" not in text and " ? " in text
+    assert len(withheld_lines([row, row])) == 1 and "?: no ratio" in text
+    (record,) = json.loads(render([row], "json"))
+    assert (record["disturbed"], record["ratio"]) == (reason, 44.07)
 
 
 def test_a_busy_machine_and_scatter_are_told() -> None:

@@ -61,18 +61,6 @@ def test_as_many_as_there_are_changes_nothing(pair: list[str], own: Path) -> Non
     ]
 
 
-def test_resident_experts_are_preferred_beside_a_cache(pair: list[str], own: Path) -> None:
-    rows = run_json(
-        "bench", *pair, "--dataset", own, "-n", "8", "-r", "1", "-dev", "emulated", "--cache-ratio", "0.25",
-        "--no-calibrate", "--expert-budget", "6", "--budget-prefer-resident", "0,0.5", "--modes", "stock-ar,moeedge",
-    )  # fmt: skip
-    assert [(row["budget_prefer_resident"], row["cache_ratio"]) for row in rows] == [
-        (None, None), (None, 0.25), (0.0, 0.25), (0.5, 0.25),
-    ]  # fmt: skip
-    assert [row["budget"] for row in rows[2:]] == ["budget 6 (lossy)", "budget 6 prefer 0.5 (lossy)"]
-    assert all(row["hit_rate_experts"] is not None and row["experts_max"] <= 6 for row in rows[2:])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -84,7 +72,6 @@ def test_resident_experts_are_preferred_beside_a_cache(pair: list[str], own: Pat
         ["--expert-budget", "6", "--budget-ranking", "static"],
         ["--expert-budget", "6", "--budget-file", "unread.json"],
         ["--expert-budget", "6", "--budget-policy", "none"],
-        ["--expert-budget", "6", "--budget-prefer-resident", "0,2"],
         ["--expert-budget", "6", "--budget-ranking", "router,oracle"],
         ["--draft-max", "4,0"],
         ["--draft-max", "4,x"],

@@ -18,6 +18,7 @@ from moeedge.cli.chat import one_shot_prompt
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.errors import EmptyPromptError
+from moeedge.hardware.processor import concurrent_threads
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run
 from tests.support.greedy import judge
@@ -155,6 +156,32 @@ def test_a_dense_model_works_and_says_so(tiny: TinyFactory) -> None:
     assert "experts" not in result.stderr
 
 
+def test_more_threads_than_cores_are_obeyed_with_a_warning(tiny: TinyFactory) -> None:
+    most = concurrent_threads()
+    base = ["-m", str(tiny("qwen3moe")), "-md", "none", "-n", "2", "-p", "hi", "-dev", "none"]
+    for option, n_threads in (("-t", most + 1), ("-tb", most + 2)):
+        result = run("chat", *base, "-q", option, str(n_threads))
+        assert result.exit_code == 0
+        assert result.stderr.count(f"{option} {n_threads}:") == 1
+    assert chat(*base, "-t", str(most + 1))["stats"]["threads"] == most + 1
+    assert not run("chat", *base, "-q", "-t", str(most), "-tb", str(most)).stderr
+
+
+def test_a_busy_machine_is_said_once(tiny: TinyFactory) -> None:
+    command = [sys.executable, "-m", "moeedge", "chat", "-m", str(tiny("qwen3moe")), "-md", "none", "-p", "hi"]
+    command += ["-n", "2", "-t", str(os.cpu_count())]
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        for quiet in ([], ["-q"]):
+            done = subprocess.run([*command, *quiet], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            assert done.returncode == 0
+            assert done.stderr.count("Other programs use") == (0 if quiet else 1)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def test_verbose_shows_the_log_on_stderr(pair: list[str]) -> None:
     command = [sys.executable, "-m", "moeedge", "chat", *pair, "-p", "hi", "-n", "2", "-o", "json", "--verbose"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
@@ -288,3 +315,18 @@ def test_closed_standard_input_is_empty() -> None:
     with pytest.raises(EmptyPromptError):
         one_shot_prompt(None, None, notice=typer.echo)
     assert one_shot_prompt("hi", None, notice=typer.echo) == "hi"
+
+
+@pytest.mark.parametrize("options", ["-dev none", "-dev emulated --cache-ratio 0.5"])
+def test_a_chat_loads_neither_the_lab_nor_what_draws_and_fits(options: str, pair: list[str]) -> None:
+    program = """
+import sys
+from moeedge.cli.app import app
+try:
+    app(sys.argv[1:], prog_name="moeedge")
+finally:
+    print("loaded:", *{"matplotlib", "scipy", "torch", "moeedge.lab"} & set(sys.modules), file=sys.stderr)
+"""
+    words = ["chat", *pair, "-p", "one two", "-n", "4", "-q", *options.split()]
+    ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and ran.stderr.splitlines()[-1].split() == ["loaded:"], ran.stderr

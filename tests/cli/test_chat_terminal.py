@@ -229,7 +229,10 @@ def test_unfinished_chats_are_listed_without_a_model(cache: Path) -> None:
         kept = Autosave(lambda: folder, Origin("m.gguf", 1, raw=False))
         kept.update(Conversation("", [Message("user", text)]), {})
         kept.close(keep=True)
-    shown = run("chat", "--resume", "list").stdout.splitlines()
+    (folder / "0-damaged.jsonl").write_text('{"schema": "moeedge.autosave"')
+    result = run("chat", "--resume", "list")
+    assert "0-damaged.jsonl.damaged" in result.stderr
+    shown = result.stdout.splitlines()
     assert [line.split()[0] for line in shown] == ["1", "2"]
     assert '"second one"' in shown[0] and "m.gguf" in shown[0]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moeedge.health.report import Finding, Report
+from moeedge.health.doctor import Finding, Report
 from moeedge.ui.doctor_view import print_report
 from tests.support.commands import run, run_json
 

@@ -186,6 +186,6 @@ def test_idle_threads_while_experts_are_read(
     model = tmp_path / "m.gguf"
     model.write_bytes(bytes(100))
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=n_free))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=n_free, total=n_free))
     EngineOptions(model=model).limit_openmp_spin(ram=ram)
     assert ("GOMP_SPINCOUNT" in os.environ) == calm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,13 @@ from typing import Any
 
 import pytest
 
+from moeedge.engine.types import EngineConfig
+from moeedge.hardware.devices import ResolvedDevice
+from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.planning.memory_map import PlannedMachine
+from moeedge.planning.planner import Planner
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.units import parse_gpu_size, parse_size
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run, run_json
 from tests.support.published import write_qwen3_30b_a3b
@@ -47,7 +55,8 @@ def test_the_map_of_a_header_for_a_machine_that_is_not_here(
         "only its header",
     ):
         assert words in " ".join(out.split()) or words in out
-    assert f"moeedge chat -m '{header}' -c 8192\n" in out
+    assert f"moeedge chat -m '{header}' -c 8192 --vram 5229MiB\n" in out
+    assert "left, of which a reserve of 256" in out
     assert "--cache-ratio" not in out  # which would leave no whole layers to choose
     assert max(len(line) for line in out.splitlines() if header not in line) <= columns
 
@@ -70,7 +79,8 @@ def test_json_has_bytes_of_every_line(header: str) -> None:
     found = record("-m", header, "--vram", "8GiB", "--ram", "32GiB", "-c", "8192")
     gpu, ram = found["plan"]["places"]
     assert gpu["total_bytes"] == gpu["free_bytes"] == 8 * 2**30
-    assert gpu["used_bytes"] == sum(line["n_bytes"] for line in gpu["lines"])
+    assert gpu["used_bytes"] + gpu["reserve_bytes"] == sum(line["n_bytes"] for line in gpu["lines"])
+    assert gpu["left_bytes"] == gpu["free_bytes"] - gpu["used_bytes"] >= gpu["reserve_bytes"] == 256 * 2**20
     assert ram["free_bytes"] == 32 * 2**30
     assert found["plan"]["kv_bytes"] == 8192 * 96 * 1024
     assert found["device"]["measured"] is False and found["ram_measured"] is False
@@ -102,6 +112,56 @@ def test_a_model_s_own_head_takes_its_share_as_in_chat(tiny: TinyFactory) -> Non
         record("-m", model, "-c", "1024", *given)["plan"]["kv_bytes"] for given in ((), ("-md", "mtp"), ("-md", "none"))
     )
     assert planned == asked > without
+
+
+def test_a_recurrent_model_keeps_states_for_the_drafts_of_a_chat(tiny: TinyFactory) -> None:
+    """Without -md a chat drafts from n-grams, and such a model keeps a copy of its state per draft."""
+    model = str(tiny("qwen35moe"))
+    planned, asked, without = (
+        record("-m", model, "-c", "1024", *given)["plan"]["kv_bytes"]
+        for given in ((), ("-md", "auto"), ("-md", "none"))
+    )
+    assert planned == asked > without
+
+
+def test_the_command_repeats_what_was_given(header: str) -> None:
+    repeated = ["--ctx-size", "8192", "-ctk", "q8_0", "-md", "none", "--draft-max", "3", "-b", "1024"]
+    others = ["--vram", "8GB", "--ram", "32GiB", "--reserve", "100MB", "--hf-token", "hf_secret", "--offline", "-v"]
+    words = shlex.split(record("-m", header, *repeated[:4], *others, *repeated[4:])["command"])
+    assert words[:-2] == ["moeedge", "chat", "-m", header, *repeated] and words[-2] == "--cache-ratio"
+
+
+def test_the_command_keeps_a_chat_to_the_planned_experts(header: str) -> None:
+    """--vram of plan is the GPU, that of chat the memory of experts: on a larger GPU it gives the same slots."""
+    planned = record("-m", header, "--vram", "8GiB", "--ram", "32GiB", "-c", "8192")
+    words = shlex.split(planned["command"])
+    vram_bytes = parse_size(words[words.index("--vram") + 1])
+    device = ResolvedDevice(
+        "gpu", ggml_name=DRY_RUN_GPU, llama_device=DRY_RUN_GPU, free_bytes=24 * 2**30, total_bytes=24 * 2**30
+    )
+    config = EngineConfig(model=Path(header), n_ctx=8192, placement=PlacementConfig(vram_bytes=vram_bytes))
+    with Planner(config, PlannedMachine(device, 64 * 2**30, 64 * 2**30)) as planner:
+        assert planner.map(8192).budget.n_slots == planned["plan"]["cache_slots"]
+    whole = record("-m", header, "--vram", "24GB", "--ram", "32GiB")
+    assert whole["plan"]["whole_on_gpu"] and "--vram" not in whole["command"]  # a chat finds that out by itself
+
+
+def test_experts_from_the_file_get_the_planned_memory(header: str) -> None:
+    found = record("-m", header, "-dev", "none", "--ram", "12GiB", "-c", "2048")
+    words = shlex.split(found["command"])
+    slots_bytes = found["ram_tier"]["rows"][0]["slots_bytes"]
+    assert 0 <= parse_size(words[words.index("--ram") + 1]) - slots_bytes < 2**20
+    measured = record("-m", header, "-dev", "none", "-c", "2048")
+    assert "--ram" not in measured["command"]
+
+
+def test_a_size_in_gb_is_a_card_s(header: str) -> None:
+    total = {
+        size: record("-m", header, "--vram", size, "-c", "4096")["plan"]["places"][0]["total_bytes"] / 2**20
+        for size in ("12GB", "12GiB", "12000MB")
+    }
+    assert parse_gpu_size("0.5GB") == 5 * 10**8 and parse_gpu_size("24gb") == 24 * 2**30 - 256 * 2**20
+    assert total == {"12GB": 12 * 1024 - 256, "12GiB": 12 * 1024, "12000MB": pytest.approx(12e9 / 2**20)}
 
 
 def test_whole_layers_without_a_gpu_are_not_silent(tiny: TinyFactory) -> None:

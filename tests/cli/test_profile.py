@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from moeedge.analysis.expert_ranking import read_ranking
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from tests.support.commands import SIGNALS, refused, run, run_json
-from tests.support.recomputed_profile import assert_equal
 from tests.support.traces import plain_text, two_texts
 
 
@@ -149,26 +147,12 @@ def test_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
     assert "0 to 47" in refused("profile", "--layer", "48")
 
 
-def test_a_ranking_for_expert_budgets(pair: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "ranking.json"
-    assert run("profile", *pair, "-p", "one two three", "--save-ranking", str(path)).exit_code == 0
-    ranking = read_ranking(path)
-    assert (ranking.n_layers, ranking.n_experts, ranking.n_expert_used) == (3, 16, 4)
-    assert ranking.measured == "weights" and ranking.source["gamma"] == 3
-    assert ranking.sensitivity is not None and (ranking.sensitivity > 0).all()
-    assert "r.json" in refused("profile", *pair, "-p", "one", "--save-ranking", tmp_path / "absent" / "r.json")
-
-
 def test_what_a_report_cannot_be(tmp_path: Path) -> None:
     trace = tmp_path / "trace.npz"
     two_texts().save(trace)
     assert ".html or .json" in refused("profile", "--trace", trace, "--report", tmp_path / "out.pdf")
     assert "cannot be written" in refused("profile", "--trace", trace, "--report", tmp_path / "no" / "out.html")
     assert "not a folder" in refused("profile", "--trace", trace, "--pictures", trace)
-    assert "--report" in refused("profile", "--trace", trace, "--compare", trace, "--layers", "all", "-o", "json")
-    (tmp_path / "other.json").write_text('{"schema": "another"}')
-    assert "not a saved profile" in refused("profile", "--trace", trace, "--compare", tmp_path / "other.json")
-    assert "cannot be read" in refused("profile", "--trace", trace, "--compare", tmp_path / "none.json")
     assert "--trace" in refused("profile", "--acceptance-chance", "0.5")
     assert "prompt" in refused("profile", "--trace", trace, "-p", "one")
     assert "0 to 1" in refused("profile", "--trace", trace, "--layer", "2")
@@ -176,62 +160,14 @@ def test_what_a_report_cannot_be(tmp_path: Path) -> None:
     assert "acceptance" in refused("profile", "--trace", trace, "--acceptance-chance", "2")
 
 
-def test_numbers_of_two_traces(tmp_path: Path) -> None:
-    first, second, numbers = tmp_path / "first.npz", tmp_path / "second.npz", tmp_path / "out.json"
-    two_texts().save(first)
-    two_texts(seed=5).save(second)
-    assert run("profile", "--trace", first, "--compare", second, "--report", numbers).exit_code == 0
-    report = json.loads(numbers.read_text())
-    assert report["schema"] == report["compared_with"]["schema"] == "moeedge-profile-1"
-    assert 0 < report["routing_agreement"] < 1 and 0 < report["popularity_shared"]["mean_of_layers"] < 1
-    assert set(report["popularity_shared"]["by_layer"]) == {"0", "1"}
-    assert run("profile", "--trace", second, "--report", numbers).exit_code == 0
-    assert json.loads(numbers.read_text()) == report["compared_with"]
-
-
-def test_a_saved_profile_is_compared_like_its_trace(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.npz", tmp_path / "second.npz"
-    two_texts().save(first)
-    two_texts(seed=5).save(second)
-    expected = run_json("profile", "--trace", first, "--compare", second)
-    assert expected["routing_agreement"] is not None
-    saved = {"one.json": ["-o", "json"], "all.json": ["-o", "json", "--layers", "all"]}
-    for name, options in saved.items():
-        (tmp_path / name).write_text(run("profile", "--trace", second, *options).stdout)
-    run("profile", "--trace", second, "--report", tmp_path / "report.json")
-    complete = expected["compared_with"]
-    for name in ("one.json", "report.json", "all.json"):
-        found = run_json("profile", "--trace", first, "--compare", tmp_path / name)
-        other = found["compared_with"]
-        assert found["popularity_shared"] == expected["popularity_shared"] and found["routing_agreement"] is None
-        assert other["run"] == complete["run"]
-        if name != "all.json":
-            assert other == complete
-    assert [layer["layer"] for layer in other["layers"]] == [0, 1]  # an array has its layers alone
-    assert other["model_profile"]["by_layer"] == complete["model_profile"]["by_layer"]
-    assert other["model_profile"]["speculation"] is None
-    assert_equal(other["model_profile"]["mean_of_layers"], complete["model_profile"]["mean_of_layers"])
-    text = run("profile", "--trace", first, "--compare", tmp_path / "one.json")
-    assert text.exit_code == 0 and "popularity shared" in text.stdout
-    assert max(map(len, text.stdout.splitlines())) <= 80
-
-
-def test_a_run_is_compared_with_an_earlier_one(pair: list[str], tmp_path: Path) -> None:
-    (tmp_path / "before.json").write_text(run("profile", *pair, "-p", "one two three", "-o", "json").stdout)
-    report = run_json("profile", *pair, "-p", "one two three", "--compare", tmp_path / "before.json")
-    assert report["popularity_shared"]["mean_of_layers"] == pytest.approx(1.0, abs=1e-5)
-    assert report["compared_with"]["model_profile"] == report["model_profile"]
-
-
 @pytest.mark.slow
-def test_report_and_pictures_of_two_traces(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.npz", tmp_path / "second.npz"
-    two_texts().save(first)
-    two_texts(seed=5).save(second)
+def test_report_and_pictures(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.npz"
+    two_texts().save(trace)
     page, folder = tmp_path / "out.html", tmp_path / "pictures"
-    result = run("profile", "--trace", first, "--compare", second, "--report", page, "--pictures", folder)
+    result = run("profile", "--trace", trace, "--report", page, "--pictures", folder)
     assert result.exit_code == 0, result.output
-    assert "compared with" in page.read_text()
+    assert "Profile of" in page.read_text()
     assert {"overlap.png", "unique.png", "gain.png", "steps-1.png"} <= {path.name for path in folder.iterdir()}
 
 
@@ -251,4 +187,10 @@ def test_several_data_sets(pair: list[str]) -> None:
         "sample",
         "toy",
     ]
-    assert report["model_profile"]["pair"]["layers"] == [0, 1, 2]
+
+
+def test_draft_and_target_are_compared_in_the_lab(pair: list[str]) -> None:
+    found = run_json("lab", "pair", *pair, "-p", "one two three", "-n", "8")
+    assert found["layers"] == [0, 1, 2] and len(found["entropy_popularity_bits"]) == 3
+    assert "mean" in run("lab", "pair", *pair, "-p", "one two three", "-n", "8").stdout
+    assert "-md" in refused("lab", "pair", *pair[:2], "-md", "none", "-p", "one")

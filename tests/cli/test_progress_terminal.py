@@ -32,7 +32,7 @@ def test_profile_shows_its_progress(tiny_moe: Path) -> None:
 
 def test_replay_shows_its_progress(tmp_path: Path) -> None:
     plain_text(400).save(tmp_path / "plain.npz")
-    with Terminal(["replay", str(tmp_path / "plain.npz"), "--policy", "lru"], env=ENV) as terminal:
+    with Terminal(["lab", "replay", str(tmp_path / "plain.npz"), "--policy", "lru"], env=ENV) as terminal:
         assert terminal.wait() == 0, terminal.text
         assert "replaying" in terminal.text
         assert "optimistic" in terminal.text

@@ -1,4 +1,4 @@
-"""docs/cli.md is what the commands declare, and --help shows the same; help loads no more than it needs."""
+"""The reference is what the commands declare, and --help shows the same; help loads no more than it needs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from moeedge.cli.app import COMMANDS, app, load_command
 from moeedge.cli.declare import hidden_spellings
 from moeedge.cli.foreign import foreign_options
 from moeedge.cli.habits import habits
-from moeedge.cli.reference import markdown
 from moeedge.ui.chat.commands import help_rows
-from tests.support.commands import all_commands, option_names
+from tests.support.commands import all_commands, option_names, reference
 
 _OF_TYPER = {"-h", "--help", "--install-completion", "--show-completion"}
 _NAME = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
-DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
+COMMANDS_PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 
 
 def words(text: str) -> str:
@@ -43,7 +42,7 @@ def further_names() -> set[str]:
 
 
 def sections(text: str) -> dict[str, str]:
-    """The part of each command in docs/cli.md, by its name."""
+    """The part of each command in the reference, by its name."""
     return dict(zip(*[iter(re.split(r"^##+ `moeedge (.*)`\n", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
 
 
@@ -61,7 +60,7 @@ def choices(command: Any, option: Any) -> list[str]:
 @pytest.mark.parametrize("name", all_commands())
 def test_the_reference_says_what_a_command_declares(name: str) -> None:
     """Spellings, values, defaults and help texts, but not their layout, which is Typer's."""
-    command, section = all_commands()[name], sections(DOCUMENT.read_text(encoding="utf-8"))[name]
+    command, section = all_commands()[name], sections(reference())[name]
     assert words(command.help) in words(section)
     rows = [words(row) for row in section.split("\n* ")[1:]]
     for option in command.params:
@@ -72,14 +71,19 @@ def test_the_reference_says_what_a_command_declares(name: str) -> None:
 
 
 def test_the_reference_names_only_what_exists() -> None:
-    """A stale file is made anew by: python -m moeedge.cli.reference > docs/cli.md"""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    groups = {name.split()[0] for name in all_commands()}
-    assert set(sections(text)) == set(sections(markdown())) == groups | set(all_commands())
+    text = reference()
+    assert set(sections(text)) == set(COMMANDS) - {"lab"} | set(all_commands())
+    assert {"# Coming from llama.cpp or ollama", "# Environment variables"} <= set(text.splitlines())
     others = set(foreign_options()) | {name for habit in habits() for name in _NAME.findall(habit.typed)}
     assert set(_NAME.findall(text)) <= option_names() | further_names() | others | _OF_TYPER
     for row in help_rows():
         assert f"* `{row.label}`: {row.value}\n" in sections(text)["chat"]
+
+
+def test_the_page_of_commands_names_all_and_only_options_that_exist() -> None:
+    text = COMMANDS_PAGE.read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if name != "lab" and f"`{name.removeprefix('lab ')}`" not in text] == []
+    assert set(_NAME.findall(text)) <= option_names() | further_names() | _OF_TYPER
 
 
 @pytest.mark.parametrize("name", all_commands())
@@ -114,7 +118,9 @@ def test_the_list_of_commands_has_the_first_paragraph_of_each(name: str) -> None
 
 
 def test_old_spellings_are_taken() -> None:
-    result = CliRunner().invoke(app, ["replay", "absent.npz", "--tail", "optimistic", "--hint-accuracy", "default"])
+    result = CliRunner().invoke(
+        app, ["lab", "replay", "absent.npz", "--tail", "optimistic", "--hint-accuracy", "default"]
+    )
     assert result.exit_code == 2 and "no option" not in result.stderr and "absent.npz" in result.stderr
 
 

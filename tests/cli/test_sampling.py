@@ -127,6 +127,13 @@ def test_thinking_is_switched_where_the_template_has_a_switch(pair: list[str]) -
     assert TemplateOptions(think="true").choice() == TemplateChoice(think="on")
 
 
+@pytest.mark.parametrize("off", [["--think=false"], ["--reasoning-budget", "0"], ["-rea", "off"]])
+def test_a_model_that_never_thinks_may_be_told_not_to(pair: list[str], off: list[str]) -> None:
+    plain, told = (run_json("chat", *pair, *GREEDY, *options) for options in ((), off))
+    assert (told["text"], told["prompt_tokens"]) == (plain["text"], plain["prompt_tokens"])
+    assert told["stats"]["template"]["think"] == "off"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -148,7 +155,8 @@ def test_thinking_is_switched_where_the_template_has_a_switch(pair: list[str]) -
         (("--chat-template-kwargs", "[1]"), "object"),
         (("--chat-template-kwargs", "{"), "column 2"),
         (("--think", "maybe"), "auto"),
-        (("--think", "off"), "Leave out --think"),
+        (("--think", "on"), "Leave out --think"),
+        (("--think", "off", "--chat-template", "{{ messages[0].content }}</think>"), "Leave out --think"),
         (("--no-jinja",), "--chat-template NAME"),
         (("--raw", "--chat-template", "chatml"), "--raw"),
         (("--reasoning-budget", "100"), "100"),

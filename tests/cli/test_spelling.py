@@ -61,6 +61,33 @@ def test_options_that_set_the_environment(typed: str, sets: dict[str, str]) -> N
     assert speller.sets == sets
 
 
+@pytest.mark.parametrize(
+    ("typed", "n_lines"),
+    [
+        ("-sm layer", 1),
+        ("--split-mode none", 0),
+        ("-np 4", 1),
+        ("--parallel 1", 0),
+        ("-ngld 99 --gpu-layers-draft 99", 2),
+        ("-devd CUDA0 -devd CUDA0", 1),
+        ("-cmoed", 1),
+        ("--draft-min=2", 1),
+        ("--poll 50 --poll-batch 1 --keep 64", 3),
+    ],
+)
+def test_harmless_options_are_taken_with_a_line(typed: str, n_lines: int) -> None:
+    speller = Speller("chat", CHAT)
+    assert speller.translate([*typed.split(), "-p", "x"]) == ["-p", "x"]
+    assert len(speller.warnings) == n_lines
+    result = run("chat", *typed.split(), "-m", "none.gguf")
+    assert result.stderr.count("no effect") == n_lines and "none.gguf" in result.stderr
+
+
+def test_np_is_the_parallel_of_bench() -> None:
+    speller = Speller("bench", load_command("bench"))
+    assert speller.translate(["-np", "1,2"]) == ["--parallel", "1,2"] and not speller.warnings
+
+
 def test_words_without_a_dash() -> None:
     words = ("-m", "-p")
     assert translated("it what is this -n 3", words=words) == ["-n", "3", "-m", "it", "-p", "what is this"]
@@ -78,8 +105,7 @@ def test_words_without_a_dash() -> None:
         ("chat -ojson", "-ojson '-o json'"),
         ("bench --temp 0", "--temp chat profile"),
         ("list --nothing", "--nothing"),
-        ("trace info --nothing", "--nothing 'trace info'"),
-        ("chat --draft-min 2", "--draft-p-min"),
+        ("lab trace info --nothing", "--nothing 'lab trace info'"),
         ("chat --spec-type draft-magic", "draft-magic ngram-mod"),
         ("chat -fit off", "on"),
         ("chat -c abc", "-c whole 'abc'"),
@@ -158,8 +184,8 @@ def test_a_bad_value_in_the_environment_is_named(
 
 def test_variables_of_llama_cpp_are_for_commands_with_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_N_MAX", "7")
-    assert "absent.npz" in refused("replay", "absent.npz")
-    assert all(not param.envvar for param in load_command("replay").params)
+    assert "absent.npz" in refused("lab", "replay", "absent.npz")
+    assert all(not param.envvar for param in load_command("lab replay").params)
 
 
 @pytest.mark.parametrize("option", ["--vram", "--ram"])

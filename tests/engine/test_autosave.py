@@ -6,6 +6,8 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import random
+import re
 import resource
 import signal
 import stat
@@ -21,6 +23,8 @@ from moeedge.engine import autosave
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, remove, take_over, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.errors import InputError
+from moeedge.notifications import Notification, is_warning
+from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from tests.benchmarks.autosave_cost import step_times_us
 
 ORIGIN = Origin("model.gguf", 123, raw=False)
@@ -175,14 +179,78 @@ def test_damaged_files(tmp_path: Path) -> None:
         assert left.conversation == talk("one", "two")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: bytes(len(data)),
+        lambda data: b"not json\n",
+        lambda data: data[:20],
+        lambda data: b"\xff" + data,
+        lambda data: data.replace(b"123", b"1e999"),
+        lambda data: data.replace(b"123", b"[" * 100_000 + b"]" * 100_000),
+        lambda data: data.replace(b"123", b"9" * 10_000),
+        lambda data: data.replace(b"123", b"null"),
+        lambda data: data.replace(b'"budgets": []', b'"budgets": [1]'),
+        lambda data: data.replace(b'"one"', b'"\\ud800"'),
+        lambda data: data.replace(b'"one"', b"1e999"),
+        lambda data: data + b" " * autosave.MAX_FILE_BYTES,
+    ],
+)
+def test_a_damaged_file_is_set_aside_and_said_once(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    bad, good = abandoned(tmp_path, "one", "two"), abandoned(tmp_path, "whole")
+    data = damage(bad.read_bytes())
+    bad.write_bytes(data)
+    lines: list[Notification] = []
+    for _ in range(2):
+        (left,) = unfinished_chats(lambda: tmp_path, lines.append)
+        assert left.path == good
+    aside = tmp_path / f"{bad.name}.damaged"
+    assert [str(aside) in line and is_warning(line) for line in lines] == [True]
+    assert aside.read_bytes() == data
+    assert not bad.exists()
+
+
+def test_no_damage_ends_in_another_error(tmp_path: Path) -> None:
+    """Random bytes, cuts and values of other types, anywhere in a file: what is found can be used."""
+    rng = random.Random(7)
+    values = [b"1e999", b"-1", b"NaN", b"null", b"{}", b"[[]]", b'"\\udead"', b"true", b"9" * 5000, b"[" * 5000, b"0.5"]
+    saved = chat(tmp_path)
+    saved.update(talk("one", "two", "three"), saved_settings(Settings()))
+    saved.add_step("answer", [1, 2])
+    saved.update(talk("four"), SETTINGS)
+    saved.close(keep=True)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    for _ in range(3000):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            start = rng.randrange(len(damaged))
+            match rng.randrange(4):
+                case 0:
+                    damaged[start] = rng.randrange(256)
+                case 1:
+                    del damaged[start : start + rng.choice((1, 10, 1000))]
+                case 2:
+                    damaged[start:start] = damaged[: rng.randrange(100)]
+                case _:
+                    spans = [match.span() for match in re.finditer(rb'"[^"]*"|\d+|\[[^]]*\]', damaged)] or [(0, 0)]
+                    start, end = rng.choice(spans)
+                    damaged[start:end] = rng.choice(values)
+        path.write_bytes(damaged)
+        for left in found(tmp_path):
+            text = left.conversation.to_json() + left.text + left.origin.model
+            text.encode()
+            assert all(type(token) in (int, bool) for token in left.tokens)
+            restored(left.settings, Settings())
+
+
 def test_foreign_files_stay(tmp_path: Path) -> None:
-    other = {"a.jsonl": b"", "b.jsonl": b"not json\n", "c.jsonl": json.dumps({"schema": "x"}).encode()}
-    newer = {"d.jsonl": json.dumps({"schema": autosave.SCHEMA, "version": 99}).encode() + b"\n"}
-    for name, data in (other | newer).items():
-        (tmp_path / name).write_bytes(data)
+    (tmp_path / "a.jsonl").write_text('{"schema": "x"}')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"schema": autosave.SCHEMA, "version": 99}) + "\n")
     (tmp_path / "folder.jsonl").mkdir()
     assert found(tmp_path) == []
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.glob("*.jsonl"))) == 3
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_placement_ends_and_its_figures_stay(config: EngineConfig, code: int | N
 @pytest.mark.parametrize("coverage", ["substitution", "truncation"])
 @pytest.mark.parametrize("code", [-3, None])
 def test_the_expert_budget_stays(config: EngineConfig, code: int | None, coverage: Coverage) -> None:
-    budget = ExpertBudget(budget=4, coverage=coverage, prefer_resident=0.5)
+    budget = ExpertBudget(budget=4, coverage=coverage)
     placement = PlacementConfig(cache_ratio=0.5, calibrate=False, policy="lru")
     config = replace(config, device="emulated", placement=placement, expert_budget=budget)
     with Session.open(config) as session:

@@ -14,8 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from moeedge.engine.grammar import new_sampler
-from moeedge.engine.sampler_chain import ChainSampler
+from moeedge.engine.grammar import ChainSampler, new_sampler
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig
 from moeedge.errors import EngineError, InputError

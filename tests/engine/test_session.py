@@ -266,7 +266,12 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
             assert session.target.n_past <= 64
             assert session.target.tokens[:6] == PROMPT[:6]
         assert generation.stop_reason == "length" and len(generation.tokens) == 150
-        assert "29 tokens after the first 6 were dropped" in generation.notes[0]
+        stats = generation.stats
+        assert stats.context_shifts > 1 and stats.dropped_tokens == 29 * stats.context_shifts
+        n_read = len(PROMPT) + len(generation.tokens) - 1  # the last token is not read any more
+        assert n_read - stats.dropped_tokens == session.target.n_past
+        [note] = generation.notes
+        assert f"{stats.dropped_tokens} tokens after the first 6 were dropped in {stats.context_shifts} shifts" in note
         # what is kept is the tail of what was said
         tail = session.target.tokens[6:]
         assert [*PROMPT, *generation.tokens][-len(tail) - 1 : -1] == tail

@@ -7,8 +7,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeedge.engine.answer import StopFilter, StopTexts
 from moeedge.engine.session import Session
-from moeedge.engine.stop_texts import StopFilter, StopTexts
 from moeedge.engine.types import EngineConfig, SamplingConfig
 
 texts = st.text("ab", max_size=12)

@@ -78,7 +78,7 @@ def test_a_prompt_stops_within_its_batch(session: Session, path: Path) -> None:
 @pytest.mark.slow
 def test_an_answer_goes_on_where_it_was_stopped(session: Session, path: Path) -> None:
     prompt = TOKENS[:3]
-    with Model.load(path, free_bytes=1) as model, Context(model, n_ctx=512, n_threads=1, mode="stock") as context:
+    with Model.load(path, storage="mapped") as model, Context(model, n_ctx=512, n_threads=1, mode="stock") as context:
         row = context.decode(prompt, phase=Phase.PREFILL)[-1]
         expected = []
         for _ in range(8):
@@ -100,6 +100,7 @@ def test_an_answer_goes_on_where_it_was_stopped(session: Session, path: Path) ->
     assert max(late_s) < 0.3
 
 
+@pytest.mark.usefixtures("asks_always")
 def test_without_a_disk_to_wait_for_it_stops_as_well(path: Path) -> None:
     """All experts are resident: the graph's own operations ask."""
     with ram_context(path, 1.0) as (context, cache):
@@ -116,6 +117,7 @@ def test_without_a_disk_to_wait_for_it_stops_as_well(path: Path) -> None:
         assert np.array_equal(context.decode(TOKENS, phase=Phase.PREFILL, cancel=lambda: False), expected)
 
 
+@pytest.mark.usefixtures("asks_always")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, EngineError])
 def test_an_exception_in_the_question_ends_the_decode(path: Path, kind: type[BaseException]) -> None:
     def fail() -> bool:

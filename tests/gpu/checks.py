@@ -30,10 +30,10 @@ from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
 from moeedge.engine.session import Session
+from moeedge.lab.widen.layout import make_wide_plan
+from moeedge.lab.widen.shape import RequestedSizes
+from moeedge.lab.widen.writer import check_space, write
 from moeedge.llama.model import Model
-from moeedge.widen.layout import make_wide_plan
-from moeedge.widen.shape import RequestedSizes
-from moeedge.widen.writer import check_space, write
 from tests.gpu.ggml_device import traffic
 from tests.gpu.lanes import (
     Answer,

@@ -19,6 +19,7 @@ import numpy as np
 from moeedge.bench.config import MODES
 from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.engine.session import Session
+from moeedge.hardware.devices import Storage
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
@@ -118,17 +119,17 @@ class ModelCases:
         return getattr(self, f"_{case.kind}")(**case.settings)
 
     def model(
-        self, path: Path, n_gpu_layers: int, *, experts_on_cpu: bool = True, experts_from_file: bool = False
+        self, path: Path, n_gpu_layers: int, *, experts_on_cpu: bool = True, storage: Storage = "loaded"
     ) -> Model:
         """Loaded once; the process's end frees it."""
-        key = (path, n_gpu_layers, experts_on_cpu, experts_from_file)
+        key = (path, n_gpu_layers, experts_on_cpu, storage)
         if key not in self._models:
             self._models[key] = Model.load(
                 path,
                 n_gpu_layers=n_gpu_layers,
                 device=DEVICE,
                 experts_on_cpu=experts_on_cpu and path == self.path,
-                experts_from_file=experts_from_file,
+                storage=storage,
             )
         return self._models[key]
 
@@ -149,7 +150,7 @@ class ModelCases:
             loaded = None
             if draft in ("device", "cpu"):
                 loaded = self.model(self.draft_path, ALL_LAYERS if draft == "device" else 0)
-            target = self.model(self.path, ngl, experts_from_file=in_ram > 0)
+            target = self.model(self.path, ngl, storage="on demand" if in_ram else "loaded")
             session = stack.enter_context(Session.open(config, model=target, draft_model=loaded))
             session.gamma = gamma
             yield session

@@ -9,9 +9,9 @@ from pathlib import Path
 import moeedge
 from moeedge import native
 from moeedge.hardware.devices import EMULATED_RATIO
+from moeedge.hardware.memory import default_reserve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.backends import LLAMA_CPP_RELEASE
-from moeedge.scheduler.sizing import default_reserve
 from moeedge.units import parse_size
 from tests.support.commands import option_names
 

@@ -76,3 +76,10 @@ def test_files_of_another_form(groups: Path) -> None:
     write_group(groups, 2, str(GIB), 0, 0)
     (groups / "memory.stat").write_text("nothing here\n")
     assert memory.available_memory() == 48 * GIB
+
+
+def test_what_fits_leaves_a_reserve(groups: Path) -> None:
+    assert [memory.default_reserve(gib * GIB) // 2**20 for gib in (4, 8, 24, 141)] == [256, 256, 768, 1024]
+    assert memory.fits(7 * GIB, free_bytes=8 * GIB, total_bytes=32 * GIB)
+    assert not memory.fits(7 * GIB + 1, free_bytes=8 * GIB, total_bytes=32 * GIB)
+    assert memory.fits(47 * GIB) and not memory.fits(47 * GIB + 1)

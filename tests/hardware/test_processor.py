@@ -21,6 +21,8 @@ def test_instructions_by_their_names(described: Path) -> None:
     (described / "cpuinfo").write_text("model name\t: Made Up 9\nflags\t\t: fpu sse4_2 avx2 avx512f avx512_vnni\n")
     assert processor.cpu_name() == "Made Up 9"
     assert processor.instruction_sets() == ["AVX2", "AVX-512", "AVX-512 VNNI"]
+    (described / "cpuinfo").write_text("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n")
+    assert processor.cpu_name() == "AMD EPYC (family 25, model 17)"
     (described / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd asimddp sve\n")
     assert processor.instruction_sets() == ["dot product", "SVE"]
 
@@ -50,9 +52,14 @@ def test_a_containers_limit(described: Path, files: dict[str, str], limit: float
     assert processor.core_limit() == limit
 
 
-@pytest.mark.parametrize(("limit", "threads"), [(None, 8), (2.5, 2), (0.5, 1), (64.0, 8)])
-def test_threads_keep_to_the_limit(limit: float | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "threads", "most"), [(None, 8, 16), (2.5, 2, 3), (0.5, 1, 1), (12.0, 8, 12), (64.0, 8, 16)]
+)
+def test_threads_keep_to_the_limit(
+    limit: float | None, threads: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processor, "usable_cores", lambda: 16)
     monkeypatch.setattr(processor.psutil, "cpu_count", lambda logical: 8)
     monkeypatch.setattr(processor, "core_limit", lambda: limit)
     assert processor.physical_cores() == threads
+    assert processor.concurrent_threads() == most

@@ -11,8 +11,8 @@ import pytest
 from moeedge import native, paths
 from moeedge.errors import BackendError, ModelFileError
 from moeedge.hardware import gpus, nvidia
-from moeedge.health import environment, installation, machine, storage
-from moeedge.health.report import Finding, Report, checked
+from moeedge.health import doctor
+from moeedge.health.doctor import Finding, Report, checked
 from moeedge.native import kernels
 from moeedge.native.kernels import Kernel
 from moeedge.scheduler.disk import quick_rate
@@ -40,8 +40,8 @@ def test_a_report_is_broken_by_one_finding() -> None:
 
 
 def test_this_installation_works() -> None:
-    assert [finding.status for finding in installation.library()] == ["ok", "ok"]
-    assert {finding.status for finding in installation.bundled_files()} == {"ok"}
+    assert [finding.status for finding in doctor.library()] == ["ok", "ok"]
+    assert {finding.status for finding in doctor.bundled_files()} == {"ok"}
 
 
 def test_a_library_of_another_version_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_a_library_of_another_version_is_broken(monkeypatch: pytest.MonkeyPatch)
         raise BackendError("moeedge was compiled for another.", "Install it again.")
 
     monkeypatch.setattr(native, "load", load)
-    finding = checked("library", installation.library)[-1]
+    finding = checked("library", doctor.library)[-1]
     assert (finding.status, finding.hint) == ("broken", "Install it again.")
 
 
@@ -57,13 +57,13 @@ def test_gpus_that_are_used_and_that_are_not(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(gpus, "ROOT", tmp_path)
     monkeypatch.setattr(nvidia, "cards", lambda: ())
     monkeypatch.setattr(native, "devices", lambda: [])
-    assert only(installation.gpu()).status == "ok"
+    assert only(doctor.gpu()).status == "ok"
     monkeypatch.setattr(nvidia, "cards", lambda: ("NVIDIA Made Up",))
-    missed = only(installation.gpu())
+    missed = only(doctor.gpu())
     assert missed.status == "warning" and "--backend" in missed.hint
     cuda = native.Device("CUDA0", "GPU", "NVIDIA Made Up", 2**33, 2**34, "CUDA")
     monkeypatch.setattr(native, "devices", lambda: [cuda])
-    used = only(installation.gpu())
+    used = only(doctor.gpu())
     assert used.status == "ok" and "8.0 GiB of 16.0 GiB" in used.text
 
 
@@ -72,64 +72,65 @@ def test_a_missing_pair_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModelFileError("This installation lacks target.gguf.", "Install again.")
 
     monkeypatch.setattr(paths, "bundled_target", absent)
-    pair, catalog = installation.bundled_files()
+    pair, catalog = doctor.bundled_files()
     assert (pair.status, pair.hint, catalog.status) == ("warning", "Install again.", "ok")
 
 
 def test_a_malformed_catalog_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("[[model]\n")
     monkeypatch.setenv("MOEEDGE_CATALOG", str(tmp_path / "own.toml"))
-    assert checked("catalog", installation.bundled_files)[-1].status == "broken"
+    assert checked("catalog", doctor.bundled_files)[-1].status == "broken"
 
 
 def kernel(instructions: str, layout: str, speed: float, *, is_equal: bool = True) -> Kernel:
-    return Kernel(instructions, layout, is_equal, speed, speed, 0)
+    return Kernel(instructions, layout, is_equal, speed, speed, speed, 0)
 
 
 def test_kernels_with_other_bits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "is_amx_disabled", lambda: False)
     found = [kernel("new", "q4_0", 2.5), kernel("new", "q8_0", 3.0, is_equal=False), kernel("old", "q4_0", 1.2)]
     monkeypatch.setattr(kernels, "kernels", lambda: found)
-    text = only(machine.kernels()).text
+    text = only(doctor.kernels()).text
     assert "(new)" in text and "1 of 1" in text and "2.5" in text and "1 not used" in text
     monkeypatch.setattr(kernels, "kernels", lambda: [kernel("new", "q4_0", 2.5, is_equal=False)])
-    assert only(machine.kernels()).status == "info"
+    assert only(doctor.kernels()).status == "info"
 
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))
-    monkeypatch.setattr(machine, "core_limit", lambda: None)
+    monkeypatch.setattr(doctor, "look", lambda: 0.0)
+    monkeypatch.setattr(doctor, "core_limit", lambda: None)
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "infinity"), ("OMP_WAIT_POLICY", "ACTIVE")])
 def test_threads_that_keep_their_cores(idle: None, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(machine.threads()).status == "ok"
+    assert only(doctor.threads()).status == "ok"
     monkeypatch.setenv(name, value)
-    assert only(machine.threads()).status == "warning"
+    assert only(doctor.threads()).status == "warning"
 
 
 def test_a_busy_machine_and_a_containers_limit(idle: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
-    monkeypatch.setattr(machine, "core_limit", lambda: 1.5)
-    assert "1.5" in only(machine.threads()).text
-    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
-    assert only(machine.threads()).status == "warning"
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
+    monkeypatch.setattr(doctor, "core_limit", lambda: 1.5)
+    assert "1.5" in only(doctor.threads()).text
+    monkeypatch.setattr(doctor, "look", lambda: 1000.0)
+    assert only(doctor.threads()).status == "warning"
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(machine.memory()).status == "ok"
-    monkeypatch.setattr(machine, "available_memory", lambda: 2**28)
-    assert only(machine.memory()).status == "warning"
+    assert only(doctor.memory()).status == "ok"
+    monkeypatch.setattr(doctor, "available_memory", lambda: 2**28)
+    assert only(doctor.memory()).status == "warning"
 
 
 def test_an_old_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "instruction_sets", list)
-    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
-    assert only(machine.processor()).status == "info"
-    monkeypatch.setattr(machine, "instruction_sets", lambda: ["AVX2"])
-    assert only(machine.processor()).status == "ok"
+    monkeypatch.setattr(doctor, "instruction_sets", list)
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    assert only(doctor.processor()).status == "info"
+    monkeypatch.setattr(doctor, "instruction_sets", lambda: ["AVX2"])
+    assert only(doctor.processor()).status == "ok"
 
 
 @pytest.fixture
@@ -140,26 +141,26 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_folders_that_may_be_written(folders: Path) -> None:
-    models, disk = storage.models()
+    models, disk = doctor.models()
     assert (models.status, models.topic, disk.topic) == ("ok", "models", "disk")
     assert disk.status in ("ok", "info")  # by the speed of this machine's disk
     assert not (folders / "hub").exists()  # looking makes nothing
-    assert "nothing measured" in only(storage.kept_files()).text
+    assert "nothing measured" in only(doctor.kept_files()).text
 
 
 def test_folders_that_may_not_be_written(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert next(finding.status for finding in storage.models()) == "warning"
-    assert only(storage.kept_files()).status == "warning"
+    assert next(finding.status for finding in doctor.models()) == "warning"
+    assert only(doctor.kept_files()).status == "warning"
     monkeypatch.setenv("MOEEDGE_CACHE", "/proc/none")
-    finding = only(storage.kept_files())
+    finding = only(doctor.kept_files())
     assert finding.status == "warning" and "MOEEDGE_CACHE" in finding.hint
 
 
 def test_a_full_disk(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = storage.shutil.disk_usage(folders)._replace(free=10**8)
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
-    assert next(finding.status for finding in storage.models()) == "warning"
+    usage = doctor.shutil.disk_usage(folders)._replace(free=10**8)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    assert next(finding.status for finding in doctor.models()) == "warning"
 
 
 def test_a_glance_at_a_disk(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_a_glance_at_a_disk(tmp_path: Path) -> None:
 
 def test_variables_that_cannot_be_right(tmp_path: Path) -> None:
     def found(**values: str) -> dict[str, str]:
-        findings = environment.environment(values, honoured=["LLAMA_ARG_CTX_SIZE"])
+        findings = doctor.environment(values, honoured=["LLAMA_ARG_CTX_SIZE"])
         return {finding.text.partition("=")[0]: finding.status for finding in findings}
 
     assert found() == {"none set that acts here": "ok"}

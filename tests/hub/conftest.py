@@ -42,6 +42,7 @@ licence = "apache-2.0"
 quant = "Q8_0"
 repo = "me/small-GGUF"
 files = ["small-Q8_0.gguf"]
+about_gb = 0.5
 """
 
 

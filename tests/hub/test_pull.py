@@ -335,11 +335,20 @@ def test_gated_repository(place: HubMachine) -> None:
     )  # another host
 
 
-@pytest.mark.slow
 def test_no_network(place: HubMachine) -> None:
     result = place.run("pull", "big", HF_ENDPOINT="http://127.0.0.1:9")
     assert result.returncode == 1
-    assert "http://127.0.0.1:9" in result.stderr
+    assert "http://127.0.0.1:9" in result.stderr and "partial" not in result.stderr
+    partial = place.folder / "hf/hub/models--me--big-GGUF/blobs" / f"{sha256(place.hub.files[BIG])}.incomplete"
+    partial.parent.mkdir(parents=True)
+    for n_bytes in (0, 2**20):
+        partial.write_bytes(bytes(n_bytes))
+        result = place.run("pull", "big", HF_ENDPOINT="http://127.0.0.1:9")
+        assert ("A partial download is kept: 1 MiB" in result.stderr) == (n_bytes > 0)
+
+
+@pytest.mark.slow
+def test_offline(place: HubMachine) -> None:
     offline = place.run("pull", "big", HF_HUB_OFFLINE="1")
     assert offline.returncode == 1 and "HF_HUB_OFFLINE" in offline.stderr
 

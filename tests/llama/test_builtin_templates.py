@@ -84,7 +84,8 @@ def test_variables_of_a_template(tiny_moe: Path) -> None:
         assert model.render_chat(MESSAGES, template=given) == "medium!"
         [note] = model.check_template(given)
         assert "third" in note and "other" not in note
-        for source, think in ((SWITCH, "low"), (EFFORT, "off"), ("chatml", "on"), ("", "off")):
+        for source, think in ((SWITCH, "low"), (EFFORT, "off"), ("chatml", "on"), ("", "on")):
             with pytest.raises(InputError):
                 model.check_template(TemplateChoice(source, think=think))  # type: ignore[arg-type]
             assert model.check_template(TemplateChoice(source)) == []
+        assert model.check_template(TemplateChoice(think="off")) == []  # its template knows no thinking

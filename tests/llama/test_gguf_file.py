@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 
 from moeedge.errors import ModelFileError
@@ -63,6 +65,34 @@ def test_split_models(tiny_moe: Path, tmp_path: Path) -> None:
     second.write_bytes(tiny_moe.read_bytes())
     with pytest.raises(ModelFileError, match="part 2 of 2"):
         Model.load(second)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"add_uint32": 4}, [4]),
+        ({"add_array": [0, 4, 0, 3]}, [0, 4, 0, 3]),
+        ({}, []),
+        ({"add_float32": 4.0}, None),
+        ({"add_int32": 4}, None),  # llama.cpp takes no other type, either
+        ({"add_string": "4"}, None),
+        ({"add_array": [4.0, 3.0]}, None),
+        ({"add_array": ["4", "3"]}, None),
+    ],
+)
+def test_experts_per_token_of_any_type(values: dict[str, Any], expected: list[int] | None, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "nemotron_h_moe")
+    for method, value in values.items():
+        getattr(writer, method)("nemotron_h_moe.expert_used_count", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    if expected is None:
+        with pytest.raises(ModelFileError):
+            gguf_file.read_experts_used(path)
+    else:
+        assert gguf_file.read_experts_used(path) == ("nemotron_h_moe.expert_used_count", expected)
 
 
 def test_layers_with_experts_come_from_the_tensors(tiny: TinyFactory) -> None:

@@ -18,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moeedge.errors import ModelFileError
+from moeedge.hardware.devices import Storage
 from moeedge.llama import dense_weights, library
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import FileTensor, SplitWeights
@@ -82,21 +83,21 @@ def drop_from_page_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def logits_of(path: Path, *, experts_from_file: bool) -> NDArray[np.float32]:
+def logits_of(path: Path, storage: Storage) -> NDArray[np.float32]:
     with (
-        Model.load(path, free_bytes=0, experts_from_file=experts_from_file) as model,
+        Model.load(path, storage=storage) as model,
         Context(model, n_ctx=64, n_threads=2) as context,
     ):
         return np.array(context.decode(list(range(65, 80)), phase=Phase.VERIFY, logits="all"))
 
 
 def test_outputs_are_the_same(wide: Path) -> None:
-    assert np.array_equal(logits_of(wide, experts_from_file=True), logits_of(wide, experts_from_file=False))
+    assert np.array_equal(logits_of(wide, "on demand"), logits_of(wide, "mapped"))
 
 
 def test_the_answer_to_llama_cpp_is_restored(wide: Path, tmp_path: Path) -> None:
     before = numa_answer()
-    Model.load(wide, experts_from_file=True).close()
+    Model.load(wide, storage="on demand").close()
     assert numa_answer() == before
     broken = tmp_path / "broken.gguf"
     content = bytearray(wide.read_bytes())
@@ -104,7 +105,7 @@ def test_the_answer_to_llama_cpp_is_restored(wide: Path, tmp_path: Path) -> None
     content[position : position + 8] = b"qwen9moe"  # an architecture that llama.cpp does not know
     broken.write_bytes(content)
     with pytest.raises(ModelFileError):
-        Model.load(broken, experts_from_file=True)
+        Model.load(broken, storage="on demand")
     assert numa_answer() == before
 
 
@@ -130,7 +131,7 @@ def test_experts_are_not_read(wide: Path, is_lazy: bool) -> None:
     if resident_pages(wide).mean() > 0.02:
         pytest.skip("the file system keeps its files in memory")
     weights = SplitWeights.read(wide)
-    with Model.load(wide, free_bytes=0, experts_from_file=is_lazy) as model:
+    with Model.load(wide, storage="on demand" if is_lazy else "mapped") as model:
         resident = resident_pages(wide)
         in_dense = pages_of(weights.dense, len(resident))
         in_experts = pages_of(weights.experts, len(resident)) & ~in_dense
@@ -154,11 +155,11 @@ def test_without_memory_of_their_own_dense_weights_are_in_the_page_cache(
     drop_from_page_cache(wide)
     if resident_pages(wide).mean() > 0.02:
         pytest.skip("the file system keeps its files in memory")
-    monkeypatch.setattr(dense_weights, "_SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(dense_weights, "fits", lambda _n_bytes: False)
     weights = SplitWeights.read(wide)
     for _ in range(3):  # the kernel may drop pages that are not locked, and keep those that another core has just read
         drop_from_page_cache(wide)
-        with Model.load(wide, experts_from_file=True) as model:
+        with Model.load(wide, storage="on demand") as model:
             resident = resident_pages(wide)
             assert model.dense is not None and model.dense.own_bytes == 0
             assert model.dense.locked_bytes >= min(model.dense.n_bytes, memory_lock_limit())
@@ -181,7 +182,7 @@ def test_split_files(wide: Path, tmp_path: Path) -> None:
         drop_from_page_cache(file)
     weights = SplitWeights.read(files[0])
     n_dense_pages = 0
-    with Model.load(files[0], experts_from_file=True) as model:
+    with Model.load(files[0], storage="on demand") as model:
         for file in files:
             resident = resident_pages(file)
             in_dense = pages_of([tensor for tensor in weights.dense if tensor.file == file], len(resident))
@@ -189,20 +190,20 @@ def test_split_files(wide: Path, tmp_path: Path) -> None:
             assert resident[in_dense | in_experts].mean() < 0.02
             n_dense_pages += int(in_dense.sum())
         assert model.dense is not None and model.dense.own_bytes == n_dense_pages * PAGE
-    assert np.array_equal(logits_of(files[0], experts_from_file=True), logits_of(wide, experts_from_file=False))
+    assert np.array_equal(logits_of(files[0], "on demand"), logits_of(wide, "mapped"))
 
 
 @on_linux
 def test_a_limit_of_locked_memory_is_no_error(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_locks(monkeypatch, 0)
-    with Model.load(wide, experts_from_file=True) as model:
+    with Model.load(wide, storage="on demand") as model:
         assert model.dense is not None and model.dense.locked_bytes == 0 < model.dense.n_bytes
 
 
 @on_linux
 def test_a_small_limit_of_locked_memory_is_used_up(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_locks(monkeypatch, 5 * PAGE)
-    with Model.load(wide, experts_from_file=True) as model:
+    with Model.load(wide, storage="on demand") as model:
         assert model.dense is not None
         assert 4 * PAGE < model.dense.locked_bytes <= 5 * PAGE
 
@@ -220,16 +221,16 @@ def limit_locks(monkeypatch: pytest.MonkeyPatch, left_bytes: int) -> None:
     monkeypatch.setattr(mapping._libc(), "mlock", mlock)
 
 
-@pytest.mark.parametrize("spare_bytes", [0, 1 << 60])
-def test_a_file_that_cannot_be_read_is_named(wide: Path, monkeypatch: pytest.MonkeyPatch, spare_bytes: int) -> None:
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_file_that_cannot_be_read_is_named(wide: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
     def fail(*_arguments: object) -> bytes:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(dense_weights, "_SPARE_BYTES", spare_bytes)
+    monkeypatch.setattr(dense_weights, "fits", lambda _n_bytes: has_room)
     monkeypatch.setattr(os, "pread", fail)
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ModelFileError, match=wide.name):
-        Model.load(wide, experts_from_file=True)
+        Model.load(wide, storage="on demand")
     assert mapping.mapped(wide) == []
 
 
@@ -266,7 +267,7 @@ def test_only_weights_in_host_memory_are_copied(wide: Path, monkeypatch: pytest.
 
 @on_linux
 def test_a_mapping_that_was_there_before_stays_one(wide: Path) -> None:
-    with Model.load(wide, free_bytes=0), Model.load(wide, experts_from_file=True) as model:
+    with Model.load(wide, storage="mapped"), Model.load(wide, storage="on demand") as model:
         assert sum(each.n_bytes for each in mapping.mapped(wide)) >= wide.stat().st_size
         assert model.dense is not None and model.dense.own_bytes == model.dense.host_bytes
 
@@ -283,13 +284,13 @@ def test_a_file_that_is_overwritten_afterwards_changes_no_answer(wide: Path, tmp
     copy = Path(shutil.copy(wide, tmp_path / "copy.gguf"))
     weights = SplitWeights.read(copy)
     tokens = list(range(65, 80))
-    with Model.load(copy, experts_from_file=True) as model, Context(model, n_ctx=64, n_threads=2) as context:
+    with Model.load(copy, storage="on demand") as model, Context(model, n_ctx=64, n_threads=2) as context:
         overwrite(copy, weights.dense)
         found = np.array(context.decode(tokens, phase=Phase.VERIFY, logits="all"))
         assert model.dense is not None
         with pytest.raises(ModelFileError, match="changed"):
             model.dense.check_files()
-    assert np.array_equal(found, logits_of(wide, experts_from_file=False))
+    assert np.array_equal(found, logits_of(wide, "mapped"))
 
 
 @on_linux

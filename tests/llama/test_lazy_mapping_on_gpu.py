@@ -26,7 +26,9 @@ def test_dense_weights_reach_the_gpu_and_only_the_embeddings_are_kept(
     for is_lazy in (False, True):
         drop_from_page_cache(path)
         with (
-            Model.load(path, n_gpu_layers=-1, experts_on_cpu=True, free_bytes=0, experts_from_file=is_lazy) as model,
+            Model.load(
+                path, n_gpu_layers=-1, experts_on_cpu=True, storage="on demand" if is_lazy else "mapped"
+            ) as model,
             Context(model, n_ctx=64, n_threads=2) as context,
         ):
             assert model.uses_gpu
@@ -48,7 +50,7 @@ def test_without_layers_on_the_gpu_all_dense_weights_are_kept(counting: Counting
     path = tiny("qwen3moe", layers=4, embd=256)
     weights = SplitWeights.read(path)
     assert any(tensor.name == "output.weight" for tensor in weights.dense)
-    with Model.load(path, n_gpu_layers=0, experts_from_file=True) as model:
+    with Model.load(path, n_gpu_layers=0, storage="on demand") as model:
         assert model.uses_gpu and model.host_expert_layers == (0, 1, 2, 3)
         assert model.dense is not None
         assert model.dense.n_bytes <= model.dense.own_bytes == model.dense.host_bytes
@@ -63,7 +65,7 @@ def test_experts_that_go_to_the_gpu_are_read_ahead(
     path = tiny("qwen3moe", layers=4, embd=256, experts=16)
     ahead: list[tuple[int, int]] = []
     monkeypatch.setattr(dense_weights, "_read_ahead", lambda _file, ranges: ahead.extend(ranges))
-    with Model.load(path, n_gpu_layers=3, experts_on_cpu=experts_on_cpu, experts_from_file=True) as model:
+    with Model.load(path, n_gpu_layers=3, experts_on_cpu=experts_on_cpu, storage="on demand") as model:
         assert model.host_expert_layers == ((0, 1, 2, 3) if experts_on_cpu else (0, 1))
     for tensor in SplitWeights.read(path).experts:
         middle = tensor.offset + tensor.size_bytes // 2

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
-import psutil
 import pytest
 
 from moeedge.errors import EngineError, InputError, VocabularyMismatchError
+from moeedge.hardware.devices import Storage
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import choose_n_ctx, kv_bytes_per_token
 from moeedge.llama.draft_model import check_compatible
@@ -51,6 +50,20 @@ def test_fewer_experts_per_token(tiny_moe: Path) -> None:
 def test_experts_per_token_are_checked(tiny_moe: Path, n_expert_used: int) -> None:
     with pytest.raises(InputError, match="4 experts"):
         Model.load(tiny_moe, n_expert_used=n_expert_used)
+
+
+def test_experts_per_token_of_each_layer(tiny: TinyFactory) -> None:
+    """As in Nemotron's Puzzle models, and a list of equal numbers."""
+    for arch, used, in_each in (("nemotron_h_moe", (0, 4, 0, 3), (0, 4, 0, 3)), ("qwen3moe", (4, 4, 4), ())):
+        path = tiny(arch, per_layer=True)
+        with Model.load(path) as model, Context(model, n_ctx=64, n_threads=1) as context:
+            assert model.info.n_expert_used == 4
+            assert (model.info.used_per_layer, model.info.n_expert_used_by_layer) == (used, in_each)
+            context.decode([65, 66, 67], phase=Phase.VERIFY, logits="all")
+            assert context.sensor is not None
+            assert context.sensor.read_counts().sum(axis=1).tolist() == [3 * n for n in used]
+        with pytest.raises(InputError):  # llama.cpp ignores an override of a list
+            Model.load(path, n_expert_used=2)
 
 
 def test_dense_models_have_no_experts(tiny_draft: Path) -> None:
@@ -149,9 +162,9 @@ def test_context_size_follows_free_memory(tiny: TinyFactory) -> None:
             choose_n_ctx([model, model], 1001, free_bytes=2 * 1000 * per_token)
 
 
-@pytest.mark.parametrize(("available_bytes", "repacked"), [(2**40, True), (0, False)])
-def test_experts_with_a_gpu_are_repacked_if_memory_allows(
-    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, available_bytes: int, repacked: bool
+@pytest.mark.parametrize(("storage", "repacked"), [("loaded", True), ("mapped", False)])
+def test_experts_with_a_gpu_are_repacked_where_they_are_loaded(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, storage: Storage, repacked: bool
 ) -> None:
     asked: list[bool] = []
     load = lib.llama_model_load_from_file
@@ -161,7 +174,6 @@ def test_experts_with_a_gpu_are_repacked_if_memory_allows(
         return load(path, parameters)
 
     monkeypatch.setattr(lib, "llama_model_load_from_file", remember)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available_bytes))
-    with Model.load(tiny_moe, experts_on_cpu=True):
+    with Model.load(tiny_moe, experts_on_cpu=True, storage=storage):
         pass
     assert asked == [repacked]

@@ -124,41 +124,6 @@ def test_the_budget_changes_between_answers(tiny: TinyFactory, tiny_draft: Path)
         assert greedy_answer(session, PROMPT, N_PREDICT) == limited
 
 
-def test_resident_experts_are_preferred(tiny: TinyFactory) -> None:
-    """A resident expert takes the place of another one whose score is not much higher."""
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    with Model.load(path) as model, Context(model, n_ctx=128, n_threads=1, has_budget=True) as context:
-        info, resident = model.info, np.zeros((model.info.n_layers, MANY_EXPERTS), dtype=np.uint8)
-        resident[:, ::2] = 1
-        assert context.budget is not None
-        context.budget.residency = lambda: resident
-        shares = []
-        for preference in (0.0, 0.5, 1.0):
-            context.clear()
-            context.set_budget(ExpertBudget(budget=BUDGET, prefer_resident=preference))
-            context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
-            assert context.sensor is not None
-            context.sensor.read_counts()
-            context.decode(DRAFTED, phase=Phase.VERIFY, logits="all")
-            counts = context.sensor.read_counts()
-            shares.append(counts[:, ::2].sum() / counts.sum())
-        assert info.n_expert_used <= BUDGET and shares[0] < shares[1] <= shares[2] == 1.0
-
-
-def test_residency_of_a_session_reaches_the_budget(tiny: TinyFactory, tiny_draft: Path) -> None:
-    model = tiny("qwen3moe", experts=MANY_EXPERTS)
-    budget = ExpertBudget(budget=BUDGET, prefer_resident=1.0)
-    with Session.open(with_budget(hybrid_config(model, tiny_draft, 0.5), budget)) as session:
-        assert session.placement is not None and isinstance(session.placement.cache, ExpertCache)
-        greedy_answer(session, PROMPT, N_PREDICT)
-        assert session.target.budget is not None and session.target.budget.residency is not None
-        assert session.placement.cache.drain(10.0)
-        found = session.target.budget.residency()
-        assert found is not None and np.array_equal(found, session.placement.cache.residency())
-        session.placement.lose_device(context_usable=True)
-        assert session.target.budget.residency() is None  # what is there serves nobody
-
-
 @pytest.mark.parametrize("case", ["qwen3moe", "qwen3moe-f32", "deepseek3", "gpt-oss", "llama4"])
 def test_truncated_experts_are_not_computed(case: str, tiny: TinyFactory) -> None:
     """Leaving out the pairs without weight changes no bit."""
@@ -200,10 +165,9 @@ def test_tokens_that_lose_all_their_experts(case: str, tiny: TinyFactory, tiny_d
     arch, dimensions = MOE_CASES.get(case, ("qwen3moe", {"embd": 1024, "used": 4}))
     path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
     with Model.load(path) as model:
-        n_layers, n_used = model.info.n_layers, model.info.n_expert_used
+        n_used = model.info.n_expert_used
         layers = list(model.info.expert_layers)
-    order = np.tile(np.arange(MANY_EXPERTS, dtype=np.int32), (n_layers, 1))
-    budget = ExpertBudget(budget=n_used, coverage="truncation", ranking="static", order=order)
+    budget = ExpertBudget(budget=n_used, coverage="truncation")
     rows = []
     for ratio in (0.0, 0.5):
         with Session.open(with_budget(hybrid_config(path, tiny_draft, ratio), budget)) as session:
@@ -212,7 +176,7 @@ def test_tokens_that_lose_all_their_experts(case: str, tiny: TinyFactory, tiny_d
             greedy_answer(session, PROMPT, N_PREDICT)  # loads experts
             if session.placement is not None:
                 assert isinstance(session.placement.cache, ExpertCache)
-                assert session.placement.cache.residency()[layers, :n_used].any()
+                assert session.placement.cache.residency()[layers].any()
             context.clear()
             context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
             context.sensor.frames()

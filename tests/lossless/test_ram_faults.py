@@ -35,7 +35,7 @@ def path(tiny: TinyFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[np.ndarray]:
     """Stock's logits, with the kernels of a file that does not fit."""
-    with Model.load(path, free_bytes=1) as model, Context(model, n_ctx=512, n_threads=1, mode="stock") as context:
+    with Model.load(path, storage="mapped") as model, Context(model, n_ctx=512, n_threads=1, mode="stock") as context:
         return decode(context)
 
 

@@ -51,7 +51,7 @@ def answer(path: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[int]:
     config = EngineConfig(model=path, gamma=0, n_ctx=512, n_threads=1, device="none", mode="stock")
-    with Model.load(path, free_bytes=1) as model, Session.open(config, model=model) as session:
+    with Model.load(path, storage="mapped") as model, Session.open(config, model=model) as session:
         return greedy_answer(session, PROMPT, N_PREDICT)
 
 

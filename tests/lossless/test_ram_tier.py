@@ -111,8 +111,8 @@ def test_bit_identical_to_the_mapped_file(loaded: Loaded, ratio: float) -> None:
     """A model that does not fit is not repacked, so that stock has the same kernels."""
     path = loaded.path
     with (
-        Model.load(path, free_bytes=1) as mapped,
-        Model.load(path, experts_from_file=True) as model,
+        Model.load(path, storage="mapped") as mapped,
+        Model.load(path, storage="on demand") as model,
         Context(mapped, n_ctx=512, n_threads=2, mode="stock") as stock,
         Context(model, n_ctx=512, n_threads=2) as context,
     ):
@@ -196,7 +196,7 @@ def test_the_counts_are_stocks(tiny_moe: Path) -> None:
 
 def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
     """Experts of a high utility stay, once they are there."""
-    with Model.load(tiny_moe, experts_from_file=True) as model, Context(model, n_ctx=512, n_threads=1) as context:
+    with Model.load(tiny_moe, storage="on demand") as model, Context(model, n_ctx=512, n_threads=1) as context:
         info = model.info
         tensors, files = expert_tensors(tiny_moe, n_layers=info.n_layers)
         shape = (info.n_layers, info.n_experts)
@@ -237,12 +237,13 @@ def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch:
         manager.memory._stop.set()
         for missing_bytes, least, most in ((4 * mean_bytes, n_used - 6, n_used - 4), (1 << 50, 1, 3)):
             monkeypatch.setattr(watch, "missing_bytes", lambda n=missing_bytes: round(n))
-            manager.watch_memory()
+            manager.memory.update()
             monkeypatch.setattr(watch, "missing_bytes", lambda: 0)
             assert least <= manager.cache.info.n_slots <= most
             assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, f"{most} slots")
         assert manager.active and manager.loads_on_demand
         monkeypatch.setattr(watch, "take_spare_bytes", lambda: 1 << 50)
+        manager.memory.update()
         manager.watch_memory()
         assert manager.cache.info.n_slots == n_slots
         assert len(session.info.notes) == said + 3

@@ -25,6 +25,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import BackendError
 from moeedge.experts import Residency
 from moeedge.hardware.devices import VramReading
+from moeedge.hardware.memory import default_reserve
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
@@ -86,7 +87,7 @@ def three_tiers(
         gpu = {"n_gpu_layers": n_gpu_layers, "experts_on_cpu": True} if n_gpu_layers else {}
         empty = without_experts(path, folder)
         model = stack.enter_context(
-            Model.load(empty, experts_from_file=True, device=device if n_gpu_layers else "none", **gpu)
+            Model.load(empty, storage="on demand", device=device if n_gpu_layers else "none", **gpu)
         )
         context = stack.enter_context(Context(model, n_ctx=512, n_threads=1, op_offload=False))
         tensors, files = expert_tensors(path, n_layers=model.info.n_layers)
@@ -110,7 +111,7 @@ def assert_as_mapped(path: Path, context: Context, cache: ExpertCache, *, tolera
     """
     plans = RandomPlans(cache, seed=3)
     with (
-        Model.load(path, free_bytes=1, device="none") as mapped,
+        Model.load(path, storage="mapped", device="none") as mapped,
         Context(mapped, n_ctx=512, n_threads=1, mode="stock") as stock,
     ):
         for i, batch in enumerate(BATCHES):
@@ -200,7 +201,7 @@ def test_a_lost_device_leaves_its_experts_to_ram(tiny: TinyFactory, tmp_path: Pa
         assert cache.stats().lost
         n_before = ram.stats().pairs
         with (
-            Model.load(path, free_bytes=1, device="none") as mapped,
+            Model.load(path, storage="mapped", device="none") as mapped,
             Context(mapped, n_ctx=512, n_threads=1, mode="stock") as stock,
         ):
             context.clear()
@@ -321,6 +322,7 @@ def test_detaching_and_short_memory(tiny: TinyFactory, own_cache_folder: Path, m
         manager.ram.memory._stop.set()
         for missing_bytes in (4 * 1000, 1 << 50):
             monkeypatch.setattr(watch, "missing_bytes", lambda n=missing_bytes: n)
+            manager.ram.memory.update()
             manager.watch_memory()
             monkeypatch.setattr(watch, "missing_bytes", lambda: 0)
             assert 0 < manager.ram.cache.info.n_slots < n_used
@@ -379,7 +381,7 @@ def test_the_cache_ratio_is_the_devices(
     """RAM takes what it has room for, here all experts, with any ratio of the device."""
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
     config = replace(tier_config(path, None, ratio=ratio), ram="auto")
-    monkeypatch.setattr(loading, "_host_bytes", lambda _config, _device: 1 << 60)
+    monkeypatch.setattr(loading, "host_bytes", lambda _config, _device: 1 << 60)
     monkeypatch.setattr(ram_tier, "free_for_slots", lambda _free_bytes, _dense: 1 << 40)
     with Session.open(config) as session:
         manager = session.placement
@@ -445,8 +447,8 @@ def test_a_gpu_that_fails_gets_room_from_full_slots(
         assert session.placement is manager and manager.ram.cache.info.n_slots == n_left
         free[0] = 1 << 40
         monkeypatch.setattr(memory.watch, "take_spare_bytes", lambda: 1 << 40)
-        greedy_answer(session, PROMPT, 4)
-        assert memory.cache.info.n_slots > n_left, "watched in an answer of the CPU"
+        memory.update()
+        assert memory.cache.info.n_slots > n_left, "watched next to the CPU's answers"
         monkeypatch.setattr(memory.cache, "trouble", lambda: (True, 0))
         assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 24), expected, "afterwards")
         assert session.info.notes.count(LOST) == 1
@@ -479,11 +481,12 @@ def test_on_by_itself_only_where_the_host_part_does_not_fit(
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
     tensors, _ = expert_tensors(path)
     config = replace(hybrid_config(path, None, 0.3, device=DEVICE), ram="auto", n_gpu_layers=None)
-    free = SimpleNamespace(available=path.stat().st_size - 1, total=1 << 40)
+    reserve_bytes = default_reserve(1 << 40)
+    free = SimpleNamespace(available=reserve_bytes + path.stat().st_size - 1, total=1 << 40)
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
     assert not resolve_device(config).loads_misses, "the dense weights are on the GPU"
     assert resolve_device(replace(config, n_gpu_layers=0)).loads_misses
-    free.available = expert_bytes(tensors)
+    free.available = reserve_bytes + expert_bytes(tensors)
     assert resolve_device(config).loads_misses
     assert not resolve_device(replace(config, ram="off")).loads_misses
 

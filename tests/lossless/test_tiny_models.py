@@ -10,7 +10,7 @@ import pytest
 
 from moeedge.llama import library
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import K_QUANTS, MOE_CASES
 from tests.support.stock import StockContext, tap_context
 from tests.support.tiny import main
 from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
@@ -36,12 +36,20 @@ def test_routing_and_logits_vary(case: str, tiny: TinyFactory) -> None:
     assert np.median(best[:, 1] - best[:, 0]) > 0.3, "near-ties must be rare"
 
 
-def test_architectures_are_as_named(tiny: TinyFactory) -> None:
-    for arch, dimensions in MOE_CASES.values():
-        reader = gguf.GGUFReader(tiny(arch, **dimensions))
-        assert reader.get_field("general.architecture").contents() == arch
-        names = {tensor.name for tensor in reader.tensors}
-        assert any("ffn_gate_up_exps" in name for name in names) == bool(dimensions.get("merged"))
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_files_are_as_named(case: str, tiny: TinyFactory) -> None:
+    arch, dimensions = MOE_CASES[case]
+    reader = gguf.GGUFReader(tiny(arch, **dimensions))
+    assert reader.get_field("general.architecture").contents() == arch
+    names = {tensor.name for tensor in reader.tensors}
+    assert any("ffn_gate_up_exps" in name for name in names) == bool(dimensions.get("merged"))
+    types = {tensor.tensor_type.name for tensor in reader.tensors if "_exps" in tensor.name}
+    if case in K_QUANTS:
+        assert types == K_EXPERT_TYPES.get(case, {case})
+
+
+# what llama.cpp's quantizer mixes
+K_EXPERT_TYPES = {"Q3_K_M": {"Q3_K", "Q4_K"}, "Q4_K_M": {"Q4_K", "Q6_K"}, "Q5_K_M": {"Q5_K", "Q6_K"}}
 
 
 def test_vocabulary(tiny_moe: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ import pytest
 
 from moeedge import native
 from moeedge.errors import BackendFileError
-from moeedge.native import backends
+from moeedge.experts import Residency
+from moeedge.native import abi, backends
 from tests.support.commands import refused
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("toy_backend.c")
+HEADER = ROOT / "moeedge/native/include/moeedge.h"
 VULKAN = os.environ.get("MOEEDGE_VULKAN_BACKEND", "")
 
 Compile = Callable[..., Path]
@@ -233,3 +237,16 @@ def test_the_vulkan_backend() -> None:
     result = _program("devices", "--backend", VULKAN, VK_DRIVER_FILES="/dev/null", VK_ICD_FILENAMES="/dev/null")
     assert (result.returncode, result.stdout) == (2, "")
     assert "finds no Vulkan device" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name", [*re.findall(r"enum (moeedge_\w+)", Path(abi.__file__).read_text()), "moeedge_residency"]
+)
+def test_enums_are_those_of_the_header(name: str) -> None:
+    kinds = [
+        kind for kind in (*vars(abi).values(), Residency) if f"enum {name}" in (getattr(kind, "__doc__", "") or "")
+    ]
+    (block,) = re.findall(rf"enum {name} \{{(.*?)\n\}};", HEADER.read_text(), re.DOTALL)
+    there = {key: int(value) for key, value in re.findall(r"MOEEDGE_(\w+)\s*= (-?\d+)", block)}
+    for member in (member for kind in kinds if issubclass(kind, Enum) for member in kind if member.name != "NOTHING"):
+        assert {value for key, value in there.items() if key.endswith(f"_{member.name}")} == {member.value}

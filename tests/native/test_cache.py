@@ -338,6 +338,22 @@ def test_groups_share_one_queue(tmp_path: Path) -> None:
 # emptying, failing, closing
 
 
+def test_clear_gives_up_and_leaves_the_slots_as_they_are(experts: ExpertFile) -> None:
+    with ExpertCache.open(experts.config(0.25)) as cache:
+        ask(cache, [(0, 0), (1, 1)])
+        drain(cache)
+        slots = cache.acquire(0, [0])
+        with pytest.raises(BackendError):
+            cache.clear(0.01)
+        assert resident(cache) == {(0, 0), (1, 1)}
+        ask(cache, [(2, 2)])
+        drain(cache)
+        assert (2, 2) in resident(cache), "plans go on"
+        cache.release(0, slots)
+        cache.clear(0.01)
+        assert resident(cache) == set()
+
+
 def test_clear_waits_for_pins_and_empties_everything(experts: ExpertFile) -> None:
     with ExpertCache.open(experts.config(0.5)) as cache:
         ask(cache, [(0, expert) for expert in range(8)])

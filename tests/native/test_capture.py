@@ -44,7 +44,7 @@ def test_routers_on_captured_inputs_select_the_models_experts(model: Model) -> N
         assert inputs.serial == probs.serial == 1
         assert inputs.rows.shape[1] == probs.rows.shape[1] == CAPTURED_TOKENS
         # dense layers, too; nemotron's layers have experts, attention or a state, and no second part
-        computed = list(info.expert_layers) if model.case == "nemotron" else slice(None)  # type: ignore[attr-defined]
+        computed = list(info.expert_layers) if model.case.startswith("nemotron") else slice(None)  # type: ignore[attr-defined]
         assert (inputs.layer_tokens[computed] == len(TOKENS)).all()
         assert (probs.layer_tokens[list(info.expert_layers)] == len(TOKENS)).all()
         for layer in info.expert_layers:
@@ -56,8 +56,9 @@ def test_routers_on_captured_inputs_select_the_models_experts(model: Model) -> N
                 np.testing.assert_allclose(scores, kept, atol=2e-5)
             if model.case in GROUPED:  # type: ignore[attr-defined]
                 continue
-            chosen = np.sort(routers.best(here, scores, info.n_expert_used)[0], axis=-1)
-            assert np.array_equal(chosen, np.sort(frame.ids[layer], axis=-1))
+            n_used = info.used_per_layer[layer]
+            chosen = np.sort(routers.best(here, scores, n_used)[0], axis=-1)
+            assert np.array_equal(chosen, np.sort(frame.ids[layer, :, :n_used], axis=-1))
 
 
 def test_the_hook_is_called_before_each_block(model: Model) -> None:
@@ -76,7 +77,7 @@ def test_the_hook_is_called_before_each_block(model: Model) -> None:
         assert [block.layer for block in seen] == list(model.info.expert_layers)
         for block in seen:
             assert block.phase == Phase.VERIFY and block.ids is not None and block.inputs is not None
-            assert np.array_equal(block.ids, frame.ids[block.layer])
+            assert np.array_equal(block.ids, frame.ids[block.layer, :, : model.info.used_per_layer[block.layer]])
             assert np.array_equal(block.inputs, inputs.rows[block.layer, : len(TOKENS)])
         capture.set_hook(None)
         context.decode(TOKENS[:1], phase=Phase.DECODE)

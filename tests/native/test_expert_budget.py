@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, InputError
-from moeedge.experts import Residency
+from moeedge.lab.policies.expert_budget import (
+    BudgetedRouting,
+    MixingWeights,
+    Probabilities,
+    apply_budget,
+    router_scores,
+    routing_probabilities,
+)
+from moeedge.lab.policies.expert_budget import (
+    RouterKind as Kind,
+)
 from moeedge.llama import library
 from moeedge.llama.budget import ContextBudget
 from moeedge.llama.context import Context
@@ -25,22 +35,7 @@ from moeedge.llama.sequence import Logits
 from moeedge.native import Frame
 from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, RouterKind
 from moeedge.native.budget import LayerRouting, NativeBudget
-from moeedge.policies.expert_budget import (
-    BudgetedRouting,
-    Coverage,
-    ExpertBudget,
-    MixingWeights,
-    Probabilities,
-    Ranking,
-    apply_budget,
-    router_scores,
-    routing_probabilities,
-    static_order,
-    static_scores,
-)
-from moeedge.policies.expert_budget import (
-    RouterKind as Kind,
-)
+from moeedge.policies.expert_budget import Coverage, ExpertBudget
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
 
@@ -60,8 +55,9 @@ MIXING = {
     "deepseek3": MixingWeights(normalised=True, scale=2.5),
     "gpt-oss": MixingWeights(softmax=True),
     "llama4": MixingWeights(),
+    "nemotron_h_moe": MixingWeights(normalised=True, scale=2.5),
 }
-CASES = ("qwen3moe", "qwen2moe", "mixtral", "olmoe", "deepseek2", "deepseek3", "gpt-oss", "llama4")
+CASES = ("qwen3moe", "qwen2moe", "mixtral", "olmoe", "deepseek2", "deepseek3", "gpt-oss", "llama4", "nemotron-puzzle")
 COVERAGES: tuple[Coverage, ...] = ("substitution", "truncation")
 
 
@@ -111,9 +107,10 @@ class Case:
         """The backend computed with the reference's experts and weights."""
         found = self.routing(layer)
         np.testing.assert_array_equal(found.ids, expected.ids)
-        np.testing.assert_array_equal(frame.ids[layer, : len(expected.ids)], expected.ids)
+        n_tokens, n_used = expected.ids.shape  # of this layer
+        np.testing.assert_array_equal(frame.ids[layer, :n_tokens, :n_used], expected.ids)
         weights = self.mixing.of(found.values, expected.ids) if expected.weights is None else expected.weights
-        np.testing.assert_allclose(frame.weights[layer, : len(weights)], weights, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(frame.weights[layer, :n_tokens, :n_used], weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -149,14 +146,15 @@ def test_experts_and_weights_are_the_references(case: Case, coverage: Coverage) 
             assert (row["unique_natural"], row["unique"]) == (expected.n_natural, expected.n_kept)
             assert row["unique_max"] == row["unique"] <= budget
             assert row["kept"] == pytest.approx(float(expected.kept_probability))
-            assert len(np.unique(frame.ids[layer, : len(TOKENS)])) <= budget
+            used = frame.ids[layer, : len(TOKENS)]
+            assert len(np.unique(used[used >= 0])) <= budget
 
 
 @pytest.mark.parametrize("coverage", COVERAGES)
 def test_a_budget_changes_the_logits_and_a_full_one_no_bit(case: Case, coverage: Coverage) -> None:
     info = case.model.info
     free, _ = case.verify(None)
-    for budget in (info.n_experts, info.n_experts + 3, tuple([info.n_experts] * info.n_layers)):
+    for budget in (info.n_experts, info.n_experts + 3):
         full, _ = case.verify(ExpertBudget(budget=budget, coverage=coverage))
         np.testing.assert_array_equal(full, free)
     tight, _ = case.verify(ExpertBudget(budget=info.n_expert_used, coverage=coverage))
@@ -199,58 +197,41 @@ def test_the_library_leaves_single_tokens_alone(case: Case) -> None:
         case.budget.native.set_active(False)
 
 
-@pytest.mark.parametrize("coverage", COVERAGES)
-def test_resident_experts_are_preferred_as_in_the_reference(case: Case, coverage: Coverage) -> None:
-    info = case.model.info
-    rng = np.random.default_rng(3)
-    states = rng.choice([Residency.ABSENT, Residency.RESIDENT, Residency.IN_FLIGHT], (info.n_layers, info.n_experts))
-    residency = states.astype(np.uint8)
-    case.budget.residency = lambda: residency
-    try:
-        for prefer in (0.15, 1.0):
-            budget = info.n_expert_used + 1
-            _, frame = case.verify(ExpertBudget(budget=budget, coverage=coverage, prefer_resident=prefer))
-            for layer in info.expert_layers:
-                resident = residency[layer] == Residency.RESIDENT
-                case.check(
-                    frame, layer, case.expected(layer, budget, coverage=coverage, resident=resident, prefer=prefer)
-                )
-    finally:
-        case.budget.residency = None
-
-
-@pytest.mark.parametrize("coverage", COVERAGES)
-def test_a_static_order_is_kept(case: Case, coverage: Coverage) -> None:
-    info = case.model.info
-    order = static_order(np.random.default_rng(4).integers(0, 9, (info.n_layers, info.n_experts)))
-    for budget in budgets_of(case.model):
-        _, frame = case.verify(ExpertBudget(budget=budget, ranking="static", coverage=coverage, order=order))
-        for layer in info.expert_layers:
-            scores = static_scores(order[layer])
-            case.check(frame, layer, case.expected(layer, budget, coverage=coverage, scores=scores))
-
-
 def test_each_layer_keeps_to_its_own_budget(case: Case) -> None:
-    info = case.model.info
-    budgets = tuple(
-        min(info.n_expert_used + layer, info.n_experts) if layer in info.expert_layers else 0
-        for layer in range(info.n_layers)
-    )
-    _, frame = case.verify(ExpertBudget(budget=budgets))
+    info, native = case.model.info, case.budget.native
+    budgets = np.full(info.n_layers, info.n_experts, dtype=np.int32)
     for layer in info.expert_layers:
-        case.check(frame, layer, case.expected(layer, budgets[layer]))
+        budgets[layer] = min(info.used_per_layer[layer] + (layer == 1), info.n_experts)
+    case.context.set_budget(None)
+    case.context.trim(0)
+    case.context.decode(PROMPT, phase=Phase.PREFILL)
+    native.configure(budgets, ranking=BudgetRanking.PICKS, coverage=BudgetCoverage.SUBSTITUTION)
+    native.set_active(True)
+    try:
+        case.context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
+    finally:
+        native.set_active(False)
+    assert case.context.sensor is not None
+    frame = case.context.sensor.frames()[-1]
+    for layer in info.expert_layers:
+        case.check(frame, layer, case.expected(layer, int(budgets[layer])))
 
 
-def test_budgets_that_do_not_suit_the_model_are_refused(case: Case) -> None:
+def test_a_budget_below_the_experts_per_token_is_refused(case: Case) -> None:
     info = case.model.info
-    order = static_order(np.zeros((info.n_layers + 1, info.n_experts)))
-    for budget in (
-        ExpertBudget(budget=tuple([info.n_experts] * (info.n_layers + 1))),
-        ExpertBudget(budget=info.n_experts, ranking="static", order=order),
-        *([ExpertBudget(budget=info.n_expert_used - 1)] if info.n_expert_used > 1 else []),
-    ):
+    if info.n_expert_used > 1:
         with pytest.raises(InputError):
-            case.context.set_budget(budget)
+            case.context.set_budget(ExpertBudget(budget=info.n_expert_used - 1))
+
+
+def test_a_model_with_two_blocks_per_layer_has_none(tiny: TinyFactory) -> None:
+    """Both blocks' routers have the same names."""
+    with (
+        Model.load(tiny("grovemoe")) as model,
+        Context(model, n_ctx=64, n_threads=1, has_budget=True) as context,
+        pytest.raises(InputError),
+    ):
+        context.set_budget(ExpertBudget(budget=model.info.n_experts))
 
 
 def test_without_recognised_weights_experts_are_substituted(case: Case) -> None:
@@ -271,29 +252,19 @@ def test_without_recognised_weights_experts_are_substituted(case: Case) -> None:
                 assert sums[layer]["substituted"] == n_substituted
 
 
-ORDER = np.tile(np.arange(8, dtype=np.int32), (2, 1))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ranking": BudgetRanking.ORDER},
-        {"order": ORDER},
-        {"ranking": BudgetRanking.ORDER, "order": ORDER % 7},  # an expert twice
-        {"ranking": BudgetRanking.ORDER, "order": ORDER + 1},
         {"budgets": np.array([4, 1])},  # below the experts per token
-        {"prefer_resident": -0.1},
-        {"prefer_resident": float("nan")},
         {"ranking": 9},
         {"coverage": 9},
     ],
 )
 def test_the_library_refuses_what_it_cannot_keep_to(changes: dict[str, Any]) -> None:
     valid = {"budgets": np.array([4, 8]), "ranking": BudgetRanking.ROUTER, "coverage": BudgetCoverage.TRUNCATION}
-    budget = NativeBudget(2, 8, 2)
+    budget = NativeBudget(8, [2, 2])
     try:
         budget.configure(**valid)
-        budget.configure(**(valid | {"ranking": BudgetRanking.ORDER, "order": ORDER}))
         with pytest.raises(BackendError, match="not valid"):
             budget.configure(**(valid | changes))
     finally:
@@ -314,28 +285,18 @@ def test_many_random_verifications_are_the_references(case: Case, data: st.DataO
 
 
 def check_random_verification(case: Case, data: st.DataObject) -> None:
-    """Batches of any length, with any budget, coverage, residency and preference."""
+    """Batches of any length, with any budget, ranking and coverage."""
     info = case.model.info
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     n_tokens = data.draw(st.integers(2, 32))
-    ranking: Ranking = data.draw(st.sampled_from(["router", "picks"]))
+    ranking = data.draw(st.sampled_from(ExpertBudget.RANKINGS))
     budget = data.draw(st.integers(info.n_expert_used, info.n_experts))
     coverage: Coverage = data.draw(st.sampled_from(COVERAGES))
-    prefer = data.draw(st.sampled_from([0.0, 0.15, 0.5]))
-    residency = rng.choice([Residency.ABSENT, Residency.RESIDENT], (info.n_layers, info.n_experts)).astype(np.uint8)
-    case.budget.residency = lambda: residency
-    try:
-        _, frame = case.verify(
-            ExpertBudget(budget=budget, ranking=ranking, coverage=coverage, prefer_resident=prefer),
-            tokens=rng.integers(0, 256, n_tokens).tolist(),
-        )
-    finally:
-        case.budget.residency = None
+    asked = ExpertBudget(budget=budget, ranking=ranking, coverage=coverage)
+    _, frame = case.verify(asked, tokens=rng.integers(0, 256, n_tokens).tolist())
     for layer in info.expert_layers:
-        resident = residency[layer] == Residency.RESIDENT
         scores = None if ranking == "picks" else router_scores(case.probabilities(layer))
-        expected = case.expected(layer, budget, coverage=coverage, scores=scores, resident=resident, prefer=prefer)
-        case.check(frame, layer, expected)
+        case.check(frame, layer, case.expected(layer, budget, coverage=coverage, scores=scores))
 
 
 def test_groups_that_exclude_the_shortlist_are_overruled(case: Case) -> None:

@@ -80,7 +80,7 @@ def stock_outputs(path: Path) -> dict[int, NDArray[np.float32]]:
 
     def callback(tensor: int, ask: bool, _user: object) -> bool:
         name = name_of(tensor)
-        if not name.startswith(OUTPUT):
+        if not name.startswith(OUTPUT) or not name[len(OUTPUT) :].isdigit():  # views have more after the number
             return not ask
         if not ask:
             rows = np.empty(n_bytes(tensor) // 4, dtype=np.float32)

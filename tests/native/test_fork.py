@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,20 @@ assert assert_bytes(cache, model) == 32
 cache.close()
 """
 
+LISTS = """
+import ctypes
+from moeedge.native.library import load
+
+native.attach()
+library, threads = load(), ctypes.CDLL(sys.argv[1])
+calls = (library.moeedge_cache_destroy, library.moeedge_instance_threads)  # of -1, which is in neither list
+for call in calls:
+    assert threads.start(call) == 0
+for _ in range(100):
+    in_child(lambda: [call(-1) for call in calls] and os._exit(0))
+os._exit(0)
+"""
+
 CONTEXT = """
 from tests.support.hybrid import RandomPlans, hybrid_context
 
@@ -84,6 +99,15 @@ def run(program: str, argument: Path) -> None:
 
 def test_child_neither_waits_nor_uses_the_cache(tmp_path: Path) -> None:
     run(CACHE, tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_child_of_a_process_that_is_looking_into_its_lists(tmp_path: Path) -> None:
+    """The mutex of a list that another thread holds at that moment would never be free in the child."""
+    threads = tmp_path / "threads.so"
+    source = Path(__file__).with_name("ask_always.c")
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-pthread", "-o", str(threads), str(source)], check=True)
+    run(LISTS, threads)
 
 
 @pytest.mark.slow

@@ -9,11 +9,8 @@ import pytest
 
 from moeedge.native.abi import KernelChoice
 from moeedge.native.kernels import kernels, read_speed, set_kernel_choice
-from tests.support.expert_blocks import BlockShape, DenseMatmul, Engine, ExpertBlock, Experts, nmse, spread_experts
+from tests.support.expert_blocks import BlockShape, DenseMatmul, Engine, ExpertBlock, Experts, spread_experts
 
-NMSE_MAX = 1e-6
-TILED = ("Q4_K", "Q6_K")  # for which ggml takes kernels that round otherwise,
-N_TILED = 8  # from so many tokens of an expert on
 LAYOUTS = [("Q4_0", True), ("Q4_0", False), ("Q4_K", True), ("Q4_K", False), ("Q6_K", False), ("Q8_0", False)]
 
 
@@ -36,6 +33,7 @@ def test_every_kernel_passes_its_check() -> None:
         assert kernel.is_equal, kernel
         assert kernel.single_speed > 0
         assert kernel.several_speed > 0
+        assert kernel.many_speed > 0, "ggml's rounding from eight columns of an expert on"
         assert kernel.n_dense_max > 1, kernel
 
 
@@ -47,16 +45,13 @@ def test_blocks_equal_ggmls(type_: str, repacked: bool, n_threads: int) -> None:
     rng = np.random.default_rng(n_threads)
     theirs, ours = Engine("CPU", n_threads), Engine("MOEEDGE", n_threads)
     with Experts(shape, repacked=repacked) as experts:
-        for n_tokens in (1, 2, 3, 5, 9, 16, 40):
+        for n_tokens in (1, 2, 3, 5, 9, 16, 24, 40, 150):
             block = ExpertBlock(experts, n_tokens)
             input_ = (rng.standard_normal((n_tokens, shape.n_embd)) ** 3).astype(np.float32)
             ids = np.stack([rng.permutation(shape.n_experts)[: shape.n_used] for _ in range(n_tokens)]).astype(np.int32)
             expected = block.run(theirs, input_, ids)
             found = block.run(ours, input_, ids)
-            assert nmse(found, expected) < NMSE_MAX
-            n_most = int(np.bincount(ids.ravel()).max())
-            if repacked or type_ not in TILED or n_most < N_TILED:
-                assert np.array_equal(found, expected), f"{n_tokens} tokens"
+            assert np.array_equal(found, expected), f"{n_tokens} tokens"
             block.close()
     theirs.close()
     ours.close()

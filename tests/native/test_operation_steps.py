@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import pytest
 
-from moeedge.native import OffloadScope
+from moeedge.llama import library
+from moeedge.native import OffloadScope, Sensor
+from tests.support.raw_ggml import call, find_device, new_context
 
 ROOT = Path(__file__).parents[2]
 # batches of several sizes in turns; prints what the sensor saw
@@ -55,3 +59,29 @@ def test_operations_are_counted_as_they_run(tiny_moe: Path) -> None:
     assert fused.returncode == apart.returncode == 0, fused.stderr[-2000:] + apart.stderr[-2000:]
     assert fused.stdout == apart.stdout != ""
     assert "operations instead of" not in fused.stderr + apart.stderr
+
+
+def test_values_that_many_paths_reach_are_recognised_as_fast_as_others() -> None:
+    """The scheduler asks for each operation of a graph whether it belongs to experts: here 2^12 paths lead back."""
+    library.start()
+    types = [c_void_p, c_char_p]
+    backend = call("ggml_backend_dev_init", c_void_p, types, find_device("MOEEDGE"), None)
+    Sensor.newest(1, 1, 1, 1, OffloadScope.MOE)
+    device = call("ggml_backend_get_device", c_void_p, [c_void_p], backend)
+    context = new_context()
+    scaled = squared = call("ggml_new_tensor_1d", c_void_p, [c_void_p, c_int, c_int64], context, 0, 8)
+    for _ in range(20):
+        scaled = call("ggml_scale", c_void_p, [c_void_p, c_void_p, c_float], context, scaled, 1.0)
+        squared = call("ggml_mul", c_void_p, [c_void_p] * 3, context, squared, squared)
+
+    def ask_s(tensor: int) -> float:
+        start_s = time.thread_time()
+        for _ in range(500):
+            assert not call("ggml_backend_dev_supports_op", c_bool, [c_void_p, c_void_p], device, tensor)
+        return time.thread_time() - start_s
+
+    try:
+        assert min(ask_s(squared) for _ in range(5)) < 3 * min(ask_s(scaled) for _ in range(5))
+    finally:
+        call("ggml_free", None, [c_void_p], context)
+        call("ggml_backend_free", None, [c_void_p], backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native.abi import Repack
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.conftest import TinyFactory
+from tests.support.cache_stress import MIN_CHECKED, stress
+from tests.support.experts import write_experts
 from tests.support.hybrid import MANY_EXPERTS
 from tests.support.hybrid_driver import churn
 from tests.support.ram_driver import decode, ram_context
@@ -124,18 +127,88 @@ def test_answers_are_the_same_while_the_limit_changes(tiny: TinyFactory, repack:
             assert cache.stats().pinned == 0 and cache.stats().failed == 0
         # only now: while plans keep coming the cache need not become idle
         assert cache.drain(10.0)
-        cache.limit(10)
         assert cache.stats().slots_used <= cache.info.n_slots
 
 
-def test_what_a_computation_uses_stays(full: tuple[Context, ExpertCache]) -> None:
+def test_what_a_computation_uses_goes_after_it(full: tuple[Context, ExpertCache]) -> None:
     _context, cache = full
     slots = cache.acquire(2, range(N_EXPERTS))
     cache.limit(40)
     assert resident(cache)[2].all()
+    before = memory_bytes()
+    is_beyond = slots >= 40
     cache.release(2, slots)
-    cache.limit(40)
-    assert resident(cache).sum() == 40
+    assert resident(cache).sum() == cache.stats().slots_used == 40
+    assert resident(cache)[2].sum() == N_EXPERTS - is_beyond.sum()
+    freed_bytes = int(is_beyond.sum() * cache.groups()[2][0])
+    assert before - memory_bytes() > 0.7 * freed_bytes > 0
+
+
+def test_a_copy_that_moves_is_never_seen_half_written(tmp_path: Path) -> None:
+    """Of experts that take hundreds of pages, while others load, use and evict them."""
+    model = write_experts(tmp_path / "experts.bin", n_layers=6, n_experts=16, width=256)
+    assert stress(model, 3.0, device="ram", ratio=0.6) > MIN_CHECKED
+
+
+def test_what_is_on_its_way_goes_as_it_arrives(wide: Path) -> None:
+    with ram_context(wide, 1.0, disk_bytes_per_s=100e6) as (context, cache):
+        expected = decode(context)
+        cache.clear()
+        everything = np.argwhere(np.ones((N_LAYERS, N_EXPERTS))).astype(np.int32)
+        cache.plan(everything, np.zeros(len(everything), np.uint8), everything[:0], np.zeros(0, np.float32))
+        while cache.stats().slots_used < 20 or not cache.stats().in_flight:
+            time.sleep(0.001)
+        cache.limit(8)
+        assert cache.drain(30.0)
+        assert cache.stats().slots_used == resident(cache).sum() <= 8
+        assert all(map(np.array_equal, decode(context), expected)), "that of a wanted one after its use"
+        assert cache.drain(30.0)
+        assert cache.stats().slots_used == resident(cache).sum() <= 8
+
+
+def stalls(cache: ExpertCache, n_slots: int) -> list[float]:
+    """Seconds of each use of experts, by another thread, that began and ended within cache.limit(n_slots)."""
+    spans: list[tuple[float, float]] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def use() -> None:
+        begun.set()
+        while not ended.is_set():
+            start_s = time.perf_counter()
+            cache.release(3, cache.acquire(3, range(4)))
+            spans.append((start_s, time.perf_counter()))
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    begun.wait()
+    start_s = time.perf_counter()
+    cache.limit(n_slots)
+    end_s = time.perf_counter()
+    ended.set()
+    thread.join()
+    return [end - start for start, end in spans if start > start_s and end < end_s]
+
+
+def test_no_computation_waits_until_the_memory_is_given_back(tmp_path: Path) -> None:
+    """256 MB of experts are copied, and as much memory is given back, in a tenth of a second or more."""
+    model = write_experts(tmp_path / "experts.bin", n_layers=4, n_experts=64, width=512, sparse=True)
+    longest_s = []
+    with ExpertCache.open(model.config(1.0, device="ram")) as cache:
+        for _ in range(3):
+            cache.limit(1 << 30)
+            cache.clear()
+            load_all(cache)
+            # slots are filled from the first on: the most useful experts are in the last ones
+            cache.set_utilities(np.arange(256, dtype=np.float32).reshape(4, 64))
+            found = stalls(cache, 128)
+            now = resident(cache)
+            assert now[2:].sum() >= 124 and now[3, :4].any(), "also those that were used meanwhile"
+            assert len(found) > 20, "the copies of 128 experts let others pass"
+            longest_s.append(max(found))
+            if longest_s[-1] < 0.05:
+                return
+    raise AssertionError(f"other programs may take the processor once: {longest_s}")
 
 
 def test_another_device_gives_no_single_slots_back(wide: Path) -> None:

@@ -37,7 +37,7 @@ def test_the_least_useful_go_for_what_is_read_ahead(tmp_path: Path) -> None:
 
 def test_a_prompt_reads_what_is_absent_once(tiny_moe: Path) -> None:
     """A batch that needs all experts keeps those of later layers; by use alone nearly all would be read again."""
-    with Model.load(tiny_moe, experts_from_file=True) as model, Context(model, n_ctx=512, n_threads=1) as context:
+    with Model.load(tiny_moe, storage="on demand") as model, Context(model, n_ctx=512, n_threads=1) as context:
         info = model.info
         tensors, files = expert_tensors(tiny_moe, n_layers=info.n_layers)
         n_all = info.n_layers * info.n_experts

@@ -1,17 +1,24 @@
-"""Decoding speed and scheduling time of two versions, interleaved: python tests/outputs/speed.py OLD_PYTHON NEW_PYTHON
+"""Decoding speed and scheduling time of two versions, interleaved: python -m tests.outputs speed OLD NEW [PAIRS]
 
-Each version runs in a process of its own, with its own interpreter, and keeps one session open per set-up. Both answer
-the same prompts in alternating order; figures are medians over pairs of the same turn. The last line is JSON. With
-experts on the device answers may differ at near-ties; moeedge bench checks those.
+OLD, NEW: a Python interpreter in whose environment the version is installed, or the root of a tree, which runs with
+this interpreter. Each version runs in a process of its own and keeps one session open per set-up. Both answer the same
+prompts in alternating order. Ratios are NEW's time over OLD's in the same turn: geometric mean and 95 % interval. The
+last line is JSON. With experts on the device answers may differ at near-ties; moeedge bench checks those.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
-from statistics import median
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
+
+N_PAIRS = 20
 
 SETUPS: dict[str, dict[str, Any]] = {
     "no device, gamma 0": {"gamma": 0, "device": "none"},
@@ -59,9 +66,16 @@ for line in sys.stdin:
 class Version:
     """One version of moeedge in its process."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, place: str) -> None:
+        tree = Path(place).resolve() if Path(place).is_dir() else None
         self.process = subprocess.Popen(
-            [python, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable if tree else place, "-c", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | ({"PYTHONPATH": str(tree)} if tree else {}),
+            cwd=tree,
         )
 
     def ask(self, setup: dict[str, Any], prompt: str, n_predict: int) -> dict[str, Any]:
@@ -74,35 +88,45 @@ class Version:
         raise SystemExit("A version ended early.")
 
 
-def main() -> None:
-    """Prints a line per set-up."""
-    if len(sys.argv) < 3:
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of paired ratios, and its 95 % interval by Student's distribution of their logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    half = student_t(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean(logs)), math.exp(mean(logs) - half), math.exp(mean(logs) + half)
+
+
+def student_t(n: int) -> float:
+    """The two-sided 95 % quantile with n >= 3 degrees of freedom (Cornish and Fisher's expansion)."""
+    z = 1.959964
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints a line per set-up; exit code 1 where answers differ or an interval of decode_s excludes 1."""
+    if len(words) < 2:
         raise SystemExit(__doc__)
-    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 12
-    versions = {"old": Version(sys.argv[1]), "new": Version(sys.argv[2])}
-    report: dict[str, dict[str, float]] = {}
+    n_pairs = int(words[2]) if len(words) > 2 else N_PAIRS
+    versions = {"old": Version(words[0]), "new": Version(words[1])}
+    report: dict[str, dict[str, Any]] = {}
     for name, setup in SETUPS.items():
-        pairs = []
-        for number in range(rounds + 1):
+        pairs, n_different = [], 0
+        for number in range(n_pairs + 1):
             prompt = PROMPTS[number % len(PROMPTS)]
             order = ("old", "new") if number % 2 else ("new", "old")
             pair = {which: versions[which].ask(setup, prompt, 96) for which in order}
-            if pair["old"]["tokens"] != pair["new"]["tokens"]:
-                print(f"{name}: the answers to {prompt!r} differ")
-            if number:  # the first round warms up
+            n_different += pair["old"]["tokens"] != pair["new"]["tokens"]
+            if number:  # the first pair warms up
                 pairs.append(pair)
-        row = {}
-        for key in ("decode_s", "observe_s", "schedule_s", "prefill_s"):
-            ratios = [pair["new"][key] / pair["old"][key] for pair in pairs if pair["old"][key] > 0]
-            if ratios:
-                row[f"{key}_ratio"] = round(median(ratios), 4)
+        row: dict[str, Any] = {"different_answers": n_different}
+        for key in ("decode_s", "prefill_s", "observe_s", "schedule_s"):
+            ratios = [pair["new"][key] / pair["old"][key] for pair in pairs if pair["old"][key] > 0 < pair["new"][key]]
+            if len(ratios) > 3:
+                row[f"{key}_ratio"] = [round(value, 4) for value in interval(ratios)]
         for which in ("old", "new"):
             total = sum(pair[which]["observe_s"] for pair in pairs)
             row[f"{which}_observe_us_per_step"] = round(total / sum(pair[which]["steps"] for pair in pairs) * 1e6, 1)
         report[name] = row
         print(name, row, flush=True)
     print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    agree = all(row["decode_s_ratio"][1] <= 1 <= row["decode_s_ratio"][2] for row in report.values())
+    return 0 if agree and not any(row["different_answers"] for row in report.values()) else 1

@@ -1,36 +1,29 @@
-"""Replay gives the figures of 0.6.0, and of its bounds those of 0.11.0."""
+"""The program behaves as recorded, but for what changes.py lists."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.outputs.compare import COMMANDS, differences, load, run
-
-RECORDED = Path(__file__).parent / "recorded"
-EXACT = ["replay-gptoss", "replay-predicted", "replay-gemma", "trace-info"]
-PROGRAM = [sys.executable, "-m", "moeedge"]
+from tests.outputs.compare import PARTS, RECORDED, Comparison, compute, load
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXACT)
-def test_the_same_output(name: str) -> None:
-    data = os.environ.get("MOEEDGE_DATA")
-    if not data:
-        pytest.skip("needs MOEEDGE_DATA")
-    arguments = [text.format(data=data, scratch="") for text in COMMANDS[name]]
-    assert not list(differences(load(RECORDED, name), json.loads(run(PROGRAM, [*arguments, "-o", "json"])), exact=True))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.slow] if part.endswith("-slow") else []) for part in PARTS]
+)
+def test_behaviour_is_that_of_the_record(part: str) -> None:
+    old = load(RECORDED, part)
+    assert not list(Comparison().differences(part, old, compute(part, old)))[:20]
 
 
 def test_differences_are_found() -> None:
-    old = {"tail": "optimistic", "n": 1, "decode_s": 1.0, "rows": [{"a": 1}]}
-    new = {"rejected_token_model": "optimistic", "n": 1, "decode_s": 2.0, "rows": [{"a": 1}]}
-    assert not list(differences(old, new, exact=False))
-    assert len(list(differences(old, new, exact=True))) == 1
-    assert len(list(differences(old, new | {"n": 2}, exact=False))) == 1
-    assert len(list(differences(old, new | {"rows": []}, exact=False))) == 1
-    assert len(list(differences(old, new | {"more": 1}, exact=False))) == 1
+    def n_found(part: str, new: dict[str, object]) -> int:
+        old = {"a": {"decode_s": 1.0, "n": 1, "rows": [{"x": 1}]}}
+        return len(list(Comparison().differences(part, old, {"a": {**old["a"], **new}})))
+
+    assert n_found("commands", {}) == n_found("commands", {"decode_s": 2.0}) == 0
+    assert n_found("commands", {"decode_s": "2"}) == n_found("screens", {"decode_s": 2.0}) == 1
+    assert n_found("commands", {"n": 2}) == n_found("commands", {"more": 1}) == 1
+    assert n_found("commands", {"rows": []}) == 2
+    old, new = {"a": {"0 x": 1, "1 y": 2}, "b": {"0 x": 1}}, {"a": {"0 x": 1, "1 z": 3}, "c": {"0 x": 1}}
+    assert not list(Comparison().differences("functions", old, new))
+    assert len(list(Comparison().differences("functions", old, {"a": {"0 x": 2}}))) == 1

@@ -8,25 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.planning.beyond_ram import (
-    Disk,
-    RamTierRequest,
-    StepRouting,
-    assumed_routing,
-    kept_routing,
-    plan_ram_tier,
-)
+from moeedge.lab.sim.model_shape import find_model
+from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, replay_arms
+from moeedge.lab.sim.simulate import synthetic_trace
+from moeedge.lab.traces.schedule import cut_schedule
+from moeedge.planning.beyond_ram import Disk, RamTierRequest, assumed_hits, kept_hits, plan_ram_tier
 from moeedge.planning.memory_map import MemoryItem, MemoryMap, MemoryPool
-from moeedge.policies.base import Observation, PolicyConfig
-from moeedge.policies.registry import make_policy
+from moeedge.policies.base import Observation
 from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.scheduler.sizing import CacheBudget
-from moeedge.sim.batches import cache_shape
-from moeedge.sim.model_shape import find_model
-from moeedge.sim.policy_replay import PolicyReplay
-from moeedge.sim.ram_hits import replay_ram_hits
-from moeedge.sim.simulate import synthetic_trace
-from moeedge.trace.schedule import cut_schedule
 from tests.support.commands import refused, run, run_json
 from tests.support.published import write_qwen3_30b_a3b
 
@@ -45,7 +35,7 @@ def memory(free_bytes: int) -> MemoryMap:
     return MemoryMap(4096, GIB // 2, GIB // 4, (ram,), CacheBudget(0.0, 0, 0), 0.0, 0.0, 0, False)
 
 
-def plan(free_bytes: int, *, draft_bytes: int = 0, request: RamTierRequest | None = None):  # type: ignore[no-untyped-def]
+def plan(free_bytes: int, *, request: RamTierRequest | None = None):  # type: ignore[no-untyped-def]
     return plan_ram_tier(
         memory(free_bytes),
         request or RamTierRequest((Disk(1e9, "given"),)),
@@ -53,37 +43,28 @@ def plan(free_bytes: int, *, draft_bytes: int = 0, request: RamTierRequest | Non
         n_experts=16,
         n_expert_used=2,
         expert_bytes=EXPERTS,
-        draft_bytes=draft_bytes,
     )
 
 
 def test_slots_bytes_and_limit_by_hand() -> None:
     """8 GiB free: 2.75 GiB for the rest, 256 MiB reserve, so 5 GiB or 20 of 64 experts; a step uses 8 experts."""
 
-    def forecast(ratios: Sequence[float]) -> list[StepRouting]:
-        return [StepRouting(2.5, 2.0, 0.75 if ratio < 0.5 else 1.0) for ratio in ratios]
+    def hits(ratios: Sequence[float]) -> np.ndarray:
+        return np.where(np.array(ratios) < 0.5, 0.75, 1.0)
 
-    request = RamTierRequest((Disk(1e9, "measured"),), drafted=forecast, n_drafts=3, source="trace", trace="trace.npz")
-    tier = plan(8 * GIB, draft_bytes=GIB, request=request)
+    tier = plan(8 * GIB, request=RamTierRequest((Disk(1e9, "measured"),), hits=hits, source="kept"))
     row = tier.machine
     assert (row.n_slots, row.ratio, row.slots_bytes) == (20, 20 / 64, 5 * GIB)
-    read_bytes = 8 * GIB / 4 * 0.25
-    assert row.drafted.bytes_per_token == pytest.approx(read_bytes / 2.5)
-    other_s = (2 * GIB + 3 * GIB) / 20e9
-    assert row.drafted.limit_ts == pytest.approx(2.5 / (other_s + read_bytes / 1e9))
-    assert (row.drafted.limited_by, row.disk.source) == ("disk", "measured")
-    assert (tier.source, tier.tokens_per_step, tier.n_drafts) == ("trace", 2.5, 3)
-    # one token at a time, with the assumed hits and no draft model
-    (plain,) = assumed_routing(2)([20 / 64])
-    plain_bytes = 2 * GIB * (1 - plain.hit_rate_experts)
-    assert row.plain.bytes_per_token == pytest.approx(plain_bytes)
-    assert row.plain.limit_ts == pytest.approx(1 / (2 * GIB / 20e9 + plain_bytes / 1e9))
-    assert row.limit_ts == row.drafted.limit_ts
+    read_bytes, dense_s = 8 * GIB / 4 * 0.25, 2 * GIB / 20e9
+    assert row.bytes_per_token == pytest.approx(read_bytes)
+    assert row.limit_ts == pytest.approx(1 / (dense_s + read_bytes / 1e9))
+    assert (row.limited_by, row.disk.source, tier.source) == ("disk", "measured", "kept")
+    assumed = plan(8 * GIB).machine
+    assert assumed.bytes_per_token == pytest.approx(2 * GIB * (1 - assumed_hits([20 / 64])[0]))
     # with 12 GiB, of which 384 MiB are reserve, 35 of 64 are in RAM: nothing is read
     more = tier.rows[1]
-    assert (more.ram_free_bytes, more.n_slots, more.drafted.bytes_per_token) == (12 * GIB, 35, 0.0)
-    assert more.drafted.limit_ts == pytest.approx(2.5 / (other_s + 2 * GIB / 20e9))
-    assert more.drafted.limited_by == "memory"
+    assert (more.ram_free_bytes, more.n_slots, more.bytes_per_token) == (12 * GIB, 35, 0.0)
+    assert more.limit_ts == pytest.approx(1 / (dense_s + 2 * GIB / 20e9)) and more.limited_by == "memory"
 
 
 def test_sizes_that_were_asked_for() -> None:
@@ -94,16 +75,14 @@ def test_sizes_that_were_asked_for() -> None:
 def test_hits_by_what_earlier_runs_used() -> None:
     counts = np.zeros((3, 4))  # the first layer has no experts
     counts[1:] = [[8, 4, 2, 2], [10, 6, 0, 0]]
-    steps = kept_routing(counts, 2)((0.0, 0.25, 0.5, 1.0))
-    assert [step.hit_rate_experts for step in steps] == pytest.approx([0, 18 / 32, 28 / 32, 1])
-    assert {(step.n_tokens, step.unique) for step in steps} == {(1.0, 2.0)}
+    assert kept_hits(counts)((0.0, 0.25, 0.5, 1.0)) == pytest.approx([0, 18 / 32, 28 / 32, 1])
 
 
 def test_rows_end_where_everything_fits() -> None:
     tier = plan(12 * GIB, request=RamTierRequest((Disk(1e9, "given"), Disk(4e9, "given"))))
     sizes = [row.ram_free_bytes // GIB for row in tier.rows]
     assert sizes == [12, 12, 18, 18, 24, 24]  # not 36: 24 GiB hold all experts
-    assert tier.rows[-1].ratio == 1.0 and tier.rows[-1].plain.bytes_per_token == 0
+    assert tier.rows[-1].ratio == 1.0 and tier.rows[-1].bytes_per_token == 0
     assert tier.rows[1].limit_ts > tier.rows[0].limit_ts
     # one expert per layer takes 1 GiB, next to 2.75 and the reserve
     assert plan(4 * GIB) is not None
@@ -114,26 +93,12 @@ def test_assumed_hits_are_not_above_what_a_replay_gives() -> None:
     """The table against Qwen3-30B-A3B's synthetic routing; it has the lowest of three."""
     trace = synthetic_trace(find_model("qwen3-30b-a3b"), 256, 1, 0)
     ratios = (0.35, 0.5)
-    steps = assumed_routing(8)(ratios)
-    for assumed, found in zip(steps, replay_ram_hits(trace, ratios, gamma=0), strict=True):
-        assert (found.n_tokens, found.unique) == (1.0, 8.0)
-        assert assumed.hit_rate_experts - 0.02 < found.hit_rate_experts < assumed.hit_rate_experts + 0.12
-    assert [step.hit_rate_experts for step in assumed_routing(8)((0.0, 1.0))] == [0.0, 1.0]
-
-
-def test_hits_of_a_trace_are_those_of_a_replay() -> None:
-    trace = synthetic_trace(find_model("qwen3-30b-a3b"), 64, 2, 0)
-    (found,) = replay_ram_hits(trace, (0.3,), gamma=4)
-    schedule = cut_schedule(trace, gamma=4, acceptance_chance=0.8)
-    shape = cache_shape(trace, 0.3)
-    replay = PolicyReplay(make_policy("lfu", shape, PolicyConfig(gamma=4)), shape)
-    unique = 0
-    for chunk in schedule.chunks():
-        replay.run(chunk)
-        unique += int(np.count_nonzero(chunk.counts[chunk.counted]))
-    assert found.unique == pytest.approx(unique / schedule.n_steps / 48)
-    assert found.hit_rate_experts == pytest.approx(replay.stats.hits.hit_rate_experts)
-    assert found.n_tokens == pytest.approx(schedule.tokens_per_step) and found.n_tokens > 2
+    schedule = cut_schedule(trace, gamma=0, acceptance_chance=0.8)
+    config = ReplayConfig(policies=("lfu",), ratios=ratios)
+    replays = replay_arms(schedule, [ReplayArm("lfu", ratio) for ratio in ratios], config)
+    for assumed, found in zip(assumed_hits(ratios), replays, strict=True):
+        assert assumed - 0.02 < found.hits.hit_rate_experts < assumed + 0.12
+    assert assumed_hits((0.0, 1.0)).tolist() == [0.0, 1.0]
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +111,11 @@ def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     small = ("plan", "-m", header, "-dev", "none", "--ram", "10GiB", "-c", "4096")
     assumed = run_json(*small)["ram_tier"]
     first = assumed["rows"][0]
-    assert (first["disk_source"], first["disk_bytes_per_s"], assumed["trace"]) == ("assumed", 1e9, None)
+    assert (first["disk_source"], first["disk_bytes_per_s"]) == ("assumed", 1e9)
     assert 0.3 < first["ratio"] < 0.6 and 0 < first["limit_ts"] < 10
-    trace = tmp_path / "trace.npz"
-    synthetic_trace(find_model("qwen3-30b-a3b"), 64, 1, 0).save(trace)
-    two = run_json(*small, "--disk-rate", "500MB/s,2GB/s", "--trace", trace, "-md", "ngram")["ram_tier"]
+    two = run_json(*small, "--disk-rate", "500MB/s,2GB/s")["ram_tier"]
     assert [row["disk_bytes_per_s"] for row in two["rows"][:2]] == [5e8, 2e9]
-    assert two["trace"] == "trace.npz" and two["rows"][0]["hit_rate_experts"] != first["hit_rate_experts"]
-    assert two["n_drafts"] > 0 and two["rows"][0]["draft_limit_ts"] > 0 and first["draft_limit_ts"] is None
-    assert (assumed["hits_source"], two["hits_source"]) == ("assumed", "trace")
+    assert assumed["hits_source"] == "assumed"
     sizes = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB,16GiB", "-c", "4096")["ram_tier"]["rows"]
     assert [row["ram_free_bytes"] // GIB for row in sizes] == [10, 16] and sizes[0]["n_slots"] < sizes[1]["n_slots"]
     chosen = run_json(*small[:-2])
@@ -165,7 +126,6 @@ def test_the_command(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run_json("plan", "-m", header, "-dev", "none", "--ram", "64GiB")["ram_tier"] is None
     refused(*small, "--disk-rate", "fast")
     refused("plan", "-m", header, "-dev", "none", "--ram", "10GiB,much")
-    refused(*small, "--trace", tmp_path / "none.npz")
 
 
 def test_the_command_after_earlier_runs(header: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +136,5 @@ def test_the_command_after_earlier_runs(header: Path, tmp_path: Path, monkeypatc
     kept.save()
     found = run_json("plan", "-m", header, "-dev", "none", "--ram", "10GiB", "-c", "4096")["ram_tier"]
     assert (found["hits_source"], found["n_kept_tokens"]) == ("kept", 300)
-    (step,) = kept_routing(counts.astype(float), 8)([found["rows"][0]["ratio"]])
-    assert found["rows"][0]["hit_rate_experts"] == pytest.approx(step.hit_rate_experts)
-
-
-def test_a_trace_of_another_model_is_refused(header: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "other.npz"
-    synthetic_trace(find_model("mixtral-8x7b"), 32, 1, 0).save(trace)
-    refused("plan", "-m", header, "-dev", "none", "--ram", "10GiB", "--trace", trace)
+    (hits,) = kept_hits(counts.astype(float))([found["rows"][0]["ratio"]])
+    assert found["rows"][0]["hit_rate_experts"] == pytest.approx(hits)

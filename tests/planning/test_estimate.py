@@ -19,6 +19,7 @@ from moeedge.planning.estimate import (
     largest_n_ctx,
 )
 from moeedge.planning.memory_map import KERNEL_BYTES
+from moeedge.scheduler.sizing import default_reserve
 from tests.conftest import TinyFactory
 
 GIB = 2**30
@@ -44,7 +45,7 @@ def test_qwen3_as_its_header_says() -> None:
     assert model.kv_bytes(8192) / 2**20 == 768
     found = estimate(model, with_gpu(8), 8192)
     assert (found.place, found.verdict) == ("GPU and RAM", "fits")
-    assert found.device_ratio == pytest.approx(0.312, abs=0.05)
+    assert found.device_ratio == pytest.approx(0.312, abs=0.01)
     assert found.places[-1].used_bytes / 2**20 == pytest.approx(17084, rel=0.02)
 
 
@@ -86,6 +87,23 @@ def test_what_is_on_the_gpu_fits_it() -> None:
                 assert pool.left_bytes >= 0, (name, vram)
             assert 0 <= found.device_ratio <= 1
             assert (found.place == "GPU") == (found.device_ratio == 1 and len(found.places) == 2), (name, vram)
+
+
+def test_the_reserve_stays_free() -> None:
+    for draft in (None, named("qwen3-0.6b")):
+        gpu = estimate(named("qwen3-30b-a3b"), with_gpu(12), 8192, draft).places[0]
+        assert gpu.left_bytes >= gpu.reserve_bytes == default_reserve(12 * GIB) == 384 * 2**20
+
+
+def test_a_draft_takes_its_share() -> None:
+    """Of a GPU with the target, else of the RAM: weights, keys and values of the same context, buffers."""
+    target, draft = named("qwen3-30b-a3b"), named("qwen3-0.6b")
+    alone, pair = (estimate(target, with_gpu(12), 8192, found) for found in (None, draft))
+    draft_bytes = draft.file_bytes + 8192 * 28 * 8 * 128 * 2 * 2 + draft.compute_bytes
+    assert (alone.device_ratio - pair.device_ratio) * target.experts_bytes == pytest.approx(draft_bytes, rel=0.01)
+    assert estimate(target, RAM, 8192, draft).places[0].used_bytes - estimate(target, RAM, 8192).places[
+        0
+    ].used_bytes == pytest.approx(draft_bytes)
 
 
 def test_more_memory_is_never_worse() -> None:

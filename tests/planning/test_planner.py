@@ -10,6 +10,7 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.memory import default_reserve
 from moeedge.native.devices import DRY_RUN_GPU
 from moeedge.planning.memory_map import MemoryItem, MemoryPool, PlannedMachine, this_machine
 from moeedge.planning.planner import Planner
@@ -103,7 +104,7 @@ def test_facts_are_sums_of_the_tensors(tiny: TinyFactory) -> None:
 def test_a_model_that_fits_is_entirely_on_the_gpu(bundled_pair: tuple[Path, Path]) -> None:
     config = EngineConfig(model=bundled_pair[0], draft=bundled_pair[1])
     with Planner(config, gpu(2**32)) as planner:
-        plan = make_session_plan(planner, model_name="x.gguf", draft_name=None)
+        plan = make_session_plan(planner, given=["-m", "x.gguf"])
     assert plan.map.whole_on_gpu and plan.map.cache_ratio == 1 and plan.map.verdict == "fits"
     assert plan.command == "moeedge chat -m x.gguf"
     assert lines(plan.map.places[0])["experts"].n_bytes > 20 * MIB
@@ -114,7 +115,7 @@ def test_ratio_and_reserve_determine_cache_and_command(bundled_pair: tuple[Path,
     def command(reserve: int, ratio: float | None) -> tuple[str, float]:
         config = EngineConfig(model=bundled_pair[0], n_ctx=1024, placement=PlacementConfig(cache_ratio=ratio))
         with Planner(config, gpu(1024 * MIB), reserve=reserve) as planner:
-            plan = make_session_plan(planner, model_name="x.gguf", draft_name="d.gguf")
+            plan = make_session_plan(planner, given=["-m", "x.gguf", "-md", "d.gguf", "-c", "1024"])
         return plan.command, plan.map.cache_ratio
 
     assert command(0, 0.5) == ("moeedge chat -m x.gguf -md d.gguf -c 1024 --cache-ratio 0.5", 0.5)
@@ -125,21 +126,21 @@ def test_ratio_and_reserve_determine_cache_and_command(bundled_pair: tuple[Path,
 
 def test_a_plan_that_does_not_fit_advises(tiny: TinyFactory) -> None:
     path = tiny("qwen3moe", expert_type="F16", experts=64, layers=6)
-    machine = PlannedMachine(
-        ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=int(1.5 * path.stat().st_size)
-    )
+    reserve, size = default_reserve(2**30), path.stat().st_size
+    free = reserve + int(1.5 * size)
+    machine = PlannedMachine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=free)
     config = EngineConfig(model=path, n_ctx=4096)
     with Planner(config, machine) as planner:
-        planner._program_bytes = 0
-        plan = make_session_plan(planner, model_name="x.gguf", draft_name=None)
+        planner._program_bytes = reserve
+        plan = make_session_plan(planner, given=["-m", "x.gguf"])
     assert plan.map.verdict == "does not fit" and plan.command == ""
     assert 0 < plan.largest_n_ctx < 4096
     text = " ".join(plan.notes)
     assert f"-c {plan.largest_n_ctx}" in text and "RAM" in text
-    machine = PlannedMachine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=path.stat().st_size - 1)
+    machine = PlannedMachine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=reserve + size - 1)
     with Planner(EngineConfig(model=path, n_ctx=256), machine) as planner:
         planner._program_bytes = 0
-        plan = make_session_plan(planner, model_name="x.gguf", draft_name=None)
+        plan = make_session_plan(planner, given=["-m", "x.gguf"])
     assert plan.map.verdict == "from disk" and plan.command
     assert any("from the disk" in note for note in plan.notes)
     assert any("A file in" in note for note in plan.notes)

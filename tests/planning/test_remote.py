@@ -82,8 +82,14 @@ def test_without_network_the_catalog_gives_an_estimate(place: HubMachine) -> Non
     found = json.loads(done.stdout)
     assert found["estimated"] is True and "HF_HUB_OFFLINE" in found["reason"]
     assert found["model"]["file_bytes"] == len(place.hub.files[BIG])
-    assert found["plan"]["verdict"] == "fits" and found["command"] == "moeedge chat -m big"
+    assert found["plan"]["verdict"] == "fits" and found["command"] == "moeedge chat -m big -ngl 3"
     assert "-ngl has no effect" in " ".join(done.stderr.split())
+    small = 5 * 10**8  # that a chat would download with it
+    lines = {line["what"]: line["n_bytes"] for line in found["plan"]["places"][-1]["lines"]}
+    assert (found["draft"]["file_bytes"], lines["draft: weights"]) == (small, small)
+    assert lines["draft: KV cache"] > 0 and lines["draft: compute buffers"] > 0
+    done = place.run("plan", "-m", "big", "-md", "none", "-o", "json", HF_HUB_OFFLINE="1")
+    assert json.loads(done.stdout)["draft"] is None
     assert place.hub.ranges() == []
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
 
-from moeedge.policies.cost_model import CURVE_TOKENS, ShareCurves, fit_side
+from moeedge.policies.cost_model import CURVE_TOKENS, ShareCurves, _non_negative, fit_side
 
 
 def blocks(
@@ -94,3 +95,10 @@ def test_share_curves() -> None:
     shares.add(np.array([[2.0, 0.5, 0.0, 0.0]], np.float32), np.array([[1, 1, 0, 0]]))
     assert shares.r_c == pytest.approx([0, 3 / 8, 4 / 8])
     assert shares.r_g == pytest.approx([1, 3 / 5, 2 / 5])
+
+
+def test_coefficients_are_those_of_non_negative_least_squares() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        columns, target = rng.normal(size=(12, 3)), rng.normal(size=12)
+        np.testing.assert_allclose(_non_negative(columns, target), nnls(columns, target)[0], atol=1e-9)

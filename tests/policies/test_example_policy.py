@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moeedge.lab.sim.policy_replay import Slots
+from moeedge.lab.sim.replay import ReplayConfig, replay
+from moeedge.lab.traces.schedule import cut_schedule
 from moeedge.policies import registry
 from moeedge.policies.base import CacheShape, Observation, PolicyConfig, check_plan
 from moeedge.policies.planner import PooledPolicy
 from moeedge.policies.registry import PolicyEntry, make_policy
-from moeedge.sim.replay import ReplayConfig, replay
-from moeedge.sim.slots import Slots
-from moeedge.trace.schedule import cut_schedule
 from tests.support.traces import plain_text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.spac.lookahead_judge import LookaheadJudge
+from moeedge.policies.spac.spac import LookaheadJudge
 
 N, N_SLOTS = 400, 60
 

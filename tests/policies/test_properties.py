@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeedge.lab.sim.policy_replay import Slots
 from moeedge.policies.base import (
     ABLATIONS,
     REQUIRED_INPUTS,
@@ -23,7 +24,6 @@ from moeedge.policies.base import (
 )
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import ALL_POLICIES, BOUNDS, POLICIES, SIMULATED, ignored_ablations, make_policy
-from moeedge.sim.slots import Slots
 from tests.support.routing import count
 
 FAST = ("spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "sp-moe", "oracle")  # one of each kind

@@ -10,9 +10,10 @@ import pytest
 import moeedge
 
 ALLOWED = {"__future__", "abc", "collections", "dataclasses", "enum", "itertools", "json", "math", "numpy"}
-ALLOWED |= {"operator", "scipy", "typing"}
+ALLOWED |= {"functools", "importlib", "operator", "scipy", "typing"}
 PURE = (
     "moeedge.policies",
+    "moeedge.lab.policies",
     "moeedge.scheduler.driver",
     "moeedge.analysis.expert_counts",
     "moeedge.experts",
@@ -22,6 +23,7 @@ ROOT = Path(moeedge.__file__).parent
 FILES = sorted(
     [
         *(ROOT / "policies").glob("**/*.py"),
+        *(ROOT / "lab" / "policies").glob("*.py"),
         ROOT / "scheduler" / "driver.py",
         ROOT / "analysis" / "expert_counts.py",
         ROOT / "experts.py",

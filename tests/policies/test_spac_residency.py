@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moeedge.lab.sim.policy_replay import Slots
 from moeedge.policies.base import CacheShape, Observation, PolicyConfig, check_plan
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
-from moeedge.sim.slots import Slots
 
 GAMMA, CAP, N_LAYERS, N_EXPERTS = 8, 4, 3, 10
 # the CPU is the slower side at every tau, and Eq. 10 always holds: Eq. 11 decides

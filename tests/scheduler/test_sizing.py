@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moeedge.errors import InputError
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.sizing import CacheBudget, default_reserve, model_fits, plan_budget
+from moeedge.scheduler.sizing import CacheBudget, plan_budget
 
 _GIB = 2**30
 # the expert tensors of Qwen3-30B-A3B in Q4_0: 48 layers of 128 experts of 2.65 MB
@@ -144,13 +144,3 @@ def test_a_dense_model_has_no_experts_to_place() -> None:
 
 def test_the_device_default_ratio() -> None:
     assert plan_budget(**_QWEN, free_bytes=24 * _GIB, default_ratio=0.17).n_slots == 1044
-
-
-def test_reserve() -> None:
-    assert [default_reserve(gib * _GIB) // 2**20 for gib in (4, 8, 24, 141)] == [256, 256, 768, 1024]
-
-
-def test_a_model_that_fits_entirely() -> None:
-    sizes = {"model_bytes": 10, "kv_bytes": 2, "reserve_bytes": 1}
-    assert model_fits(**sizes, free_bytes=13)
-    assert not model_fits(**sizes, free_bytes=12)

@@ -110,17 +110,41 @@ def test_a_thread_gives_slots_back_and_takes_them_again(
     assert memory.check() == memory.check() == [], "it checks no more"
 
 
+def test_a_check_neither_gives_slots_back_nor_waits_for_that(
+    opened: Callable[[float], tuple[SlotMemory, Machine]],
+) -> None:
+    """It is called between two steps: the copies of experts would hold the answer up."""
+    memory, machine = opened(1000)
+    machine.free_slots = 0
+    assert [memory.check() for _ in range(8)] == [[]] * 8
+    assert memory.cache.info.n_slots == N_LAYERS * N_EXPERTS
+    memory.update()
+    memory.update()
+    assert memory.cache.info.n_slots < N_LAYERS * N_EXPERTS
+    with memory._lock:  # as if the thread were copying
+        checking = threading.Thread(target=memory.check, daemon=True)
+        checking.start()
+        checking.join(20)
+        assert not checking.is_alive()
+    assert levels(memory.check()) == [Level.WARNING], "once it is done"
+
+
+def updated(memory: SlotMemory, n_times: int) -> list[Notification]:
+    """The notifications of so many turns of the thread."""
+    for _ in range(n_times):
+        memory.update()
+    return memory.check()
+
+
 def test_a_slot_for_each_layer_stays_so_that_it_recovers(
     opened: Callable[[float], tuple[SlotMemory, Machine]],
 ) -> None:
     memory, machine = opened(1000)
     machine.free_slots = -(10**6)
-    found = [note for _ in range(8) for note in memory.check()]
-    assert levels(found) == [Level.WARNING], "once"
+    assert levels(updated(memory, 8)) == [Level.WARNING], "once"
     assert 0 < memory.cache.info.n_slots <= N_LAYERS
     machine.free_slots = 1000
-    found = [note for _ in range(25) for note in memory.check()]
-    assert levels(found) == [Level.NOTICE]
+    assert levels(updated(memory, 25)) == [Level.NOTICE]
     assert memory.cache.info.n_slots == N_LAYERS * N_EXPERTS
 
 

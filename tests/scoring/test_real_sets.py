@@ -12,8 +12,7 @@ import pytest
 
 from moeedge.data import load_dataset
 from moeedge.data.prompts import Dataset
-from moeedge.scoring.answers import Reference, score_answer
-from moeedge.scoring.programs import compiles, program_of
+from moeedge.scoring.answers import Reference, compiles, program_of, score_answer
 
 
 @pytest.fixture

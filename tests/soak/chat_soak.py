@@ -1,6 +1,6 @@
 """Soak test: chat turns of random length for a long time, experts on the emulated device; no growth, no lost slots.
 
-    python -m tests.soak.chat_soak --minutes 30 --out docs/benchmarks/soak-bundled.json
+    python -m tests.soak.chat_soak --minutes 30 --out soak.json
 
 After every turn the process's memory, threads and open files and the native counters are sampled. The record (schema
 moeedge-soak-1) holds `slopes` over the last two thirds, each with its limit; `unbalanced`, the turns after which the

@@ -1,6 +1,6 @@
 """Soak test: answers of a model with its experts in RAM while another program takes memory and gives it back.
 
-    moeedge widen BIG.gguf --embd 1024 --ff 384 --type q8_0
+    moeedge lab widen BIG.gguf --embd 1024 --ff 384 --type q8_0
     python -m tests.soak.memory_pressure -m BIG.gguf --free 6GiB --out docs/benchmarks/memory-pressure.json
 
 First stock llama.cpp answers the prompts of the data set `toy` on the mapped file. Then a ballast of locked memory

@@ -3,8 +3,8 @@
     python -m tests.support.cache_stress SECONDS [DEVICE]   (with MOEEDGE_LIBRARY and LD_PRELOAD also under a sanitizer)
 
 One thread replaces the plan without waiting for the last one, another demands experts and waits for them; readers pin
-experts as a computation does, compare their slots with the file and unpin them; one more empties it now and then.
-Prints "done" if every byte was right.
+experts as a computation does, compare their slots with the file and unpin them; one more empties it now and then, and
+of a cache in RAM another one changes how many slots it uses. Prints "done" if every byte was right.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Stress:
             for layer in range(model.n_layers)
             for role in model.roles(layer)
         }
+        self.n_slots = cache.info.n_slots
         self.errors: list[BaseException] = []
         self.n_checked = 0
 
@@ -57,7 +58,7 @@ class Stress:
             self.cache.plan(uploads, priority, self.everything[np.argsort(utility)], np.sort(utility))
             if rng.random() < 0.1:
                 self.cache.residency()
-                assert_balanced(self.cache)
+                assert_balanced(self.cache, self.n_slots)
 
     def demand(self) -> None:
         """Demand a few experts of a layer at a time, all others are victims; batches of any size."""
@@ -96,6 +97,13 @@ class Stress:
             time.sleep(0.05)
             self.cache.clear()
 
+    def limit(self) -> None:
+        """Any number of slots, all of them now and then."""
+        rng = np.random.default_rng(5)
+        while not self.is_over():
+            self.cache.limit(int(rng.integers(1, 2 * self.n_slots)))
+            self.cache.set_utilities(rng.random((self.model.n_layers, self.model.n_experts)).astype(np.float32))
+
     def guard(self, work: Callable[..., None], *arguments: int) -> None:
         try:
             work(*arguments)
@@ -103,14 +111,18 @@ class Stress:
             self.errors.append(error)
 
 
-def stress(model: ExpertFile, seconds: float, *, device: str = "emulated", link_bytes_per_s: float = 0.0) -> int:
+def stress(
+    model: ExpertFile, seconds: float, *, device: str = "emulated", link_bytes_per_s: float = 0.0, ratio: float = RATIO
+) -> int:
     """Runs the threads for that long; returns how many experts were checked."""
-    config = model.config(RATIO, device=device, link_bytes_per_s=link_bytes_per_s)
+    config = model.config(ratio, device=device, link_bytes_per_s=link_bytes_per_s)
     with ExpertCache.open(config) as cache:
         if device == "ram":
             cache.set_read_faults(ReadFault.EIO, 50)  # which the next attempt overcomes
         state = Stress(model, cache, time.monotonic() + seconds)
         jobs = [(state.plan,), (state.demand,), (state.read, 2), (state.read, 3), (state.clear,)]
+        if device == "ram":
+            jobs.append((state.limit,))
         threads = [threading.Thread(target=state.guard, args=job) for job in jobs]
         for thread in threads:
             thread.start()

@@ -17,12 +17,22 @@ MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss", {}),  # biases everywhere, attention sinks, sliding window, MXFP4
     "gpt-oss-q8": ("gpt-oss", {"expert_type": "Q8_0"}),
     "llama4": ("llama4", {}),  # every other layer dense, one expert per token, weights before the experts
+    "grovemoe": ("grovemoe", {}),  # two blocks per layer: the second's experts belong to groups of the first's
     "granitemoe": ("granitemoe", {}),  # factors on embeddings, residual stream, attention and logits
     "gemma4": ("gemma4", {}),  # GELU experts next to a dense part, router with a scale, norms after each part, windows
     "granitehybrid": ("granitehybrid", {}),  # Mamba layers, shared expert
     "nemotron": ("nemotron_h_moe", {}),  # experts of two matrices with a squared ReLU, in layers of their own
+    "nemotron-puzzle": ("nemotron_h_moe", {"per_layer": True}),  # each layer with its own experts per token and widths
 }
 
+# rows of 256 values: of one type each, and mixes of several
+K_QUANTS = ("Q4_K_M", "Q5_K_M", "Q3_K_M", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS")
+K_DIMS: dict[str, Any] = {"embd": 256, "heads": 16, "heads_kv": 4, "expert_ff": 256, "layers": 2}
+MOE_CASES |= {quant: ("qwen3moe", {"quant": quant, **K_DIMS}) for quant in K_QUANTS}
+
+# of these, the tests of all cases run one by default
+SLOW_CASES = K_QUANTS[1:]
+
 # their memory is a state: tokens cannot be taken back one by one, and one batch holds one text
-RECURRENT_CASES = ("granitehybrid", "nemotron")
+RECURRENT_CASES = ("granitehybrid", "nemotron", "nemotron-puzzle")
 ATTENTION_CASES = {name: case for name, case in MOE_CASES.items() if name not in RECURRENT_CASES}

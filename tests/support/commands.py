@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
+from functools import cache
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from moeedge.cli.app import COMMANDS, app, load_command
+from moeedge.cli.app import COMMANDS, LazyGroup, app, load_command
 
 # what stops a command, and its exit code then
 SIGNALS = [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
@@ -35,11 +38,20 @@ def refused(*arguments: object, piped: str = "") -> str:
     return " ".join(result.stderr.split())
 
 
+@cache
+def reference() -> str:
+    """The command reference, as a process of its own prints it: it adds to the help texts of the commands."""
+    command = [sys.executable, "-m", "moeedge.cli.reference"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def all_commands() -> dict[str, Any]:
-    """Every command by its name, those of groups as "trace info"."""
+    """Every command by its name, those of groups as "lab trace info"."""
     found: dict[str, Any] = {}
     for name in COMMANDS:
         command = load_command(name)
+        if isinstance(command, LazyGroup):  # its commands have names of their own
+            continue
         inner = getattr(command, "commands", None)
         found |= {name: command} if inner is None else {f"{name} {key}": value for key, value in inner.items()}
     return found

@@ -28,9 +28,12 @@ BATCHES = (TOKENS[:1], TOKENS[1:6], TOKENS[6:50], TOKENS[50:51], TOKENS[51:])
 
 
 @contextmanager
-def ram_context(path: Path, ratio: float, **changes: Any) -> Iterator[tuple[Context, ExpertCache]]:
-    """A context whose experts are loaded on demand into slots for that share of them."""
-    with Model.load(path, experts_from_file=True) as model, Context(model, n_ctx=512, n_threads=1) as context:
+def ram_context(
+    path: Path, ratio: float, layout: dict[str, Any] | None = None, **changes: Any
+) -> Iterator[tuple[Context, ExpertCache]]:
+    """A context whose experts are loaded on demand into slots for that share of them. layout: of the context."""
+    layout = layout or {"n_ctx": 512, "n_threads": 1}
+    with Model.load(path, storage="on demand") as model, Context(model, **layout) as context:
         tensors, files = expert_tensors(path, n_layers=model.info.n_layers)
         config = CacheConfig(
             device="ram",

@@ -36,33 +36,6 @@ def assert_equal(shown: Any, expected: Any, where: str = "") -> None:
         assert shown == expected, where
 
 
-def shared_popularity(first: RecomputedProfile, second: RecomputedProfile) -> dict[str, float]:
-    """By layer: the smaller of each expert's shares of the activations in the two, summed."""
-    shared = {}
-    for layer in range(first.meta["n_layers"]):
-        p, q = (profile.popularity(profile.text, layer) for profile in (first, second))
-        shared[str(layer)] = sum(min(a / sum(p), b / sum(q)) for a, b in zip(p, q, strict=True))
-    return shared
-
-
-def same_routing(first: RecomputedProfile, second: RecomputedProfile) -> float:
-    """Share of a token's experts that both traces name, up to each text's first token that differs."""
-    same = used = 0
-    for text in set(first.sequence) & set(second.sequence):
-        texts = [
-            [row for row, of in enumerate(each.sequence) if of == text and each.arrays["accepted"][row]]
-            for each in (first, second)
-        ]
-        for a, b in zip(*texts, strict=False):
-            if any(first.arrays[name][a] != second.arrays[name][b] for name in ("token", "position")):
-                break
-            for layer in range(first.meta["n_layers"]):
-                mine, theirs = first.used[layer][a], second.used[layer][b]
-                if mine and theirs:
-                    same, used = same + len(mine & theirs), used + len(mine)
-    return same / used
-
-
 Used = list[set[int]]  # per token: the experts of one layer
 DECODE, VERIFY = 2, 4
 
@@ -130,7 +103,6 @@ class RecomputedProfile:
             "drafts": self.drafts(),
             "groups": self.groups(),
             "group_unique_tokens": 4,
-            "pair": None,  # needs the models: tests/engine/test_pair_similarity.py
         }
 
     # sharing

@@ -9,8 +9,14 @@ from typing import Any
 import llama_cpp
 
 from moeedge.llama import library
+from moeedge.llama.gguf_file import read_experts_used
 from moeedge.native import OffloadScope, Sensor
 from tests.support.stock import StockContext
+
+
+def experts_used(path: Path) -> int:
+    """Per token, the most of any layer."""
+    return max(read_experts_used(path)[1])
 
 
 def model_number(context: StockContext, key: str) -> int:
@@ -29,7 +35,7 @@ def sensed_context(
     """Make the context as the engine does: attached first, scope NONE while llama.cpp sets up, then `scope`."""
     library.start()
     context = StockContext(path, n_ubatch=n_ubatch, **options)
-    shape = [model_number(context, key) for key in ("block_count", "expert_count", "expert_used_count")]
-    sensor = Sensor.newest(*shape, n_ubatch, OffloadScope.NONE)
+    shape = [model_number(context, key) for key in ("block_count", "expert_count")]
+    sensor = Sensor.newest(*shape, experts_used(path), n_ubatch, OffloadScope.NONE)
     sensor.set_offload_scope(scope)
     return context, sensor

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,34 @@ def _ggml(name: str, *arguments: bytes) -> int:
     return int(found)
 
 
+NO_AMX = "MOEEDGE_TEST_NO_AMX"  # set where llama.cpp's AMX kernels fail as they are compiled (amx-check.cpp)
+
+
+class _SignalStack(ctypes.Structure):
+    """stack_t."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("n_bytes", ctypes.c_size_t))
+
+
+@cache
+def keep_from_broken_amx() -> None:
+    """Does what our library does, in a process that does not load it: a reference must not end with a signal."""
+    if NO_AMX not in os.environ:
+        return
+    cpu = _ggml("ggml_backend_dev_by_name", b"CPU")
+    registry = llama_cpp.llama_cpp._lib.ggml_backend_dev_backend_reg
+    find = llama_cpp.llama_cpp._lib.ggml_backend_reg_get_proc_address
+    registry.restype = find.restype = ctypes.c_void_p
+    name = b"ggml_backend_dev_get_extra_bufts"
+    address = find(ctypes.c_void_p(registry(ctypes.c_void_p(cpu))), name)
+    memory = ctypes.create_string_buffer(8192)  # too small for AMX's registers, so that Linux refuses them
+    small, before = _SignalStack(ctypes.addressof(memory), 0, len(memory)), _SignalStack()
+    libc = ctypes.CDLL(None)
+    assert libc.sigaltstack(ctypes.byref(small), ctypes.byref(before)) == 0
+    ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)(cpu)
+    assert libc.sigaltstack(ctypes.byref(before), None) == 0
+
+
 class StockContext:
     """One model and one context of stock llama.cpp; tokens are appended to one sequence."""
 
@@ -63,6 +93,7 @@ class StockContext:
     ) -> None:
         """types: enum ggml_type of K and V. settings: fields of llama_context_params."""
         llama_cpp.llama_backend_init()
+        keep_from_broken_amx()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = n_gpu_layers
         model_params.use_extra_bufts = repack
@@ -100,29 +131,40 @@ class StockContext:
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
         self.n_batch = n_batch
         self.n_past = 0
+        self.path, self.n_ctx, self.repack = path, n_ctx, repack
 
     def decode(self, tokens: Sequence[int], *, every: bool = True) -> np.ndarray:
         """Appends the tokens; the logits of all of them, or of the last alone: a copy, float32 [n_out, n_vocab]."""
-        assert len(tokens) <= self.n_batch
-        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i] = token, self.n_past + i
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            batch.logits[i] = every or i == len(tokens) - 1
+        (rows,) = self.decode_parts([(0, self.n_past, tokens)], every=every)
+        self.n_past += len(tokens)
+        return rows
+
+    def decode_parts(self, parts: Sequence[tuple[int, int, Sequence[int]]], *, every: bool = True) -> list[np.ndarray]:
+        """Tokens of several sequences in one batch, each part with its sequence and first position; as `decode`."""
+        n_tokens = sum(len(tokens) for _, _, tokens in parts)
+        assert n_tokens <= self.n_batch
+        batch = llama_cpp.llama_batch_init(n_tokens, 0, 1)
+        i = 0
+        for sequence, first, tokens in parts:
+            for place, token in enumerate(tokens):
+                batch.token[i], batch.pos[i] = token, first + place
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+                batch.logits[i] = every or place == len(tokens) - 1
+                i += 1
+        batch.n_tokens = n_tokens
         code = llama_cpp.llama_decode(self.context, batch)
         llama_cpp.llama_batch_free(batch)
         assert code == 0, f"llama_decode returned {code}"
-        self.n_past += len(tokens)
-        n_out = len(tokens) if every else 1
-        logits = llama_cpp.llama_get_logits(self.context)
-        return np.ctypeslib.as_array(logits, (n_out, self.n_vocab)).copy()
+        n_outs = [len(tokens) if every else 1 for _, _, tokens in parts]
+        rows = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self.context), (sum(n_outs), self.n_vocab)).copy()
+        return np.split(rows, np.cumsum(n_outs[:-1]))
 
-    def trim(self, n_keep: int) -> None:
-        """Drops everything from position `n_keep` on."""
+    def trim(self, n_keep: int, sequence: int = 0) -> None:
+        """Drops everything of a sequence from position `n_keep` on."""
         memory = llama_cpp.llama_get_memory(self.context)
-        assert llama_cpp.llama_memory_seq_rm(memory, 0, n_keep, -1)
-        self.n_past = n_keep
+        assert llama_cpp.llama_memory_seq_rm(memory, sequence, n_keep, -1)
+        if sequence == 0:
+            self.n_past = n_keep
 
     def greedy(self, prompt: Sequence[int], n_predict: int) -> tuple[list[int], np.ndarray]:
         """Plain greedy decoding: the tokens, an end token included, and the logits that each was taken from."""
@@ -158,7 +200,8 @@ class RouterTap:
     """llama.cpp's own evaluation callback, keeping what the routers chose: the sensor's reference.
 
     After a decode `ids[layer]` is int32 [n_tokens, n_used] and `weights[layer]` float32 [n_tokens, n_used]: the weights
-    that multiply the experts' outputs, that is the last of the tensors that llama.cpp calls ffn_moe_weights*.
+    that multiply the experts' outputs, that is the last of the tensors that llama.cpp calls ffn_moe_weights*. Of two
+    blocks in a layer (GroveMoE), those of the first.
     """
 
     # in the order of the graph; each replaces the one before
@@ -167,11 +210,17 @@ class RouterTap:
     def __init__(self) -> None:
         self.ids: dict[int, np.ndarray] = {}
         self.weights: dict[int, np.ndarray] = {}
+        self._layer = -1  # of the last tensor; a lower one begins a graph
+        self._begun: set[int] = set()  # layers of the graph whose weights are known
+        self._done: set[int] = set()  # layers of the graph whose second block has begun
 
     def clear(self) -> None:
         """Forgets the last decode."""
         self.ids.clear()
         self.weights.clear()
+        self._layer = -1
+        self._begun.clear()
+        self._done.clear()
 
     def __call__(self, tensor: int, ask: bool, user_data: int | None) -> bool:
         """ggml_backend_sched_eval_callback: asked first whether the tensor is wanted, then called with its data."""
@@ -181,11 +230,18 @@ class RouterTap:
             return not ask  # views of these tensors are called "... (reshaped)"
         if ask:
             return True
-        if name == "ffn_moe_topk":
+        if int(layer) < self._layer:
+            self._begun.clear()
+            self._done.clear()
+        self._layer = int(layer)
+        if self._layer in self._done or (name == "ffn_moe_topk" and self._layer in self._begun):
+            self._done.add(self._layer)
+        elif name == "ffn_moe_topk":
             self.ids[int(layer)] = _read(view, np.int32)  # a view on the full argsort: rows are further apart than long
         else:
             values = _read(view, np.float32)
             self.weights[int(layer)] = values.reshape(-1, self.ids[int(layer)].shape[1])
+            self._begun.add(self._layer)
         return True
 
 

@@ -10,6 +10,7 @@ embeddings and output matrix and agrees with it now and then, as a trained draft
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import sys
 import zlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import llama_cpp
 import numpy as np
 
 from moeedge.llama import library
@@ -50,6 +52,7 @@ ARCHITECTURES = (
     "gemma4",
     "granitehybrid",
     "nemotron_h_moe",
+    "grovemoe",
     "eagle3",
     "dflash",
 )
@@ -66,6 +69,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mimo2": {"mtp": 3},
     "hy_v3": {"mtp": 1},
     "cohere2moe": {"mtp": 1},
+    # two experts of a group make a token use that group's expert twice, which ggml's repacked kernels compute wrongly
+    "grovemoe": {"expert_type": "F32"},
     "granitehybrid": {"residual": 14.0, "logit_std": 24.0},
     "nemotron_h_moe": {"layers": 4},
     "granitemoe": {"residual": 14.0, "logit_std": 24.0},  # what its scales leave of them: as in the others
@@ -74,8 +79,31 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tiny(arch: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a tiny random-weight model of architecture `arch` into `folder`; `overrides` are fields of TinyDims."""
+# files of one type, and mixes, as llama.cpp makes them: its file type, and whether all matrices get one type
+QUANTS = {
+    "Q2_K": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q2_K, True),
+    "Q3_K": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q3_K_S, True),
+    "Q4_K": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_S, True),
+    "Q5_K": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_S, True),
+    "Q6_K": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K, True),
+    "IQ4_XS": (llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_XS, True),
+    "Q3_K_M": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q3_K_M, False),
+    "Q4_K_M": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, False),
+    "Q5_K_M": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q5_K_M, False),
+}
+
+
+def make_tiny(arch: str, folder: Path, *, seed: int = 0, quant: str = "", **overrides: Any) -> Path:
+    """Writes a tiny random-weight model of architecture `arch` into `folder`; `overrides` are fields of TinyDims.
+
+    quant: one of QUANTS, to which llama.cpp's quantizer brings a model of float32.
+    """
+    if quant:
+        plain = make_tiny(arch, folder, seed=seed, **(overrides | {"expert_type": "F32"}))
+        path = plain.with_name(f"{plain.stem}-{quant}.gguf")
+        quantize_file(plain, path, quant)
+        plain.unlink()
+        return path
     if arch not in ARCHITECTURES:
         raise ValueError(f"no tiny model of architecture {arch!r}; there are {', '.join(ARCHITECTURES)}")
     dims = TinyDims(**(DEFAULTS.get(arch, {}) | overrides))
@@ -83,6 +111,17 @@ def make_tiny(arch: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Pa
     path = folder / f"tiny-{arch}-{seed}{marks}.gguf"
     write_model(path, arch, dims, seed=seed)
     return path
+
+
+def quantize_file(plain: Path, path: Path, quant: str) -> None:
+    """Writes the model as llama-quantize does."""
+    library.start()
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.pure = QUANTS[quant]
+    parameters.nthread = 2
+    code = llama_cpp.llama_model_quantize(str(plain).encode(), str(path).encode(), ctypes.byref(parameters))
+    if code:
+        raise RuntimeError(f"llama_model_quantize returned {code}")
 
 
 def write_model(path: Path, arch: str, dims: TinyDims, *, seed: int) -> None:

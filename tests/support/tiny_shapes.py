@@ -43,6 +43,7 @@ class TinyDims:
     draft_vocab: int = 0  # eagle3, dflash: tokens of a vocabulary of its own; 0: the target's embeddings and output
     block: int = 8  # dflash: tokens of a block
     variant: str = ""  # dflash: "dspark" (a Markov head), "selector" (DFlash 2) or "sections" (M-RoPE)
+    per_layer: bool = False  # experts per token differ by layer; of nemotron_h_moe their width, too (Puzzle)
     mask: int = N_VOCAB - 3  # dflash: the token that stands for one to be predicted; -1: none
 
 
@@ -82,7 +83,7 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
     }
     if d.experts:
         keys |= {"expert_count": d.experts, "expert_used_count": d.used}
-    if arch in ("qwen3moe", "qwen2moe", "deepseek2", "gpt-oss", "llama4", "glm4moe", *_WINDOWED, "hy_v3"):
+    if arch in ("qwen3moe", "qwen2moe", "deepseek2", "gpt-oss", "llama4", "glm4moe", *_WINDOWED, "hy_v3", "grovemoe"):
         keys["expert_feed_forward_length"] = d.expert_ff
     if arch in ("step35", "hy_v3", "cohere2moe"):
         keys |= {"expert_shared_feed_forward_length": d.shared_ff, "expert_shared_count": 1}
@@ -99,6 +100,8 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
         keys |= {"logit_scale": 1.0, "leading_dense_block_count": 1, "attention.sliding_window_pattern": 2}
     if arch == "qwen2moe":
         keys["expert_shared_feed_forward_length"] = d.shared_ff
+    if arch == "grovemoe":
+        keys |= {"expert_chunk_feed_forward_length": d.expert_ff, "expert_group_scale": 0.5, "experts_per_group": 2}
     if arch in _MAMBA:
         keys |= {"ssm.conv_kernel": 4, "ssm.inner_size": 2 * d.embd, "ssm.state_size": 16, "ssm.group_count": 1}
         keys |= {"ssm.time_step_rank": d.heads, "expert_shared_feed_forward_length": d.shared_ff}
@@ -145,9 +148,24 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
             keys |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 4}
         if d.variant == "sections":
             keys["rope.dimension_sections"] = [d.head_dim // 2, 0, 0, 0]
+    if d.per_layer:
+        keys["expert_used_count"] = [n_used(arch, d, layer) for layer in range(d.layers + d.mtp)]
+        keys["expert_feed_forward_length"] = [expert_width(arch, d, layer) for layer in range(d.layers + d.mtp)]
     if d.mtp:
         keys["nextn_predict_layers"] = d.mtp
     return keys
+
+
+def n_used(arch: str, d: TinyDims, layer: int) -> int:
+    """Experts per token of a layer. Only Nemotron's graph selects each layer's own number; others take the first's."""
+    if arch != "nemotron_h_moe" or not d.per_layer:
+        return d.used
+    return max(d.used - layer // 2, 1) if layer % 2 else 0
+
+
+def expert_width(arch: str, d: TinyDims, layer: int) -> int:
+    """Of one expert's hidden layer."""
+    return d.expert_ff * (1 + layer // 2 if arch == "nemotron_h_moe" and d.per_layer else 1)
 
 
 def _mla_metadata(d: TinyDims) -> Metadata:
@@ -241,7 +259,7 @@ def _attention(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     yield _matrix(d, "attn_output.weight", d.embd, q_width, d.residual)
     if arch == "step35":
         yield _matrix(d, "attn_gate.weight", d.heads, d.embd)
-    if arch in ("qwen3", "qwen3moe", "qwen35moe", "step35", "hy_v3", "gemma4"):  # per head
+    if arch in ("qwen3", "qwen3moe", "qwen35moe", "step35", "hy_v3", "gemma4", "grovemoe"):  # per head
         yield _norm("attn_q_norm.weight", d.head_dim)
         yield _norm("attn_k_norm.weight", d.head_dim)
     if arch == "olmoe":  # over all heads
@@ -313,7 +331,7 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
         return
     router_std = d.router_std if arch == "gemma4" else d.router_std / d.embd**0.5
     yield TensorSpec("ffn_gate_inp.weight", (d.experts, d.embd), router_std)
-    experts, ff = d.experts, d.expert_ff
+    experts, ff = d.experts, expert_width(arch, d, layer)
     up_std, down_std = d.embd**-0.5, 2.0 * d.residual / ff**0.5
     if d.merged:
         yield TensorSpec("ffn_gate_up_exps.weight", (experts, 2 * ff, d.embd), up_std, d.expert_type)
@@ -323,6 +341,10 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
         yield TensorSpec("ffn_up_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
     down_type = (d.odd_down_type if layer % 2 else "") or d.expert_type
     yield TensorSpec("ffn_down_exps.weight", (experts, d.embd, ff), down_std, down_type)
+    if arch == "grovemoe":  # a second block, with an expert for each two of the first
+        yield TensorSpec("ffn_gate_chexps.weight", (experts // 2, ff, d.embd), up_std, d.expert_type)
+        yield TensorSpec("ffn_up_chexps.weight", (experts // 2, ff, d.embd), up_std, d.expert_type)
+        yield TensorSpec("ffn_down_chexps.weight", (experts // 2, d.embd, ff), down_std, d.expert_type)
     if arch == "gpt-oss":
         yield TensorSpec("ffn_gate_inp.bias", (experts,), 0.3)
         yield TensorSpec("ffn_gate_exps.bias", (experts, ff), 0.3)

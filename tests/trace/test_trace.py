@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moeedge.errors import InputError
+from moeedge.lab.traces.exporters import write_trace
 from moeedge.native.abi import Phase
-from moeedge.trace.exporters import write_trace
 from moeedge.trace.format import Trace, TraceMeta
 from tests.support.traces import make_trace, plain_text, two_texts
 
@@ -21,7 +21,7 @@ ARRAYS = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
 
 
 def test_phases_of_the_file_format() -> None:
-    """The values that docs/traces.md states, whatever the native library counts."""
+    """The values that docs/lab/traces.md states, whatever the native library counts."""
     assert [Phase.PREFILL, Phase.DECODE, Phase.DRAFT, Phase.VERIFY] == [1, 2, 3, 4]
 
 
@@ -105,7 +105,7 @@ def test_hidden_states_are_kept_with_their_rows(tmp_path: Path) -> None:
     loaded = Trace.load(tmp_path / "t.npz")
     np.testing.assert_array_equal(loaded.hidden_states, trace.hidden_states)
     with np.load(tmp_path / "t.npz") as arrays:
-        assert "states" in arrays.files and '"n_experts_used"' in str(arrays["meta"])  # the names of docs/traces.md
+        assert "states" in arrays.files and '"n_experts_used"' in str(arrays["meta"])  # the names of docs/lab/traces.md
     second = loaded.rows_of(loaded.sequence == 1)
     np.testing.assert_array_equal(second.hidden_states, hidden_states[: trace.n_tokens][trace.sequence == 1])
     np.testing.assert_array_equal(second.ids, trace.ids[trace.sequence == 1])

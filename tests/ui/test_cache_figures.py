@@ -90,6 +90,7 @@ def test_the_panel_shows_everything_where_there_is_room(columns: int) -> None:
 def test_a_small_window_keeps_what_matters_most(columns: int, rows: int) -> None:
     lines = _panel(CACHE, columns, rows)
     assert len(lines) <= max(rows, 3)
+    assert len(lines) >= min(rows, 9)  # rows that are there are used
     shown = "\n".join(lines)
     assert "speed 25.0 t/s" in shown
     assert "…" not in shown

@@ -87,7 +87,11 @@ def test_drafts_that_do_not_pay_are_said_to_be_off() -> None:
 
 def test_totals_are_sums_and_rates_of_sums() -> None:
     other = replace(STATS, generated_tokens=11, decode_s=0.5, steps=10, drafted=20, accepted=0, ttft_s=0.75)
+    shifted = replace(STATS, context_shifts=2, dropped_tokens=60)
+    [row] = figures.total_rows(INFO, [shifted, replace(shifted, context_shifts=1, dropped_tokens=30)])
+    assert "90 tokens dropped from the context in 3 shifts" in row.value
     [row] = figures.total_rows(INFO, [STATS, other])
+    assert "dropped" not in row.value
     assert row.label == "all 2 answers"
     assert row.value.split(", ") == [
         "62 tokens at 24.0 t/s",  # 60 tokens in 2.5 s: the first of each answer is prefill's

@@ -230,7 +230,7 @@ def test_resume_under_a_budget_is_silent_about_settings(session: Session, tmp_pa
 
 @pytest.mark.parametrize("text", ["3", "0", "many"])
 def test_a_bad_budget_changes_nothing(text: str, session: Session, tmp_path: Path) -> None:
-    config = replace(session.config, expert_budget=ExpertBudget(budget=(4, 5, 6)))
+    config = replace(session.config, expert_budget=ExpertBudget(budget=5))
     with Session.open(config, model=session.model) as budgeted:
         talk = Talk(budgeted, [f"/set budget {text}"], tmp_path, settings=replace(GREEDY, budget=5))
         assert talk.repl.settings.budget == 5
@@ -245,11 +245,11 @@ def test_a_chat_without_a_budget_gets_none(session: Session, tmp_path: Path) -> 
 
 
 def test_the_first_budget_comes_back(session: Session, tmp_path: Path) -> None:
-    first = ExpertBudget(budget=(4, 5, 6), coverage="truncation")
+    first = ExpertBudget(budget=5, coverage="truncation")
     with Session.open(replace(session.config, expert_budget=first), model=session.model) as budgeted:
         lines: list[Line] = ["/set budget 8", "/set gamma 0", "/set budget 5"]
         talk = Talk(budgeted, lines, tmp_path, settings=replace(GREEDY, budget=5))
-        assert budgeted.info.expert_budget is first
+        assert budgeted.info.expert_budget == first
     assert talk.err.count("The expert budget has no effect") == 2
 
 
@@ -465,6 +465,16 @@ def test_resume_goes_on_with_the_same_answer(session: Session, tmp_path: Path) -
     assert unfinished_chats(lambda: tmp_path) == []
 
 
+def test_tokens_that_the_model_lacks_are_answered_anew(session: Session, tmp_path: Path) -> None:
+    settings = replace(GREEDY, n_predict=10)
+    expected = Talk(session, ["/system be kind", "tell me"], tmp_path / "one", settings=settings)
+    cut_off(session, tmp_path, 1, settings=settings)
+    (path,) = tmp_path.glob("*.jsonl")
+    with path.open("a") as file:
+        file.write('{"text": "x", "tokens": [-1, 4294967296]}\n')
+    assert Talk(session, ["/resume"], tmp_path).messages == expected.messages
+
+
 TEMPLATE = TemplateChoice("{{ messages[-1].content }}{{ mood }}", {"mood": ": "})
 CONSTRAINED = SamplingConfig(
     temperature=1.2,
@@ -506,8 +516,10 @@ def test_a_grammar_of_a_file_is_set_and_switched_off(session: Session, tmp_path:
 
 
 def test_think_is_refused_without_a_switch(session: Session, tmp_path: Path) -> None:
-    talk = Talk(session, ["/set think off"], tmp_path)
+    talk = Talk(session, ["/set think on"], tmp_path)
     assert "no variable" in talk.err and talk.repl.settings.template.think == "auto"
+    talk = Talk(session, ["/set think off"], tmp_path)  # it never thinks
+    assert "no variable" not in talk.err and talk.repl.settings.template.think == "off"
 
 
 def test_resume_with_another_model_answers_anew(session: Session, tmp_path: Path) -> None:

@@ -10,19 +10,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moeedge.analysis.comparison import Comparison
 from moeedge.analysis.model_profile import ModelProfile, profile_model
 from moeedge.analysis.profile_json import complete_report
-from moeedge.engine.pair_similarity import PairSimilarity
 from moeedge.errors import InputError
 from moeedge.ui.pictures import COLOURS, DARK_COLOURS, save_picture, svg_of
-from moeedge.ui.profile_findings import findings, page_title, run_lines
+from moeedge.ui.profile_findings import findings, run_lines
 from moeedge.ui.profile_pictures import profile_pictures
 from moeedge.ui.report import report_html, write_report
 from tests.support.traces import make_trace, plain_text, two_texts
 
 VOID = {"meta", "br", "img", "link"}
-PAIR = PairSimilarity("draft.gguf", 10, [0, 1], [0.9, 0.8], [[0.5, 0.4], [0.6, 0.5]], [1.0, 1.1], [1.2, 1.3])
 TEXTS = [{"category": "a <b>"}, {"category": "c"}]
 
 
@@ -60,14 +57,14 @@ class Page(HTMLParser):
 
 
 def profiled() -> ModelProfile:
-    return profile_model(two_texts(parameters={"texts": TEXTS}), [0, 1], pair=PAIR)
+    return profile_model(two_texts(parameters={"texts": TEXTS}), [0, 1])
 
 
 def page_of(profile: ModelProfile, *, n_pictures: int = 1) -> str:
     """The page with the first pictures: each takes a while to draw."""
     numbers = complete_report(profile, {"model": profile.meta.model})
     pictures = profile_pictures(profile)[:n_pictures]
-    return report_html(page_title(profile, None), run_lines(profile, None), findings(profile), pictures, numbers)
+    return report_html(f"Profile of {profile.meta.model}", run_lines(profile), findings(profile), pictures, numbers)
 
 
 @pytest.mark.parametrize("n_pictures", [2, pytest.param(99, marks=pytest.mark.slow)])
@@ -82,7 +79,7 @@ def test_page(n_pictures: int) -> None:
     assert not set(COLOURS) & set(re.findall(r"#[0-9a-f]{6}", text[text.index("<body>") :]))
     assert len(COLOURS) == len(DARK_COLOURS)
     sections = {picture.section for picture in profile_pictures(profiled())}
-    assert {"By kind of text", "Draft and target"} < sections
+    assert "By kind of text" in sections
     assert n_pictures == 2 or sections < set(page.text)
 
 
@@ -95,7 +92,7 @@ def test_names_cannot_end_an_element() -> None:
 
 
 def test_pictures_are_xml_and_files(tmp_path: Path) -> None:
-    pictures = profile_pictures(profiled(), Comparison.of(profiled(), profiled(), {}, None))
+    pictures = profile_pictures(profiled())
     assert len({picture.key for picture in pictures}) == len(pictures)
     for picture in pictures:
         cells = {len(picture.columns)} | {len(row) for row in picture.rows}
@@ -111,17 +108,6 @@ def test_pictures_are_xml_and_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trace", [plain_text(30), make_trace([(1, 0, 0, True)] * 3)])
 def test_pages_without_speculation_and_without_text(trace: object) -> None:
     Page(page_of(profile_model(trace, [0])))  # type: ignore[arg-type]
-
-
-def test_models_of_other_shapes_are_compared() -> None:
-    profile, other = profiled(), profile_model(two_texts(n_layers=4, n_experts=16, n_used=3), [0])
-    comparison = Comparison.of(profile, other, {}, None)
-    for picture in profile_pictures(profile, comparison):
-        assert picture.columns or not picture.rows
-        if picture.key in ("overlap", "skew"):
-            svg_of(picture)
-    assert "compared with random" in page_title(profile, comparison)
-    assert run_lines(profile, comparison)[-1][0].endswith("(2)")
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

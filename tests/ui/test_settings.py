@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -93,6 +94,24 @@ def test_every_setting_says_what_it_does() -> None:
 def test_unreadable_settings_of_a_saved_chat_change_nothing(n_predict: object) -> None:
     current = Settings(n_predict=5)
     assert restored({"sampling": {}, "n_predict": n_predict}, current) == current
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"sampling": [1]},
+        {"sampling": {"seed": "x"}},
+        {"sampling": {"top_k": 1.5}},
+        {"sampling": {"stop": [1]}},
+        {"sampling": {"grammar": 3}},
+        {"sampling": {"logit_bias": [["a", "b"]]}},
+        {"sampling": {"unknown": 1}},
+        {"sampling": {}, "template": {"arguments": []}},
+    ],
+)
+def test_settings_of_wrong_types_are_left(saved: dict[str, Any]) -> None:
+    current = Settings(n_predict=7)
+    assert restored({"n_predict": 1, **saved}, current) == current
 
 
 def test_names_stand_above_values_where_a_terminal_is_too_narrow_for_both() -> None:

@@ -8,16 +8,17 @@ import json
 import re
 import sqlite3
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from rich.console import Console
 
 from moeedge.hardware.devices import DeviceRow
-from moeedge.sim.replay import ReplayConfig, replay
-from moeedge.trace.schedule import recorded_schedule
-from moeedge.ui.model_views import print_devices
-from moeedge.ui.sim_views import print_replay
+from moeedge.hub.pull import WantedModel
+from moeedge.lab.sim.replay import ReplayConfig, replay
+from moeedge.lab.traces.schedule import recorded_schedule
+from moeedge.lab.views.sim_views import print_replay
+from moeedge.ui.model_views import notify_downloads, print_devices
 from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, sql_text, text_column
 from tests.support.traces import two_texts
 
@@ -134,3 +135,11 @@ def test_columns_of_sql_take_the_numbers_of_another_run() -> None:
     with closing(sqlite3.connect(":memory:")) as base:
         base.executescript(first + second)
         assert base.execute("SELECT * FROM t").fetchall() == [('o\'neill "x"; --', None, 1, "[1]"), ("b", 2.5, 2, None)]
+
+
+def test_a_download_says_which_facts_are_not_confirmed() -> None:
+    sure, said = WantedModel("draft", "sure", "mit", "me/x", "main", (), local=None), list[str]()
+    notify_downloads([replace(sure, name="unsure", verified=False), sure], [], said.append)
+    assert [(text.startswith("draft"), "sure" in text, "confirmed" in text) for text in said] == [
+        (True, True, False), (False, True, True), (True, True, False)
+    ]  # fmt: skip

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 19
+#define MOEEDGE_ABI_VERSION 21
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -306,8 +306,8 @@ MOEEDGE_API int moeedge_cache_limit(int64_t cache, int n_slots);
 MOEEDGE_API int moeedge_cache_read_ahead(int64_t cache, int layer, const int32_t * experts, int n);
 // waits until no transfer is under way and the queue is empty or waits for a victim
 MOEEDGE_API int moeedge_cache_drain(int64_t cache, double timeout_s);
-// empties queue and slots; waits for transfers under way and slots in use
-MOEEDGE_API int moeedge_cache_clear(int64_t cache);
+// empties the queue, waits for transfers under way and slots in use, and empties the slots unless that takes too long
+MOEEDGE_API int moeedge_cache_clear(int64_t cache, double timeout_s);
 // a moeedge_prefill_path for batches of at least n_tokens_min tokens
 MOEEDGE_API int moeedge_cache_set_prefill(int64_t cache, int path, int n_tokens_min);
 // Threads that read experts from the model's files for a device with memory of its own (1 at first), or for a cache in RAM:
@@ -350,8 +350,7 @@ struct moeedge_budget;
 // how experts are ranked for the shortlist of a layer
 enum moeedge_budget_ranking {
     MOEEDGE_BUDGET_RANKING_ROUTER = 0, // by the routing probability that the batch's tokens give them (Eq. 5)
-    MOEEDGE_BUDGET_RANKING_ORDER  = 1, // by a given order: static (Eq. 4), or one that was computed for this batch (Eq. 6)
-    MOEEDGE_BUDGET_RANKING_PICKS  = 2, // by the shares that the tokens' selected experts have of their probability
+    MOEEDGE_BUDGET_RANKING_PICKS  = 1, // by the shares that the tokens' selected experts have of their probability
 };
 
 // what becomes of a token's experts outside the shortlist
@@ -368,12 +367,9 @@ enum moeedge_router_kind {
 };
 
 struct moeedge_budget_config {
-    int32_t         ranking;         // moeedge_budget_ranking
-    int32_t         coverage;        // moeedge_budget_coverage
-    double          prefer_resident; // a resident expert wins against one whose score is higher by less than this share of the
-                                     // range of scores; 0: residency does not count
-    const int32_t * budgets;         // [n_layers] experts, each at least n_used; n_experts or more: no limit
-    const int32_t * order;           // [n_layers, n_experts] experts, best first; null with the ranking ROUTER
+    int32_t         ranking;  // moeedge_budget_ranking
+    int32_t         coverage; // moeedge_budget_coverage
+    const int32_t * budgets;  // [n_layers] experts, each at least n_used; n_experts or more: no limit
 };
 
 // figures of one layer since they were read last
@@ -391,18 +387,18 @@ struct moeedge_budget_routing {
     int32_t         kind;        // moeedge_router_kind
     const float *   values;      // [n_tokens, n_experts] the router's output
     const float *   selection;   // [n_tokens, n_experts] what the selection sorts: with bias and masked groups
-    const int32_t * natural_ids; // [n_tokens, n_used] as the router selected
-    const int32_t * ids;         // [n_tokens, n_used] with the budget
+    const int32_t * natural_ids; // [n_tokens, n_used of the layer] as the router selected
+    const int32_t * ids;         // [n_tokens, n_used of the layer] with the budget
 };
 
-// null: out of memory, or a bad argument
-MOEEDGE_API struct moeedge_budget * moeedge_budget_create(int n_layers, int n_experts, int n_used);
+// n_used: experts per token of each layer, [n_layers], 0 for one without experts. null: out of memory, or a bad argument
+MOEEDGE_API struct moeedge_budget * moeedge_budget_create(int n_layers, int n_experts, const int32_t * n_used);
 MOEEDGE_API void                    moeedge_budget_destroy(struct moeedge_budget * budget);
 // ggml_backend_sched_eval_callback; `budget` is a moeedge_budget
 MOEEDGE_API bool moeedge_budget_on_node(struct ggml_tensor * node, bool ask, void * budget);
 MOEEDGE_API int  moeedge_budget_configure(struct moeedge_budget * budget, const struct moeedge_budget_config * config);
-// whether the next decodes keep to the budget; resident [n_layers, n_experts] of moeedge_residency, copied, or null
-MOEEDGE_API int  moeedge_budget_set_active(struct moeedge_budget * budget, int on, const uint8_t * resident);
+// whether the next decodes keep to the budget
+MOEEDGE_API int  moeedge_budget_set_active(struct moeedge_budget * budget, int on);
 // writes out [n_layers] and starts anew
 MOEEDGE_API int  moeedge_budget_read(struct moeedge_budget * budget, struct moeedge_budget_layer * out);
 // whether routing is kept of batches while the budget is active
@@ -426,6 +422,7 @@ struct moeedge_kernel {
     int32_t is_equal;      // its results have the bits of ggml's; it is not used otherwise
     double  single_speed;  // ggml's time over ours with rows from memory, one column per expert
     double  several_speed; // two columns per expert
+    double  many_speed;    // sixteen; 0: not used from eight columns of an expert on, where ggml rounds otherwise
     int32_t n_dense_max;   // columns of a dense matrix that it computes, at most; 0: none, the bits of some batch differ
 };
 
@@ -439,6 +436,9 @@ MOEEDGE_API double moeedge_read_speed(const void * memory, int64_t n_bytes, int 
 
 // loading
 
+// Keeps ggml from its AMX kernels where they fail, as those do that some compilers make (amx-check.cpp). 1: they did. Before the
+// first model is loaded
+MOEEDGE_API int moeedge_disable_broken_amx(void);
 // on: llama.cpp maps the model files that the calling thread loads without reading them ahead; 0: as it does by default
 MOEEDGE_API int moeedge_set_lazy_mapping(int on);
 
@@ -478,13 +478,14 @@ MOEEDGE_API int64_t moeedge_largest_values(const float * values, int64_t n, int6
 typedef int (*moeedge_stop_call)(void);
 
 struct moeedge_stop {
-    moeedge_stop_call call;    // null: nothing is asked
-    int64_t           next_ns; // when it is asked again
-    int32_t           stopped; // it has said so
+    moeedge_stop_call call;        // null: nothing is asked
+    int64_t           interval_ns; // between two questions, and before the first
+    int64_t           next_ns;     // when it is asked again; 0: the decode begins
+    int32_t           stopped;     // it has said so
 };
 
-// An abort callback of llama.cpp, data: struct moeedge_stop. It asks at most every 50 ms, in the thread that decodes, which also
-// asks while it waits for experts from a disk
+// An abort callback of llama.cpp, data: struct moeedge_stop. It asks in the thread that decodes, also while that waits for
+// experts from a disk
 MOEEDGE_API bool moeedge_should_stop(void * stop);
 
 #ifdef __cplusplus

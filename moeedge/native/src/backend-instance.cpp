@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <mutex>
 
+#include "fork-mark.h"
+
 namespace moeedge {
 
 static void set_ram(instance * self, std::shared_ptr<expert_cache> cache) {
@@ -57,9 +59,18 @@ struct instance_list {
 };
 
 // never destroyed: a program may free its contexts after static destructors ran
+static std::mutex & list_mutex();
+
 static instance_list & instances() {
-    static instance_list * list = new instance_list;
+    static instance_list * list = [] {
+        keep_free_in_children<list_mutex>();
+        return new instance_list;
+    }();
     return *list;
+}
+
+static std::mutex & list_mutex() {
+    return instances().mutex;
 }
 
 void instances_add(instance * self) {

@@ -13,46 +13,32 @@
 
 namespace moeedge {
 
-expert_budget::expert_budget(int n, int n_exp, int n_sel) :
-    n_layers(n), n_experts(n_exp), n_used(n_sel), budgets(n, n_exp), layers(n), shortlist(n_exp), scores(n_exp),
-    ranked(n_exp), seen(n_exp) {}
+expert_budget::expert_budget(int n, int n_exp, const int32_t * n_used) :
+    n_layers(n), n_experts(n_exp), budgets(n, n_exp), layers(n), shortlist(n_exp), scores(n_exp), ranked(n_exp), seen(n_exp) {
+    for (int layer = 0; layer < n_layers; layer++) {
+        layers[layer].n_used = n_used[layer];
+    }
+}
 
 int expert_budget::configure(const moeedge_budget_config & config) {
-    const bool is_ordered = config.ranking == MOEEDGE_BUDGET_RANKING_ORDER;
     if (config.ranking < 0 || config.ranking > MOEEDGE_BUDGET_RANKING_PICKS || config.coverage < 0 ||
-        config.coverage > MOEEDGE_BUDGET_COVERAGE_TRUNCATION || config.budgets == nullptr ||
-        is_ordered != (config.order != nullptr) || !(config.prefer_resident >= 0.0) ||
-        *std::min_element(config.budgets, config.budgets + n_layers) < n_used) {
+        config.coverage > MOEEDGE_BUDGET_COVERAGE_TRUNCATION || config.budgets == nullptr) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
-    if (is_ordered) {
-        for (int layer = 0; layer < n_layers; layer++) {
-            std::fill(seen.begin(), seen.end(), 0);
-            for (int i = 0; i < n_experts; i++) {
-                const int32_t expert = config.order[(size_t) layer * n_experts + i];
-                if (expert < 0 || expert >= n_experts || seen[expert]) {
-                    return MOEEDGE_STATUS_BAD_ARGUMENT;
-                }
-                seen[expert] = 1;
-            }
+    for (int layer = 0; layer < n_layers; layer++) {
+        if (config.budgets[layer] < layers[layer].n_used) {
+            return MOEEDGE_STATUS_BAD_ARGUMENT;
         }
-        order.assign(config.order, config.order + (size_t) n_layers * n_experts);
     }
     budgets.assign(config.budgets, config.budgets + n_layers);
-    ranking         = config.ranking;
-    coverage        = config.coverage;
-    prefer_resident = config.prefer_resident;
+    ranking  = config.ranking;
+    coverage = config.coverage;
     return MOEEDGE_STATUS_OK;
 }
 
-void expert_budget::set_active(bool on, const uint8_t * now_resident) {
+void expert_budget::set_active(bool on) {
     is_active     = on;
     knows_weights = true;
-    if (on && now_resident) {
-        resident.assign(now_resident, now_resident + (size_t) n_layers * n_experts);
-    } else {
-        resident.clear();
-    }
     for (layer_state & state : layers) {
         state.sorted = nullptr; // of a decode that failed
         if (on) {
@@ -184,12 +170,9 @@ void expert_budget::read_batch(const layer_state & state, ggml_tensor * sorted) 
 
 // the best `budget` experts of the layer for the batch in hand; the lower id wins a tie
 void expert_budget::make_shortlist(int layer) {
-    const int32_t * given = ranking == MOEEDGE_BUDGET_RANKING_ORDER ? order.data() + (size_t) layer * n_experts : nullptr;
+    const int n_used = layers[layer].n_used;
     std::fill(scores.begin(), scores.end(), 0.0);
-    for (int i = 0; given && i < n_experts; i++) {
-        scores[given[i]] = n_experts - i;
-    }
-    for (int token = 0; !given && token < now.n_tokens; token++) {
+    for (int token = 0; token < now.n_tokens; token++) {
         const double * row = now.probabilities.data() + (size_t) token * n_experts;
         if (ranking == MOEEDGE_BUDGET_RANKING_PICKS) {
             const int32_t * ids = now.sorted.data() + (size_t) token * n_experts;
@@ -201,14 +184,6 @@ void expert_budget::make_shortlist(int layer) {
         }
         for (int i = 0; i < n_experts; i++) {
             scores[i] += row[i];
-        }
-    }
-    if (!resident.empty() && prefer_resident > 0.0) {
-        const auto      range = std::minmax_element(scores.begin(), scores.end());
-        const double    bonus = prefer_resident * (*range.second - *range.first);
-        const uint8_t * state = resident.data() + (size_t) layer * n_experts;
-        for (int i = 0; i < n_experts; i++) {
-            scores[i] += state[i] == MOEEDGE_RESIDENCY_RESIDENT ? bonus : 0.0;
         }
     }
     for (double & score : scores) { // a model whose activations overflow must not break the order
@@ -254,6 +229,7 @@ int expert_budget::best_other(const layer_state & state, int token, const int32_
 // Replaces a token's experts outside the shortlist. Substitution: those inside keep their order, as the router would sort them.
 // Truncation: all keep their places, since their weights are known by place.
 void expert_budget::replace(layer_state & state, int token) {
+    const int       n_used  = state.n_used;
     const int32_t * natural = state.natural_ids.data() + (size_t) token * n_used;
     int32_t *       ids     = state.ids.data() + (size_t) token * n_used;
     chosen.clear();
@@ -282,7 +258,8 @@ int expert_budget::count_unique(const std::vector<int32_t> & ids) {
 }
 
 void expert_budget::choose(int layer, ggml_tensor * sorted) {
-    layer_state & state = layers[layer];
+    layer_state & state  = layers[layer];
+    const int     n_used = state.n_used;
     read_batch(state, sorted);
     state.natural_ids.resize((size_t) now.n_tokens * n_used);
     for (int token = 0; token < now.n_tokens; token++) {
@@ -355,6 +332,7 @@ void expert_budget::truncate(layer_state & state, ggml_tensor * weights) {
 }
 
 void expert_budget::write_ids(const layer_state & state, ggml_tensor * sorted) {
+    const int n_used = state.n_used;
     for (int token = 0; token < now.n_tokens; token++) {
         std::copy_n(state.ids.begin() + (size_t) token * n_used, n_used, now.sorted.begin() + (size_t) token * n_experts);
     }
@@ -374,8 +352,9 @@ using moeedge::guarded;
 
 extern "C" {
 
-moeedge_budget * moeedge_budget_create(int n_layers, int n_experts, int n_used) {
-    if (n_layers <= 0 || n_experts <= 0 || n_used <= 0 || n_used > n_experts) {
+moeedge_budget * moeedge_budget_create(int n_layers, int n_experts, const int32_t * n_used) {
+    const auto is_possible = [n_experts](int32_t n) { return n >= 0 && n <= n_experts; };
+    if (n_layers <= 0 || n_experts <= 0 || !n_used || !std::all_of(n_used, n_used + n_layers, is_possible)) {
         return nullptr;
     }
     moeedge_budget * made = nullptr;
@@ -409,9 +388,9 @@ int moeedge_budget_configure(moeedge_budget * budget, const moeedge_budget_confi
     });
 }
 
-int moeedge_budget_set_active(moeedge_budget * budget, int on, const uint8_t * resident) {
+int moeedge_budget_set_active(moeedge_budget * budget, int on) {
     return guarded([&]() -> int {
-        budget->set_active(on != 0, resident);
+        budget->set_active(on != 0);
         return MOEEDGE_STATUS_OK;
     });
 }

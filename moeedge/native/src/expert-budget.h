@@ -2,7 +2,7 @@
 // budget, which rewrites the selected experts in place; llama.cpp's own nodes go on from there. So the weights of substitutes
 // are taken and normalised as the model does it, on any device, whichever backend computes the experts.
 //
-// moeedge/policies/expert_budget.py defines the same in NumPy; the tests compare both.
+// moeedge/lab/policies/expert_budget.py defines the same in NumPy; the tests compare both.
 
 #pragma once
 
@@ -20,10 +20,10 @@ class expert_budget {
   public:
     static constexpr int n_tokens_max = 512; // of a batch that keeps to the budget
 
-    expert_budget(int n_layers, int n_experts, int n_used);
+    expert_budget(int n_layers, int n_experts, const int32_t * n_used); // of each layer
 
     int  configure(const moeedge_budget_config & config); // moeedge_status
-    void set_active(bool on, const uint8_t * resident);
+    void set_active(bool on);
     void set_capture(bool on) { is_capturing = on; }
     void read(moeedge_budget_layer * out);
     bool get_routing(int layer, moeedge_budget_routing & out) const;
@@ -41,6 +41,7 @@ class expert_budget {
         std::vector<int32_t> natural_ids, ids;
         std::vector<float>   values, selection;
         int                  n_tokens = 0, kind = 0;
+        int                  n_used   = 0; // experts per token
         moeedge_budget_layer sums     = {};
     };
 
@@ -65,14 +66,12 @@ class expert_budget {
     void write_ids(const layer_state & state, ggml_tensor * sorted);
     int  count_unique(const std::vector<int32_t> & ids);
 
-    const int                n_layers, n_experts, n_used;
+    const int                n_layers, n_experts;
     bool                     is_active = false, is_capturing = false;
     bool                     knows_weights = false; // weights_name of the layers, where a graph has them
     int                      ranking   = MOEEDGE_BUDGET_RANKING_ROUTER;
     int                      coverage  = MOEEDGE_BUDGET_COVERAGE_SUBSTITUTION;
-    double                   prefer_resident = 0.0;
-    std::vector<int32_t>     budgets, order;
-    std::vector<uint8_t>     resident; // empty: not known
+    std::vector<int32_t>     budgets;
     std::vector<layer_state> layers;
     batch                    now;
     std::vector<uint8_t>     shortlist; // [n_experts]

@@ -86,7 +86,10 @@ static bool allocate(cache_core & core, const pool_request & request) {
     for (size_t g = 0; g < wanted.size(); g++) {
         capacity.push_back(core.pools->capacity((int) g));
     }
-    core.table.reset(new residency_table(core.layout, capacity));
+    const slot_pools & pools = *core.pools;
+    core.table.reset(new residency_table(core.layout, capacity,
+                                         { [&pools](int group, int from, int to) { pools.copy(group, from, to); },
+                                           [&pools](int group, int begin, int end) { pools.give_back(group, begin, end); } }));
     return true;
 }
 
@@ -355,9 +358,7 @@ int expert_cache::limit(int n_slots) {
     if (!core->loader || n_slots < 0) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
-    const slot_pools & pools = *core->pools;
-    return core->table->limit(n_slots, { [&](int group, int from, int to) { pools.copy(group, from, to); },
-                                         [&](int group, int begin, int end) { pools.give_back(group, begin, end); } });
+    return core->table->limit(n_slots);
 }
 
 int expert_cache::read(int layer, int expert, const char * role, void * out, int64_t size) {

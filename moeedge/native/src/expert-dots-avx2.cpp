@@ -228,16 +228,11 @@ void dots_32(int64_t n_blocks, const block_type * const * rows, size_t row_bytes
 
 // Q4_K, one row
 
-template <int N> void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const block_q8_K * const * columns, float * const * out) {
+template <int N, rounding R>
+void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const block_q8_K * const * columns, float * const * out) {
     const __m256i low = _mm256_set1_epi8(15);
 
-    __m256 sums[N];
-    __m128 min_sums[N];
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c]     = _mm256_setzero_ps();
-        min_sums[c] = _mm_setzero_ps();
-    }
+    row_sums<N, R, true> sums;
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q4_K & block = row[b];
         ask_for(&block);
@@ -250,11 +245,10 @@ template <int N> void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const 
         const float   d      = to_float(block.d);
         const float   min    = to_float(block.min);
         __m256i       block_sums[N];
+        __m128i       min_totals[N];
         UNROLLED
         for (int c = 0; c < N; c++) {
-            const block_q8_K & column = columns[c][b];
-            const __m128       sum    = _mm_cvtepi32_ps(_mm_madd_epi16(mins, sums_of_32(column)));
-            min_sums[c]   = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), sum, min_sums[c]);
+            min_totals[c] = _mm_madd_epi16(mins, sums_of_32(columns[c][b]));
             block_sums[c] = _mm256_setzero_si256();
         }
         UNROLLED
@@ -272,27 +266,18 @@ template <int N> void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const 
                 block_sums[c]         = _mm256_add_epi32(block_sums[c], _mm256_add_epi32(first, second));
             }
         }
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(block_sums[c]), sums[c]);
-        }
+        sums.add(columns, b, d, block_sums, min, min_totals);
     }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        *out[c] = sum_of(sums[c]) + sum_of(min_sums[c]);
-    }
+    sums.store(out);
 }
 
 // Q6_K, one row
 
-template <int N> void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * const * columns, float * const * out) {
+template <int N, rounding R>
+void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * const * columns, float * const * out) {
     const __m256i low = _mm256_set1_epi8(15);
 
-    __m256 sums[N];
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c] = _mm256_setzero_ps();
-    }
+    row_sums<N, R, false> sums;
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q6_K & block = row[b];
         ask_for(&block);
@@ -333,15 +318,9 @@ template <int N> void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const 
                 }
             }
         }
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(block_sums[c]), sums[c]);
-        }
+        sums.add(columns, b, d, block_sums, 0, nullptr);
     }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        *out[c] = sum_of(sums[c]);
-    }
+    sums.store(out);
 }
 
 struct for_q4_0x8 {
@@ -369,27 +348,27 @@ template <typename block_type> struct for_32 {
     }
 };
 
-struct for_q4_K {
+template <rounding R> struct for_q4_K {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q4_K<N>(n / 256, (const block_q4_K *) rows, (const block_q8_K * const *) columns, out);
+        dots_q4_K<N, R>(n / 256, (const block_q4_K *) rows, (const block_q8_K * const *) columns, out);
     }
 };
 
-struct for_q6_K {
+template <rounding R> struct for_q6_K {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q6_K<N>(n / 256, (const block_q6_K *) rows, (const block_q8_K * const *) columns, out);
+        dots_q6_K<N, R>(n / 256, (const block_q6_K *) rows, (const block_q8_K * const *) columns, out);
     }
 };
 
 const dot_kernel kernels[] = {
-    { "avx2", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 15, any_number, pack_columns, all_dots<for_q4_0x8> },
-    { "avx2", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 3, any_number, nullptr, all_dots<for_q4_Kx8> },
-    { "avx2", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 15, any_number, pack_columns, all_dots<for_32<block_q4_0>> },
-    { "avx2", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, n_before_tiles, nullptr, all_dots<for_q4_K> },
-    { "avx2", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, n_before_tiles, nullptr, all_dots<for_q6_K> },
-    { "avx2", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 15, any_number, pack_columns, all_dots<for_32<block_q8_0>> },
+    { "avx2", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 15, pack_columns, all_dots<for_q4_0x8>, nullptr },
+    { "avx2", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 3, nullptr, all_dots<for_q4_Kx8>, nullptr },
+    { "avx2", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 15, pack_columns, all_dots<for_32<block_q4_0>>, nullptr },
+    { "avx2", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, nullptr, all_dots<for_q4_K<ROUNDED_AS_SINGLE>>, all_dots<for_q4_K<ROUNDED_AS_TILE>> },
+    { "avx2", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, nullptr, all_dots<for_q6_K<ROUNDED_AS_SINGLE>>, all_dots<for_q6_K<ROUNDED_AS_TILE>> },
+    { "avx2", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 15, pack_columns, all_dots<for_32<block_q8_0>>, nullptr },
 };
 
 } // namespace

@@ -283,17 +283,12 @@ void dots_32(int64_t n_blocks, const block_type * first, const block_type * seco
 
 // Q4_K, one row
 
-template <int N> void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const block_q8_K * const * columns, float * const * out) {
+template <int N, rounding R>
+void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const block_q8_K * const * columns, float * const * out) {
     const __m512i shifts = join(_mm256_setzero_si256(), _mm256_set1_epi16(4));
     const __m512i picks  = join(_mm256_setzero_si256(), _mm256_set1_epi16(1));
 
-    __m256 sums[N];
-    __m128 min_sums[N];
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c]     = _mm256_setzero_ps();
-        min_sums[c] = _mm_setzero_ps();
-    }
+    row_sums<N, R, true> sums;
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q4_K & block = row[b];
         ask_for(&block);
@@ -319,35 +314,29 @@ template <int N> void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const 
                 totals[c] = _mm512_dpwssd_epi32(totals[c], _mm512_maddubs_epi16(w, load_64(columns[c][b].q + 64 * i)), scale);
             }
         }
+        __m256i halves[N];
+        __m128i min_totals[N];
         UNROLLED
         for (int c = 0; c < N; c++) {
-            const block_q8_K & column = columns[c][b];
-            const __m256i      total  = _mm256_add_epi32(_mm512_castsi512_si256(totals[c]), upper_half(totals[c]));
-            const __m128       mins_c = _mm_cvtepi32_ps(_mm_madd_epi16(mins, sums_of_32(column)));
-            min_sums[c] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), mins_c, min_sums[c]);
-            sums[c]     = _mm256_fmadd_ps(_mm256_set1_ps(column.d * d), _mm256_cvtepi32_ps(total), sums[c]);
+            halves[c]     = _mm256_add_epi32(_mm512_castsi512_si256(totals[c]), upper_half(totals[c]));
+            min_totals[c] = _mm_madd_epi16(mins, sums_of_32(columns[c][b]));
         }
+        sums.add(columns, b, d, halves, min, min_totals);
     }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        *out[c] = sum_of(sums[c]) + sum_of(min_sums[c]);
-    }
+    sums.store(out);
 }
 
 // Q6_K, one row
 
-template <int N> void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * const * columns, float * const * out) {
+template <int N, rounding R>
+void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * const * columns, float * const * out) {
     const __m512i top    = _mm512_set1_epi8(48);
     const __m512i lefts  = join(_mm256_set1_epi16(4), _mm256_set1_epi16(2));
     const __m512i rights = join(_mm256_setzero_si256(), _mm256_set1_epi16(2));
     // the scales of 64 values
     const __m512i picks  = _mm512_setr_epi64(0, 0, 0x0001000100010001, 0x0001000100010001, 0x0002000200020002, 0x0002000200020002,
                                              0x0003000300030003, 0x0003000300030003);
-    __m256 sums[N];
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c] = _mm256_setzero_ps();
-    }
+    row_sums<N, R, false> sums;
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q6_K & block = row[b];
         ask_for(&block);
@@ -380,18 +369,16 @@ template <int N> void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const 
                 }
             }
         }
+        __m256i halves[N];
         UNROLLED
         for (int c = 0; c < N; c++) {
-            const block_q8_K & column   = columns[c][b];
-            const __m256i      too_much = _mm256_slli_epi32(_mm256_madd_epi16(load(column.sums), scales_16), 5);
-            const __m256i      total    = _mm256_add_epi32(_mm512_castsi512_si256(totals[c]), upper_half(totals[c]));
-            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(column.d * d), _mm256_cvtepi32_ps(_mm256_sub_epi32(total, too_much)), sums[c]);
+            const __m256i too_much = _mm256_slli_epi32(_mm256_madd_epi16(load(columns[c][b].sums), scales_16), 5);
+            const __m256i total    = _mm256_add_epi32(_mm512_castsi512_si256(totals[c]), upper_half(totals[c]));
+            halves[c]              = _mm256_sub_epi32(total, too_much);
         }
+        sums.add(columns, b, d, halves, 0, nullptr);
     }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        *out[c] = sum_of(sums[c]);
-    }
+    sums.store(out);
 }
 
 // all rows and columns
@@ -420,29 +407,29 @@ template <typename block_type> struct for_32 {
     }
 };
 
-struct for_q4_K {
+template <rounding R> struct for_q4_K {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q4_K<N>(n / 256, (const block_q4_K *) rows, (const block_q8_K * const *) columns, out);
+        dots_q4_K<N, R>(n / 256, (const block_q4_K *) rows, (const block_q8_K * const *) columns, out);
     }
 };
 
-struct for_q6_K {
+template <rounding R> struct for_q6_K {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q6_K<N>(n / 256, (const block_q6_K *) rows, (const block_q8_K * const *) columns, out);
+        dots_q6_K<N, R>(n / 256, (const block_q6_K *) rows, (const block_q8_K * const *) columns, out);
     }
 };
 
 constexpr size_t of_block = sizeof(column_block), of_words = sizeof(column_words), of_k = sizeof(block_q8_K);
 
 const dot_kernel kernels[] = {
-    { "avx512vnni", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, of_block, 16, 15, any_number, pack_columns, all_dots<for_q4_0x8> },
-    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, of_k, 16, 3, any_number, nullptr, all_dots<for_q4_Kx8> },
-    { "avx512vnni", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 15, any_number, pack_words<block_q4_0>, all_dots<for_32<block_q4_0>> },
-    { "avx512vnni", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 7, n_before_tiles, nullptr, all_dots<for_q4_K> },
-    { "avx512vnni", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 7, n_before_tiles, nullptr, all_dots<for_q6_K> },
-    { "avx512vnni", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 15, any_number, pack_words<block_q8_0>, all_dots<for_32<block_q8_0>> },
+    { "avx512vnni", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, of_block, 16, 15, pack_columns, all_dots<for_q4_0x8>, nullptr },
+    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, of_k, 16, 3, nullptr, all_dots<for_q4_Kx8>, nullptr },
+    { "avx512vnni", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 15, pack_words<block_q4_0>, all_dots<for_32<block_q4_0>>, nullptr },
+    { "avx512vnni", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 7, nullptr, all_dots<for_q4_K<ROUNDED_AS_SINGLE>>, all_dots<for_q4_K<ROUNDED_AS_TILE>> },
+    { "avx512vnni", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 7, nullptr, all_dots<for_q6_K<ROUNDED_AS_SINGLE>>, all_dots<for_q6_K<ROUNDED_AS_TILE>> },
+    { "avx512vnni", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 15, pack_words<block_q8_0>, all_dots<for_32<block_q8_0>>, nullptr },
 };
 
 } // namespace

@@ -11,10 +11,7 @@ namespace moeedge {
 
 namespace {
 
-constexpr int     n_lanes    = 8; // float sums of a row, of every eighth value
-constexpr int64_t any_number = INT64_MAX;
-// more pairs are left to ggml's tiled kernels, as on x86
-constexpr int64_t n_before_tiles = 128;
+constexpr int n_lanes = 8; // float sums of a row, of every eighth value
 
 struct block_q8_0 {
     ggml_fp16_t d;
@@ -200,10 +197,10 @@ void dots_256(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, co
 }
 
 const dot_kernel kernels[] = {
-    { "portable", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, sizeof(block_q8_0), 1, 15, any_number, nullptr, dots_32<for_q4_0> },
-    { "portable", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, n_before_tiles, nullptr, dots_256<for_q4_K> },
-    { "portable", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, n_before_tiles, nullptr, dots_256<for_q6_K> },
-    { "portable", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, sizeof(block_q8_0), 1, 15, any_number, nullptr, dots_32<for_q8_0> },
+    { "portable", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, sizeof(block_q8_0), 1, 15, nullptr, dots_32<for_q4_0>, nullptr },
+    { "portable", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, nullptr, dots_256<for_q4_K>, nullptr },
+    { "portable", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, nullptr, dots_256<for_q6_K>, nullptr },
+    { "portable", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, sizeof(block_q8_0), 1, 15, nullptr, dots_32<for_q8_0>, nullptr },
 };
 
 } // namespace

@@ -3,6 +3,8 @@
 // ggml's MUL_MAT_ID computes each (token, expert) pair by itself: the rows of an expert that several tokens share are read and
 // unpacked once per token. These kernels unpack a row once for up to four columns. Sums of integers are exact in any order, and
 // sums of floats are made in ggml's order, so the results are equal to ggml's bit by bit (checked at run time: kernel-choice.h).
+// For K-quants that are not repacked ggml has two orders: from eight columns of an expert in a batch on it computes tiles, which
+// are rounded once per block of 256 values.
 //
 // A file for each set of instructions of x86; other processors have one in plain C++.
 
@@ -15,6 +17,10 @@
 
 namespace moeedge {
 
+// out[c][r] = rows[r] * columns[c], for n_rows rows (a multiple of n_rows_together) of n values that take row_bytes each
+using dots_function = void (*)(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns,
+                               int n_columns, float * const * out);
+
 struct dot_kernel {
     const char * instructions; // that it needs, by the name that the compiler has for them
     const char * layout;
@@ -25,12 +31,10 @@ struct dot_kernel {
     size_t       block_bytes; // of a block as the kernel reads it
     int64_t      n_rows_together;
     int64_t      n_dense_max; // columns of a dense matrix; with more, ggml rounds otherwise or has faster kernels
-    int64_t      n_pairs_max; // of a batch; more are left to ggml, which rounds and computes them otherwise
     // writes n_blocks of column_type as the kernel reads them; null: as they are
     void (*pack)(const void * quantized, int64_t n_blocks, void * to);
-    // out[c][r] = rows[r] * columns[c], for n_rows rows (a multiple of n_rows_together) of n values that take row_bytes each
-    void (*dots)(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns,
-                 float * const * out);
+    dots_function dots;      // rounds as ggml's product of one row and one column
+    dots_function tile_dots; // rounds as ggml's tiles; null: there are none for the layout
 };
 
 struct dot_kernels {

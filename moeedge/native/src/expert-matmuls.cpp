@@ -6,7 +6,6 @@
 
 #include "ggml-cpu.h"
 #include "ggml-impl.h"
-#include "kernel-choice.h"
 #include "timing.h"
 
 namespace moeedge {
@@ -128,8 +127,10 @@ void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin
     const int64_t       n_used = dense ? 1 : node->src[2]->ne[0];
     const size_t        bytes  = input.column_bytes();
     const char *        at     = (const char *) rows->data + expert * rows->nb[2] + r_begin * rows->nb[1];
-    const int32_t       p_end  = input.begin[(size_t) expert + 1];
-    for (int32_t p_begin = input.begin[(size_t) expert]; p_begin < p_end; p_begin += n_columns_at_once) {
+    const int32_t       p_end   = input.begin[(size_t) expert + 1];
+    const int32_t       p_first = input.begin[(size_t) expert];
+    const dots_function run    = !dense && p_end - p_first >= n_many_columns ? dots.many : dots.few;
+    for (int32_t p_begin = p_first; p_begin < p_end; p_begin += n_columns_at_once) {
         const void *  column[n_columns_at_once];
         float *       out[n_columns_at_once];
         const int32_t n = std::min(p_end - p_begin, n_columns_at_once);
@@ -140,7 +141,7 @@ void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin
             column[i] = input.columns.data() + (size_t) at_x * bytes;
             out[i]    = (float *) ((char *) node->data + place * node->nb[1] + token * node->nb[dense ? 1 : 2]) + r_begin;
         }
-        kernel.dots(rows->ne[0], at, rows->nb[1], r_end - r_begin, column, n, out);
+        run(rows->ne[0], at, rows->nb[1], r_end - r_begin, column, n, out);
     }
 }
 
@@ -148,7 +149,7 @@ void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin
 void expert_matmuls::expert_matmul::compute(int nth) {
     const ggml_tensor * rows       = node->src[0];
     const int64_t       n_rows     = rows->ne[1];
-    const int64_t       n_together = kernel.n_rows_together;
+    const int64_t       n_together = dots.kernel->n_rows_together;
     const int64_t       n_used     = (int64_t) input.used.size();
     const int64_t       row_bytes  = (int64_t) rows->nb[1];
     const int64_t       n_even     = n_rows * n_used / (n_pieces_per_thread * nth);
@@ -217,16 +218,16 @@ ggml_tensor * expert_matmuls::replace_with(const ggml_tensor * node, ggml_custom
     return &ours;
 }
 
-ggml_tensor * expert_matmuls::replace(const dot_kernel & kernel, const ggml_tensor * node) {
-    if (inputs.empty() || !inputs.back().serves(kernel, node)) {
-        prepared_input & input = inputs.emplace_back(kernel, node, columns);
+ggml_tensor * expert_matmuls::replace(const chosen_dots & dots, const ggml_tensor * node) {
+    if (inputs.empty() || !inputs.back().serves(*dots.kernel, node)) {
+        prepared_input & input = inputs.emplace_back(*dots.kernel, node, columns);
         columns.resize(std::max(columns.size(), input.column_bytes() * (size_t) n_columns(node)));
     }
-    return replace_with(node, run, &matmuls.emplace_back(*this, inputs.back(), kernel, node));
+    return replace_with(node, run, &matmuls.emplace_back(*this, inputs.back(), dots, node));
 }
 
 // only: null: the kernels that are chosen
-enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const dot_kernel * only) {
+enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots * only) {
     inputs.clear();
     matmuls.clear();
     tensors.clear();
@@ -234,15 +235,15 @@ enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgrap
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node      = graph->nodes[i];
         const bool          is_matmul = (node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_MUL_MAT) && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
-        const dot_kernel *  kernel    = !is_matmul ? nullptr : only ? only : chosen_kernel(node);
-        const bool          weighs    = !kernel && !matmuls.empty() && is_weighting(node);
-        if (!kernel && !weighs) {
+        const chosen_dots   dots      = !is_matmul ? chosen_dots() : only ? *only : choose_dots(node);
+        const bool          weighs    = !dots.kernel && !matmuls.empty() && is_weighting(node);
+        if (!dots.kernel && !weighs) {
             continue;
         }
         if (matmuls.empty()) {
             nodes.assign(graph->nodes, graph->nodes + graph->n_nodes);
         }
-        nodes[(size_t) i] = kernel ? replace(*kernel, node) : replace_weighting(node);
+        nodes[(size_t) i] = dots.kernel ? replace(dots, node) : replace_weighting(node);
     }
     if (matmuls.empty()) {
         return ggml_backend_graph_compute(cpu, graph);
@@ -260,8 +261,8 @@ enum ggml_status expert_matmuls::compute(ggml_backend_t cpu, ggml_cgraph * graph
     return compute_replaced(cpu, graph, nullptr);
 }
 
-enum ggml_status expert_matmuls::compute_with(ggml_backend_t cpu, ggml_cgraph * graph, const dot_kernel & kernel) {
-    return compute_replaced(cpu, graph, &kernel);
+enum ggml_status expert_matmuls::compute_with(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots & dots) {
+    return compute_replaced(cpu, graph, &dots);
 }
 
 } // namespace moeedge

@@ -18,8 +18,8 @@
 #include <deque>
 #include <vector>
 
-#include "expert-dots.h"
 #include "ggml-backend.h"
+#include "kernel-choice.h"
 
 struct ggml_cgraph;
 
@@ -33,8 +33,8 @@ class expert_matmuls {
 
     // computes the graph on a CPU backend, with the kernels that kernel-choice.h allows
     enum ggml_status compute(ggml_backend_t cpu, ggml_cgraph * graph);
-    // the same with this kernel wherever the layout fits
-    enum ggml_status compute_with(ggml_backend_t cpu, ggml_cgraph * graph, const dot_kernel & kernel);
+    // the same with these for all matmuls
+    enum ggml_status compute_with(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots & dots);
 
   private:
     // the input of one or more matmuls in a row; the threads of the first one write it
@@ -58,18 +58,18 @@ class expert_matmuls {
     struct expert_matmul {
         expert_matmuls &     owner;
         prepared_input &     input;
-        const dot_kernel &   kernel;
+        const chosen_dots    dots;
         const ggml_tensor *  node; // ggml's
         std::atomic<int64_t> next{ 0 }; // piece of rows
 
-        expert_matmul(expert_matmuls & all, prepared_input & from, const dot_kernel & k, const ggml_tensor * n)
-            : owner(all), input(from), kernel(k), node(n) {}
+        expert_matmul(expert_matmuls & all, prepared_input & from, const chosen_dots & d, const ggml_tensor * n)
+            : owner(all), input(from), dots(d), node(n) {}
         void compute(int nth);
         void compute_rows(int32_t expert, int64_t r_begin, int64_t r_end) const;
     };
 
-    enum ggml_status compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const dot_kernel * only);
-    ggml_tensor *    replace(const dot_kernel & kernel, const ggml_tensor * node);
+    enum ggml_status compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots * only);
+    ggml_tensor *    replace(const chosen_dots & dots, const ggml_tensor * node);
     static void      run(ggml_tensor * dst, int ith, int nth, void * data);
     ggml_tensor *    replace_weighting(const ggml_tensor * node);
     ggml_tensor *    replace_with(const ggml_tensor * node, ggml_custom_op_t run_node, void * data);

@@ -5,6 +5,10 @@
 
 #pragma once
 
+#include <mutex>
+
+#include <pthread.h>
+
 namespace moeedge {
 
 class fork_mark {
@@ -18,5 +22,11 @@ class fork_mark {
 
     const int generation;
 };
+
+// Lets each fork wait until no other thread holds the mutex that `get` returns, which a child could never take otherwise. To be
+// called once, for a mutex that is held for short sections.
+template <std::mutex & (*get)()> void keep_free_in_children() {
+    pthread_atfork([] { get().lock(); }, [] { get().unlock(); }, [] { get().unlock(); });
+}
 
 } // namespace moeedge

@@ -246,10 +246,10 @@ static bool is_for_device(const instance * self, const placed_chain & placed) {
 }
 
 // Computes the block or a part of it on the device; counts it as missed where nothing of it is there.
-static block_outcome compute_on_device(instance * self, const placed_chain & placed) {
+static block_outcome compute_on_device(instance * self, const placed_chain & placed, bool skips_unweighted) {
     if (is_for_device(self, placed)) {
-        return is_streamed(self, placed) ? self->hybrid->compute_streamed(placed, self->phase) :
-                                           self->hybrid->compute(placed, self->phase);
+        return is_streamed(self, placed) ? self->hybrid->compute_streamed(placed, self->phase, skips_unweighted) :
+                                           self->hybrid->compute(placed, self->phase, skips_unweighted);
     }
     if (placed.group >= 0) {
         self->hybrid->record_cpu_block(placed.chain, self->phase);
@@ -259,7 +259,7 @@ static block_outcome compute_on_device(instance * self, const placed_chain & pla
 
 // Gives a block to the executors in turn until one takes it; BLOCK_ABORTED: `status` says why.
 static block_outcome compute_block(instance * self, const placed_chain & placed, const graph_paths & paths, enum ggml_status & status) {
-    block_outcome outcome = paths.is_hybrid ? compute_on_device(self, placed) : BLOCK_NOT_COMPUTED;
+    block_outcome outcome = paths.is_hybrid ? compute_on_device(self, placed, paths.skips_unweighted) : BLOCK_NOT_COMPUTED;
     if (outcome != BLOCK_NOT_COMPUTED) {
         status = self->hybrid->status();
     } else if (paths.is_from_ram && !placed.ram_tables.empty()) {

@@ -209,13 +209,36 @@ bool hybrid_executor::is_timed_alone() {
     return cache->is_timing.load() && cache->device().is_async && n_computed++ % n_blocks_per_timing == 0;
 }
 
-// Computes pairs in pieces that a device takes at once; the CPU computes the pieces that it does not take. The input must
+// Sorts pairs that a device does not take at once by expert, so that piece_end can keep an expert's together.
+void hybrid_executor::sort_for_pieces(index_list & pairs) const {
+    if (pairs.size() > n_pairs_max) {
+        std::stable_sort(pairs.begin(), pairs.end(), [this](int32_t a, int32_t b) { return experts[a] < experts[b]; });
+    }
+}
+
+// The end of the piece that begins there. The rounding of an expert depends on how many pairs it has in a graph (kernel-choice.h):
+// only one with more pairs than a piece is cut, and no part is so small that it is rounded otherwise.
+size_t hybrid_executor::piece_end(const index_list & pairs, size_t begin) const {
+    static_assert(n_pairs_max >= 2 * n_many_columns, "a cut expert has many columns in both parts");
+    const size_t end = begin + n_pairs_max;
+    if (end >= pairs.size()) {
+        return pairs.size();
+    }
+    const auto is_same = [&](size_t i) { return i < pairs.size() && experts[pairs[i]] == experts[pairs[end]]; };
+    size_t     first   = end; // of the expert's pairs
+    while (first > begin && is_same(first - 1)) {
+        first--;
+    }
+    return first > begin ? first : is_same(end + n_many_columns - 1) ? end : end - n_many_columns;
+}
+
+// Computes sorted pairs in pieces that a device takes at once; the CPU computes the pieces that it does not take. The input must
 // have been kept, since the columns of a piece may overwrite it.
 bool hybrid_executor::compute_on_device(const placed_chain & placed, const index_list & pairs, const table_list & tables,
                                         moeedge_block_record & record) {
     bool ok = true;
-    for (size_t begin = 0; ok && begin < pairs.size(); begin += n_pairs_max) {
-        const size_t     end = std::min(begin + n_pairs_max, pairs.size());
+    for (size_t begin = 0, end = 0; ok && begin < pairs.size(); begin = end) {
+        end = piece_end(pairs, begin);
         const index_list piece(pairs.begin() + begin, pairs.begin() + end);
         if (!cache->is_lost() && submit(placed, piece, tables)) {
             ok = finish(placed, piece, record);
@@ -245,7 +268,7 @@ void hybrid_executor::split_pairs(moeedge_block_record & record, bool skips_unwe
     record.unique_cpu    = count_unique(on_cpu);
 }
 
-block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
+block_outcome hybrid_executor::compute(const placed_chain & placed, int phase, bool skips_unweighted) {
     const int64_t        begin_ns = now_ns();
     const expert_chain & chain    = placed.chain;
     read_ids(chain.ids, experts);
@@ -257,8 +280,8 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
         return BLOCK_NOT_COMPUTED;
     }
     pin_guard            pins(*cache, *worker, *ahead, chain.layer, slots);
-    moeedge_block_record record           = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
-    const bool           skips_unweighted = phase == MOEEDGE_PHASE_VERIFY && placed.sum.is_complete();
+    moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
+    skips_unweighted            = skips_unweighted && placed.sum.is_complete();
     if (skips_unweighted) {
         read_weights(placed.sum.weights);
     }
@@ -270,10 +293,10 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase) {
     }
 
     index_list later;
-    if (on_device.size() > n_pairs_max) {
-        later.assign(on_device.begin() + n_pairs_max, on_device.end());
-        on_device.resize(n_pairs_max);
-    }
+    sort_for_pieces(on_device);
+    const size_t first_end = piece_end(on_device, 0);
+    later.assign(on_device.begin() + (ptrdiff_t) first_end, on_device.end());
+    on_device.resize(first_end);
     block_outcome result = BLOCK_NOT_COMPUTED;
     if (submit(placed, on_device, placed.device_tables)) {
         if (is_timed_alone()) {
@@ -453,9 +476,9 @@ bool hybrid_executor::stream_chunks(const placed_chain & placed, std::vector<str
     return ok;
 }
 
-block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int phase) {
+block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int phase, bool skips_unweighted) {
     if (cache->n_stage < 2 || (!cache->device().is_async && !cache->device().is_host)) {
-        return compute(placed, phase); // a remote worker's socket carries one transfer at a time: no overlap
+        return compute(placed, phase, skips_unweighted); // a remote worker's socket carries one transfer at a time: no overlap
     }
     const int64_t        begin_ns = now_ns();
     const expert_chain & chain    = placed.chain;
@@ -473,6 +496,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
             on_device.push_back((int32_t) p);
         }
     }
+    sort_for_pieces(on_device);
     std::vector<stream_chunk> chunks;
     cut_chunks(chunks);
 

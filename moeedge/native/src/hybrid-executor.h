@@ -38,15 +38,15 @@ class hybrid_executor : private pair_columns {
     void set_n_threads(int n_threads);
     using pair_columns::compute_weighted;
     using pair_columns::status;
-    // input and ids of the chain are computed and in host memory
-    block_outcome compute(const placed_chain & placed, int phase);
+    // Input and ids of the chain, and its weights if pairs without weight are to be left out, are computed and in host memory
+    block_outcome compute(const placed_chain & placed, int phase, bool skips_unweighted);
     // Whether the device half can be launched before input and ids are in host memory
     bool          can_launch_ahead(const placed_chain & placed, const block_sources & sources) const;
     // input, ids and weights are on their way to host memory; they are there when it returns. BLOCK_NOT_COMPUTED: not
     // computed and not counted
     block_outcome compute_ahead(const placed_chain & placed, const block_sources & sources, int phase);
     // a batch whose experts are all computed on the device, those without a slot by way of the staging slots
-    block_outcome compute_streamed(const placed_chain & placed, int phase);
+    block_outcome compute_streamed(const placed_chain & placed, int phase, bool skips_unweighted);
     // counts a block that ran on the CPU as it is
     void record_cpu_block(const expert_chain & chain, int phase);
 
@@ -72,6 +72,8 @@ class hybrid_executor : private pair_columns {
     const float * columns_of_device(moeedge_block_record & record);
     bool          finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
     bool          is_timed_alone();
+    void          sort_for_pieces(index_list & pairs) const;
+    size_t        piece_end(const index_list & pairs, size_t begin) const;
     bool          compute_on_device(const placed_chain & placed, const index_list & pairs, const table_list & tables,
                                     moeedge_block_record & record);
 

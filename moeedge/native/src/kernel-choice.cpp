@@ -27,6 +27,7 @@ namespace moeedge {
 static constexpr int64_t n_in = 2048, n_rows = 256, n_experts = 2;
 static constexpr int64_t n_distinct_rows = 16; // the others repeat them: some types are quantized slowly
 static constexpr int     n_timings       = 7;
+static constexpr int64_t n_timed_columns = 16;
 
 static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 
@@ -37,7 +38,8 @@ struct kernel_check {
     bool           is_dense_equal = false; // for a dense matrix with few columns, too
     double         single   = 0; // ggml's time over ours with rows from memory, one column per expert
     double         several  = 0; // two columns
-
+    double         many     = 0; // n_timed_columns
+    dots_function  many_dots = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
 };
 
 ggml_from_float_t quantizer(ggml_type type) {
@@ -147,23 +149,23 @@ class check_case {
     // false: it cannot be set up, or ggml has no such layout here
     bool is_ready() const { return is_complete; }
 
-    bool is_equal() {
+    bool is_equal(dots_function dots) {
         std::vector<char> theirs(ggml_nbytes(out));
-        if (!run(false)) {
+        if (!run(nullptr)) {
             return false;
         }
         std::memcpy(theirs.data(), out->data, theirs.size());
         std::memset(out->data, 0xff, theirs.size());
-        return run(true) && std::memcmp(theirs.data(), out->data, theirs.size()) == 0;
+        return run(dots) && std::memcmp(theirs.data(), out->data, theirs.size()) == 0;
     }
 
     // ggml's time over ours, of the fastest of a few runs in turns, with rows from memory
-    double speed() {
+    double speed(dots_function dots) {
         int64_t best_ns[2] = { std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max() };
         for (int i = 0; i < 2 * n_timings; i++) {
             drop_from_caches(matrix->data, ggml_nbytes(matrix));
             const int64_t begin_ns = now_ns();
-            run(i % 2 == 1);
+            run(i % 2 == 1 ? dots : nullptr);
             best_ns[i % 2] = std::min(best_ns[i % 2], now_ns() - begin_ns);
         }
         return (double) best_ns[0] / (double) std::max(best_ns[1], (int64_t) 1);
@@ -212,8 +214,9 @@ class check_case {
         }
     }
 
-    bool run(bool with_ours) {
-        const ggml_status status = with_ours ? ours.compute_with(cpu.get(), graph, kernel) : ggml_backend_graph_compute(cpu.get(), graph);
+    // null: ggml's
+    bool run(dots_function dots) {
+        const ggml_status status = dots ? ours.compute_with(cpu.get(), graph, { &kernel, dots, dots }) : ggml_backend_graph_compute(cpu.get(), graph);
         return status == GGML_STATUS_SUCCESS;
     }
 
@@ -229,23 +232,39 @@ class check_case {
     uint32_t                                                   random_state = 1;
 };
 
+// whether the dots round as ggml does from n_many_columns on: its narrow tiles, wide ones, and all threads' rests
+static bool has_bits_of_many(check_case & found, dots_function dots) {
+    for (const int64_t n_tokens : { n_many_columns, (int64_t) 15, (int64_t) 16, (int64_t) 17, (int64_t) 41 }) {
+        if (!found.set_batch(n_tokens) || !found.is_equal(dots)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static void run_check(const dot_kernel & kernel, kernel_check & check) {
     check_case found(kernel);
     if (!found.is_ready()) {
         return;
     }
     for (const int64_t n_tokens : { 1, 2, 7 }) { // 7: a full pass and a rest
-        if (!found.set_batch(n_tokens) || !found.is_equal()) {
+        if (!found.set_batch(n_tokens) || !found.is_equal(kernel.dots)) {
             return;
         }
         if (n_tokens <= 2) {
-            (n_tokens == 1 ? check.single : check.several) = found.speed();
+            (n_tokens == 1 ? check.single : check.several) = found.speed(kernel.dots);
         }
     }
     check.is_equal       = true;
     check.is_dense_equal = true;
     for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_max; n_tokens++) {
-        check.is_dense_equal = check.is_dense_equal && found.set_batch(n_tokens, true) && found.is_equal();
+        check.is_dense_equal = check.is_dense_equal && found.set_batch(n_tokens, true) && found.is_equal(kernel.dots);
+    }
+    for (const dots_function dots : { kernel.tile_dots, kernel.dots }) {
+        if (dots && check.many_dots == nullptr && has_bits_of_many(found, dots)) {
+            check.many_dots = dots;
+            check.many      = found.set_batch(n_timed_columns) ? found.speed(dots) : 0;
+        }
     }
 }
 
@@ -270,6 +289,7 @@ int read_kernels(moeedge_kernel * out, int n_max) {
         out[i].is_equal      = check.is_equal;
         out[i].single_speed  = check.single;
         out[i].several_speed = check.several;
+        out[i].many_speed    = check.many;
         out[i].n_dense_max   = check.is_dense_equal ? (int32_t) kernels[i]->n_dense_max : 0;
     }
     return (int) kernels.size();
@@ -283,7 +303,7 @@ static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
         return false;
     }
     if (matrix->type != kernel.type || matrix->ne[0] % kernel.column_block != 0 || matrix->ne[1] % kernel.n_rows_together != 0 ||
-        matrix->buffer == nullptr || !ggml_is_contiguous(matrix) || (node->src[2] && ggml_nelements(node->src[2]) > kernel.n_pairs_max)) {
+        matrix->buffer == nullptr || !ggml_is_contiguous(matrix)) {
         return false;
     }
     if (x->type != GGML_TYPE_F32 || x->nb[0] != sizeof(float) || x->ne[3] != 1) {
@@ -295,35 +315,48 @@ static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
     return matrix->extra == nullptr && ggml_backend_buffer_is_host(matrix->buffer);
 }
 
-const dot_kernel * chosen_kernel(const ggml_tensor * node) {
+// the fastest that is known of ggml's code and the kernel for the node's columns per expert; 1: ggml's
+static double known_speed(const kernel_check & check, const ggml_tensor * node) {
+    if (node->op == GGML_OP_MUL_MAT) {
+        return check.several;
+    }
+    if (ggml_nelements(node->src[2]) >= n_many_columns * node->src[0]->ne[2]) {
+        return check.many;
+    }
+    return node->src[2]->ne[1] == 1 ? check.single : check.several;
+}
+
+chosen_dots choose_dots(const ggml_tensor * node) {
     const int chosen = choice.load(std::memory_order_relaxed);
     if (chosen == MOEEDGE_KERNEL_CHOICE_NONE || ggml_is_empty(node)) {
-        return nullptr;
+        return {};
     }
     if (chosen == MOEEDGE_KERNEL_CHOICE_PORTABLE) {
         const dot_kernels  kernels = portable_kernels();
         const dot_kernel * end     = kernels.first + kernels.n;
         const dot_kernel * found   = std::find_if(kernels.first, end, [&](const dot_kernel & kernel) { return fits(kernel, node); });
-        return found == end ? nullptr : found;
+        return found == end ? chosen_dots() : chosen_dots{ found, found->dots, found->dots };
     }
-    const dot_kernel * fastest = nullptr;
-    double             speed   = 1; // ggml's
+    const bool  is_dense    = node->op == GGML_OP_MUL_MAT;
+    const bool  may_be_many = !is_dense && ggml_nelements(node->src[2]) >= n_many_columns; // GroveMoE names an expert twice per token
+    chosen_dots fastest;
+    double      speed = 1; // ggml's
     for (size_t i = 0; i < runnable_kernels().size(); i++) {
         const dot_kernel & kernel = *runnable_kernels()[i];
         if (!fits(kernel, node) || (chosen == MOEEDGE_KERNEL_CHOICE_AVX2 && std::strcmp(kernel.instructions, "avx2") != 0)) {
             continue;
         }
         const kernel_check & check = checked(i);
-        const bool is_dense = node->op == GGML_OP_MUL_MAT;
-        if (!(is_dense ? check.is_dense_equal : check.is_equal)) {
+        if (!(is_dense ? check.is_dense_equal : check.is_equal) || (may_be_many && check.many_dots == nullptr)) {
             continue;
         }
+        const chosen_dots found = { &kernel, kernel.dots, check.many_dots };
         if (chosen != MOEEDGE_KERNEL_CHOICE_MEASURED) {
-            return &kernel;
+            return found;
         }
-        const double own_speed = !is_dense && node->src[2]->ne[1] == 1 ? check.single : check.several;
+        const double own_speed = known_speed(check, node);
         if (own_speed > speed) {
-            fastest = &kernel;
+            fastest = found;
             speed   = own_speed;
         }
     }

@@ -17,8 +17,17 @@ void set_kernel_choice(moeedge_kernel_choice choice);
 // what is known of each kernel that this CPU runs, checked first if need be; returns how many there are
 int  read_kernels(moeedge_kernel * out, int n_max);
 
-// the kernel to compute a MUL_MAT_ID node with, null: ggml's
-const dot_kernel * chosen_kernel(const ggml_tensor * node);
+// How a node is computed. ggml decides by the columns of each expert in the batch, so a batch that is cut must not cut an expert's.
+struct chosen_dots {
+    const dot_kernel * kernel = nullptr; // null: ggml's own code
+    dots_function      few    = nullptr; // for experts with less columns than n_many_columns, and dense matrices
+    dots_function      many   = nullptr; // for the others; null: the node has none
+};
+
+constexpr int64_t n_many_columns = 8;
+
+// for a MUL_MAT_ID node, or a MUL_MAT of a dense matrix with few columns
+chosen_dots choose_dots(const ggml_tensor * node);
 
 // ggml's function that quantizes to a type, null: this process has another CPU backend than ggml's usual one
 ggml_from_float_t quantizer(ggml_type type);

@@ -9,6 +9,8 @@ namespace moeedge {
 
 // the most nodes from down back to up: activation, bias, scale, clamp and views
 static constexpr int chain_depth = 12;
+// the most nodes that are looked at for one: values that many paths reach, as x * x * x does, are looked at again for each path
+static constexpr int chain_visits = 64;
 
 static bool is_chain_op(enum ggml_op op) {
     switch (op) {
@@ -28,11 +30,11 @@ static bool is_chain_op(enum ggml_op op) {
     }
 }
 
-// the MUL_MAT_ID from which a node's value is computed by element-wise nodes only, or nullptr
-static const ggml_tensor * expert_matmul_of(const ggml_tensor * node, int depth) {
-    if (node == nullptr || depth == 0) {
+static const ggml_tensor * find_expert_matmul(const ggml_tensor * node, int depth, int & n_visits) {
+    if (node == nullptr || depth == 0 || n_visits == chain_visits) {
         return nullptr;
     }
+    n_visits++;
     if (node->op == GGML_OP_MUL_MAT_ID) {
         return node;
     }
@@ -40,12 +42,18 @@ static const ggml_tensor * expert_matmul_of(const ggml_tensor * node, int depth)
         return nullptr;
     }
     for (int i = 0; i < 2; i++) {
-        const ggml_tensor * found = expert_matmul_of(node->src[i], depth - 1);
+        const ggml_tensor * found = find_expert_matmul(node->src[i], depth - 1, n_visits);
         if (found) {
             return found;
         }
     }
     return nullptr;
+}
+
+// the MUL_MAT_ID from which a node's value is computed by element-wise nodes only, or nullptr
+static const ggml_tensor * expert_matmul_of(const ggml_tensor * node) {
+    int n_visits = 0;
+    return find_expert_matmul(node, chain_depth, n_visits);
 }
 
 // values per (token, expert) pair keep the shape [*, n_used, n_tokens] of the matmul they come from
@@ -78,7 +86,7 @@ static bool is_view_of_place(const ggml_tensor * t) {
     if (t->op != GGML_OP_VIEW) {
         return false;
     }
-    const ggml_tensor * matmul = expert_matmul_of(t->src[0], chain_depth);
+    const ggml_tensor * matmul = expert_matmul_of(t->src[0]);
     return matmul != nullptr && is_pair_shaped(t->src[0], matmul) && t->ne[1] == t->src[0]->ne[2] && t->ne[2] == 1;
 }
 
@@ -96,12 +104,12 @@ bool is_block_node(const ggml_tensor * node) {
     if (!is_chain_op(node->op)) {
         return false;
     }
-    const ggml_tensor * matmul = expert_matmul_of(node, chain_depth);
+    const ggml_tensor * matmul = expert_matmul_of(node);
     return matmul != nullptr && is_pair_shaped(node, matmul);
 }
 
 int64_t block_node_tokens(const ggml_tensor * node) {
-    const ggml_tensor * matmul = expert_matmul_of(node, chain_depth);
+    const ggml_tensor * matmul = expert_matmul_of(node);
     return matmul ? matmul->src[2]->ne[1] : node->ne[2] > 1 ? node->ne[2] : node->ne[1];
 }
 
@@ -127,11 +135,20 @@ void read_ids(const ggml_tensor * ids, std::vector<int32_t> & out) {
     }
 }
 
+// GroveMoE has a second block per layer, with an expert for each group of the first's. It names groups instead of experts, and no
+// cache holds them: it is computed as the dense parts are.
+static bool is_of_groups(const ggml_tensor * weights) {
+    return std::strstr(weights->name, "_chexps.") != nullptr;
+}
+
 void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks) {
     blocks.clear();
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node = graph->nodes[i];
         if (node->op == GGML_OP_MUL_MAT_ID) {
+            if (is_of_groups(node->src[0])) {
+                continue;
+            }
             if (blocks.empty() || blocks.back().ids != node->src[2]) {
                 const char * role = nullptr;
                 blocks.push_back({ parse_weight_name(node->src[0]->name, role), i, node->src[2], nullptr });
@@ -142,8 +159,9 @@ void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks) {
                 }
             }
         } else if (node->op == GGML_OP_MUL && !blocks.empty() && blocks.back().weights == nullptr) {
-            moe_block & block = blocks.back();
-            if (is_weights_of(node->src[1], block.ids) && expert_matmul_of(node->src[0], chain_depth) != nullptr &&
+            moe_block &         block  = blocks.back();
+            const ggml_tensor * matmul = expert_matmul_of(node->src[0]);
+            if (is_weights_of(node->src[1], block.ids) && matmul != nullptr && matmul->src[2] == block.ids &&
                 !is_computed_within(graph, node->src[1], block.i_first, i)) {
                 block.weights = node->src[1];
             }

@@ -18,7 +18,7 @@ struct moe_block {
     ggml_tensor * weights; // [1, n_used, n_tokens] float32; nullptr where not found
 };
 
-// fills `blocks` (cleared first) in graph order; weights that are computed after i_first are left out
+// fills `blocks` (cleared first) in graph order, one per layer; weights that are computed after i_first are left out
 void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks);
 
 // whether a node belongs to a MoE block, judged by the node alone (the scheduler asks without the graph)

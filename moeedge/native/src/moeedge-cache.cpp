@@ -8,6 +8,7 @@
 
 #include "c-calls.h"
 #include "expert-cache.h"
+#include "fork-mark.h"
 
 using moeedge::expert_cache;
 using moeedge::fail;
@@ -22,9 +23,18 @@ struct cache_list {
     int64_t                                                    last_id = 0;
 };
 
+static std::mutex & list_mutex();
+
 static cache_list & caches() {
-    static cache_list * list = new cache_list;
+    static cache_list * list = [] {
+        moeedge::keep_free_in_children<list_mutex>();
+        return new cache_list;
+    }();
     return *list;
+}
+
+static std::mutex & list_mutex() {
+    return caches().mutex;
 }
 
 static std::shared_ptr<expert_cache> find_cache(int64_t id) {
@@ -209,8 +219,8 @@ int moeedge_cache_drain(int64_t id, double timeout_s) {
     return with_cache(id, [&](expert_cache & cache) { return cache.table().drain(timeout_s); });
 }
 
-int moeedge_cache_clear(int64_t id) {
-    return with_cache(id, [](expert_cache & cache) { return cache.table().clear(); });
+int moeedge_cache_clear(int64_t id, double timeout_s) {
+    return with_cache(id, [&](expert_cache & cache) { return cache.table().clear(timeout_s); });
 }
 
 int moeedge_cache_set_prefill(int64_t id, int path, int n_tokens_min) {

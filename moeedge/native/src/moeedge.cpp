@@ -22,9 +22,6 @@ using moeedge::guarded;
 using moeedge::instance;
 using moeedge::with_instance;
 
-// how often a decode asks whether it should stop: a call of Python's interpreter takes microseconds
-static constexpr int64_t stop_interval_ns = 50'000'000;
-
 static thread_local char last_message[4096]; // long enough for a sentence with a path
 
 const char * moeedge::last_error() {
@@ -89,6 +86,7 @@ ggml_backend_reg_t ggml_backend_init(void) {
                        ggml_version());
         return nullptr;
     }
+    moeedge_disable_broken_amx();
     return moeedge::backend_reg();
 }
 
@@ -330,9 +328,11 @@ bool moeedge_should_stop(void * stop) {
         return asked.stopped != 0;
     }
     const int64_t now = moeedge::now_ns();
-    if (now >= asked.next_ns) {
-        asked.next_ns = now + stop_interval_ns;
+    if (asked.next_ns == 0) {
+        asked.next_ns = now + asked.interval_ns;
+    } else if (now >= asked.next_ns) {
         asked.stopped = asked.call() == 0;
+        asked.next_ns = moeedge::now_ns() + asked.interval_ns;
     }
     return asked.stopped != 0;
 }

@@ -207,6 +207,7 @@ void residency_table::finish(const upload & done, bool has_arrived) {
         n_resident[layer].fetch_add(1, std::memory_order_relaxed);
         counts.uploads++;
         counts.bytes_moved += done.bytes;
+        leave_beyond(group, done.slot);
     } else {
         state[flat_id] = MOEEDGE_RESIDENCY_ABSENT;
         slot[flat_id]  = no_slot;

@@ -188,7 +188,7 @@ int residency_table::drain(double timeout_s) {
     return is_stopped ? MOEEDGE_STATUS_DEVICE_LOST : in_time ? MOEEDGE_STATUS_OK : MOEEDGE_STATUS_TIMEOUT;
 }
 
-int residency_table::clear() {
+int residency_table::clear(double timeout_s) {
     std::lock_guard<std::mutex>  planning(plan_mutex);
     std::unique_lock<std::mutex> lock(mutex);
     n_plans++;
@@ -200,9 +200,10 @@ int residency_table::clear() {
         group.victims.clear();
         group.deferred.clear();
     }
-    changed.wait(lock, [this] { return is_stopped || (n_in_flight == 0 && n_pins == 0); });
-    if (is_stopped) {
-        return MOEEDGE_STATUS_DEVICE_LOST;
+    const bool in_time =
+        changed.wait_for(lock, timeout_of(timeout_s), [this] { return is_stopped || (n_in_flight == 0 && n_pins == 0); });
+    if (is_stopped || !in_time) {
+        return is_stopped ? MOEEDGE_STATUS_DEVICE_LOST : MOEEDGE_STATUS_TIMEOUT;
     }
     for (group_state & group : groups) {
         for (int32_t owner : std::vector<int32_t>(group.owner)) {

@@ -6,8 +6,9 @@
 
 namespace moeedge {
 
-residency_table::residency_table(const expert_layout & layout, const std::vector<int> & capacity)
-    : n_experts(layout.n_experts), group_of(layout.group_of), groups(layout.groups.size()), n_resident(layout.n_layers) {
+residency_table::residency_table(const expert_layout & layout, const std::vector<int> & capacity, slot_memory of_slots)
+    : n_experts(layout.n_experts), group_of(layout.group_of), memory(std::move(of_slots)), groups(layout.groups.size()),
+      n_resident(layout.n_layers) {
     const size_t n_flat_ids = (size_t) layout.n_layers * layout.n_experts;
     asked.assign(n_flat_ids, 0);
     offered.assign(n_flat_ids, 0);
@@ -148,7 +149,11 @@ void residency_table::forget(int layer, const int32_t * experts, int n) {
         std::lock_guard<std::mutex> lock(mutex);
         group_state &               group = groups[group_of[layer]];
         for (int i = 0; i < n; i++) {
-            awaited[(size_t) layer * n_experts + experts[i]] = 0;
+            const size_t flat_id = (size_t) layer * n_experts + experts[i];
+            awaited[flat_id]     = 0;
+            if (state[flat_id] == MOEEDGE_RESIDENCY_RESIDENT) {
+                leave_beyond(group, slot[flat_id]);
+            }
         }
         const auto is_later     = [](const queued & q) { return q.priority < demand_priority; };
         const auto is_forgotten = [&](const queued & q) { return layer_of(q.flat_id) == layer && !awaited[q.flat_id]; };
@@ -174,6 +179,7 @@ void residency_table::release(int layer, const int32_t * slots, int n) {
         if (!group.deferred.empty()) {
             restore_deferred(group, slots[i]);
         }
+        leave_beyond(group, slots[i]);
         if (group.head < group.queue.size() && awaited[group.queue[group.head].flat_id]) {
             mark_work(); // the slot may be the only one that a wanted expert can get
             work.notify_one();

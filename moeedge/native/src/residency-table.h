@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "expert-layout.h"
@@ -44,7 +45,7 @@ struct victim_list {
 // whether who waits should stop
 using stop_call = std::function<bool()>;
 
-// what is done to the memory of a group's slots; called with the table's mutex
+// what is done to the memory of a group's slots where it is given back (`limit`)
 struct slot_memory {
     std::function<void(int group, int from, int to)>   copy;
     std::function<void(int group, int begin, int end)> give_back; // slots [begin, end), whose bytes are not needed any more
@@ -63,7 +64,7 @@ class residency_table {
     static constexpr auto    stop_interval   = std::chrono::milliseconds(25);
 
     // capacity [n_groups], in slots
-    residency_table(const expert_layout & layout, const std::vector<int> & capacity);
+    residency_table(const expert_layout & layout, const std::vector<int> & capacity, slot_memory memory);
 
     // computing side; see expert_cache
 
@@ -96,13 +97,13 @@ class residency_table {
     int  plan(const int32_t * uploads, const uint8_t * priority, int n_uploads, const victim_list & victims);
     int  demand(int layer, const int32_t * experts, int n, const victim_list & victims, double timeout_s);
     int  drain(double timeout_s);
-    int  clear();
+    int  clear(double timeout_s);
     // [n_layers * n_experts], zeros at first
     void set_utilities(const float * values);
     // Uses only the first slots of each group from now on, about n_slots in all and at least one of each; the most useful experts
-    // stay, by copies if need be, and all others are evicted. What a computation uses stays until it is evicted. A larger
-    // number takes slots into use again. Returns how many there are now; from any thread
-    int  limit(int n_slots, const slot_memory & memory);
+    // stay, by copies if need be, and all others are evicted; what a computation uses or waits for, once it no longer does. A
+    // larger number takes slots into use again. Returns how many there are now; from any thread, and no other one waits for it
+    int  limit(int n_slots);
     std::vector<int> limits(); // [n_groups]
     void copy_residency(uint8_t * out);
     void add_stats(moeedge_cache_stats & stats);
@@ -139,6 +140,7 @@ class residency_table {
     struct group_state {
         int64_t              expert_bytes = 0;
         int                  limit        = 0; // slots from there on are not filled
+        bool                 is_moving    = false; // experts move down from there
         std::vector<int32_t> owner;    // [n_slots] flat index, -1: free or in flight
         std::vector<int32_t> pins;     // [n_slots]
         std::vector<int32_t> free;     // slots, the next one last
@@ -172,15 +174,23 @@ class residency_table {
     void          evict(group_state & group, int32_t flat_id);
     void          add_free(group_state & group, int32_t freed);
     bool          is_less_useful(int32_t a, int32_t b) const;
-    void          move_down(group_state & group, const slot_memory & memory, int g);
+    bool          is_unused(const group_state & group, int32_t flat_id) const;
     std::vector<bool> occupied(int g) const;
+    int           set_limits(int n_slots);
+    void          list_moves(const group_state & group, std::vector<int32_t> & moving, std::vector<int32_t> & below);
+    int32_t       begin_move(group_state & group, int32_t flat_id, std::vector<int32_t> & below);
+    void          end_move(group_state & group, int32_t flat_id, int32_t to);
+    std::vector<std::pair<int, int>> empty_beyond(int g);
+    void          leave_beyond(group_state & group, int32_t s);
     void          restore_deferred(group_state & group, int32_t freed);
     bool          is_idle() const;
 
     template <typename F> static void remove_victims(group_state & group, F is_removed);
 
-    const int        n_experts;
-    std::vector<int> group_of; // [n_layers]
+    const int         n_experts;
+    std::vector<int>  group_of; // [n_layers]
+    const slot_memory memory;
+    std::mutex        limiting; // one `limit` at a time; taken before `mutex`
 
     std::mutex           plan_mutex; // one plan at a time
     std::vector<int64_t> asked;      // [flat_ids] the last plan that uploads it; under plan_mutex

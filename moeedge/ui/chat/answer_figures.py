@@ -175,6 +175,10 @@ def total_rows(
     if drafted:
         parts.append(f"{percent(accepted / drafted)} of drafts accepted ({accepted:,} of {drafted:,})")
         parts.append(f"{decoded / sum(stats.steps for stats in answers):.2f} tokens per step")
+    dropped = sum(stats.dropped_tokens for stats in answers)
+    if dropped:
+        shifts = sum(stats.context_shifts for stats in answers)
+        parts.append(f"{_tokens(dropped)} dropped from the context in {shifts:,} shift{'s'[: shifts > 1]}")
     parts += budgets
     pairs = sum(cache.pairs for cache in caches)
     if pairs:

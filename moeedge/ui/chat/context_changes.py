@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from moeedge.engine.budgets import mean_budget
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import RESERVED_TOKENS, Session
 from moeedge.ui.chat.settings import Settings
@@ -26,10 +25,11 @@ class Switch(Protocol):
 
 def settings_of(session: Session, settings: Settings) -> Settings:
     """The settings with what a session has that was opened just now."""
+    budget = session.info.expert_budget
     return replace(
         settings,
         gamma="auto" if session.info.auto_gamma else session.gamma,
-        budget=mean_budget(session.info.expert_budget),
+        budget=None if budget is None else budget.budget,
         ctx=session.info.n_ctx,
         context_shift=session.config.context_shift,
     )

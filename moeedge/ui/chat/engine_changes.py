@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moeedge.engine.answer_setup import prepare_answers
-from moeedge.engine.budgets import mean_budget, usable_budget
+from moeedge.engine.budgets import usable_budget
 from moeedge.engine.session import Session
 from moeedge.errors import InputError
 from moeedge.notifications import Notification
@@ -47,7 +47,7 @@ def change_engine(session: Session, old: Settings, settings: Settings, *, raw: b
 
 
 def _budget(session: Session, n_experts: int | None) -> ExpertBudget | None:
-    """A budget of `n_experts` per layer; the one that the chat began with where that has as many on average."""
+    """A budget of `n_experts` per layer, with the ranking and policy that the chat began with."""
     began = session.config.expert_budget
     if n_experts is None:
         return None
@@ -56,4 +56,4 @@ def _budget(session: Session, n_experts: int | None) -> ExpertBudget | None:
             "This chat was started without --expert-budget, or its model has no experts.",
             "Start a chat with --expert-budget B.",
         )
-    return began if n_experts == mean_budget(began) else replace(began, budget=n_experts)
+    return replace(began, budget=n_experts)

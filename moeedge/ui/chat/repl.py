@@ -216,7 +216,8 @@ class Repl:
         self.settings = self._prepared(restored(chat.settings, self.settings))
         self._attempt = 0
         self._replaced = chat.text or None
-        self._begun = chat.tokens if chat.origin == self._origin else []
+        is_known = all(0 <= token < self.session.model.info.n_vocab for token in chat.tokens)
+        self._begun = chat.tokens if chat.origin == self._origin and is_known else []
         self._keep()
         if self._autosave is None:
             return False

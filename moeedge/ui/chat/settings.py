@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from moeedge.engine.types import MAX_GAMMA, MAX_N_CTX, SamplingConfig
 from moeedge.errors import InputError
@@ -15,6 +15,7 @@ from moeedge.ui.figures import Figure
 
 StatsLevel = Literal["line", "full", "off"]
 ShowThinking = Literal["auto", "on", "off"]
+_Config = TypeVar("_Config", SamplingConfig, TemplateChoice)
 
 
 @dataclass(frozen=True)
@@ -204,11 +205,22 @@ _SETTINGS = (
 def restored(saved: dict[str, Any], current: Settings) -> Settings:
     """The settings of a saved chat, with the current draft length and expert budget; the current ones if unreadable."""
     try:
-        sampling = SamplingConfig(**saved["sampling"])
-        template = TemplateChoice(**saved.get("template", {}))
+        sampling = _rebuilt(SamplingConfig(), saved["sampling"])
+        template = _rebuilt(MODEL_TEMPLATE, saved.get("template", {}))
         return replace(current, sampling=sampling, n_predict=int(saved["n_predict"]), template=template)
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return current
+
+
+def _rebuilt(usual: _Config, saved: dict[str, Any]) -> _Config:
+    """`usual` with saved values. Raises TypeError for one that JSON would not have made of a value of its type."""
+    kinds: dict[type, Any] = {float: (float, int), tuple: list, type(None): (int, type(None))}
+    for name, value in saved.items():
+        kind = type(getattr(usual, name))
+        texts = value if kind is tuple and name != "logit_bias" else ()
+        if not isinstance(value, kinds.get(kind, kind)) or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"{name} is no {kind.__name__}")
+    return replace(usual, **saved)
 
 
 def saved_settings(settings: Settings) -> dict[str, Any]:

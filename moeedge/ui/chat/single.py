@@ -92,7 +92,7 @@ def print_turn(
 
 def print_notes(err: Console, answer: Generation, meter: CacheMeter, *, full: str = _FULL) -> None:
     """What happened to the context and to the device during the answer; full: as of `print_turn`."""
-    for note in dict.fromkeys(answer.notes):  # once, however often the context was shifted
+    for note in answer.notes:
         say(err, note)
     if answer.stop_reason == "context":
         say(err, full)
@@ -122,7 +122,7 @@ def answer_report(
 # keys of the JSON object that are fields or properties of the statistics, and those of the session's info
 _STATS_KEYS = (
     *("pp_ts", "tg_ts", "ttft_s", "steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"),
-    *("drafts_per_step", "ngram_steps"),
+    *("drafts_per_step", "ngram_steps", "context_shifts", "dropped_tokens"),
     *(
         "experts_per_verification",
         "seed",

@@ -1,0 +1,329 @@
+"""Runs a model on prompts and gathers what the analyses of expert budgets read (analysis/expert_budget.py).
+
+Two passes over the same prompts. The first gathers the routing of every verification batch: probabilities, pairs, and
+how often each prompt selects each expert. The second computes the outputs of all experts for some of the batches, and
+from them reconstruction errors; a prompt's static order comes from the other prompts' selections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.data.prompts import Prompt
+from moeedge.engine.recording import record_routing
+from moeedge.engine.session import Session
+from moeedge.engine.types import SamplingConfig
+from moeedge.errors import BackendError, ContextTooSmallError, EngineError
+from moeedge.experts import count_ids
+from moeedge.lab.analysis.expert_budget import (
+    VARIANTS,
+    CoActivation,
+    ErrorTable,
+    LayerErrors,
+    ProbabilityCurve,
+    RoutedBatch,
+    Router,
+    analyse_pairs,
+    co_activation,
+    cumulative_probability,
+    infer_router,
+    layer_errors,
+    selection_values,
+    summed_weights,
+)
+from moeedge.lab.policies.expert_budget import Ids, router_scores, routing_probabilities, static_order
+from moeedge.llama.model import Model
+from moeedge.llama.routers import Routers
+from moeedge.native import ActivationCapture, Block, CaptureFlags
+from moeedge.native.abi import Phase
+from moeedge.scheduler.routing_reader import routing
+from moeedge.scheduler.stats import StepRecord
+
+ERROR_EVERY = 4  # verification batches: one of so many has its errors measured
+_NEAR_TIE = 1e-4  # of selection values
+_LAYERS_AT_ONCE = 8  # bounds the memory of all experts' outputs in float64
+
+OnStep = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
+class BudgetAnalysis:
+    """What an expert budget would cost this model on these prompts.
+
+    errors: None where the outputs of all experts are not available: `no_errors` says why.
+    """
+
+    layers: tuple[int, ...]
+    n_experts: int
+    n_used: int
+    gamma: int
+    budgets: tuple[int, ...]
+    skipped: tuple[str, ...]  # ids of prompts that do not fit the context
+    curves: tuple[ProbabilityCurve, ...]  # all prompts first, then each group if there are several
+    pairs: tuple[CoActivation, ...]  # by layer
+    errors: ErrorTable | None
+    no_errors: str = ""
+
+
+def analyse_budgets(
+    session: Session,
+    prompts: Sequence[Prompt],
+    layers: Sequence[int],
+    budgets: Sequence[int],
+    *,
+    n_predict: int,
+    sampling: SamplingConfig,
+    raw: bool = False,
+    cancel: Callable[[], bool] = lambda: False,
+    on_step: OnStep = lambda _prompt, _tokens: None,
+) -> BudgetAnalysis:
+    """Answers the prompts twice and analyses their verification batches.
+
+    budgets: ascending. cancel: asked between steps; True ends the analysis with what there is. on_step: called with the
+    index of the prompt, which goes on in the second pass, and the tokens of its step. Raises EngineError where no batch
+    had drafts, or for a router of unknown kind.
+    """
+    reader = BatchReader(session, layers)
+    tally = _RoutingTally(reader, prompts)
+    skipped: list[str] = []
+
+    def answer(add: Callable[[int, VerifiedBatch], None], first: int) -> None:
+        """add: called with the index of a prompt and each of its verification batches of two and more tokens."""
+        for index, prompt in enumerate(prompts):
+            if cancel() or prompt.id in skipped:
+                continue
+
+            def observe(record: StepRecord, _session: Session, index: int = index) -> None:
+                batch = reader.read(record.n_verified) if record.n_verified > 1 else None
+                if batch is not None:
+                    add(index, batch)
+
+            session.observers.append(observe)
+            step = partial(_passed_on, on_step, first + index)
+            try:
+                record_routing(
+                    session, [prompt], n_predict=n_predict, sampling=sampling, raw=raw, cancel=cancel, on_step=step
+                )
+            except ContextTooSmallError:
+                skipped.append(prompt.id)
+            except EngineError:
+                if not cancel():  # stopped before the first token
+                    raise
+            finally:
+                session.observers.remove(observe)
+
+    answer(tally.add, 0)
+    if tally.batches == 0:
+        raise EngineError("No verification batch was recorded.", "The analysis needs a draft: -md FILE, --draft-max N.")
+    measured = _ErrorMeter(reader, tally, tuple(budgets))
+    reader.compute_outputs = True
+    answer(measured.add, len(prompts))
+    reader.close()
+    return BudgetAnalysis(
+        layers=reader.layers,
+        n_experts=session.model.info.n_experts,
+        n_used=session.model.info.n_expert_used,
+        gamma=session.gamma,
+        budgets=tuple(budgets),
+        skipped=tuple(skipped),
+        curves=tuple(tally.curves()),
+        pairs=tuple(tally.pairs()),
+        errors=measured.table(),
+        no_errors=reader.no_outputs,
+    )
+
+
+def _passed_on(on_step: OnStep, prompt: int, _index: int, tokens: int) -> None:
+    on_step(prompt, tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedBatch:
+    """Routing of one verification batch in the analysed layers; outputs by layer, empty: not computed."""
+
+    ids: Ids  # [n_layers, T, k]
+    weights: NDArray[np.float32]  # [n_layers, T, k]
+    values: NDArray[np.float32]  # [n_layers, T, N]
+    outputs: dict[int, NDArray[np.float32]]
+
+
+class BatchReader:
+    """Reads a session's newest verification batch: its routing, the routers' values, the outputs of all experts."""
+
+    def __init__(self, session: Session, layers: Sequence[int]) -> None:
+        context = session.target
+        capture = context.capture_activations()
+        if capture is None or context.sensor is None or session.placement is not None:
+            raise EngineError("The analysis of expert budgets runs on the CPU alone.", "Add -dev none.")
+        self.layers = tuple(layers)
+        self.model: Model = session.model
+        self.compute_outputs = False
+        self.no_outputs = ""  # why the outputs of all experts are not available
+        self._capture: ActivationCapture = capture
+        self._sensor = context.sensor
+        self._serial = 0
+        self._outputs: dict[int, NDArray[np.float32]] = {}
+        self._n_batches = 0
+        capture.enable(CaptureFlags.PROBS)
+        capture.set_hook(self._before_block)
+
+    def _before_block(self, block: Block) -> None:
+        if not self.compute_outputs or block.phase != Phase.VERIFY or self.no_outputs or block.ids is None:
+            return
+        if block.layer == self.layers[0]:
+            self._n_batches += 1
+        if (self._n_batches - 1) % ERROR_EVERY == 0 and block.layer in self.layers and len(block.ids) > 1:
+            try:
+                self._outputs[block.layer] = self._capture.expert_outputs(block)
+            except BackendError as error:
+                self.no_outputs = error.message
+
+    def read(self, n_tokens: int) -> VerifiedBatch | None:
+        """The batch of `n_tokens` that was just verified; None where it was computed in several graphs."""
+        outputs, self._outputs = self._outputs, {}
+        frames = [each for each in self._sensor.frames_after(self._serial) if each.phase == Phase.VERIFY]
+        if frames:
+            self._serial = frames[-1].serial
+        captured = self._capture.read(CaptureFlags.PROBS)
+        rows = list(self.layers)
+        if not frames or frames[-1].n_tokens != n_tokens or (captured.layer_tokens[rows] != n_tokens).any():
+            return None
+        ids, weights = routing(frames[-1])
+        return VerifiedBatch(ids[rows], weights[rows], captured.rows[rows, :n_tokens], outputs)
+
+    def close(self) -> None:
+        """Ends the capture."""
+        self._capture.close()
+
+
+class _RoutingTally:
+    """Sums over the batches of the first pass, by prompt."""
+
+    def __init__(self, reader: BatchReader, prompts: Sequence[Prompt]) -> None:
+        info = reader.model.info
+        n, n_layers, n_experts = len(prompts), len(reader.layers), info.n_experts
+        self._layers, self._n_used = reader.layers, info.n_expert_used
+        self.router: Router | None = None
+        self.selections = np.zeros((n, n_layers, n_experts), dtype=np.int64)
+        by_dataset = len({prompt.dataset for prompt in prompts}) > 1
+        self._groups = np.array([prompt.dataset if by_dataset else prompt.category for prompt in prompts])
+        self._batches, self._tokens = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self._cumulative, self._weights = np.zeros((2, n, n_layers, n_experts))
+        self._unique = np.zeros((n, n_layers))
+        self._pairs = np.zeros((n_layers, n_experts, n_experts), dtype=np.int64)
+
+    @property
+    def batches(self) -> int:
+        """Of all prompts."""
+        return int(self._batches.sum())
+
+    def add(self, prompt: int, batch: VerifiedBatch) -> None:
+        """Counts a batch of that prompt."""
+        n_experts = batch.values.shape[-1]
+        if self.router is None:
+            flat = (-1, n_experts), (-1, self._n_used)
+            self.router = infer_router(
+                batch.values.reshape(flat[0]), batch.ids.reshape(flat[1]), batch.weights.reshape(flat[1])
+            )
+        counts = count_ids(batch.ids, n_experts)
+        self.selections[prompt] += counts
+        self._batches[prompt] += 1
+        self._tokens[prompt] += batch.ids.shape[1]
+        scores = router_scores(routing_probabilities(batch.values, self.router.kind))
+        self._cumulative[prompt] += cumulative_probability(scores)
+        self._weights[prompt] += cumulative_probability(summed_weights(batch.ids, batch.weights, n_experts))
+        self._unique[prompt] += np.count_nonzero(counts, axis=1)
+        for index, ids in enumerate(batch.ids):
+            self._pairs[index] += co_activation(ids, n_experts)
+
+    def curves(self) -> list[ProbabilityCurve]:
+        """Of all prompts, then of each group if there are several; those without a batch are left out."""
+        names = list(dict.fromkeys(self._groups.tolist()))
+        chosen = {"all": np.ones(len(self._groups), dtype=np.bool_)}
+        chosen |= {name: self._groups == name for name in names} if len(names) > 1 else {}
+        return [self._curve(name, rows) for name, rows in chosen.items() if self._batches[rows].any()]
+
+    def _curve(self, group: str, rows: NDArray[np.bool_]) -> ProbabilityCurve:
+        batches = int(self._batches[rows].sum())
+        return ProbabilityCurve(
+            group,
+            batches,
+            int(self._tokens[rows].sum()),
+            cumulative=self._cumulative[rows].sum(axis=0) / batches,
+            cumulative_weights=self._weights[rows].sum(axis=0) / batches,
+            unique=self._unique[rows].sum(axis=0) / batches,
+        )
+
+    def pairs(self) -> list[CoActivation]:
+        """Of each layer."""
+        tokens = int(self._tokens.sum())
+        return [
+            analyse_pairs(layer, counts, tokens, self._n_used)
+            for layer, counts in zip(self._layers, self._pairs, strict=True)
+        ]
+
+
+class _ErrorMeter:
+    """Reconstruction errors of the second pass's batches."""
+
+    def __init__(self, reader: BatchReader, tally: _RoutingTally, budgets: tuple[int, ...]) -> None:
+        self._layers = reader.layers
+        self._tally = tally
+        self._budgets = budgets
+        self._selection = _selection_of(reader.model)
+        self._measured: list[LayerErrors] = []  # by batch
+
+    def add(self, prompt: int, batch: VerifiedBatch) -> None:
+        """Measures a batch of that prompt whose outputs are known; the other prompts calibrate the static ranking."""
+        router, layers = self._tally.router, self._layers
+        if router is None or len(batch.outputs) < len(layers):
+            return
+        others = self._tally.selections.sum(axis=0) - self._tally.selections[prompt]
+        static = static_order(others) if others.any() else None
+        measured = []
+        for start in range(0, len(layers), _LAYERS_AT_ONCE):
+            part = slice(start, start + _LAYERS_AT_ONCE)
+            selection = np.stack([self._selection(batch.values[i], layers[i]) for i in range(len(layers))[part]])
+            _check_selection(selection, batch.ids[part])
+            outputs = np.stack([batch.outputs[layer] for layer in layers[part]])
+            routed = RoutedBatch(batch.values[part], selection, batch.ids[part], batch.weights[part], outputs)
+            measured.append(
+                layer_errors(routed, router, self._budgets, static=None if static is None else static[part])
+            )
+        self._measured.append(
+            LayerErrors(*(np.concatenate(parts) for parts in zip(*map(astuple, measured), strict=True)))
+        )
+
+    def table(self) -> ErrorTable | None:
+        """All errors so far; None without any."""
+        if not self._measured:
+            return None
+        errors, kept, unique = (np.stack(parts) for parts in zip(*map(astuple, self._measured), strict=True))
+        return ErrorTable(self._layers, VARIANTS, self._budgets, errors, kept, unique)
+
+
+def _selection_of(model: Model) -> Callable[[NDArray[np.float32], int], NDArray[np.float32]]:
+    """The function that makes a layer's selection values [T, N] of its router's values [T, N]."""
+    architecture = model.info.architecture
+    n_groups = int(model.metadata(f"{architecture}.expert_group_count") or 1)
+    n_groups_used = int(model.metadata(f"{architecture}.expert_group_used_count") or 1)
+    bias = Routers.read(model).selection_bias
+
+    def select(values: NDArray[np.float32], layer: int) -> NDArray[np.float32]:
+        own = None if bias is None else bias[layer]
+        return selection_values(values, own, n_groups=n_groups, n_groups_used=n_groups_used)
+
+    return select
+
+
+def _check_selection(selection: NDArray[np.float32], ids: Ids) -> None:
+    """Raises EngineError where the natural picks [L, T, k] are not the highest values of selection [L, T, N]."""
+    highest = -np.sort(-selection, axis=-1)[..., : ids.shape[-1]]
+    picked = -np.sort(-np.take_along_axis(selection, ids, axis=-1), axis=-1)
+    if not np.allclose(highest, picked, atol=_NEAR_TIE, rtol=_NEAR_TIE):
+        raise EngineError("This model selects experts by a rule that the analysis does not know.")

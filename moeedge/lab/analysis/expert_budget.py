@@ -1,0 +1,396 @@
+"""What an expert budget would cost a model: MoE-Spec's analyses of routing and of the error that a budget makes.
+
+  cumulative_probability   routing probability on the n experts with the highest scores (Figures 2c and 7)
+  co_activation            pairs of experts that tokens use together, and their concentration ratio (Figure 8, Eq. 9)
+  layer_errors             reconstruction error per budget, ranking and coverage (Figure 6, Section 4.5)
+
+T tokens of a verification batch, N experts, k of them per token, D the model's width. Batches come from
+budget_recording.py; rankings and coverage from lab/policies/expert_budget.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import EngineError
+from moeedge.lab.policies.expert_budget import (
+    Ids,
+    MixingWeights,
+    Probabilities,
+    Ranking,
+    RouterKind,
+    kept_probability,
+    moe_output,
+    oracle_order,
+    pick_scores,
+    router_scores,
+    routing_probabilities,
+    shortlist,
+    static_scores,
+    substitute,
+    truncate,
+    used_experts,
+)
+from moeedge.policies.base import BoolArray, FloatArray, IntArray
+from moeedge.policies.expert_budget import Coverage
+
+_TOLERANCE = 2e-3  # relative, of weights that a rule must reproduce
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to apply a budget.
+
+    keeps_union: batches whose natural picks fit the budget stay as they are; else Eq. 5 by the letter.
+    """
+
+    ranking: Ranking
+    coverage: Coverage
+    keeps_union: bool = True
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and pictures."""
+        return f"{self.ranking}, {self.coverage}{'' if self.keeps_union else ', by the letter of Eq. 5'}"
+
+
+PAPER = Variant("router", "substitution")  # MoE-Spec's default
+DEFAULT = Variant("picks", "substitution")  # the engine's
+VARIANTS = (
+    PAPER,
+    Variant("static", "substitution"),
+    Variant("oracle", "substitution"),
+    Variant("router", "truncation"),
+    Variant("static", "truncation"),
+    Variant("oracle", "truncation"),
+    DEFAULT,
+    Variant("picks", "truncation"),
+    Variant("router", "substitution", keeps_union=False),
+    Variant("router", "truncation", keeps_union=False),
+)
+
+
+@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
+class Router:
+    """How a model's router makes probabilities and weights of its values."""
+
+    kind: RouterKind
+    mixing: MixingWeights
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedBatch:
+    """Routing of one verification batch in L layers, and what each expert gives for each of its tokens.
+
+    values: `ffn_moe_probs` [L, T, N]. selection: the values that the top-k sorts [L, T, N]. ids, weights: the natural
+    top-k [L, T, k]. outputs: [L, T, N, D].
+    """
+
+    values: FloatArray
+    selection: FloatArray
+    ids: IntArray
+    weights: FloatArray
+    outputs: FloatArray
+
+
+def default_budgets(n_experts: int, n_used: int) -> tuple[int, ...]:
+    """Budgets from k to N: multiples of k up to 4 k, then of 2 k up to 8 k, then halves and all of the experts."""
+    multiples = {n_used * factor for factor in (1, 1.5, 2, 2.5, 3, 4, 6, 8)} | {n_experts / 2, n_experts * 3 / 4}
+    return tuple(sorted({int(budget) for budget in multiples if n_used <= budget < n_experts} | {n_experts}))
+
+
+def infer_router(values: FloatArray, ids: IntArray, weights: FloatArray) -> Router:
+    """The rule by which weights [T, k] come from values [T, N] at ids [T, k].
+
+    Raises EngineError where no rule of llama.cpp's common MoE function reproduces the weights.
+    """
+    kind: RouterKind = "sigmoid"
+    if values.min() < 0.0:
+        kind = "logits"
+    elif np.allclose(values.sum(axis=-1), 1.0, atol=_TOLERANCE):
+        kind = "softmax"
+    sums = weights.sum(axis=-1)
+    for normalised in (True, False):
+        rule = MixingWeights(softmax=kind == "logits", normalised=normalised)
+        unscaled = rule.of(values, ids)
+        scale = float(np.median(sums / np.maximum(unscaled.sum(axis=-1), np.finfo(np.float32).tiny)))
+        scale = 1.0 if abs(scale - 1.0) < _TOLERANCE else scale
+        if np.allclose(unscaled * np.float32(scale), weights, rtol=_TOLERANCE, atol=1e-6):
+            return Router(kind, MixingWeights(softmax=rule.softmax, normalised=normalised, scale=scale))
+    raise EngineError("The weights of this model's experts do not come from its router's values by a known rule.")
+
+
+def selection_values(
+    values: FloatArray, bias: FloatArray | None, *, n_groups: int = 1, n_groups_used: int = 1
+) -> FloatArray:
+    """The values [T, N] that the model's top-k sorts, of the router's values [T, N] (build_moe_ffn).
+
+    bias: [N], added to choose experts. Of n_groups groups of experts, a token may use those n_groups_used whose two
+    best experts have the highest sum; the others get -inf.
+    """
+    selection = values if bias is None else values + bias
+    if n_groups < 2:
+        return selection
+    grouped = selection.reshape(len(values), n_groups, -1)
+    best_two = -np.sort(-grouped, axis=-1)[..., :2]
+    rank = np.argsort(-best_two.sum(axis=-1), axis=-1, kind="stable")
+    masked = np.full_like(grouped, -np.inf)
+    used = rank[:, :n_groups_used, None]
+    np.put_along_axis(masked, used, np.take_along_axis(grouped, used, axis=1), axis=1)
+    return masked.reshape(values.shape)
+
+
+# routing
+
+
+def cumulative_probability(scores: Probabilities) -> Probabilities:
+    """Share of the scores [..., N] on the n experts with the highest ones, float64 [..., N], n = 1..N."""
+    ranked = -np.sort(-scores, axis=-1)
+    total = ranked.sum(axis=-1, keepdims=True)
+    share: Probabilities = np.cumsum(ranked, axis=-1) / np.where(total > 0.0, total, 1.0)
+    return share
+
+
+@dataclass(frozen=True, eq=False)
+class ProbabilityCurve:
+    """Share of a batch's routing probability on its n best-ranked experts (Figures 2c and 7), over batches.
+
+    cumulative: float64 [n_layers, n_experts], n = 1..N; None: only the selected experts are known. cumulative_weights:
+    the same of what the natural picks have, their weights or, if those are not known, one each (`selected_by`); the
+    other experts have 0. unique: float64 [n_layers], experts of the natural picks.
+    """
+
+    group: str  # of prompts: a data set, or a category where there is one data set; "all"
+    batches: int
+    tokens: int
+    cumulative: NDArray[np.float64] | None
+    cumulative_weights: NDArray[np.float64]
+    unique: NDArray[np.float64]
+    selected_by: Literal["weights", "activations"] = "weights"
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """Of the routing probability where it is known, else of the natural picks."""
+        return self.cumulative_weights if self.cumulative is None else self.cumulative
+
+    @property
+    def quantity(self) -> str:
+        """What `shares` are shares of."""
+        return f"{self.selected_by} of the natural top-k" if self.cumulative is None else "routing probability"
+
+
+def summed_weights(ids: IntArray, weights: FloatArray, n_experts: int) -> Probabilities:
+    """Sum of the tokens' weights of each expert, float64 [..., N] of ids and weights [..., T, k]."""
+    spread = np.zeros((*ids.shape[:-1], n_experts), dtype=np.float64)
+    np.put_along_axis(spread, ids, weights.astype(np.float64), axis=-1)
+    return router_scores(spread)
+
+
+def co_activation(ids: IntArray, n_experts: int) -> NDArray[np.int64]:
+    """Tokens that used both experts of each pair, int64 [N, N] of ids [T, k]; the diagonal: that used the expert.
+
+    Ids below 0 or from N on are not recorded.
+    """
+    is_recorded = (ids >= 0) & (ids < n_experts)
+    used = np.zeros((ids.shape[0], n_experts), dtype=np.float64)  # matrix products of integers are slow
+    row, place = np.nonzero(is_recorded)
+    used[row, ids[row, place]] = 1.0
+    return np.asarray(np.rint(used.T @ used), dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class CoActivation:
+    """Pairs of experts that a layer's tokens used together (Appendix D).
+
+    counts: int64 [N, N], see `co_activation`. order: int32 [N], experts by hierarchical clustering. concentration:
+    the most frequent pair's count by its expectation under uniform selection (Eq. 9). lift: the same pair's count by
+    the expectation if its two experts were selected independently, as often as they are; None without any pair.
+    """
+
+    layer: int
+    tokens: int
+    counts: NDArray[np.int64]
+    order: Ids
+    pair: tuple[int, int] | None  # the most frequent one
+    concentration: float | None
+    lift: float | None
+
+
+def analyse_pairs(layer: int, counts: NDArray[np.int64], tokens: int, n_used: int) -> CoActivation:
+    """The pairs of a layer whose `tokens` tokens used `n_used` experts each; counts as of `co_activation`."""
+    n_experts = counts.shape[0]
+    pairs = np.triu(counts, 1)
+    first, second = (int(index) for index in np.unravel_index(int(np.argmax(pairs)), pairs.shape))
+    most = int(pairs[first, second])
+    expected = tokens * n_used * (n_used - 1) / (n_experts * (n_experts - 1)) if n_experts > 1 else 0.0
+    independent = float(counts[first, first]) * float(counts[second, second]) / tokens if tokens else 0.0
+    return CoActivation(
+        layer=layer,
+        tokens=tokens,
+        counts=counts,
+        order=cluster_order(counts),
+        pair=(first, second) if most else None,
+        concentration=most / expected if most else None,
+        lift=most / independent if most else None,
+    )
+
+
+def cluster_order(counts: NDArray[np.int64]) -> Ids:
+    """Experts int32 [N] in the order of hierarchical clustering, average linkage, of co-activations [N, N].
+
+    The distance of two experts is 1 - (tokens that used both) / (tokens that used either).
+    """
+    from scipy.cluster.hierarchy import leaves_list, linkage  # half a second
+    from scipy.spatial.distance import squareform
+
+    n_experts = counts.shape[0]
+    if n_experts < 3:
+        return np.arange(n_experts, dtype=np.int32)
+    both = counts.astype(np.float64)
+    uses = np.diag(both)
+    either = uses[:, None] + uses[None, :] - both
+    distance = 1.0 - np.divide(both, either, out=np.zeros_like(both), where=either > 0.0)
+    np.fill_diagonal(distance, 0.0)
+    tree = linkage(squareform(distance, checks=False), method="average", optimal_ordering=True)
+    return np.asarray(leaves_list(tree), dtype=np.int32)
+
+
+# reconstruction errors
+
+
+@dataclass(frozen=True, eq=False)
+class LayerErrors:
+    """A batch's layers under several variants and budgets: errors and kept are float64 [L, n_variants, n_budgets].
+
+    errors: squared distance to the full output, by its square; NaN: no static order. kept: share of the natural
+    picks' routing probability that is on shortlisted experts. unique: int [L], experts of the natural picks.
+    """
+
+    errors: NDArray[np.float64]
+    kept: NDArray[np.float64]
+    unique: NDArray[np.int64]
+
+
+def layer_errors(
+    batch: RoutedBatch,
+    router: Router,
+    budgets: Sequence[int],
+    *,
+    static: Ids | None = None,
+    variants: Sequence[Variant] = VARIANTS,
+) -> LayerErrors:
+    """Errors of the layers' outputs per variant and budget (Section 4.5); static: calibrated orders [L, N]."""
+    n_layers, _, n_experts = batch.values.shape
+    probabilities = routing_probabilities(batch.values, router.kind)
+    natural = used_experts(batch.ids, n_experts)
+    unique = natural.sum(axis=-1)
+    full = moe_output(batch.outputs, batch.ids, batch.weights)
+    scores = _scores(batch, probabilities, static)
+    errors = np.full((n_layers, len(variants), len(budgets)), np.nan)
+    kept = np.full_like(errors, np.nan)
+    for i, variant in enumerate(variants):
+        if variant.ranking not in scores:
+            continue
+        for j, budget in enumerate(budgets):
+            shortlisted = shortlist(scores[variant.ranking], budget)
+            if variant.keeps_union:
+                shortlisted = np.where((unique <= budget)[:, None], natural, shortlisted)
+            ids, weights = _covered(batch, router, variant.coverage, shortlisted, probabilities)
+            errors[:, i, j] = normalised_distance(full, moe_output(batch.outputs, ids, weights))
+            kept[:, i, j] = kept_probability(probabilities, batch.ids, shortlisted)
+    return LayerErrors(errors, kept, unique)
+
+
+def _scores(batch: RoutedBatch, probabilities: Probabilities, static: Ids | None) -> dict[str, Probabilities]:
+    """Scores [L, N] of the experts by ranking."""
+    parts = zip(batch.outputs, batch.weights, batch.ids, strict=True)
+    scores = {
+        "router": router_scores(probabilities),
+        "oracle": static_scores(np.stack([oracle_order(*part) for part in parts])),
+        "picks": pick_scores(probabilities, batch.ids),
+    }
+    return scores if static is None else scores | {"static": static_scores(static)}
+
+
+def _covered(
+    batch: RoutedBatch, router: Router, coverage: Coverage, shortlisted: BoolArray, probabilities: Probabilities
+) -> tuple[Ids, FloatArray]:
+    """Ids and weights [L, T, k] under shortlists [L, N]."""
+    if coverage == "truncation":
+        return truncate(batch.ids, batch.weights, shortlisted, probabilities)
+    ids = substitute(batch.selection, batch.ids, shortlisted, probabilities)
+    is_natural = (ids == batch.ids).all(axis=-1, keepdims=True)  # weights as the model's own kernels round them
+    return ids, np.where(is_natural, batch.weights, router.mixing.of(batch.values, ids))
+
+
+def normalised_distance(full: NDArray[np.float64], budgeted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Squared distance of outputs [..., T, D] to the full ones, by their square; 0 where these are 0."""
+    norm = np.square(full).sum(axis=(-2, -1))
+    distance = np.square(full - budgeted).sum(axis=(-2, -1))
+    return np.asarray(np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorTable:
+    """Reconstruction errors of a run.
+
+    errors, kept: float64 [n_batches, n_layers, n_variants, n_budgets], see LayerErrors. unique: int [n_batches,
+    n_layers], experts of the natural picks.
+    """
+
+    layers: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    budgets: tuple[int, ...]
+    errors: NDArray[np.float64]
+    kept: NDArray[np.float64]
+    unique: NDArray[np.int64]
+
+    @property
+    def n_batches(self) -> int:
+        """Verification batches measured."""
+        return int(self.errors.shape[0])
+
+    def mean(self, variant: Variant, budget: int) -> float | None:
+        """Mean error over layers and batches; None: not measured."""
+        return _known(float(self._batch_means(variant, budget).mean())) if self.n_batches else None
+
+    def difference(self, variant: Variant, other: Variant, budget: int) -> tuple[float, float] | None:
+        """Mean of `variant` minus `other` over batches, and its standard error; None: not measured, or one batch."""
+        paired = self._batch_means(variant, budget) - self._batch_means(other, budget)
+        if paired.size < 2 or np.isnan(paired).any():
+            return None
+        return float(paired.mean()), float(paired.std(ddof=1) / np.sqrt(paired.size))
+
+    def _batch_means(self, variant: Variant, budget: int) -> NDArray[np.float64]:
+        """Errors float64 [n_batches], means over the layers."""
+        chosen = self.errors[:, :, self.variants.index(variant), self.budgets.index(budget)]
+        return np.asarray(chosen.mean(axis=1), dtype=np.float64)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One JSON object per variant and budget that was measured."""
+        for i, variant in enumerate(self.variants):
+            for j, budget in enumerate(self.budgets):
+                error = self.mean(variant, budget)
+                if error is None:
+                    continue
+                against = None if variant == PAPER else self.difference(variant, PAPER, budget)
+                yield {
+                    "budget": budget,
+                    "ranking": variant.ranking,
+                    "coverage": variant.coverage,
+                    "keeps_union": variant.keeps_union,
+                    "error": error,
+                    "minus_paper": None if against is None else against[0],
+                    "minus_paper_standard_error": None if against is None else against[1],
+                    "kept_probability": float(self.kept[:, :, i, j].mean()),
+                    "error_by_layer": self.errors[:, :, i, j].mean(axis=0).tolist(),
+                }
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else value

@@ -1,0 +1,298 @@
+"""Fits MoESD's ten parameters to measured times of a step's parts, and says how well they predict.
+
+MoESD, Appendix B.1: bounded least squares with SciPy's trust region reflective method. Departures:
+
+- The paper fits speed-ups of complete runs. Here target, draft and rejection sampling are timed on their own, so their
+  times are fitted, by relative errors: a plain step counts as much as a batch of 64 tokens.
+- Lower bounds of bias, k2 and draft_bias are the paper's: bytes over bandwidth. Their upper bounds are the shortest
+  measured times, which no part can exceed.
+- The optimisation starts from the best point of a grid over lambda and s. For fixed lambda and s the model is linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge import speculation
+from moeedge.analysis.expert_counts import tokens_per_expert, uniform_unique
+from moeedge.lab.analysis.step_model import Machine, StepModel, roofline
+
+PARAMETERS = (
+    "bias_s", "k1_s", "k2_s", "k3_s", "draft_bias_s", "draft_k_s", "reject_bias_s", "reject_k_s", "ridge_share",
+    "growth",
+)  # fmt: skip
+_N_LINEAR = 8  # of them, for a fixed ridge_share and growth
+_TARGET_PARAMETERS = 6  # of the parameters T_T depends on that many
+_RIDGE_SHARE = (0.2, 1.0)  # MoESD: lambda in [0.2, 1]
+_GROWTH = (1.0 + 1e-4, 2.0)  # MoESD: more than 1, and not too steep; see _steepest
+_GROWTH_GRID = (1.001, 1.01, 1.03, 1.1, 1.3, 1.7)
+_RIDGE_GRID = (0.2, 0.5, 1.0)
+_EVALUATIONS = 100
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TimePoint:
+    """Seconds of one pass over a batch, the median of its samples."""
+
+    n_tokens: int  # in the batch
+    seconds: float
+    n_used: int = 0  # experts per token; 0: not a pass of the target
+    n_sequences: int = 1  # that the tokens belong to
+    unique_experts: float | None = None  # per MoE layer, counted; mean of the samples
+    samples_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Everything that a fit needs to know about a model with its draft on a machine."""
+
+    n_experts: int
+    n_used: int  # of the model as it is
+    target: tuple[TimePoint, ...]
+    draft: tuple[TimePoint, ...]  # empty without a draft model
+    reject: tuple[TimePoint, ...]
+    machine: Machine
+    dense_bytes: float  # that every step of the target reads
+    expert_bytes: float  # of one expert in every MoE layer, together
+    draft_bytes: float
+    bytes_per_weight: float
+    depth: int = 0  # tokens of each sequence before a batch
+
+    @property
+    def alone(self) -> list[TimePoint]:
+        """The target's times of batches of one sequence, with the model's own experts."""
+        return [p for p in self.target if p.n_used == self.n_used and p.n_sequences == 1]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A measured time of the target and what a model gives for it."""
+
+    n_tokens: int
+    n_used: int
+    n_sequences: int
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus 1."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class StepFit:
+    """The fitted model with its errors; all errors are relative."""
+
+    model: StepModel
+    lower: dict[str, float]  # bounds by parameter
+    upper: dict[str, float]
+    fitted: tuple[Predicted, ...]  # target times that were fitted
+    left_out: tuple[Predicted, ...]  # each by a fit without all times of as many tokens, begun at the complete fit
+    draft_error: float | None  # median of the draft's absolute errors
+    reject_error: float | None
+
+    @property
+    def fit_error(self) -> float:
+        """Median absolute error of the fitted times."""
+        return median(abs(point.error) for point in self.fitted)
+
+    @property
+    def left_out_error(self) -> float | None:
+        """Median absolute error of leave-one-out predictions; None where there were too few times to leave one out."""
+        return median(abs(point.error) for point in self.left_out) if self.left_out else None
+
+
+@dataclass(frozen=True)
+class AmdahlRow:
+    """The production study's law at one number of tokens."""
+
+    n_tokens: int  # K + 1
+    expert_ratio: float  # unique(K + 1) / k, counted where it was, else by the uniform formula
+    predicted: float  # T(K + 1) / T(1)
+    measured: float
+    share: float | None  # the f that would make them equal
+
+
+def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: bool = True) -> StepFit:
+    """Fits all ten parameters of MoESD's model, or of that with experts in sequence.
+
+    Raises ValueError for fewer target times than T_T has parameters.
+    """
+    if len(times.target) < _TARGET_PARAMETERS:
+        raise ValueError(f"a fit needs at least {_TARGET_PARAMETERS} times of the target, not {len(times.target)}")
+    model, problem, values = _fit(times, in_sequence)
+    left_out: list[Predicted] = []
+    if leave_one_out and len({point.n_tokens for point in times.target}) > _TARGET_PARAMETERS:
+        for n_tokens in dict.fromkeys(point.n_tokens for point in times.target):
+            rest = replace(times, target=tuple(point for point in times.target if point.n_tokens != n_tokens))
+            without = _fit(rest, in_sequence, values)[0]
+            left_out += [_predict(without, point) for point in times.target if point.n_tokens == n_tokens]
+    return StepFit(
+        model=model,
+        lower=dict(zip(PARAMETERS, problem.lower.tolist(), strict=True)),
+        upper=dict(zip(PARAMETERS, problem.upper.tolist(), strict=True)),
+        fitted=tuple(_predict(model, point) for point in times.target),
+        left_out=tuple(left_out),
+        draft_error=_error(times.draft, [model.draft_s(point.n_tokens) for point in times.draft]),
+        reject_error=_error(times.reject, [model.reject_s(point.n_tokens) for point in times.reject]),
+    )
+
+
+def amdahl(times: StepTimes, expert_share: float) -> list[AmdahlRow]:
+    """T(K + 1) / T(1) by the production study's law for every measured number of tokens above 1."""
+    single = next((point for point in times.alone if point.n_tokens == 1), None)
+    rows = []
+    for point in times.alone:
+        if single is None or point is single:
+            continue
+        unique = point.unique_experts or uniform_unique(times.n_experts, times.n_used, point.n_tokens)
+        expert_ratio, measured = unique / times.n_used, point.seconds / single.seconds
+        rows.append(
+            AmdahlRow(
+                point.n_tokens,
+                expert_ratio,
+                speculation.verification_ratio(expert_share, expert_ratio),
+                measured,
+                speculation.expert_share_for(measured, expert_ratio) if expert_ratio > 1 else None,
+            )
+        )
+    return rows
+
+
+def expert_share(model: StepModel) -> float:
+    """f of the production study by the fit: what routed experts take of a plain step, loading and computing."""
+    parts = model.parts_s(1)
+    return (parts["experts"] + parts["load"]) / sum(parts.values())
+
+
+def expert_share_measured(times: StepTimes) -> float | None:
+    """f by measuring: K times the slope of T(1) over the active experts, over T(1); None for fewer than two K."""
+    singles = [point for point in times.target if point.n_tokens == 1 and point.n_sequences == 1]
+    own = {point.n_used: point.seconds for point in singles}
+    if times.n_used not in own or len(own) < 2:
+        return None
+    slope = float(np.polyfit(list(own), list(own.values()), 1)[0])
+    return min(1.0, max(0.0, slope * times.n_used / own[times.n_used]))
+
+
+def _predict(model: StepModel, point: TimePoint) -> Predicted:
+    predicted_s = model.with_used(point.n_used).target_s(point.n_tokens)
+    return Predicted(point.n_tokens, point.n_used, point.n_sequences, point.seconds, predicted_s)
+
+
+def _error(points: Sequence[TimePoint], predicted_s: Sequence[float]) -> float | None:
+    errors = [abs(found / point.seconds - 1) for point, found in zip(points, predicted_s, strict=True)]
+    return median(errors) if errors else None
+
+
+class _Problem:
+    """The residuals of a fit, relative to the measured times, and their derivatives."""
+
+    def __init__(self, times: StepTimes, in_sequence: bool) -> None:
+        self.in_sequence = in_sequence
+        self.ridge_point = times.machine.ridge_tokens(times.bytes_per_weight)
+        points = (*times.target, *times.draft, *times.reject)
+        self._n_target, self._n_draft = len(times.target), len(times.draft)
+        self._measured_s = np.array([point.seconds for point in points])
+        self._tokens = np.array([point.n_tokens for point in points], dtype=np.float64)
+        shapes = [(times.n_experts, point.n_used, point.n_tokens) for point in times.target]
+        self._active = np.array([uniform_unique(*shape) for shape in shapes])
+        self._load = np.array([tokens_per_expert(*shape) for shape in shapes])
+        self.lower, self.upper = _bounds(times, in_sequence)
+        # unit of each parameter, so that all are of one size
+        self.scale = np.append(np.maximum(self.upper[:_N_LINEAR], 1e-12), [1.0, 1.0])
+        self.scale[~np.isfinite(self.scale)] = float(self._measured_s[0])
+        self.bounds = self.lower / self.scale, self.upper / self.scale
+
+    def columns(self, ridge_share: float, growth: float) -> FloatArray:
+        """What each linear parameter is multiplied with, [n_points, _N_LINEAR], relative to the measured times."""
+        ridge_tokens = ridge_share * self.ridge_point
+        target, draft = slice(self._n_target), slice(self._n_target, self._n_target + self._n_draft)
+        reject = slice(self._n_target + self._n_draft, None)
+        found = np.zeros((len(self._tokens), _N_LINEAR))
+        found[target, 0] = found[draft, 4] = found[reject, 6] = 1.0
+        found[target, 1] = roofline(self._tokens[target], ridge_tokens, growth)
+        found[target, 2] = self._active
+        found[target, 3] = roofline(self._load, ridge_tokens, growth) * (self._active if self.in_sequence else 1.0)
+        found[draft, 5] = roofline(self._tokens[draft], ridge_tokens, growth)
+        found[reject, 7] = self._tokens[reject]
+        return np.asarray(found * self.scale[:_N_LINEAR] / self._measured_s[:, None])
+
+    def residuals(self, values: FloatArray) -> FloatArray:
+        """Predicted over measured, minus 1, by scaled parameters."""
+        return np.asarray(self.columns(values[-2], values[-1]) @ values[:_N_LINEAR] - 1.0)
+
+
+def _fit(
+    times: StepTimes, in_sequence: bool, start: FloatArray | None = None
+) -> tuple[StepModel, _Problem, FloatArray]:
+    """The model, the problem and its parameters. start: parameters to begin with."""
+    from scipy.optimize import least_squares, lsq_linear  # 0.2 s to import
+
+    problem = _Problem(times, in_sequence)
+    if start is None:
+        best_cost = math.inf
+        lower, upper = (bound[:_N_LINEAR] for bound in problem.bounds)
+        for growth in (*_GROWTH_GRID, float(problem.upper[-1])):
+            for ridge_share in _RIDGE_GRID:
+                columns = problem.columns(ridge_share, growth)
+                found = lsq_linear(columns, np.ones(len(columns)), (lower, upper))
+                if found.cost < best_cost:
+                    best_cost, start = found.cost, np.array([*found.x, ridge_share, growth])
+        assert start is not None
+    else:
+        start = start / problem.scale
+    start = np.clip(start, *_inside(*problem.bounds))
+    found = least_squares(
+        problem.residuals, start, bounds=problem.bounds, method="trf", x_scale="jac", max_nfev=_EVALUATIONS
+    )
+    values = found.x * problem.scale
+    parameters: dict[str, Any] = dict(zip(PARAMETERS, values.tolist(), strict=True))
+    model = StepModel(
+        n_experts=times.n_experts,
+        n_used=times.n_used,
+        ridge_point=problem.ridge_point,
+        in_sequence=in_sequence,
+        **parameters,
+    )
+    return model, problem, values
+
+
+def _bounds(times: StepTimes, in_sequence: bool) -> tuple[FloatArray, FloatArray]:
+    """Lower and upper bounds in the order of PARAMETERS.
+
+    With experts in sequence, k3 * N(t) * G includes loading as well, so that k2 may be 0.
+    """
+    shortest_s = min(point.seconds for point in times.target)
+    expert_s = min(point.seconds / point.n_used for point in times.target)  # N(t) >= K
+    draft_s = min((point.seconds for point in times.draft), default=0.0)
+    reject_s = max((point.seconds for point in times.reject), default=0.0)
+    bandwidth = times.machine.bytes_per_s
+    lower = [min(times.dense_bytes / bandwidth, 0.999 * shortest_s), 0.0]
+    lower += [0.0 if in_sequence else min(times.expert_bytes / bandwidth, 0.999 * expert_s), 0.0]
+    lower += [min(times.draft_bytes / bandwidth, 0.999 * draft_s), 0.0, 0.0, 0.0, _RIDGE_SHARE[0], _GROWTH[0]]
+    upper = [shortest_s, math.inf, expert_s, math.inf, draft_s, math.inf if times.draft else 0.0]
+    upper += [reject_s, reject_s, _RIDGE_SHARE[1], _steepest(times.machine.ridge_tokens(times.bytes_per_weight))]
+    # SciPy needs room between the bounds, also where a part was not measured
+    return np.array(lower), np.maximum(upper, np.array(lower) + 1e-12)
+
+
+def _steepest(ridge_point: float) -> float:
+    """The largest s: 2, or with a ridge below 1.4 tokens the s whose tangent says that no tokens take no time."""
+    return max(_GROWTH[1], math.exp(min(1.0 / ridge_point, 5.0)))
+
+
+def _inside(lower: FloatArray, upper: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Bounds a little inside these, where a start must be."""
+    room = np.where(np.isfinite(upper), upper - lower, 1.0) * 1e-6
+    return lower + room, upper - room

@@ -1,0 +1,205 @@
+"""What `moeedge lab simulate` does: the time that a policy would take on a machine that is not there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from moeedge.cli import options
+from moeedge.cli.common import integers, names, numbers
+from moeedge.cli.declare import Output
+from moeedge.errors import CatalogError, InputError
+from moeedge.hub.catalog import load_catalog
+from moeedge.lab.cli import trace_options
+from moeedge.lab.cli.simulate_options import SimulateOptions
+from moeedge.lab.cli.trace_budgets import TraceBudgets
+from moeedge.lab.sim import simulate as simulation
+from moeedge.lab.sim.constants import SIDES, Side
+from moeedge.lab.sim.model_shape import ModelShape, find_model
+from moeedge.lab.sim.ram_tier import RamTierConfig
+from moeedge.lab.sim.step_costs import StepCosts, find_hardware, program_of, roofline_costs
+from moeedge.lab.traces.importers import read_trace
+from moeedge.lab.views.sim_views import print_simulation, typical_step
+from moeedge.policies.registry import expand_names
+from moeedge.trace.format import Trace
+from moeedge.trace.steps import RejectedTokenModel
+from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
+from moeedge.ui.progress import count_bar
+from moeedge.units import parse_rate
+
+
+def run(
+    given: SimulateOptions,
+    expert_budgets: TraceBudgets,
+    *,
+    gantt: Path | None,
+    event_log: Path | None,
+    output: Output,
+) -> None:
+    """Simulates every combination of the lists and shows the rows. Raises InputError."""
+    if given.seed < 0:
+        raise ValueError(f"--seed must be 0 or more, not {given.seed}")
+    if gantt is not None:
+        check_picture(gantt, "--gantt")
+    if event_log is not None:
+        check_output(event_log)
+    routing, shape = _trace(given.trace, given.model, given.n_tokens, given.seed)
+    if given.hardware.endswith(":cpu") and any(numbers(given.cache_ratio, "--cache-ratio")):
+        raise InputError("A machine without GPU caches no experts.", "Add --cache-ratio 0 --policy none.")
+    costs_of, machine_name = _machine(given.hardware, given.model, shape)
+    about = {
+        "hardware": machine_name,
+        "model": shape.name,
+        "quant": shape.quant,
+        "expert_bytes": shape.expert_bytes,
+        "trace": given.trace.name if given.trace else "stand-in",
+    }
+    budgets = expert_budgets.budgets()
+    configs = [
+        simulation.SimulationConfig(
+            policy=name,
+            cache_ratio=ratio,
+            gamma=gamma,
+            cap=cap,
+            link_factor=link_factor,
+            acceptance=given.acceptance_chance,
+            ablations=options.ablations(given.ablate),
+            seed=given.seed,
+            max_steps=given.max_steps,
+            budget=budget,
+            ram=ram,
+        )
+        for name, ratio, gamma, cap, link_factor, ram, budget in itertools.product(
+            expand_names(names(given.policy, "--policy")),
+            numbers(given.cache_ratio, "--cache-ratio"),
+            integers(given.draft_max, "--draft-max"),
+            integers(given.utility_cap, "--utility-cap"),
+            numbers(given.link, "--link"),
+            _ram_tiers(given.ram_ratio, given.disk_rate, shape),
+            budgets or (None,),
+        )
+    ]
+    if not any(config.ram or config.policy == simulation.STOCK_POLICY for config in configs):
+        n_layers = len(routing.expert_layers())
+        configs = [*dict.fromkeys(simulation.stock_config(config, n_layers) for config in configs), *configs]
+    configs = [
+        replace(config, rejected_token_model=rejected)
+        for config in configs
+        for rejected in _rejected_token_models(routing, config, given.rejected_token_model)
+    ]
+    keep_log = gantt is not None or event_log is not None
+    sides = SIDES if given.ranges else ("chosen",) * 3
+    results: list[simulation.Range] = []
+    try:
+        with count_bar(stderr_console(), "simulating", "rows", len(configs)) as bar:
+            for config in configs:
+                found = {
+                    side: simulation.simulate(costs_of(config.policy, side), routing, config, keep_log=keep_log)
+                    for side in dict.fromkeys(sides)
+                }
+                results.append(simulation.Range(*(found[side] for side in sides)))
+                bar.add()
+    finally:  # Ctrl-C keeps the rows so far
+        rows = [result.row(**about) | ({} if budgets is None else result.chosen.budget_row()) for result in results]
+        simulation.compare_with_stock(rows)
+        if rows and output is Output.JSON:
+            typer.echo(json.dumps(rows, indent=1))
+        elif rows:
+            print_simulation(rows, stdout_console())
+    if gantt is not None:
+        from moeedge.lab.views.sim_plots import draw_gantt  # loads Matplotlib
+
+        draw_gantt([typical_step(result.chosen) for result in results], gantt)
+    if event_log is not None:
+        _write_log(results[-1].chosen, event_log)
+
+
+def _write_log(result: simulation.SimulationResult, path: Path) -> None:
+    """Writes all events. Raises InputError where the file cannot be written."""
+    try:
+        path.write_text(result.log.text(), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {error.strerror}.", "Choose another path.") from None
+
+
+def _ram_tiers(ratios: str | None, rates: str | None, shape: ModelShape) -> list[RamTierConfig] | list[None]:
+    """Every share of the experts in RAM with every disk. Raises InputError for one without the other."""
+    if (ratios is None) != (rates is None):
+        raise InputError("--ram-ratio and --disk-rate need each other.", "Give both, or neither.")
+    if ratios is None or rates is None:
+        return [None]
+    return [
+        RamTierConfig(ratio=ratio, disk_bytes_per_s=parse_rate(rate), expert_bytes=shape.expert_bytes)
+        for ratio in numbers(ratios, "--ram-ratio")
+        for rate in names(rates, "--disk-rate")
+    ]
+
+
+def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Trace, ModelShape]:
+    """The trace of a file, or a synthetic one, and the model's sizes. Raises InputError."""
+    is_file = model.endswith(".gguf")
+    if path is None:
+        if is_file:
+            raise InputError(
+                "A model file does not say which experts tokens use.",
+                "Give a trace with --trace FILE; moeedge profile --trace-out FILE writes one.",
+            )
+        shape = _named_shape(model)
+        return simulation.synthetic_trace(shape, n_tokens, 1, seed), shape
+    if is_file:
+        from moeedge.lab.sim.calibrated import shape_of_file  # loads llama.cpp
+
+        trace = read_trace(path, None)
+        shape = shape_of_file(Path(model), trace.meta.n_expert_used)
+    else:
+        shape = _named_shape(model)
+        trace = read_trace(path, shape.n_experts)
+    n_layers, n_experts = len(trace.expert_layers()), trace.meta.n_experts
+    if n_experts != shape.n_experts or n_layers != shape.n_expert_layers:
+        raise InputError(
+            f"The trace has {n_layers} layers of {n_experts} experts, {shape.name} has "
+            f"{shape.n_expert_layers} of {shape.n_experts}.",
+            "Give the model of the trace with --model.",
+        )
+    return trace, shape
+
+
+def _named_shape(text: str) -> ModelShape:
+    """The sizes of the model and quantization that a name means in every command. Raises InputError."""
+    catalog = load_catalog()
+    try:
+        choice = catalog.find(text)
+        quant = "" if choice is None else choice.variant.quant
+    except CatalogError:  # another quantization than those to download, as F16
+        name, _, quant = text.rpartition(":")
+        choice = catalog.find(name)
+    return find_model(text if choice is None else f"{choice.entry.name}:{quant}")
+
+
+def _rejected_token_models(
+    trace: Trace, config: simulation.SimulationConfig, asked: trace_options.RejectedTokenModel | None
+) -> tuple[RejectedTokenModel, ...]:
+    """The models to simulate a configuration with: those asked for, one where the models do not differ."""
+    differing = simulation.models_that_differ(trace, config)
+    return differing if asked is None or len(differing) == 1 else asked.models
+
+
+def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Callable[[str, Side], StepCosts], str]:
+    """The costs of a policy on a machine, and its name: built in, described by a file, or calibrated.
+
+    A calibration measures what a policy waits for but its planning.
+    """
+    if hardware == "this" or hardware.endswith(".json"):
+        from moeedge.lab.sim.calibrated import calibration_file, read_calibration  # loads llama.cpp
+
+        file = calibration_file(hardware, Path(model).name)
+        if file is not None:
+            measured = read_calibration(file)
+            return lambda policy, side: measured.with_schedule(program_of(policy, side).schedule_s), file.stem
+    name = find_hardware(hardware).name
+    return lambda policy, side: roofline_costs(find_hardware(hardware, side), shape, program_of(policy, side)), name

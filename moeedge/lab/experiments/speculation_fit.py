@@ -1,0 +1,233 @@
+"""`moeedge lab fit`: measures a model with its draft, fits MoESD's model of a step, and predicts what drafts gain.
+
+1. The prompts are answered with the longest drafts: which share is accepted, and a text to measure on.
+2. The parts of a step are timed on windows of that text (step_times.py), with as many tokens before them as the steps
+   of the answers had, and once for each number of active experts.
+3. If asked for, plain and speculative decoding of the same prompts take turns: the speed-ups that are predicted.
+4. The times are fitted (analysis/step_fit.py).
+
+Answers go on after a stop token up to the requested length: the model knows no short last steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from moeedge.bench.harness import GREEDY, rotated
+from moeedge.data.prompts import Prompt
+from moeedge.engine.generation import Generation
+from moeedge.engine.head_draft import HeadDraft
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, EngineInfo
+from moeedge.errors import ContextTooSmallError, InputError
+from moeedge.lab.analysis.step_fit import StepTimes
+from moeedge.lab.analysis.step_model import DraftCount, count_acceptance
+from moeedge.lab.experiments.fit_report import FitReport, SpeedUpSample
+from moeedge.lab.experiments.step_times import StepTimer, read_weights, this_machine
+from moeedge.llama.gguf_file import read_experts_used
+from moeedge.notifications import Notify, ignore
+
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48)
+GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_TOKENS_EACH = (1, 2, 3, 5, 9)  # of one of several sequences: a plain step, verifications of 1, 2, 4 and 8 drafts
+_TOKENS_MAX = 63  # of several sequences; llama.cpp's attention computes more in another way, which the fit knows not
+_MIN_TIMES = 6  # of the target, for a fit
+_MAX_DEPTH = 128  # tokens before a timed batch: 32 sequences of them need 32 times their memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitPlan:
+    """What `moeedge lab fit` measures and predicts."""
+
+    tokens: tuple[int, ...] = TOKENS  # in a batch
+    gammas: tuple[int, ...] = GAMMAS
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    n_used: tuple[int, ...] = ()  # experts per token; empty: the model's, and half of them
+    repetitions: int = 5
+    n_predict: int = 96  # tokens per answer
+    measure_speed_up: bool = True
+
+    def __post_init__(self) -> None:
+        if len(set(self.tokens)) < _MIN_TIMES or min(self.tokens) != 1:
+            raise ValueError(f"--batch-tokens must be at least {_MIN_TIMES} numbers, the first of them 1")
+        if max(self.tokens) > 64:
+            raise ValueError("--batch-tokens must be at most 64, the tokens of the longest verification but one")
+        if not self.gammas or min(self.gammas) < 1:
+            raise ValueError("--draft-max must be at least 1 here")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError("--batch-sizes must be at least 1")
+        if self.repetitions < 1:
+            raise ValueError(f"--repetitions must be at least 1, not {self.repetitions}")
+
+
+def run_fit(
+    config: EngineConfig,
+    prompts: Sequence[Prompt],
+    plan: FitPlan,
+    *,
+    notify: Notify = ignore,
+    on_part: Callable[[str, int], None] = lambda _label, _total: None,
+    on_pass: Callable[[], None] = lambda: None,
+) -> FitReport:
+    """Measures, fits and predicts. config.n_expert_used is ignored.
+
+    on_part: called with what is measured next and the number of its passes, on_pass: after each. Raises InputError for
+    a model without experts, and without a draft that has a time of its own.
+    """
+    most_drafts = max(plan.gammas)
+    sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)
+    samples: list[SpeedUpSample] = []
+    with ExitStack() as stack:
+        session = stack.enter_context(_open(config, most_drafts, None, notify))
+        info, weights = session.info, read_weights(config.model)
+        _check_draft(session)
+        used = _experts_used(plan, info, config.model)
+        on_part("answering", len(prompts))
+        steps, text, depth = _answer(session, prompts, most_drafts, plan.n_predict, on_pass)
+        room = 2 * max(_TOKENS_EACH)  # of each sequence's context, after the tokens before a batch
+        depth = max(1, min(depth, _MAX_DEPTH, len(text) - max(*plan.tokens, room + 1)))
+        machine = this_machine(session, weights, text)
+        timer_of = partial(StepTimer, text=text, depth=depth, repetitions=plan.repetitions, on_pass=on_pass)
+        alone = timer_of(session, shapes=[(1, each) for each in plan.tokens])
+        on_part(f"timing, {info.n_expert_used} experts per token", alone.n_passes)
+        target, reject = alone.target(), alone.reject()
+        # a session of their own on the same models, whose short contexts take little memory
+        shapes = [(size, each) for size in sizes for each in _TOKENS_EACH if 1 < size <= _TOKENS_MAX // each]
+        many = replace(config, gamma=most_drafts, n_expert_used=None, n_parallel=max(sizes), n_ctx=depth + room)
+        draft_model = session.draft_context.model if session.draft_context is not None else None
+        with Session.open(many, model=session.model, draft_model=draft_model) as parallel:
+            together = timer_of(parallel, shapes=shapes, draft_sizes=sizes)
+            on_part(f"timing, up to {max(sizes)} sequences", together.n_passes)
+            target += together.target()
+            draft = together.draft()
+        if plan.measure_speed_up:
+            gammas = (0, *plan.gammas)
+            on_part("decoding, plain and speculative", len(prompts) * len(gammas))
+            samples = list(_decode(session, prompts, gammas, plan.n_predict, on_pass))
+    for n_used in used[1:]:
+        with _open(config, 0, n_used, notify) as other:
+            alone = timer_of(other, shapes=[(1, each) for each in plan.tokens])
+            on_part(f"timing, {n_used} experts per token", alone.n_passes)
+            target += alone.target()
+    times = StepTimes(
+        n_experts=info.n_experts,
+        n_used=info.n_expert_used,
+        target=tuple(target),
+        draft=tuple(draft),
+        reject=tuple(reject),
+        machine=machine,
+        dense_bytes=weights.dense_bytes,
+        expert_bytes=weights.expert_bytes,
+        draft_bytes=read_weights(config.draft).dense_bytes if isinstance(config.draft, Path) else 0.0,
+        bytes_per_weight=weights.bytes_per_weight,
+        depth=depth,
+    )
+    acceptance = count_acceptance(steps, most_drafts)
+    return FitReport.of(info, times, acceptance, samples, gammas=plan.gammas, batch_sizes=plan.batch_sizes)
+
+
+def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) -> Session:
+    session = Session.open(replace(config, gamma=gamma, n_expert_used=n_used), notify=notify)
+    if session.info.n_experts == 0 or not session.model.can_roll_back:
+        session.close()
+        why = "has no experts" if session.info.n_experts == 0 else "cannot take tokens back"
+        raise InputError(
+            f"{config.model.name} {why}: there is nothing to fit.", "Give a Mixture-of-Experts model with -m."
+        )
+    return session
+
+
+def _check_draft(session: Session) -> None:
+    """Raises InputError where drafts are not known to be accepted, or have no time of their own."""
+    if session.info.draft == "none":
+        raise InputError(
+            "Without a draft it is not known how many drafted tokens the model would accept.", "Give a draft with -md."
+        )
+    if isinstance(session.draft, HeadDraft):
+        raise InputError(
+            f"{session.info.draft} is a head, which reads the target's states: it has no time of its own to fit.",
+            "Compare lengths with moeedge bench --modes stock-ar,moeedge:1-8.",
+        )
+
+
+def _experts_used(plan: FitPlan, info: EngineInfo, path: Path) -> tuple[int, ...]:
+    """Experts per token to measure with, the model's own first. Raises InputError for numbers it does not allow."""
+    own = info.n_expert_used
+    if len(read_experts_used(path)[1]) > 1:  # llama.cpp cannot override a list
+        if set(plan.n_used) - {own}:
+            raise InputError(f"{info.model} has a number of experts per token for each layer, which stays as it is.")
+        return (own,)
+    for n_used in plan.n_used:
+        if not 1 <= n_used <= own:
+            raise InputError(
+                f"{info.model} has {info.n_experts} experts, {own} per token: {n_used} per token are not possible.",
+                f"Choose from 1 to {own}.",
+            )
+    return tuple(dict.fromkeys((own, *(plan.n_used or (max(1, own // 2),)))))
+
+
+def _begin(session: Session, prompt: Prompt, gamma: int, n_predict: int) -> tuple[list[int], Generation] | None:
+    """The tokens of a prompt's first turn and its answer, with drafts of that length; None if it is too long."""
+    session.gamma = gamma
+    session.reset()
+    tokens = session.model.tokenize(session.model.render_chat([message.as_dict() for message in prompt.turns[0]]))
+    try:
+        return tokens, session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
+    except ContextTooSmallError:
+        return None
+
+
+def _answer(
+    session: Session,
+    prompts: Sequence[Prompt],
+    gamma: int,
+    n_predict: int,
+    on_pass: Callable[[], None],
+) -> tuple[list[DraftCount], list[int], int]:
+    """The drafts of every step, prompts and answers one after the other, and how many tokens a step has before it."""
+    steps: list[DraftCount] = []
+    text: list[int] = []
+    depths: list[int] = []
+    for prompt in prompts:
+        begun = _begin(session, prompt, gamma, n_predict)
+        if begun is not None:
+            tokens, generation = begun
+            room = n_predict
+            for record in generation:
+                if record.n_verified:
+                    # the end of the answer cuts drafts; a shorter one was ended by the draft itself
+                    steps.append(DraftCount(min(gamma, room - 1), record.n_drafted, record.n_accepted))
+                    depths.append(session.target.n_past - record.n_accepted - 1)
+                room -= len(record.tokens)
+            text += [*tokens, *generation.tokens]
+        on_pass()
+    if not text:
+        raise InputError("No prompt fits the context.", "Use a larger -c.")
+    return steps, text, round(median(depths or [0]))
+
+
+def _decode(
+    session: Session,
+    prompts: Sequence[Prompt],
+    gammas: Sequence[int],
+    n_predict: int,
+    on_pass: Callable[[], None],
+) -> Iterator[SpeedUpSample]:
+    """Answers each prompt with every draft length in turn. An answer of one token gives none."""
+    for index, prompt in enumerate(prompts):
+        for gamma in rotated(gammas, index):
+            begun = _begin(session, prompt, gamma, n_predict)
+            if begun is None:
+                continue
+            for _ in begun[1]:
+                pass
+            stats = begun[1].stats
+            on_pass()
+            if stats.steps and stats.generated_tokens > 1:
+                yield SpeedUpSample(index, gamma, stats.decode_s, stats.generated_tokens - 1, stats.steps)

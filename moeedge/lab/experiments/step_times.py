@@ -1,0 +1,263 @@
+"""Times the parts of a speculative step: target and draft over batches of one or more texts, rejection sampling.
+
+Batches are windows of real text, because which experts its tokens share decides how long they take. The windows of
+several sequences are far apart, and therefore share fewer experts than neighbours of one text do. Every repetition
+takes other places of the text, and runs through the batches in another order. The KV cache holds as many tokens of each
+sequence before a batch as before the steps of an answer: in a small model attention to a long text takes longer than
+all else. Before each timed pass run two of the same shape: llama.cpp builds a graph for each new one, and the
+processor's caches have to fill, neither of which a decoder pays for that goes on with the same shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from moeedge.bench.harness import GREEDY, rotated
+from moeedge.bench.roofline import measure_read_speed
+from moeedge.engine.sampling import Candidates, Sampler
+from moeedge.engine.session import Session
+from moeedge.errors import InputError
+from moeedge.lab.analysis.step_fit import TimePoint
+from moeedge.lab.analysis.step_model import Machine
+from moeedge.llama import gguf_file
+from moeedge.llama.context import Context
+from moeedge.llama.sequence import BatchPart
+from moeedge.native.abi import Phase
+
+WARM_UPS = 2  # untimed passes of the same shape before each timed one; after a single one plain steps are still slower
+_PREFILL_TOKENS = 256  # of the batch that says how many operations per second the kernels reach
+_N_STEPS = 3  # plain steps, of which the fastest counts
+
+Shape = tuple[int, int]  # of a batch: sequences, tokens of each
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """What a step of a model reads and computes."""
+
+    dense_bytes: float  # every step
+    dense_weights: float
+    expert_bytes: float  # of one expert in every MoE layer, together
+    expert_weights: float
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of experts, or of all weights of a dense model."""
+        if self.expert_weights:
+            return self.expert_bytes / self.expert_weights
+        return self.dense_bytes / max(self.dense_weights, 1.0)
+
+    def step_bytes(self, n_used: int) -> float:
+        """That one token reads."""
+        return self.dense_bytes + n_used * self.expert_bytes
+
+    def step_flops(self, n_used: int) -> float:
+        """Operations of one token: two per weight."""
+        return 2 * (self.dense_weights + n_used * self.expert_weights)
+
+
+def read_weights(path: Path) -> ModelWeights:
+    """The sizes in the header of a model. The input embedding counts only if it is the output matrix, too."""
+    tensors = [tensor for file in gguf_file.parts(path) for tensor in gguf_file.read_tensors(file)]
+    names = {tensor.name for tensor in tensors}
+    dense_bytes = dense_weights = expert_bytes = expert_weights = 0.0
+    for tensor in tensors:
+        if "_exps." in tensor.name:
+            n_experts = max(tensor.shape[2], 1)
+            expert_bytes += tensor.size_bytes / n_experts
+            expert_weights += tensor.shape[0] * tensor.shape[1]
+        elif tensor.name != "token_embd.weight" or "output.weight" not in names:
+            dense_bytes += tensor.size_bytes
+            dense_weights += tensor.shape[0] * tensor.shape[1] if tensor.shape[1] > 1 else 0
+    return ModelWeights(dense_bytes, dense_weights, expert_bytes, expert_weights)
+
+
+def this_machine(session: Session, weights: ModelWeights, text: Sequence[int]) -> Machine:
+    """Operations per second by a long batch; bytes per second by reading memory, at least what a plain step needs.
+
+    Next to a GPU the bytes per second are those of a plain step, which is a lower limit.
+    """
+    context, info = session.target, session.info
+    tokens = text[: min(_PREFILL_TOKENS, len(text), context.n_ubatch, context.n_ctx - 2)]
+    context.clear()
+    context.decode(tokens, phase=Phase.PREFILL, logits="last")
+    first = [BatchPart(context.sequences[0], text[:1], "all")]
+    step_s = min(_decode_s(context, first, Phase.DECODE) for _ in range(_N_STEPS))
+    context.clear()
+    start_s = time.perf_counter()
+    context.decode(tokens, phase=Phase.PREFILL, logits="last")
+    flops = len(tokens) * weights.step_flops(info.n_expert_used) / (time.perf_counter() - start_s)
+    bytes_per_s = weights.step_bytes(info.n_expert_used) / step_s
+    if not session.model.uses_gpu:
+        bytes_per_s = max(bytes_per_s, measure_read_speed(info.n_threads))
+    context.clear()
+    return Machine(bytes_per_s=bytes_per_s, flops=flops)
+
+
+class StepTimer:
+    """Times passes of a session's models over windows of `text`; its KV caches are the timer's while it works.
+
+    The session must have as many sequences as the largest of `shapes` and `draft_sizes`. depth: tokens of each sequence
+    before each window, which the KV cache holds. draft_sizes: sequences in a batch of the draft. on_pass: called after
+    each pass.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        text: Sequence[int],
+        shapes: Sequence[Shape],
+        *,
+        draft_sizes: Sequence[int] = (),
+        depth: int,
+        repetitions: int,
+        on_pass: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._session = session
+        self._text = list(text)
+        self._shapes = sorted(set(shapes))
+        self._draft_sizes = [] if session.draft_context is None else sorted(set(draft_sizes))
+        self._repetitions = repetitions
+        self._on_pass = on_pass
+        self._depth = depth
+        self._n_sequences = max(size for size, _ in [*self._shapes, *((size, 1) for size in self._draft_sizes)])
+        self._most = max((each for _, each in self._shapes), default=1)
+        if min(len(self._text), session.target.n_ctx) < depth + self._most:
+            raise InputError(
+                f"A batch of {self._most} tokens after {depth} needs a longer text or context: the answers have "
+                f"{len(self._text):,} tokens, and the context {session.target.n_ctx:,}.",
+                "Use fewer --batch-tokens, a larger -c, or longer answers (-n).",
+            )
+
+    @property
+    def n_passes(self) -> int:
+        """Timed passes of `target` and `draft`."""
+        return self._repetitions * (len(self._shapes) + len(self._draft_sizes))
+
+    def target(self) -> list[TimePoint]:
+        """T_T of all shapes, with the distinct experts that the batches used, per MoE layer."""
+        context = self._session.target
+        n_layers = max(1, len(context.model.host_expert_layers))
+        seconds: dict[Shape, list[float]] = defaultdict(list)
+        unique: dict[Shape, list[float]] = defaultdict(list)
+        for shape, turn in self._turns(self._shapes, context):
+            self._warm_up(context, shape, turn, Phase.VERIFY)
+            if context.sensor is not None:
+                context.sensor.read_counts()
+            seconds[shape].append(_decode_s(context, self._parts(context, shape, turn), Phase.VERIFY))
+            if context.sensor is not None:
+                unique[shape].append(np.count_nonzero(context.sensor.read_counts()) / n_layers)
+            self._on_pass()
+        return [
+            TimePoint(
+                size * each,
+                median(samples),
+                context.model.info.n_expert_used,
+                size,
+                unique_experts=fmean(unique[size, each]) if unique[size, each] else None,
+                samples_s=tuple(samples),
+            )
+            for (size, each), samples in sorted(seconds.items())
+        ]
+
+    def draft(self) -> list[TimePoint]:
+        """T_D(B): one pass of the draft model over a token of each sequence, and a choice for each."""
+        context = self._session.draft_context
+        if context is None:
+            return []
+        sampler = Sampler(GREEDY, context.model.info.n_vocab)
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for shape, turn in self._turns([(size, 1) for size in self._draft_sizes], context):
+            self._warm_up(context, shape, turn, Phase.DRAFT)
+            parts = self._parts(context, shape, turn)
+            start_s = time.perf_counter()
+            for logits in context.decode_parts(parts, phase=Phase.DRAFT):
+                sampler.pick(sampler.candidates(logits[0], []))
+            seconds[shape[0]].append(time.perf_counter() - start_s)
+            _take_back(parts)
+            self._on_pass()
+        return [
+            TimePoint(size, median(samples), n_sequences=size, samples_s=tuple(samples))
+            for size, samples in sorted(seconds.items())
+        ]
+
+    def reject(self) -> list[TimePoint]:
+        """T_rej(t): rejection sampling of t - 1 drafts, all of which are accepted, which takes longest."""
+        context = self._session.target
+        sampler = Sampler(GREEDY, context.model.info.n_vocab)
+        context.clear()
+        self._fill(context, 1, 0)
+        before = self._text[: self._depth]
+        (part,) = self._parts(context, (1, self._most), 0)
+        (logits,) = (rows.copy() for rows in context.decode_parts([part], phase=Phase.VERIFY))
+        best = [int(token) for token in logits.argmax(axis=1)]
+        certain = [Candidates.certain(token) for token in best]
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for turn in range(self._repetitions):
+            for _, n_tokens in rotated(self._shapes, turn):
+                start_s = time.perf_counter()
+                sampler.accept(logits[:n_tokens], best[: n_tokens - 1], certain[: n_tokens - 1], before)
+                seconds[n_tokens].append(time.perf_counter() - start_s)
+        _take_back([part])
+        return [TimePoint(n, median(samples), samples_s=tuple(samples)) for n, samples in sorted(seconds.items())]
+
+    def _turns(self, shapes: Sequence[Shape], context: Context) -> Iterator[tuple[Shape, int]]:
+        """(shape, repetition), the smallest batches first, with the text before them in the KV cache."""
+        for turn in range(self._repetitions):
+            context.clear()
+            for size in sorted({size for size, _ in shapes}):
+                for shape in rotated([shape for shape in shapes if shape[0] == size], turn):
+                    self._fill(context, size, turn)
+                    yield shape, turn
+
+    def _place(self, index: int, turn: int) -> int:
+        """Where the timed tokens of a sequence begin in the text; the sequences lie apart from each other."""
+        room = len(self._text) - self._depth - self._most
+        return self._depth + (index * self._repetitions + turn) * room // (self._repetitions * self._n_sequences)
+
+    def _fill(self, context: Context, size: int, turn: int) -> None:
+        """Lets the KV cache hold the `depth` tokens before each sequence's place."""
+        parts = []
+        for sequence in context.sequences[:size]:
+            place = self._place(sequence.index, turn)
+            if sequence.n_past < self._depth:  # at first, and where a sliding window has lost some
+                begin = place - self._depth + sequence.n_past
+                parts.append(BatchPart(sequence, self._text[begin:place], "none"))
+        for group in context.fitting(parts) if parts else ():
+            context.decode_parts(parts[group], phase=Phase.PREFILL)
+
+    def _parts(self, context: Context, shape: Shape, turn: int, *, skip: int = 0) -> list[BatchPart]:
+        """The batch of that shape; skip: tokens of the text after each place, which goes on at its begin."""
+        size, each = shape
+        parts = []
+        for sequence in context.sequences[:size]:
+            start = (self._place(sequence.index, turn) + skip) % (len(self._text) - each + 1)
+            parts.append(BatchPart(sequence, self._text[start : start + each], "all"))
+        return parts
+
+    def _warm_up(self, context: Context, shape: Shape, turn: int, phase: Phase) -> None:
+        """Computes the same shape with other tokens, untimed."""
+        for n_back in range(WARM_UPS, 0, -1):
+            _decode_s(context, self._parts(context, shape, turn, skip=n_back * shape[1]), phase)
+        self._fill(context, shape[0], turn)
+
+
+def _decode_s(context: Context, parts: Sequence[BatchPart], phase: Phase) -> float:
+    """Seconds of one pass, of which the KV cache keeps nothing."""
+    start_s = time.perf_counter()
+    context.decode_parts(parts, phase=phase)
+    seconds = time.perf_counter() - start_s
+    _take_back(parts)
+    return seconds
+
+
+def _take_back(parts: Sequence[BatchPart]) -> None:
+    for part in parts:
+        part.sequence.trim(part.sequence.n_past - len(part.tokens))

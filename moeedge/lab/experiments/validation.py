@@ -1,0 +1,238 @@
+"""The simulator against the engine: one run gives the measured time per token, the trace and the cost model.
+
+For every combination a session is opened, calibrated again, and answers two prompts with a recorder attached. The first
+answer warms up (slots fill, policies learn), the second is measured. Then their own trace drives the simulation on the
+calibrated cost model, and only the second answer counts. Nothing is fitted to the measured times. Everything is
+repeated, and medians count; those of the cost model are over all sessions of the same draft length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from moeedge.bench.config import BenchMode
+from moeedge.bench.harness import BenchArm, open_arms
+from moeedge.bench.samples import Sample, quotient
+from moeedge.engine.recording import TraceCollector, describe
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import EngineError
+from moeedge.lab.sim.execution import Execution
+from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.step_costs import measured_costs
+from moeedge.lab.traces.schedule import as_computed
+from moeedge.llama.model import Model
+from moeedge.notifications import Notification, Notify
+from moeedge.policies.base import CacheShape, PolicyConfig
+from moeedge.policies.cost_model import CostModel
+from moeedge.policies.registry import make_policy
+from moeedge.scheduler.stats import StepRecord
+from moeedge.trace.format import Trace
+
+# the first warms up, the second is measured
+PROMPTS = (
+    "Explain step by step how to sort a list of numbers, and write a short program that does it.",
+    "Tell a story about a harbour in the early morning, then add 31 and 44 and say what the sum means.",
+)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One point of the comparison."""
+
+    policy: str
+    cache_ratio: float
+    gamma: int
+
+
+@dataclass(frozen=True)
+class Comparison(Combination):
+    """A combination measured and simulated, and the counts that explain a difference; the fields are those of -o json.
+
+    Times are seconds per token of text, hit rates are those of (token, expert) pairs.
+    """
+
+    measured_tpot_s: float
+    tpot_s: float  # simulated, as what follows without "measured" in its name
+    tg_ts: float
+    error: float  # simulated over measured, minus 1
+    tokens: int
+    steps: int
+    hit_rate_pairs_measured: float | None
+    hit_rate_pairs: float
+    draft_measured_s: float
+    draft_s: float
+    rejected_token_model: str | None  # recorded by the engine; None: nothing is drafted
+
+
+@dataclass(frozen=True, eq=False)
+class _Measurement:
+    """Figures of one session; `sample` is the second answer."""
+
+    cost_model: CostModel
+    shape: CacheShape
+    trace: Trace
+    warm_steps: int
+    schedule_s: float  # per step of the first answer, median
+    sample: Sample
+
+    @property
+    def tokens(self) -> int:
+        return self.sample.steps + self.sample.accepted
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds per token of text."""
+        return (self.sample.draft_s + self.sample.verify_s + self.sample.observe_s) / self.tokens
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds per token of text."""
+        return self.sample.draft_s / self.tokens
+
+    @property
+    def hit_rate(self) -> float | None:
+        counters = self.sample.placement
+        return None if counters is None else quotient(counters["pairs_hit"], counters["pairs"])
+
+
+def combinations(policies: Sequence[str], ratios: Sequence[float], gammas: Sequence[int]) -> list[Combination]:
+    """Returns the product of the lists."""
+    return [Combination(*values) for values in itertools.product(policies, ratios, gammas)]
+
+
+def summary(rows: Sequence[Comparison]) -> tuple[float, float]:
+    """Returns the median and the largest absolute error."""
+    errors = [abs(row.error) for row in rows]
+    return median(errors), max(errors)
+
+
+def compare_with_engine(
+    base: EngineConfig,
+    wanted: Sequence[Combination],
+    *,
+    n_predict: int,
+    repeat: int,
+    notify: Notify,
+    models: tuple[Model, Model | None],
+) -> list[Comparison]:
+    """Measures all combinations `repeat` times, and simulates each on the medians.
+
+    base: model, draft, device and threads. The combinations take turns, so that a disturbance of the machine does not
+    affect a single one. notify: receives a line before each measurement.
+    """
+    measured: dict[Combination, list[_Measurement]] = {combination: [] for combination in wanted}
+    for number in range(repeat):
+        for combination, outcomes in measured.items():
+            where = f"{combination.policy}, ratio {combination.cache_ratio:g}, gamma {combination.gamma}"
+            notify(Notification(f"{where}, {number + 1} of {repeat}"))
+            outcomes.append(_measure(base, combination, n_predict, models))
+    # the cost model is the machine's, not the policy's: all sessions with the same draft length measured the same one
+    pooled: dict[int, list[CostModel]] = {}
+    for combination, outcomes in measured.items():
+        pooled.setdefault(combination.gamma, []).extend(outcome.cost_model for outcome in outcomes)
+    return [
+        _simulate(base, combination, outcomes, median_cost_model(pooled[combination.gamma]))
+        for combination, outcomes in measured.items()
+    ]
+
+
+def median_cost_model(measured: Sequence[CostModel]) -> CostModel:
+    """Returns the median of every number: a single measurement may have been disturbed."""
+
+    def middle(name: str) -> Any:
+        values = np.median([np.asarray(getattr(model, name), dtype=np.float64) for model in measured], axis=0)
+        return values if values.ndim else float(values)
+
+    return CostModel(**{item.name: middle(item.name) for item in fields(CostModel)})
+
+
+def _measure(
+    base: EngineConfig, combination: Combination, n_predict: int, models: tuple[Model, Model | None]
+) -> _Measurement:
+    base = replace(base, gamma=combination.gamma, placement=replace(base.placement, measure_anew=True))
+    drafts = combination.gamma > 0
+    mode = BenchMode(
+        "moeedge", "moeedge", drafts=drafts, policy=combination.policy, cache_ratio=combination.cache_ratio
+    )
+    with ExitStack() as stack:
+        (arm,) = open_arms(base, [mode], models if drafts else (models[0], None), stack)
+        session = arm.session
+        if session.placement is None or session.calibration is None or session.calibration.units is None:
+            raise EngineError("Nothing was measured: no device holds experts.", "Use -dev emulated:link=2GB/s.")
+        collector = TraceCollector(describe(session.info, "moeedge lab validate"))
+        session.observers.append(collector)
+        records: list[StepRecord] = []  # of both answers
+        warm, sample = (_recorded_answer(arm, collector, text, n_predict, records.append) for text in PROMPTS)
+        group, capacity, _ = session.placement.cache.groups()
+        info = session.model.info
+        return _Measurement(
+            cost_model=session.calibration.units,
+            shape=CacheShape(info.n_layers, info.n_experts, group.copy(), capacity.copy()),
+            trace=collector.trace(),
+            warm_steps=warm.steps,
+            schedule_s=median(record.observe_s for record in records[: warm.steps]),
+            sample=sample,
+        )
+
+
+def _recorded_answer(
+    arm: BenchArm, collector: TraceCollector, text: str, n_predict: int, on_step: Callable[[StepRecord], None]
+) -> Sample:
+    """Answers `text` from empty KV caches. Transfers go on into the next answer, as they do in the simulation."""
+    arm.session.reset()
+    prompt_ids = arm.prompt_tokens([{"role": "user", "content": text}])
+    if arm.session.target.sensor is not None:
+        arm.session.target.sensor.frames()  # discards those of the calibration
+    collector.begin(prompt_ids)
+    sample = arm.answer(prompt_ids, n_predict=n_predict, ignore_eos=True, drain=False, on_step=on_step)
+    if not sample.steps:
+        raise EngineError("No step was measured: the answer ended at once.", "Use a larger -n.")
+    return sample
+
+
+def _simulate(
+    base: EngineConfig, combination: Combination, outcomes: Sequence[_Measurement], pooled: CostModel
+) -> Comparison:
+    last = outcomes[-1]
+    own = median_cost_model([outcome.cost_model for outcome in outcomes])
+    cost_model = replace(pooled, r_c=own.r_c, r_g=own.r_g)  # these depend on the policy's utilities
+    costs = measured_costs(cost_model, schedule_s=median(outcome.schedule_s for outcome in outcomes))
+    policy = make_policy(
+        combination.policy,
+        last.shape,
+        PolicyConfig(gamma=combination.gamma, cap=base.placement.utility_cap, cost_model=cost_model),
+    )
+    execution = Execution(
+        costs,
+        last.shape,
+        policy,
+        as_computed(last.trace).batches(),
+        predictor=NoisyPredictor(np.ones((last.shape.n_layers, last.shape.n_experts)), PredictorAccuracy(), 0),
+        execution_model=replace(
+            policy.execution_model, device_only=base.placement.execution.misses == "load", layerwise=False
+        ),
+        warm_steps=last.warm_steps,
+    )
+    time = execution.run()
+    measured_s = median(outcome.decode_s for outcome in outcomes)
+    return Comparison(
+        **asdict(combination),
+        measured_tpot_s=measured_s,
+        tpot_s=time.tpot_s,
+        tg_ts=1 / time.tpot_s,
+        error=time.tpot_s / measured_s - 1,
+        tokens=last.tokens,
+        steps=last.sample.steps,
+        hit_rate_pairs_measured=last.hit_rate,
+        hit_rate_pairs=time.hits.hit_rate_pairs,
+        draft_measured_s=median(outcome.draft_s for outcome in outcomes),
+        draft_s=time.per_token_s("draft"),
+        rejected_token_model="recorded" if combination.gamma else None,
+    )

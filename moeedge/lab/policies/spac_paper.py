@@ -1,0 +1,161 @@
+"""Policies spac-paper and spac-program: MoE-SpAc by its paper and by its published program.
+
+spac-paper: utilities s by Algorithm 1 as printed (utility.py), tau by Eq. 9-12, residency by section 3.4:
+- prefetch: the queues of absent experts from level K down to tau, first in, first out within a level, which is the
+  order of layers, as far as there are slots.
+- eviction: of the resident experts only those with s < tau, lowest first. A hot expert (s >= tau) stays, also where an
+  absent one has a higher utility.
+- tau: Eq. 9 and 10 need unit times. Without a cost model Eq. 11 decides alone, and tau is the lowest threshold that
+  satisfies it, so that as many experts are hot as the slots hold. Where none does, tau is K (Appendix C.2).
+
+Eq. 11, W_e * n(tau) <= VRAM_left, in bytes: all experts of a pool have W_e bytes, so both sides are divided by W_e and
+counted in slots. VRAM_left is the memory of the pool's free slots and of the resident experts that tau makes cold,
+which the evictor frees. All layers of a pool share it: a layer has what the other layers leave at the same tau, so that
+the constraint says that all hot experts of the pool fit its slots.
+
+Departures and readings:
+- Section 3.4 has the evictor remove experts below tau. Here they leave when an upload needs their slots: until then
+  they may be hits, and removing them earlier saves nothing.
+- Appendix D: an expert in use has the tag K + 1 and cannot be evicted (the native library pins it). After use its tag
+  drops to 0 within a pass, so that it leaves the space to the layers to come. A plan is made between passes, when every
+  tag is a new utility (section 3.4: its current score). If used experts ranked lower there, too, plans would evict what
+  the next pass needs again: hot ones (half a level lower) 0.415 of the pairs with 1.37 uploads per layer and step on
+  gpt-oss-20b at 16 % of the experts, cold ones alone 0.407 with 0.65; without, 0.417 with 0.64.
+
+spac-program: Algorithm 1 compares the activations of a step with those of the step before, d = f_t - f_{t-1}. The
+program (repository lshAlgorithm/MoE-SpAc, ggml/src/ggml-backend.cpp, StateMachine::update) compares them with the
+utility itself, d = f_t - s_t, and steps s up or down by it: s follows the frequency instead of summing the signs of its
+changes. This alone makes the printed rule better than a binary estimator and gives Table 4 of the paper its order
+(docs/lab/simulation.md). All else is spac-paper: the paper's boundaries, K, tau and residency. The program has fixed
+boundaries (5 up, 1 down), K = 5 and tau = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.policies.base import (
+    BoolArray,
+    CacheShape,
+    ExpertPrediction,
+    FloatArray,
+    IndexArray,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+)
+from moeedge.policies.planner import PooledPolicy
+from moeedge.policies.spac import utility
+from moeedge.policies.spac.balancer import Workload, thresholds
+
+
+class SpacPaper(PooledPolicy):
+    """Hot experts stay, absent hot ones come by the utility of Algorithm 1, cold ones leave by it."""
+
+    name = "spac-paper"
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        self.cap = config.effective_cap
+        super().__init__(shape, config, cap=self.cap)
+        self._config = config
+        self._binary, self._used_only, self._fixed_tau = config.binary, config.used_only, config.fixed_tau
+        self._algorithm = utility.UtilityConfig(
+            gamma=config.gamma if config.gamma > 0 else 2,  # floor(0 / 2) = 0: every expert would rise at every step
+            cap=self.cap,
+            forgetting=config.forgetting,
+            boundaries="fixed" if "no-ada-bc" in config.ablations else "floor",
+        )
+        self._state = utility.initial_state(self._score.shape, self._algorithm)
+        self._last_used: BoolArray = np.zeros(self._score.shape, dtype=np.bool_)
+        self._level_start = (np.arange(shape.n_layers) * (self.cap + 1))[:, None]
+        self._n_pairs = np.zeros(shape.n_layers)
+
+    def observe(self, observation: Observation) -> None:
+        """One step of Algorithm 1. A prefill is not a step: it counts an entire text."""
+        if observation.prefill or observation.n_tokens < 1:
+            return
+        self._state = utility.observe(self._state, observation.counts, self._algorithm)
+        np.greater(observation.counts, 0, out=self._last_used)
+        self._n_pairs = observation.counts.sum(axis=1, dtype=np.float64)
+
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans to hold the hot experts; neither tokens nor predictions are read."""
+        s = self._last_used.astype(np.float32) if self._binary else self._state.utility.astype(np.float32)
+        tau = self._thresholds(s, resident)
+        hot, held = s >= tau[:, None], np.asarray(resident != 0)
+        # in ascending order: absent cold experts, 0; resident cold ones, below 1; absent hot ones; resident hot ones
+        score = self._score
+        np.multiply(s, held / np.float32(self.cap + 1), out=score)
+        score[hot] = 1.0 + s[hot]
+        score[hot & held] += self.cap
+        self._planner.fit(score, resident, 0.0)
+        allowed = hot & self._last_used if self._used_only else hot
+        return self._planner.moves(score, s, tau, resident, self._max_uploads, allowed=allowed)
+
+    def reset(self) -> None:
+        """Starts with no utilities (Algorithm 1, lines 2-3)."""
+        self._state = utility.initial_state(self._state.utility.shape, self._algorithm)
+        self._last_used[:] = False
+        self._n_pairs[:] = 0.0
+
+    def _thresholds(self, s: FloatArray, resident: Resident) -> FloatArray:
+        if self._fixed_tau is not None:
+            return np.full(self.shape.n_layers, self._fixed_tau, dtype=np.float32)
+        cost = self._config.cost_model
+        if self._binary:
+            return np.ones(self.shape.n_layers, dtype=np.float32)
+        absent = np.asarray(resident == 0)
+        bins = self._level_start + s.astype(np.intp)  # by layer and level
+        size = (self.shape.n_layers, self.cap + 1)
+        n_absent = np.bincount(bins[absent], minlength=size[0] * size[1]).reshape(size)
+        n_held = np.bincount(bins[~absent], minlength=size[0] * size[1]).reshape(size)
+        # [n_layers, K]: absent experts at or above tau = j + 1, and resident ones below it
+        n_uploads = n_absent[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
+        n_cold = n_held.cumsum(axis=1)[:, :-1]
+        room = self._room(n_uploads, n_cold, n_held.sum(axis=1))
+        if cost is None:
+            fits = n_uploads <= room
+            return np.where(fits.any(axis=1), fits.argmax(axis=1) + 1, self.cap).astype(np.float32)
+        n_distinct = np.count_nonzero(self._last_used, axis=1).astype(np.float64)
+        tokens = float(self._n_pairs.sum() / max(n_distinct.sum(), 1.0))  # per expert, at which the unit times are read
+        index = np.minimum(np.arange(1, self.cap + 1), cost.cap)
+        work = Workload.of_ratios(
+            cost.r_c[index],
+            cost.r_g[index],
+            self._n_pairs,
+            n_distinct,
+            cost.cpu_s(max(tokens, 1.0)) / max(tokens, 1.0),  # per pair
+            cost.device_s(max(tokens, 1.0)),  # per distinct expert
+            n_uploads,
+            room,
+        )
+        draft_share_s = self._config.gamma * cost.draft_token_s / self.shape.n_layers
+        return thresholds(work, cost.transfer_expert_s, draft_share_s)
+
+    def _room(self, n_uploads: IndexArray, n_cold: IndexArray, n_held: IndexArray) -> NDArray[np.float64]:
+        """VRAM_left in slots [n_layers, K]: what is free at each tau, less the uploads of the other layers of the pool.
+
+        n_uploads, n_cold: experts [n_layers, K]. n_held: [n_layers].
+        """
+        room = np.zeros(n_uploads.shape)
+        for layers, capacity in self.shape.pools():
+            free = max(capacity - int(n_held[layers].sum()), 0)
+            left = free + n_cold[layers].sum(axis=0) - n_uploads[layers].sum(axis=0)
+            room[layers] = left + n_uploads[layers]
+        return room
+
+
+class SpacProgram(SpacPaper):
+    """The utility of the published program, with the residency of spac-paper."""
+
+    name = "spac-program"
+
+    def observe(self, observation: Observation) -> None:
+        """One step, with the utility in place of the last step's activations."""
+        self._state = replace(self._state, counts=self._state.utility.astype(np.int32))
+        super().observe(observation)

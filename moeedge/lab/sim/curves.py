@@ -1,0 +1,389 @@
+"""Hits over uploads: every policy at many limits of traffic, with the error that another choice of texts would make.
+
+Each policy goes through the same batches once for each limit, which it is told (`PolicyConfig.max_uploads`) and which
+holds it (`PolicyReplay`). A run is a point: uploads per layer and step, and the share of the pairs it found. What a
+policy reaches "with at most u uploads" is its best point at or left of u, since one that is told of more may use less.
+Systems that load missing experts on demand cannot be limited: they have one point. So have policies whose predictors
+have no input in a trace: by their caches alone they are not ranked. Limits above twice what a policy uses without one
+are left out: they would rarely bind it.
+
+Errors come from a bootstrap over texts: 95 % of the resamples of texts lie in an interval. Policies are compared on the
+same resamples, so that what makes a text hard for all of them cancels out. The points that are compared are chosen
+once, on all texts. A trace of few texts is resampled in blocks of steps. Texts are taken as independent, though
+policies carry what they learned from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.lab.sim.batches import cache_shape
+from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
+from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, lacks_predictor, replay_arms
+from moeedge.lab.traces.schedule import AcceptanceSource, Schedule
+from moeedge.policies.registry import BOUNDS, TABLE
+
+# in activations; a step of gamma 8 activates an expert at most 9 times
+_SLOT_PRICES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
+_UPLOAD_PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 48.0, 96.0, 200.0)
+
+
+def pairs_found_at_most(schedule: Schedule, cache_ratio: float, limits: Sequence[float]) -> list[float]:
+    """For each limit of uploads per layer and step, pairs that no schedule of uploads exceeds."""
+    counts = (chunk.counts[chunk.counted].reshape(-1, chunk.counts[0].size) for chunk in schedule.chunks())
+    n_slots = int(cache_shape(schedule.trace, cache_ratio).capacity[0])
+    layer_steps = schedule.n_steps * len(schedule.trace.expert_layers())
+    slot_price, upload_price, surplus = _surplus([step for chunk in counts for step in chunk])
+    with_slots = surplus + slot_price * n_slots * schedule.n_steps
+    return [float((with_slots + upload_price * limit * layer_steps).min()) for limit in limits]
+
+
+def _surplus(
+    steps: Sequence[NDArray[np.int32]],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Prices of slots and uploads [n_prices], and what the best schedule finds beyond them; steps: counts [n]."""
+    slot_price, upload_price = (prices.reshape(-1) for prices in np.meshgrid(_SLOT_PRICES, _UPLOAD_PRICES))
+    size = (slot_price.size, steps[0].size)
+    # the most so far, if the expert is on the device after the step or not, [n_prices, n]
+    resident, absent = np.full(size, -np.inf), np.zeros(size)
+    uploaded = np.empty(size)
+    for counts in steps:
+        np.subtract(absent, upload_price[:, None], out=uploaded)
+        np.maximum(absent, resident, out=absent)
+        np.maximum(resident, uploaded, out=resident)
+        resident += counts
+        resident -= slot_price[:, None]
+    return slot_price, upload_price, np.maximum(resident, absent).sum(axis=1)
+
+
+PAIR_BOUNDS = ("oracle",)  # curves are of pairs; belady bounds distinct experts
+LIMITS: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # uploads per layer and step
+REFERENCE = "lfu"
+RESAMPLES = 2000
+_INTERVAL = (2.5, 97.5)  # percentiles
+_TEXTS_MIN = 8  # fewer texts are resampled in blocks
+_BLOCK_STEPS = 4
+_BINDING = 2.0  # times the uploads without a limit
+_ROUNDING = 1e-6  # uploads per layer and step
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class CurveInput:
+    """A schedule to replay and what is known about it."""
+
+    trace: str  # name
+    schedule: Schedule
+    cache_ratio: float
+    texts: str = "all"  # which of the trace
+    profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], of texts that are not replayed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveConfig:
+    """What all inputs have in common."""
+
+    policies: tuple[str, ...]  # without bounds, which are always added
+    limits: tuple[float, ...] = LIMITS  # "unlimited" is always added
+    accuracy: PredictorAccuracy = NO_PREDICTOR
+    fresh_memory: bool = False  # every text begins with an empty policy
+    resamples: int = RESAMPLES
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.limits or not all(limit >= 0 for limit in self.limits):
+            raise ValueError("the limits must be at least one number >= 0 of uploads per layer and step")
+        if self.resamples < 1:
+            raise ValueError(f"the resamples must be at least 1, not {self.resamples}")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and the interval that 95 % of the resamples are in."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, eq=False)
+class CurvePoint:
+    """One policy, or a bound, at one limit."""
+
+    policy: str
+    max_uploads: float | None  # told and held; None: no limit
+    uploads_per_layer_step: float
+    hit_rate_pairs: Estimate
+    pairs_hit: IntArray  # by unit
+    uploads: IntArray  # by unit
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """What a policy reaches with at most so many uploads per layer and step."""
+
+    policy: str
+    uploads: float | None  # None: with any
+    hit_rate_pairs: Estimate
+    beyond_reference: Estimate | None  # hit rate above the reference policy's with at most as many; None: not known
+    max_uploads: float | None  # the limit that its best point was told of
+
+
+@dataclass(frozen=True, eq=False)
+class CurvePanel:
+    """All policies on one schedule."""
+
+    trace: str
+    texts: str
+    model: str
+    rejected_token_model: str
+    cache_ratio: float
+    slots: int
+    gamma: int
+    acceptance_rate: float | None
+    acceptance_chance: float | None
+    acceptance_source: AcceptanceSource | None
+    steps: int
+    n_texts: int
+    unit: str  # of the bootstrap: "text", or "4 steps"
+    fresh_memory: bool
+    apart: tuple[str, ...]  # policies whose predictors have no input here: by their caches alone, not to be ranked
+    pairs: IntArray  # by unit
+    points: tuple[CurvePoint, ...]
+    at_most: tuple[AtMost, ...]
+    offline_bound: tuple[tuple[float, float], ...]  # uploads per layer and step, hit rate that no schedule exceeds
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, with the sums of each text."""
+        about = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return about | {
+            "pairs": self.pairs.tolist(),
+            "points": [_flat(point) for point in self.points],
+            "at_most": [asdict(entry) for entry in self.at_most],
+            "offline_bound": [{"uploads": limit, "hit_rate_pairs": value} for limit, value in self.offline_bound],
+        }
+
+
+class _Sums(NamedTuple):
+    """Sums of one arm by unit."""
+
+    max_uploads: float | None
+    pairs_hit: IntArray
+    uploads: IntArray
+
+
+def trace_curves(
+    inputs: Sequence[CurveInput],
+    config: CurveConfig,
+    *,
+    n_processes: int = 1,
+    on_done: Callable[[int], None] = lambda _n: None,
+) -> list[CurvePanel]:
+    """A panel for each input. on_done: called with the number of (input, policy) pairs that are done.
+
+    The result does not depend on `n_processes`. Raises ValueError for an unknown policy.
+    """
+    tasks = [(index, name) for index in range(len(inputs)) for name in (*config.policies, *PAIR_BOUNDS)]
+    tasks.sort(key=lambda task: -inputs[task[0]].schedule.n_steps)  # the longest first
+    found: dict[tuple[int, str], list[_Sums]] = {}
+    if n_processes == 1:
+        for done, task in enumerate(tasks, start=1):
+            found[task] = _run(inputs, config, *task)
+            on_done(done)
+    else:
+        with ProcessPoolExecutor(
+            n_processes, get_context("spawn"), initializer=_Worker.begin, initargs=(inputs, config)
+        ) as pool:
+            for done, (task, sums) in enumerate(zip(tasks, pool.map(_Worker.run, tasks), strict=True), start=1):
+                found[task] = sums
+                on_done(done)
+    return [
+        _panel(each, config, {name: found[index, name] for name in (*config.policies, *PAIR_BOUNDS)})
+        for index, each in enumerate(inputs)
+    ]
+
+
+class _Worker:
+    """State of a worker process."""
+
+    inputs: Sequence[CurveInput] = ()
+    config: CurveConfig | None = None
+
+    @classmethod
+    def begin(cls, inputs: Sequence[CurveInput], config: CurveConfig) -> None:
+        cls.inputs, cls.config = inputs, config
+
+    @classmethod
+    def run(cls, task: tuple[int, str]) -> list[_Sums]:
+        assert cls.config is not None
+        return _run(cls.inputs, cls.config, *task)
+
+
+def limits_of(policy: str, config: CurveConfig) -> tuple[float, ...]:
+    """The limits that a policy may be replayed with besides none: not bounds, nor policies whose traffic cannot be
+    limited, nor those that are not ranked.
+    """
+    entry = TABLE[policy]
+    if policy in BOUNDS or entry.execution_model.device_only or lacks_predictor(policy, config.accuracy):
+        return ()
+    return config.limits
+
+
+def bootstrap_weights(n_units: int, n_resamples: int, seed: int) -> FloatArray:
+    """How often each unit occurs in each resample, [n_resamples, n_units]."""
+    rng = np.random.default_rng(seed)
+    return rng.multinomial(n_units, np.full(n_units, 1.0 / n_units), n_resamples).astype(np.float64)
+
+
+def _run(inputs: Sequence[CurveInput], config: CurveConfig, index: int, policy: str) -> list[_Sums]:
+    """One policy without a limit, and at the limits that could bind it."""
+    each = inputs[index]
+    shared = ReplayConfig(
+        policies=(),
+        ratios=(each.cache_ratio,),
+        seed=config.seed,
+        profile=each.profile,
+        accuracy=config.accuracy,
+        fresh_memory=config.fresh_memory,
+    )
+    unit_of = _units(each.schedule)[0]
+
+    def sums_at(limits: Sequence[float | None]) -> list[_Sums]:
+        arms = [ReplayArm(policy, each.cache_ratio, limit) for limit in limits]
+        return [
+            _Sums(
+                limit,
+                _by_unit(np.array(stats.pairs_hit_by_batch), unit_of),
+                _by_unit(np.diff(stats.uploads_until, prepend=0), unit_of),
+            )
+            for limit, stats in zip(limits, replay_arms(each.schedule, arms, shared), strict=True)
+        ]
+
+    unlimited = sums_at([None])
+    layer_steps = each.schedule.n_steps * len(each.schedule.trace.expert_layers())
+    used = float(unlimited[0].uploads.sum()) / layer_steps
+    binding = [limit for limit in limits_of(policy, config) if limit <= _BINDING * used]
+    return (sums_at(binding) if binding else []) + unlimited
+
+
+def _units(schedule: Schedule) -> tuple[IntArray, str]:
+    """The unit of the bootstrap that each batch belongs to, int64 [n_batches], and what a unit is."""
+    text = np.cumsum(schedule.is_first) - 1
+    if schedule.n_texts >= _TEXTS_MIN:
+        return text, "text"
+    step = np.cumsum(~schedule.prefill) - 1
+    return np.maximum(step, 0) // _BLOCK_STEPS, f"{_BLOCK_STEPS} steps"
+
+
+def _by_unit(values: NDArray[Any], unit_of: IntArray) -> IntArray:
+    sums = np.zeros(int(unit_of[-1]) + 1, dtype=np.int64)
+    np.add.at(sums, unit_of, values.astype(np.int64))
+    return sums
+
+
+def _pairs_of(schedule: Schedule, unit_of: IntArray) -> IntArray:
+    by_batch = [chunk.counts.sum(axis=(1, 2)) * chunk.counted for chunk in schedule.chunks()]
+    return _by_unit(np.concatenate(by_batch), unit_of)
+
+
+def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]]) -> CurvePanel:
+    schedule = each.schedule
+    unit_of, unit = _units(schedule)
+    pairs = _pairs_of(schedule, unit_of)
+    weights = bootstrap_weights(pairs.size, config.resamples, config.seed)
+    resampled_pairs = np.maximum(weights @ pairs, 1.0)
+    layer_steps = schedule.n_steps * len(schedule.trace.expert_layers())
+    resampled: list[FloatArray] = []  # hit rates of each point
+    points: list[CurvePoint] = []
+    for policy, arms in found.items():
+        for sums in arms:
+            resampled.append(weights @ sums.pairs_hit / resampled_pairs)
+            points.append(
+                CurvePoint(
+                    policy,
+                    sums.max_uploads,
+                    round(int(sums.uploads.sum()) / layer_steps, 6),
+                    _estimate(int(sums.pairs_hit.sum()) / max(int(pairs.sum()), 1), resampled[-1]),
+                    sums.pairs_hit,
+                    sums.uploads,
+                )
+            )
+    return CurvePanel(
+        trace=each.trace,
+        texts=each.texts,
+        model=schedule.trace.meta.model,
+        rejected_token_model=schedule.rejected_token_model,
+        cache_ratio=each.cache_ratio,
+        slots=int(each.cache_ratio * len(schedule.trace.expert_layers()) * schedule.trace.meta.n_experts + 1e-9),
+        gamma=schedule.gamma,
+        acceptance_rate=None if schedule.acceptance_rate is None else round(schedule.acceptance_rate, 6),
+        acceptance_chance=None if schedule.acceptance_chance is None else round(schedule.acceptance_chance, 6),
+        acceptance_source=schedule.acceptance_source,
+        steps=schedule.n_steps,
+        n_texts=schedule.n_texts,
+        unit=unit,
+        fresh_memory=config.fresh_memory,
+        apart=tuple(name for name in config.policies if lacks_predictor(name, config.accuracy)),
+        pairs=pairs,
+        points=tuple(points),
+        at_most=tuple(_at_most(points, resampled, config)),
+        offline_bound=_offline_bound(each, config, points, int(pairs.sum())),
+    )
+
+
+def _at_most(points: Sequence[CurvePoint], resampled: Sequence[FloatArray], config: CurveConfig) -> list[AtMost]:
+    """For every policy and limit the best of its points that use no more; none where all of them use more."""
+    found = []
+    for limit in (*config.limits, None):
+        best: dict[str, int] = {}  # of each policy, among the points
+        for index, point in enumerate(points):
+            if limit is not None and point.uploads_per_layer_step > limit + _ROUNDING:
+                continue
+            before = best.get(point.policy)
+            if before is None or point.hit_rate_pairs.value > points[before].hit_rate_pairs.value:
+                best[point.policy] = index
+        reference = best.get(REFERENCE)
+        for policy, index in best.items():
+            beyond = None
+            if reference is not None:
+                value = points[index].hit_rate_pairs.value - points[reference].hit_rate_pairs.value
+                beyond = _estimate(value, resampled[index] - resampled[reference])
+            found.append(AtMost(policy, limit, points[index].hit_rate_pairs, beyond, points[index].max_uploads))
+    return found
+
+
+def _offline_bound(
+    each: CurveInput, config: CurveConfig, points: Sequence[CurvePoint], n_pairs: int
+) -> tuple[tuple[float, float], ...]:
+    """The bound at each limit, at most the one-step oracle's hit rate, which bounds all traffic."""
+    oracle = next(point.hit_rate_pairs.value for point in points if point.policy == "oracle")
+    found = pairs_found_at_most(each.schedule, each.cache_ratio, config.limits)
+    return tuple(
+        (limit, round(min(pairs / max(n_pairs, 1), oracle), 6))
+        for limit, pairs in zip(config.limits, found, strict=True)
+    )
+
+
+def _estimate(value: float, resampled: FloatArray) -> Estimate:
+    low, high = np.percentile(resampled, _INTERVAL)
+    return Estimate(round(value, 6), round(float(low), 6), round(float(high), 6))
+
+
+def _flat(point: CurvePoint) -> dict[str, Any]:
+    return {
+        "policy": point.policy,
+        "max_uploads": point.max_uploads,
+        "uploads_per_layer_step": point.uploads_per_layer_step,
+        "hit_rate_pairs": asdict(point.hit_rate_pairs),
+        "pairs_hit": point.pairs_hit.tolist(),
+        "uploads": point.uploads.tolist(),
+    }

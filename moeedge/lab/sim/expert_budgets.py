@@ -1,0 +1,183 @@
+"""Expert budgets on the batches of a trace (lab/policies/expert_budget.py): what MoE-Spec's verification computes.
+
+A trace holds a token's experts and, if it was recorded with them, their weights as the model applies them, but not the
+probabilities of the other experts: they would make it N/k times as large. The ranking "picks" needs no more than the
+weights. The router ranking (Eq. 5) sums probabilities of all experts: here those of the tokens' own, the rest is left
+out, and a model that normalises the weights of a token gives every token the same say. A token whose expert is not
+shortlisted gets the shortlisted experts with the highest scores of the batch in its place, where the engine takes those
+with the token's own next probabilities. That leaves the number of experts as it is, but not which ones are kept and who
+computes a replaced pair: tests/benchmarks/budget_from_weights.py compares. Without weights all experts of a token count
+alike (`WeightSource`).
+
+As in the engine, verifications of two tokens and more have the budget, prompts and single tokens have none. Truncation
+leaves a zeroed place with another expert of the shortlist, which counts as computed; the engine's CPU leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.experts import count_ids
+from moeedge.lab.policies.expert_budget import Ids, apply_budget, pick_scores, router_scores, static_scores
+from moeedge.lab.traces.schedule import Batch, Chunk, Schedule
+from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.trace.format import Trace
+
+WeightSource = Literal["weights", "counts"]  # of the trace; counts: it has none, every expert of a token weighs alike
+_UNUSED = 1e-9  # share of the batch's score that stands for a token's unknown probability of an expert
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticBudget(ExpertBudget):
+    """Shortlists the first experts of a calibrated order (Eq. 4).
+
+    order: int32 [n_layers, n_experts], expert ids of each layer, best first
+    """
+
+    ranking: str = "static"
+    order: Ids = field(compare=False)
+
+    RANKINGS: ClassVar[tuple[str, ...]] = ("static",)
+
+
+@dataclass
+class BudgetStats:
+    """Experts of verifications, summed over layers with experts and steps that are not prompts."""
+
+    layer_steps: int = 0
+    natural: int = 0  # distinct experts that the router chose
+    kept: int = 0  # that were computed
+    kept_max: int = 0  # the largest number of a layer and step
+    kept_probability: float = 0.0  # share of the weight of the router's choices that is on shortlisted experts
+
+    def row(self) -> dict[str, float | int]:
+        """Means by layer and step, as -o json prints them."""
+        n = max(self.layer_steps, 1)
+        return {
+            "experts_natural": round(self.natural / n, 6),
+            "experts_kept": round(self.kept / n, 6),
+            "experts_max": self.kept_max,
+            "kept_probability": round(self.kept_probability / n, 6),
+        }
+
+
+@dataclass
+class BudgetedTrace:
+    """Limits the verifications of one trace, and counts what that keeps. budget None: counts alone.
+
+    Raises InputError for a budget that does not suit the trace's model.
+    """
+
+    trace: Trace
+    budget: ExpertBudget | None
+    stats: BudgetStats = field(default_factory=BudgetStats)
+
+    def __post_init__(self) -> None:
+        meta = self.trace.meta
+        self._layers = np.array(self.trace.expert_layers(), dtype=np.intp)
+        self._used = self.trace.used_per_layer
+        self._budgets = np.full(meta.n_layers, meta.n_experts, dtype=np.int32)
+        self._static: NDArray[np.float64] | None = None
+        if self.budget is None:
+            return
+        self._budgets = self.budget.per_layer(self._layers, meta.n_layers, meta.n_experts, self._used)
+        if isinstance(self.budget, StaticBudget):
+            if self.budget.order.shape != (meta.n_layers, meta.n_experts):
+                ranked = "{} layers of {} experts".format(*self.budget.order.shape)
+                raise InputError(
+                    f"The ranking is for {ranked}, and the model has {meta.n_layers} of {meta.n_experts}.",
+                    "Make one with this model: moeedge lab budget --save-ranking FILE.",
+                )
+            self._static = static_scores(self.budget.order)
+
+    @property
+    def source(self) -> WeightSource:
+        """What the scores are made of."""
+        return "counts" if self.trace.weights is None else "weights"
+
+    def row(self) -> dict[str, Any]:
+        """The figures of `stats`, and what they were made of."""
+        return {**self.stats.row(), "budget_weights": self.source}
+
+    def limited(self, batch: Batch) -> Batch:
+        """The batch under the budget; a prompt is unchanged."""
+        if batch.prefill:
+            return batch
+        layers = self._layers
+        n_natural = np.count_nonzero(batch.counts[layers], axis=1)
+        is_over = n_natural > self._budgets[layers]
+        self._count(n_natural[~is_over])
+        changed = layers[is_over]
+        if not changed.size:
+            return batch
+        ids, counts = batch.ids.copy(), batch.counts.copy()
+        is_recorded = (ids[changed] >= 0).all(axis=2)  # [n_changed, n_tokens]
+        groups = [changed] if is_recorded.all() else np.split(changed, np.arange(1, changed.size))
+        for group in groups:
+            n_used = self._used[group[0]]
+            tokens = np.flatnonzero((ids[group[0], :, :n_used] >= 0).all(axis=1))
+            at = np.ix_(group, tokens, np.arange(n_used))
+            ids[at] = self._apply(batch, group, tokens)
+        counts[changed] = count_ids(ids[changed], self.trace.meta.n_experts)
+        return replace(batch, ids=ids, counts=counts)
+
+    def limited_chunk(self, chunk: Chunk) -> Chunk:
+        """All batches of a chunk."""
+        batches = [self.limited(batch) for batch in chunk.batches]
+        return replace(chunk, batches=batches, counts=np.stack([batch.counts for batch in batches]))
+
+    def limited_counts(self, schedule: Schedule) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Counts and `counted` of each chunk of a schedule under the budget; `stats` stay as they are."""
+        uncounted = BudgetedTrace(self.trace, self.budget)
+        for chunk in schedule.chunks():
+            yield uncounted.limited_chunk(chunk).counts, chunk.counted
+
+    def _apply(self, batch: Batch, layers: NDArray[np.intp], tokens: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Ids int32 [len(layers), len(tokens), k] of layers that all use k experts, and of tokens that are recorded."""
+        assert self.budget is not None
+        ids = batch.ids[np.ix_(layers, tokens, np.arange(self._used[layers[0]]))]
+        weights = self._weights(batch, layers, tokens)
+        probabilities = np.zeros((*ids.shape[:2], self.trace.meta.n_experts), dtype=np.float64)
+        np.put_along_axis(probabilities, ids, weights, axis=-1)
+        picks = self.budget.ranking == "picks"
+        scores = pick_scores(probabilities, ids) if picks else router_scores(probabilities)
+        np.copyto(probabilities, _UNUSED * scores[:, None], where=probabilities == 0)
+        routing = apply_budget(
+            probabilities,
+            ids,
+            probabilities,
+            self._budgets[layers],
+            weights=weights.astype(np.float32),
+            coverage=self.budget.coverage,
+            scores=scores if self._static is None else self._static[layers],
+        )
+        self._count(routing.n_natural, routing.n_kept, routing.kept_probability)
+        return routing.ids
+
+    def _weights(self, batch: Batch, layers: NDArray[np.intp], tokens: NDArray[np.intp]) -> NDArray[np.float64]:
+        """Weights of the router's choices, float64 [len(layers), len(tokens), k]."""
+        k = self._used[layers[0]]
+        if self.trace.weights is None or batch.rows is None:
+            return np.full((layers.size, tokens.size, k), 1.0 / k)
+        recorded: NDArray[np.float64]
+        recorded = self.trace.weights[..., :k][np.ix_(batch.rows[tokens], layers)].astype(np.float64).transpose(1, 0, 2)
+        return np.maximum(np.where(np.isfinite(recorded), recorded, 1.0 / k), 0.0)
+
+    def _count(
+        self,
+        n_natural: NDArray[Any],
+        n_kept: NDArray[Any] | None = None,
+        kept_probability: NDArray[np.float64] | None = None,
+    ) -> None:
+        kept = n_natural if n_kept is None else n_kept
+        self.stats.layer_steps += n_natural.size
+        self.stats.natural += int(n_natural.sum())
+        self.stats.kept += int(kept.sum())
+        self.stats.kept_max = max(self.stats.kept_max, int(kept.max(initial=0)))
+        self.stats.kept_probability += n_natural.size if kept_probability is None else float(kept_probability.sum())

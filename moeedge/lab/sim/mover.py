@@ -1,0 +1,169 @@
+"""The copy stream and its slots: executes plans one expert after the other, as time allows.
+
+The rules are those of the engine's mover. A plan replaces what is still queued; what is in flight goes on. An upload
+takes a free slot, or that of the plan's lowest victim that is not in use; without either it is left out. Experts that
+the computation waits for (`demand`) go before everything that is queued, into a staging buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.experts import Residency
+from moeedge.lab.sim.clock import Clock, Log, Process, Signal, Span
+from moeedge.lab.sim.step_costs import StepCosts
+from moeedge.policies.base import CacheShape, Plan
+
+Expert = tuple[int, int]  # layer, expert
+
+
+class Demand:
+    """One transfer that the computation waits for."""
+
+    def __init__(self, layer: int, n_experts: int, rest_ns: int) -> None:
+        self.layer = layer
+        self.n_experts = n_experts
+        self.rest_ns = rest_ns  # time of what is moved in addition to the experts
+        self.arrived = Signal()
+        self.start_ns = 0
+
+
+class Mover:
+    """An expert store (scheduler/driver.py) with time; `resident` is uint8 [n_layers, n_experts] of Residency."""
+
+    def __init__(
+        self, clock: Clock, log: Log, costs: StepCosts, shape: CacheShape, *, batched: bool, stream: str = "link"
+    ) -> None:
+        self.shape = shape
+        self.resident: NDArray[np.uint8] = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
+        self.n_uploads = 0  # experts moved, on demand or not
+        self.step = 0  # for the log
+        self._clock, self._log, self._costs = clock, log, costs
+        self._batched, self._stream = batched, stream
+        self._free = [int(n) for n in shape.capacity]
+        self._queue: deque[Expert] = deque()
+        self._victims: list[deque[Expert]] = [deque() for _ in range(shape.n_groups)]
+        self._demands: deque[Demand] = deque()
+        self._staged: set[Expert] = set()
+        self._pinned: set[Expert] = set()
+        self._arrivals: dict[Expert, Signal] = {}
+        self._is_first = True  # upload of its plan
+        self._work = Signal()
+        self._drained = Signal()
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether an upload is under way that no computation waits for."""
+        return bool(self._arrivals)
+
+    def residency(self) -> NDArray[np.uint8]:
+        """`resident`, which changes as time goes by."""
+        return self.resident
+
+    def push(self, plan: Plan) -> None:
+        """Replaces the queue by a plan; experts in the staging buffer that are to stay take their slots at once."""
+        self._queue.clear()
+        for group in self._victims:
+            group.clear()
+        for layer, expert in plan.victims.tolist():
+            self._victims[self.shape.group[layer]].append((layer, expert))
+        for layer, expert in plan.uploads.tolist():
+            if (layer, expert) not in self._staged:
+                self._queue.append((layer, expert))
+            elif self.resident[layer, expert] == Residency.ABSENT and self._take_slot(layer):
+                self.resident[layer, expert] = Residency.RESIDENT
+        self._is_first = True
+        self._wake()
+
+    def clear_staging(self) -> None:
+        """Drops the experts of the staging buffer that no plan kept: the step is over."""
+        self._staged.clear()
+
+    def pin(self, layer: int, experts: list[int]) -> None:
+        """Marks experts as in use: no upload takes their slots until the next call."""
+        self._pinned = {(layer, expert) for expert in experts}
+
+    def demand(self, layer: int, experts: list[int], rest_ns: int = 0) -> Demand:
+        """Moves the experts in one transfer, before everything that is queued."""
+        demand = Demand(layer, len(experts), rest_ns)
+        self._demands.append(demand)
+        self._staged.update((layer, expert) for expert in experts)
+        self._wake()
+        return demand
+
+    def arrival(self, layer: int, expert: int) -> Signal | None:
+        """The end of the transfer that brings this expert; None where it is not in flight."""
+        return self._arrivals.get((layer, expert))
+
+    def drained(self) -> Signal:
+        """Fires once nothing is queued or in flight."""
+        if self._queue or self._demands or self._arrivals:
+            self._drained = Signal()
+        return self._drained
+
+    def process(self) -> Process:
+        """The copy stream."""
+        while True:
+            if self._demands:
+                yield from self._serve(self._demands.popleft())
+            elif self._queue:
+                yield from self._upload(self._queue.popleft())
+            else:
+                self._drained.fire(self._clock)
+                self._work = Signal()
+                yield self._work
+
+    def _serve(self, demand: Demand) -> Process:
+        demand.start_ns = self._clock.now_ns
+        ns = self._costs.latency_ns + demand.n_experts * self._costs.demand_ns + demand.rest_ns
+        self._record("demand", ns, demand.layer, demand.n_experts)
+        yield ns
+        self.n_uploads += demand.n_experts
+        demand.arrived.fire(self._clock)
+
+    def _upload(self, expert: Expert) -> Process:
+        layer, _ = expert
+        if self.resident[expert] != Residency.ABSENT or expert in self._staged or not self._take_slot(layer):
+            return
+        self.resident[expert] = Residency.IN_FLIGHT
+        arrived = self._arrivals[expert] = Signal()
+        ns = self._costs.transfer_ns
+        if self._is_first or not self._batched:
+            ns += self._costs.latency_ns
+        self._is_first = False
+        self._record("upload", ns, layer, 1)
+        yield ns
+        self.resident[expert] = Residency.RESIDENT
+        self.n_uploads += 1
+        del self._arrivals[expert]
+        arrived.fire(self._clock)
+
+    def _take_slot(self, layer: int) -> bool:
+        """Takes a slot of the layer's group, if need be that of a victim; False where there is none."""
+        group = int(self.shape.group[layer])
+        if self._free[group] > 0:
+            self._free[group] -= 1
+            return True
+        kept: list[Expert] = []
+        found = False
+        victims = self._victims[group]
+        while victims and not found:
+            victim = victims.popleft()
+            if self.resident[victim] == Residency.RESIDENT and victim in self._pinned:
+                kept.append(victim)
+            elif self.resident[victim] == Residency.RESIDENT:
+                self.resident[victim] = Residency.ABSENT
+                found = True
+        victims.extendleft(reversed(kept))
+        return found
+
+    def _record(self, kind: str, ns: int, layer: int, n: int) -> None:
+        now_ns = self._clock.now_ns
+        self._log.add(Span(self._stream, kind, now_ns, now_ns + ns, self.step, layer, n))
+
+    def _wake(self) -> None:
+        if not self._work.fired:
+            self._work.fire(self._clock)

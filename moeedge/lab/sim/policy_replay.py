@@ -1,0 +1,302 @@
+"""One policy, or a bound, on the batches of a trace, with transfers that take no time.
+
+A policy plans as it does in the engine: after each batch with the token that the target added, and before the next one
+with the drafts, where the trace holds tokens. Its uploads are there at once. Then the batch comes, and experts that are
+resident are hits: the engine finds the same where it waits for transfers (tests/lab/sim/test_replay_engine.py). So a
+replay says how well a policy predicts and how much it moves for that. Whether a link can keep up is the simulator's
+question, except that `max_uploads` can limit what plans move, the same for all policies.
+
+Systems that compute everything on the device (`ExecutionModel.device_only`) load each missing expert when it is needed:
+one transfer, which counts as an upload but not as a hit; experts that they then keep cost no second one. Policies that
+plan before every layer do so as in the engine (`StepDriver.push_layer`), and what they push before a layer is there for
+the layers after it; of a layer the experts that are resident when it is computed are hits. Traces lack the hidden
+states of layers; policies that read them go by their caches alone, unless noisy predictions of a stated accuracy take
+their place (sim/noisy_predictor.py), those of the next layers' gates layer by layer. Where transfers take no time, a
+predictor that is nearly always right makes any cache nearly the oracle, so such rows compare the stated accuracies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.lab.policies.bounds import NEVER, NextUse, belady_residency, oracle_residency
+from moeedge.lab.sim.batches import HitStats, observation_of
+from moeedge.lab.sim.expert_budgets import BudgetedTrace
+from moeedge.lab.sim.noisy_predictor import GatePrediction
+from moeedge.lab.traces.schedule import Batch, Chunk
+from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, check_plan
+from moeedge.scheduler.driver import StepDriver
+
+IndexArray = NDArray[np.intp]
+
+
+class Slots:
+    """An expert store (scheduler/driver.py); `resident` is uint8 [n_layers, n_experts], 1 for an expert in a slot."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self.resident = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
+        self._flat = self.resident.reshape(-1)  # a view
+        self._held = [0] * shape.n_groups
+
+    def residency(self) -> NDArray[np.uint8]:
+        """`resident`, which the next plan changes."""
+        return self.resident
+
+    def push(self, plan: Plan) -> IndexArray:
+        """Uploads in order, each into a free slot or that of its group's next victim; returns the flat ids uploaded.
+
+        An upload that finds neither is left out.
+        """
+        up = _flat_ids(plan.uploads, self.shape.n_experts)
+        if up.size == 0:
+            return up
+        down = _flat_ids(plan.victims, self.shape.n_experts)
+        if self.shape.n_groups == 1:
+            return self._fill(0, up, down)
+        return self._fill_groups(up, down)
+
+    def _fill(self, group: int, up: IndexArray, down: IndexArray) -> IndexArray:
+        free = max(int(self.shape.capacity[group]) - self._held[group], 0)
+        up = up[: free + down.size]
+        n_out = max(up.size - free, 0)
+        self._flat[down[:n_out]] = 0
+        self._flat[up] = 1
+        self._held[group] += up.size - n_out
+        return up
+
+    def _fill_groups(self, up: IndexArray, down: IndexArray) -> IndexArray:
+        """The same for several pools: the rank of an upload within its pool says whether it finds a slot."""
+        n = self.shape.n_experts
+        up_group, down_group = self.shape.group[up // n], self.shape.group[down // n]
+        fits = np.zeros(up.size, dtype=np.bool_)
+        for group, capacity in enumerate(self.shape.capacity.tolist()):
+            in_group = np.flatnonzero(up_group == group)
+            room = max(capacity - self._held[group], 0) + int(np.count_nonzero(down_group == group))
+            fits[in_group[:room]] = True
+        for group in range(self.shape.n_groups):
+            self._fill(group, up[fits & (up_group == group)], down[down_group == group])
+        return up[fits]
+
+
+def _flat_ids(pairs: NDArray[np.int32], n_experts: int) -> IndexArray:
+    """Flat ids of layers and experts [n, 2]."""
+    flat_ids: IndexArray = pairs[:, 0] * np.intp(n_experts) + pairs[:, 1]
+    return flat_ids
+
+
+# An expert of which so many activations are expected is called hot: at independent activations the chance of any is
+# then one half. No data chose it
+HOT_FROM = math.log(2.0)
+
+
+@dataclass
+class ReplayStats:
+    """Hits of a policy or bound, what it moved, and how well it told hot from cold."""
+
+    hits: HitStats = field(default_factory=HitStats)
+    on_demand: int = 0  # of the uploads: loaded when they were needed
+    bytes: int = 0  # of the uploads, where the sizes of experts are known
+    judged: int = 0  # (batch, layer, expert) triples called hot or cold
+    judged_right: int = 0
+    pairs_hit_by_batch: list[int] = field(default_factory=list)  # 0 for prompts
+    uploads_until: list[int] = field(default_factory=list)  # the sum of uploads as each batch ended
+    budgeted: BudgetedTrace | None = None  # the expert budget that limited the batches, with its figures
+
+    def add(self, chunk: Chunk, resident: NDArray[np.bool_]) -> None:
+        """Adds the hits of a chunk; resident [n_batches, n_layers, n_experts] as each batch began."""
+        hit = np.where(resident, chunk.counts, 0).sum(axis=(1, 2))
+        self.pairs_hit_by_batch += np.where(chunk.counted, hit, 0).tolist()
+        if chunk.counted.all():
+            self.hits.add(chunk.counts, resident)
+        else:
+            self.hits.add(chunk.counts[chunk.counted], resident[chunk.counted])
+
+
+class PolicyReplay:
+    """One policy with its slots: an expert store whose link carries a limited number of uploads.
+
+    max_uploads: of plans, per layer and batch. expert_bytes: [n_layers]. checked_cap: check every plan against this K.
+    fresh_policy: makes the policy that each text begins with; None: `policy` goes through all of them.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        shape: CacheShape,
+        *,
+        max_uploads: float | None = None,
+        expert_bytes: NDArray[np.int64] | None = None,
+        checked_cap: int | None = None,
+        fresh_policy: Callable[[], Policy] | None = None,
+    ) -> None:
+        self.slots = Slots(shape)
+        self.stats = ReplayStats()
+        self._driver = StepDriver(policy, self)
+        self._shape = shape
+        self._expert_layers = np.flatnonzero(shape.group >= 0)
+        self._device_only = policy.execution_model.device_only
+        self._cached_tokens_max = policy.execution_model.cached_tokens_max
+        self._reads_gates = "block-inputs" in policy.required_inputs
+        self._expert_bytes = expert_bytes
+        self._checked_cap = checked_cap
+        self._fresh_policy = fresh_policy
+        self._uploads_per_batch = None if max_uploads is None else max_uploads * self._expert_layers.size
+        self._credit = 0.0  # uploads that the link could have carried until now and did not
+        self._plan: Plan | None = None  # the newest
+        self._is_planned = True  # since the last batch, if there was one
+        self._loaded: NDArray[np.bool_] | None = None  # experts that the last batch of a device-only system loaded
+
+    def run(self, chunk: Chunk, predictions: Sequence[ExpertPrediction | None] | None = None) -> None:
+        """Replays all batches of the chunk; `predictions` has an entry for each."""
+        resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
+        hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
+        for index, batch in enumerate(chunk.batches):
+            self._begin_batch(batch)
+            if not batch.prefill:
+                prediction = None if predictions is None else predictions[index]
+                plan = self._plan_draft(batch, prediction)
+                if self._driver.keeps_loads:
+                    self._keep_loads(batch, resident[index])
+                elif self._driver.plans_layers and (prediction is not None or not self._reads_gates):
+                    self._plan_layers(resident[index], prediction)
+                else:
+                    np.copyto(resident[index], self.slots.resident, casting="unsafe")
+                if plan.expected is None:
+                    np.greater_equal(plan.utility, 1.0, out=hot[index])
+                else:
+                    np.greater_equal(plan.expected, HOT_FROM, out=hot[index])
+                if self._device_only:
+                    self._load_on_demand((batch.counts > 0) & ~resident[index])
+            elif self._driver.keeps_loads:
+                self._keep_loads(batch, np.zeros_like(resident[index]))
+            self._driver.observe(observation_of(batch))
+            self._is_planned = False
+            self.stats.uploads_until.append(self.stats.hits.uploads)
+        self.stats.add(chunk, resident)
+        self._judge(chunk, hot)
+
+    def residency(self) -> NDArray[np.uint8]:
+        """uint8 [n_layers, n_experts], 1 for an expert in a slot."""
+        return self.slots.resident
+
+    def push(self, plan: Plan) -> None:
+        """Carries out as much of a plan as the link allows."""
+        if self._checked_cap is not None:
+            check_plan(plan, self._shape, self.slots.resident, self._checked_cap)
+        if self._uploads_per_batch is not None:
+            plan = self._carried(plan)
+        moved = self.slots.push(plan)
+        if self._loaded is not None and moved.size:
+            moved = moved[~self._loaded.reshape(-1)[moved]]
+        self._credit -= moved.size
+        self._count_uploads(moved)
+
+    def _carried(self, plan: Plan) -> Plan:
+        """The plan with the uploads that the link carries, and those that the last batch has loaded already."""
+        uploads = plan.uploads
+        is_loaded = np.zeros(len(uploads), dtype=np.bool_) if self._loaded is None else self._loaded[tuple(uploads.T)]
+        carried = is_loaded | (np.cumsum(~is_loaded) <= int(self._credit))
+        return replace(plan, uploads=uploads[carried], priority=plan.priority[carried])
+
+    def _begin_batch(self, batch: Batch) -> None:
+        """Plans after the batch before, as the engine does at once, now that the first token of this one is known."""
+        if self._uploads_per_batch is not None and not batch.prefill:
+            self._credit = min(self._credit, 1.0) + self._uploads_per_batch
+        if not self._is_planned:
+            self._plan_next([] if batch.is_first else batch.known_tokens[:1])
+        if not batch.is_first:
+            return
+        if self._fresh_policy is None:
+            self._driver.begin_text()
+        else:
+            self._driver = StepDriver(self._fresh_policy(), self)
+        if not batch.prefill:  # the engine plans after a prompt; the trace lacks it
+            self._plan_next(batch.known_tokens[:1])
+
+    def _plan_next(self, tokens: list[int]) -> None:
+        self._plan = self._driver.plan_next(tokens)
+        self._driver.push()
+        self._is_planned = True
+        self._loaded = None  # what was not kept is dropped
+
+    def _plan_draft(self, batch: Batch, prediction: ExpertPrediction | None) -> Plan:
+        """Plans for the drafts, where something is known of them; returns the plan that stands."""
+        early = None if isinstance(prediction, GatePrediction) else prediction
+        if len(batch.known_tokens) > 1 or early is not None:
+            self._plan = self._driver.plan_draft(batch.known_tokens, early, batch.hidden_states)
+            self._driver.push()
+        assert self._plan is not None
+        return self._plan
+
+    def _plan_layers(self, resident: NDArray[np.bool_], prediction: ExpertPrediction | None) -> None:
+        """Plans and pushes before every layer; sets `resident` [n_layers, n_experts] to what each layer finds."""
+        for layer in self._expert_layers.tolist():
+            gates = prediction.before(layer) if isinstance(prediction, GatePrediction) else prediction
+            self._driver.push_layer(layer, gates)
+            np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
+
+    def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> None:
+        """Layer by layer gives the missing experts their slots; sets `resident` to what each layer found."""
+        if self._cached_tokens_max is not None and batch.n_tokens > self._cached_tokens_max:
+            return
+        for layer in self._expert_layers.tolist():
+            np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
+            plan = self._driver.plan_load(layer, np.flatnonzero(batch.counts[layer]))
+            if plan is not None:
+                self.slots.push(plan)
+
+    def _load_on_demand(self, missing: NDArray[np.bool_]) -> None:
+        self._loaded = missing
+        flat_ids = np.flatnonzero(missing)
+        self.stats.on_demand += flat_ids.size
+        self._count_uploads(flat_ids)
+
+    def _count_uploads(self, flat_ids: NDArray[np.intp]) -> None:
+        self.stats.hits.uploads += flat_ids.size
+        if self._expert_bytes is not None and flat_ids.size:
+            self.stats.bytes += int(self._expert_bytes[flat_ids // self._shape.n_experts].sum())
+
+    def _judge(self, chunk: Chunk, hot: NDArray[np.bool_]) -> None:
+        """Counts experts rightly called hot or cold; the first batch of a text is not judged: all of it is new."""
+        judged = np.flatnonzero(chunk.counted & [not batch.is_first for batch in chunk.batches])
+        right = hot[judged] == (chunk.counts[judged] > 0)
+        self.stats.judged += judged.size * self._expert_layers.size * self._shape.n_experts
+        self.stats.judged_right += int(np.count_nonzero(right[:, self._expert_layers]))
+
+
+class BoundReplay:
+    """A bound with its slots: MIN with bypass where `next_use` is given (Belady), else the one-step oracle."""
+
+    def __init__(self, shape: CacheShape, next_use: NextUse | None = None) -> None:
+        self.stats = ReplayStats()
+        n = shape.n_layers * shape.n_experts
+        self._capacity = int(shape.capacity.sum())
+        self._resident = np.zeros(n, dtype=np.bool_)  # by flat id
+        self._next_use = next_use
+        self._coming = np.full(n, NEVER, dtype=np.int32)  # the batch that uses each expert next
+
+    def run(self, chunk: Chunk) -> None:
+        """Replays all batches of the chunk."""
+        resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
+        for index in range(len(chunk.counts)):
+            began = resident[index].reshape(-1)
+            if self._next_use is not None:
+                began[:] = self._resident
+                used, following = self._next_use.of(chunk.first + index)
+                self._coming[used] = following
+                self._hold(belady_residency(self._resident, used, self._coming, self._capacity))
+            elif chunk.counted[index]:
+                self._hold(oracle_residency(chunk.counts[index].reshape(-1), self._resident, self._capacity))
+                began[:] = self._resident
+            self.stats.uploads_until.append(self.stats.hits.uploads)
+        self.stats.add(chunk, resident)
+
+    def _hold(self, resident: NDArray[np.bool_]) -> None:
+        self.stats.hits.uploads += int(np.count_nonzero(resident & ~self._resident))
+        self._resident = resident

@@ -1,0 +1,308 @@
+"""One simulation: a policy, a machine's costs and a trace, and the row of figures that comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.engine.budgets import budget_record
+from moeedge.lab.sim.batches import HitStats, cache_shape
+from moeedge.lab.sim.clock import Clock, Log
+from moeedge.lab.sim.execution import Execution, TimeBreakdown
+from moeedge.lab.sim.expert_budgets import BudgetedTrace
+from moeedge.lab.sim.model_shape import ModelShape
+from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.ram_tier import RamSlots, RamTierConfig
+from moeedge.lab.sim.step_costs import StepCosts
+from moeedge.lab.traces.schedule import AcceptanceSource, Batch, Schedule, cut_schedule, recorded_schedule
+from moeedge.native.abi import Phase
+from moeedge.policies.base import CacheShape, Policy, PolicyConfig, ScoringPolicy
+from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.policies.registry import BOUNDS, make_policy
+from moeedge.trace.format import Trace, TraceMeta, ids_dtype
+from moeedge.trace.steps import RejectedTokenModel
+
+STOCK_POLICY = "llama-cpp"  # without drafts and cache: entire layers on the GPU (--n-cpu-moe)
+_WARM_SHARE, _WARM_STEPS_MAX = 0.2, 24  # of the verifications, which are not in the figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationConfig:
+    """What is simulated, and how drafts, rejected tokens and predictions are drawn."""
+
+    policy: str
+    cache_ratio: float
+    gamma: int
+    acceptance: float = 0.8  # of a draft, where the trace has other drafts or none
+    cap: int = 4  # K
+    link_factor: float = 1.0  # speed of the link over that of the machine
+    ablations: frozenset[str] = frozenset()
+    rejected_token_model: RejectedTokenModel = "optimistic"
+    accuracy: PredictorAccuracy = field(default_factory=PredictorAccuracy)
+    seed: int = 0
+    max_steps: int | None = None  # verifications, >= 1; None: as many as the text gives
+    n_whole_layers: int = 0  # whose experts are all on the device, at the cost of the cache
+    budget: ExpertBudget | None = None  # of verifications
+    ram: RamTierConfig | None = None  # where not all experts fit the memory
+    options: tuple[tuple[str, Any], ...] = ()  # other fields of PolicyConfig
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cache_ratio <= 1:
+            raise ValueError(
+                f"the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not {self.cache_ratio:g}"
+            )
+        if self.gamma < 0:
+            raise ValueError(f"gamma (--draft-max) must be 0 or more, not {self.gamma}")
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError(f"the acceptance (--acceptance-chance) must be from 0 to 1, not {self.acceptance:g}")
+        if not 1 <= self.cap <= 64:
+            raise ValueError(f"the utility cap (-K) must be from 1 to 64, not {self.cap}")
+        if not self.link_factor > 0:
+            raise ValueError(f"the link factor (--link) must be above 0, not {self.link_factor:g}")
+        if self.n_whole_layers and self.budget is not None:
+            raise ValueError("whole layers have no expert budget")
+
+
+@dataclass(frozen=True, eq=False)
+class SimulationResult:
+    """The times of one simulation; see moeedge.lab.sim.execution for the causes."""
+
+    config: SimulationConfig
+    gamma: int  # in effect: 0 where the system has no draft
+    rejected_token_model: RejectedTokenModel | Literal["recorded"] | None  # None: nothing is drafted
+    time: TimeBreakdown
+    step_s: NDArray[np.float64]  # of every verification in the breakdown
+    log: Log
+    n_expert_layers: int
+    experts: dict[str, Any]  # of the verifications in the breakdown (BudgetedTrace.row)
+    first_step: int = 0  # number of the first verification in the breakdown
+    ram_hits: HitStats | None = None  # of experts that the CPU computed, where not all fit the memory
+
+    @property
+    def acceptance_source(self) -> AcceptanceSource | None:
+        """Whether drafts were accepted as the trace says, or with the chance of `config`; None: nothing is drafted."""
+        if self.rejected_token_model is None:
+            return None
+        return "recorded" if self.rejected_token_model == "recorded" else "assumed"
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per token of text."""
+        return self.time.tpot_s
+
+    @property
+    def tg_ts(self) -> float:
+        """Tokens per second."""
+        return 1.0 / self.tpot_s if self.tpot_s else 0.0
+
+    def row(self, **about: Any) -> dict[str, Any]:
+        """Flat, as -o json prints it; `about` names hardware, model and trace."""
+        time, config = self.time, self.config
+        return {
+            "policy": config.policy,
+            **about,
+            "cache_ratio": config.cache_ratio,
+            "whole_layers": config.n_whole_layers,
+            "gamma": self.gamma,
+            "utility_cap": config.cap,
+            "link_factor": config.link_factor,
+            "rejected_token_model": self.rejected_token_model,
+            "acceptance_chance": config.acceptance if self.acceptance_source == "assumed" else None,
+            "acceptance_source": self.acceptance_source,
+            "ablations": ",".join(sorted(config.ablations)),
+            "tg_ts": self.tg_ts,
+            "tpot_s": self.tpot_s,
+            "tokens_per_step": time.tokens / max(time.steps, 1),
+            "draft_s": time.per_token_s("draft"),
+            "dense_s": time.per_token_s("dense"),
+            "device_s": time.per_token_s("device"),
+            "stall_cpu_s": time.per_token_s("cpu"),
+            "stall_load_s": time.per_token_s("load"),
+            "stall_link_s": time.per_token_s("link"),
+            "host_s": time.per_token_s("host"),
+            "hit_rate_pairs": time.hits.hit_rate_pairs,
+            "hit_rate_experts": time.hits.hit_rate_experts,
+            "uploads_per_layer_step": time.hits.uploads / max(time.steps * self.n_expert_layers, 1),
+            "steps": time.steps,
+            "tokens": time.tokens,
+            **{f"busy_{stream}_s": self.log.busy_ns[stream] * 1e-9 for stream in ("gpu", "cpu", "link")},
+            **self._ram_row(),
+        }
+
+    def _ram_row(self) -> dict[str, Any]:
+        if self.config.ram is None or self.ram_hits is None:
+            return {}
+        stalls = {"stall_disk_s": self.time.per_token_s("disk"), "busy_disk_s": self.log.busy_ns["disk"] * 1e-9}
+        return self.config.ram.row(self.ram_hits, self.time.tokens) | stalls
+
+    def budget_row(self) -> dict[str, Any]:
+        """The expert budget and its figures, flat."""
+        return budget_record(self.config.budget, gamma=self.gamma) | self.experts
+
+
+@dataclass(frozen=True, eq=False)
+class Range:
+    """The results with the constants that make a program fastest, with the chosen ones and with the slowest."""
+
+    fast: SimulationResult
+    chosen: SimulationResult
+    slow: SimulationResult
+
+    @property
+    def low_ts(self) -> float:
+        """The lowest of the three speeds, tokens per second."""
+        return min(result.tg_ts for result in (self.fast, self.chosen, self.slow))
+
+    @property
+    def high_ts(self) -> float:
+        """The highest of the three speeds, tokens per second."""
+        return max(result.tg_ts for result in (self.fast, self.chosen, self.slow))
+
+    def row(self, **about: Any) -> dict[str, Any]:
+        """The row of the chosen constants, with the range of its speed."""
+        return self.chosen.row(**about) | {"tg_low_ts": self.low_ts, "tg_high_ts": self.high_ts}
+
+
+def stock_config(config: SimulationConfig, n_expert_layers: int) -> SimulationConfig:
+    """What stock llama.cpp does without drafts and cache, with the same share of the experts on the GPU."""
+    return SimulationConfig(
+        policy=STOCK_POLICY,
+        cache_ratio=config.cache_ratio,
+        gamma=0,
+        link_factor=config.link_factor,
+        seed=config.seed,
+        max_steps=config.max_steps,
+        n_whole_layers=min(int(config.cache_ratio * n_expert_layers), n_expert_layers - 1),
+    )
+
+
+def compare_with_stock(rows: list[dict[str, Any]]) -> None:
+    """Adds the speed of each row over that of the stock row with the same experts on the GPU; None without one."""
+    speeds = {(row["cache_ratio"], row["link_factor"]): row["tg_ts"] for row in rows if row["policy"] == STOCK_POLICY}
+    for row in rows:
+        stock_ts = speeds.get((row["cache_ratio"], row["link_factor"]))
+        row["over_stock"] = row["tg_ts"] / stock_ts if stock_ts else None
+
+
+def synthetic_trace(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -> Trace:
+    """Texts of plain decoding by the model's synthetic routing. Raises ValueError where the model has none."""
+    if shape.routing is None:
+        raise ValueError(f"the routing of {shape.name} is not known; give a trace with --trace FILE")
+    rng = np.random.default_rng(seed)
+    texts = shape.routing.draw(shape.n_expert_layers, shape.n_experts, shape.k, [n_tokens] * n_texts, rng)
+    position = np.tile(np.arange(n_tokens, dtype=np.int32), n_texts)
+    return Trace(
+        meta=TraceMeta(
+            model=shape.name, n_layers=shape.n_expert_layers, n_experts=shape.n_experts, n_expert_used=shape.k
+        ),
+        ids=np.concatenate(texts).astype(ids_dtype(shape.n_experts)),
+        phase=np.full(position.size, Phase.DECODE, dtype=np.uint8),
+        sequence=np.repeat(np.arange(n_texts, dtype=np.int32), n_tokens),
+        step=position,
+        accepted=np.ones(position.size, dtype=np.bool_),
+        token=np.full(position.size, -1, dtype=np.int32),
+        position=position,
+    )
+
+
+def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_log: bool = False) -> SimulationResult:
+    """Runs one configuration over a trace; the same arguments give the same events.
+
+    Raises ValueError for an unknown policy, InputError where no text is as long as a step.
+    """
+    gamma = config.gamma if has_draft(config) else 0
+    costs = costs.with_link(config.link_factor)
+    n_layers, n_whole = trace.meta.n_layers, config.n_whole_layers
+    cache_ratio = config.cache_ratio
+    if n_whole:
+        trace = replace(trace, ids=trace.ids[:, n_whole:], meta=replace(trace.meta, n_layers=n_layers - n_whole))
+        cache_ratio = max(cache_ratio * n_layers - n_whole, 0.0) / (n_layers - n_whole)
+    recorded = _recorded(trace, gamma)
+    batches = _batches(trace, config, gamma, recorded)
+    shape = cache_shape(trace, cache_ratio)
+    warm_steps = min(int(_WARM_SHARE * sum(not batch.prefill for batch in batches)), _WARM_STEPS_MAX)
+    budgeted = BudgetedTrace(trace, config.budget)
+    execution = Execution(
+        costs,
+        shape,
+        _policy(costs, shape, config, gamma, batches),
+        batches,
+        predictor=NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), config.accuracy, config.seed),
+        warm_steps=warm_steps,
+        keep_log=keep_log,
+        n_whole_layers=n_whole,
+        budgeted=budgeted,
+        ram=None if config.ram is None else _ram_slots(costs, trace, config.ram),
+    )
+    time = execution.run()
+    return SimulationResult(
+        config=config,
+        gamma=gamma,
+        rejected_token_model=None if gamma == 0 else "recorded" if recorded else config.rejected_token_model,
+        time=time,
+        step_s=np.array(execution.step_ns) * 1e-9,
+        log=execution.log,
+        n_expert_layers=int(np.count_nonzero(shape.group >= 0)),
+        experts=budgeted.row(),
+        first_step=warm_steps,
+        ram_hits=None if execution.ram is None else execution.ram.hits,
+    )
+
+
+def _ram_slots(costs: StepCosts, trace: Trace, tier: RamTierConfig) -> Callable[[Clock, Log], RamSlots]:
+    """Makes the slots in RAM. Raises ValueError for a policy without scores."""
+    shape = cache_shape(trace, tier.ratio)
+    policy = make_policy(tier.policy, shape, PolicyConfig())
+    if not isinstance(policy, ScoringPolicy):
+        raise ValueError(f"the policy {tier.policy} has no scores of experts")
+    return lambda clock, log: RamSlots(clock, log, costs, shape, policy, tier)
+
+
+def has_draft(config: SimulationConfig) -> bool:
+    """Whether a configuration drafts tokens. Raises ValueError for an unknown policy."""
+    bound = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32))
+    speculates = make_policy(config.policy, CacheShape.uniform(1, 1, 1), bound).execution_model.speculation
+    return config.gamma > 0 and speculates and "no-sd" not in config.ablations
+
+
+def models_that_differ(trace: Trace, config: SimulationConfig) -> tuple[RejectedTokenModel, ...]:
+    """The models of rejected tokens between which a configuration has to be told apart: one where none is rejected."""
+    is_known = not has_draft(config) or _recorded(trace, config.gamma) is not None
+    return ("optimistic",) if is_known else ("optimistic", "pessimistic")
+
+
+def _recorded(trace: Trace, gamma: int) -> Schedule | None:
+    """A trace's own verifications if it was recorded with this gamma."""
+    return recorded_schedule(trace) if 0 < gamma == trace.meta.gamma else None
+
+
+def _batches(trace: Trace, config: SimulationConfig, gamma: int, recorded: Schedule | None) -> list[Batch]:
+    """A trace's own batches, or else windows over its text; up to `max_steps`."""
+    schedule = recorded or cut_schedule(
+        trace,
+        gamma=gamma,
+        acceptance_chance=config.acceptance,
+        rejected_token_model=config.rejected_token_model,
+        seed=config.seed,
+    )
+    batches = schedule.batches()
+    if config.max_steps is None:
+        return batches
+    verifications = np.flatnonzero([not batch.prefill for batch in batches])
+    return batches[: verifications[min(config.max_steps, verifications.size) - 1] + 1]
+
+
+def _policy(costs: StepCosts, shape: CacheShape, config: SimulationConfig, gamma: int, batches: list[Batch]) -> Policy:
+    policy_config = PolicyConfig(
+        gamma=gamma,
+        cap=config.cap,
+        ablations=config.ablations - {"no-sd"},
+        cost_model=costs.cost_model(config.cap),
+        future=np.stack([batch.counts for batch in batches if not batch.prefill]) if config.policy in BOUNDS else None,
+        **dict(config.options),
+    )
+    return make_policy(config.policy, shape, policy_config)

@@ -1,0 +1,268 @@
+"""Every tensor of a wide file with the source of its elements, and the metadata that changes; nothing is written here.
+
+Layers that the source does not have are copies of its layers, each placed before its original, with zeros in the
+matrices that add to the residual stream: such a layer changes no result and routes nearly as its original.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as GgmlType
+
+from moeedge.errors import InputError, ModelFileError
+from moeedge.lab.widen.blocks import RowMover
+from moeedge.lab.widen.maps import GroupedHeads, Map, Rotary, corner, product, repeated, repetitions
+from moeedge.lab.widen.shape import BLOCK, RequestedSizes, Shape, read_shape, wider_shape
+from moeedge.llama import gguf_file
+
+_LAYER = re.compile(r"^blk\.(\d+)\.(.+)$")
+
+
+class WeightType(str, Enum):
+    """Types for feed-forward matrices; other tensors keep the source's types."""
+
+    Q4_0 = "q4_0"
+    Q4_K = "q4_k"
+    Q8_0 = "q8_0"
+    F16 = "f16"
+
+
+TYPES = {
+    WeightType.Q4_0: (GgmlType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+    WeightType.Q4_K: (GgmlType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_S),
+    WeightType.Q8_0: (GgmlType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    WeightType.F16: (GgmlType.F16, gguf.LlamaFileType.MOSTLY_F16),
+}
+
+
+@dataclass(frozen=True)
+class WideTensor:
+    """One tensor of the wide file."""
+
+    name: str
+    source: Any  # gguf.ReaderTensor
+    shape: tuple[int, ...]  # the slowest dimension first: [experts, rows, columns], [rows, columns] or [columns]
+    rows: Map  # [rows of one matrix]: the source's row or -1; all -1 in a copied layer's outputs
+    mover: RowMover
+
+    @property
+    def n_matrices(self) -> int:
+        """Experts, or 1."""
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes without padding."""
+        return self.n_matrices * len(self.rows) * self.mover.n_bytes
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes with the padding to the next tensor."""
+        return int(gguf.GGUFWriter.ggml_pad(self.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def is_ffn(name: str) -> bool:
+    """Whether --type applies to this tensor."""
+    return ".ffn_" in name and "norm" not in name and "gate_inp" not in name
+
+
+class Layout:
+    """The maps of all dimensions, and the dimensions of each tensor."""
+
+    def __init__(self, keys: dict[str, Any], narrow: Shape, wide: Shape, type_: WeightType | None) -> None:
+        self._keys, self._narrow, self._wide, self._type = keys, narrow, wide, type_
+        self._arch = keys["general.architecture"]
+        if narrow.head_dim != wide.head_dim and keys.get(f"{self._arch}.rope.scaling.type", "none") != "none":
+            raise InputError("Heads with scaled rotary positions cannot grow.", "Leave out --head-dim.")
+        times = repetitions(narrow.embd, wide.embd, narrow.head_dim, wide.head_dim)
+        self._mean_square = times * narrow.embd / wide.embd
+        self._rotary = Rotary(narrow.head_dim, wide.head_dim, float(keys.get(f"{self._arch}.rope.freq_base", 10000.0)))
+        heads = GroupedHeads(narrow.heads, narrow.heads_kv, wide.heads, wide.heads_kv)
+        written, read = repeated(narrow.embd, wide.embd, times), corner(narrow.embd, wide.embd)
+        rotated, plain = self._rotary.places(), corner(narrow.head_dim, wide.head_dim)
+        queries = product(heads.queries(), rotated, narrow.head_dim)
+        keys_, values = (product(heads.kv(), inner, narrow.head_dim) for inner in (rotated, plain))
+        attended = product(heads.queries(), plain, narrow.head_dim)
+        ff, vocab, experts = corner(narrow.ff, wide.ff), np.arange(narrow.vocab), np.arange(narrow.experts)
+        single, norm, key_norm = np.zeros(1, np.int64), self._mean_square**0.5, (narrow.head_dim / wide.head_dim) ** 0.5
+        # role -> rows, columns, factor; the query norm's factor is 1 because it cancels attention's 1/sqrt(head size)
+        self._roles: dict[str, tuple[Map, Map, float]] = {
+            "token_embd": (vocab, written, 1.0),
+            "output_norm": (single, read, norm),
+            "output": (vocab, read, 1.0),
+            "attn_norm": (single, read, norm),
+            "ffn_norm": (single, read, norm),
+            "attn_q": (queries, read, 1.0),
+            "attn_k": (keys_, read, 1.0),
+            "attn_v": (values, read, 1.0),
+            "attn_q_norm": (single, rotated, 1.0),
+            "attn_k_norm": (single, rotated, key_norm),
+            "attn_output": (written, attended, 1.0),
+            "ffn_gate_inp": (experts, read, 1.0),
+        }
+        for kind in ("", "_exps"):
+            self._roles |= {f"ffn_gate{kind}": (ff, read, 1.0), f"ffn_up{kind}": (ff, read, 1.0)}
+            self._roles[f"ffn_down{kind}"] = (written, ff, 1.0)
+
+    def tensors(self, by_name: dict[str, Any]) -> Iterator[WideTensor]:
+        """Yields all tensors of the wide file in the source's order, layer after layer."""
+        layers: dict[int, list[tuple[str, Any]]] = {}
+        for name, tensor in by_name.items():
+            match = _LAYER.match(name)
+            if match:
+                layers.setdefault(int(match[1]), []).append((match[2], tensor))
+            else:
+                yield self._tensor(name, name, tensor)
+        n, wide = self._narrow.layers, self._wide.layers
+        for layer in range(wide):
+            original = layer * n // wide
+            adds = (layer + 1) * n // wide > original  # the last copy is the original
+            for role, tensor in layers.get(original, []):
+                yield self._tensor(f"blk.{layer}.{role}", role, tensor, adds=adds)
+
+    def _tensor(self, name: str, role: str, source: Any, *, adds: bool = True) -> WideTensor:
+        stem, _, kind = role.rpartition(".")
+        if stem not in self._roles or kind != "weight":
+            raise InputError(f"Cannot widen the tensor {source.name}.", "Use another model.")
+        rows, columns, factor = self._roles[stem]
+        shape = [int(size) for size in reversed(source.shape)]
+        if shape[-1] != columns.max() + 1 or (len(shape) > 1 and shape[-2] != rows.max() + 1):
+            raise ModelFileError(f"{source.name} has the shape {shape}, which contradicts the metadata.")
+        if not adds and stem in ("attn_output", "ffn_down", "ffn_down_exps"):
+            rows = np.full_like(rows, -1)
+        sizes = (len(columns),) if len(shape) == 1 else (*shape[:-2], len(rows), len(columns))
+        type_ = self._type_of(name, source.tensor_type, columns)
+        return WideTensor(name, source, sizes, rows, RowMover(source.tensor_type, type_, columns, factor))
+
+    def _type_of(self, name: str, source: GgmlType, columns: Map) -> GgmlType:
+        """Returns the requested or the source's type, or llama.cpp's fallback if its blocks do not fit the row."""
+        requested = TYPES[self._type][0] if self._type is not None and is_ffn(name) else source
+        if requested == source:
+            fits = RowMover(source, source, columns).copies or gguf.GGML_QUANT_SIZES[source][0] == 1
+            return source if fits else GgmlType.Q8_0 if len(columns) % BLOCK == 0 else GgmlType.F16
+        if len(columns) % gguf.GGML_QUANT_SIZES[requested][0] == 0:
+            return requested
+        return GgmlType.Q5_0 if requested == GgmlType.Q4_K and len(columns) % BLOCK == 0 else GgmlType.F16
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns the keys whose values differ from the source's or that it may lack."""
+        keys, arch, narrow, wide = self._keys, self._arch, self._narrow, self._wide
+        sizes = " x ".join(str(size) for size in (wide.layers, wide.embd, wide.ff))
+        changed: dict[str, Any] = {
+            "general.name": f"{keys.get('general.name', 'model')}, widened to {sizes}",
+            "general.description": f"{keys.get('general.description', '')} Widened by moeedge: the same function in "
+            "larger matrices, most of them zeros.".strip(),
+            f"{arch}.embedding_length": wide.embd,
+            f"{arch}.block_count": wide.layers,
+            f"{arch}.attention.head_count": wide.heads,
+            f"{arch}.attention.head_count_kv": wide.heads_kv,
+            f"{arch}.attention.key_length": wide.head_dim,
+            f"{arch}.attention.value_length": wide.head_dim,
+            f"{arch}.rope.freq_base": self._rotary.wide_base,
+            f"{arch}.attention.layer_norm_rms_epsilon": keys[f"{arch}.attention.layer_norm_rms_epsilon"]
+            * self._mean_square,
+        }
+        if narrow.experts:
+            changed[f"{arch}.expert_feed_forward_length"] = wide.ff
+            dense = int(keys.get(f"{arch}.feed_forward_length", narrow.ff))
+            changed[f"{arch}.feed_forward_length"] = math.ceil(dense * wide.ff / narrow.ff)
+        else:
+            changed[f"{arch}.feed_forward_length"] = wide.ff
+        if f"{arch}.rope.dimension_count" in keys:
+            changed[f"{arch}.rope.dimension_count"] = wide.head_dim
+        if self._type is not None:
+            changed["general.file_type"] = int(TYPES[self._type][1])
+        return changed
+
+
+@dataclass(frozen=True)
+class WidePlan:
+    """A wide file before it is written."""
+
+    source: Path
+    fields: dict[str, Any]  # of the source: gguf.ReaderField by key
+    changed: dict[str, Any]  # metadata that differs from the source
+    tensors: tuple[WideTensor, ...]
+    source_shape: Shape
+    shape: Shape
+    notes: tuple[str, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors, without the header."""
+        return sum(tensor.padded_bytes for tensor in self.tensors)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the feed-forward matrices of all experts."""
+        return sum(tensor.n_bytes for tensor in self.tensors if "_exps." in tensor.name)
+
+    @property
+    def source_expert_bytes(self) -> int:
+        """Bytes of the source's experts."""
+        sources = {tensor.source.name: int(tensor.source.n_bytes) for tensor in self.tensors if "_exps." in tensor.name}
+        return sum(sources.values())
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Types of the feed-forward matrices."""
+        return tuple(dict.fromkeys(tensor.mover.type.name for tensor in self.tensors if is_ffn(tensor.name)))
+
+    @property
+    def source_types(self) -> tuple[str, ...]:
+        """Types of the source's feed-forward matrices."""
+        return tuple(dict.fromkeys(tensor.mover.source_type.name for tensor in self.tensors if is_ffn(tensor.name)))
+
+
+def make_wide_plan(
+    source: Path, requested: RequestedSizes, *, like: str | None = None, type_: WeightType | None = None
+) -> WidePlan:
+    """Reads the header of `source` and lays out the wide file. Raises InputError for an impossible shape or type."""
+    if len(gguf_file.parts(source)) > 1:
+        raise ModelFileError(f"{source} is split.", "Merge its parts first with llama-gguf-split --merge.")
+    gguf_file.read_summary(source)  # raises for an unusable file
+    reader = gguf.GGUFReader(source)
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    keys = {name: field.contents() for name, field in fields.items()}
+    narrow = read_shape(keys, source.name)
+    wide, notes = wider_shape(narrow, requested, like)
+    if wide == narrow and type_ is None:
+        raise InputError("This is the shape of the source.", "Give a larger one with --like NAME, --embd N or --ff N.")
+    layout = Layout(keys, narrow, wide, type_)
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = tuple(layout.tensors(by_name))
+    return WidePlan(
+        source=source,
+        fields=fields,
+        changed=layout.metadata(),
+        tensors=tensors,
+        source_shape=narrow,
+        shape=wide,
+        notes=(*notes, *_type_notes(tensors, type_)),
+    )
+
+
+def _type_notes(tensors: tuple[WideTensor, ...], type_: WeightType | None) -> Iterator[str]:
+    """Yields notes on row lengths that do not allow the requested type. Raises InputError if no matrix allows it."""
+    if type_ is None:
+        return
+    requested = TYPES[type_][0]
+    others = {
+        (t.mover.type.name, len(t.mover.columns)) for t in tensors if is_ffn(t.name) and t.mover.type != requested
+    }
+    for other, n in sorted(others):
+        yield f"Rows of {n:,} weights do not divide into {requested.name}'s blocks and become {other}, as in llama.cpp."
+    if others and not any(tensor.mover.type == requested for tensor in tensors if is_ffn(tensor.name)):
+        raise InputError(
+            f"No matrix can be {requested.name}: neither width is a multiple of {gguf.GGML_QUANT_SIZES[requested][0]}.",
+            "Choose such a multiple for --embd or --ff, or another --type.",
+        )

@@ -1,0 +1,179 @@
+"""Streams a wide file to disk, with one expert or one group of rows in memory at a time.
+
+The file grows next to its final name with the suffix ".part" and is renamed when it is complete; any failure deletes
+it. Zeros are written too, so that the file takes the room and disk traffic of a real model. A sparse file, on request,
+takes only the room of its content, but reads the same from the page cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import gguf
+import numpy as np
+
+from moeedge.errors import DiskSpaceError, InputError
+from moeedge.lab.widen.blocks import Bytes, row_bytes
+from moeedge.lab.widen.layout import WidePlan, WideTensor
+from moeedge.lab.widen.maps import Map
+from moeedge.paths import DISK_FULL_ERRORS
+from moeedge.units import format_bytes
+
+_GROUP_BYTES = 32 * 2**20  # of rows in memory at once
+_HEADER_ROOM = 2 * 2**20  # upper bound of a header's growth
+
+_VALUE_TYPES = {  # for keys that the source lacks
+    int: gguf.GGUFValueType.UINT32,
+    float: gguf.GGUFValueType.FLOAT32,
+    str: gguf.GGUFValueType.STRING,
+}
+
+OnBytes = Callable[[int], None]
+
+
+def check_target(out: Path, source: Path, *, force: bool) -> None:
+    """Raises InputError if `out` cannot or must not be written."""
+    folder = out.parent
+    if not folder.is_dir():
+        raise InputError(f"There is no folder {folder}.", "Create it first.")
+    if out.is_dir():
+        raise InputError(f"{out} is a folder.", "Give the path of a file in it.")
+    if out.exists() and not out.is_file():
+        raise InputError(f"{out} is not a regular file.", "Choose another path.")
+    if out.exists() and out.samefile(source):
+        raise InputError(f"{out} is the source.", "Choose another path.")
+    if out.exists() and not force:
+        raise InputError(f"{out} exists.", "Choose another path, or replace it with --force.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"Cannot write to the folder {folder}.", "Choose a path elsewhere.")
+
+
+def check_space(plan: WidePlan, out: Path, *, sparse: bool) -> None:
+    """Raises DiskSpaceError if the file does not fit on the disk."""
+    needed = plan.source.stat().st_size + _HEADER_ROOM
+    needed += sum(_content_bytes(tensor) for tensor in plan.tensors) if sparse else plan.data_bytes
+    free = shutil.disk_usage(out.parent).free
+    if needed > free:
+        raise DiskSpaceError(
+            f"{out} needs {format_bytes(needed)}, and {format_bytes(free)} are free there.",
+            "Free some space, choose a path elsewhere, or write no zeros with --sparse.",
+        )
+
+
+def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
+    """Writes the plan to `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file."""
+    try:
+        with _part_file(out) as (part, file), plan.source.open("rb") as source:
+            _write_header(plan, part)
+            file.seek(0, os.SEEK_END)
+            _pad(file)
+            for tensor in plan.tensors:
+                for data in _groups(tensor, source):
+                    _write_group(file, data, sparse=sparse)
+                    on_bytes(data.nbytes)
+                _pad(file)
+            file.truncate()  # to where the last hole ends
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in DISK_FULL_ERRORS:
+            raise DiskSpaceError(
+                f"Cannot write {out}: {(error.strerror or 'no room').lower()}.",
+                "Free some space and try again.",
+            ) from None
+        raise
+
+
+@contextmanager
+def _part_file(out: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """Yields the growing file, which becomes `out` if the body succeeds and is deleted otherwise."""
+    part = out.with_name(f"{out.name}.part")
+    with part.open("ab") as lock:  # overwrites what a killed run left
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{part} is being written by another process.", "Choose another path.") from None
+        try:
+            with part.open("r+b") as file:
+                yield part, file
+            os.replace(part, out)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _write_header(plan: WidePlan, path: Path) -> None:
+    """Writes the metadata and the list of tensors."""
+    writer = gguf.GGUFWriter(path, plan.fields["general.architecture"].contents())
+    changed = dict(plan.changed)
+    dropped = {"general.architecture", "general.alignment", "general.size_label", "general.parameter_count"}
+    for name, field in plan.fields.items():
+        if name not in dropped:
+            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, changed.pop(name, field.contents()), field.types[0], sub_type=sub_type)
+    for name, value in changed.items():
+        writer.add_key_value(name, value, _VALUE_TYPES[type(value)])
+    for tensor in plan.tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, raw_dtype=tensor.mover.type
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+
+
+def _groups(tensor: WideTensor, source: IO[bytes]) -> Iterator[Bytes]:
+    """Yields the wide tensor in groups of rows: uint8 [rows, bytes of a row]."""
+    origin, mover = tensor.source, tensor.mover
+    narrow = row_bytes(mover.source_type, int(origin.shape[0]))
+    n_rows = int(origin.shape[1]) if len(origin.shape) > 1 else 1
+    # dequantised rows are larger than the file's
+    group = max(1, _GROUP_BYTES // max(mover.n_bytes, 4 * int(origin.shape[0])))
+    for matrix in range(tensor.n_matrices):
+        start = int(origin.data_offset) + matrix * n_rows * narrow
+        for first in range(0, len(tensor.rows), group):
+            rows = tensor.rows[first : first + group]
+            out = np.zeros((len(rows), mover.n_bytes), np.uint8)
+            live = np.flatnonzero(rows >= 0)
+            if len(live):
+                needed, places = np.unique(rows[live], return_inverse=True)
+                out[live] = mover.move(_read_rows(source, start, narrow, needed))[places]
+            yield out
+
+
+def _read_rows(source: IO[bytes], start: int, n_bytes: int, rows: Map) -> Bytes:
+    """Reads rows, ascending, as uint8 [len(rows), n_bytes]."""
+    first, last = int(rows[0]), int(rows[-1])
+    source.seek(start + first * n_bytes)
+    data = np.frombuffer(source.read((last - first + 1) * n_bytes), np.uint8).reshape(-1, n_bytes)
+    return data[rows - first]
+
+
+def _write_group(file: IO[bytes], data: Bytes, *, sparse: bool) -> None:
+    """Writes all bytes, or up to the last non-zero row and then a hole."""
+    if not sparse:
+        file.write(data.data)
+        return
+    live = np.flatnonzero(data.any(axis=1))
+    n_live = int(live[-1]) + 1 if len(live) else 0
+    file.write(data[:n_live].data)
+    file.seek(data[n_live:].nbytes, os.SEEK_CUR)
+
+
+def _pad(file: IO[bytes]) -> None:
+    """Writes zeros up to the next tensor."""
+    file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+
+
+def _content_bytes(tensor: WideTensor) -> int:
+    """Returns the bytes that a sparse file needs for the tensor, rounded up to pages."""
+    live = np.flatnonzero(tensor.rows >= 0)
+    n_rows = int(live[-1]) + 1 if len(live) else 0
+    return tensor.n_matrices * (n_rows * tensor.mover.n_bytes + 4096)

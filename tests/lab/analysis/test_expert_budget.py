@@ -1,0 +1,222 @@
+"""Analyses of expert budgets, against definitions in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moeedge.errors import EngineError
+from moeedge.lab.analysis.budget_recording import BudgetAnalysis
+from moeedge.lab.analysis.expert_budget import (
+    PAPER,
+    VARIANTS,
+    ErrorTable,
+    ProbabilityCurve,
+    RoutedBatch,
+    Router,
+    Variant,
+    analyse_pairs,
+    cluster_order,
+    co_activation,
+    cumulative_probability,
+    default_budgets,
+    infer_router,
+    layer_errors,
+    selection_values,
+    summed_weights,
+)
+from moeedge.lab.policies.expert_budget import MixingWeights
+from moeedge.lab.views.budget_plots import draw_budgets, pairs_path
+
+L, T, N, K, D = 3, 5, 12, 3, 4
+BUDGETS = (3, 5, 8, 12)
+Floats = NDArray[np.float32]
+
+
+def softmax(logits: Floats) -> Floats:
+    raised = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(raised / raised.sum(axis=-1, keepdims=True), dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def batch() -> RoutedBatch:
+    """A softmax router whose weights are normalised."""
+    rng = np.random.default_rng(4)
+    values = softmax(rng.standard_normal((L, T, N)).astype(np.float32) * 2)
+    ids = np.argsort(-values, axis=-1, kind="stable")[..., :K].astype(np.int32)
+    weights = np.take_along_axis(values, ids, axis=-1)
+    weights = weights / weights.sum(axis=-1, keepdims=True)
+    return RoutedBatch(values, values, ids, weights, rng.standard_normal((L, T, N, D)).astype(np.float32))
+
+
+def test_errors_against_their_definition(batch: RoutedBatch) -> None:
+    """Every variant and budget of every layer, token by token."""
+    static = np.stack([np.random.default_rng(layer).permutation(N) for layer in range(L)]).astype(np.int32)
+    router = Router("softmax", MixingWeights(normalised=True))
+    found = layer_errors(batch, router, BUDGETS, static=static)
+    for layer, (i, variant), (j, budget) in itertools.product(range(L), enumerate(VARIANTS), enumerate(BUDGETS)):
+        error, kept = defined_error(batch, layer, variant, budget, list(static[layer]))
+        assert found.errors[layer, i, j] == pytest.approx(error, abs=1e-5), (layer, variant, budget)
+        assert found.kept[layer, i, j] == pytest.approx(kept, abs=1e-5)
+    assert found.unique.tolist() == [len(set(batch.ids[layer].reshape(-1).tolist())) for layer in range(L)]
+    assert (found.errors[:, :, -1] == 0).all()  # all experts are allowed
+    without = layer_errors(batch, router, BUDGETS)
+    is_static = [variant.ranking == "static" for variant in VARIANTS]
+    assert np.isnan(without.errors).all(axis=(0, 2)).tolist() == is_static
+
+
+def defined_error(
+    batch: RoutedBatch, layer: int, variant: Variant, budget: int, static: list[int]
+) -> tuple[float, float]:
+    """Error of a layer's output, and the share of the natural picks' probability that is kept; Eq. 4-8 in loops."""
+    p, out = batch.values[layer].astype(float), batch.outputs[layer].astype(float)
+    natural = [
+        {int(e): float(w) for e, w in zip(*row, strict=True)}
+        for row in zip(batch.ids[layer], batch.weights[layer], strict=True)
+    ]
+    full = [sum(w * out[t, e] for e, w in natural[t].items()) for t in range(T)]
+    union = set().union(*natural)
+    best: set[int] = set()
+    if variant.ranking == "oracle":
+        while len(best) < budget:
+
+            def error_with(new: int) -> float:
+                inside = best | {new}
+                parts = [
+                    sum((w * out[t, e] for e, w in natural[t].items() if e in inside), np.zeros(D)) for t in range(T)
+                ]
+                return float(sum(((full[t] - parts[t]) ** 2).sum() for t in range(T)))
+
+            best.add(min((e for e in range(N) if e not in best), key=lambda e: (round(error_with(e), 10), e)))
+    else:
+        score = {
+            "router": lambda e: p[:, e].sum(),
+            "static": lambda e: -static.index(e),
+            "picks": lambda e: sum(row.get(e, 0.0) for row in natural),
+        }[variant.ranking]
+        best = set(sorted(range(N), key=lambda e: (-score(e), e))[:budget])
+    if variant.keeps_union and len(union) <= budget:
+        best = union
+    squared = 0.0
+    for t in range(T):
+        if variant.coverage == "truncation":
+            used = {e: w for e, w in natural[t].items() if e in best}
+        else:
+            top = sorted(best, key=lambda e: -p[t, e])[:K]
+            used = {e: p[t, e] / sum(p[t, f] for f in top) for e in top}
+        squared += float(((full[t] - sum((w * out[t, e] for e, w in used.items()), np.zeros(D))) ** 2).sum())
+    picked = [(t, e) for t in range(T) for e in natural[t]]
+    kept = sum(p[t, e] for t, e in picked if e in best) / sum(p[t, e] for t, e in picked)
+    return squared / float(sum((row**2).sum() for row in full)), kept
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("kind", ["softmax", "logits", "sigmoid"])
+def test_the_router_is_inferred_from_its_weights(kind: str, normalised: bool, scale: float) -> None:
+    logits = np.random.default_rng(7).standard_normal((30, N)).astype(np.float32)
+    values = {"softmax": softmax(logits), "logits": logits, "sigmoid": 1 / (1 + np.exp(-logits))}[kind]
+    ids = np.argsort(-values, axis=-1)[:, :K].astype(np.int32)
+    weights = np.take_along_axis(values, ids, axis=-1)
+    if kind == "logits":
+        weights = softmax(weights)
+    if normalised:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    router = infer_router(values, ids, weights * np.float32(scale))
+    assert router.kind == kind
+    np.testing.assert_allclose(router.mixing.of(values, ids), weights * scale, rtol=1e-3)
+    with pytest.raises(EngineError):
+        infer_router(values, ids, weights**2 + 0.1)
+
+
+def test_selection_values_of_a_router_with_bias_and_groups() -> None:
+    """DeepSeek-V3: a token may use the groups with the highest sum of their two best experts."""
+    rng = np.random.default_rng(3)
+    values, bias = rng.random((T, N)).astype(np.float32), rng.random(N).astype(np.float32)
+    assert np.array_equal(selection_values(values, None), values)
+    found = selection_values(values, bias, n_groups=4, n_groups_used=2)
+    for t in range(T):
+        biased = [float(values[t, e]) + float(bias[e]) for e in range(N)]
+        groups = [list(range(start, start + 3)) for start in range(0, N, 3)]
+        groups.sort(key=lambda group: -sum(sorted(biased[e] for e in group)[-2:]))
+        allowed = {e for group in groups[:2] for e in group}
+        expected = [biased[e] if e in allowed else -np.inf for e in range(N)]
+        np.testing.assert_allclose(found[t], expected, rtol=1e-6)
+
+
+def test_cumulative_probability_by_hand() -> None:
+    scores = np.array([[1.0, 5.0, 4.0], [0.0, 0.0, 0.0]])
+    np.testing.assert_allclose(cumulative_probability(scores), [[0.5, 0.9, 1.0], [0, 0, 0]])
+    ids, weights = np.array([[[2, 0], [2, 1]]]), np.array([[[0.75, 0.25], [0.5, 0.5]]], dtype=np.float32)
+    np.testing.assert_allclose(summed_weights(ids, weights, 4), [[0.25, 0.5, 1.25, 0.0]])
+
+
+def test_pairs_against_loops() -> None:
+    """Counts, and Equation 9: the most frequent pair by T k (k - 1) / (N (N - 1))."""
+    rng = np.random.default_rng(2)
+    ids = np.stack([rng.choice(N, K, replace=False, p=np.arange(1, N + 1) / 78) for _ in range(200)]).astype(np.int32)
+    counts = co_activation(ids, N)
+    for a, b in itertools.product(range(N), repeat=2):
+        assert counts[a, b] == sum({a, b} <= set(row) for row in ids.tolist())
+    found = analyse_pairs(7, counts, len(ids), K)
+    assert found.pair is not None and found.pair[0] < found.pair[1]
+    most = max(counts[a, b] for a, b in itertools.combinations(range(N), 2))
+    a, b = found.pair
+    assert counts[a, b] == most
+    assert found.concentration == pytest.approx(most * N * (N - 1) / (200 * K * (K - 1)))
+    assert found.lift == pytest.approx(most * 200 / (counts[a, a] * counts[b, b]))
+    assert sorted(found.order.tolist()) == list(range(N))
+    empty = analyse_pairs(0, np.zeros((N, N), dtype=np.int64), 0, K)
+    assert (empty.pair, empty.concentration, empty.lift) == (None, None, None)
+
+
+def test_clusters_are_neighbours() -> None:
+    """Two groups of experts that are used together, interleaved by id."""
+    rng = np.random.default_rng(1)
+    groups = [np.arange(0, N, 2), np.arange(1, N, 2)]
+    ids = np.stack([rng.choice(groups[i % 2], K, replace=False) for i in range(100)]).astype(np.int32)
+    order = cluster_order(co_activation(ids, N))
+    assert len(set(order[:6].tolist()) & set(groups[0].tolist())) in (0, 6)
+
+
+def test_budgets_by_default() -> None:
+    assert default_budgets(128, 8) == (8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+    assert default_budgets(8, 2) == (2, 3, 4, 5, 6, 8)
+    assert default_budgets(4, 4) == (4,)
+
+
+def table() -> ErrorTable:
+    errors = np.random.default_rng(6).random((4, L, len(VARIANTS), len(BUDGETS)))
+    errors[:, :, VARIANTS.index(Variant("static", "substitution"))] = np.nan
+    return ErrorTable((0, 1, 2), VARIANTS, BUDGETS, errors, errors, np.full((4, L), 9))
+
+
+def test_means_and_differences() -> None:
+    errors = table()
+    other = Variant("picks", "truncation")
+    i = VARIANTS.index(other)
+    assert errors.mean(other, 5) == pytest.approx(errors.errors[:, :, i, 1].mean())
+    paired = [errors.errors[b, :, i, 1].mean() - errors.errors[b, :, 0, 1].mean() for b in range(4)]
+    difference = errors.difference(other, PAPER, 5)
+    assert difference == pytest.approx((np.mean(paired), np.std(paired, ddof=1) / 2))
+    static = Variant("static", "substitution")
+    assert errors.mean(static, 5) is None and errors.difference(static, PAPER, 5) is None
+    assert len(list(errors.rows())) == (len(VARIANTS) - 1) * len(BUDGETS)
+
+
+@pytest.mark.parametrize("has_errors", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_pictures(tmp_path: Path, has_errors: bool) -> None:
+    share = np.linspace(1 / N, 1, N)[None].repeat(L, axis=0)
+    curves = [ProbabilityCurve(name, 2, 9, share, share, np.full(L, 6.0)) for name in ("all", "code")]
+    ids = np.array([[0, 1, 2], [0, 1, 5]], dtype=np.int32)
+    pairs = [analyse_pairs(layer, co_activation(ids, N), 2, K) for layer in range(L)]
+    analysis = BudgetAnalysis(
+        (0, 1, 2), N, K, 4, BUDGETS, (), tuple(curves), tuple(pairs), table() if has_errors else None
+    )
+    draw_budgets(analysis, "a model", tmp_path / "budgets.png")
+    for path in (tmp_path / "budgets.png", pairs_path(tmp_path / "budgets.png")):
+        assert path.stat().st_size > 5000

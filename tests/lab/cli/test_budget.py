@@ -1,0 +1,148 @@
+"""`moeedge lab budget`: figures equal to a recomputation from the trace of the same run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.lab.analysis.expert_ranking import read_order
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace
+from tests.conftest import TinyFactory
+from tests.support.cases import MOE_CASES
+from tests.support.commands import refused, run, run_json
+
+
+@pytest.fixture
+def pair(tiny_moe: Path, tiny_draft: Path) -> list[str]:
+    """The tiny target and draft, greedy and short, on two prompts of a file."""
+    prompts = tiny_moe.with_name("prompts.jsonl")
+    prompts.write_text('{"prompt": "one two three four"}\n{"prompt": "five six"}\n')
+    options = ["-c", "512", "-n", "24", "-t", "1", "--raw", "--draft-max", "4", "--dataset", str(prompts)]
+    return ["-m", str(tiny_moe), "-md", str(tiny_draft), *options]
+
+
+def test_figures_against_the_trace(pair: list[str], tmp_path: Path) -> None:
+    report = run_json("lab", "budget", *pair, "--budgets", "4,8,16")
+    run_json("profile", *pair, "--trace-out", str(tmp_path / "trace.npz"))
+    trace = Trace.load(tmp_path / "trace.npz")
+    assert trace.weights is not None
+    is_verified = trace.phase == Phase.VERIFY
+    steps = sorted(
+        {(int(s), int(n)) for s, n in zip(trace.sequence[is_verified], trace.step[is_verified], strict=True)}
+    )
+    batches = [np.flatnonzero(is_verified & (trace.sequence == s) & (trace.step == n)) for s, n in steps]
+    batches = [rows for rows in batches if len(rows) > 1]
+    rows = np.concatenate(batches)
+    routing = report["routing"][0]
+    assert (routing["group"], routing["batches"], routing["tokens"]) == ("all", len(batches), len(rows))
+    for layer in range(3):
+        unique = np.mean([len(set(trace.ids[batch, layer].reshape(-1).tolist())) for batch in batches])
+        assert routing["unique_by_layer"][layer] == pytest.approx(unique, abs=1e-5)
+        together = Counter(p for row in trace.ids[rows, layer].tolist() for p in combinations(sorted(row), 2))
+        found = report["co_activation"][layer]
+        counts = np.array(found["counts"])
+        assert all(counts[a, b] == n for (a, b), n in together.items())
+        assert np.triu(counts, 1).sum() == sum(together.values())
+        expected = len(rows) * 4 * 3 / (16 * 15)
+        assert found["concentration"] == pytest.approx(max(together.values()) / expected, abs=1e-5)
+    shares = []
+    for batch in batches:
+        for layer in range(3):
+            weight = np.zeros(16)
+            np.add.at(weight, trace.ids[batch, layer], trace.weights[batch, layer].astype(float))
+            shares.append(np.cumsum(np.sort(weight)[::-1]) / weight.sum())
+    np.testing.assert_allclose(routing["cumulative_weights"], np.mean(shares, axis=0), atol=2e-3)
+    assert max(np.diff(routing["cumulative_probability"], 2)) < 1e-5  # the best first
+
+    from_trace = run_json("lab", "budget", "--trace", tmp_path / "trace.npz", "--budgets", "4,8,16")
+    read = from_trace["routing"][0]
+    assert read["cumulative_probability"] is None and from_trace["reconstruction_error"] is None
+    for key in ("batches", "tokens", "unique_by_layer", "cumulative_weights"):
+        assert read[key] == pytest.approx(routing[key], abs=1e-3)
+    assert from_trace["co_activation"] == report["co_activation"]
+
+
+def test_errors(pair: list[str]) -> None:
+    """No error with all experts; static ranks by the other prompt; the error falls with the budget."""
+    report = run_json("lab", "budget", *pair, "--budgets", "auto", "--layers", "1-2")
+    assert report["layers"] == [1, 2]
+    errors = report["reconstruction_error"]
+    assert errors["batches"] >= 2 and report["budgets"] == [4, 6, 8, 10, 12, 16]
+    rows = {(row["ranking"], row["coverage"], row["keeps_union"], row["budget"]): row for row in errors["rows"]}
+    assert {key[0] for key in rows} == {"router", "static", "oracle", "picks"}
+    for key, row in rows.items():
+        assert row["error"] >= 0 and 0 <= row["kept_probability"] <= 1 + 1e-6
+        assert np.mean(row["error_by_layer"]) == pytest.approx(row["error"], abs=1e-5)
+        if key[-1] == 16:
+            assert row["error"] == 0 and row["kept_probability"] == pytest.approx(1)
+    for coverage in ("substitution", "truncation"):
+        assert rows["router", coverage, True, 4]["error"] > rows["router", coverage, True, 12]["error"]
+    assert rows["oracle", "truncation", True, 6]["error"] < rows["router", "truncation", True, 6]["error"]
+    assert rows["router", "substitution", True, 4]["minus_paper"] is None
+
+
+@pytest.mark.parametrize("plot", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_text_and_pictures(pair: list[str], tmp_path: Path, plot: bool) -> None:
+    picture = ["--plot", str(tmp_path / "b.png")] if plot else []
+    result = run("lab", "budget", *pair, "--budgets", "4,8", *picture)
+    assert result.exit_code == 0
+    for part in ("router, subst.", "oracle, trunc.", "B=8", "Eq. 9", "routing probability"):
+        assert part in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert {path.name for path in tmp_path.glob("*.png")} == ({"b.png", "b-pairs.png"} if plot else set())
+
+
+def test_what_cannot_be_analysed(pair: list[str], tiny: TinyFactory) -> None:
+    for budgets in ("3", "17", "many", ""):
+        refused("lab", "budget", *pair, "--budgets", budgets)
+    refused("lab", "budget", *pair, "--trace", "t.npz")
+    assert "moeedge lab budget" in refused("profile", *pair, "--budget-analysis", "8")
+    assert run("lab", "budget", *pair, "--budgets", "8", "-md", "none").exit_code == 1  # nothing to verify
+
+
+@pytest.mark.parametrize(
+    "case", ["deepseek3", *(pytest.param(case, marks=pytest.mark.slow) for case in ("olmoe", "gpt-oss"))]
+)
+def test_other_routers(case: str, tiny: TinyFactory) -> None:
+    """Weights not normalised; sigmoid with bias, groups and scale; softmax after the top-k."""
+    arch, dimensions = MOE_CASES[case]
+    options = ["-md", "ngram", "-c", "256", "-n", "30", "-t", "1", "--raw", "-p", "a b a b a b a b"]
+    report = run_json("lab", "budget", "-m", tiny(arch, **dimensions), *options)
+    most = report["n_experts"]
+    rows = report["reconstruction_error"]["rows"]
+    assert all(row["error"] == 0 for row in rows if row["budget"] == most)
+    least = {row["ranking"]: row["error"] for row in rows if row["budget"] == report["budgets"][0]}
+    assert "static" not in least and least["router"] > 0  # one prompt: no others to calibrate on
+
+
+def test_weights_before_the_experts(tiny: TinyFactory) -> None:
+    """llama4: routing is analysed, the errors are not, and the report says why."""
+    options = ["-md", "ngram", "-c", "256", "-n", "40", "-t", "1", "--raw", "-p", "a b a b a b a b"]
+    report = run_json("lab", "budget", "-m", str(tiny("llama4")), *options)
+    assert report["reconstruction_error"] is None and "layer" in report["no_reconstruction_error"]
+
+
+def test_a_ranking(pair: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "ranking.json"
+    assert run("lab", "budget", *pair, "--save-ranking", path).exit_code == 0
+    ranking = json.loads(path.read_text())
+    assert (ranking["n_layers"], ranking["n_experts"], ranking["n_expert_used"]) == (3, 16, 4)
+    assert ranking["measured"] == "weights" and ranking["source"]["gamma"] == 4
+    assert all(layer["sensitivity"] > 0 for layer in ranking["layers"])
+    assert "r.json" in refused("lab", "budget", *pair, "--save-ranking", tmp_path / "absent" / "r.json")
+    trace = tmp_path / "trace.npz"
+    run_json("profile", *pair, "--trace-out", trace)
+    assert run("lab", "budget", "--trace", trace, "--save-ranking", path).exit_code == 0
+    assert [layer["order"] for layer in json.loads(path.read_text())["layers"]] == read_order(path).tolist()
+    rows = run_json(
+        "lab", "replay", trace, "--policy", "lru", "--expert-budget", "5", "--budget-ranking", "static,picks",
+        "--budget-file", path,
+    )  # fmt: skip
+    assert {row["budget"] for row in rows if row["policy"] == "lru"} == {"budget 5 static (lossy)", "budget 5 (lossy)"}
+    assert "oracle" in refused("lab", "replay", trace, "--expert-budget", "5", "--budget-ranking", "oracle")

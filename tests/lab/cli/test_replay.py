@@ -1,0 +1,233 @@
+"""`moeedge lab replay` from the command line: flat rows, tables, the same bytes for the same seed, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeedge.lab.traces.schedule import texts_of
+from moeedge.ui import progress
+from tests.support.commands import refused, run, run_json
+from tests.support.traces import plain_text, two_texts
+
+_FIELDS = (
+    "policy", "cache_ratio", "rejected_token_model", "hit_rate_pairs",
+    "hit_rate_experts", "uploads_per_layer_step", "hot_cold_accuracy",
+)  # fmt: skip
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    plain_text(60).save(tmp_path / "plain.npz")
+    return tmp_path / "plain.npz"
+
+
+def test_rows_are_flat_and_come_in_order(plain: Path) -> None:
+    rows = run_json("lab", "replay", plain, "--cache-ratio", "0.25,0.5", "--policy", "lru,spac", "--gamma", 3)
+    names = ["lru", "spac", "oracle", "belady"]
+    assert [(row["rejected_token_model"], row["cache_ratio"], row["policy"]) for row in rows] == [
+        (model, ratio, name) for model in ("optimistic", "pessimistic") for ratio in (0.25, 0.5) for name in names
+    ]
+    for row in rows:
+        assert tuple(row)[: len(_FIELDS)] == _FIELDS
+        assert not any(isinstance(value, dict | list) for value in row.values())
+        assert (row["gamma"], row["acceptance_chance"], row["seed"], row["bytes_per_step"]) == (3, 0.8, 0, None)
+        assert 0.0 <= row["hit_rate_pairs"] <= 1.0
+        assert row["hit_rate_pairs"] <= row["oracle_hit_rate_pairs"]
+
+
+def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
+    arguments = (plain, "--policy", "all", "--gamma", 3, "-o", "json", "--seed")
+    first, again, other = (run("lab", "replay", *arguments, seed).stdout for seed in (5, 5, 6))
+    assert first == again != other
+
+
+@pytest.mark.slow
+def test_two_processes_print_the_same_bytes(plain: Path) -> None:
+    """Under every policy, whatever order Python's sets and dictionaries have."""
+    command = [sys.executable, "-m", "moeedge", "lab", "replay", str(plain), "--gamma", "3", "-o", "json"]
+    command += ["--predictor-accuracy", "default"]
+    printed = [
+        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] != b""
+
+
+def test_a_recorded_trace_brings_gamma_and_acceptance(tmp_path: Path) -> None:
+    two_texts(parameters={"expert_bytes": 1000}).save(tmp_path / "own.npz")
+    rows = run_json("lab", "replay", tmp_path / "own.npz", "--policy", "lru")
+    drafts = ("rejected_token_model", "gamma", "acceptance_rate", "acceptance_chance")
+    assert [tuple(row[key] for key in drafts) for row in rows] == [("recorded", 2, 0.4, 0.5)] * 3
+    assert {row["acceptance_source"] for row in rows} == {"recorded"}
+    assert rows[0]["bytes_per_step"] == pytest.approx(2000 * rows[0]["uploads_per_layer_step"], abs=1)
+    cut = run_json("lab", "replay", tmp_path / "own.npz", "--policy", "lru", "--rejected-token-model", "pessimistic")
+    assert {row["rejected_token_model"] for row in cut} == {"pessimistic"} and cut[0]["gamma"] == 2
+    assert cut[0]["acceptance_source"] == "measured"
+    assumed = run_json("lab", "replay", tmp_path / "own.npz", "--policy", "lru", "--acceptance-chance", "0.9")
+    assert assumed[0]["acceptance_source"] == "assumed"
+
+
+def test_an_assumed_acceptance_is_called_so(plain: Path) -> None:
+    rows = run_json("lab", "replay", plain, "--policy", "lru", "--gamma", 3)
+    assert {(row["acceptance_source"], row["acceptance_chance"]) for row in rows} == {("assumed", 0.8)}
+    assert run_json("lab", "replay", plain, "--policy", "lru", "--gamma", 0)[0]["acceptance_source"] is None
+    for more in ((), ("--curve",)):
+        table = " ".join(run("lab", "replay", plain, "--policy", "lru", "--gamma", 3, *more).stdout.split())
+        assert "assumed chance of 0.80" in table
+
+
+def test_a_policy_above_the_oracle_has_its_reason(tmp_path: Path) -> None:
+    plain_text(60, n_layers=8).save(tmp_path / "deep.npz")
+    arguments = (tmp_path / "deep.npz", "--policy", "lru,moe-infinity", "--gamma", 3, "--cache-ratio", "0.1")
+    for row in run_json("lab", "replay", *arguments):
+        is_above = row["hit_rate_pairs"] > row["oracle_hit_rate_pairs"]
+        assert is_above == (row["policy"] == "moe-infinity")
+        assert row["above_oracle"] == ("within-step" if is_above else None)
+    lines = run("lab", "replay", *arguments).stdout.splitlines()
+    assert all(("between layers" in line) == line.startswith("moe-infinity") for line in lines if "0." in line[:40])
+    assert "between layers" not in run("lab", "replay", *arguments, "--policy", "lru").stdout
+
+
+def test_progress_without_a_terminal(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("lab", "replay", plain, "--policy", "lru", "--gamma", 3, "-o", "json")
+    quiet = run(*arguments)
+    assert not quiet.stderr  # it takes less time than passes before the first line
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    for more in ((), ("--curve",)):
+        result = run(*arguments, *more)
+        assert result.exit_code == 0
+        assert all(
+            re.fullmatch(r"\w+[\w ]*: [\d,]+ of [\d,]+ (steps|curves)", line) for line in result.stderr.splitlines()
+        )
+        assert result.stderr
+        assert bool(more) or result.stdout == quiet.stdout
+
+
+def test_tables(plain: Path) -> None:
+    models = ("--gamma", 3, "--rejected-token-model", "optimistic")
+    arguments = (plain, "--policy", "lru,fate", *models, "--expert-bytes", 1 << 20)
+    result = run("lab", "replay", *arguments)
+    assert result.exit_code == 0, result.output
+    for part in ("random: 1 texts", "optimistic rejected tokens", "oracle", "MiB/step", "fate: by the cache alone"):
+        assert part in " ".join(result.stdout.split())
+    seeing = " ".join(run("lab", "replay", *arguments, "--predictor-accuracy", "default").stdout.split())
+    assert "fate *" in seeing and "(next-gate 0.8)" in seeing
+    without = run("lab", "replay", plain, "--policy", "lru", "--gamma", 0)
+    assert "one token at a time" in without.stdout and without.stdout.count("belady ") == 1
+
+
+def test_what_policies_go_without_is_said(tmp_path: Path) -> None:
+    """In the table's legend, and with JSON on standard error: predictors, token ids, a profile."""
+    text = plain_text(60)
+    replace(text, token=np.full_like(text.token, -1)).save(tmp_path / "bare.npz")
+    blind = ("sp-moe", "fate", "adapmoe", "mixtral-offloading", "hybrimoe")
+    arguments = ("--policy", ",".join((*blind, "spac", "static")), "--gamma", 3, "--rejected-token-model", "optimistic")
+    want = [
+        f"{', '.join(blind)}: by the cache alone, without a predictor",
+        "spac: without token tables, since this trace holds no vocabulary ids",
+        "static: profiled on the first steps",
+    ]
+    table = " ".join(run("lab", "replay", tmp_path / "bare.npz", *arguments).stdout.split())
+    said = run("lab", "replay", tmp_path / "bare.npz", *arguments, "-o", "json")
+    for sentence in want:
+        assert sentence in table
+        assert sentence in " ".join(said.stderr.split())
+    rows = json.loads(said.stdout)
+    assert not any(row["token_ids"] or row["profile"] or row["prediction_source"] for row in rows)
+
+    full = two_texts()  # with vocabulary ids, and a text to spare
+    assert (full.token >= 0).all()
+    full.save(tmp_path / "words.npz")
+    result = run("lab", "replay", tmp_path / "words.npz", "--policy", "spac", "-o", "json")
+    assert "token ids alone" in result.stderr
+    full = replace(full, hidden_states=np.zeros((full.n_tokens, 4), dtype=np.float16))
+    full.save(tmp_path / "full.npz")
+    more = ("--predictor-accuracy", "default", "--profile-texts", 1, "-o", "json")
+    result = run("lab", "replay", tmp_path / "full.npz", "--policy", "fate,spac,static", *more)
+    assert result.exit_code == 0 and result.stderr == ""
+    assert all(row["token_ids"] and row["draft_hidden_states"] and row["profile"] for row in json.loads(result.stdout))
+
+
+def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
+    arguments = (plain, "--policy", "fate", "--gamma", 3, "-o", "json", "--predictor-accuracy")
+    blind, seeing = (
+        json.loads(run("lab", "replay", *arguments, f"next-gate={share}").stdout)[0] for share in (0.0, 1.0)
+    )
+    assert blind["hit_rate_pairs"] < seeing["hit_rate_pairs"]
+    assert (seeing["prediction_source"], seeing["predictor_accuracy"]) == ("next-gate", 1.0)
+
+
+def test_the_bounds_alone(plain: Path) -> None:
+    rows = run_json("lab", "replay", plain, "--policy", "belady,oracle", "--gamma", 0)
+    assert [row["policy"] for row in rows] == ["oracle", "belady"]
+
+
+def test_curves_come_as_table_json_and_picture(tmp_path: Path, plain: Path) -> None:
+    two_texts().save(tmp_path / "own.npz")
+    traces = (tmp_path / "own.npz", plain)
+    arguments = ("lab", "replay", *traces, "--curve", "--policy", "spac,lfu,lru,fate", "--gamma", 3, "-t", 1)
+    panels = run_json(*arguments, "--max-uploads", "0.1,0.2", "--plot", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert [(panel["trace"], panel["rejected_token_model"]) for panel in panels] == [
+        (name, model) for name in ("own.npz", "plain.npz") for model in ("optimistic", "pessimistic")
+    ]
+    points = panels[-1]["points"]
+    assert [point["max_uploads"] for point in points if point["policy"] == "lru"] == [0.1, 0.2, None]
+    assert all(len(point["pairs_hit"]) == len(point["uploads"]) == len(panels[-1]["pairs"]) for point in points)
+    assert panels[-1]["apart"] == ["fate"]
+    table = " ".join(run(*arguments).stdout.split())
+    assert "(fate)" in table and "lead over lfu" in table
+    assert "--curve" in refused("lab", "replay", plain, "--plot", tmp_path / "curves.png")
+    assert "--curve" in refused("lab", "replay", plain, "--max-uploads", "0.5,2")
+
+
+def test_a_link_gives_the_uploads_of_a_step(plain: Path) -> None:
+    """1 MB/s for 8 ms carry eight experts of 1,000 bytes, in two layers: four for each."""
+    arguments = ("lab", "replay", plain, "--policy", "lru", "--gamma", 3, "--expert-bytes", 1000)
+    linked = run_json(*arguments, "--link", "1MB/s", "--step-time", 8)
+    assert [(row["max_uploads"], row["link_bytes_per_s"], row["step_time_s"]) for row in linked] == [
+        (4.0, 1e6, 0.008)
+    ] * len(linked)
+    limited = run_json(*arguments, "--max-uploads", 4)
+    assert [row["hit_rate_pairs"] for row in limited] == [row["hit_rate_pairs"] for row in linked]
+    assert limited[0]["link_bytes_per_s"] is None
+    for wrong in (("--link", "1MB/s"), ("--step-time", 8), ("--link", "fast", "--step-time", 8)):
+        assert refused(*arguments, *wrong)
+    assert "--expert-bytes" in refused("lab", "replay", plain, "--gamma", 3, "--link", "1MB/s", "--step-time", 8)
+
+
+def test_texts_are_chosen_by_number(tmp_path: Path) -> None:
+    two_texts().save(tmp_path / "own.npz")
+    both = run_json("lab", "replay", tmp_path / "own.npz", "--policy", "lru")
+    second = run_json("lab", "replay", tmp_path / "own.npz", "--policy", "lru,static", "--texts", "1:")
+    assert (both[0]["texts"], second[0]["texts"]) == (2, 1)
+    assert (both[0]["profile"], second[0]["profile"]) == (False, True)  # of the text before
+    each = run_json("lab", "replay", tmp_path / "own.npz", tmp_path / "own.npz", "--policy", "lru", "--texts", ":1,1:2")
+    assert each[0]["steps"] + each[3]["steps"] == both[0]["steps"]
+    for wrong in ("1", "2:", "a:b", "0:1,1:2,0:"):
+        assert "--texts" in refused("lab", "replay", tmp_path / "own.npz", "--texts", wrong)
+
+
+def test_memory_can_be_emptied_with_each_text(tmp_path: Path) -> None:
+    """The second text repeats the first: who remembers it hits more."""
+    first = two_texts()
+    repeated = texts_of(first, 0, 1)
+    again = replace(repeated, sequence=repeated.sequence + 1)
+    columns = ("ids", "phase", "sequence", "step", "accepted", "token", "position")
+    twice = replace(
+        first, **{name: np.concatenate([getattr(repeated, name), getattr(again, name)]) for name in columns}
+    )
+    twice.save(tmp_path / "twice.npz")
+    arguments = ("lab", "replay", tmp_path / "twice.npz", "--policy", "spac", "--cache-ratio", 0.25)
+    carried, emptied = run_json(*arguments)[0], run_json(*arguments, "--fresh-memory")[0]
+    assert (carried["fresh_memory"], emptied["fresh_memory"]) == (False, True)
+    assert carried["hit_rate_pairs"] > emptied["hit_rate_pairs"]

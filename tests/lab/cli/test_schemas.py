@@ -1,0 +1,139 @@
+"""Every published schema describes each key, and real outputs are valid under it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from moeedge.schemas import schema_names, schema_text
+from tests.support.commands import refused, run, run_json
+from tests.support.traces import two_texts
+
+
+def validator(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json.loads(schema_text(name)))
+
+
+def errors(name: str, value: Any) -> list[str]:
+    """What the schema forbids, and the keys that it does not describe."""
+    wrong = [f"{error.json_path}: {error.message[:200]}" for error in validator(name).iter_errors(value)]
+    schema = json.loads(schema_text(name))
+    return wrong + [f"{path} is not described" for path in undescribed(schema, value, schema)]
+
+
+def members(schema: Any, path: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and schema of every key, at every depth."""
+    if isinstance(schema, dict):
+        for name, member in schema.get("properties", {}).items():
+            yield f"{path}.{name}", member
+        for key, value in schema.items():
+            yield from members(value, f"{path}.{key}")
+    elif isinstance(schema, list):
+        for index, value in enumerate(schema):
+            yield from members(value, f"{path}[{index}]")
+
+
+def undescribed(schema: Any, value: Any, whole: Any, path: str = "$") -> Iterator[str]:
+    """Paths of the keys of a value that its schema does not describe; free-form objects are left out."""
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from undescribed(schema.get("items", {}), each, whole, f"{path}[{index}]")
+    if not isinstance(value, dict):
+        return
+    named = schema.get("$ref") or next((each["$ref"] for each in schema.get("oneOf", ()) if "$ref" in each), None)
+    schema = whole["$defs"][named.rpartition("/")[2]] if named else schema
+    others = schema.get("additionalProperties")
+    for key, each in value.items() if "properties" in schema or others is not None else ():
+        member = schema.get("properties", {}).get(key, others)
+        if not isinstance(member, dict) or ("description" not in member and member is not others):
+            yield f"{path}.{key}"
+        else:
+            yield from undescribed(member, each, whole, f"{path}.{key}")
+
+
+@pytest.mark.parametrize("name", schema_names())
+def test_every_key_is_described(name: str) -> None:
+    text = json.loads(schema_text(name))
+    jsonschema.Draft202012Validator.check_schema(text)
+    assert text["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    described = dict(members(text))
+    assert described
+    missing = [path for path, member in described.items() if not member.get("description") and "$ref" not in member]
+    assert not missing
+
+
+def test_bench_rows(pair: list[str]) -> None:
+    """Answers with an expert cache and scores, synthetic tests, and texts decoded together."""
+    common = ("-t", 1, "--no-calibrate")
+    toy = ("--dataset", "toy", "--limit", 1, "-n", 4, "-r", 1)
+    sweep = ("-dev", "emulated", "--policy", "lru", "--cache-ratio", 0.5, "--draft-max", 2, "--score")
+    rows = run_json("bench", *pair, *common, *toy, *sweep)
+    assert {row["mode"] for row in rows} == {"stock-ar", "stock-sd", "moeedge"}
+    assert rows[-1]["samples"][0]["placement"]
+    rows += run_json("bench", *pair, *common, "-p", 8, "-n", 4, "-r", 2, "-dev", "none")
+    rows += run_json("bench", *pair, *common, *toy, "--parallel", 1, "-dev", "none", "--modes", "stock-ar,stock-sd")
+    assert not errors("bench", rows)
+    required = set(json.loads(schema_text("bench"))["items"]["required"])
+    assert all(set(row) == required for row in rows)
+    wrong = ({"unknown": 1}, {"tg_ts": "fast"}, {"samples": [{}]}, {"hit_rate_pairs": 1.5})
+    assert all(errors("bench", [rows[0] | part]) for part in wrong)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-dev", "emulated", "--policy", "spac", "--cache-ratio", 0.5),
+        ("-dev", "none", "-md", "none"),
+        ("-dev", "none", "--draft-max", 3, "--expert-budget", 4),
+    ],
+)
+def test_a_chats_answer(options: tuple[object, ...], pair: list[str]) -> None:
+    result = run("chat", *pair, "-p", "tell me", "-n", 12, "--no-calibrate", *options, "-o", "json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert not errors("chat", answer)
+    stats = answer["stats"]
+    assert (stats["placement"] is not None) == ("emulated" in options)
+    assert stats["lossy"] == ("--expert-budget" in options)
+    without = {key: value for key, value in stats.items() if key != "tg_ts"}
+    wrong = ({"stop_reason": "tired"}, {"unknown": 1}, {"stats": without}, {"stats": stats | {"hit_rate_pairs": 2}})
+    assert all(errors("chat", answer | part) for part in wrong)
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """A trace file as its schema describes it."""
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    meta = json.loads(str(arrays.pop("meta")))
+    shapes = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in arrays.items()}
+    return {"meta": meta, **shapes}
+
+
+def test_traces(tmp_path: Path, pair: list[str]) -> None:
+    path = tmp_path / "routing.npz"
+    two_texts(weights=True).save(path)
+    made = contents(path)
+    assert not errors("trace", made)
+    arguments = ("--layer", 0, "--dataset", "toy", "--limit", 1, "-n", 4, "-t", 1)
+    assert run("profile", *pair, *arguments, "--trace-out", path).exit_code == 0
+    recorded = contents(path)
+    assert not errors("trace", recorded)
+    benched = ("--dataset", "toy", "--limit", 1, "-n", 4, "-r", 1, "-t", 1, "-dev", "none", "--no-calibrate")
+    assert run("bench", *pair, *benched, "--modes", "moeedge-ar", "--trace-out", tmp_path / "bench.npz").exit_code == 0
+    assert not errors("trace", contents(tmp_path / "bench.npz"))
+    assert recorded["meta"]["parameters"]["expert_bytes"] and set(recorded) >= set(made) - {"weights"}
+    assert errors("trace", {name: part for name, part in recorded.items() if name != "ids"})
+    assert errors("trace", recorded | {"step": {"dtype": "int64", "shape": [3]}})
+    assert errors("trace", recorded | {"ids": {"dtype": "uint8", "shape": [3]}})
+
+
+def test_the_command_prints_them() -> None:
+    assert run("lab", "schema").stdout.split() == schema_names() and {"bench", "chat", "trace"} <= set(schema_names())
+    assert json.loads(run("lab", "schema", "bench").stdout) == json.loads(schema_text("bench"))
+    assert "bench" in refused("lab", "schema", "benches")

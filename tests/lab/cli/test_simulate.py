@@ -1,0 +1,143 @@
+"""`moeedge lab simulate` from the command line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeedge.lab.sim import simulate as simulation
+from moeedge.policies.registry import POLICIES, SIMULATED
+from tests.support.commands import refused, run, run_json
+
+SHORT = ("-n", "40", "--max-steps", "8", "--no-ranges")
+
+
+def test_rows_are_flat_and_one_per_combination() -> None:
+    rows = run_json("lab", "simulate", "--policy", "none,lru", "--gamma", "0,4", "--link", "1,2", *SHORT)[
+        2:
+    ]  # after stock's
+    assert [(row["policy"], row["gamma"], row["link_factor"], row["rejected_token_model"]) for row in rows] == [
+        (policy, gamma, link, model)
+        for policy in ("none", "lru")
+        for gamma, models in ((0, [None]), (4, ["optimistic", "pessimistic"]))
+        for link in (1.0, 2.0)
+        for model in models
+    ]
+    for row in rows:
+        assert not any(isinstance(value, (dict, list)) for value in row.values())
+        assert {"tg_ts", "tpot_s", "stall_cpu_s", "stall_load_s", "stall_link_s", "cache_ratio", "hardware"} <= set(row)
+
+
+def test_an_assumed_acceptance_is_called_so() -> None:
+    arguments = (
+        "lab",
+        "simulate",
+        "-n",
+        "32",
+        "--policy",
+        "spac,llama-cpp",
+        "--max-steps",
+        "4",
+        "--acceptance-chance",
+        "0.7",
+    )
+    drafted, plain = (
+        next(row for row in run_json(*arguments) if row["policy"] == name) for name in ("spac", "llama-cpp")
+    )
+    assert (drafted["acceptance_source"], drafted["acceptance_chance"]) == ("assumed", 0.7)
+    assert (plain["acceptance_source"], plain["acceptance_chance"]) == (None, None)
+    assert "assumed chance of acceptance 0.7" in " ".join(run(*arguments).stdout.split())
+
+
+def test_a_speed_has_a_range() -> None:
+    short = [argument for argument in SHORT if argument != "--no-ranges"]
+    _, row = run_json("lab", "simulate", "--policy", "lru", "--gamma", "0", *short)
+    assert row["tg_low_ts"] < row["tg_ts"] < row["tg_high_ts"] and row["host_s"] > 0
+    _, point = run_json("lab", "simulate", "--policy", "lru", "--gamma", "0", *SHORT)
+    assert point["tg_low_ts"] == point["tg_ts"] == point["tg_high_ts"] == row["tg_ts"]
+
+
+def test_a_table_a_picture_and_a_log(tmp_path: Path) -> None:
+    logs = []
+    for name in ("a", "b"):
+        files = ("--gantt", tmp_path / "g.png", "--event-log", tmp_path / name)
+        model = ("--rejected-token-model", "optimistic")
+        result = run("lab", "simulate", "--policy", "sp-moe", "--gamma", 2, *model, *files, *SHORT)
+        assert result.exit_code == 0, result.output
+        assert "uploads" in result.stdout
+        logs.append((tmp_path / name).read_bytes())
+    assert logs[0] == logs[1] and logs[0].count(b"\n") > 100
+    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_may_describe_the_hardware(tmp_path: Path) -> None:
+    from moeedge.lab.sim.model_shape import read_data
+
+    entry = read_data("hardware.json")["hardware"]["a100"]
+    (tmp_path / "mine.json").write_text(json.dumps(entry | {"link_bytes_per_s": 1e9}))
+    slow, fast = (
+        run_json("lab", "simulate", "--hardware", name, "--policy", "sp-moe", "--gamma", 1, *SHORT)[-1]
+        for name in (tmp_path / "mine.json", "a100")
+    )
+    assert slow["hardware"] == "mine" and slow["tpot_s"] > fast["tpot_s"]
+
+
+@pytest.mark.slow
+def test_all_means_every_system() -> None:
+    rows = run_json("lab", "simulate", "--policy", "all", "--rejected-token-model", "pessimistic", *SHORT)
+    names = [row["policy"] for row in rows]
+    assert {"spac", "lru", "accelerate"} <= set(names)
+    assert len(set(names)) == len(names) == len(POLICIES | SIMULATED) - 1
+    assert not {"none", "oracle", "belady"} & set(names)
+
+
+def test_an_interrupt_keeps_the_rows_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = simulation.simulate, itertools.count()
+
+    def interrupted(*arguments: Any, **named: Any) -> simulation.SimulationResult:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(simulation, "simulate", interrupted)
+    result = run("lab", "simulate", "--policy", "lru,lfu,spac,static", "--gamma", "0", "-o", "json", *SHORT)
+    assert result.exit_code == 130
+    assert [row["policy"] for row in json.loads(result.stdout)] == ["llama-cpp", "lru"]
+
+
+def test_a_name_means_what_it_means_in_chat_and_the_output_names_its_quantization() -> None:
+    names = ("qwen3-30b-a3b", "qwen3:30b-a3b", "qwen3-30b-a3b:q4_k_m", "qwen3:30b-a3b:f16")
+    found = [run_json("lab", "simulate", "-m", name, "--gamma", "0", *SHORT)[-1] for name in names]
+    assert [(row["model"], row["quant"], row["expert_bytes"]) for row in found] == [
+        *[("qwen3-30b-a3b", "Q4_K_M", 2856960)] * 3,
+        ("qwen3-30b-a3b:F16", "F16", 9437184),
+    ]
+    assert found[0]["tg_ts"] == found[1]["tg_ts"] == found[2]["tg_ts"] > found[3]["tg_ts"]
+    title = run("lab", "simulate", "--gamma", "0", *SHORT).stdout.splitlines()[0]
+    assert "Q4_K_M" in title and "2.72 MiB per expert" in title
+    assert "Q4_K_M, Q6_K, F16" in refused("lab", "simulate", "-m", "qwen3-30b-a3b:IQ2_M", *SHORT)
+
+
+def test_the_user_s_catalog_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "catalog.toml"
+    entry = '[[model]]\nname = "qwen3-30b-a3b"\n[[model.variant]]\nquant = "Q6_K"\npath = "x.gguf"\n'
+    own.write_text(entry)
+    monkeypatch.setenv("MOEEDGE_CATALOG", str(own))
+    assert run_json("lab", "simulate", "--gamma", "0", *SHORT)[-1]["quant"] == "Q6_K"
+
+
+def test_a_row_of_stock_with_the_same_experts_on_the_gpu() -> None:
+    rows = run_json("lab", "simulate", "--cache-ratio", "0.17,0.5", "--gamma", "0,4", *SHORT)
+    stock = {row["cache_ratio"]: row for row in rows if row["policy"] == "llama-cpp"}
+    assert [(row["policy"], row["whole_layers"]) for row in rows[:2]] == [("llama-cpp", 8), ("llama-cpp", 24)]
+    for row in rows:
+        assert row["over_stock"] == pytest.approx(row["tg_ts"] / stock[row["cache_ratio"]]["tg_ts"])
+    asked = run_json("lab", "simulate", "--policy", "llama-cpp,lru", "--gamma", "0", *SHORT)
+    assert [row["policy"] for row in asked] == ["llama-cpp", "lru"]
+    on_demand = ("--hardware", "rtx4090-pcie4:cpu", "--cache-ratio", "0", "--policy", "none", "--gamma", "0")
+    rows = run_json("lab", "simulate", *on_demand, "--ram-ratio", "0.5", "--disk-rate", "1GB/s", *SHORT)
+    assert [(row["policy"], row["over_stock"]) for row in rows] == [("none", None)]  # a mapped file is not simulated

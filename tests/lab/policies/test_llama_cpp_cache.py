@@ -1,0 +1,132 @@
+"""llama.cpp's shared LRU against an ordered dictionary, in the replay and in the simulator."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from moeedge.lab.sim.execution import Execution
+from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, NoisyPredictor
+from moeedge.lab.sim.policy_replay import PolicyReplay, Slots
+from moeedge.lab.sim.step_costs import TOKENS_MAX, StepCosts
+from moeedge.lab.traces.schedule import Batch, Chunk
+from moeedge.policies.base import CacheShape, DemandPolicy, PolicyConfig, check_plan
+from moeedge.policies.registry import make_policy
+
+LINK_NS, SYNC_NS, LATENCY_NS = 100, 7, 3
+
+
+class Lru:
+    """Slots of one pool, oldest first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.slots: OrderedDict[tuple[int, int], None] = OrderedDict()
+
+    def compute(self, layer: int, experts: list[int]) -> set[int]:
+        """The experts that were resident."""
+        hits = {expert for expert in experts if (layer, expert) in self.slots}
+        for expert in hits:
+            self.slots.move_to_end((layer, expert))
+        for expert in experts:
+            if expert in hits:
+                continue
+            if len(self.slots) >= self.capacity:
+                oldest = next(iter(self.slots), None)
+                if oldest is None or (oldest[0] == layer and oldest[1] in experts):
+                    continue  # only experts of this layer are left: it passes through
+                del self.slots[oldest]
+            self.slots[layer, expert] = None
+        for expert in experts:  # all were used at the same time
+            if (layer, expert) in self.slots:
+                self.slots.move_to_end((layer, expert))
+        return hits
+
+
+def batches(n_layers: int, n_experts: int, lengths: list[int], seed: int = 0) -> list[Batch]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for index, n_tokens in enumerate(lengths):
+        ids = rng.zipf(1.4, (n_layers, n_tokens, 2)).clip(1, n_experts).astype(np.int32) - 1
+        counts = np.stack([np.bincount(layer.reshape(-1), minlength=n_experts) for layer in ids]).astype(np.int32)
+        found.append(Batch(ids, counts, None, n_tokens - 1, prefill=False, is_first=index == 0))
+    return found
+
+
+def expected(steps: list[Batch], capacities: dict[int, int], group: list[int]) -> list[np.ndarray]:
+    """Which experts each layer finds, bool [n_layers, n_experts] by step."""
+    pools = {index: Lru(capacity) for index, capacity in capacities.items()}
+    rows = []
+    for step in steps:
+        found = np.zeros(step.counts.shape, dtype=bool)
+        if step.n_tokens <= 32:
+            for layer in range(len(group)):
+                used = np.flatnonzero(step.counts[layer]).tolist()
+                found[layer, list(pools[group[layer]].compute(layer, used))] = True
+        rows.append(found)
+    return rows
+
+
+@pytest.mark.parametrize("capacity", [3, 10, 25])
+def test_a_shared_lru_serves_layer_by_layer(capacity: int) -> None:
+    shape = CacheShape(4, 12, np.array([0, 1, 0, 0], dtype=np.int32), np.array([capacity, 4], dtype=np.int32))
+    steps = batches(4, 12, [1, 3, 9, 1, 33, 2, 5, 32, 4, 1, 1] * 4)
+    policy = make_policy("llama-cpp-cache", shape, PolicyConfig())
+    assert isinstance(policy, DemandPolicy)
+    slots = Slots(shape)
+    n_hits = 0
+    for step, found in zip(steps, expected(steps, {0: capacity, 1: 4}, [0, 1, 0, 0]), strict=True):
+        if step.n_tokens > 32:
+            continue
+        for layer in range(4):
+            used = np.flatnonzero(step.counts[layer])
+            resident = slots.resident[layer, used] > 0
+            assert resident.tolist() == found[layer, used].tolist()
+            n_hits += int(resident.sum())
+            plan = policy.plan_load(layer, used, slots.resident)
+            check_plan(plan, shape, slots.resident, 4)
+            slots.push(plan)
+    assert n_hits > 0
+
+
+def costs() -> StepCosts:
+    tokens = np.minimum(np.arange(TOKENS_MAX + 1), 1).astype(np.int64)
+    return StepCosts(
+        cpu_ns=tokens * 1000,
+        device_ns=tokens * 10,
+        block_ns=1,
+        sync_ns=SYNC_NS,
+        transfer_ns=LINK_NS,
+        demand_ns=LINK_NS,
+        latency_ns=LATENCY_NS,
+        dense_ns=50,
+        head_ns=0,
+        draft_ns=0,
+        schedule_ns=0,
+    )
+
+
+def test_replay_and_simulator_show_the_same_cache() -> None:
+    shape = CacheShape.uniform(3, 12, 14)
+    steps = batches(3, 12, [2, 9, 3, 40, 2, 2, 9, 1] * 4)
+    found = expected(steps, {0: 14}, [0, 0, 0])
+    n_hits = sum(int(step.counts[hit].sum()) for step, hit in zip(steps, found, strict=True))
+    n_loads = sum(int(((step.counts > 0) & ~hit).sum()) for step, hit in zip(steps, found, strict=True))
+    assert n_hits > 0
+
+    replayed = PolicyReplay(make_policy("llama-cpp-cache", shape, PolicyConfig()), shape, max_uploads=0.1)
+    counts = np.stack([step.counts for step in steps])
+    replayed.run(Chunk(0, steps, counts, np.ones(len(steps), dtype=np.bool_)))
+    stats = replayed.stats
+    assert (stats.hits.pairs_hit, stats.hits.uploads, stats.on_demand) == (n_hits, n_loads, n_loads)
+
+    policy = make_policy("llama-cpp-cache", shape, PolicyConfig())
+    predictor = NoisyPredictor(np.ones((3, 12)), NO_PREDICTOR, 0)
+    time = Execution(costs(), shape, policy, steps, predictor=predictor).run()
+    assert (time.hits.pairs_hit, time.hits.uploads) == (n_hits, n_loads)
+    layers_with_misses = sum(int(((s.counts > 0) & ~h).any(axis=1).sum()) for s, h in zip(steps, found, strict=True))
+    assert time.ns["load"] == n_loads * LINK_NS + layers_with_misses * LATENCY_NS  # one transfer per layer
+    assert time.ns["host"] == len(steps) * 3 * SYNC_NS
+    assert time.ns["cpu"] == 0

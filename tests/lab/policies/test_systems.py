@@ -1,0 +1,452 @@
+"""Each published system's own rule, against its definition written out in plain Python or its paper's numbers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moeedge.lab.policies.adapmoe import AdapMoe, allocate, expected_loads
+from moeedge.lab.policies.fate import Arc, shallow_shares
+from moeedge.lab.policies.hybrimoe import Queue
+from moeedge.lab.policies.sp_moe import critical_experts, cutoff_layer
+from moeedge.lab.sim.policy_replay import Slots
+from moeedge.policies.base import (
+    CacheShape,
+    CutoffPolicy,
+    ExpertPrediction,
+    LayerPolicy,
+    Observation,
+    Plan,
+    Policy,
+    PolicyConfig,
+    limit_uploads,
+)
+from moeedge.policies.cost_model import CostModel
+from moeedge.policies.per_layer import even_shares, predicted_counts
+from moeedge.policies.registry import make_policy
+
+N_EXPERTS = 8
+
+
+def units() -> CostModel:
+    """A CPU with 1 ms per token, a device ten times as fast, and a link with 5 ms per expert."""
+    return CostModel(
+        cpu_expert_s=np.array([0.0, 1e-3, 2e-3]),
+        device_expert_s=np.array([0.0, 1e-4, 1.1e-4]),
+        transfer_expert_s=5e-3,
+        draft_token_s=0.0,
+        block_overhead_s=0.0,
+        r_c=np.array([0.5, 0.5]),
+        r_g=np.array([0.5, 0.5]),
+    )
+
+
+def step_of(ids: NDArray[np.int32], n_experts: int = N_EXPERTS, **more: object) -> Observation:
+    """ids [n_layers, n_tokens, k]."""
+    counts = np.stack([np.bincount(layer.ravel(), minlength=n_experts) for layer in ids])
+    return Observation(counts, ids.shape[1], ids.shape[1] - 1, None, ids, **more)  # type: ignore[arg-type]
+
+
+def requests(seed: int, n: int, n_experts: int = N_EXPERTS) -> list[int]:
+    """One expert after the other, some more popular."""
+    rng = np.random.default_rng(seed)
+    return rng.choice(n_experts, n, p=rng.dirichlet(np.full(n_experts, 0.6))).tolist()
+
+
+def resident_after(policy: Policy, shape: CacheShape, string: list[int]) -> list[set[int]]:
+    """Experts in the slots of the only layer after each request."""
+    slots = Slots(shape)
+    seen = []
+    for expert in string:
+        policy.observe(step_of(np.full((1, 1, 1), expert, dtype=np.int32)))
+        slots.push(policy.plan(slots.resident, []))
+        seen.append(set(np.flatnonzero(slots.resident[0]).tolist()))
+    return seen
+
+
+@pytest.mark.parametrize("name", ["lru", "mixtral-offloading", "adapmoe", "sp-moe"])
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 6))
+def test_lru_is_an_ordered_dictionary(name: str, seed: int, size: int) -> None:
+    shape = CacheShape.uniform(1, N_EXPERTS, size)
+    string = requests(seed, 40)
+    cache: OrderedDict[int, None] = OrderedDict()
+    want = []
+    for expert in string:
+        cache.pop(expert, None)
+        cache[expert] = None
+        if len(cache) > size:
+            cache.popitem(last=False)
+        want.append(set(cache))
+    assert resident_after(make_policy(name, shape), shape, string) == want
+
+
+class PlainArc:
+    """Megiddo & Modha (FAST 2003), Figure 4, for one request at a time; without its rule for |T1| exactly p."""
+
+    def __init__(self, size: int) -> None:
+        self.c, self.p = size, 0.0
+        self.t1, self.t2, self.b1, self.b2 = (OrderedDict[int, None]() for _ in range(4))
+
+    def replace(self) -> None:
+        if self.t1 and (len(self.t1) > self.p or not self.t2):
+            self.b1[self.t1.popitem(last=False)[0]] = None
+        else:
+            self.b2[self.t2.popitem(last=False)[0]] = None
+
+    def request(self, x: int) -> None:
+        if x in self.t1 or x in self.t2:  # case I
+            self.t1.pop(x, None)
+            self.t2.pop(x, None)
+            self.t2[x] = None
+        elif x in self.b1 or x in self.b2:  # cases II and III
+            recent, other = (self.b1, self.b2) if x in self.b1 else (self.b2, self.b1)
+            step = max(len(other) / len(recent), 1.0)
+            self.p = min(self.p + step, self.c) if x in self.b1 else max(self.p - step, 0.0)
+            self.replace()
+            del recent[x]
+            self.t2[x] = None
+        else:  # case IV
+            if len(self.t1) + len(self.b1) == self.c:
+                if len(self.t1) < self.c:
+                    self.b1.popitem(last=False)
+                    self.replace()
+                else:
+                    self.t1.popitem(last=False)
+            elif len(self.t1) + len(self.t2) + len(self.b1) + len(self.b2) >= self.c:
+                if len(self.t1) + len(self.t2) + len(self.b1) + len(self.b2) == 2 * self.c:
+                    self.b2.popitem(last=False)
+                self.replace()
+            self.t1[x] = None
+
+
+def test_arc_keeps_what_is_frequent_against_a_scan() -> None:
+    """Two experts used again and again survive a pass over all the others, which LRU loses them to."""
+    string = [0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 6, 7]
+    shape = CacheShape.uniform(1, N_EXPERTS, 3)
+    assert {0, 1} <= resident_after(make_policy("fate", shape), shape, string)[-1]
+    assert not {0, 1} & resident_after(make_policy("lru", shape), shape, string)[-1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), size=st.integers(2, 5))
+def test_arc_follows_its_paper(seed: int, size: int) -> None:
+    plain = PlainArc(size)
+    ours = Arc(np.array([size]), 12)
+    last = np.zeros((1, 12), dtype=np.float32)
+    for now, expert in enumerate(requests(seed, 60, 12), start=1):
+        used = np.zeros((1, 12), dtype=np.bool_)
+        used[0, expert] = True
+        last[0, expert] = now
+        ours.request(used, last)
+        plain.request(expert)
+        assert set(np.flatnonzero(ours.held[0]).tolist()) == set(plain.t1) | set(plain.t2)
+
+
+def test_fate_favours_the_first_layer() -> None:
+    assert shallow_shares(CacheShape.uniform(4, 8, 32)).tolist() == [8, 8, 8, 8]
+    shares = shallow_shares(CacheShape.uniform(24, 32, 122))
+    assert shares.sum() == 122 and shares[0] == 30 and set(shares[1:].tolist()) == {4}
+
+
+def test_fate_prefetches_the_experts_that_the_gate_predicts() -> None:
+    shape = CacheShape.uniform(3, N_EXPERTS, 9)
+    policy = make_policy("fate", shape)
+    slots = Slots(shape)
+    policy.observe(step_of(np.zeros((3, 1, 2), dtype=np.int32)))
+    predicted = np.full((3, 1, 2), -1, dtype=np.int32)
+    predicted[1] = [[5, 6]]
+    plan = policy.plan_layer(0, slots.resident, ExpertPrediction(predicted, "next-gate"))  # type: ignore[attr-defined]
+    assert {tuple(pair) for pair in plan.uploads.tolist()} == {(1, 5), (1, 6)}
+
+
+def test_moe_infinity_follows_the_most_similar_text() -> None:
+    shape = CacheShape.uniform(2, N_EXPERTS, 4)
+    policy = make_policy("moe-infinity", shape)
+    for low, high in ((0, 1), (4, 5)):  # two texts: layer 0 uses `low`, layer 1 uses `high`
+        for _ in range(3):
+            policy.observe(step_of(np.array([[[low]], [[high]]], dtype=np.int32)))
+        policy.reset()
+    text = np.array([[[4]], [[7]]], dtype=np.int32)  # a third begins like the second
+    policy.observe(step_of(text))
+    slots = Slots(shape)
+    slots.push(policy.plan(slots.resident, []))
+    assert slots.resident[0, 4] and slots.resident[1, 5] and slots.resident[1, 7]
+
+
+def test_moe_infinity_wants_near_layers_first() -> None:
+    shape = CacheShape.uniform(4, 4, 2)
+    policy = make_policy("moe-infinity", shape)
+    policy.observe(step_of(np.full((4, 1, 1), 2, dtype=np.int32), 4))
+    plan = policy.plan(np.zeros((4, 4), dtype=np.uint8), [])
+    assert plan.uploads.tolist() == [[0, 2], [1, 2]]
+    plan = policy.plan_layer(1, np.zeros((4, 4), dtype=np.uint8))  # type: ignore[attr-defined]
+    assert plan.uploads.tolist() == [[2, 2], [3, 2]]
+
+
+def test_hybrimoe_averages_the_highest_scores() -> None:
+    """S = alpha TopP(s) + (1 - alpha) S with alpha 0.5; p is twice the experts per token."""
+    shape = CacheShape.uniform(1, N_EXPERTS, 3)
+    policy = make_policy("hybrimoe", shape)
+    want = np.zeros(N_EXPERTS)
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        scores = rng.dirichlet(np.ones(N_EXPERTS)).astype(np.float32)
+        ids = np.argsort(-scores)[:2].astype(np.int32).reshape(1, 1, 2)
+        policy.observe(step_of(ids, router_scores=scores.reshape(1, 1, -1)))
+        top = np.where(scores >= np.sort(scores)[-4], scores, 0.0)
+        want = 0.5 * top + 0.5 * want
+    assert np.allclose(policy._score[0], want, atol=1e-6)  # type: ignore[attr-defined]
+
+
+def greedy_queue(tokens: list[int], there: list[bool]) -> float:
+    """HSS as HybriMoE's repository runs it, with its constants; when the slower side is done."""
+    cached = sorted((t for t, here in zip(tokens, there, strict=True) if here and t), reverse=True)
+    absent = sorted((t for t, here in zip(tokens, there, strict=True) if not here and t), reverse=True)
+    queue = [(t, False) for t in cached] + [(t, True) for t in absent]
+    gpu = cpu = moved = 0.0
+    first = True
+    while queue:
+        gpu_time = 0.5
+        if queue[0][1]:
+            gpu_time += max(moved + 0.418 - gpu, 0.0)
+        cpu_time = queue[-1][0] + (0.79 if first else 0.0)
+        if gpu + gpu_time <= cpu + cpu_time:
+            moved += 0.418 if queue[0][1] else 0.0
+            gpu += gpu_time
+            queue.pop(0)
+        else:
+            cpu += cpu_time
+            first = False
+            queue.pop()
+    return max(gpu, cpu)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_hybrimoe_shares_a_layer_as_well_as_its_queue(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 6, (3, N_EXPERTS))
+    there = rng.random((3, N_EXPERTS)) < 0.4
+    done = Queue(None)._split(tokens.astype(np.float32), there)[2]
+    for row in range(3):
+        greedy = greedy_queue(tokens[row].tolist(), there[row].tolist())
+        assert done[row] <= greedy + 1e-9
+        assert greedy <= done[row] + 0.5 + 0.418 + 6.79  # the greedy rule is off by one expert at most
+
+
+def test_hybrimoe_prefetches_where_it_saves_most() -> None:
+    counts = np.zeros((3, N_EXPERTS), dtype=np.float32)
+    counts[1, 2], counts[2, 5] = 1, 9
+    queue = Queue(units())  # a slow link: what is absent stays on the CPU
+    assert queue.most_impact(counts, np.zeros((3, N_EXPERTS), dtype=np.bool_)) == (2, 5)
+    assert queue.most_impact(counts, np.ones((3, N_EXPERTS), dtype=np.bool_)) is None
+
+
+def test_adapmoe_expects_the_loads_of_its_repository() -> None:
+    """src/dp.py without gating: f2 + f3 + f4 for two of eight experts."""
+    for accuracy in (0.0, 0.57, 0.9):
+        for size in range(9):
+            both = (8 - size) * (7 - size) / 56
+            one = 2 * (8 - size) * size / 56
+            f = 2 * both * (1 - accuracy) + both * accuracy + one * (1 - accuracy)
+            assert expected_loads(8, np.array([accuracy]), 2)[0, size] == pytest.approx(f)
+
+
+def test_adapmoe_allocates_as_dynamic_programming() -> None:
+    accuracy = np.array([0.0, 0.95, 0.6])
+    loads = expected_loads(6, accuracy, 2)
+    for n_slots in range(19):
+        shares = allocate(CacheShape.uniform(3, 6, n_slots), accuracy, 2)
+        assert shares.sum() == n_slots
+        best = min(
+            loads[0, a] + loads[1, b] + loads[2, n_slots - a - b]
+            for a in range(7)
+            for b in range(7)
+            if 0 <= n_slots - a - b <= 6
+        )
+        assert loads[np.arange(3), shares].sum() == pytest.approx(best)
+
+
+def test_adapmoe_prefetches_one_expert_per_layer() -> None:
+    shape = CacheShape.uniform(2, N_EXPERTS, 6)
+    policy = make_policy("adapmoe", shape)
+    hints = ExpertPrediction(np.array([[[1, 2], [1, 3]], [[4, 5], [5, 6]]], dtype=np.int32), "next-gate")
+    plan = policy.plan(np.zeros((2, N_EXPERTS), dtype=np.uint8), [], hints)
+    assert plan.uploads.tolist() == [[0, 1], [1, 5]]
+
+
+def test_adapmoe_measures_every_layer_within_the_steps() -> None:
+    """As in engine and simulator: before each layer, with predictions for the layers after it alone."""
+    shape = CacheShape.uniform(3, N_EXPERTS, 12)
+    policy = make_policy("adapmoe", shape)
+    assert isinstance(policy, AdapMoe)
+    ids = np.tile(np.array([[2, 3]], dtype=np.int32), (3, 1, 1))
+    resident = np.zeros((3, N_EXPERTS), dtype=np.uint8)
+    for _ in range(16):
+        policy.plan(resident, [])
+        for layer in range(3):
+            predicted = np.full((3, 1, 2), -1, dtype=np.int32)
+            predicted[layer + 1 :] = [2, 3]
+            predicted[2] = [2, 5] if layer == 1 else [6, 7]  # the nearest look counts: half of it is right
+            policy.plan_layer(layer, resident, ExpertPrediction(predicted, "next-gate"))
+        policy.observe(step_of(ids))
+    want = allocate(shape, np.array([0.0, 1.0, 0.5]), 2)
+    assert policy._planner.shares.tolist() == want.tolist() != even_shares(shape).tolist()
+
+
+GATED = ("fate", "adapmoe", "mixtral-offloading", "hybrimoe")
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gates_look_over_layers_without_experts(name: str) -> None:
+    """As in llama4, whose every other layer is dense: the next layer with experts is prefetched."""
+    shape = CacheShape(5, N_EXPERTS, np.array([-1, 0, -1, 0, -1], dtype=np.int32), np.array([8], dtype=np.int32))
+    policy = make_policy(name, shape)
+    assert isinstance(policy, LayerPolicy)
+    predicted = np.full((5, 2, 1), -1, dtype=np.int32)
+    predicted[3] = 5
+    plan = policy.plan_layer(1, np.zeros((5, N_EXPERTS), dtype=np.uint8), ExpertPrediction(predicted, "next-gate"))
+    assert plan.uploads.tolist() == [[3, 5]]
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gates_prefetch_for_no_earlier_layer(name: str) -> None:
+    shape = CacheShape.uniform(4, N_EXPERTS, 8)
+    policy = make_policy(name, shape)
+    assert isinstance(policy, LayerPolicy)
+    predicted = np.full((4, 2, 1), -1, dtype=np.int32)
+    predicted[:2] = 5
+    resident = np.zeros((4, N_EXPERTS), dtype=np.uint8)
+    assert len(policy.plan_layer(1, resident, ExpertPrediction(predicted, "next-gate")).uploads) == 0
+
+
+def test_sp_moe_solves_its_constraints() -> None:
+    """The deepest layer whose experts find room and arrive while the draft works (section 3.2)."""
+    assert cutoff_layer(32, 1, 1000, 0.25, 0.014) == 17  # Mixtral's 14 ms per expert
+    for n_layers, k, n_slots, drafting_s, transfer_s in ((32, 2, 20, 1.0, 0.01), (27, 6, 1000, 0.02, 6e-4)):
+        found = cutoff_layer(n_layers, k, n_slots, drafting_s, transfer_s)
+        fits = [n for n in range(n_layers + 1) if n * k <= n_slots and n * k * transfer_s <= drafting_s]
+        assert found == max(fits)
+    assert cutoff_layer(10, 2, 100, 0.0, 0.0) == 10  # nothing measured: memory alone
+    assert cutoff_layer(10, 2, 100, 0.0, 1e-3) == 0  # no draft, no time
+
+
+def test_sp_moe_expects_more_experts_of_more_drafts() -> None:
+    """With gamma tokens both the time and the experts grow, the experts by less than gamma."""
+    rng = np.random.default_rng(0)
+    for k, gamma, n in ((2, 1, 8), (4, 8, 32), (8, 3, 128)):
+        drawn = [np.unique(rng.random((gamma, n)).argsort(axis=1)[:, :k]).size for _ in range(2000)]
+        assert critical_experts(k, gamma, n, n) == pytest.approx(np.mean(drawn), rel=0.02)
+        assert critical_experts(k, gamma, n, 0) == k
+    cost_model = CostModel(
+        cpu_expert_s=np.array([0.0, 1.0]),
+        device_expert_s=np.array([0.0, 0.1]),
+        transfer_expert_s=1e-3,
+        draft_token_s=0.03,
+        block_overhead_s=0.0,
+        r_c=np.zeros(5),
+        r_g=np.zeros(5),
+    )
+    shape = CacheShape.uniform(24, 32, 24 * 32)
+    cutoffs = []
+    for gamma in (1, 8):
+        policy = make_policy("sp-moe", shape, PolicyConfig(gamma=gamma, cost_model=cost_model))
+        assert isinstance(policy, CutoffPolicy)
+        cutoffs.append(policy.cutoff(4))
+    assert cutoffs == [7, 11]  # 30 / 4 ms; 240 / 21 ms, not 240 / 4
+
+
+def test_sp_moe_prefetches_before_its_cutoff_only() -> None:
+    shape = CacheShape.uniform(3, N_EXPERTS, 9)
+    ids = np.tile(np.array([[1, 2]], dtype=np.int32), (3, 2, 1))
+    for cutoff in range(4):
+        policy = make_policy("sp-moe", shape, PolicyConfig(cutoff_layer=cutoff))
+        plan = policy.plan(np.zeros((3, N_EXPERTS), dtype=np.uint8), [7, 8], ExpertPrediction(ids, "draft-router"))
+        assert plan.uploads.tolist() == [[layer, expert] for layer in range(cutoff) for expert in (1, 2)]
+
+
+def test_sp_moe_keeps_what_it_just_brought() -> None:
+    """It goes to the recent end of the queue (section 4.4)."""
+    shape = CacheShape.uniform(1, N_EXPERTS, 3)
+    policy = make_policy("sp-moe", shape)
+    slots = Slots(shape)
+    policy.observe(step_of(np.array([[[0], [1], [2]]], dtype=np.int32)))
+    slots.push(policy.plan(slots.resident, []))
+    slots.push(policy.plan(slots.resident, [1, 2], ExpertPrediction(np.array([[[5]]], dtype=np.int32), "draft-router")))
+    assert set(np.flatnonzero(slots.resident[0])) == {1, 2, 5}
+    policy.observe(step_of(np.array([[[6]]], dtype=np.int32)))
+    slots.push(policy.plan(slots.resident, []))
+    assert set(np.flatnonzero(slots.resident[0])) == {2, 5, 6}
+
+
+def test_llama_cpp_keeps_the_last_layers_and_accelerate_the_first() -> None:
+    shape = CacheShape.uniform(5, N_EXPERTS, 2 * N_EXPERTS + 3)
+    for name, layers in (("llama-cpp", [3, 4]), ("llama-cpp-sd", [3, 4]), ("vllm", [3, 4]), ("accelerate", [0, 1])):
+        slots = Slots(shape)
+        policy = make_policy(name, shape)
+        for _ in range(2):
+            slots.push(policy.plan(slots.resident, []))
+        assert np.flatnonzero(slots.resident.all(axis=1)).tolist() == layers, name
+        assert np.count_nonzero(slots.resident) == 2 * N_EXPERTS
+        assert len(policy.plan(slots.resident, []).uploads) == 0
+
+
+def test_fiddler_places_the_most_popular_for_good() -> None:
+    shape = CacheShape.uniform(2, 4, 3)
+    profile = np.array([[9, 1, 1, 1], [1, 8, 7, 1]])
+    policy = make_policy("fiddler", shape, PolicyConfig(profile=profile))
+    plan = policy.plan(np.zeros((2, 4), dtype=np.uint8), [])
+    assert {tuple(pair) for pair in plan.uploads.tolist()} == {(0, 0), (1, 1), (1, 2)}
+    slots = Slots(shape)
+    slots.push(plan)
+    policy.observe(step_of(np.full((2, 9, 1), 3, dtype=np.int32), 4))
+    assert len(policy.plan(slots.resident, []).uploads) == 0
+
+
+def test_shares_and_predictions() -> None:
+    shape = CacheShape(4, 3, np.array([0, -1, 0, 1], dtype=np.int32), np.array([3, 7], dtype=np.int32))
+    assert even_shares(shape).tolist() == [2, 0, 1, 3]
+    ids = np.full((4, 2, 2), -1, dtype=np.int32)
+    ids[0] = [[0, 2], [2, -1]]
+    assert predicted_counts(ExpertPrediction(ids, "noisy"), shape)[0].tolist() == [1.0, 0.0, 2.0]
+
+
+def test_a_limited_plan_keeps_its_best_uploads_and_what_is_loaded_already() -> None:
+    score = np.array([[5.0, 1.0, 4.0, 3.0]], dtype=np.float32)
+    pairs = np.array([[0, 3], [0, 1], [0, 0], [0, 2]], dtype=np.int32)
+    plan = Plan(
+        tau=np.ones(1, dtype=np.float32),
+        utility=score,
+        uploads=pairs,
+        priority=np.array([3, 2, 1, 1], dtype=np.uint8),
+        victims=pairs[:0],
+        victim_utility=np.zeros(0, dtype=np.float32),
+    )
+    assert limit_uploads(plan, score, None).uploads.tolist() == pairs.tolist()
+    limited = limit_uploads(plan, score, 2)
+    assert (limited.uploads[:, 1].tolist(), limited.priority.tolist()) == ([0, 2], [1, 1])
+    staged = np.array([[False, True, False, False]])
+    limited = limit_uploads(plan, score, 1, staged)
+    assert (limited.uploads[:, 1].tolist(), limited.priority.tolist()) == ([1, 0], [2, 1])
+
+
+def test_the_link_does_not_limit_what_is_kept_of_the_loads_on_demand() -> None:
+    """An LRU that loads each missing expert keeps it, whatever the link carries in addition."""
+    rng = np.random.default_rng(0)
+    shape = CacheShape.uniform(2, 8, 6)
+    counts = [(rng.random((2, 8)) < 0.3).astype(np.uint32) for _ in range(20)]
+    kept = []
+    for max_uploads in (None, 0.0):
+        policy = make_policy("mixtral-offloading", shape, PolicyConfig(max_uploads=max_uploads))
+        slots = Slots(shape)
+        for frame in counts:
+            policy.observe(Observation(frame, 9, 8))
+            slots.push(policy.plan(slots.resident, []))
+        kept.append(slots.resident.tolist())
+    assert kept[0] == kept[1] and np.count_nonzero(kept[0]) == 6

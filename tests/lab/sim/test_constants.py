@@ -1,0 +1,62 @@
+"""Ranges of constants, their freeze, and the overheads of programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeedge.lab.sim.constants import content_sha256, frozen, pick
+from moeedge.lab.sim.model_shape import find_model, read_data
+from moeedge.lab.sim.step_costs import Framework, builtin_hardware, find_hardware, program_of, roofline_costs
+from moeedge.policies.registry import ALL_POLICIES
+
+LINK = 25e9  # bytes/s
+RANGE = {"low": 1.0, "chosen": 2.0, "high": 4.0}
+
+
+def test_the_frozen_constants_are_those_of_the_data_files() -> None:
+    """After a change: a new date in data/frozen.json, and the hash that fails here."""
+    assert frozen().constants_sha256 == content_sha256()
+    assert len(frozen().constants_frozen.split("-")) == 3
+
+
+def test_a_rate_is_fast_where_it_is_high_and_a_time_where_it_is_low() -> None:
+    entry = {"cpu_bytes_per_s": RANGE, "gpu_flops": RANGE, "sync_s": RANGE, "transfer_factor": RANGE, "whole": True}
+    assert list(pick(entry, "fast").values()) == [4.0, 4.0, 1.0, 1.0, True]
+    assert list(pick(entry, "slow").values()) == [1.0, 1.0, 4.0, 4.0, True]
+    assert list(pick(entry, "chosen").values()) == [2.0, 2.0, 2.0, 2.0, True]
+    with pytest.raises(ValueError, match="between"):
+        pick({"sync_s": {"low": 2, "chosen": 1, "high": 3}}, "fast")
+
+
+def test_every_constant_of_a_program_names_its_source() -> None:
+    data = read_data("programs.json")
+    for name, entry in data["programs"].items():
+        assert set(entry) - {"sources"} == set(entry["sources"]), name
+    used = set(data["policies"].values()) | {data["otherwise"]}
+    assert used == set(data["programs"])
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_every_policy_has_a_program(policy: str) -> None:
+    fast, chosen, slow = (program_of(policy, side) for side in ("fast", "chosen", "slow"))  # type: ignore[arg-type]
+    assert fast.schedule_s <= chosen.schedule_s <= slow.schedule_s
+    if chosen.handoff is not None:
+        assert fast.handoff is not None and slow.handoff is not None
+        assert fast.handoff.fixed_s(LINK) < chosen.handoff.fixed_s(LINK) < slow.handoff.fixed_s(LINK)
+
+
+def test_planning_costs_time_in_this_engine_alone() -> None:
+    assert program_of("hybrimoe").schedule_s > program_of("spac").schedule_s == program_of("lfu").schedule_s > 0
+    assert program_of("llama-cpp").schedule_s == program_of("vllm").schedule_s == program_of("oracle").schedule_s == 0
+    shape, hardware = find_model("qwen3-30b-a3b"), find_hardware("rtx4090-pcie4")
+    costs = roofline_costs(hardware, shape, program_of("spac"))
+    assert costs.schedule_ns == pytest.approx(program_of("spac").schedule_s * 1e9)
+    assert roofline_costs(hardware, shape, Framework()).schedule_ns == 0
+
+
+def test_the_chosen_constants_of_a_machine_are_between_the_others() -> None:
+    fast, chosen, slow = (builtin_hardware(side) for side in ("fast", "chosen", "slow"))  # type: ignore[arg-type]
+    for name, machine in chosen.items():
+        assert slow[name].link_bytes_per_s <= machine.link_bytes_per_s <= fast[name].link_bytes_per_s
+        assert slow[name].sync_s >= machine.sync_s >= fast[name].sync_s
+    assert "h200" in chosen

@@ -1,0 +1,489 @@
+"""The replay against a literal one, its bounds against brute force and against the policies that know the future."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeedge.errors import InputError
+from moeedge.lab.policies.bounds import NextUse
+from moeedge.lab.sim.batches import HitStats, cache_shape
+from moeedge.lab.sim.noisy_predictor import GatePrediction, NoisyPredictor, PredictorAccuracy, popularity_of
+from moeedge.lab.sim.policy_replay import BoundReplay, PolicyReplay
+from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of, replay
+from moeedge.lab.traces.importers import read_trace
+from moeedge.lab.traces.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
+from moeedge.native.abi import Phase
+from moeedge.policies.base import (
+    CacheShape,
+    DemandPolicy,
+    ExpertPrediction,
+    LayerPolicy,
+    Observation,
+    Plan,
+    PolicyConfig,
+    Resident,
+    ScoringPolicy,
+)
+from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
+from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
+from moeedge.trace.format import Trace
+from moeedge.trace.steps import RejectedTokenModel
+from tests.support.traces import make_trace, two_texts
+
+CACHES = ("lru", "lfu")  # filled by what was used
+
+
+def walk(n_tokens: int, seed: int, *, n_layers: int = 2, n_experts: int = 8, n_texts: int = 1) -> Trace:
+    """Texts whose tokens keep some of the last token's experts, each with a prompt of two tokens."""
+    rows = [
+        (Phase.PREFILL if step < 2 else Phase.DECODE, text, max(step - 1, 0), True)
+        for text in range(n_texts)
+        for step in range(n_tokens + 2)
+    ]
+    trace = make_trace(rows, n_layers=n_layers, n_experts=n_experts, gamma=0, seed=seed)
+    rng = np.random.default_rng(seed)
+    for row in range(1, trace.n_tokens):
+        stays = rng.random(n_layers) < 0.6
+        trace.ids[row, stays] = trace.ids[row - 1, stays]
+    return trace
+
+
+def by_name(rows: list[ReplayRow]) -> dict[str, ReplayRow]:
+    return {row.policy: row for row in rows}
+
+
+def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, int]:
+    """Pair and unique hit rates and uploads, by a replay without chunks, arrays of batches or slots."""
+    trace, shape = schedule.trace, cache_shape(schedule.trace, ratio)
+    policy = make_policy(name, shape, PolicyConfig(gamma=schedule.gamma))
+    resident: set[tuple[int, int]] = set()
+    loaded: set[tuple[int, int]] = set()  # on demand, in the last batch
+    hits, uploads = HitStats(), 0
+
+    def mask() -> np.ndarray:
+        array = np.zeros((trace.meta.n_layers, trace.meta.n_experts), dtype=np.uint8)
+        for expert in resident:
+            array[expert] = 1
+        return array
+
+    def push(plan: Plan) -> None:
+        nonlocal uploads
+        victims = [tuple(pair) for pair in plan.victims.tolist()]
+        for expert in map(tuple, plan.uploads.tolist()):
+            if len(resident) >= int(shape.capacity[0]):
+                if not victims:
+                    continue
+                resident.remove(victims.pop(0))
+            resident.add(expert)
+            uploads += expert not in loaded  # an expert that was just loaded stays without another transfer
+            loaded.discard(expert)
+
+    for batch in range(schedule.prefill.size):
+        rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
+        ids = np.stack([trace.layer_ids(layer)[rows] for layer in range(trace.meta.n_layers)])
+        counts = np.zeros((trace.meta.n_layers, trace.meta.n_experts), dtype=np.uint32)
+        for layer, token, slot in itertools.product(*map(range, ids.shape)):
+            if ids[layer, token, slot] >= 0:
+                counts[layer, ids[layer, token, slot]] += 1
+        tokens = trace.token[rows]
+        prefill, is_first = bool(schedule.prefill[batch]), bool(schedule.is_first[batch])
+        if batch > 0:  # the plan after the batch before
+            push(policy.plan(mask(), [] if is_first else tokens[:1].tolist()))
+            loaded.clear()
+        if is_first:
+            policy.reset()
+            if not prefill:
+                push(policy.plan(mask(), tokens[:1].tolist()))
+        if not prefill:
+            if schedule.rejected_token_model == "recorded" and len(tokens) > 1:  # otherwise the drafts are unknown
+                push(policy.plan(mask(), tokens.tolist()))
+            loads: set[tuple[int, int]] = set()
+            for layer in range(trace.meta.n_layers):
+                if policy.execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
+                    push(policy.plan_layer(layer, mask()))
+                used = np.flatnonzero(counts[layer])
+                found = {(layer, expert) for expert in used.tolist()} & resident
+                if isinstance(policy, DemandPolicy):
+                    before, uploads_before = resident.copy(), uploads
+                    push(policy.plan_load(layer, used, mask()))
+                    assert found <= resident and resident - before <= {(layer, expert) for expert in used.tolist()}
+                    uploads = uploads_before
+                for expert in used.tolist():
+                    is_hit = (layer, expert) in found
+                    if policy.execution_model.device_only and not is_hit:
+                        loads.add((layer, expert))
+                        uploads += 1
+                    hits.add(counts[layer, expert], np.bool_(is_hit))
+            loaded = loads
+        elif isinstance(policy, DemandPolicy):
+            uploads_before = uploads
+            for layer in range(trace.meta.n_layers):
+                push(policy.plan_load(layer, np.flatnonzero(counts[layer]), mask()))
+            uploads = uploads_before  # a prompt's are not counted
+        n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
+        if not prefill and schedule.rejected_token_model != "recorded":
+            tokens = np.where(np.arange(len(tokens)) <= n_accepted, tokens, -1)
+        policy.observe(Observation(counts, len(rows), n_accepted, tokens, ids, None, prefill=prefill))
+    return hits.hit_rate_pairs, hits.hit_rate_experts, uploads
+
+
+@pytest.mark.parametrize("name", POLICIES | SIMULATED)
+def test_equals_a_literal_replay(name: str) -> None:
+    schedules = [
+        cut_schedule(
+            walk(30, 3, n_texts=2), gamma=2, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=1
+        ),
+        recorded_schedule(two_texts(seed=5)),
+    ]
+    for schedule in schedules:
+        assert schedule is not None
+        pairs, experts, uploads = literal(schedule, name, 0.4)
+        row = by_name(replay(schedule, ReplayConfig(policies=(name,), ratios=(0.4,))))[name]
+        assert row.hit_rate_pairs == pytest.approx(pairs, abs=1e-6)
+        assert row.hit_rate_experts == pytest.approx(experts, abs=1e-6)
+        assert row.uploads_per_layer_step == pytest.approx(uploads / schedule.n_steps / 2, abs=1e-6)
+
+
+def test_recorded_batches_keep_gamma_and_acceptance() -> None:
+    schedule = recorded_schedule(two_texts())
+    assert schedule is not None
+    assert (schedule.gamma, schedule.acceptance_chance, schedule.rejected_token_model) == (
+        2,
+        pytest.approx(0.5),
+        "recorded",
+    )
+    assert (schedule.n_steps, schedule.n_texts) == (6, 2)
+    assert schedule.prefill.tolist() == [True, False, False, False, True, False, False, False]
+    batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
+    assert [batch.n_accepted for batch in batches] == [0, 0, 2, 1, 0, 0, 1, 0]
+    assert [batch.is_first for batch in batches] == [True, False, False, False, True, False, False, False]
+    assert batches[2].tokens is not None and batches[2].tokens.tolist() == [6, 7, 8]
+    assert recorded_schedule(walk(5, 0)) is None
+
+
+def test_batches_hold_the_known_hidden_states() -> None:
+    trace = two_texts()
+    hidden_states = np.arange(trace.n_tokens * 2, dtype=np.float16).reshape(-1, 2)
+    hidden_states[(trace.phase == Phase.PREFILL)] = np.nan
+    starts = np.flatnonzero(np.diff(trace.step, prepend=-1) != 0)
+    hidden_states[starts[2] + 1] = np.nan  # the second token of the second verification
+    schedule = recorded_schedule(replace(trace, hidden_states=hidden_states))
+    assert schedule is not None
+    batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
+    known = [0 if batch.hidden_states is None else len(batch.hidden_states) for batch in batches]
+    assert known == [0, 2, 1, 2, 0, 2, 2, 0]  # never of the last draft, nor of a token alone
+    assert batches[1].hidden_states is not None
+    np.testing.assert_array_equal(batches[1].hidden_states, hidden_states[3:5])
+
+
+def test_the_default_hits_more_with_hidden_states_that_depend_on_the_context() -> None:
+    """Experts depend on a context that the tokens do not show."""
+    rng = np.random.default_rng(0)
+    rows = [(Phase.VERIFY, 0, step, True) for step in range(1, 151) for _ in range(4)]
+    context = np.repeat(rng.integers(0, 6, 150), 4)
+    word = rng.integers(0, 3, 600)
+    trace = make_trace(rows, n_layers=2, n_experts=32, gamma=3)
+    used = rng.random((6, 3, 2, 32)).argsort(axis=3)[..., :2]
+    centre = rng.standard_normal((6, 8))
+    hidden_states = (centre[context] + 0.1 * rng.standard_normal((600, 8))).astype(np.float16)
+    trace = replace(trace, ids=used[context, word].astype(np.uint8), token=word.astype(np.int32))
+    hits = []
+    for known in (trace, replace(trace, hidden_states=hidden_states)):
+        schedule = recorded_schedule(known)
+        assert schedule is not None
+        row = by_name(replay(schedule, ReplayConfig(policies=("spac",), ratios=(0.15,))))["spac"]
+        hits.append(row.share_of_oracle or 0.0)
+    assert hits[1] > 0.9 > hits[0] + 0.1
+
+
+class Spy(ScoringPolicy):
+    """Notes what it is given before each batch and after it; its plans are empty."""
+
+    name = "spy"
+    required_inputs = frozenset({"draft-states"})
+
+    def __init__(self, shape: CacheShape) -> None:
+        super().__init__(shape)
+        self.before: list[list[object]] = [[]]
+        self.observed: list[Observation] = []
+        self._planner = make_policy("none", shape)
+
+    def observe(self, observation: Observation) -> None:
+        self.observed.append(observation)
+        self.before.append([])
+
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        hidden_states = None if prediction is None else prediction.hidden_states
+        self.before[-1].append((tuple(tokens), hidden_states))
+        return self._planner.plan(resident, tokens)
+
+
+@pytest.mark.parametrize("model", ["optimistic", "pessimistic"])
+def test_a_cut_window_tells_no_policy_how_many_drafts_will_be_accepted(model: RejectedTokenModel) -> None:
+    """Before a window a policy knows its first token and no state, whatever was drawn; after it, the accepted part."""
+    trace = walk(40, 3, n_texts=3)
+    trace = replace(trace, hidden_states=np.ones((trace.n_tokens, 2), dtype=np.float16))
+    told: dict[int, set[str]] = {}  # by the row of a window's first token: all that policies were given before it
+    drawn: dict[int, set[int]] = {}
+    for seed in range(12):
+        schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.6, rejected_token_model=model, seed=seed)
+        assert not schedule.has_tokens and not schedule.has_hidden_states
+        spy = Spy(cache_shape(trace, 0.5))
+        replayed = PolicyReplay(spy, spy.shape)
+        for chunk in schedule.chunks():
+            replayed.run(chunk)
+        for batch, (before, observation) in enumerate(zip(spy.before[:-1], spy.observed, strict=True)):
+            rows = schedule.rows[schedule.starts[batch] : schedule.starts[batch + 1]]
+            assert observation.tokens is not None
+            if schedule.prefill[batch]:
+                assert observation.tokens.tolist() == trace.token[rows].tolist()
+                assert before in ([], [((), None)])  # the plan after the text before
+                continue
+            n_text = int(schedule.n_text[batch])
+            assert observation.tokens.tolist() == [*trace.token[rows[:n_text]], *[-1] * (4 - n_text)]
+            told.setdefault(int(rows[0]), set()).add(repr(before))
+            drawn.setdefault(int(rows[0]), set()).add(n_text)
+    assert max(len(lengths) for lengths in drawn.values()) == 4
+    assert all(len(inputs) == 1 for inputs in told.values())
+    assert all(f"(({trace.token[row]},), None)" in inputs.pop() for row, inputs in told.items())
+
+
+def test_both_models_accept_the_same_drafts() -> None:
+    trace = walk(200, 0)
+    cut = [
+        cut_schedule(trace, gamma=4, acceptance_chance=0.6, rejected_token_model=model, seed=7)
+        for model in ("optimistic", "pessimistic")
+    ]  # type: ignore[arg-type]
+    assert cut[0].n_text.tolist() == cut[1].n_text.tolist()
+    assert cut[0].rows.tolist() != cut[1].rows.tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1), gamma=st.integers(0, 4))
+def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float, gamma: int) -> None:
+    schedule = cut_schedule(
+        walk(24, seed), gamma=gamma, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=seed
+    )
+    shape = cache_shape(schedule.trace, ratio)
+    future = np.concatenate([chunk.counts[chunk.counted] for chunk in schedule.chunks()])
+    config = PolicyConfig(gamma=gamma, future=future)
+    rows = by_name(replay(schedule, ReplayConfig(policies=CACHES, ratios=(ratio,))))
+    clairvoyant = {}
+    for name in CLAIRVOYANT:
+        replayed = PolicyReplay(make_policy(name, shape, config), shape, checked_cap=4)
+        for chunk in schedule.chunks():
+            replayed.run(chunk)
+        clairvoyant[name] = replayed.stats.hits
+    oracle, belady = clairvoyant["oracle"], clairvoyant["belady"]
+    assert rows["oracle"].hit_rate_pairs == pytest.approx(oracle.hit_rate_pairs, abs=1e-6)
+    assert rows["belady"].hit_rate_experts == pytest.approx(belady.hit_rate_experts, abs=1e-6)
+    for name in CACHES:
+        assert rows[name].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
+        assert rows[name].hit_rate_experts <= rows["belady"].hit_rate_experts
+        assert rows[name].hit_rate_pairs <= rows[name].demand_bound_hit_rate_pairs + 1e-6
+    assert rows["belady"].demand_bound_hit_rate_pairs <= rows["oracle"].hit_rate_pairs
+
+
+def test_progress_says_what_is_done_and_moves_within_a_chunk() -> None:
+    schedule = cut_schedule(walk(60, 1), gamma=2)
+    phases: list[str] = []
+    done: list[int] = []
+    replay(schedule, ReplayConfig(policies=CACHES, ratios=(0.3, 0.5)), on_batches=done.append, on_phase=phases.append)
+    assert phases == ["reading ahead", "replaying", "bounding pairs"]
+    n_arms = 2 * (len(CACHES) + len(CLAIRVOYANT))
+    assert len(done) == len(list(schedule.chunks())) * (n_arms + 1)
+    assert done == sorted(done) and done[-1] == schedule.prefill.size > done[-2]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), capacity=st.integers(0, 4))
+def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
+    """All ways to keep resident and just used experts, tried on six steps of one layer of four experts."""
+    schedule = cut_schedule(walk(6, seed, n_layers=1, n_experts=4), gamma=0)
+    chunks = list(schedule.chunks())
+    batches = [batch for chunk in chunks for batch in chunk.batches]
+    reached = {frozenset[int](): 0}
+    for batch in batches:
+        used = frozenset(np.flatnonzero(batch.counts[0]).tolist())
+        following: dict[frozenset[int], int] = {}
+        for resident, hits in reached.items():
+            hits += 0 if batch.prefill else len(resident & used)
+            for size in range(capacity + 1):
+                for kept in itertools.combinations(sorted(resident | used), size):
+                    following[frozenset(kept)] = max(following.get(frozenset(kept), 0), hits)
+        reached = following
+    shape = CacheShape.uniform(1, 4, capacity)
+    belady = BoundReplay(shape, NextUse((chunk.counts, chunk.counted) for chunk in chunks))
+    for chunk in chunks:
+        belady.run(chunk)
+    assert belady.stats.hits.unique_hit == max(reached.values())
+
+
+def test_oracle_is_the_sum_of_the_largest_counts() -> None:
+    schedule = cut_schedule(walk(60, 1), gamma=3, acceptance_chance=0.7)
+    chunks = list(schedule.chunks())
+    best = sum(
+        int(np.sort(batch.counts.reshape(-1))[-5:].sum()) for c in chunks for batch in c.batches if not batch.prefill
+    )
+    oracle = BoundReplay(CacheShape.uniform(2, 8, 5))
+    for chunk in chunks:
+        oracle.run(chunk)
+    assert oracle.stats.hits.pairs_hit == best
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *SIMULATED])
+def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -> None:
+    schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance_chance=0.7, rejected_token_model="pessimistic")
+    shape = cache_shape(schedule.trace, 0.3)
+    predictor = NoisyPredictor(popularity_of(schedule.trace), PredictorAccuracy(), 0)
+    found = []
+    for _ in range(2):
+        replayed = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
+        for chunk in schedule.chunks():
+            replayed.run(chunk, predictor.predict_chunk(chunk, "next-gate"))
+        assert np.count_nonzero(replayed.slots.resident) <= int(shape.capacity[0])
+        found.append((replayed.stats, replayed.slots.resident.tolist()))
+    assert found[0] == found[1]
+
+
+def test_loads_on_demand_count_once() -> None:
+    """A system on the device alone loads exactly the missing experts; those that it keeps cost no second transfer."""
+    schedule = cut_schedule(walk(60, 4), gamma=3, acceptance_chance=0.7)
+    config = ReplayConfig(
+        policies=("mixtral-offloading",),
+        ratios=(0.5,),
+        expert_bytes=np.array([10, 10]),
+        accuracy=PredictorAccuracy(next_gate=0.0),
+    )
+    row = replay(schedule, config)[0]
+    missed = (1.0 - row.hit_rate_experts) * sum(int(np.count_nonzero(c.counts[c.counted])) for c in schedule.chunks())
+    assert row.on_demand_per_layer_step * 2 * schedule.n_steps == pytest.approx(missed, abs=0.1)
+    assert row.uploads_per_layer_step >= row.on_demand_per_layer_step
+    assert row.bytes_per_step == pytest.approx(row.uploads_per_layer_step * 2 * 10, rel=1e-3)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.25, 1.5])
+def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
+    schedule = cut_schedule(walk(100, 4), gamma=3, acceptance_chance=0.7)
+    free = by_name(replay(schedule, ReplayConfig(policies=("lru", "spac"), ratios=(0.4,))))
+    tied = by_name(replay(schedule, ReplayConfig(policies=("lru", "spac"), ratios=(0.4,), max_uploads=limit)))
+    for name in ("lru", "spac"):
+        assert tied[name].uploads_per_layer_step <= limit + 1e-6
+        assert tied[name].hit_rate_pairs <= free[name].hit_rate_pairs or limit > 1
+
+
+def test_noisy_predictions_have_the_stated_accuracy() -> None:
+    trace = walk(400, 0, n_experts=64)
+    schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.7)
+    predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(draft_router=0.7), 0)
+    right = predicted = 0
+    for chunk in schedule.chunks():
+        for batch, prediction in zip(chunk.batches, predictor.predict_chunk(chunk, "draft-router"), strict=True):
+            assert (prediction is None) == batch.prefill
+            if prediction is not None:
+                assert (prediction.layer_ids[:, -1] == -1).all()
+                right += int((prediction.layer_ids == batch.ids)[:, :-1].sum())
+                predicted += batch.ids[:, :-1].size
+        gate = predictor.predict_chunk(chunk, "next-gate")[1]
+        assert gate is not None and (gate.layer_ids[0] == -1).all() and (gate.layer_ids[1] >= 0).any()
+    assert right / predicted == pytest.approx(0.7, abs=0.03)
+
+
+def test_gates_tell_of_the_next_layers_alone() -> None:
+    """From n layers before, the accuracy is its n-th power."""
+    trace = walk(600, 0, n_layers=5, n_experts=64)
+    trace.ids[:, 2] = trace.sentinel  # a layer without experts
+    schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.7)
+    predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(next_gate=0.8, reach=2), 0)
+    right, predicted = np.zeros(3), np.zeros(3)
+    for chunk in schedule.chunks():
+        for batch, gates in zip(chunk.batches, predictor.predict_chunk(chunk, "next-gate"), strict=True):
+            if gates is None:
+                continue
+            assert isinstance(gates, GatePrediction)
+            seen = [
+                np.flatnonzero((gates.before(layer).layer_ids >= 0).any(axis=(1, 2))).tolist() for layer in range(5)
+            ]
+            assert seen == [[1, 3], [3, 4], [3, 4], [4], []]
+            for ahead, later in ((1, 1), (2, 3)):
+                right[ahead] += np.count_nonzero(gates.before(0).layer_ids[later] == batch.ids[later])
+                predicted[ahead] += batch.ids[later].size
+    assert right[1:] / predicted[1:] == pytest.approx([0.8, 0.64], abs=0.03)
+
+
+def test_a_policy_that_plans_before_every_layer_finds_what_its_last_plans_brought() -> None:
+    """MoE-Infinity with slots for half of the experts of one layer, and a text that repeats its first token."""
+    trace = walk(40, 0, n_layers=4)
+    trace.ids[:] = trace.ids[0]
+    schedule = cut_schedule(trace, gamma=2, acceptance_chance=1.0)
+    ratio = 1 / 8  # a slot per layer on average, of the two experts that each token uses
+    rows = by_name(replay(schedule, ReplayConfig(policies=("moe-infinity", "lru"), ratios=(ratio,))))
+    assert rows["oracle"].hit_rate_pairs == pytest.approx(0.5)
+    assert rows["moe-infinity"].hit_rate_pairs > 0.9 > rows["lru"].hit_rate_pairs
+
+
+def test_texts_can_be_chosen() -> None:
+    trace = walk(10, 0, n_texts=3)
+    assert np.unique(texts_of(trace, 1).sequence).tolist() == [1, 2]
+    assert np.unique(texts_of(trace, 0, 1).sequence).tolist() == [0]
+
+
+def test_layers_without_experts_get_no_slots() -> None:
+    trace = walk(40, 0)
+    trace.ids[:, 0] = trace.sentinel
+    schedule = cut_schedule(trace, gamma=2, acceptance_chance=0.7)
+    assert cache_shape(trace, 0.5).capacity.tolist() == [4]
+    rows = by_name(replay(schedule, ReplayConfig(policies=("spac", "lru"), ratios=(1.0,))))
+    assert rows["oracle"].hit_rate_pairs == 1.0 and rows["lru"].hit_rate_pairs > 0.9
+
+
+def test_a_trace_without_experts_is_refused() -> None:
+    trace = two_texts()
+    empty = replace(trace, ids=np.full_like(trace.ids, trace.sentinel))
+    with pytest.raises(InputError, match="no experts"):
+        schedules(empty)
+
+
+def test_impossible_configurations_are_refused() -> None:
+    for wrong in ({"ratios": (1.2,)}, {"ratios": ()}, {"max_uploads": -1.0}):
+        with pytest.raises(ValueError):
+            ReplayConfig(**({"policies": ("spac",), "ratios": (0.1,)} | wrong))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="accuracy"):
+        PredictorAccuracy(next_gate=2.0)
+
+
+PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", "none"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["optimistic", "pessimistic"])
+@pytest.mark.parametrize(
+    "texts",
+    [pytest.param((153, 183), marks=pytest.mark.slow), pytest.param((153, None), marks=pytest.mark.bench)],
+    ids=["30", "all"],
+)
+def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | None], model: str) -> None:
+    """Where a link carries 0.4 uploads, above every published policy that moves no more, as `lab replay --policy all
+    --max-uploads 0.4` runs them: by their caches, without hidden states. Systems that compute on the device alone
+    load 8 and more experts on demand. And near the one-step oracle.
+    """
+    trace = read_trace(data_folder / "traces" / "gptoss20b_decode.npz")
+    profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0))
+    schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=0)  # type: ignore[arg-type]
+    rows = by_name(
+        replay(schedule, ReplayConfig(policies=("spac", *PUBLISHED), ratios=(0.16,), profile=profile, max_uploads=0.4))
+    )
+    spac = rows["spac"]
+    peers = [name for name in PUBLISHED if rows[name].uploads_per_layer_step <= 0.41]
+    best = max(peers, key=lambda name: rows[name].hit_rate_pairs)
+    assert {"lfu", "lru", "spac-paper", "spac-program", "hybrimoe", "static"} <= set(peers)
+    assert spac.hit_rate_pairs > rows[best].hit_rate_pairs, best
+    assert spac.share_of_oracle is not None and spac.share_of_oracle >= 0.80

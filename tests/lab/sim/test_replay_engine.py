@@ -1,0 +1,171 @@
+"""A policy finds as much in a replay as in the engine, on the run that the engine recorded while that policy ran.
+
+A replay's plans and transfers take no time. The engine's do, so these tests wait for each plan and its uploads, between
+the layers, too; what is left between engine and replay is the order of calls and the rules of residency.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeedge.data.datasets import load_toy
+from moeedge.data.prompts import Prompt
+from moeedge.engine.recording import TraceCollector, describe
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.lab.sim.batches import cache_shape
+from moeedge.lab.sim.policy_replay import PolicyReplay
+from moeedge.lab.traces.schedule import recorded_schedule
+from moeedge.native.cache import ExpertCache
+from moeedge.policies.base import Plan, PolicyConfig
+from moeedge.policies.registry import make_policy
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.driver import ExpertStore
+from moeedge.scheduler.manager import PlacementManager
+from moeedge.trace.format import Trace
+
+GREEDY = SamplingConfig(temperature=0)
+GAMMA, RATIO, N_PREDICT, TIMEOUT_S = 8, 0.17, 48, 10.0
+N_PROMPTS = 20  # of the figures
+WITHIN = 0.002  # of the engine's hit rate
+POLICIES_COMPARED = ("moe-infinity", "spac-paper", "spac-program", "lru", "lfu", "spac")
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Pairs of verifications, and experts that plans uploaded."""
+
+    pairs: int
+    found: int
+    uploads: int
+
+    @property
+    def rate(self) -> float:
+        return self.found / self.pairs
+
+
+class WaitingStore:
+    """The engine's cache, whose transfers are over when `push` returns."""
+
+    def __init__(self, store: ExpertStore, cache: ExpertCache) -> None:
+        self._store, self._cache = store, cache
+        self.residency = store.residency
+
+    def push(self, plan: Plan) -> None:
+        self._store.push(plan)
+        assert self._cache.drain(TIMEOUT_S)
+
+
+def wait_for_plans_and_transfers(session: Session) -> None:
+    """Makes the session plan and move experts before it goes on, instead of at the same time."""
+    placement = session.placement
+    assert placement is not None
+    placement.driver.store = WaitingStore(placement.driver.store, placement.cache)
+
+    def before_verification(*arguments: Any) -> None:
+        PlacementManager.before_verification(placement, *arguments)
+        placement.wait()
+
+    def after_verification(*arguments: Any) -> None:
+        PlacementManager.after_verification(placement, *arguments)
+        placement.wait()
+
+    placement.before_verification = before_verification  # type: ignore[method-assign]
+    placement.after_verification = after_verification  # type: ignore[method-assign]
+
+
+def run_engine(
+    pair: tuple[Path, Path], policy: str, prompts: list[list[int]] | list[Prompt], *, waits: bool = True
+) -> tuple[Hits, Trace]:
+    """Answers each prompt (its tokens, or the first turn of a conversation), from an empty cache, and records it."""
+    target, draft = pair
+    config = EngineConfig(
+        model=target,
+        draft=draft,
+        gamma=GAMMA,
+        n_ctx=512,
+        n_threads=1,
+        device="emulated:threads=1",
+        placement=PlacementConfig(policy=policy, cache_ratio=RATIO, calibrate=False),
+    )
+    pairs = found = uploads = 0
+    with Session.open(config) as session:
+        assert session.placement is not None and session.target.sensor is not None
+        if waits:
+            wait_for_plans_and_transfers(session)
+        collector = TraceCollector(describe(session.info, "test"))
+        session.observers.append(collector)
+        for prompt in prompts:
+            session.reset()
+            tokens = prompt if isinstance(prompt, list) else tokens_of(session, prompt)
+            session.target.sensor.frames()  # drops those of an earlier answer
+            collector.begin(tokens)
+            generation = session.generate(tokens, n_predict=N_PREDICT, sampling=GREEDY)
+            next(iter(generation), None)  # the first token ends the prefill, whose pairs are not those of a step
+            before = session.placement_stats()
+            for _ in generation:
+                pass
+            after = session.placement_stats()
+            assert before is not None and after is not None
+            interval = after - before
+            pairs, found, uploads = pairs + interval.pairs, found + interval.pairs_hit, uploads + interval.uploads
+        return Hits(pairs, found, uploads), collector.trace()
+
+
+def tokens_of(session: Session, prompt: Prompt) -> list[int]:
+    return session.model.tokenize(session.model.render_chat([message.as_dict() for message in prompt.turns[0]]))
+
+
+def run_replay(trace: Trace, policy: str) -> Hits:
+    """The same from empty slots; uploads without loads on demand, which the engine's CPU computes."""
+    schedule = recorded_schedule(trace)
+    assert schedule is not None
+    shape = cache_shape(trace, RATIO)
+    replayed = PolicyReplay(make_policy(policy, shape, PolicyConfig(gamma=GAMMA)), shape)
+    for chunk in schedule.chunks():
+        replayed.run(chunk)
+    hits = replayed.stats.hits
+    return Hits(hits.pairs, hits.pairs_hit, hits.uploads - replayed.stats.on_demand)
+
+
+@pytest.mark.parametrize("policy", ["moe-infinity", "spac-paper"])
+def test_a_small_model(policy: str, tiny_moe: Path, tiny_draft: Path) -> None:
+    prompts = [np.random.default_rng(seed).integers(0, 256, 12).tolist() for seed in range(3)]
+    engine, trace = run_engine((tiny_moe, tiny_draft), policy, prompts)
+    replayed = run_replay(trace, policy)
+    assert replayed.pairs == engine.pairs and engine.found > 0
+    assert replayed.rate == pytest.approx(engine.rate, rel=WITHIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES_COMPARED)
+def test_the_bundled_pair(policy: str, bundled_pair: tuple[Path, Path]) -> None:
+    engine, trace = run_engine(bundled_pair, policy, list(load_toy().prompts)[:8])
+    replayed = run_replay(trace, policy)
+    assert replayed.pairs == engine.pairs and engine.found > 0
+    assert replayed.rate == pytest.approx(engine.rate, rel=WITHIN)
+
+
+@pytest.mark.bench
+def test_transfers_in_time(bundled_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints, as JSON, the figures of docs/benchmarks/replay-engine.json, with and without waiting for transfers.
+
+    Without waiting, uploads that a plan makes during a step arrive after their layer, or are replaced by the next plan.
+    """
+    rows = []
+    for policy in POLICIES_COMPARED:
+        for waits in (True, False):
+            engine, trace = run_engine(bundled_pair, policy, list(load_toy().prompts)[:N_PROMPTS], waits=waits)
+            replayed = run_replay(trace, policy)
+            difference = replayed.rate / engine.rate - 1
+            row = {"policy": policy, "waits": waits, "engine": engine.rate, "replay": replayed.rate}
+            rows.append(row | {"difference": difference, "pairs": engine.pairs, "engine_uploads": engine.uploads})
+            assert not waits or abs(difference) <= WITHIN
+    with capsys.disabled():
+        print("\n" + json.dumps(rows, indent=1))

@@ -1,0 +1,194 @@
+"""Simulations: the same seed gives the same events, every policy runs, and the figures add up."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moeedge.errors import InputError
+from moeedge.hub.catalog import load_catalog
+from moeedge.lab.sim.execution import CAUSES
+from moeedge.lab.sim.model_shape import ModelShape, Routing, builtin_models, find_model, read_data
+from moeedge.lab.sim.simulate import SimulationConfig, simulate, stock_config, synthetic_trace
+from moeedge.lab.sim.step_costs import (
+    StepCosts,
+    builtin_hardware,
+    find_hardware,
+    measured_costs,
+    program_of,
+    roofline_costs,
+)
+from moeedge.policies.registry import ALL_POLICIES
+from moeedge.trace.format import Trace
+
+SMALL = ModelShape(
+    name="small",
+    n_layers=4,
+    n_expert_layers=4,
+    n_experts=16,
+    k=2,
+    expert_bytes=9.4e6,
+    expert_flops=9.4e6,
+    dense_layer_bytes=3.8e7,
+    head_bytes=6e8,
+    draft=find_model("qwen3-30b-a3b").draft,
+    routing=find_model("qwen3-30b-a3b").routing,
+)
+CONFIG = SimulationConfig(policy="spac", cache_ratio=0.25, gamma=4)
+
+
+@pytest.fixture(scope="module")
+def texts() -> Trace:
+    return synthetic_trace(SMALL, 120, 2, seed=0)
+
+
+@pytest.fixture(scope="module")
+def costs() -> StepCosts:
+    return roofline_costs(find_hardware("rtx4090-pcie4"), SMALL)
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Trace, costs: StepCosts) -> None:
+    result = simulate(costs, texts, replace(CONFIG, policy=policy))
+    assert sum(result.time.ns[cause] for cause in CAUSES) == result.time.total_ns
+    assert result.step_s.sum() == pytest.approx(result.time.total_ns * 1e-9)
+    row = result.row(hardware="h", model="m", trace="t")
+    parts = ("draft_s", "dense_s", "device_s", "stall_cpu_s", "stall_load_s", "stall_link_s", "host_s")
+    assert sum(row[part] for part in parts) == pytest.approx(row["tpot_s"])
+    assert row["policy"] == policy and row["tg_ts"] == pytest.approx(1 / row["tpot_s"])
+    assert 0 <= row["hit_rate_pairs"] <= 1
+
+
+@pytest.mark.parametrize("policy", ["spac", "sp-moe", "fate"])
+def test_the_same_seed_gives_the_same_events_byte_for_byte(policy: str, costs: StepCosts) -> None:
+    logs = []
+    for seed in (0, 0, 1):
+        text = synthetic_trace(SMALL, 80, 1, seed)
+        logs.append(simulate(costs, text, replace(CONFIG, policy=policy, seed=seed), keep_log=True).log.text())
+    assert logs[0].encode() == logs[1].encode()
+    assert logs[0] != logs[2]
+
+
+def test_streams_do_one_thing_at_a_time(texts: Trace, costs: StepCosts) -> None:
+    spans = simulate(costs, texts, replace(CONFIG, policy="moe-infinity"), keep_log=True).log.spans
+    for stream in ("gpu", "cpu", "link", "draft"):
+        own = sorted((span.start_ns, span.end_ns) for span in spans if span.stream == stream)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own)), stream
+
+
+def test_a_faster_link_and_a_larger_cache_help(texts: Trace, costs: StepCosts) -> None:
+    by_link = [simulate(costs, texts, replace(CONFIG, policy="sp-moe", link_factor=f)).tpot_s for f in (0.25, 1, 4)]
+    by_ratio = [simulate(costs, texts, replace(CONFIG, policy="static", cache_ratio=r)).tpot_s for r in (0.1, 0.5, 1)]
+    assert by_link == sorted(by_link, reverse=True)
+    assert by_ratio == sorted(by_ratio, reverse=True)
+
+
+def test_llama_cpp_takes_as_long_as_its_bytes(texts: Trace, costs: StepCosts) -> None:
+    """Two of four layers on the CPU: k experts each at the machine's speed, and nothing else to wait for."""
+    row = simulate(costs, texts, replace(CONFIG, policy="llama-cpp", cache_ratio=0.5)).row()
+    hardware = find_hardware("rtx4090-pcie4")
+    expected_s = 2 * SMALL.k * SMALL.expert_bytes / hardware.cpu_bytes_per_s
+    assert row["stall_cpu_s"] == pytest.approx(expected_s, rel=1e-5)  # times are integers
+    assert row["gamma"] == 0  # it has no draft
+
+
+def test_the_oracle_hits_most(texts: Trace, costs: StepCosts) -> None:
+    fast = costs.with_link(1e6)
+    hits = {
+        policy: simulate(fast, texts, replace(CONFIG, policy=policy)).row()["hit_rate_pairs"]
+        for policy in ("oracle", "spac", "lru", "static", "spac-paper")
+    }
+    assert max(hits.values()) == hits["oracle"]
+
+
+def test_calibrated_times_are_taken_as_they_are(costs: StepCosts) -> None:
+    again = measured_costs(costs.cost_model(4))
+    assert (again.cpu_ns[1], again.device_ns[1], again.draft_ns) == (
+        costs.cpu_ns[1],
+        costs.device_ns[1],
+        costs.draft_ns,
+    )
+    assert again.transfer_ns == costs.transfer_ns + costs.latency_ns
+
+
+def unique_experts(ids: NDArray[np.int32], n_tokens: int) -> float:
+    """Mean distinct experts per layer over windows of `n_tokens` consecutive tokens of ids [T, n_layers, k]."""
+    windows = [ids[start : start + n_tokens] for start in range(0, len(ids) - n_tokens + 1, n_tokens)]
+    return float(np.mean([np.unique(window[:, layer]).size for window in windows for layer in range(ids.shape[1])]))
+
+
+def test_synthetic_routing_has_the_published_numbers_of_distinct_experts() -> None:
+    """Qwen3-30B-A3B at k = 6, from the production study: within 5 %."""
+    routing = find_model("qwen3-30b-a3b").routing
+    assert routing is not None
+    ids = routing.draw(12, 128, 6, [400], np.random.default_rng(3))[0]
+    published = {2: 9.72, 4: 15.56, 8: 23.56, 9: 25.13, 16: 33.48}
+    for n_tokens, unique in published.items():
+        assert unique_experts(ids, n_tokens) == pytest.approx(unique, rel=0.05)
+
+
+def test_routing_without_memory_follows_the_uniform_formula() -> None:
+    routing = Routing(popularity=0, topic=0, topic_tokens=1, phrase=0, phrase_tokens=1)
+    ids = routing.draw(8, 64, 4, [400], np.random.default_rng(0))[0]
+    assert unique_experts(ids, 9) == pytest.approx(64 * (1 - (1 - 4 / 64) ** 9), rel=0.02)
+
+
+def test_every_constant_of_a_machine_names_its_source() -> None:
+    for name, entry in read_data("hardware.json")["hardware"].items():
+        assert set(entry) - {"sources"} == set(entry["sources"]), name
+    for name, entry in read_data("models.json")["models"].items():
+        assert entry["source"], name
+    assert {"rtx4090-pcie4", "rtx3090", "a100"} <= set(builtin_hardware())
+    assert "qwen3-30b-a3b" in builtin_models()
+
+
+def test_sizes_follow_from_the_configurations() -> None:
+    """SP-MoE, section 2.2: 336, 150 and 16.5 MiB per expert."""
+    for name, mib in (("mixtral-8x7b", 336), ("phi-3.5-moe", 150), ("deepseek-v2-lite", 16.5)):
+        assert find_model(f"{name}:F16").expert_bytes == mib * 2**20
+
+
+def test_a_name_means_the_catalog_s_quantization_and_a_suffix_another() -> None:
+    catalog = load_catalog()
+    for name, shape in builtin_models().items():
+        choice = catalog.find(name.partition(":")[0])
+        assert choice is not None and find_model(name.upper()) == shape
+        assert (shape.quant == choice.variant.quant) == (":" not in name), name
+    assert find_model("qwen3-30b-a3b:q4_k_m") == find_model("qwen3-30b-a3b") != find_model("qwen3-30b-a3b:F16")
+    for wrong in ("qwen3-30b-a3b:IQ2_M", "qwen3"):
+        with pytest.raises(InputError):
+            find_model(wrong)
+
+
+def test_quantized_sizes_add_up_to_the_files_of_the_catalog() -> None:
+    catalog = load_catalog()
+    for name, shape in builtin_models().items():
+        choice = None if shape.quant == "F16" else catalog.find(f"{name.partition(':')[0]}:{shape.quant}")
+        if choice is None or choice.entry.shape is None:
+            continue
+        file_bytes = choice.variant.size_bytes or choice.variant.about_bytes
+        weights = shape.n_expert_layers * shape.n_experts * shape.expert_bytes
+        weights += shape.n_layers * shape.dense_layer_bytes + 2 * shape.head_bytes  # without vocabulary and biases
+        assert weights == pytest.approx(file_bytes, rel=0.02), name
+
+
+def test_stock_has_its_layers_from_the_first_step_on() -> None:
+    """As in long runs of its policy, which uploads them first; these are too short to upload all layers."""
+    shape = find_model("qwen3-30b-a3b")
+    costs = roofline_costs(find_hardware("rtx4090-pcie4"), shape, program_of("llama-cpp"))
+    for ratio, n_whole in ((0.0, 0), (0.3, 14), (1.0, 47)):
+        config = stock_config(SimulationConfig(policy="spac", cache_ratio=ratio, gamma=8, seed=3), 48)
+        assert (config.gamma, config.n_whole_layers, config.seed) == (0, n_whole, 3)
+        short = simulate(costs, synthetic_trace(shape, 24, 1, 3), config)
+        full = simulate(costs, synthetic_trace(shape, 128, 1, 3), replace(config, n_whole_layers=0))
+        assert short.tg_ts == pytest.approx(full.tg_ts, rel=0.01) if ratio < 1 else short.tg_ts > full.tg_ts
+
+
+@pytest.mark.parametrize("wrong", [{"cache_ratio": 1.5}, {"gamma": -1}, {"acceptance": 2.0}, {"link_factor": 0.0}])
+def test_an_impossible_configuration_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"must be"):
+        replace(CONFIG, **wrong)  # type: ignore[arg-type]

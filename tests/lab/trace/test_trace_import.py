@@ -1,0 +1,291 @@
+"""Traces of other tools: the real ones, small hand-written ones, and damaged ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moeedge.errors import InputError
+from moeedge.lab.traces.importers import read_trace
+from moeedge.native.abi import Phase
+from moeedge.trace.format import Trace, ids_dtype
+from tests.support.traces import two_texts
+
+ROUTE = """# route_trace v1
+# model=/phone/models/tiny.gguf arch=gemma4 n_layer=3 n_expert=16 n_expert_used=2
+# layer=0 expert_bytes=4336640 dense_bytes=44191236
+turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
+0,0,0,0,0,5,0.75,0,1
+0,0,0,0,1,3,0.25,0,1
+0,0,1,0,0,15,0.5,1,0
+0,0,1,0,1,0,0.5,1,0
+0,0,0,2,0,7,1,0,1
+0,1,2,0,0,5,0.5,0,1
+0,1,2,0,1,6,0.5,0,1
+0,1,2,2,0,1,0.5,0,1
+"""
+POSITIONS = "pos,layer,id0,id1\n0,0,1,2\n0,1,3,4\n1,0,1,5\n1,1,3,6\n0,0,2,1\n0,1,0,7\n"
+
+
+def test_our_own_format_is_recognised(tmp_path: Path) -> None:
+    two_texts().save(tmp_path / "own.npz")
+    assert read_trace(tmp_path / "own.npz").meta == Trace.load(tmp_path / "own.npz").meta
+
+
+def test_route_csv_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "route.csv").write_text(ROUTE)
+    trace = read_trace(tmp_path / "route.csv")
+    assert (trace.meta.model, trace.meta.architecture) == ("tiny.gguf", "gemma4")
+    assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_expert_used) == (3, 16, 2)
+    assert trace.phase.tolist() == [Phase.PREFILL, Phase.PREFILL, Phase.DECODE]
+    assert trace.step.tolist() == [0, 0, 1]
+    assert trace.layer_ids(0).tolist() == [[5, 3], [15, 0], [5, 6]]
+    assert trace.layer_ids(1).tolist() == [[-1, -1]] * 3
+    assert trace.layer_ids(2).tolist() == [[7, -1], [-1, -1], [1, -1]]
+    assert trace.weights is not None
+    assert trace.weights[0, 0].tolist() == [0.75, 0.25] and np.isnan(trace.weights[0, 1]).all()
+
+
+def test_position_csv_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "positions.csv").write_text(POSITIONS)
+    trace = read_trace(tmp_path / "positions.csv")
+    assert (trace.meta.n_layers, trace.meta.n_experts, trace.meta.n_expert_used) == (2, 8, 2)
+    assert trace.sequence.tolist() == [0, 0, 1]
+    assert trace.position.tolist() == [0, 1, 0]
+    assert trace.layer_ids(1).tolist() == [[3, 4], [3, 6], [0, 7]]
+    assert read_trace(tmp_path / "positions.csv", n_experts=64).meta.n_experts == 64
+
+
+def test_position_csv_by_layer(tmp_path: Path) -> None:
+    """All rows of one layer before the next layer's; each layer has the same texts."""
+    head, *rows = POSITIONS.splitlines()
+    by_layer = sorted(rows, key=lambda row: row.split(",")[1])
+    (tmp_path / "layers.csv").write_text("\n".join([head, *by_layer]))
+    (tmp_path / "tokens.csv").write_text("\ufeff" + POSITIONS, encoding="utf-8")  # as spreadsheets write it
+    one, other = read_trace(tmp_path / "layers.csv"), read_trace(tmp_path / "tokens.csv")
+    assert one.sequence.tolist() == other.sequence.tolist() == [0, 0, 1]
+    np.testing.assert_array_equal(one.ids, other.ids)
+
+
+@pytest.mark.parametrize("n_experts", [0, -1, 65536])
+def test_impossible_numbers_of_experts(tmp_path: Path, n_experts: int) -> None:
+    (tmp_path / "positions.csv").write_text(POSITIONS)
+    with pytest.raises(ValueError, match="number of experts"):
+        read_trace(tmp_path / "positions.csv", n_experts)
+
+
+def test_foreign_npz_by_hand(tmp_path: Path) -> None:
+    ids = np.arange(24).reshape(6, 2, 2) % 8
+    np.savez(tmp_path / "lengths.npz", ids=ids.astype(np.uint8), lengths=np.array([2, 0, 4]))
+    trace = read_trace(tmp_path / "lengths.npz")
+    assert trace.sequence.tolist() == [0, 0, 2, 2, 2, 2]
+    assert trace.step.tolist() == [1, 2, 1, 2, 3, 4]
+    assert trace.position.tolist() == [0, 1, 0, 1, 2, 3]
+    ids[5, 1] = -1
+    np.savez(tmp_path / "phase.npz", ids=ids.astype(np.int16), phase=np.array([0, 0, 1, 1, 1, 1], dtype=np.int8))
+    trace = read_trace(tmp_path / "phase.npz")
+    assert trace.step.tolist() == [0, 0, 1, 2, 3, 4]
+    assert trace.layer_ids(1)[5].tolist() == [-1, -1]
+
+
+def test_plain_arrays_are_one_text(tmp_path: Path) -> None:
+    ids = (np.arange(24).reshape(6, 2, 2) % 8).astype(np.int16)
+    ids[2, 1] = -1
+    np.savez(tmp_path / "bare.npz", ids=ids)
+    np.save(tmp_path / "bare.npy", ids)
+    for name in ("bare.npz", "bare.npy"):
+        trace = read_trace(tmp_path / name)
+        assert trace.step.tolist() == [1, 2, 3, 4, 5, 6] and not trace.sequence.any()
+        assert trace.layer_ids(1)[2].tolist() == [-1, -1] and trace.meta.n_experts == 8
+
+
+def test_a_promise_of_more_data_than_there_is(tmp_path: Path) -> None:
+    np.save(tmp_path / "cut.npy", np.zeros((100, 2, 2), dtype=np.uint8))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:200])
+    with pytest.raises(InputError, match=r"cut\.npy"):
+        read_trace(tmp_path / "cut.npy")
+
+
+def test_expert_sizes_in_a_route_header(tmp_path: Path) -> None:
+    (tmp_path / "route.csv").write_text(ROUTE)
+    assert read_trace(tmp_path / "route.csv").meta.parameters == {"expert_bytes": [4336640, 0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", "is empty"),
+        ("n.csv", "# only=comments\n\n", "is empty"),
+        ("b.csv", "layer,expert\n0,1\n", "first row"),
+        ("c.csv", POSITIONS.replace("0,1,3,4", "0,1,3"), "row 3"),
+        ("d.csv", POSITIONS.replace("0,1,3,4", "0,1,3,x"), "row 3"),
+        ("e.csv", POSITIONS.replace("0,1,3,4", "0,-1,3,4"), "negative"),
+        ("f.csv", POSITIONS.replace("0,1,3,4", "0,1,3,4.5"), "not an integer"),
+        ("g.csv", POSITIONS.replace("0,1,3,4", "0,999999999,3,4"), "layers"),
+        ("h.csv", "pos,layer,id0\n", "no rows"),
+        ("m.csv", "turn,phase,step,layer,slot,expert,weight\n", "no rows"),
+        ("i.csv", ROUTE.replace("0,0,0,0,0,5", "0,7,0,0,0,5"), "phase"),
+        ("j.csv", ROUTE.replace("5,0.75", "99,0.75"), "expert 99"),
+        ("k.csv", POSITIONS.replace("0,1,3,4", "0,1,3,nan"), "finite"),
+        ("l.csv", POSITIONS.replace("0,1,3,4", "0,1,3,70000"), "expert 70000"),
+        ("o.csv", POSITIONS.replace("0,1,3,4", "0,1,3,-5"), "expert -5"),
+        ("p.csv", "pos,layer,id0\n0,0,-1\n", "no expert"),
+        ("q.csv", ROUTE.replace("0,1,2,", "0,0,2,").replace("0,0,0,", "0,1,0,"), "follows decoded text"),
+        ("r.csv", ROUTE.replace("n_expert=16", "n_expert=99999"), "99999"),
+    ],
+)
+def test_malformed_csv(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        read_trace(tmp_path / name)
+    assert name in caught.value.message
+
+
+def test_odd_headers_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "odd.csv").write_text(ROUTE.replace("n_layer=3", "n_layer=²").replace("n_expert=16", "n_expert=many"))
+    meta = read_trace(tmp_path / "odd.csv").meta
+    assert (meta.n_layers, meta.n_experts) == (3, 16)
+
+
+def test_files_that_are_no_traces(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        read_trace(tmp_path / "none.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00pos")
+    with pytest.raises(InputError, match="not a csv file"):
+        read_trace(tmp_path / "binary.csv")
+    np.savez(tmp_path / "other.npz", ids=np.zeros((2, 2)))
+    with pytest.raises(InputError, match="integer array ids"):
+        read_trace(tmp_path / "other.npz")
+    (tmp_path / "text.npy").write_text("no array")
+    with pytest.raises(InputError, match="is damaged"):
+        read_trace(tmp_path / "text.npy")
+    with pytest.raises(InputError, match="does not exist"):
+        read_trace(tmp_path / "none.npy")
+    np.savez(tmp_path / "sum.npz", ids=np.zeros((2, 2, 2), dtype=np.uint8), lengths=np.array([1, 2]))
+    with pytest.raises(InputError, match="add up to 3"):
+        read_trace(tmp_path / "sum.npz")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_csv_never_shows_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from([ROUTE, POSITIONS]))
+    characters = list(text)
+    for _ in range(data.draw(st.integers(1, 5))):
+        where = data.draw(st.integers(0, len(characters) - 1))
+        characters[where] = data.draw(st.sampled_from(list('0123456789,-.e"\n#x=\x00é')))
+    bad = tmp_path / "bad.csv"
+    bad.write_text("".join(characters))
+    try:
+        read_trace(bad)
+    except InputError as error:
+        assert "bad.csv" in error.message
+
+
+TYPES = ("u1", "i1", "u2", ">i2", "i8", "u8", "f4", "U3", "M8[s]", "?")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@given(data=st.data())
+def test_odd_arrays_never_show_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
+    """Shapes, types and values that no tool should write; what is read is a trace that holds them."""
+    shape = data.draw(st.one_of(st.just([4, 2, 2]), st.lists(st.integers(0, 3), max_size=4)))
+    values = np.random.default_rng(data.draw(st.integers(0, 5))).integers(-1, 9, tuple(shape))
+    kind = data.draw(st.sampled_from(TYPES))
+    ids = np.abs(values).astype(kind) if np.dtype(kind).kind in "uMU" else values.astype(kind)
+    if ids.size and np.dtype(kind).kind in "iu":
+        limits = np.iinfo(ids.dtype)
+        ids.flat[0] = data.draw(st.sampled_from([1, int(limits.min), int(limits.max), int(limits.max) // 2]))
+    arrays = {"ids": ids}
+    if data.draw(st.booleans()):
+        lengths = data.draw(st.one_of(st.just([1, 3]), st.lists(st.integers(0, 4), max_size=4)))
+        arrays["lengths"] = np.array(lengths, dtype=np.int64).astype(data.draw(st.sampled_from(TYPES[:-3])))
+    if data.draw(st.booleans()):
+        arrays["phase"] = np.array(data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))).astype(
+            data.draw(st.sampled_from(TYPES))
+        )
+    np.savez(tmp_path / "odd.npz", **arrays)
+    try:
+        trace = read_trace(tmp_path / "odd.npz")
+    except InputError as error:
+        assert "odd.npz" in error.message
+    else:
+        assert trace.ids.shape == ids.shape
+        np.testing.assert_array_equal(np.where(trace.ids == trace.sentinel, -1, trace.ids.astype(np.int64)), ids)
+
+
+@pytest.mark.parametrize("kind", ["u1", "i2", "u4", "i8", "u8", ">u8"])
+def test_integers_of_any_type_are_ids_and_lengths(tmp_path: Path, kind: str) -> None:
+    ids = (np.arange(24).reshape(6, 2, 2) % 8).astype(kind)
+    np.savez(tmp_path / "any.npz", ids=ids, lengths=np.array([2, 4], dtype=kind))
+    assert read_trace(tmp_path / "any.npz").sequence.tolist() == [0, 0, 1, 1, 1, 1]
+    largest = int(np.iinfo(ids.dtype).max)
+    ids[0, 0, 0] = largest
+    np.savez(tmp_path / "large.npz", ids=ids)
+    if largest < 65535:
+        assert read_trace(tmp_path / "large.npz").meta.n_experts == largest + 1
+    else:
+        with pytest.raises(InputError, match=f"expert {largest}"):
+            read_trace(tmp_path / "large.npz")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@given(data=st.data())
+def test_damaged_archives_never_show_a_traceback(tmp_path: Path, data: st.DataObject) -> None:
+    """Bytes changed, cut off or put in, of foreign arrays and of our own format, compressed and not."""
+    kind = data.draw(st.sampled_from(["own.npz", "plain.npz", "bare.npy"]))
+    intact = tmp_path / kind
+    if not intact.exists():
+        if kind == "own.npz":
+            two_texts(weights=True).save(intact)
+        else:
+            ids = np.arange(24).reshape(6, 2, 2) % 8
+            np.save(intact, ids) if kind == "bare.npy" else np.savez(intact, ids=ids, lengths=np.array([2, 4]))
+    content = bytearray(intact.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        where = data.draw(st.integers(0, len(content) - 1))
+        content[where] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.one_of(st.just(len(content)), st.integers(0, len(content))))]
+    bad = tmp_path / f"bad{intact.suffix}"
+    bad.write_bytes(bytes(content))
+    try:
+        trace = read_trace(bad)
+    except InputError as error:
+        assert bad.name in error.message
+    else:
+        assert trace.ids.dtype == ids_dtype(trace.meta.n_experts)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "n_sequences", "n_prefill"),
+    [
+        ("gptoss20b_decode.npz", (94366, 24, 4, 32), 307, 0),
+        ("bigmoeonedge_gemma.npz", (157, 30, 6, 128), 1, 29),
+        ("bigmoeonedge_gptoss.npz", (149, 36, 2, 128), 1, 85),
+        ("gemma.route.csv", (157, 30, 6, 128), 1, 29),
+    ],
+)
+def test_real_traces(
+    data_folder: Path, name: str, shape: tuple[int, int, int, int], n_sequences: int, n_prefill: int
+) -> None:
+    file = data_folder / "traces" / name
+    if not file.is_file():
+        pytest.skip(f"{file} is absent")
+    trace = read_trace(file)
+    meta = trace.meta
+    assert (trace.n_tokens, meta.n_layers, meta.n_expert_used, meta.n_experts) == shape
+    assert int(trace.sequence[-1]) + 1 == n_sequences
+    assert int((trace.phase == Phase.PREFILL).sum()) == n_prefill
+
+
+def test_the_real_csv_and_npz_agree(data_folder: Path) -> None:
+    folder = data_folder / "traces"
+    if not (folder / "gemma.route.csv").is_file():
+        pytest.skip(f"{folder} lacks the gemma trace")
+    csv, npz = read_trace(folder / "gemma.route.csv"), read_trace(folder / "bigmoeonedge_gemma.npz")
+    for name in ("ids", "phase", "step", "position"):
+        np.testing.assert_array_equal(getattr(csv, name), getattr(npz, name))

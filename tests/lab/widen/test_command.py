@@ -1,0 +1,247 @@
+"""`moeedge lab widen` from the command line: valid and invalid use, and that failures leave no file."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from moeedge.cli.app import app
+from moeedge.llama.gguf_file import read_summary
+from tests.cli.terminal import Terminal
+from tests.conftest import TinyFactory
+
+
+def widen(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["lab", "widen", *map(str, arguments)])
+
+
+def start(*arguments: object, limit: tuple[int, int] | None = None) -> subprocess.Popen[str]:
+    """The program in a process of its own, under a resource limit."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "moeedge", "lab", "widen", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=None if limit is None else lambda: resource.setrlimit(limit[0], (limit[1], limit[1])),
+    )
+
+
+def test_the_shape_is_like_qwen3_30b(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Nothing is written; the experts have the size that the real model's have in Q4_0."""
+    result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--dry-run", "-o", "json")
+    assert result.exit_code == 0, result.output
+    output = json.loads(result.stdout)
+    assert list(tmp_path.iterdir()) == []
+    assert output["out"] is None
+    wanted = {"embd": 2048, "ff": 768, "heads": 32, "heads_kv": 4, "head_dim": 128, "layers": 48, "experts": 128}
+    assert wanted.items() <= output["shape"].items()
+    assert output["expert_bytes"] == 48 * 128 * 3 * 2048 * 768 // 32 * 18
+    assert "vocabulary 2048 (151936)" in output["notes"][0]
+    assert "bit for bit" in output["notes"][1]
+    result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--head-dim", 32, "--dry-run", "-o", "json")
+    smaller = json.loads(result.stdout)
+    assert smaller["bytes"] == pytest.approx(output["bytes"], rel=1e-5)  # more heads instead: the same matrices
+    assert (smaller["shape"]["heads"], smaller["shape"]["heads_kv"], len(smaller["notes"])) == (128, 16, 1)
+
+
+def test_rows_that_blocks_do_not_divide(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--ff", 1408, "--type", "q4_k", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert all(text in result.stdout for text in ("1,408", "Q4_K", "Q5_0"))
+
+
+def test_header_and_metadata(tiny_moe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "wide.gguf"
+    result = widen(out, "-m", tiny_moe, "--embd", 256, "--ff", 64, "--head-dim", 32, "--type", "q8_0", "-o", "json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["bytes"] == out.stat().st_size == read_summary(out).size_bytes
+    before, after = (gguf.GGUFReader(path).fields for path in (tiny_moe, out))
+    assert set(before) <= set(after)
+    kept = [name for name in before if name.startswith("tokenizer.")]
+    assert kept and all(before[name].contents() == after[name].contents() for name in kept)
+    assert all(before[name].types == after[name].types for name in before if not name.startswith("GGUF."))
+    assert after["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q8_0
+    assert after["qwen3moe.attention.key_length"].contents() == 32
+    eps = "qwen3moe.attention.layer_norm_rms_epsilon"
+    assert after[eps].contents() == pytest.approx(before[eps].contents() / 2)
+    types = {tensor.name.split(".")[-2]: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+    assert types["ffn_up_exps"] == types["ffn_down_exps"] == "Q8_0" and types["ffn_gate_inp"] == "F32"
+
+
+def test_added_layers_add_nothing(tiny_moe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "wide.gguf"
+    assert widen(out, "-m", tiny_moe, "--layers", 5).exit_code == 0
+    source = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tiny_moe).tensors}
+    adds = []
+    for tensor in gguf.GGUFReader(out).tensors:
+        if tensor.name.endswith("ffn_down_exps.weight"):
+            adds.append(bool(tensor.data.any()))
+        if tensor.name.endswith("ffn_gate_inp.weight"):  # spread over the depth, each before its original
+            layer = int(tensor.name.split(".")[1])
+            assert np.array_equal(tensor.data, source[f"blk.{layer * 3 // 5}.ffn_gate_inp.weight"])
+    assert adds == [False, True, False, True, True]
+
+
+def test_sparse_reads_the_same(tiny_moe: Path, tmp_path: Path) -> None:
+    full, sparse = tmp_path / "full.gguf", tmp_path / "sparse.gguf"
+    sizes = ["-m", tiny_moe, "--embd", 256, "--ff", 1024, "--head-dim", 64]
+    assert widen(full, *sizes).exit_code == widen(sparse, *sizes, "--sparse").exit_code == 0
+    assert full.read_bytes() == sparse.read_bytes()
+    assert sparse.stat().st_blocks < full.stat().st_blocks / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "shape of the source"),
+        (["--embd", "100"], "100 is not a multiple of 32"),
+        (["--embd", "32"], "32 is less than the source's 64"),
+        (["--embd", "19999968"], "19,999,968 is too large"),
+        (["--heads", "99998"], "too large"),
+        (["--layers", "9999999"], "at most 512"),
+        (["--head-dim", "24"], "24 is not a multiple of the source's 16"),
+        (["--heads", "8", "--heads-kv", "3"], "do not fit 8 over 3"),
+        (["--like", "gpt-5"], "Choose from: qwen3-30b-a3b"),
+        (["--like", "qwen3-0.6b"], "unlike qwen3-0.6b. Choose from: qwen3-30b-a3b"),
+        (["--embd", "96", "--type", "q4_k"], "multiple of 256"),
+        (["--embd", "128", "--type", "q2_k"], "q4_0, q4_k, q8_0"),
+    ],
+)
+def test_impossible_shapes(arguments: list[str], reason: str, tiny_moe: Path, tmp_path: Path) -> None:
+    result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, *arguments)
+    assert result.exit_code == 2
+    assert reason in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unusable_sources(tiny: TinyFactory, tmp_path: Path) -> None:
+    short, text = tmp_path / "short.gguf", tmp_path / "text.gguf"
+    short.write_bytes(tiny("qwen3moe").read_bytes()[:-5000])
+    text.write_text("no model")
+    cases = [(short, "truncated"), (text, "not a GGUF"), (tmp_path / "x.gguf", "x.gguf"), (tiny("olmoe"), "olmoe")]
+    for source, reason in cases:
+        result = widen(tmp_path / "wide.gguf", "-m", source, "--embd", 128)
+        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
+    assert not (tmp_path / "wide.gguf").exists()
+
+
+def test_unusable_targets(tiny_moe: Path, tmp_path: Path) -> None:
+    mine, source = tmp_path / "mine.gguf", tmp_path / "source.gguf"
+    mine.write_text("precious")
+    shutil.copy(tiny_moe, source)
+    cases = [
+        (mine, "--force"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "no" / "wide.gguf", "no folder"),
+        (source, "is the source"),
+        (Path("/dev/null"), "not a regular file"),
+    ]
+    for out, reason in cases:
+        result = widen(out, "-m", source, "--embd", 128)
+        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
+    assert mine.read_text() == "precious"
+    assert widen(mine, "-m", source, "--embd", 128, "--force").exit_code == 0
+    assert read_summary(mine).expert_layers == (0, 1, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.gguf", "source.gguf"]
+
+
+def test_two_at_once(tiny_moe: Path, tmp_path: Path) -> None:
+    part = tmp_path / "wide.gguf.part"
+    with part.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 128)
+    assert result.exit_code == 2 and "another process" in result.stderr
+    assert part.exists()
+    assert widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 128).exit_code == 0  # a leftover is no obstacle
+    assert [path.name for path in tmp_path.iterdir()] == ["wide.gguf"]
+
+
+def test_not_enough_disk_space(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=10 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
+    assert result.exit_code == 1
+    assert "10 MiB" in result.stderr and "--sparse" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_disk_fills_up_during_the_write(tiny_moe: Path, tmp_path: Path) -> None:
+    """The system refuses in the middle, as a full disk does."""
+    arguments = (tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
+    process = start(*arguments, limit=(resource.RLIMIT_FSIZE, 5 * 2**20))
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output.startswith("error: ") and "Traceback" not in output and "file too large" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Path) -> None:
+    part = tmp_path / "wide.gguf.part"
+    process = start(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 4096, "--ff", 8192)
+    deadline_s = time.monotonic() + 60
+    while not part.exists() or part.stat().st_size < 10**6:
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.005)
+    process.send_signal(signum)
+    _, output = process.communicate(timeout=60)
+    assert (process.returncode, output) == (code, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", [pytest.param([], id="copied"), pytest.param(["--type", "q8_0"], id="quantised")])
+def test_memory_does_not_grow_with_the_file(type_: list[str], tiny_moe: Path, tmp_path: Path) -> None:
+    """Files of more than 5 GB; they are sparse, but every byte of theirs passes through memory."""
+    out = tmp_path / "wide.gguf"
+    process = start(out, "-m", tiny_moe, "--embd", 8192, "--ff", 8192, "--head-dim", 1024, "--sparse", *type_)
+    peak_kib = 0  # not ru_maxrss: a child's begins with what its parent had when it forked
+    while process.poll() is None:
+        with suppress(OSError):
+            output = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+            peak_kib = int(output[1]) if output else peak_kib
+        time.sleep(0.01)
+    process.communicate()
+    assert process.returncode == 0
+    assert out.stat().st_size > 5 * 10**9
+    out.unlink()
+    assert 0 < peak_kib * 1024 < 2**30
+
+
+@pytest.mark.parametrize("columns", [100, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_bar_in_a_terminal(columns: int, tiny_moe: Path, tmp_path: Path) -> None:
+    arguments: Sequence[str] = [
+        "lab",
+        "widen",
+        str(tmp_path / "w.gguf"),
+        "-m",
+        str(tiny_moe),
+        "--embd",
+        "1024",
+        "--ff",
+        "512",
+    ]
+    env = {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
+    with Terminal(arguments, env=env, columns=columns) as terminal:
+        assert terminal.wait() == 0, terminal.text
+        assert "widening" in terminal.text and "━" in terminal.text
+        assert "is written" in terminal.text
+        table = terminal.text[terminal.text.index("embedding width") :]
+        assert max(map(len, table.splitlines()[:8])) <= columns

@@ -1,0 +1,229 @@
+"""Tokens of answers: of drafts, devices, policies and samplers, on the bundled pair and on tiny models.
+
+The bundled pair is trained, so that its greedy tokens have clear gaps. Tiny models have random weights: of them it is
+recorded that all ways of decoding give the tokens of the plain one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.outputs.program import scratch
+from tests.outputs.values import module, plain
+
+PROMPTS = ("What is 17 + 25?", "Tell me a story about a lighthouse.", "Sort: pear, apple, fig, plum")
+N_PREDICT = 32
+COUNTS = (
+    *("prompt_tokens", "cached_tokens", "prefill_tokens", "generated_tokens", "steps", "drafted", "accepted"),
+    *("budgeted_steps", "experts_max", "context_shifts", "dropped_tokens", "ngram_steps"),
+)
+EMULATED: dict[str, Any] = {"device": "emulated"}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SEEDED: dict[str, Any] = {"seed": 1}
+# name -> fields of the engine's configuration, of that of placement, and of those of sampling, one answer each
+FAST: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
+    "plain": (
+        {"gamma": 0},
+        {},
+        [
+            *(GREEDY, {"seed": 1}, {"seed": 2, "temperature": 1.5, "top_k": 5}, {"seed": 3, "top_p": 0.5}),
+            *({"seed": 4, "min_p": 0.3}, {"seed": 5, "repeat_penalty": 1.3}, {"seed": 6, "presence_penalty": 0.9}),
+            *({"seed": 7, "frequency_penalty": 0.5, "repeat_last_n": 8}, {"seed": 8, "typical_p": 0.5}),
+            *({"seed": 9, "top_n_sigma": 1.0}, {"seed": 10, "xtc_probability": 0.5, "temperature": 1.2}),
+            *({"seed": 11, "dry_multiplier": 0.8, "temperature": 1.2}, {"seed": 12, "dynatemp_range": 0.5}),
+            *({"seed": 13, "samplers": ("top_k", "temperature"), "top_k": 3}, {"logit_bias": ((32, 4.0),), **GREEDY}),
+            *({"ignore_eos": True, **GREEDY}, {"grammar": 'root ::= [a-c]+ "." [0-9]', **GREEDY}),
+            *({"grammar": 'root ::= ("yes" | "no") " " [A-Z]+', "seed": 14}, {"stop": (" the", "2"), **GREEDY}),
+        ],
+    ),
+    "draft": (
+        {"draft": "bundled"},
+        {},
+        [GREEDY, {"seed": 1}, {"seed": 2, "temperature": 1.5}, {"seed": 3, "repeat_penalty": 1.3, "top_k": 8},
+         {"seed": 4, "presence_penalty": 0.9}, {"grammar": "root ::= [a-z ]+", "seed": 5}, {"stop": ("a",), **GREEDY}],
+    ),
+    "draft 1": ({"draft": "bundled", "gamma": 1}, {}, [GREEDY, {"seed": 6}]),
+    "draft until 0.8": ({"draft": "bundled", "gamma": 8, "draft_p_min": 0.8}, {}, [GREEDY, {"seed": 7}]),
+    "ngram": ({"draft": "ngram", "gamma": 6}, {}, [GREEDY, {"seed": 8}]),
+    "short context": ({"draft": "bundled", "n_ctx": 64, "context_shift": True}, {}, [{"ignore_eos": True, **GREEDY}]),
+    "full context": ({"gamma": 0, "n_ctx": 48}, {}, [{"ignore_eos": True, **GREEDY}]),
+    "small batches": ({"draft": "bundled", "n_batch": 8, "n_ubatch": 4}, {}, [GREEDY]),
+    "emulated spac": (EMULATED | {"draft": "bundled"}, {"cache_ratio": 0.17}, [GREEDY, {"seed": 9}]),
+    "emulated lru": (EMULATED | {"gamma": 0}, {"cache_ratio": 0.5, "policy": "lru"}, [GREEDY]),
+    "ram lfu": ({"draft": "bundled", "ram": 1 << 19}, {"policy": "lfu"}, [GREEDY, {"seed": 10}]),
+    "budget 16": ({"draft": "bundled", "budget": {"budget": 16}}, {}, [GREEDY]),
+    "budget 8 truncated": ({"draft": "bundled", "budget": {"budget": 8, "coverage": "truncation"}}, {}, [GREEDY]),
+    "fewer experts": ({"gamma": 0, "n_expert_used": 4}, {}, [GREEDY]),
+}  # fmt: skip
+_POLICIES = (
+    *("spac", "spac-paper", "spac-program", "lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe"),
+    *("fiddler", "sp-moe", "none"),
+)
+SLOW = {
+    **{f"emulated {name}": (EMULATED | {"draft": "bundled"}, {"cache_ratio": 0.17, "policy": name}, [GREEDY, SEEDED])
+       for name in _POLICIES},
+    **{f"plain on {name}": (EMULATED | {"gamma": 0}, {"cache_ratio": 0.3, "policy": name}, [GREEDY])
+       for name in _POLICIES},
+    **{f"ram {size} {name}": ({"draft": draft, "ram": size}, {"policy": name}, [GREEDY])
+       for size in (1 << 18, 1 << 20) for name, draft in (("lfu", "bundled"), ("lru", "ngram"), ("spac", "bundled"))},
+    **{f"draft {gamma}": ({"draft": "bundled", "gamma": gamma}, {}, [GREEDY, {"seed": gamma}]) for gamma in (2, 8, 16)},
+    **{f"budget {n} {rank}": ({"draft": "bundled", "budget": {"budget": n, "ranking": rank}}, {}, [GREEDY])
+       for n in (12, 24) for rank in ("picks", "router")},
+}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {  # architecture and dimensions
+    "qwen3moe": {}, "deepseek2": {}, "gpt-oss": {}, "llama4": {}, "granitehybrid": {}, "gemma4": {}, "glm4moe": {},
+    "qwen35moe": {}, "olmoe": {}, "grovemoe": {}, "nemotron_h_moe": {},
+}  # fmt: skip
+
+
+def fast() -> Iterator[tuple[str, Any]]:
+    """The cases of the default suite."""
+    yield from _bundled(FAST)
+    yield from _tiny(("qwen3moe", "glm4moe"))
+    yield "talk", _talk()
+
+
+def slow() -> Iterator[tuple[str, Any]]:
+    """The others."""
+    yield from _bundled(SLOW)
+    yield from _tiny(TINY)
+    yield from _together()
+
+
+LINES = (
+    *("/help", "/info", "/set", "/set temp 0", "/set top_k 5", "/set nothing 1", "/set seed x", "What is 17 + 25?"),
+    *("/stats", "/regen", "/undo", "/undo", "/system You are brief.", "/system", "Sort: pear, fig", "/save a.json"),
+    *("/clear", "/load a.json", "/load missing.json", "/nothing", "/set n_predict 3", "Tell me a story.", "/think off"),
+    *("/model", "/model missing", "/set gamma 2", "Who are you?", "/stats", "/save", "/read text.txt", "/read no.txt"),
+    *("/set think off", "/set stats full", "And you?", "/set budget 16", "/set ctx 256", "/set context_shift on"),
+    *("/set markdown off", "/set grammar list.gbnf", "/set samplers top_k,temperature", "/set temp -1", "/sessions"),
+    *("/resume", "/resume drop", "/info system", "/info parameters", "/set temp", "/?", "/helpp", "/exit", "/help"),
+)
+_FIGURES = re.compile(r"\d+(?:[.,]\d+)? (?:ms|s|t/s|min|%|[KMG]iB)(?![a-z])|\d+\.\d+|[▁-█⠀-⣿]+")
+
+
+def _talk() -> Any:
+    """A chat of a scripted user; measured figures are left out."""
+    from rich.console import Console
+
+    types, talk = module("moeedge.engine.types"), module("moeedge.engine.conversation")
+    out, err, left = io.StringIO(), io.StringIO(), iter(LINES)
+    settings = module("moeedge.ui.chat.settings").Settings(types.SamplingConfig(**GREEDY), n_predict=16, gamma=3)
+
+    def read(begun: str) -> str:
+        line = next(left, None)
+        if line is None:
+            raise EOFError
+        print(f"> {begun}{line}", file=err)
+        return line
+
+    engine = {"draft": "bundled", "gamma": 3}
+    with scratch() as folder, _open(module("moeedge.paths").bundled_target(), engine, {}) as session:
+        (folder / "text.txt").write_text("One.\nTwo.\n")
+        (folder / "list.gbnf").write_text('root ::= "a" | "b"')
+        consoles = {"out": Console(file=out, width=100), "err": Console(file=err, width=200)}
+        code = module("moeedge.ui.chat.repl").Repl(session, talk.Conversation(), settings, read=read, **consoles).run()
+    turns = [" ".join(_FIGURES.sub("#", plain(turn)).split()) for turn in err.getvalue().split("\n> ")]
+    return [code, out.getvalue().splitlines(), turns]
+
+
+def _bundled(cases: Any) -> Iterator[tuple[str, Any]]:
+    with scratch() as folder:
+        for name, (engine, placement, samplings) in cases.items():
+            os.environ["MOEEDGE_CACHE"] = str(folder / name.replace(" ", "-"))  # no run warms another
+            with _open(module("moeedge.paths").bundled_target(), engine, placement) as session:
+                for number, sampling in enumerate(samplings):
+                    yield f"{name} {number}", _answers(session, sampling)
+
+
+def _open(model: Path, engine: dict[str, Any], placement: dict[str, Any]) -> Any:
+    paths, types = module("moeedge.paths"), module("moeedge.engine.types")
+    config = module("moeedge.scheduler.config").PlacementConfig(calibrate=False, **placement)
+    given: dict[str, Any] = {"n_ctx": 512, "device": "none", "n_threads": 1} | engine
+    if given.get("draft") == "bundled":
+        given["draft"] = paths.bundled_draft()
+    if "budget" in given:
+        given["expert_budget"] = module("moeedge.policies.expert_budget").ExpertBudget(**given.pop("budget"))
+    session = module("moeedge.engine.session").Session
+    return session.open(types.EngineConfig(model=model, placement=config, **given))
+
+
+def _answers(session: Any, sampling: dict[str, Any]) -> Any:
+    """Tokens, counts and reasons of one conversation per prompt, and of a second turn after the last.
+
+    Random answers are short and of a prompt that has many: another processor's rounding must not reach a draw.
+    """
+    is_greedy = sampling.get("temperature") == 0.0
+    sampling = sampling if is_greedy else {"temperature": 1.4, "min_p": 0.0} | sampling
+    drawn = module("moeedge.engine.types").SamplingConfig(**sampling)
+    talk = module("moeedge.engine.conversation")
+    found: list[Any] = []
+    for prompt in PROMPTS if sampling == GREEDY else PROMPTS[1:2]:
+        session.reset()
+        conversation = talk.Conversation(system="")
+        conversation.ask(prompt)
+        tokens = talk.prompt_tokens(session.model, conversation, raw=False, template=session.template)
+        for _ in range(2 if prompt == PROMPTS[-1] else 1):
+            answer = session.generate(
+                tokens, n_predict=N_PREDICT if is_greedy else 12, sampling=drawn, ignore_eos=drawn.ignore_eos
+            )
+            text = "".join(str(piece) for piece in answer.pieces())
+            counts = [plain(getattr(answer.stats, name)) for name in COUNTS]
+            found.append([" ".join(map(str, answer.tokens)), answer.stop_reason, counts, plain(text)])
+            tokens = [*tokens, *answer.tokens, *session.model.tokenize(" Go on.")]
+    return found
+
+
+def _tiny(names: Any) -> Iterator[tuple[str, Any]]:
+    """Whether the greedy tokens of every way of decoding are those of the plain way."""
+    from tests.support.tiny import make_tiny
+
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "ngram": ({"draft": "ngram"}, {}),
+        "draft": ({"draft": "tiny"}, {}),
+        "mtp": ({"draft": "mtp"}, {}),
+        "emulated": (EMULATED | {"gamma": 0}, {"cache_ratio": 0.3, "policy": "lfu"}),
+        "emulated draft": (EMULATED | {"draft": "tiny"}, {"cache_ratio": 0.3}),
+        "ram": ({"draft": "ngram", "ram": 1 << 18}, {"policy": "lfu"}),
+    }
+    with scratch() as folder:
+        os.environ["MOEEDGE_CACHE"] = str(folder / "cache")
+        draft = make_tiny("qwen3", folder)
+        for name in names:
+            path = make_tiny(name, folder, **TINY[name])
+            expected = _greedy(path, {"gamma": 0}, {})
+            for way, (engine, placement) in ways.items():
+                given = engine | ({"draft": draft} if engine.get("draft") == "tiny" else {})
+                yield f"tiny {name} {way}", _greedy(path, given, placement) == expected
+            yield f"tiny {name}", len(expected)
+
+
+def _greedy(path: Path, engine: dict[str, Any], placement: dict[str, Any]) -> Any:
+    try:
+        with _open(path, engine, placement) as session:
+            drawn = module("moeedge.engine.types").SamplingConfig(temperature=0.0)
+            answer = session.generate(list(range(40, 64)), n_predict=20, sampling=drawn, ignore_eos=True)
+            list(answer)
+            return list(answer.tokens)
+    except module("moeedge.errors").MoeedgeError as error:
+        return [type(error).__name__]
+
+
+def _together() -> Iterator[tuple[str, Any]]:
+    """Texts that are decoded together."""
+    target = module("moeedge.paths").bundled_target()
+    types = module("moeedge.engine.types")
+    with scratch():
+        for draft in (None, "bundled", "ngram"):
+            with _open(target, {"draft": draft, "gamma": 4 if draft else 0, "n_parallel": 2}, {}) as session:
+                prompts = [session.model.tokenize(f"{prompt} It") for prompt in PROMPTS]
+                sampling = [types.SamplingConfig(**each) for each in (GREEDY, {"seed": 1}, GREEDY)]
+                together = session.generate_parallel(prompts, n_predict=N_PREDICT, sampling=sampling)
+                list(together)
+                answers = [together.answers[index] for index in range(len(prompts))]
+                yield f"together {draft}", [" ".join(map(str, answer.tokens)) for answer in answers]
