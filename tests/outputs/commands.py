@@ -94,8 +94,6 @@ calibrate: calibrate -t 1 -dev emulated --cache-ratio 0.17
 calibrate disk: calibrate --disk
 ablate: ablate -n 8 --limit 1 -r 1 -t 1 -dev emulated --cutoff 12
 validate table2: validate papers --part table2 --rejected-token-model optimistic
-validate moe-spec: validate moe-spec
-validate predictions: validate predictions
 validate measured: validate measured --policy lru --cache-ratio 0.5 --draft-max 2 -n 40 -r 1
 replay curve: replay trace.npz --curve --policy lfu,lru --cache-ratio 0.3 -t 1
 chat ram: CHAT CPU --ram 1GiB --draft-max 3

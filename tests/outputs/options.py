@@ -25,7 +25,7 @@ WORK = (
     *("moeedge.cli.replay_run:replay_schedule", "moeedge.cli.replay_run:trace_curves"),
     *("moeedge.sim.simulate:simulate", "moeedge.bench.speculation_fit:run_fit", "moeedge.bench.ablation:run_ablation"),
     *("moeedge.llama.draft_model:quantized", "moeedge.sim.papers:Papers", "moeedge.analysis.published:reproduced"),
-    *("moeedge.sim.moe_spec:MoeSpec", "moeedge.sim.predictions:predict", "moeedge.widen.layout:make_wide_plan"),
+    *("moeedge.sim.predictions:predict", "moeedge.widen.layout:make_wide_plan"),
     *("moeedge.bench.validation:compare_with_engine", "moeedge.trace.summary:summarize_trace"),
     *("moeedge.trace.exporters:write_trace", "moeedge.engine.session:Session"),
 )

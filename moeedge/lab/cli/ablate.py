@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
@@ -17,15 +17,9 @@ from moeedge.cli.common import EXIT_FAILURE, emit, print_error, show_log
 from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.errors import InputError
-from moeedge.ui.tables import Column, print_table, text_column
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from moeedge.lab.experiments.ablation import AblationRow
-
-
-_MS, _MB = 1e3, 1e-6
 
 
 class System(str, Enum):
@@ -153,38 +147,14 @@ def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float | None) -
 
 
 def _report(rows: list[AblationRow], about: Mapping[str, object], output: Output) -> None:
-    """Prints the rows; exit code 1 if an answer differs from stock's."""
+    """Print the rows; exit code 1 if an answer differs from stock's."""
+    from moeedge.lab.views.tables import print_ablation
+
     emit(output, lambda rows: json.dumps([{**about, **asdict(row)} for row in rows], indent=1), print_ablation, rows)
     different = sum(row.answers - row.equal for row in rows)
     if different:
         print_error(f"{different} answers differ from stock llama.cpp's by more than a near-tie.")
         raise typer.Exit(EXIT_FAILURE)
-
-
-_ABLATION_COLUMNS = (
-    text_column("variant", "variant"),
-    Column("cutoff", "cutoff_layer"),
-    Column("ms/token", "tpot_s", ".2f", _MS),
-    Column("speed", lambda row: f"{row.speedup:.2f}x"),
-    Column("expert hits", "hit_rate_experts", ".0%"),
-    Column("waits", lambda row: row.loaded_per_step + row.late_per_step, ".1f"),
-    Column("ahead", "ahead_per_step", ".1f"),
-    Column("MB", "bytes_per_step", ".1f", _MB),
-    Column("sends", "transfers_per_step", ".1f"),
-    Column("stops", "draft_stops_per_step", ".1f"),
-    Column("right", "predicted_right", ".0%"),
-    Column("equal", lambda row: f"{row.equal}/{row.answers}"),
-)
-
-
-def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
-    """One line per variant, and the meaning of the columns."""
-    print_table(console, _ABLATION_COLUMNS, rows)
-    console.print(
-        "expert hits: experts that were resident when their layer started; right: predicted experts that were used; "
-        "equal: answers equal to stock llama.cpp's. Per step: waits: experts that a layer waited for; ahead: experts "
-        "moved before their layer; MB: bytes of both, in so many sends; stops: draft layers that waited."
-    )
 
 
 def _layers(text: str) -> list[int]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from moeedge.cli import options
 from moeedge.cli.common import integers, names, numbers
@@ -18,15 +16,6 @@ from moeedge.cli.declare import Output, derive, output_option
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.errors import InputError
 from moeedge.lab.cli import trace_options
-from moeedge.ui.tables import Column, markdown, print_table, text_column
-
-if TYPE_CHECKING:
-    from moeedge.lab.analysis.published import Reproduced
-
-
-def _cell(value: float | bool, digits: int) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else f"{value:.{digits}f}"
-
 
 validate = typer.Typer(
     name="validate",
@@ -119,6 +108,7 @@ def formulas(output: TextJsonOrMd = Output.TEXT) -> None:
     Expert reuse of MoE-SpAc, Table 1 of MoESD, active experts and Amdahl's law of the production study.
     """
     from moeedge.lab.analysis.published import reproduced
+    from moeedge.lab.views.tables import formulas_markdown, print_formulas
     from moeedge.ui.console import stdout_console
 
     rows = reproduced()
@@ -128,25 +118,6 @@ def formulas(output: TextJsonOrMd = Output.TEXT) -> None:
         typer.echo(formulas_markdown(rows), nl=False)
     else:
         print_formulas(rows, stdout_console())
-
-
-@validate.command("moe-spec")
-def moe_spec(seed: options.Seed = 0, output: options.TextOrJson = Output.TEXT) -> None:
-    """Compare the gain of expert budgets with MoE-Spec's: over EAGLE with trees of 63 tokens, on an A100.
-
-    Its Table 1 names no budgets: the gains over its ranges of budgets are predicted, and the budget that gives the
-    published mean gain. Next to them chains of nine tokens, as this engine drafts them.
-    """
-    from moeedge.lab.sim.moe_spec import MoeSpec, to_rows
-    from moeedge.lab.views.validate_views import print_moe_spec
-    from moeedge.ui.console import stdout_console
-
-    comparison = MoeSpec(seed)
-    rows, figure = comparison.rows(), comparison.figure4()
-    if output is Output.JSON:
-        typer.echo(json.dumps({"rows": to_rows(rows), "figure4": to_rows(figure)}, indent=1))
-    else:
-        print_moe_spec(rows, figure, stdout_console())
 
 
 @validate.command("measured")

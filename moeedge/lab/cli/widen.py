@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,14 +12,6 @@ from moeedge.cli.common import emit
 from moeedge.cli.declare import Output, option
 from moeedge.cli.model_files import resolve_models
 from moeedge.errors import InputError
-from moeedge.ui.console import say, stderr_console, visible
-from moeedge.ui.tables import Column, json_text, print_table, text_column
-from moeedge.units import format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from moeedge.lab.widen.layout import WidePlan
 
 _SHAPE = "Shape"
 
@@ -85,9 +76,11 @@ def widen(
     trained model, while memory and memory traffic become those of the real shape. Tokenizer and chat template stay, so
     that the draft fits. The source is the bundled target, or any qwen3moe or qwen3 model.
     """
+    from moeedge.lab.views.tables import print_widened, widened_json
     from moeedge.lab.widen.layout import WeightType, make_wide_plan
     from moeedge.lab.widen.shape import RequestedSizes
     from moeedge.lab.widen.writer import check_space, check_target, write
+    from moeedge.ui.console import stderr_console
     from moeedge.ui.progress import byte_bar
 
     types = [weight_type.value for weight_type in WeightType]
@@ -103,40 +96,3 @@ def widen(
             write(plan, out, sparse=sparse, on_bytes=bar.add)
     written = None if dry_run else out
     emit(output, widened_json, print_widened, plan, written)
-
-
-def print_widened(plan: WidePlan, out: Path | None, console: Console) -> None:
-    """The table on `console`, notes on standard error; out: the written file, None for a dry run."""
-    from moeedge.lab.widen.shape import SIZE_NAMES
-
-    err = stderr_console()
-    for note in plan.notes:
-        say(err, note)
-    before, after = dataclasses.asdict(plan.source_shape), dataclasses.asdict(plan.shape)
-    rows = [(label, f"{before[name]:,}", f"{after[name]:,}") for name, label in SIZE_NAMES.items() if before[name]]
-    rows.append(("feed-forward types", ", ".join(plan.source_types), ", ".join(plan.types)))
-    if plan.expert_bytes:
-        rows.append(("bytes of experts", format_bytes(plan.source_expert_bytes), format_bytes(plan.expert_bytes)))
-    rows.append(("file", format_bytes(plan.source.stat().st_size), format_bytes(_file_bytes(plan, out))))
-    print_table(console, [text_column("", 0), Column("source", 1), Column("widened", 2)], rows)
-    console.print(visible(f"{out} is written." if out else "No file is written (--dry-run)."), soft_wrap=True)
-
-
-def widened_json(plan: WidePlan, out: Path | None) -> str:
-    """One JSON object; sizes in bytes."""
-    record = {
-        "source": str(plan.source),
-        "out": None if out is None else str(out),
-        "bytes": _file_bytes(plan, out),
-        "expert_bytes": plan.expert_bytes,
-        "types": plan.types,
-        "source_shape": dataclasses.asdict(plan.source_shape),
-        "shape": dataclasses.asdict(plan.shape),
-        "notes": plan.notes,
-    }
-    return json_text(record, indent=None)
-
-
-def _file_bytes(plan: WidePlan, out: Path | None) -> int:
-    """Size of the written file; before that, of its tensors."""
-    return plan.data_bytes if out is None else out.stat().st_size

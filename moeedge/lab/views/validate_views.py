@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,7 +14,6 @@ from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
     from moeedge.lab.experiments.validation import Comparison
-    from moeedge.lab.sim.moe_spec import Figure4, Gains
 
 _MS, _US = 1e3, 1e6  # from seconds
 
@@ -48,20 +46,6 @@ _ELSEWHERE_COLUMNS = (
     text_column("range", lambda row: f"{_MS / row.range.high_ts:.0f} to {_MS / row.range.low_ts:.0f}"),
     Column("ratio", lambda row: 1 / row.ratio, ".2f"),
     text_column("", lambda row: "fed a constant" if row.fitted else "" if row.close else "not within 25 %"),
-)
-_MOE_SPEC_COLUMNS = (
-    text_column("", "reading"),
-    Column("tokens", "tokens"),
-    Column("experts", "experts", ".1f"),
-    Column("plain ms", "plain_step_s", ".1f", _MS),
-    Column("step ms", "step_s", ".1f", _MS),
-    Column("of it draft", "draft_s", ".1f", _MS),
-    Column("EAGLE", "eagle_speedup", ".2f"),
-    Column("published", "eagle_speedup_published", ".2f"),
-)
-_MOE_SPEC_GAINS = (
-    Column("published", "gain_published", ".2f"),
-    Column("at B", "budget_at_published_gain", ".1f"),
 )
 _MEASURED_COLUMNS = (
     text_column("policy", "policy"),
@@ -180,58 +164,3 @@ def _print_freeze(freeze: Freeze, console: Console) -> None:
     console.print(
         f"Constants frozen on {freeze.constants_frozen}, SHA-256 {freeze.constants_sha256[:12]}", soft_wrap=True
     )
-
-
-def print_moe_spec(rows: Sequence[Gains], figure: Sequence[Figure4], console: Console) -> None:
-    """A table per model: the time of a step and the speed of EAGLE, then the gains over it by budget."""
-    for model, group in groupby(rows, key=lambda row: row.model):
-        entries = list(group)
-        budgets = [budget for budget, _ in entries[0].gains]
-        print_table(console, _MOE_SPEC_COLUMNS, entries, title=f"MoE-Spec, {model}: speed over plain decoding")
-        console.print()
-        columns = [
-            _MOE_SPEC_COLUMNS[0],
-            _MOE_SPEC_COLUMNS[1],
-            *(Column(f"B {budget}", _gain_at(index), ".2f") for index, budget in enumerate(budgets)),
-            *_MOE_SPEC_GAINS,
-        ]
-        print_table(console, columns, entries, title=f"MoE-Spec, {model}: speed with a budget over EAGLE's")
-        console.print()
-    columns = [
-        text_column("", "reading"),
-        Column("tokens", "tokens"),
-        Column("B", "budget"),
-        Column("gain", "gain", ".2f"),
-        Column("published", "gain_published", ".2f"),
-    ]
-    print_table(console, columns, figure, title="MoE-Spec, Figure 4: OLMoE in large trees")
-    console.print()
-    note = (
-        "Gains at equal tokens per step. The draft's time is fitted on EAGLE's published speed, but for bandwidth "
-        "alone. The published gain is the mean of ten rows, whose budgets are not published; it is reached at B."
-    )
-    console.print(note, style="dim")
-
-
-def _gain_at(index: int) -> Callable[[Gains], float]:
-    return lambda row: row.gains[index][1]
-
-
-_FORMULA_COLUMNS = (
-    text_column("source", "source"),
-    text_column("figure", "figure"),
-    Column("published", lambda row: _cell(row.published, row.digits)),
-    Column("computed", lambda row: _cell(row.computed, row.digits + 1)),
-    text_column("", lambda row: "" if row.agrees else "differs"),
-)
-
-
-def print_formulas(rows: Sequence[Reproduced], console: Console) -> None:
-    """The rows, and how many agree as far as they are printed."""
-    print_table(console, _FORMULA_COLUMNS, rows)
-    console.print(f"\n{sum(row.agrees for row in rows)} of {len(rows)} agree as far as they are printed.")
-
-
-def formulas_markdown(rows: Sequence[Reproduced]) -> str:
-    """The same table in Markdown."""
-    return markdown(_FORMULA_COLUMNS, rows)
