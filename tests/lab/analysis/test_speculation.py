@@ -13,7 +13,7 @@ from moeedge import speculation
 from moeedge.analysis import expert_counts
 from moeedge.lab.analysis import published
 from moeedge.lab.analysis.published import EXPERT_RATIOS, Reproduced
-from moeedge.lab.cli.validate import formulas_markdown
+from moeedge.lab.views.tables import formulas_markdown
 
 
 def test_expected_tokens_are_those_of_the_paper() -> None:
