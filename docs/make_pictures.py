@@ -1,7 +1,7 @@
-"""Draws the README's pictures from a real run: `python docs/make_pictures.py`.
+"""Draws the README's pictures from real runs: `python docs/make_pictures.py MODEL.gguf`.
 
-chat.svg: greeting, question, answer and panel of `moeedge chat` in the middle of an answer of the bundled pair, with
-its experts cached on the emulated device. profile.svg: the heat map of `moeedge profile --layers all --plot`.
+chat.svg: greeting, question, answer and panel of `moeedge chat -m MODEL.gguf` in the middle of an answer; the README's
+model is larger than the memory. profile.svg: the heat map of `moeedge profile --layers all --plot`, bundled pair.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Literal
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from moeedge import paths
+from moeedge.cli.engine_options import EngineOptions
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.hub.catalog import load_catalog
-from moeedge.scheduler.config import PlacementConfig
+from moeedge.engine.types import SamplingConfig
 from moeedge.ui.chat.answer_figures import live_figures
 from moeedge.ui.chat.greeting import print_greeting
 from moeedge.ui.chat.panel import CacheMeter, render_panel
@@ -28,26 +28,19 @@ from moeedge.ui.chat.prompt import PROMPT
 from moeedge.ui.chat.stream import wrap_rows
 
 FOLDER = Path(__file__).parent
-DEVICE = "emulated:link=2GB/s,threads=1"
-CACHE_RATIO = 0.3
 COLUMNS = 88
 QUESTIONS = ("Tell me a short story about an owl.", "Write a story about a mouse.")
 SHOWN_CHARACTERS = 260  # of the second answer, when the picture is taken
 FONTS = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
-def draw_chat(path: Path) -> None:
-    """One answer to warm the cache up, then the next one, stopped for the picture."""
+def draw_chat(path: Path, model: Path, ram: int | Literal["auto"] = "auto") -> None:
+    """One answer to warm the cache up, then the next one, stopped for the picture; ram: bytes for experts."""
     console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True, markup=False, highlight=False)
-    config = EngineConfig(
-        model=paths.bundled_target(),
-        draft=paths.bundled_draft(),
-        n_threads=1,
-        device=DEVICE,
-        placement=PlacementConfig(cache_ratio=CACHE_RATIO),
-    )
-    with Session.open(config) as session:
-        print_greeting(console, session.info, toy=True, starter=load_catalog().starter())
+    options = EngineOptions(model=model, device="none")
+    options.limit_openmp_spin(ram=str(ram))
+    with Session.open(replace(options.config(), ram=ram)) as session:
+        print_greeting(console, session.info, toy=False)
         conversation = Conversation()
         meter = CacheMeter(session, interval_s=0)
         for question in QUESTIONS:
@@ -78,5 +71,5 @@ def draw_profile(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw_chat(FOLDER / "chat.svg")
+    draw_chat(FOLDER / "chat.svg", Path(sys.argv[1]))
     draw_profile(FOLDER / "profile.svg")
