@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
-from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftSource, OnToken, Proposal
-from moeedge.engine.sampling import Candidates, Sampler
+from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftRequest, DraftSource, Proposal
+from moeedge.engine.sampling import Candidates
 from moeedge.llama.context import Context
 from moeedge.llama.head_context import HeadContext
 from moeedge.llama.hidden_states import StateRows
@@ -161,36 +160,20 @@ class HeadDraft(DraftSource):
     def sequence(self) -> ContextSequence:
         return self.head.context.sequences[self._index]
 
-    def is_eog(self, token: int) -> bool:
-        return self.head.target.model.is_eog(token)
-
     def for_sequence(self, index: int) -> HeadDraft:
-        return HeadDraft(self.head, n_vocab=self.n_vocab, index=index)
+        return type(self)(self.head, n_vocab=self.n_vocab, index=index)
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         self.head.catch_up(self._index, history[:-1], cancel)
 
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
-        if gamma == 0:
-            return Proposal()
-        head, sequence = self.head, self.sequence
-        pending = history[head.context.kind.n_skipped + sequence.n_past :]
+    def _propose(self, request: DraftRequest) -> Proposal:
+        head, sequence, chain = self.head, self.sequence, self._chain(request)
+        pending = request.history[head.context.kind.n_skipped + sequence.n_past :]
         if len(pending) > MAX_TOKENS_WITH_STATES:
             head.extend(self._index, pending[:-1])
             pending = pending[-1:]
         states = head.states(self._index, sequence.n_past, len(pending))
-        chain = Chain(self, history, gamma, sampler, stop)
         chain.pending = pending
-        tokens = chain.proposal.tokens
         kept: list[StateRows] = []
         while True:
             n = len(chain.pending)
@@ -198,12 +181,10 @@ class HeadDraft(DraftSource):
             states = head.context.last_state(n)
             kept.append(states)
             if not chain.draw(logits[-1]):
-                break
-            if on_token is not None:
-                on_token([history[-1], *tokens])
-        if not keep_hidden_states or not tokens:
-            return chain.proposal
-        return replace(chain.proposal, hidden_states=np.concatenate(kept[: len(tokens)]))
+                return chain.with_states(kept)
+
+    def _chain(self, request: DraftRequest) -> Chain:
+        return Chain(self.sequence, request, n_vocab=self.n_vocab, is_eog=self.head.target.model.is_eog)
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         log, n_skipped = self.head.logs[self._index], self.head.context.kind.n_skipped
@@ -230,43 +211,27 @@ class ChainDraft(HeadDraft):
     before are of no use to it. They are taken back before the next head, and at the end.
     """
 
-    def for_sequence(self, index: int) -> ChainDraft:
-        return ChainDraft(self.head, n_vocab=self.n_vocab, index=index)
-
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
+    def _propose(self, request: DraftRequest) -> Proposal:
         head, sequence = self.head, self.sequence
-        n_drafts = min(gamma, head.context.kind.n_heads)
-        if n_drafts == 0:
-            return Proposal()
+        history = request.history
         head.extend(self._index, history[sequence.n_past : -1])
         n_held = sequence.n_past
-        chain = Chain(self, history, n_drafts, sampler, stop)
-        tokens = chain.proposal.tokens
+        n_drafts = min(request.gamma, head.context.kind.n_heads)
+        chain = self._chain(request._replace(gamma=n_drafts))
         states = head.states(self._index, n_held, 1)
         kept: list[StateRows] = []
         for index in range(n_drafts):
             with head.head(index):
-                rows = sequence.decode([history[-1], *tokens], phase=Phase.DRAFT, logits="all", states=states)
+                rows = sequence.decode(
+                    [history[-1], *chain.proposal.tokens], phase=Phase.DRAFT, logits="all", states=states
+                )
                 kept.append(head.context.last_state(len(rows)))
                 goes_on = chain.draw(rows[-1])
                 sequence.trim(n_held)
             if not goes_on:
                 break
             states = np.concatenate([states, kept[-1]])
-            if on_token is not None:
-                on_token([history[-1], *tokens])
-        if not keep_hidden_states or not tokens:
-            return chain.proposal
-        return replace(chain.proposal, hidden_states=np.concatenate(kept[: len(tokens)]))
+        return chain.with_states(kept)
 
 
 class BlockDraft(HeadDraft):
@@ -275,25 +240,11 @@ class BlockDraft(HeadDraft):
     The head's KV cache then holds entries of these tokens, which are taken back at once.
     """
 
-    def for_sequence(self, index: int) -> BlockDraft:
-        return BlockDraft(self.head, n_vocab=self.n_vocab, index=index)
-
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
+    def _propose(self, request: DraftRequest) -> Proposal:
         block = self.head.context.kind.block
         assert block is not None
-        n_drafts = min(gamma, block.n_drafts_max)
-        if n_drafts == 0:
-            return Proposal()
-        sequence = self.sequence
+        n_drafts = min(request.gamma, block.n_drafts_max)
+        history, sequence = request.history, self.sequence
         self.head.extend(self._index, history[sequence.n_past : -1])
         n_held = sequence.n_past
         n_masks = n_drafts + block.first - 1
@@ -301,8 +252,8 @@ class BlockDraft(HeadDraft):
             tokens = [history[-1], *[block.mask] * n_masks]
             rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="last" if block.n_candidates else "all")
             if block.n_candidates:
-                return self._select(block.n_candidates, len(tokens), stop)
-            chain = Chain(self, history, n_drafts, sampler, stop)
+                return self._select(block.n_candidates, len(tokens), request.stop)
+            chain = self._chain(request._replace(gamma=n_drafts, on_token=None))
             for row in rows[block.first :]:
                 if not chain.draw(row):
                     break
@@ -324,7 +275,7 @@ class BlockDraft(HeadDraft):
             token = int(row[before])
             proposal.tokens.append(token)
             proposal.candidates.append(Candidates.certain(token))
-            if self.is_eog(token) or (stop is not None and not stop.goes_on()):
+            if self.head.target.model.is_eog(token) or (stop is not None and not stop.goes_on()):
                 break
         return proposal
 

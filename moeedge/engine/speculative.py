@@ -218,7 +218,8 @@ class SpeculativeLoop:
     def _propose(self, gammas: Sequence[int], placement: PlacementManager | None = None) -> list[Proposal]:
         if len(self.texts) > 1:
             texts = zip(self.texts, gammas, strict=True)
-            return propose_together([DraftRequest(t.draft, t.history, gamma, t.sampler) for t, gamma in texts])
+            requests = [DraftRequest(text.history, gamma, text.sampler) for text, gamma in texts]
+            return propose_together([text.draft for text in self.texts], requests)
         text = self.texts[0]
         if self._found is not None:
             return [self._found]
