@@ -206,8 +206,8 @@ class ModelDraft(DraftSource):
             chain.pending = chain.pending[-1:]
         states: list[StateRows] = []
         while True:
-            wanted: WantedLogits = "all" if keeps else "last"
-            logits = self.sequence.decode(chain.pending, phase=Phase.DRAFT, logits=wanted, hidden_states=keeps)
+            wanted: WantedLogits = "states" if keeps else "last"
+            logits = self.sequence.decode(chain.pending, phase=Phase.DRAFT, logits=wanted)
             if keeps:
                 states.append(np.array(self.context.last_hidden_state()[None]))
             if not chain.draw(logits[-1]):

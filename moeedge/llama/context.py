@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
@@ -50,8 +50,7 @@ _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_log
 class Context:
     """The KV cache and compute buffers of one model, for one text, or for several that are decoded together.
 
-    `sequences` are its texts (`ContextSequence`). The methods of one text (`tokens`, `decode`, `trim`, ...) are those
-    of the first sequence.
+    `sequences` are its texts (`ContextSequence`). `decode`, `n_past` and `trim` are those of the first.
     """
 
     state_width = 0  # of the hidden states that come with each token; 0: none do, as the model is no draft head
@@ -235,11 +234,6 @@ class Context:
         return len(self.sequences)
 
     @property
-    def tokens(self) -> list[int]:
-        """What the KV cache holds of the first sequence."""
-        return self.sequences[0].tokens
-
-    @property
     def n_past(self) -> int:
         """Tokens of the first sequence in the KV cache: the position of its next token."""
         return len(self.sequences[0].tokens)
@@ -250,26 +244,23 @@ class Context:
         *,
         phase: Phase,
         logits: WantedLogits = "last",
-        hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> Logits:
         """Appends `tokens` to the first sequence and computes their logits.
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
-        next call. hidden_states: also keeps the hidden states (`last_hidden_state`), which requires all logits.
-        cancel: asked every 50 ms, not at the start, whether to stop in the middle of the computation, which only the
-        CPU does; small batches are asked where experts are loaded from a file.
+        next call. cancel: asked every 50 ms, not at the start, whether to stop in the middle of the computation, which
+        only the CPU does; small batches are asked where experts are loaded from a file.
         Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault;
         Cancelled if `cancel` returned True.
         """
-        return self.sequences[0].decode(tokens, phase=phase, logits=logits, hidden_states=hidden_states, cancel=cancel)
+        return self.sequences[0].decode(tokens, phase=phase, logits=logits, cancel=cancel)
 
     def decode_parts(
         self,
         parts: Sequence[BatchPart],
         *,
         phase: Phase,
-        hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> list[Logits]:
         """Appends tokens to several sequences in one batch; each sequence has one part. As `decode`.
@@ -283,11 +274,10 @@ class Context:
         for part in parts:
             if len(part.tokens) == 0:
                 raise ValueError("no tokens to decode")
-            if hidden_states and part.logits != "all":
-                raise ValueError("hidden states require logits='all': llama.cpp keeps those of tokens with logits")
             n += len(part.tokens)
             n_out += part.n_out
             before.append(len(part.sequence.tokens))
+        hidden_states = parts[0].logits == "states"
         if hidden_states != self._keeps_hidden_states:
             lib.llama_set_embeddings(self._handle, hidden_states)
             self._keeps_hidden_states = hidden_states
@@ -302,7 +292,7 @@ class Context:
                 return self._decode_batch(parts, n, n_out, phase)
             if len(parts) > 1:
                 raise ValueError(f"{n} tokens of {len(parts)} sequences do not fit one batch")
-            return [self._decode_in_pieces(parts[0], phase, hidden_states, cancel)]
+            return [self._decode_in_pieces(parts[0], phase, cancel)]
         except BaseException:
             for part, n_before in zip(parts, before, strict=True):
                 del part.sequence.tokens[n_before:]
@@ -381,9 +371,7 @@ class Context:
     def _full(self) -> EngineError:
         return EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
 
-    def _decode_in_pieces(
-        self, part: BatchPart, phase: Phase, hidden_states: bool, cancel: Callable[[], bool] | None
-    ) -> Logits:
+    def _decode_in_pieces(self, part: BatchPart, phase: Phase, cancel: Callable[[], bool] | None) -> Logits:
         """Decodes more tokens than one llama_batch or its logits have room for, so many at a time."""
         sequence, tokens, logits, states = part
         if states is not None:
@@ -391,24 +379,11 @@ class Context:
         size = min(self._batch.n_max, self._n_outputs) if logits == "all" else self._batch.n_max
         pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
         if logits == "all":
-            decoded = (
-                sequence.decode(p, phase=phase, logits="all", hidden_states=hidden_states, cancel=cancel)
-                for p in pieces
-            )
+            decoded = (sequence.decode(piece, phase=phase, logits="all", cancel=cancel) for piece in pieces)
             return np.concatenate([rows.copy() for rows in decoded])
         for piece in pieces[:-1]:
             sequence.decode(piece, phase=phase, logits="none", cancel=cancel)
         return sequence.decode(pieces[-1], phase=phase, logits=logits, cancel=cancel)
-
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        *,
-        logits: Literal["last", "none"],
-        cancel: Callable[[], bool] | None = None,
-    ) -> Logits:
-        """Decodes a prompt in pieces (`ContextSequence.prefill`), in the first sequence."""
-        return self.sequences[0].prefill(tokens, logits=logits, cancel=cancel)
 
     def _logits(self, n_out: int) -> Logits:
         """Returns the last `n_out` rows; the view is reused while the address stays."""
@@ -430,7 +405,7 @@ class Context:
     def last_hidden_state(self) -> NDArray[np.float32]:
         """Returns the last token's state after the final norm: a float32 [n_embd] view, valid until the next decode.
 
-        Requires `has_hidden_states` and a decode with hidden_states=True.
+        Requires `has_hidden_states` and a decode with logits="states".
         """
         pointer = lib.llama_get_embeddings_ith(self._handle, -1)
         return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
@@ -439,18 +414,10 @@ class Context:
         """Drops the first sequence's tokens from position `n_keep` on (`ContextSequence.trim`)."""
         self.sequences[0].trim(n_keep)
 
-    def keep_prefix(self, tokens: Sequence[int]) -> int:
-        """Trims the first sequence to the longest common prefix with `tokens`; returns how many tokens remain."""
-        return self.sequences[0].keep_prefix(tokens)
-
     @property
     def can_shift(self) -> bool:
         """Whether positions can be renumbered, as a context shift requires."""
         return bool(lib.llama_memory_can_shift(self.memory))
-
-    def shift(self, n_keep: int, n_discard: int) -> None:
-        """Drops `n_discard` tokens of the first sequence after the first `n_keep` and moves the rest up."""
-        self.sequences[0].shift(n_keep, n_discard)
 
     def memory_uses(self) -> list[MemoryUse]:
         """Returns the memory of this context and its model by kind; for a header-only model what they would take."""

@@ -15,7 +15,8 @@ from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
-WantedLogits = Literal["all", "last", "none"]
+# "states": of all tokens, whose hidden states are kept too (`Context.last_hidden_state`)
+WantedLogits = Literal["all", "states", "last", "none"]
 
 
 class Cancelled(Exception):
@@ -36,7 +37,7 @@ class BatchPart(NamedTuple):
     @property
     def n_out(self) -> int:
         """Rows of logits."""
-        return len(self.tokens) if self.logits == "all" else 1 if self.logits == "last" else 0
+        return {"last": 1, "none": 0}.get(self.logits, len(self.tokens))
 
 
 class TokenBatch:
@@ -136,7 +137,6 @@ class SequenceContext(Protocol):
         parts: Sequence[BatchPart],
         *,
         phase: Phase,
-        hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> list[Logits]:
         """Appends tokens to sequences in one batch."""
@@ -174,12 +174,10 @@ class ContextSequence:
         phase: Phase,
         logits: WantedLogits = "last",
         states: StateRows | None = None,
-        hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> Logits:
         """Appends `tokens` and computes their logits; as `Context.decode`. states: as of `BatchPart`."""
-        part = BatchPart(self, tokens, logits, states)
-        return self.context.decode_parts([part], phase=phase, hidden_states=hidden_states, cancel=cancel)[0]
+        return self.context.decode_parts([BatchPart(self, tokens, logits, states)], phase=phase, cancel=cancel)[0]
 
     def prefill(
         self,

@@ -179,8 +179,8 @@ def test_the_head_keeps_entries_of_the_accepted_text(case: str, tiny: TinyFactor
         for _ in generation:
             context = head_of(session).context
             history = generation.state.history[context.kind.n_skipped :]
-            assert context.tokens == history[: len(context.tokens)]
-            held = len(context.tokens)
+            assert context.sequences[0].tokens == history[: len(context.sequences[0].tokens)]
+            held = len(context.sequences[0].tokens)
             assert held in (0, len(history) - 1) or held >= len(history) - 6
 
 
@@ -254,7 +254,7 @@ def test_context_shift(case: str, tiny: TinyFactory) -> None:
         n_same = next((i for i, (a, b) in enumerate(zip(generation.tokens, expected, strict=True)) if a != b), 150)
         assert n_same >= 64 - len(PROMPT)  # then near-ties may go either way: the moved keys are rounded
         context, history = head_of(session).context, generation.state.history
-        assert context.tokens == history[context.kind.n_skipped :][: context.n_past]
+        assert context.sequences[0].tokens == history[context.kind.n_skipped :][: context.n_past]
         session.reset()
         with StockContext(pair[0]) as stock:
             assert_greedy(stock, PROMPT, answer(session, n_predict=20), stock.greedy(PROMPT, 20)[0], "afterwards")
@@ -358,7 +358,7 @@ def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> 
         kind = own_head(model)
         with HeadContext(model, kind, target, n_threads=1) as context:
             head = DraftHead(target, context)
-            target.prefill(PROMPT, logits="last")
+            target.sequences[0].prefill(PROMPT, logits="last")
             states = head.states(0, 0, len(PROMPT))
             assert not states[0].any() and np.abs(states[1:]).max(axis=1).min() > 0
             sequence = context.sequences[0]
