@@ -17,7 +17,7 @@ import numpy as np
 from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftRequest, DraftSource, Proposal
 from moeedge.engine.sampling import Candidates
 from moeedge.llama.context import Context
-from moeedge.llama.head_context import HeadContext
+from moeedge.llama.draft_heads import HeadContext
 from moeedge.llama.hidden_states import StateRows
 from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase

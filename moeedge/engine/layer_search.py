@@ -23,8 +23,8 @@ from moeedge.errors import EngineError, ModelFileError, MoeedgeError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama import gguf_file
+from moeedge.llama.gguf_file import most_whole_layers, whole_layers
 from moeedge.llama.model import Model
-from moeedge.llama.whole_layers import most_whole_layers, whole_layers
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
 from moeedge.notifications import Level, Notification, Notify, ignore

@@ -8,12 +8,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from moeedge.engine.answer import Answer, AnswerLimits, Recover, ends_with_tag
+from moeedge.engine.answer import Answer, AnswerLimits, Generation, Recover, ends_with_tag
 from moeedge.engine.budgets import unmet_budget, usable_budget
 from moeedge.engine.context_choice import context_size, setting_notes
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
-from moeedge.engine.fallback import reopen_on_cpu
-from moeedge.engine.generation import Generation
 from moeedge.engine.grammar import new_sampler
 from moeedge.engine.head_draft import DraftHead, HeadDraft, head_draft
 from moeedge.engine.layer_choice import LayerChoice
@@ -22,17 +20,19 @@ from moeedge.engine.loading import (
     load_target,
     make_context,
     make_head_context,
+    reopen_on_cpu,
     resolve_device,
 )
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
-from moeedge.llama.chat_template import MODEL_TEMPLATE
+from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.gguf_file import adapts_experts
 from moeedge.llama.model import Mode, Model
+from moeedge.llama.samplers import Grammar
 from moeedge.llama.sequence import Cancelled
 from moeedge.native.devices import MemoryUse
 from moeedge.native.sensor import Counts
@@ -480,6 +480,26 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def prepare_answers(
+    session: Session, sampling: SamplingConfig, template: TemplateChoice, *, raw: bool = False
+) -> list[str]:
+    """Sets the chat template of the next prompts; with a grammar a model that can leave out thinking does so.
+
+    Returns sentences about what has no effect or follows. Raises InputError for what the template cannot do, and for a
+    grammar that the model's vocabulary does not allow.
+    """
+    notes = [] if raw else session.model.check_template(template)
+    if sampling.grammar:
+        Grammar.parse(sampling.grammar, session.model.vocab)
+        unthinking = replace(template, think="off")
+        known = frozenset() if raw else session.model.chat_format(template.source).variables
+        if template.think == "auto" and unthinking.can_think_so(known):
+            template = unthinking
+            notes.append("The grammar holds from the first token on, so the model does not think before it answers.")
+    session.template = template
+    return notes
 
 
 def _at_most(n: int, limit: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
@@ -11,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import DeviceFailedError, EngineError
+from moeedge.errors import DeviceFailedError, EngineError, InputError
 from moeedge.llama import library
-from moeedge.llama.budget import ContextBudget
 from moeedge.llama.hidden_states import StateRows, StateTap
-from moeedge.llama.model import Mode, Model
+from moeedge.llama.model import Mode, Model, ModelInfo
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
 from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
-from moeedge.native.abi import Phase
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
+from moeedge.native.budget import NativeBudget
 from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
 from moeedge.policies.expert_budget import ExpertBudget
@@ -45,6 +46,60 @@ ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
 
 # llama_cpp's own returns a pointer object, whose address costs two more calls in each step
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
+
+
+_TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
+
+
+class ContextBudget:
+    """Made before its llama.cpp context, whose parameters it changes, and closed after it."""
+
+    def __init__(self, info: ModelInfo, parameters: Any) -> None:
+        self.native = NativeBudget(info.n_experts, info.used_per_layer)
+        self._info = info
+        self._budget: ExpertBudget | None = None
+        parameters.cb_eval = ctypes.cast(self.native.callback, lib.ggml_backend_sched_eval_callback)
+        parameters.cb_eval_user_data = self.native.user_data
+
+    @property
+    def budget(self) -> ExpertBudget | None:
+        """What verifications keep to; None: they use all experts that the router selects."""
+        return self._budget
+
+    def set(self, budget: ExpertBudget | None) -> None:
+        """Raises InputError if the budget does not suit the model."""
+        if budget is not None:
+            info = self._info
+            if info.architecture == _TWO_BLOCKS:
+                raise InputError(
+                    "Expert budgets do not support GroveMoE, whose layers select two kinds of experts.",
+                    "Leave the expert budget out.",
+                )
+            layers = np.asarray(info.expert_layers, dtype=np.intp)
+            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)
+            budgets[budgets == 0] = info.n_experts  # layers without experts
+            self.native.configure(
+                budgets,
+                ranking=BudgetRanking[budget.ranking.upper()],
+                coverage=BudgetCoverage[budget.coverage.upper()],
+            )
+        self._budget = budget
+
+    @contextmanager
+    def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
+        """Around a decode: a verification of more than one token keeps to the budget, everything else is exact."""
+        if self._budget is None or phase != Phase.VERIFY or n_tokens < 2:
+            yield
+            return
+        try:  # Ctrl-C may come at any time
+            self.native.set_active(True)
+            yield
+        finally:
+            self.native.set_active(False)
+
+    def close(self) -> None:
+        """Frees the native budget; closing twice is harmless."""
+        self.native.close()
 
 
 class Context:

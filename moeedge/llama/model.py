@@ -16,12 +16,11 @@ import llama_cpp.llama_cpp as lib
 from moeedge.errors import EngineError, InputError, ModelFileError, MoeedgeError
 from moeedge.hardware.devices import Storage
 from moeedge.llama import gguf_file, library
-from moeedge.llama.builtin_templates import BuiltinFormat, builtin_names
 from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.reasoning import ReasoningTags, find_reasoning_tags
 from moeedge.llama.settings import LoadSettings, LoraAdapter
-from moeedge.llama.text import ChatFormat
+from moeedge.llama.text import BuiltinFormat, ChatFormat, builtin_names
 from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
 from moeedge.native.mapping import map_lazily
 

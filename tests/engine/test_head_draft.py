@@ -21,8 +21,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.llama import library
 from moeedge.llama.context import Context
-from moeedge.llama.draft_heads import own_head
-from moeedge.llama.head_context import HeadContext
+from moeedge.llama.draft_heads import HeadContext, own_head
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.scheduler.governor import GAMMA_MAX
