@@ -156,6 +156,7 @@ class SpeculativeLoop:
         [record] = self._step([gamma])
         record.choice = choice
         n_compared = min(len(found.tokens), len(record.tokens))
+        n_equal = next((i for i in range(n_compared) if found.tokens[i] != record.tokens[i]), n_compared)
         self._governor.observe(
             StepCost(
                 n_drafted=record.n_drafted,
@@ -166,7 +167,7 @@ class SpeculativeLoop:
                 by_ngrams=by_ngrams,
                 confidences=record.confidences,
                 ngram_confidences=found.confidences[:n_compared],
-                ngram_accepted=_n_equal(found.tokens, record.tokens),
+                ngram_accepted=n_equal,
             )
         )
         return [record]
@@ -176,31 +177,17 @@ class SpeculativeLoop:
         return 0.0 if self.placement is None else self.placement.loading_wait_s
 
     def _step(self, gammas: Sequence[int]) -> list[StepRecord]:
-        return self.plain_step(gammas) if self.placement is None else self.overlapped_step(gammas)
-
-    def plain_step(self, gammas: Sequence[int]) -> list[StepRecord]:
-        """The step without placement: experts are computed where their weights are."""
+        """With placement, experts move to the device during drafting and between the target's layers."""
+        placement = self.placement
         start_s = time.perf_counter()
+        if placement is not None:
+            # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
+            placement.begin_step()
+            placement.share(len(self.texts))
         proposals = self._propose(gammas)
         drafted_s = time.perf_counter()
-        verified = self._verify(proposals)
-        verified_s = time.perf_counter()
-        record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - drafted_s)
-        record.observe_s = time.perf_counter() - verified_s
-        return _by_text(record, proposals, verified)
-
-    def overlapped_step(self, gammas: Sequence[int]) -> list[StepRecord]:
-        """The same with placement: experts move to the device during drafting and between the target's layers."""
-        placement = self.placement
-        assert placement is not None
-        start_s = time.perf_counter()
-        # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
-        placement.begin_step()
-        placement.share(len(self.texts))
-        proposals = self._propose(gammas, placement)
-        drafted_s = time.perf_counter()
-        batch = [token for text, found in zip(self.texts, proposals, strict=True) for token in _batch(text, found)]
-        if len(batch) > len(proposals):  # there are drafts
+        if placement is not None and any(proposal.tokens for proposal in proposals):
+            batch = [token for text, found in zip(self.texts, proposals, strict=True) for token in _batch(text, found)]
             placement.before_verification(batch, proposals[0].hidden_states)
         planned_s = time.perf_counter()
         # the experts of that plan arrive meanwhile; placement.layer_hook is called before each layer, where
@@ -208,19 +195,22 @@ class SpeculativeLoop:
         verified = self._verify(proposals)
         verified_s = time.perf_counter()
         record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
-        assert self.counts is not None  # a model with placement has a sensor
-        placement.after_verification(self.counts, batch, record, _text_first(verified) if len(verified) > 1 else None)
+        if placement is not None:
+            assert self.counts is not None  # a model with placement has a sensor
+            batch = [token for result in verified for token in result.batch]
+            text_first = _text_first(verified) if len(verified) > 1 else None
+            placement.after_verification(self.counts, batch, record, text_first)
         record.observe_s = time.perf_counter() - verified_s + planned_s - drafted_s
-        if len(verified) == 1:
-            placement.end_step(len(batch), time.perf_counter() - start_s)
+        if placement is not None and len(verified) == 1:
+            placement.end_step(record.n_verified, time.perf_counter() - start_s)
         return _by_text(record, proposals, verified)
 
-    def _propose(self, gammas: Sequence[int], placement: PlacementManager | None = None) -> list[Proposal]:
+    def _propose(self, gammas: Sequence[int]) -> list[Proposal]:
         if len(self.texts) > 1:
             texts = zip(self.texts, gammas, strict=True)
             requests = [DraftRequest(text.history, gamma, text.sampler) for text, gamma in texts]
             return propose_together([text.draft for text in self.texts], requests)
-        text = self.texts[0]
+        text, placement = self.texts[0], self.placement
         if self._found is not None:
             return [self._found]
         proposal = text.draft.propose(
@@ -274,11 +264,12 @@ class SpeculativeLoop:
         """Reads the sensor and calls the observers, before another graph overwrites the frames of this step."""
         start_s = time.perf_counter()
         self.counts = self._read_counts()
-        emitted, n_accepted, batch = _sum_up(verified)
-        drafts = proposals[0].tokens if len(proposals) == 1 else [t for proposal in proposals for t in proposal.tokens]
+        emitted = [token for result in verified for token in result.emitted]
+        drafts = [token for proposal in proposals for token in proposal.tokens]
+        n_verified = sum(len(result.batch) for result in verified)
         experts_unique = experts_natural = 0.0
         experts_max, kept_probability, substituted_layers = 0, None, 0
-        if batch and self.counts is not None and self._n_expert_layers:
+        if n_verified and self.counts is not None and self._n_expert_layers:
             experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
         layers = self._read_budget()
         if layers is not None:
@@ -289,8 +280,8 @@ class SpeculativeLoop:
         record = StepRecord(
             tokens=emitted,
             n_drafted=len(drafts),
-            n_accepted=n_accepted,
-            n_verified=len(batch),
+            n_accepted=sum(result.n_accepted for result in verified),
+            n_verified=n_verified,
             experts_unique=experts_unique,
             experts_natural=experts_natural,
             experts_max=experts_max,
@@ -386,28 +377,9 @@ class SpeculativeLoop:
         return 0.0 if self.target.sensor is None else self.target.sensor.stats().sense_s
 
 
-def _sum_up(verified: Sequence[Verified]) -> tuple[list[int], int, list[int]]:
-    """The fields of Verified, of all texts together."""
-    first = verified[0]
-    if len(verified) == 1:
-        return first.emitted, first.n_accepted, first.batch
-    return (
-        [token for result in verified for token in result.emitted],
-        sum(result.n_accepted for result in verified),
-        [token for result in verified for token in result.batch],
-    )
-
-
 def _batch(text: TextState, proposal: Proposal) -> list[int]:
     """The text's tokens that are verified together."""
     return [text.history[-1], *proposal.tokens]
-
-
-def _n_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), min(len(drafts), len(tokens))
-    )
 
 
 def _text_first(verified: Sequence[Verified]) -> NDArray[np.intp]:
