@@ -145,14 +145,14 @@ class Answer:
 
     def _emit(self, record: StepRecord) -> StepRecord:
         """Adds the step's tokens to the answer, cut at a stop token or at the requested length."""
-        tokens = record.tokens
-        if not self._limits.ignore_eos:
-            for i, token in enumerate(tokens):
-                if self.state.target.context.model.is_eog(token):
-                    tokens = tokens[:i]
-                    self.stop_reason = "eos"
-                    break
-        tokens = self._until_stop(tokens)
+        tokens, model = record.tokens, self.state.target.context.model
+        for i, token in enumerate(tokens):
+            if not self._limits.ignore_eos and model.is_eog(token):
+                tokens, self.stop_reason = tokens[:i], "eos"
+                break
+            if self._stops.n_longest and self._stops.find(model.piece(token, special=token in self._shown)):
+                tokens, self.stop_reason = tokens[: i + 1], "stop"
+                break
         room = self._room()
         if room is not None and len(tokens) >= room:
             # a stop token right after the requested length still counts as the end
@@ -162,16 +162,6 @@ class Answer:
         self.tokens.extend(tokens)
         self.stats.generated_tokens = len(self.tokens) - self._n_begun
         return record if tokens is record.tokens else replace(record, tokens=tokens)
-
-    def _until_stop(self, tokens: list[int]) -> list[int]:
-        """The tokens up to the one that completes a stop text, if one does."""
-        if self._stops.n_longest:
-            model = self.state.target.context.model
-            for i, token in enumerate(tokens):
-                if self._stops.find(model.piece(token, special=token in self._shown)):
-                    self.stop_reason = "stop"
-                    return tokens[: i + 1]
-        return tokens
 
     def _room(self) -> int | None:
         """Tokens that may still come; None: no limit."""

@@ -367,7 +367,10 @@ def reopen_on_cpu(
     """
     old = [target, draft.context] if isinstance(draft, ModelDraft | HeadDraft) else [target]
     models = list(dict.fromkeys(context.model for context in old))  # a head's may be the target's
-    n_bytes = sum(map(_weights_in_ram, models)) + sum(_kv_bytes(config, context) for context in old)
+    # without experts that are loaded on demand
+    n_bytes = sum(model.info.size_bytes if model.dense is None else model.dense.n_bytes for model in models)
+    for context in old:
+        n_bytes += round(config.n_parallel * context.n_ctx * kv_bytes_per_token(context.model, context.settings))
     is_abandoned = any(context.is_closed for context in old)
     for context in old:
         context.abandon() if is_abandoned else context.close()
@@ -385,15 +388,6 @@ def reopen_on_cpu(
         context = make_head_context(config, again[draft.context.model], kind, new_target)
         draft.head.replace(new_target, resources.enter_context(context))
     return CpuContexts(new_target, None, draft)
-
-
-def _weights_in_ram(model: Model) -> int:
-    """Bytes of a model on the CPU, without experts that are loaded on demand."""
-    return model.info.size_bytes if model.dense is None else model.dense.n_bytes
-
-
-def _kv_bytes(config: EngineConfig, context: Context) -> int:
-    return round(config.n_parallel * context.n_ctx * kv_bytes_per_token(context.model, context.settings))
 
 
 def _load(model: Model) -> Model:

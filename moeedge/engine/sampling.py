@@ -218,31 +218,38 @@ class Sampler:
         proposals: the distribution that each draft was drawn from. Each position is filtered with its own history,
         earlier drafts included.
         """
-        seen = self.recent(history)
-        if self.greedy:
-            return self._accept_greedy(logits, drafts, seen)
+        seen = self._verified(history)
         for i, token in enumerate(drafts):
-            target = self.candidates(logits[i], seen)
-            replacement = self._reject(target, proposals[i], token)
+            replacement = self._verify(logits[i], seen, token, proposals[i])
+            self._take(token if replacement is None else replacement)
             if replacement is not None:
                 return i, replacement
             seen.append(token)
-        return len(drafts), self.pick(self.candidates(logits[len(drafts)], seen))
+        token = self._draw(logits[len(drafts)], seen)
+        self._take(token)
+        return len(drafts), token
 
     def recent(self, history: Sequence[int]) -> list[int]:
         """A copy, to append to, of the part of `history` that the penalty covers; an entire history may be long."""
         return list(history[-self._window(history) :]) if self._penalizes else []
 
-    def _accept_greedy(self, logits: NDArray[np.float32], drafts: Sequence[int], seen: list[int]) -> tuple[int, int]:
-        for i, token in enumerate(drafts):
-            best = self.argmax(logits[i], seen)
-            if best != token:
-                return i, best
-            seen.append(token)
-        return len(drafts), self.argmax(logits[len(drafts)], seen)
+    def _verified(self, history: Sequence[int]) -> list[int]:
+        """As `recent`, of the tokens before the target's logits."""
+        return self.recent(history)
 
-    def _reject(self, target: Candidates, draft: Candidates, token: int) -> int | None:
+    def _take(self, token: int) -> None:
+        """The answer goes on with `token`."""
+
+    def _draw(self, logits: FloatRow, seen: list[int]) -> int:
+        """The target's own token."""
+        return self.argmax(logits, seen) if self.greedy else self.pick(self.candidates(logits, seen))
+
+    def _verify(self, logits: FloatRow, seen: list[int], token: int, draft: Candidates) -> int | None:
         """None (accepted) with probability min(1, p/q), else a token drawn from the residual max(0, p - q)."""
+        if self.greedy:
+            best = self.argmax(logits, seen)
+            return None if best == token else best
+        target = self.candidates(logits, seen)
         p = target.probability_of(token)
         q = draft.probability_of(token)
         if self._rng.random() * q < p:

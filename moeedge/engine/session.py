@@ -50,15 +50,6 @@ Observer = Callable[[StepRecord, "Session"], None]
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 RESERVED_TOKENS = 4
-# of EngineInfo
-_NO_CACHE: dict[str, Any] = {
-    "device": "none",
-    "policy": "none",
-    "cache_ratio": 0.0,
-    "cache_slots": 0,
-    "pool_bytes": 0,
-    "vram_bytes": None,
-}
 
 
 class Session:
@@ -358,29 +349,21 @@ class Session:
     @property
     def _recover(self) -> Recover | None:
         """What an answer calls when a GPU fails; None where it cannot go on without."""
-        can_recover = self.config.cpu_fallback and (self.model.uses_gpu or self._draft_uses_gpu)
-        return self._fall_back if can_recover else None
+        draft_uses_gpu = isinstance(self.draft, ModelDraft | HeadDraft) and self.draft.context.model.uses_gpu
+        return self._fall_back if self.config.cpu_fallback and (self.model.uses_gpu or draft_uses_gpu) else None
 
     def _call_observers(self, record: StepRecord) -> None:
-        self._check_budget(record)
+        budget = self.target.budget
+        if budget is not None and budget.budget is not None and self.target.mode != "stock":
+            note = unmet_budget(record)
+            if note is not None and note not in self.info.notes:
+                self._report(note)
         for observer in self.observers:
             observer(record, self)
-
-    def _check_budget(self, record: StepRecord) -> None:
-        """Says once where verifications do not keep to the budget as it was asked for."""
-        if self.target.budget is None or self.target.budget.budget is None or self.target.mode == "stock":
-            return
-        note = unmet_budget(record)
-        if note is not None and note not in self.info.notes:
-            self._report(note)
 
     def _report(self, notification: Notification) -> None:
         self.info.notes.append(notification)
         self.notify(notification)
-
-    @property
-    def _draft_uses_gpu(self) -> bool:
-        return isinstance(self.draft, ModelDraft | HeadDraft) and self.draft.context.model.uses_gpu
 
     def _fall_back(self, error: DeviceFailedError) -> None:
         """Gives the answer in progress contexts on the CPU. Raises MoeedgeError if the models cannot be loaded."""
@@ -403,7 +386,7 @@ class Session:
             self.placement.follow(reopened.target)
         self.target, self.draft_context = reopened.target, reopened.draft_context
         self.draft = reopened.draft
-        self.info = replace(self.info, n_whole_layers=0, layers="", **_NO_CACHE)
+        self.info = replace(self.info, n_whole_layers=0, layers="", **_cache_fields(None))
         assert self._loop is not None
         self._loop.replace_contexts(self.target, self.draft_context)
 
@@ -438,13 +421,9 @@ class Session:
         self.info.notes.extend(notes)
         if not stays:
             self.notify(Notification(notes[-1], Level.WARNING))
-            self._drop_placement(placement)
-
-    def _drop_placement(self, placement: PlacementManager) -> None:
-        """Goes on without a cache, whose memory is given back."""
-        placement.close()
-        self.placement = None
-        self.info = replace(self.info, **_NO_CACHE)
+            placement.close()  # its memory is given back
+            self.placement = None
+            self.info = replace(self.info, **_cache_fields(None))
 
     def placement_stats(self) -> PlacementStats | None:
         """Figures of expert placement since the session began; None without a device."""
@@ -529,7 +508,6 @@ def _describe(
     notes: list[str],
 ) -> EngineInfo:
     info = target.model.info
-    memory = placement.device_memory() if placement is not None else None
     return EngineInfo(
         model=config.model.name,
         architecture=info.architecture,
@@ -542,15 +520,23 @@ def _describe(
         n_threads=target.n_threads,
         gamma=gamma,
         draft=draft_name,
-        device=placement.device if placement is not None else "none",
-        policy=placement.policy.name if placement is not None else "none",
         notes=notes,
-        cache_ratio=placement.cache_ratio if placement is not None else 0.0,
-        cache_slots=placement.cache.info.n_slots if placement is not None else 0,
-        pool_bytes=placement.cache.info.pool_bytes if placement is not None else 0,
-        vram_bytes=memory[0] if memory is not None else None,
         expert_budget=budget,
         earlier_runs=placement.earlier_runs if placement is not None else None,
         auto_gamma=gamma > 0 and bool(config.auto_gamma),
         settings=target.settings,
+        **_cache_fields(placement),
     )
+
+
+def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
+    """The fields of EngineInfo about the expert cache."""
+    memory = None if placement is None else placement.device_memory()
+    return {
+        "device": "none" if placement is None else placement.device,
+        "policy": "none" if placement is None else placement.policy.name,
+        "cache_ratio": 0.0 if placement is None else placement.cache_ratio,
+        "cache_slots": 0 if placement is None else placement.cache.info.n_slots,
+        "pool_bytes": 0 if placement is None else placement.cache.info.pool_bytes,
+        "vram_bytes": None if memory is None else memory[0],
+    }

@@ -198,7 +198,8 @@ class SpeculativeLoop:
         if placement is not None:
             assert self.counts is not None  # a model with placement has a sensor
             batch = [token for result in verified for token in result.batch]
-            text_first = _text_first(verified) if len(verified) > 1 else None
+            rejected = [place > result.n_accepted for result in verified for place in range(len(result.batch))]
+            text_first = np.argsort(rejected, kind="stable") if len(verified) > 1 else None
             placement.after_verification(self.counts, batch, record, text_first)
         record.observe_s = time.perf_counter() - verified_s + planned_s - drafted_s
         if placement is not None and len(verified) == 1:
@@ -380,12 +381,6 @@ class SpeculativeLoop:
 def _batch(text: TextState, proposal: Proposal) -> list[int]:
     """The text's tokens that are verified together."""
     return [text.history[-1], *proposal.tokens]
-
-
-def _text_first(verified: Sequence[Verified]) -> NDArray[np.intp]:
-    """Places in the batch of several texts, those that became text first."""
-    rejected = [place > result.n_accepted for result in verified for place in range(len(result.batch))]
-    return np.argsort(rejected, kind="stable")
 
 
 def _by_text(record: StepRecord, proposals: Sequence[Proposal], verified: Sequence[Verified]) -> list[StepRecord]:

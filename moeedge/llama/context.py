@@ -178,7 +178,9 @@ class Context:
             )
         if adapters:
             scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in settings.adapters))
-            lib.llama_set_adapters_lora(self._handle, _pointers(adapters), len(adapters), scales)
+            kind = lib.llama_adapter_lora_p_ctypes
+            pointers = (kind * len(adapters))(*(ctypes.cast(adapter, kind) for adapter in adapters))
+            lib.llama_set_adapters_lora(self._handle, pointers, len(adapters), scales)
         self._decoder = Decoder(lib._lib, self._handle)
         # llama.cpp rounds the context up; the user's limit still holds
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
@@ -529,8 +531,3 @@ def _apply(settings: ContextSettings, parameters: Any) -> None:
         value = getattr(rope, name)
         if value >= 0:
             setattr(parameters, name, value)
-
-
-def _pointers(handles: Sequence[Any]) -> Any:
-    kind = lib.llama_adapter_lora_p_ctypes
-    return (kind * len(handles))(*(ctypes.cast(handle, kind) for handle in handles))

@@ -181,19 +181,17 @@ def _cannot_read(file: Path, error: OSError) -> ModelFileError:
 
 def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
     """Reads ranges into the page cache in large requests."""
+    ends = [(offset, offset + n_bytes) for offset, n_bytes in ranges]
+    pieces = [(at, min(PIECE_BYTES, end - at)) for start, end in ends for at in range(start, end, PIECE_BYTES)]
     try:
-        _read_pieces(path, [piece for offset, n_bytes in ranges for piece in _pieces(offset, n_bytes)])
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(N_READERS) as pool:
+            descriptor = file.fileno()
+            if hasattr(os, "posix_fadvise"):  # the kernel reads no more than what is asked for
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            for _n_bytes in pool.map(lambda piece: len(os.pread(descriptor, piece[1], piece[0])), pieces):
+                pass
     except OSError as error:
         raise _cannot_read(path, error) from error
-
-
-def _read_pieces(path: Path, pieces: Sequence[tuple[int, int]]) -> None:
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(N_READERS) as pool:
-        descriptor = file.fileno()
-        if hasattr(os, "posix_fadvise"):  # the kernel reads no more than what is asked for
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        for _n_bytes in pool.map(lambda piece: len(os.pread(descriptor, piece[1], piece[0])), pieces):
-            pass
 
 
 def ranges_by_file(tensors: Sequence[FileTensor]) -> dict[Path, list[tuple[int, int]]]:
@@ -206,8 +204,3 @@ def ranges_by_file(tensors: Sequence[FileTensor]) -> dict[Path, list[tuple[int, 
         else:
             ranges.append((tensor.offset, tensor.size_bytes))
     return found
-
-
-def _pieces(offset: int, n_bytes: int) -> list[tuple[int, int]]:
-    end = offset + n_bytes
-    return [(at, min(PIECE_BYTES, end - at)) for at in range(offset, end, PIECE_BYTES)]

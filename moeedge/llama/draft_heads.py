@@ -266,17 +266,16 @@ class HeadContext(Context):
         """What the head decodes: the target's `states`, projected to the head's width by an EAGLE-3 draft."""
         if not self.kind.encodes or len(states) == 0:
             return states
-        size = self.n_ubatch
-        return np.concatenate([self._encode(states[start : start + size]) for start in range(0, len(states), size)])
-
-    def _encode(self, states: StateRows) -> StateRows:
-        rows = np.ascontiguousarray(states, dtype=np.float32)
+        projected = []
         batch: Any = lib.llama_batch()  # without positions: the projection uses none
-        batch.n_tokens = len(rows)
-        batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         batch.logits = self._ones.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
-        library.clear_errors()
-        code = lib.llama_encode(self._handle, batch)
-        if code != 0:
-            raise EngineError(f"llama.cpp failed to project {len(rows)} states (code {code}): {library.first_error()}.")
-        return np.array(own_states(self._handle, len(rows), self.model.info.n_embd))
+        for start in range(0, len(states), self.n_ubatch):
+            rows = np.ascontiguousarray(states[start : start + self.n_ubatch], dtype=np.float32)
+            batch.n_tokens = n = len(rows)
+            batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            library.clear_errors()
+            code = lib.llama_encode(self._handle, batch)
+            if code != 0:
+                raise EngineError(f"llama.cpp failed to project {n} states (code {code}): {library.first_error()}.")
+            projected.append(np.array(own_states(self._handle, n, self.model.info.n_embd)))
+        return np.concatenate(projected)

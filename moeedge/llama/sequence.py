@@ -98,14 +98,11 @@ class TokenBatch:
             start = stop
         self.c_batch.n_tokens = start
         if self._states_alone:
-            self._choose(parts[0].states is not None, start)
-
-    def _choose(self, has_states: bool, n: int) -> None:
-        """Makes the batch of `n` one of states or of tokens."""
-        self.c_batch.token = None if has_states else ctypes.cast(self._tokens, ctypes.POINTER(lib.llama_token))
-        self.c_batch.embd = _pointer(self._states, ctypes.c_float) if has_states else None
-        if has_states and self._n_positions == 4:  # time, height, width, and one that text has not
-            self._positions[n : 4 * n] = [*self._positions[:n], *self._positions[:n], *bytes(n)]
+            n, has_states = start, parts[0].states is not None
+            self.c_batch.token = None if has_states else ctypes.cast(self._tokens, ctypes.POINTER(lib.llama_token))
+            self.c_batch.embd = _pointer(self._states, ctypes.c_float) if has_states else None
+            if has_states and self._n_positions == 4:  # time, height, width, and one that text has not
+                self._positions[n : 4 * n] = [*self._positions[:n], *self._positions[:n], *bytes(n)]
 
 
 def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
