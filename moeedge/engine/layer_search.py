@@ -205,14 +205,14 @@ class StepEstimate:
         return min(possible, key=self.step_s, default=None)
 
 
+@dataclass(frozen=True)
 class _Search:
     """Opens a session for each division and measures it."""
 
-    def __init__(self, config: EngineConfig, device: ResolvedDevice, draft: Model | None, notify: Notify) -> None:
-        self._config = config
-        self._device = device
-        self._draft = draft
-        self._notify = notify
+    _config: EngineConfig
+    _device: ResolvedDevice
+    _draft: Model | None
+    _notify: Notify
 
     def run(self) -> LayerChoice | None:
         """The choice; None where the context is too small, or where an earlier process ended while it measured.

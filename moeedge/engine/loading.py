@@ -338,15 +338,6 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
         return fits(n_bytes, device.free_bytes, device.total_bytes)
 
 
-@dataclass(frozen=True)
-class CpuContexts:
-    """Target and draft without a GPU; `draft_context` is None unless the draft is a model of its own."""
-
-    target: Context
-    draft_context: Context | None
-    draft: DraftSource
-
-
 def reopen_on_cpu(
     config: EngineConfig,
     target: Context,
@@ -354,10 +345,11 @@ def reopen_on_cpu(
     resources: ExitStack,
     *,
     make_room: Callable[[int], None] | None = None,
-) -> CpuContexts:
+) -> tuple[Context, Context | None, DraftSource]:
     """Loads the models of an answer again, for the CPU alone, where a GPU fails on which llama.cpp computes.
 
-    Their contexts have the same size and empty KV caches. An expert cache alone needs none of this: its backend
+    Returns the contexts of the target and of a draft that is a model of its own, or None, and the source of drafts.
+    They have the same size and empty KV caches. An expert cache alone needs none of this: its backend
     computes the failed device's share again on the CPU.
 
     The old ones are freed first, since memory for both may not be there. Where the driver threw an exception they are
@@ -382,12 +374,12 @@ def reopen_on_cpu(
     new_target = _reopen(config, again[target.model], target, resources)
     if isinstance(draft, ModelDraft):
         draft_context = _reopen(config, again[draft.context.model], draft.context, resources, is_draft=True)
-        return CpuContexts(new_target, draft_context, draft.on(draft_context))
+        return new_target, draft_context, draft.on(draft_context)
     if isinstance(draft, HeadDraft):
         kind = draft.head.context.kind
         context = make_head_context(config, again[draft.context.model], kind, new_target)
         draft.head.replace(new_target, resources.enter_context(context))
-    return CpuContexts(new_target, None, draft)
+    return new_target, None, draft
 
 
 def _load(model: Model) -> Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from moeedge.engine.answer import Answer, Recover, repeated
@@ -16,6 +16,7 @@ from moeedge.llama.sequence import Cancelled
 from moeedge.scheduler.stats import StepRecord
 
 
+@dataclass(eq=False, repr=False)
 class ParallelGeneration:
     """Iterate over it for (index, StepRecord) of each text and step; a step is computed when it is requested.
 
@@ -31,27 +32,20 @@ class ParallelGeneration:
     fit. draft_of: the source of drafts for the text in a sequence. recover: as of `Generation`.
     """
 
-    def __init__(
-        self,
-        loop: SpeculativeLoop,
-        new_answer: Callable[[Sequence[int], int, SamplingConfig], Answer],
-        draft_of: Callable[[int], DraftSource],
-        *,
-        cancel: Callable[[], bool] | None,
-        recover: Recover | None = None,
-    ) -> None:
+    _loop: SpeculativeLoop
+    _new_answer: Callable[[Sequence[int], int, SamplingConfig], Answer]
+    _draft_of: Callable[[int], DraftSource]
+    _cancel: Callable[[], bool] | None
+    _recover: Recover | None
+
+    def __post_init__(self) -> None:
         self.answers: list[Answer] = []
         self.stats = GenerationStats()
         self.of_texts: defaultdict[int, GenerationStats] = defaultdict(GenerationStats)
-        self._loop = loop
-        self._new_answer = new_answer
-        self._draft_of = draft_of
-        self._cancel = cancel
-        self._recover = recover
         self._waiting: deque[int] = deque()  # indices of answers
         self._joining: int | None = None  # the text whose prompt is being decoded; it has a sequence
         self._active: dict[int, Answer] = {}
-        self._free = list(range(len(loop.target.sequences)))  # sequences without a text
+        self._free = list(range(len(self._loop.target.sequences)))  # sequences without a text
         self._ready: deque[tuple[int, StepRecord]] = deque()  # computed, and not yielded yet
 
     def add(self, prompt: Sequence[int], *, n_predict: int = -1, sampling: SamplingConfig) -> int:

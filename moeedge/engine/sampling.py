@@ -28,7 +28,7 @@ from moeedge.native.largest_values import LargestValues
 if TYPE_CHECKING:
     from moeedge.llama.model import Model
 
-_ROWS = 64  # of the vocabulary, for the search: it looks into the columns with a large maximum
+_ROWS = 64  # of the vocabulary, of whose columns the search takes the maxima
 _TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
 SHORT = 4096  # the largest top-k of which candidates are lists
 NOT_FINITE = (
@@ -173,7 +173,7 @@ class Sampler:
             return ids, kept, float(np.exp(kept).sum())
         total = _sum_of_exp(values, best) if config.top_p < 1 else 0.0
         if config.min_p > 0:
-            ids = _descending(values, _at_least(values, maxima, best + math.log(config.min_p)))
+            ids = _descending(values, np.flatnonzero(values >= best + math.log(config.min_p)))
         elif config.top_p == 1:
             ids = np.arange(len(values))
         else:
@@ -333,27 +333,13 @@ def _column_maxima(values: FloatRow) -> FloatRow:
     return maxima if len(values) == n * _ROWS else np.concatenate((maxima, values[n * _ROWS :]))
 
 
-def _at_least(values: FloatRow, maxima: FloatRow, least: float) -> NDArray[np.intp]:
-    """Ascending indices of the values >= `least`, which only the columns hold whose maximum reaches it."""
-    places = np.flatnonzero(maxima >= least)
-    if len(places) > len(maxima) // 4:
-        return np.flatnonzero(values >= least)
-    n = len(values) // _ROWS
-    columns = places[: np.searchsorted(places, n)]
-    ids = (np.arange(_ROWS)[:, None] * n + columns).ravel()
-    found: NDArray[np.intp] = ids[values[ids] >= least]
-    if len(columns) == len(places):
-        return found
-    return np.concatenate((found, places[len(columns) :] + n * (_ROWS - 1)))
-
-
 def _largest(values: FloatRow, maxima: FloatRow, k: int) -> NDArray[np.intp]:
     """Indices of the `k` largest values, descending, the lower index first among equals; of all if there are fewer."""
     # the maxima are values themselves: the k-th largest of them is a lower bound of the k-th largest value
     known = maxima if len(maxima) > k else values
     if len(known) <= k:
         return _descending(values, np.arange(len(values)))
-    return _descending(values, _at_least(values, maxima, np.partition(known, -k)[-k]))[:k]
+    return _descending(values, np.flatnonzero(values >= np.partition(known, -k)[-k]))[:k]
 
 
 def _descending(values: FloatRow, ids: NDArray[np.intp]) -> NDArray[np.intp]:

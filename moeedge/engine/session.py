@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ Observer = Callable[[StepRecord, "Session"], None]
 RESERVED_TOKENS = 4
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """The loaded models with their contexts and placement. Made by `Session.open`; a context manager.
 
@@ -69,38 +70,28 @@ class Session:
     notify: called before an operation that takes a while, and when a device is lost during an answer; may be replaced.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        target: Context,
-        draft: DraftSource,
-        draft_context: Context | None,
-        info: EngineInfo,
-        placement: PlacementManager | None,
-        calibration: Calibration | None,
-        resources: ExitStack,
-        notify: Notify,
-    ) -> None:
-        self.config = config
-        self.target = target
-        self.draft = draft
-        self.draft_context = draft_context
-        self.info = info
-        self.gamma = info.gamma
-        self.governor = self._new_governor() if info.auto_gamma else None
-        self.n_keep = 1 if target.model.adds_bos else 0
+    config: EngineConfig
+    target: Context
+    draft: DraftSource
+    draft_context: Context | None
+    info: EngineInfo
+    placement: PlacementManager | None
+    calibration: Calibration | None
+    _resources: ExitStack
+    notify: Notify
+
+    def __post_init__(self) -> None:
+        self.gamma = self.info.gamma
+        self.governor = self._new_governor() if self.info.auto_gamma else None
+        self.n_keep = 1 if self.target.model.adds_bos else 0
         self.template = MODEL_TEMPLATE
         self.observers: list[Observer] = []
-        self.placement = placement
-        self.calibration = calibration
         self.layer_choice: LayerChoice | None = None
-        self.notify = notify
         self._loop: SpeculativeLoop | None = None
-        self._resources = resources
         # the GPU failed: the CPU computes everything, and placement has only its figures and slots in RAM left
         self._fell_back = False
-        if placement is not None:
-            placement.notify = self._report
+        if self.placement is not None:
+            self.placement.notify = self._report
 
     @classmethod
     def open(
@@ -284,9 +275,7 @@ class Session:
             state = self._new_text(prompt, sampling)
             return Answer(state, self._limits(state, n_predict, ignore_eos))
 
-        generation = ParallelGeneration(
-            self._new_loop(cancel), new_answer, self._draft_of, cancel=cancel, recover=self._recover
-        )
+        generation = ParallelGeneration(self._new_loop(cancel), new_answer, self._draft_of, cancel, self._recover)
         for prompt, config in zip(prompts, each, strict=True):
             generation.add(prompt, n_predict=n_predict, sampling=config)
         return generation
@@ -374,7 +363,7 @@ class Session:
         )
         if self.placement is not None:
             self.placement.lose_device(context_usable=not self.target.is_closed)
-        reopened = reopen_on_cpu(
+        target, draft_context, draft = reopen_on_cpu(
             self.config,
             self.target,
             self.draft,
@@ -383,9 +372,8 @@ class Session:
         )
         self._fell_back = True
         if self.placement is not None:
-            self.placement.follow(reopened.target)
-        self.target, self.draft_context = reopened.target, reopened.draft_context
-        self.draft = reopened.draft
+            self.placement.follow(target)
+        self.target, self.draft_context, self.draft = target, draft_context, draft
         self.info = replace(self.info, n_whole_layers=0, layers="", **_cache_fields(None))
         assert self._loop is not None
         self._loop.replace_contexts(self.target, self.draft_context)

@@ -29,28 +29,21 @@ from moeedge.scheduler.stats import StepRecord
 from moeedge.scheduler.stopping import ConfidentDrafts, DraftStop
 
 
+@dataclass(eq=False)
 class TextState:
     """One answer in progress: `history` is the prompt and all emitted tokens; its last token is in no KV cache yet."""
 
-    def __init__(
-        self,
-        target: ContextSequence,
-        draft: DraftSource,
-        sampler: Sampler,
-        history: list[int],
-        ngrams: NgramDraft | None = None,
-    ) -> None:
-        self.target = target
-        self.draft = draft
-        self.sampler = sampler
-        self.history = history
-        self.n_cached: int | None = None  # tokens of the prompt that the KV cache held; None: not looked up yet
-        self.n_prefilled = 0  # tokens of the prompt that were decoded
-        self._ngrams = ngrams
+    target: ContextSequence
+    draft: DraftSource
+    sampler: Sampler
+    history: list[int]
+    ngrams: NgramDraft | None = None  # that may draft in place of `draft`
+    n_cached: int | None = None  # tokens of the prompt that the KV cache held; None: not looked up yet
+    n_prefilled: int = 0  # tokens of the prompt that were decoded
 
     def lookup(self, gamma: int) -> Proposal:
         """At most `gamma` drafts of the n-grams that may draft in place of `draft`."""
-        return Proposal() if self._ngrams is None else self._ngrams.propose(self.history, gamma, self.sampler)
+        return Proposal() if self.ngrams is None else self.ngrams.propose(self.history, gamma, self.sampler)
 
     def shift(self, n_keep: int, n_discard: int) -> bool:
         """Drops `n_discard` tokens after the first `n_keep`; False where the model's memory does not allow it."""
@@ -58,8 +51,8 @@ class TextState:
             return False
         self.target.shift(n_keep, n_discard)
         self.draft.shift(n_keep, n_discard)
-        if self._ngrams is not None:
-            self._ngrams.shift(n_keep, n_discard)
+        if self.ngrams is not None:
+            self.ngrams.shift(n_keep, n_discard)
         del self.history[n_keep : n_keep + n_discard]
         return True
 
@@ -91,6 +84,7 @@ class Verified:
     batch: list[int]  # tokens that were verified together: the one emitted last, and the drafts; empty after prefill
 
 
+@dataclass(eq=False, repr=False)
 class SpeculativeLoop:
     """Prompts and steps of the texts in progress, which join and leave `texts` between steps.
 
@@ -99,30 +93,21 @@ class SpeculativeLoop:
     end. watch: called now and then in the middle of computations, also once placement has ended.
     """
 
-    def __init__(
-        self,
-        target: Context,
-        *,
-        placement: PlacementManager | None = None,
-        observe: Callable[[StepRecord], None] | None = None,
-        cancel: Callable[[], bool] | None = None,
-        governor: DraftGovernor | None = None,
-        watch: Callable[[], None] | None = None,
-        draft_p_min: float = 0.0,
-    ) -> None:
-        self.target = target
+    target: Context
+    placement: PlacementManager | None
+    observe: Callable[[StepRecord], None]
+    cancel: Callable[[], bool] | None
+    governor: DraftGovernor | None
+    watch: Callable[[], None]
+    draft_p_min: float
+
+    def __post_init__(self) -> None:
         self.texts: list[TextState] = []
         self.counts: Counts | None = None  # of the last verification or prefill
-        self.placement = placement
         self.is_replaced = False  # the KV caches belong to the texts of a later loop
         self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
-        self._call_observers = observe
-        self._cancel = cancel
-        self._watch = watch
-        self._governor = governor
-        self._draft_p_min = draft_p_min
         self._found: Proposal | None = None  # by n-grams, which draft in this step
-        self._n_expert_layers = len(target.model.host_expert_layers)
+        self._n_expert_layers = len(self.target.model.host_expert_layers)
 
     def check_owner(self) -> None:
         """Raises EngineError where a later loop has taken over the KV caches."""
@@ -134,22 +119,21 @@ class SpeculativeLoop:
 
     def _should_stop(self) -> bool:
         """Whether the answer is cancelled; long computations ask now and then. Calls `watch` as well."""
-        if self._watch is not None:
-            self._watch()
-        return self._cancel is not None and self._cancel()
+        self.watch()
+        return self.cancel is not None and self.cancel()
 
     def step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """One verification with at most so many drafts of each text; they must fit the context with one more token.
 
         Returns a record of each text; times and experts are those of the entire step.
         """
-        if self._governor is None:
+        if self.governor is None:
             return self._step(gammas)
         [most], [text] = gammas, self.texts
         is_usual = self.placement is None or not self.placement.in_trial
         waited_s, start_s = self._loading_wait_s, time.perf_counter()
         found = text.lookup(most)
-        choice = self._governor.choose(found.confidences[0] if found.confidences else None)
+        choice = self.governor.choose(found.confidences[0] if found.confidences else None)
         gamma = min(choice.gamma, most)
         by_ngrams = choice.source == "ngram"
         self._found = found.first(gamma) if by_ngrams else None
@@ -157,7 +141,7 @@ class SpeculativeLoop:
         record.choice = choice
         n_compared = min(len(found.tokens), len(record.tokens))
         n_equal = next((i for i in range(n_compared) if found.tokens[i] != record.tokens[i]), n_compared)
-        self._governor.observe(
+        self.governor.observe(
             StepCost(
                 n_drafted=record.n_drafted,
                 n_accepted=record.n_accepted,
@@ -226,10 +210,10 @@ class SpeculativeLoop:
 
     def _stop_of(self, text: TextState) -> DraftStop | None:
         """What ends the next draft early; the confidences of n-grams are no probabilities."""
-        stop = None if self._governor is None else self._governor.stop
-        if self._draft_p_min == 0 or isinstance(text.draft, NgramDraft):
+        stop = None if self.governor is None else self.governor.stop
+        if self.draft_p_min == 0 or isinstance(text.draft, NgramDraft):
             return stop
-        return ConfidentDrafts(self._draft_p_min, stop)
+        return ConfidentDrafts(self.draft_p_min, stop)
 
     def _verify(self, proposals: Sequence[Proposal]) -> list[Verified]:
         """Decodes the batch and takes back the rejected drafts."""
@@ -293,10 +277,9 @@ class SpeculativeLoop:
             observe_s=time.perf_counter() - start_s,
             drafts=drafts,
             hidden_states=proposals[0].hidden_states,
-            confidences=proposals[0].confidences if self._governor is not None and self._found is None else [],
+            confidences=proposals[0].confidences if self.governor is not None and self._found is None else [],
         )
-        if self._call_observers is not None:
-            self._call_observers(record)
+        self.observe(record)
         return record
 
     def _read_counts(self) -> Counts | None:
@@ -358,8 +341,8 @@ class SpeculativeLoop:
             assert self.counts is not None
             self.placement.after_verification(self.counts, *self._prompt)
         self._prompt = None
-        if self._governor is not None:
-            self._governor.begin_answer()
+        if self.governor is not None:
+            self.governor.begin_answer()
         if self.placement is not None:
             self.placement.begin_answer()
         text.draft.begin(text.history, cancel=self._should_stop)

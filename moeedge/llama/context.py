@@ -57,14 +57,9 @@ class ContextBudget:
     def __init__(self, info: ModelInfo, parameters: Any) -> None:
         self.native = NativeBudget(info.n_experts, info.used_per_layer)
         self._info = info
-        self._budget: ExpertBudget | None = None
+        self.budget: ExpertBudget | None = None  # of verifications; None: they use all experts that the router selects
         parameters.cb_eval = ctypes.cast(self.native.callback, lib.ggml_backend_sched_eval_callback)
         parameters.cb_eval_user_data = self.native.user_data
-
-    @property
-    def budget(self) -> ExpertBudget | None:
-        """What verifications keep to; None: they use all experts that the router selects."""
-        return self._budget
 
     def set(self, budget: ExpertBudget | None) -> None:
         """Raises InputError if the budget does not suit the model."""
@@ -83,12 +78,12 @@ class ContextBudget:
                 ranking=BudgetRanking[budget.ranking.upper()],
                 coverage=BudgetCoverage[budget.coverage.upper()],
             )
-        self._budget = budget
+        self.budget = budget
 
     @contextmanager
     def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
         """Around a decode: a verification of more than one token keeps to the budget, everything else is exact."""
-        if self._budget is None or phase != Phase.VERIFY or n_tokens < 2:
+        if self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
             yield
             return
         try:  # Ctrl-C may come at any time
@@ -143,6 +138,7 @@ class Context:
         self.settings = settings = settings or ContextSettings()
         self.n_threads = n_threads or library.physical_cores()
         self.op_offload = op_offload
+        self.n_parallel = n_parallel  # sequences
         parameters = lib.llama_context_default_params()
         parameters.n_ctx = n_ctx if n_parallel == 1 else n_parallel * (n_ctx or model.info.n_ctx_train)
         parameters.n_seq_max = n_parallel
@@ -165,8 +161,9 @@ class Context:
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         native.keep_activations_near(None if model.header_only else model.gpu)
-        self._handle = lib.llama_init_from_model(model.handle, parameters)
-        if not self._handle:
+        # llama_context *; None once it is closed
+        self.handle = lib.llama_init_from_model(model.handle, parameters)
+        if not self.handle:
             if self.budget is not None:
                 self.budget.close()
             of_each = f" for each of {n_parallel} texts" if n_parallel > 1 else ""
@@ -180,19 +177,19 @@ class Context:
             scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in settings.adapters))
             kind = lib.llama_adapter_lora_p_ctypes
             pointers = (kind * len(adapters))(*(ctypes.cast(adapter, kind) for adapter in adapters))
-            lib.llama_set_adapters_lora(self._handle, pointers, len(adapters), scales)
-        self._decoder = Decoder(lib._lib, self._handle)
+            lib.llama_set_adapters_lora(self.handle, pointers, len(adapters), scales)
+        self._decoder = Decoder(lib._lib, self.handle)
         # llama.cpp rounds the context up; the user's limit still holds
-        self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
-        self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
-        self.n_snapshots = int(lib.llama_n_rs_seq(self._handle))
+        self.n_ctx: int = n_ctx or lib.llama_n_ctx(self.handle) // n_parallel
+        self.n_ubatch: int = lib.llama_n_ubatch(self.handle)
+        self.n_snapshots = int(lib.llama_n_rs_seq(self.handle))
         # the most drafts of a batch that can be taken back; None: no limit
         self.n_drafts_max = self.n_snapshots if model.keeps_snapshots else None
-        self._n_outputs = n_outputs or lib.llama_n_batch(self._handle)
-        self.memory = lib.llama_get_memory(self._handle)
+        self._n_outputs = n_outputs or lib.llama_n_batch(self.handle)
+        self.memory = lib.llama_get_memory(self.handle)
         self.sequences = tuple(ContextSequence(self, index) for index in range(n_parallel))
         self._batch = TokenBatch(
-            lib.llama_n_batch(self._handle),
+            lib.llama_n_batch(self.handle),
             n_parallel,
             self.state_width,
             states_alone=self.states_alone,
@@ -246,7 +243,7 @@ class Context:
 
         Clearing the control vector does that; removing a sampler does it only if there is one.
         """
-        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
+        lib.llama_set_adapter_cvec(self.handle, None, 0, 0, 0, 0)
 
     def capture_activations(self) -> native.ActivationCapture | None:
         """Captures the layers' inputs for expert predictors; from then on our backend also computes a dense model.
@@ -266,7 +263,7 @@ class Context:
     def tap_states(self, layers: Sequence[int], read: ReadStates) -> None:
         """Hands the hidden states of all tokens that are decoded from now on to `read`. layers: as of `StateTap`."""
         info = self.model.info
-        self._tap = StateTap(self._handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
+        self._tap = StateTap(self.handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
         self._read_states = read
 
     def set_budget(self, budget: ExpertBudget | None) -> None:
@@ -279,16 +276,6 @@ class Context:
         self.budget.set(budget)
         if self.sensor is not None:
             self.sensor.skip_unweighted(budget is not None and budget.coverage == "truncation")
-
-    @property
-    def handle(self) -> Any:
-        """llama.cpp's llama_context *; None once it is closed."""
-        return self._handle
-
-    @property
-    def n_parallel(self) -> int:
-        """Sequences."""
-        return len(self.sequences)
 
     @property
     def n_past(self) -> int:
@@ -324,7 +311,7 @@ class Context:
 
         Several parts must fit one batch (`fitting`). Returns the rows of each part.
         """
-        if not self._handle:
+        if not self.handle:
             raise EngineError("The context is closed.")
         n = n_out = 0
         before: list[int] = []
@@ -336,7 +323,7 @@ class Context:
             before.append(len(part.sequence.tokens))
         hidden_states = parts[0].logits == "states"
         if hidden_states != self._keeps_hidden_states:
-            lib.llama_set_embeddings(self._handle, hidden_states)
+            lib.llama_set_embeddings(self.handle, hidden_states)
             self._keeps_hidden_states = hidden_states
         if self.sensor is not None:
             self.sensor.set_phase(phase)
@@ -447,7 +434,7 @@ class Context:
         n_vocab = self.model.info.n_vocab
         if n_out == 0:
             return np.empty((0, n_vocab), dtype=np.float32)
-        address = _get_logits(self._handle)
+        address = _get_logits(self.handle)
         if self._view is None or (address, n_out) != self._view_key:
             pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
             self._view = np.ctypeslib.as_array(pointer, (n_out, n_vocab))
@@ -457,14 +444,14 @@ class Context:
     @property
     def has_hidden_states(self) -> bool:
         """Whether llama.cpp returns each token's hidden state: not if it pools them, as embedding models do."""
-        return int(lib.llama_pooling_type(self._handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
+        return int(lib.llama_pooling_type(self.handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
 
     def last_hidden_state(self) -> NDArray[np.float32]:
         """Returns the last token's state after the final norm: a float32 [n_embd] view, valid until the next decode.
 
         Requires `has_hidden_states` and a decode with logits="states".
         """
-        pointer = lib.llama_get_embeddings_ith(self._handle, -1)
+        pointer = lib.llama_get_embeddings_ith(self.handle, -1)
         return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
 
     def trim(self, n_keep: int) -> None:
@@ -478,7 +465,7 @@ class Context:
 
     def memory_uses(self) -> list[MemoryUse]:
         """Returns the memory of this context and its model by kind; for a header-only model what they would take."""
-        return memory_uses(lib._lib, self._handle, simulated=self.model.header_only)
+        return memory_uses(lib._lib, self.handle, simulated=self.model.header_only)
 
     def clear(self) -> None:
         """Empties the KV cache of all sequences."""
@@ -489,24 +476,24 @@ class Context:
     def abandon(self) -> None:
         """Forgets the context without freeing it, since a driver failed within it; its memory is not given back."""
         self._view = None
-        self._handle = None
+        self.handle = None
 
     @property
     def is_closed(self) -> bool:
         """Whether the context was freed or abandoned."""
-        return self._handle is None
+        return self.handle is None
 
     def close(self) -> None:
         """Frees the context; closing twice is harmless."""
-        if self._handle:
+        if self.handle:
             self._view = None
             self.sensor = None
             self._tap = None
             if self._capture is not None:
                 self._capture.close()
                 self._capture = None
-            lib.llama_free(self._handle)
-            self._handle = None
+            lib.llama_free(self.handle)
+            self.handle = None
             if self.budget is not None:
                 self.budget.close()  # llama.cpp's context, which would call it, is gone
 

@@ -225,11 +225,11 @@ class HeadContext(Context):
             settings=settings,
         )
         if kind.block is None:
-            keep_final(self._handle, True, True)  # `last_state`
+            keep_final(self.handle, True, True)  # `last_state`
         else:
-            lib.llama_set_causal_attn(self._handle, kind.block.causal)
+            lib.llama_set_causal_attn(self.handle, kind.block.causal)
             if kind.block.n_candidates:
-                keep_final(self._handle, True, False)  # `selections`
+                keep_final(self.handle, True, False)  # `selections`
         self._ones = np.ones(self.n_ubatch, dtype=np.int8)
 
     def _complete(self, parameters: Any) -> None:
@@ -246,13 +246,13 @@ class HeadContext(Context):
 
     def last_state(self, n_rows: int) -> NDArray[np.float32]:
         """The last token's own state after a decode of `n_rows` tokens with all logits: a float32 [1, n_embd] copy."""
-        rows = own_states(self._handle, n_rows, self.model.info.n_embd)
+        rows = own_states(self.handle, n_rows, self.model.info.n_embd)
         return np.array(rows[-1:])
 
     def choose_head(self, index: int) -> None:
         """Which of the model's heads decodes from now on; each has keys and values of its own in the same cells."""
-        if self._handle:  # abandoned where a driver failed in between
-            choose_head(self._handle, index)
+        if self.handle:  # abandoned where a driver failed in between
+            choose_head(self.handle, index)
 
     def selections(self, n_rows: int) -> StateRows:
         """What the selector of a DFlash draft left for a block of `n_rows` tokens: float32 [n_rows, n_embd], a view.
@@ -260,7 +260,7 @@ class HeadContext(Context):
         A row has the candidates' ids, then for each candidate of the row before (in row 1: for the first) the
         scores of its candidates.
         """
-        return own_states(self._handle, n_rows, self.model.info.n_embd)
+        return own_states(self.handle, n_rows, self.model.info.n_embd)
 
     def input_states(self, states: StateRows) -> StateRows:
         """What the head decodes: the target's `states`, projected to the head's width by an EAGLE-3 draft."""
@@ -274,8 +274,8 @@ class HeadContext(Context):
             batch.n_tokens = n = len(rows)
             batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             library.clear_errors()
-            code = lib.llama_encode(self._handle, batch)
+            code = lib.llama_encode(self.handle, batch)
             if code != 0:
                 raise EngineError(f"llama.cpp failed to project {n} states (code {code}): {library.first_error()}.")
-            projected.append(np.array(own_states(self._handle, n, self.model.info.n_embd)))
+            projected.append(np.array(own_states(self.handle, n, self.model.info.n_embd)))
         return np.concatenate(projected)

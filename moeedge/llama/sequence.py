@@ -114,12 +114,9 @@ class SequenceContext(Protocol):
 
     model: Model
     n_ubatch: int
+    n_parallel: int  # sequences
     memory: Any  # llama_memory_t
     n_snapshots: int  # tokens of a batch that a recurrent memory can take back; 0 for other memories
-
-    @property
-    def n_parallel(self) -> int:
-        """Sequences."""
 
     @property
     def is_closed(self) -> bool:
