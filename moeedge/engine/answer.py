@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,7 +16,6 @@ from moeedge.errors import DeviceFailedError
 from moeedge.llama.model import Model
 from moeedge.llama.reasoning import ReasoningTags, begins_in_reasoning
 from moeedge.llama.sequence import Cancelled
-from moeedge.llama.text import StreamDecoder
 from moeedge.scheduler.stats import StepRecord
 
 
@@ -107,7 +107,8 @@ class Answer:
         self._limits = limits
         self._n_begun = len(begun)
         self._start_s = time.perf_counter()
-        self._decoder = StreamDecoder()
+        # a token may end inside a character: its first bytes are held back until the rest arrives
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = StopTexts(state.sampler.config.stop)
         self._visible = StopFilter(state.sampler.config.stop)
         for token in begun:
@@ -206,10 +207,8 @@ class Answer:
     def read(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """The text that `tokens` add, in entire characters; last: no more tokens come."""
         model = self.state.target.context.model
-        piece = self._decoder.feed(b"".join(model.piece(token, special=token in self._shown) for token in tokens))
-        if last:
-            piece += self._decoder.flush()
-        piece = self._visible.feed(piece, last=last)
+        data = b"".join(model.piece(token, special=token in self._shown) for token in tokens)
+        piece = self._visible.feed(self._decoder.decode(data, last), last=last)
         self.text += piece
         return piece
 

@@ -9,8 +9,7 @@ state alone, and all drafts of a step come from one batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -123,18 +122,9 @@ class DraftHead:
             states = self.states(index, n_held, len(piece))
             sequence.prefill(piece, logits="none", states=states, cancel=cancel)
             for head in range(1, self.context.kind.n_heads):  # into the same cells
-                with self.head(head):
+                with self.context.head(head):
                     sequence.trim(n_held)
                     sequence.prefill(piece, logits="none", states=states)
-
-    @contextmanager
-    def head(self, index: int) -> Iterator[None]:
-        """Within, that one of the model's heads decodes instead of the first."""
-        self.context.choose_head(index)
-        try:
-            yield
-        finally:
-            self.context.choose_head(0)
 
     def states(self, index: int, entry: int, n: int) -> StateRows:
         """What comes with the tokens of `n` entries from `entry` on: the target's states, as the head takes them."""
@@ -221,7 +211,7 @@ class ChainDraft(HeadDraft):
         states = head.states(self._index, n_held, 1)
         kept: list[StateRows] = []
         for index in range(n_drafts):
-            with head.head(index):
+            with head.context.head(index):
                 rows = sequence.decode(
                     [history[-1], *chain.proposal.tokens], phase=Phase.DRAFT, logits="all", states=states
                 )

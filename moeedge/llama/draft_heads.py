@@ -13,6 +13,8 @@ graphs in this release have it, and that tests decode.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -249,10 +251,15 @@ class HeadContext(Context):
         rows = own_states(self.handle, n_rows, self.model.info.n_embd)
         return np.array(rows[-1:])
 
-    def choose_head(self, index: int) -> None:
-        """Which of the model's heads decodes from now on; each has keys and values of its own in the same cells."""
-        if self.handle:  # abandoned where a driver failed in between
-            choose_head(self.handle, index)
+    @contextmanager
+    def head(self, index: int) -> Iterator[None]:
+        """Within, that one of the model's heads decodes instead of the first, with keys and values of its own."""
+        choose_head(self.handle, index)
+        try:
+            yield
+        finally:
+            if self.handle:  # abandoned where a driver failed in between
+                choose_head(self.handle, 0)
 
     def selections(self, n_rows: int) -> StateRows:
         """What the selector of a DFlash draft left for a block of `n_rows` tokens: float32 [n_rows, n_embd], a view.

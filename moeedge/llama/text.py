@@ -1,9 +1,8 @@
-"""Text on its way into and out of a model: chat templates, and token bytes decoded to complete characters."""
+"""Chat templates, rendered by llama.cpp or by Jinja in a process of its own."""
 
 from __future__ import annotations
 
 import atexit
-import codecs
 import ctypes
 import json
 import os
@@ -166,6 +165,7 @@ class ChatFormat:
         self.bos = bos
         self.eos = eos
         self._is_given = is_given
+        self._name = _GIVEN if is_given else _OWN
         try:
             self.variables = frozenset(_process.ask(self.source)["variables"])
         except _TemplateError as error:
@@ -174,13 +174,10 @@ class ChatFormat:
         except _LimitError:
             raise self._limit_error() from None
 
-    def _name(self) -> str:
-        return _GIVEN if self._is_given else _OWN
-
     def _error(self, what: str, error: _TemplateError) -> MoeedgeError:
         """The error `what`, in which {} is the template's name."""
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        message = f"{what.format(self._name())}: {reason}."
+        message = f"{what.format(self._name)}: {reason}."
         message = message[0].upper() + message[1:]
         if self._is_given:
             return InputError(message, "Correct it, or leave it out for the model's own.")
@@ -188,7 +185,7 @@ class ChatFormat:
 
     def _limit_error(self) -> InputError:
         return InputError(
-            f"{self._name().capitalize()} takes more than {CPU_S:g} s, {MEMORY_BYTES / 2**30:g} GiB of memory or "
+            f"{self._name.capitalize()} takes more than {CPU_S:g} s, {MEMORY_BYTES / 2**30:g} GiB of memory or "
             f"{MORE_CHARACTERS / 1e6:g} million characters: it may never end.",
             "Correct it, or leave it out for the model's own."
             if self._is_given
@@ -228,23 +225,3 @@ def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
         return messages
     content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
     return [{**messages[1], "content": content}, *messages[2:]]
-
-
-class StreamDecoder:
-    """Decodes a stream of bytes to complete UTF-8 text; invalid bytes become U+FFFD.
-
-    A token may end inside a character (emoji, CJK): its first bytes are held back until the rest arrives.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, data: bytes) -> str:
-        """Returns the text that `data` completes; may be empty."""
-        return self._decoder.decode(data)
-
-    def flush(self) -> str:
-        """Returns the rest at the end of an answer and resets the decoder."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
