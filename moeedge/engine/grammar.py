@@ -252,7 +252,8 @@ class GrammarSampler(Sampler):
         allowed = self._allowed(target.ids)
         least = self._rng.random() * draft.probability_of(token)
         if not allowed.all():
-            if least < _probability(target, token, allowed):
+            places = np.flatnonzero((np.asarray(target.ids) == token) & allowed)
+            if least < float(np.asarray(target.probabilities)[places].sum()):
                 return None
             again = self._allowed_candidates(logits, seen)
             target = _mixed([(target, 1.0, allowed), (again, 1.0 - _sum(target, allowed), None)])
@@ -354,12 +355,6 @@ def new_sampler(config: SamplingConfig, model: Model, begun: Sequence[int] = (),
 def _sum(candidates: Candidates, allowed: NDArray[np.bool_]) -> float:
     """The probability of the allowed ones."""
     return float(np.asarray(candidates.probabilities)[allowed].sum())
-
-
-def _probability(candidates: Candidates, token: int, allowed: NDArray[np.bool_]) -> float:
-    """Of `token`, 0 where it is not allowed."""
-    places = np.flatnonzero((np.asarray(candidates.ids) == token) & allowed)
-    return float(np.asarray(candidates.probabilities)[places].sum())
 
 
 def _mixed(parts: Sequence[tuple[Candidates, float, NDArray[np.bool_] | None]], scale: float = 1.0) -> Candidates:

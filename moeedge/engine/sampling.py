@@ -14,7 +14,8 @@ import ctypes
 import math
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,34 +119,22 @@ class Sampler:
         self, largest: LargestValues, k: int, logits: FloatRow, history: Sequence[int]
     ) -> tuple[list[int], list[float]]:
         """Ids and values of the `k` largest under the repeat penalty, descending. Raises EngineError for no numbers."""
-        row = _as_c(logits)
-        before = self._penalize(row, history)
-        try:
+        with self._penalized(logits, history) as row:
             ids, values = largest.find(row, k)
-        finally:
-            _restore(row, before)
         if not values or not math.isfinite(values[0]):
             raise EngineError(*NOT_FINITE)
         return ids, values
 
     def many_largest(self, k: int, logits: FloatRow, history: Sequence[int]) -> NDArray[np.intp]:
         """Ids of the `k` largest under the repeat penalty, descending; faster than `largest` for hundreds."""
-        row = _as_c(logits)
-        before = self._penalize(row, history)
-        try:
+        with self._penalized(logits, history):
             return _largest(logits, _column_maxima(logits), k)
-        finally:
-            _restore(row, before)
 
     def _wide_candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         """The candidates without top-k, or with a large one."""
         config = self.config
-        row = _as_c(logits)
-        before = self._penalize(row, history)
-        try:
+        with self._penalized(logits, history):
             ids, kept, total = self._head(logits)
-        finally:
-            _restore(row, before)
         if config.top_p < 1:
             n = int(np.searchsorted(np.cumsum(np.exp(kept)), config.top_p * total)) + 1
             ids, kept = ids[:n], kept[:n]
@@ -188,13 +177,9 @@ class Sampler:
             token = int(logits.argmax())
             value = logits[token]
         else:
-            row = _as_c(logits)
-            before = self._penalize(row, history)
-            try:
+            with self._penalized(logits, history):
                 token = int(logits.argmax())
-                value = row[token]
-            finally:
-                _restore(row, before)
+                value = logits[token]
         if not math.isfinite(value):
             raise EngineError(*NOT_FINITE)
         return token
@@ -288,28 +273,24 @@ class Sampler:
         last_n = self.config.repeat_last_n
         return len(history) if last_n < 0 else last_n
 
-    def _penalize(self, row: CRow, history: Sequence[int]) -> dict[int, float]:
-        """Puts the repeat penalty on `row`, in place: a copy takes as long as a search. The values to `_restore`."""
+    @contextmanager
+    def _penalized(self, logits: FloatRow, history: Sequence[int]) -> Iterator[CRow]:
+        """Within, `logits` have the repeat penalty, in place: a copy takes as long as a search.
+
+        The same memory as a ctypes array, whose elements are Python's own numbers.
+        """
+        row, n = (ctypes.c_float * len(logits)).from_buffer(logits.data), len(logits)
         before: dict[int, float] = {}
-        if not self._penalizes:
-            return before
-        penalty, n = self._penalty, len(row)
-        for token in history[-self._window(history) :]:
-            if token not in before and token < n:  # a draft's vocabulary may lack the target's last tokens
-                value = before[token] = row[token]
-                # a division would make the token of a negative logit more likely
-                row[token] = value * penalty if value <= 0 else value / penalty
-        return before
-
-
-def _as_c(logits: FloatRow) -> CRow:
-    """The same memory as a ctypes array, whose elements are Python's own numbers."""
-    return (ctypes.c_float * len(logits)).from_buffer(logits.data)
-
-
-def _restore(row: CRow, before: dict[int, float]) -> None:
-    for token, value in before.items():
-        row[token] = value
+        try:
+            for token in history[-self._window(history) :] if self._penalizes else ():
+                if token not in before and token < n:  # a draft's vocabulary may lack the target's last tokens
+                    value = before[token] = row[token]
+                    # a division would make the token of a negative logit more likely
+                    row[token] = value * self._penalty if value <= 0 else value / self._penalty
+            yield row
+        finally:
+            for token, value in before.items():
+                row[token] = value
 
 
 def _below(values: FloatRow, best: float) -> NDArray[np.float64]:

@@ -41,10 +41,6 @@ class TextState:
     n_cached: int | None = None  # tokens of the prompt that the KV cache held; None: not looked up yet
     n_prefilled: int = 0  # tokens of the prompt that were decoded
 
-    def lookup(self, gamma: int) -> Proposal:
-        """At most `gamma` drafts of the n-grams that may draft in place of `draft`."""
-        return Proposal() if self.ngrams is None else self.ngrams.propose(self.history, gamma, self.sampler)
-
     def shift(self, n_keep: int, n_discard: int) -> bool:
         """Drops `n_discard` tokens after the first `n_keep`; False where the model's memory does not allow it."""
         if not self.target.context.can_shift or n_keep + n_discard >= self.target.n_past:
@@ -132,7 +128,7 @@ class SpeculativeLoop:
         [most], [text] = gammas, self.texts
         is_usual = self.placement is None or not self.placement.in_trial
         waited_s, start_s = self._loading_wait_s, time.perf_counter()
-        found = text.lookup(most)
+        found = Proposal() if text.ngrams is None else text.ngrams.propose(text.history, most, text.sampler)
         choice = self.governor.choose(found.confidences[0] if found.confidences else None)
         gamma = min(choice.gamma, most)
         by_ngrams = choice.source == "ngram"

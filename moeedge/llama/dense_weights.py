@@ -47,7 +47,8 @@ class DenseWeights:
     def check_files(self) -> None:
         """Raises ModelFileError if a file is not the one whose header was read."""
         for file, version in self.files.items():
-            _check(file, version)
+            if _version(file) != version:
+                raise _cannot_read(file, OSError(errno.ESTALE, "it was changed while it was being loaded"))
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,11 @@ class SplitWeights:
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
         own_bytes = locked_bytes = 0
         if fits(n_pages_bytes):
-            own_bytes = sum(self._own(file, of_file) for file, of_file in pages.items())
+            for file, of_file in pages.items():
+                try:
+                    own_bytes += give_own_memory(file, self.files[file], of_file)
+                except OSError as error:
+                    raise _cannot_read(file, error) from error
         if own_bytes < n_pages_bytes or not n_pages_bytes:
             for file, of_file in pages.items():
                 advise_normal(of_file)
@@ -138,12 +143,6 @@ class SplitWeights:
             locked_bytes=locked_bytes,
             files=self.files,
         )
-
-    def _own(self, file: Path, pages: Sequence[Mapped]) -> int:
-        try:
-            return give_own_memory(file, self.files[file], pages)
-        except OSError as error:
-            raise _cannot_read(file, error) from error
 
     def _drop_pages(self) -> None:
         """Drops pages of experts that came with the headers from the page cache."""
@@ -167,11 +166,6 @@ def _version(file: Path) -> FileVersion:
         raise ModelFileError(f"There is no model file {file}.", "Check the path.") from error
     except OSError as error:
         raise _cannot_read(file, error) from error
-
-
-def _check(file: Path, version: FileVersion) -> None:
-    if _version(file) != version:
-        raise _cannot_read(file, OSError(errno.ESTALE, "it was changed while it was being loaded"))
 
 
 def _cannot_read(file: Path, error: OSError) -> ModelFileError:
