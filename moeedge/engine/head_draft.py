@@ -14,13 +14,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftRequest, DraftSource, Proposal
-from moeedge.engine.sampling import Candidates
 from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import HeadContext
 from moeedge.llama.hidden_states import StateRows
 from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase
-from moeedge.scheduler.stopping import DraftStop
 
 _KEPT_BYTES = 16 << 20  # of a text's states
 _KEPT_TOKENS = (64, 1024)  # at least and at most
@@ -240,9 +238,7 @@ class BlockDraft(HeadDraft):
         n_masks = n_drafts + block.first - 1
         try:
             tokens = [history[-1], *[block.mask] * n_masks]
-            rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="last" if block.n_candidates else "all")
-            if block.n_candidates:
-                return self._select(block.n_candidates, len(tokens), request.stop)
+            rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="all")
             chain = self._chain(request._replace(gamma=n_drafts, on_token=None))
             for row in rows[block.first :]:
                 if not chain.draw(row):
@@ -250,24 +246,6 @@ class BlockDraft(HeadDraft):
             return chain.proposal
         finally:
             sequence.trim(n_held)
-
-    def _select(self, n_candidates: int, n_rows: int, stop: DraftStop | None) -> Proposal:
-        """The path of the highest scores from one row's candidates to the next row's."""
-        proposal, before = Proposal(), 0
-        for row in self.head.context.selections(n_rows)[1:]:
-            start = n_candidates * (1 + before)
-            scores = row[start : start + n_candidates]
-            before = int(scores.argmax())
-            if stop is not None:
-                proposal.confidences.append(1.0 / float(np.exp(scores - scores[before]).sum()))
-                if not stop.keeps(proposal.confidences[-1]):
-                    break
-            token = int(row[before])
-            proposal.tokens.append(token)
-            proposal.candidates.append(Candidates.certain(token))
-            if self.head.target.model.is_eog(token) or (stop is not None and not stop.goes_on()):
-                break
-        return proposal
 
 
 def head_draft(head: DraftHead, *, n_vocab: int) -> HeadDraft:

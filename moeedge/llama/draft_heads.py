@@ -54,7 +54,6 @@ class BlockLayout:
     n_tokens: int  # of a block that it was trained on
     first: int  # of the block's rows, that predicts a draft: 1, or 0 where the last token's own row does
     causal: bool  # attention within the block
-    n_candidates: int = 0  # per row of the selector that chooses the drafts; 0: each row is a distribution
 
     @property
     def n_drafts_max(self) -> int:
@@ -167,6 +166,8 @@ def _block_layout(draft: Model) -> BlockLayout:
     if mask is None:
         raise InputError(f"{name} names no mask token, which a DFlash draft needs.", _OTHER_DRAFT)
     names = _tensor_names(draft)
+    if "selector_hidden.weight" in names:
+        raise InputError(f"{name} is a DFlash 2 draft with a selector, which is not supported.", _OTHER_DRAFT)
     is_dspark = "markov_w1.weight" in names
     samples_last = is_dspark and value("sample_from_anchor") != "false"
     n_tokens = int(value("block_size") or _BLOCK_TOKENS)
@@ -177,7 +178,6 @@ def _block_layout(draft: Model) -> BlockLayout:
         n_tokens=n_tokens,
         first=0 if samples_last else 1,
         causal=value("attention.causal") == "true",
-        n_candidates=int(value("selector_top_k") or 0) if "selector_hidden.weight" in names else 0,
     )
 
 
@@ -230,8 +230,6 @@ class HeadContext(Context):
             keep_final(self.handle, True, True)  # `last_state`
         else:
             lib.llama_set_causal_attn(self.handle, kind.block.causal)
-            if kind.block.n_candidates:
-                keep_final(self.handle, True, False)  # `selections`
         self._ones = np.ones(self.n_ubatch, dtype=np.int8)
 
     def _complete(self, parameters: Any) -> None:
@@ -260,14 +258,6 @@ class HeadContext(Context):
         finally:
             if self.handle:  # abandoned where a driver failed in between
                 choose_head(self.handle, 0)
-
-    def selections(self, n_rows: int) -> StateRows:
-        """What the selector of a DFlash draft left for a block of `n_rows` tokens: float32 [n_rows, n_embd], a view.
-
-        A row has the candidates' ids, then for each candidate of the row before (in row 1: for the first) the
-        scores of its candidates.
-        """
-        return own_states(self.handle, n_rows, self.model.info.n_embd)
 
     def input_states(self, states: StateRows) -> StateRows:
         """What the head decodes: the target's `states`, projected to the head's width by an EAGLE-3 draft."""

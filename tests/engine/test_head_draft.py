@@ -51,7 +51,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "dflash-qwen3moe": ("qwen3moe", {}, {"arch": "dflash", "draft_vocab": 304}),
     "dflash-shared": ("gpt-oss", {}, {"arch": "dflash", "target_layers": "1"}),  # the target's embeddings and output
     "dflash-dspark": ("qwen3moe", {}, {"arch": "dflash", "variant": "dspark"}),
-    "dflash-selector": ("qwen3moe", {}, {"arch": "dflash", "variant": "selector", "draft_vocab": 304}),
     "dflash-sections": ("llama", {}, {"arch": "dflash", "variant": "sections", "draft_vocab": 304}),
     "eagle-narrow": ("qwen3moe", {}, {"embd": 32, "heads": 2, "heads_kv": 2, "draft_vocab": 100, "seed": 1}),
 }
@@ -271,7 +270,7 @@ def test_texts_decoded_together(case: str, tiny: TinyFactory) -> None:
             assert found.stats.drafted > 0
 
 
-@pytest.mark.parametrize(("variant", "n_most"), [("", 3), ("dspark", 4), ("selector", 3)])
+@pytest.mark.parametrize(("variant", "n_most"), [("", 3), ("dspark", 4)])
 def test_a_block_has_at_most_the_drafts_that_it_was_trained_on(variant: str, n_most: int, tiny: TinyFactory) -> None:
     draft = tiny("dflash", variant=variant, block=4, draft_vocab=304)
     with Session.open(options((tiny("qwen3moe"), draft), gamma=8)) as session:
@@ -282,12 +281,11 @@ def test_a_block_has_at_most_the_drafts_that_it_was_trained_on(variant: str, n_m
 
 
 def test_a_block_ends_where_its_tokens_are_not_sure(tiny: TinyFactory) -> None:
-    for variant in ("", "selector"):
-        pair = tiny("qwen3moe"), tiny("dflash", variant=variant, draft_vocab=304)
-        with Session.open(options(pair, auto_gamma=True)) as session, StockContext(pair[0]) as stock:
-            generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
-            list(generation)
-            assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, N_PREDICT)[0], variant)
+    pair = tiny("qwen3moe"), tiny("dflash", draft_vocab=304)
+    with Session.open(options(pair, auto_gamma=True)) as session, StockContext(pair[0]) as stock:
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+        list(generation)
+        assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, N_PREDICT)[0], "")
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -327,6 +325,7 @@ def test_a_plain_session_loads_no_head(tiny: TinyFactory) -> None:
         (("qwen3moe", {"vocab": 320}), {"arch": "dflash"}),
         (("qwen3moe", {}), {"arch": "dflash", "mask": -1}),
         (("qwen3moe", {}), {"arch": "dflash", "block": 1}),
+        (("qwen3moe", {}), {"arch": "dflash", "variant": "selector"}),
     ],
 )
 def test_a_head_that_does_not_suit_the_target(
