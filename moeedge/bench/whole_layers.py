@@ -18,9 +18,8 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice, read_memory
 from moeedge.hardware.memory import default_reserve
-from moeedge.llama.gguf_file import expert_bytes, expert_tensors
+from moeedge.llama.gguf_file import WholeLayers, expert_bytes, expert_tensors, most_whole_layers, whole_layers
 from moeedge.llama.model import Model
-from moeedge.llama.whole_layers import WholeLayers, most_whole_layers, whole_layers
 from moeedge.planning.memory_map import draft_footprint, footprint
 from moeedge.scheduler.sizing import in_host_memory, staging_and_scratch_bytes
 from moeedge.units import format_bytes

@@ -134,10 +134,10 @@ def chat(
     engine.limit_openmp_spin(ram=ram)
     view.apply()
     # from here on llama.cpp may be loaded
-    from moeedge.engine.answer_setup import prepare_answers
     from moeedge.engine.conversation import Conversation, prompt_tokens
+    from moeedge.engine.session import prepare_answers
     from moeedge.hardware.processor import physical_cores
-    from moeedge.llama.builtin_templates import check_source
+    from moeedge.llama.text import check_source
     from moeedge.ui.chat.greeting import print_header, print_warnings
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 from moeedge.engine.speculative import SpeculativeLoop, TextState
@@ -13,7 +15,7 @@ from moeedge.engine.types import GenerationStats, StopReason
 from moeedge.errors import DeviceFailedError
 from moeedge.llama.model import Model
 from moeedge.llama.reasoning import ReasoningTags, begins_in_reasoning
-from moeedge.llama.text import StreamDecoder
+from moeedge.llama.sequence import Cancelled
 from moeedge.scheduler.stats import StepRecord
 
 
@@ -105,7 +107,8 @@ class Answer:
         self._limits = limits
         self._n_begun = len(begun)
         self._start_s = time.perf_counter()
-        self._decoder = StreamDecoder()
+        # a token may end inside a character: its first bytes are held back until the rest arrives
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = StopTexts(state.sampler.config.stop)
         self._visible = StopFilter(state.sampler.config.stop)
         for token in begun:
@@ -143,14 +146,14 @@ class Answer:
 
     def _emit(self, record: StepRecord) -> StepRecord:
         """Adds the step's tokens to the answer, cut at a stop token or at the requested length."""
-        tokens = record.tokens
-        if not self._limits.ignore_eos:
-            for i, token in enumerate(tokens):
-                if self.state.target.context.model.is_eog(token):
-                    tokens = tokens[:i]
-                    self.stop_reason = "eos"
-                    break
-        tokens = self._until_stop(tokens)
+        tokens, model = record.tokens, self.state.target.context.model
+        for i, token in enumerate(tokens):
+            if not self._limits.ignore_eos and model.is_eog(token):
+                tokens, self.stop_reason = tokens[:i], "eos"
+                break
+            if self._stops.n_longest and self._stops.find(model.piece(token, special=token in self._shown)):
+                tokens, self.stop_reason = tokens[: i + 1], "stop"
+                break
         room = self._room()
         if room is not None and len(tokens) >= room:
             # a stop token right after the requested length still counts as the end
@@ -160,16 +163,6 @@ class Answer:
         self.tokens.extend(tokens)
         self.stats.generated_tokens = len(self.tokens) - self._n_begun
         return record if tokens is record.tokens else replace(record, tokens=tokens)
-
-    def _until_stop(self, tokens: list[int]) -> list[int]:
-        """The tokens up to the one that completes a stop text, if one does."""
-        if self._stops.n_longest:
-            model = self.state.target.context.model
-            for i, token in enumerate(tokens):
-                if self._stops.find(model.piece(token, special=token in self._shown)):
-                    self.stop_reason = "stop"
-                    return tokens[: i + 1]
-        return tokens
 
     def _room(self) -> int | None:
         """Tokens that may still come; None: no limit."""
@@ -214,10 +207,8 @@ class Answer:
     def read(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """The text that `tokens` add, in entire characters; last: no more tokens come."""
         model = self.state.target.context.model
-        piece = self._decoder.feed(b"".join(model.piece(token, special=token in self._shown) for token in tokens))
-        if last:
-            piece += self._decoder.flush()
-        piece = self._visible.feed(piece, last=last)
+        data = b"".join(model.piece(token, special=token in self._shown) for token in tokens)
+        piece = self._visible.feed(self._decoder.decode(data, last), last=last)
         self.text += piece
         return piece
 
@@ -243,3 +234,73 @@ def repeated(work: Callable[[], _Result], loop: SpeculativeLoop, recover: Recove
         for sampler, position in zip(samplers, positions, strict=True):
             sampler.state = position
         return work()
+
+
+class Generation(Answer):
+    """Iterate over it for the StepRecords, or over `pieces` for the text; a step is computed when it is requested.
+
+    `text` is all that `pieces` has yielded. begun: as of `Answer`. recover: called when a GPU has failed; it gives the
+    loop contexts without it, or raises an error. The step is then repeated, with the same random numbers.
+    Iterating raises EngineError where another answer has begun in the session.
+    """
+
+    def __init__(
+        self,
+        loop: SpeculativeLoop,
+        state: TextState,
+        limits: AnswerLimits,
+        *,
+        cancel: Callable[[], bool] | None,
+        begun: Sequence[int] = (),
+        recover: Recover | None = None,
+    ) -> None:
+        super().__init__(state, limits, begun)
+        loop.texts.append(state)
+        self._loop = loop
+        self._cancel = cancel
+        self._recover = recover
+        self._steps = self._run()
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return self._steps
+
+    def pieces(self) -> Iterator[str]:
+        """The text in pieces that never split a character."""
+        for tokens in itertools.chain([self.tokens[: self._n_begun]], (step.tokens for step in self._steps)):
+            piece = self.read(tokens)
+            if piece:
+                yield piece
+        piece = self.read([], last=True)
+        if piece:
+            yield piece
+
+    def close(self) -> None:
+        """Ends the answer here; what was emitted stays in `tokens` and in the KV cache."""
+        self._steps.close()
+        if self.stop_reason is None:
+            self.interrupt(self._loop)
+
+    def _run(self) -> Generator[StepRecord, None, None]:
+        loop, stats = self._loop, self.stats
+        try:
+            loop.check_owner()
+            start_s = time.perf_counter()
+            record = repeated(partial(loop.prefill, self.state), loop, self._recover)
+            yield self.add_prompt(record, time.perf_counter() - start_s)
+            while self.stop_reason is None:
+                loop.check_owner()
+                if self._cancel is not None and self._cancel():
+                    self.interrupt(loop)
+                elif self.make_room():
+                    start_s = time.perf_counter()
+                    if stats.steps == 0:
+                        repeated(partial(loop.begin, self.state), loop, self._recover)
+                        begun_s = time.perf_counter()
+                        stats.prefill_s += begun_s - start_s
+                        start_s = begun_s
+                    sense_s = loop.sense_s
+                    [record] = repeated(partial(loop.step, [self.n_drafts]), loop, self._recover)
+                    decode_s = time.perf_counter() - start_s
+                    yield self.add_step(record, decode_s=decode_s, sense_s=max(0.0, loop.sense_s - sense_s))
+        except (KeyboardInterrupt, Cancelled):
+            self.interrupt(loop)

@@ -61,13 +61,8 @@ def budget_record(budget: ExpertBudget | None, *, gamma: int) -> dict[str, Any]:
     gamma: the draft length; at 0 the budget is idle.
     """
     if budget is None:
-        return {
-            "lossy": False,
-            "budget": None,
-            "expert_budget": None,
-            "budget_ranking": None,
-            "budget_policy": None,
-        }
+        names = ("budget", "expert_budget", "budget_ranking", "budget_policy")
+        return {"lossy": False, **dict.fromkeys(names)}
     return {
         "lossy": gamma > 0,
         "budget": budget.label_at(gamma),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.engine.sampling import Candidates, FloatRow, Sampler
 from moeedge.llama.context import Context
-from moeedge.llama.sequence import BatchPart, ContextSequence
+from moeedge.llama.hidden_states import StateRows
+from moeedge.llama.sequence import BatchPart, ContextSequence, WantedLogits
 from moeedge.native.abi import Phase
 from moeedge.scheduler.stopping import DraftStop
 
@@ -34,11 +34,22 @@ class Proposal:
     candidates: list[Candidates] = field(default_factory=list)  # one per token
     confidences: list[float] = field(default_factory=list)
     # float32 [n_tokens, n_embd], of the token emitted last and of all drafts except the last; None where not kept
-    hidden_states: NDArray[np.float32] | None = None
+    hidden_states: StateRows | None = None
 
     def first(self, n: int) -> Proposal:
         """At most the first `n` tokens, of n-grams."""
         return Proposal(self.tokens[:n], self.candidates[:n], self.confidences[:n])
+
+
+class DraftRequest(NamedTuple):
+    """What one text asks of its source: the arguments of `DraftSource.propose`."""
+
+    history: Sequence[int]
+    gamma: int  # 1 or more
+    sampler: Sampler
+    on_token: OnToken | None = None
+    keep_hidden_states: bool = False
+    stop: DraftStop | None = None
 
 
 class DraftSource:
@@ -74,6 +85,10 @@ class DraftSource:
         computed. keep_hidden_states: the proposal of a draft model holds its hidden states.
         stop: may end the draft earlier; with it, the proposal has confidences.
         """
+        request = DraftRequest(history, gamma, sampler, on_token, keep_hidden_states, stop)
+        return self._propose(request) if gamma > 0 else Proposal()
+
+    def _propose(self, request: DraftRequest) -> Proposal:
         return Proposal()
 
     def rollback(self, n_valid: int) -> None:
@@ -108,62 +123,52 @@ def confidence(logits: FloatRow) -> float:
     return 1.0 / float(np.exp(values - values.max()).sum())
 
 
-class ChainSource(Protocol):
-    """A source whose drafts follow from a KV cache of its own. n_vocab: ids that target and draft have."""
-
-    n_vocab: int
-
-    @property
-    def context(self) -> Context:
-        """Of the draft model."""
-
-    @property
-    def sequence(self) -> ContextSequence:
-        """Of the text, in that context."""
-
-    @property
-    def is_eog(self) -> Callable[[int], bool]:
-        """Whether a token ends an answer."""
-
-
 class Chain:
-    """The drafts of one text, as they are drawn. `pending` are the tokens that the draft's KV cache lacks."""
+    """The drafts of one text, as they are drawn. `pending` are the tokens that the draft's KV cache lacks.
+
+    sequence: of the text, in the draft's context. n_vocab: ids that target and draft have.
+    """
 
     def __init__(
-        self,
-        source: ChainSource,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        stop: DraftStop | None = None,
+        self, sequence: ContextSequence, request: DraftRequest, *, n_vocab: int, is_eog: Callable[[int], bool]
     ) -> None:
-        self.source = source
-        self.pending: Sequence[int] = history[source.sequence.n_past :]
+        self.sequence = sequence
+        self.pending: Sequence[int] = request.history[sequence.n_past :]
         self.proposal = Proposal()
-        self._gamma = gamma
-        self._sampler = sampler
-        self._stop = stop
-        self._seen = sampler.recent(history)
+        self._request = request
+        self._n_vocab = n_vocab
+        self._is_eog = is_eog
+        self._seen = request.sampler.recent(request.history)
 
     def draw(self, logits: FloatRow) -> bool:
         """Draws the next draft from the draft model's `logits` [n_vocab]; False where no other one is needed."""
-        row = logits[: self.source.n_vocab]
-        candidates = self._sampler.candidates(row, self._seen)
+        sampler, stop = self._request.sampler, self._request.stop
+        row = logits[: self._n_vocab]
+        candidates = sampler.candidates(row, self._seen)
         if not len(candidates.ids):  # a grammar refuses what the draft model expects
             return False
-        if self._stop is not None:
+        if stop is not None:
             self.proposal.confidences.append(confidence(row))
-            if not self._stop.keeps(self.proposal.confidences[-1]):
+            if not stop.keeps(self.proposal.confidences[-1]):
                 return False
-        token = self._sampler.pick(candidates)
+        token = sampler.pick(candidates)
         tokens = self.proposal.tokens
         tokens.append(token)
         self.proposal.candidates.append(candidates)
         self._seen.append(token)
         self.pending = [token]
-        if len(tokens) == self._gamma or self.source.is_eog(token):
+        if len(tokens) == self._request.gamma or self._is_eog(token) or (stop is not None and not stop.goes_on()):
             return False
-        return self._stop is None or self._stop.goes_on()
+        if self._request.on_token is not None:
+            self._request.on_token([self._request.history[-1], *tokens])
+        return True
+
+    def with_states(self, states: Sequence[StateRows]) -> Proposal:
+        """The proposal, if asked for with hidden states: of the token emitted last and of all drafts but the last."""
+        n = len(self.proposal.tokens)
+        if n == 0 or not self._request.keep_hidden_states:
+            return self.proposal
+        return replace(self.proposal, hidden_states=np.concatenate(states[:n]))
 
 
 class ModelDraft(DraftSource):
@@ -190,39 +195,23 @@ class ModelDraft(DraftSource):
         n_held = self.sequence.keep_prefix(history[:-1])
         self.sequence.prefill(history[n_held:-1], logits="none", cancel=cancel)
 
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
-        if gamma == 0:
-            return Proposal()
-        chain = Chain(self, history, gamma, sampler, stop)
-        tokens = chain.proposal.tokens
-        hidden_states: NDArray[np.float32] | None = None
-        if keep_hidden_states:
-            hidden_states = np.empty((gamma, self.context.model.info.n_embd), dtype=np.float32)
-            if len(chain.pending) > MAX_TOKENS_WITH_STATES:
-                self.sequence.decode(chain.pending[:-1], phase=Phase.DRAFT, logits="none")
-                chain.pending = chain.pending[-1:]
+    def chain(self, request: DraftRequest) -> Chain:
+        """The drafts of the text, none of which is drawn yet."""
+        return Chain(self.sequence, request, n_vocab=self.n_vocab, is_eog=self.is_eog)
+
+    def _propose(self, request: DraftRequest) -> Proposal:
+        chain, keeps = self.chain(request), request.keep_hidden_states
+        if keeps and len(chain.pending) > MAX_TOKENS_WITH_STATES:
+            self.sequence.decode(chain.pending[:-1], phase=Phase.DRAFT, logits="none")
+            chain.pending = chain.pending[-1:]
+        states: list[StateRows] = []
         while True:
-            if hidden_states is None:
-                logits = self.sequence.decode(chain.pending, phase=Phase.DRAFT, logits="last")
-            else:
-                logits = self.sequence.decode(chain.pending, phase=Phase.DRAFT, logits="all", hidden_states=True)
-                hidden_states[len(tokens)] = self.context.last_hidden_state()
+            wanted: WantedLogits = "states" if keeps else "last"
+            logits = self.sequence.decode(chain.pending, phase=Phase.DRAFT, logits=wanted)
+            if keeps:
+                states.append(np.array(self.context.last_hidden_state()[None]))
             if not chain.draw(logits[-1]):
-                break
-            if on_token is not None:
-                on_token([history[-1], *tokens])
-        if hidden_states is None or not tokens:
-            return chain.proposal
-        return replace(chain.proposal, hidden_states=hidden_states[: len(tokens)])
+                return chain.with_states(states)
 
     def rollback(self, n_valid: int) -> None:
         self.sequence.trim(n_valid)
@@ -260,16 +249,8 @@ class NgramDraft(DraftSource):
         self._indexed = []
         self._after = {}
 
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
+    def _propose(self, request: DraftRequest) -> Proposal:
+        history, gamma, stop = request.history, request.gamma, request.stop
         # the last token is not indexed yet: an n-gram must be found before the end, not at it
         for end in range(len(self._indexed) + 1, len(history)):
             self._indexed.append(history[end - 1])
@@ -301,28 +282,19 @@ def _kept(stop: DraftStop, confidence: float, gamma: int) -> int:
     return gamma
 
 
-class DraftRequest(NamedTuple):
-    """What one text asks of its source: at most `gamma` tokens that may follow `history`."""
-
-    source: DraftSource
-    history: Sequence[int]
-    gamma: int
-    sampler: Sampler
-
-
-def propose_together(requests: Sequence[DraftRequest]) -> list[Proposal]:
+def propose_together(sources: Sequence[DraftSource], requests: Sequence[DraftRequest]) -> list[Proposal]:
     """The proposals of several texts; a draft model decodes one batch per draft position for all of them."""
     chains: list[Chain] = []
     proposals = []
-    for source, history, gamma, sampler in requests:
-        if isinstance(source, ModelDraft) and gamma > 0:
-            chains.append(Chain(source, history, gamma, sampler))
+    for source, request in zip(sources, requests, strict=True):
+        if isinstance(source, ModelDraft) and request.gamma > 0:
+            context = source.context
+            chains.append(source.chain(request))
             proposals.append(chains[-1].proposal)
         else:
-            proposals.append(source.propose(history, gamma, sampler))
+            proposals.append(source.propose(request.history, request.gamma, request.sampler))
     while chains:
-        context = chains[0].source.context
-        parts = [BatchPart(chain.source.sequence, chain.pending, "last") for chain in chains]
+        parts = [BatchPart(chain.sequence, chain.pending, "last") for chain in chains]
         unfinished: list[Chain] = []
         for group in context.fitting(parts):
             rows = context.decode_parts(parts[group], phase=Phase.DRAFT)

@@ -123,7 +123,8 @@ class ChainSampler(Sampler):
                 raise EngineError("Every token is excluded.", "Change --logit-bias, or the grammar.")
         self._tokens.fill(row)
         for name, sampler in zip(self._names, path.filters, strict=True):
-            if name == "xtc" and not self._takes_xtc():
+            chance = self.config.xtc_probability
+            if name == "xtc" and not (chance > 0 and self._rng.random() <= chance):
                 continue
             if self._needs_possible.get(name):
                 self._tokens.drop_excluded()  # by a bias, a grammar, or top_n_sigma
@@ -138,9 +139,6 @@ class ChainSampler(Sampler):
         kept = [(token, math.exp(value - best)) for token, value in zip(ids.tolist(), values.tolist(), strict=True)]
         total = math.fsum(weight for _, weight in kept)
         return Candidates([t for t, w in kept if w > 0], [w / total for _, w in kept if w > 0])
-
-    def _takes_xtc(self) -> bool:
-        return self.config.xtc_probability > 0 and self._rng.random() <= self.config.xtc_probability
 
 
 # tokens that are checked before the entire vocabulary, which takes 10 ms with 151,936
@@ -243,26 +241,10 @@ class GrammarSampler(Sampler):
             return _NONE
         return _mixed([(found, 1.0, allowed)], 1.0 / _sum(found, allowed))
 
-    def accept(
-        self,
-        logits: NDArray[np.float32],
-        drafts: Sequence[int],
-        proposals: Sequence[Candidates],
-        history: Sequence[int],
-    ) -> tuple[int, int]:
-        seen = self._plain.recent(history)
-        for i, token in enumerate(drafts):
-            replacement = self._verify(logits[i], seen, token, proposals[i])
-            self._take(token if replacement is None else replacement)
-            if replacement is not None:
-                return i, replacement
-            seen.append(token)
-        token = self._draw(logits[len(drafts)], seen)
-        self._take(token)
-        return len(drafts), token
+    def _verified(self, history: Sequence[int]) -> list[int]:
+        return self._plain.recent(history)
 
     def _verify(self, logits: FloatRow, seen: list[int], token: int, draft: Candidates) -> int | None:
-        """None where the draft is accepted, otherwise the token in its place."""
         if self.greedy:
             best = self._allowed_argmax(logits, seen)
             return None if best == token else best
@@ -270,7 +252,8 @@ class GrammarSampler(Sampler):
         allowed = self._allowed(target.ids)
         least = self._rng.random() * draft.probability_of(token)
         if not allowed.all():
-            if least < _probability(target, token, allowed):
+            places = np.flatnonzero((np.asarray(target.ids) == token) & allowed)
+            if least < float(np.asarray(target.probabilities)[places].sum()):
                 return None
             again = self._allowed_candidates(logits, seen)
             target = _mixed([(target, 1.0, allowed), (again, 1.0 - _sum(target, allowed), None)])
@@ -372,12 +355,6 @@ def new_sampler(config: SamplingConfig, model: Model, begun: Sequence[int] = (),
 def _sum(candidates: Candidates, allowed: NDArray[np.bool_]) -> float:
     """The probability of the allowed ones."""
     return float(np.asarray(candidates.probabilities)[allowed].sum())
-
-
-def _probability(candidates: Candidates, token: int, allowed: NDArray[np.bool_]) -> float:
-    """Of `token`, 0 where it is not allowed."""
-    places = np.flatnonzero((np.asarray(candidates.ids) == token) & allowed)
-    return float(np.asarray(candidates.probabilities)[places].sum())
 
 
 def _mixed(parts: Sequence[tuple[Candidates, float, NDArray[np.bool_] | None]], scale: float = 1.0) -> Candidates:

@@ -9,20 +9,16 @@ state alone, and all drafts of a step come from one batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftSource, OnToken, Proposal
-from moeedge.engine.sampling import Candidates, Sampler
+from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftRequest, DraftSource, Proposal
 from moeedge.llama.context import Context
-from moeedge.llama.head_context import HeadContext
+from moeedge.llama.draft_heads import HeadContext
 from moeedge.llama.hidden_states import StateRows
 from moeedge.llama.sequence import BatchPart, ContextSequence
 from moeedge.native.abi import Phase
-from moeedge.scheduler.stopping import DraftStop
 
 _KEPT_BYTES = 16 << 20  # of a text's states
 _KEPT_TOKENS = (64, 1024)  # at least and at most
@@ -124,18 +120,9 @@ class DraftHead:
             states = self.states(index, n_held, len(piece))
             sequence.prefill(piece, logits="none", states=states, cancel=cancel)
             for head in range(1, self.context.kind.n_heads):  # into the same cells
-                with self.head(head):
+                with self.context.head(head):
                     sequence.trim(n_held)
                     sequence.prefill(piece, logits="none", states=states)
-
-    @contextmanager
-    def head(self, index: int) -> Iterator[None]:
-        """Within, that one of the model's heads decodes instead of the first."""
-        self.context.choose_head(index)
-        try:
-            yield
-        finally:
-            self.context.choose_head(0)
 
     def states(self, index: int, entry: int, n: int) -> StateRows:
         """What comes with the tokens of `n` entries from `entry` on: the target's states, as the head takes them."""
@@ -161,36 +148,20 @@ class HeadDraft(DraftSource):
     def sequence(self) -> ContextSequence:
         return self.head.context.sequences[self._index]
 
-    def is_eog(self, token: int) -> bool:
-        return self.head.target.model.is_eog(token)
-
     def for_sequence(self, index: int) -> HeadDraft:
-        return HeadDraft(self.head, n_vocab=self.n_vocab, index=index)
+        return type(self)(self.head, n_vocab=self.n_vocab, index=index)
 
     def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
         self.head.catch_up(self._index, history[:-1], cancel)
 
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
-        if gamma == 0:
-            return Proposal()
-        head, sequence = self.head, self.sequence
-        pending = history[head.context.kind.n_skipped + sequence.n_past :]
+    def _propose(self, request: DraftRequest) -> Proposal:
+        head, sequence, chain = self.head, self.sequence, self._chain(request)
+        pending = request.history[head.context.kind.n_skipped + sequence.n_past :]
         if len(pending) > MAX_TOKENS_WITH_STATES:
             head.extend(self._index, pending[:-1])
             pending = pending[-1:]
         states = head.states(self._index, sequence.n_past, len(pending))
-        chain = Chain(self, history, gamma, sampler, stop)
         chain.pending = pending
-        tokens = chain.proposal.tokens
         kept: list[StateRows] = []
         while True:
             n = len(chain.pending)
@@ -198,12 +169,10 @@ class HeadDraft(DraftSource):
             states = head.context.last_state(n)
             kept.append(states)
             if not chain.draw(logits[-1]):
-                break
-            if on_token is not None:
-                on_token([history[-1], *tokens])
-        if not keep_hidden_states or not tokens:
-            return chain.proposal
-        return replace(chain.proposal, hidden_states=np.concatenate(kept[: len(tokens)]))
+                return chain.with_states(kept)
+
+    def _chain(self, request: DraftRequest) -> Chain:
+        return Chain(self.sequence, request, n_vocab=self.n_vocab, is_eog=self.head.target.model.is_eog)
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         log, n_skipped = self.head.logs[self._index], self.head.context.kind.n_skipped
@@ -230,43 +199,27 @@ class ChainDraft(HeadDraft):
     before are of no use to it. They are taken back before the next head, and at the end.
     """
 
-    def for_sequence(self, index: int) -> ChainDraft:
-        return ChainDraft(self.head, n_vocab=self.n_vocab, index=index)
-
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
+    def _propose(self, request: DraftRequest) -> Proposal:
         head, sequence = self.head, self.sequence
-        n_drafts = min(gamma, head.context.kind.n_heads)
-        if n_drafts == 0:
-            return Proposal()
+        history = request.history
         head.extend(self._index, history[sequence.n_past : -1])
         n_held = sequence.n_past
-        chain = Chain(self, history, n_drafts, sampler, stop)
-        tokens = chain.proposal.tokens
+        n_drafts = min(request.gamma, head.context.kind.n_heads)
+        chain = self._chain(request._replace(gamma=n_drafts))
         states = head.states(self._index, n_held, 1)
         kept: list[StateRows] = []
         for index in range(n_drafts):
-            with head.head(index):
-                rows = sequence.decode([history[-1], *tokens], phase=Phase.DRAFT, logits="all", states=states)
+            with head.context.head(index):
+                rows = sequence.decode(
+                    [history[-1], *chain.proposal.tokens], phase=Phase.DRAFT, logits="all", states=states
+                )
                 kept.append(head.context.last_state(len(rows)))
                 goes_on = chain.draw(rows[-1])
                 sequence.trim(n_held)
             if not goes_on:
                 break
             states = np.concatenate([states, kept[-1]])
-            if on_token is not None:
-                on_token([history[-1], *tokens])
-        if not keep_hidden_states or not tokens:
-            return chain.proposal
-        return replace(chain.proposal, hidden_states=np.concatenate(kept[: len(tokens)]))
+        return chain.with_states(kept)
 
 
 class BlockDraft(HeadDraft):
@@ -275,58 +228,24 @@ class BlockDraft(HeadDraft):
     The head's KV cache then holds entries of these tokens, which are taken back at once.
     """
 
-    def for_sequence(self, index: int) -> BlockDraft:
-        return BlockDraft(self.head, n_vocab=self.n_vocab, index=index)
-
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
+    def _propose(self, request: DraftRequest) -> Proposal:
         block = self.head.context.kind.block
         assert block is not None
-        n_drafts = min(gamma, block.n_drafts_max)
-        if n_drafts == 0:
-            return Proposal()
-        sequence = self.sequence
+        n_drafts = min(request.gamma, block.n_drafts_max)
+        history, sequence = request.history, self.sequence
         self.head.extend(self._index, history[sequence.n_past : -1])
         n_held = sequence.n_past
         n_masks = n_drafts + block.first - 1
         try:
             tokens = [history[-1], *[block.mask] * n_masks]
-            rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="last" if block.n_candidates else "all")
-            if block.n_candidates:
-                return self._select(block.n_candidates, len(tokens), stop)
-            chain = Chain(self, history, n_drafts, sampler, stop)
+            rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="all")
+            chain = self._chain(request._replace(gamma=n_drafts, on_token=None))
             for row in rows[block.first :]:
                 if not chain.draw(row):
                     break
             return chain.proposal
         finally:
             sequence.trim(n_held)
-
-    def _select(self, n_candidates: int, n_rows: int, stop: DraftStop | None) -> Proposal:
-        """The path of the highest scores from one row's candidates to the next row's."""
-        proposal, before = Proposal(), 0
-        for row in self.head.context.selections(n_rows)[1:]:
-            start = n_candidates * (1 + before)
-            scores = row[start : start + n_candidates]
-            before = int(scores.argmax())
-            if stop is not None:
-                proposal.confidences.append(1.0 / float(np.exp(scores - scores[before]).sum()))
-                if not stop.keeps(proposal.confidences[-1]):
-                    break
-            token = int(row[before])
-            proposal.tokens.append(token)
-            proposal.candidates.append(Candidates.certain(token))
-            if self.is_eog(token) or (stop is not None and not stop.goes_on()):
-                break
-        return proposal
 
 
 def head_draft(head: DraftHead, *, n_vocab: int) -> HeadDraft:

@@ -127,18 +127,11 @@ class LayerChoice:
 def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
     """Where the choice for this model, device and configuration is kept. Raises OSError without a cache folder."""
     placement = config.placement
+    names = ("vram_bytes", "prefill", "device_path", "policy", "utility_cap", "forgetting")
     conditions = session_conditions(config, device) | {
         "schema": _SCHEMA,
-        "n_ctx": config.n_ctx,
-        "n_parallel": config.n_parallel,
-        "n_batch": config.n_batch,
-        "n_ubatch": config.n_ubatch,
-        "vram_bytes": placement.vram_bytes,
-        "prefill": placement.prefill,
-        "device_path": placement.device_path,
-        "policy": placement.policy,
-        "cap": placement.utility_cap,
-        "forgetting": placement.forgetting,
+        **{name: getattr(config, name) for name in ("n_ctx", "n_parallel", "n_batch", "n_ubatch")},
+        **{name: getattr(placement, name) for name in names},
         "ablations": sorted(placement.ablations),
         "execution": asdict(placement.execution),
     }

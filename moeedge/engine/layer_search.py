@@ -23,8 +23,8 @@ from moeedge.errors import EngineError, ModelFileError, MoeedgeError
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama import gguf_file
+from moeedge.llama.gguf_file import most_whole_layers, whole_layers
 from moeedge.llama.model import Model
-from moeedge.llama.whole_layers import most_whole_layers, whole_layers
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
 from moeedge.notifications import Level, Notification, Notify, ignore
@@ -205,14 +205,14 @@ class StepEstimate:
         return min(possible, key=self.step_s, default=None)
 
 
+@dataclass(frozen=True)
 class _Search:
     """Opens a session for each division and measures it."""
 
-    def __init__(self, config: EngineConfig, device: ResolvedDevice, draft: Model | None, notify: Notify) -> None:
-        self._config = config
-        self._device = device
-        self._draft = draft
-        self._notify = notify
+    _config: EngineConfig
+    _device: ResolvedDevice
+    _draft: Model | None
+    _notify: Notify
 
     def run(self) -> LayerChoice | None:
         """The choice; None where the context is too small, or where an earlier process ended while it measured.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from moeedge import paths
+from moeedge.engine.drafts import DraftSource, ModelDraft
+from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, Storage, ram, resolve
 from moeedge.hardware.memory import fits
@@ -18,9 +20,8 @@ from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
 from moeedge.llama.context_size import kv_bytes_per_token
 from moeedge.llama.dense_weights import SplitWeights
-from moeedge.llama.draft_heads import HeadKind, head_file, missing_head, own_head
+from moeedge.llama.draft_heads import HeadContext, HeadKind, head_file, missing_head, own_head
 from moeedge.llama.draft_model import check_compatible
-from moeedge.llama.head_context import HeadContext
 from moeedge.llama.model import Model
 from moeedge.scheduler.governor import GAMMA_MAX
 
@@ -335,3 +336,67 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
             for n, header, each in zip(n_ctx, headers, settings, strict=False)
         )
         return fits(n_bytes, device.free_bytes, device.total_bytes)
+
+
+def reopen_on_cpu(
+    config: EngineConfig,
+    target: Context,
+    draft: DraftSource,
+    resources: ExitStack,
+    *,
+    make_room: Callable[[int], None] | None = None,
+) -> tuple[Context, Context | None, DraftSource]:
+    """Loads the models of an answer again, for the CPU alone, where a GPU fails on which llama.cpp computes.
+
+    Returns the contexts of the target and of a draft that is a model of its own, or None, and the source of drafts.
+    They have the same size and empty KV caches. An expert cache alone needs none of this: its backend
+    computes the failed device's share again on the CPU.
+
+    The old ones are freed first, since memory for both may not be there. Where the driver threw an exception they are
+    abandoned instead: freeing them would call a driver that is in an unknown state. make_room: called in between with
+    the bytes that the new ones need. Raises MoeedgeError if the models cannot be loaded; the session cannot be used any
+    more then.
+    """
+    old = [target, draft.context] if isinstance(draft, ModelDraft | HeadDraft) else [target]
+    models = list(dict.fromkeys(context.model for context in old))  # a head's may be the target's
+    # without experts that are loaded on demand
+    n_bytes = sum(model.info.size_bytes if model.dense is None else model.dense.n_bytes for model in models)
+    for context in old:
+        n_bytes += round(config.n_parallel * context.n_ctx * kv_bytes_per_token(context.model, context.settings))
+    is_abandoned = any(context.is_closed for context in old)
+    for context in old:
+        context.abandon() if is_abandoned else context.close()
+    for model in models:
+        model.abandon() if is_abandoned else model.close()
+    if make_room is not None:
+        make_room(n_bytes)
+    again = {model: resources.enter_context(_load(model)) for model in models}
+    new_target = _reopen(config, again[target.model], target, resources)
+    if isinstance(draft, ModelDraft):
+        draft_context = _reopen(config, again[draft.context.model], draft.context, resources, is_draft=True)
+        return new_target, draft_context, draft.on(draft_context)
+    if isinstance(draft, HeadDraft):
+        kind = draft.head.context.kind
+        context = make_head_context(config, again[draft.context.model], kind, new_target)
+        draft.head.replace(new_target, resources.enter_context(context))
+    return new_target, None, draft
+
+
+def _load(model: Model) -> Model:
+    storage = model.storage  # on demand: the cache in RAM, which loads the experts, serves the new context
+    if storage != "on demand":
+        storage = "loaded" if fits(model.info.size_bytes) else "mapped"
+    settings = replace(model.settings, overrides=())  # they may name the GPU's memory
+    return Model.load(model.path, device="none", storage=storage, head=model.has_head, settings=settings)
+
+
+def _reopen(
+    config: EngineConfig, model: Model, context: Context, resources: ExitStack, *, is_draft: bool = False
+) -> Context:
+    budget = context.budget
+    reopened = resources.enter_context(
+        make_context(config, model, context.n_ctx, has_budget=budget is not None, is_draft=is_draft)
+    )
+    if budget is not None:
+        reopened.set_budget(budget.budget)
+    return reopened

@@ -3,81 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 
 from moeedge.engine.answer import Answer, Recover, repeated
 from moeedge.engine.drafts import DraftSource
 from moeedge.engine.speculative import SpeculativeLoop, TextState
-from moeedge.engine.types import SamplingConfig
+from moeedge.engine.types import GenerationStats, SamplingConfig
 from moeedge.llama.sequence import Cancelled
 from moeedge.scheduler.stats import StepRecord
 
 
-@dataclass(frozen=True)
-class ParallelStep:
-    """One step of all texts; times are wall-clock seconds."""
-
-    n_active: int  # texts
-    tokens: int  # that became part of the answers, and stop tokens
-    n_verified: int
-    n_drafted: int
-    n_accepted: int
-    experts_unique: float  # as of StepRecord
-    draft_s: float
-    verify_s: float
-    observe_s: float
-    step_s: float  # the entire step
-    sense_s: float  # part of verify_s: the native sensor's
-
-
-@dataclass
-class ParallelStats:
-    """Figures of all texts together; times are wall-clock seconds. Prompts are decoded one after the other."""
-
-    prefill_tokens: int = 0
-    prefill_s: float = 0.0  # of both models
-    steps: list[ParallelStep] = field(default_factory=list)
-
-    def at(self, n_active: int) -> ParallelStats:
-        """The figures of the steps with so many texts."""
-        return ParallelStats(steps=[step for step in self.steps if step.n_active == n_active])
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens of the steps; the first token of each text belongs to its prompt."""
-        return sum(step.tokens for step in self.steps)
-
-    @property
-    def decode_s(self) -> float:
-        """Time of the steps."""
-        return sum(step.step_s for step in self.steps)
-
-    @property
-    def tg_ts(self) -> float:
-        """Throughput of the steps in tokens/s, of all texts together."""
-        return self.generated_tokens / self.decode_s if self.steps else 0.0
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None without drafts."""
-        drafted = sum(step.n_drafted for step in self.steps)
-        return sum(step.n_accepted for step in self.steps) / drafted if drafted else None
-
-    @property
-    def experts_per_verification(self) -> float | None:
-        """Distinct experts per MoE layer and step, of all texts together; None without a sensor."""
-        total = sum(step.experts_unique for step in self.steps)
-        return total / len(self.steps) if total else None
-
-
+@dataclass(eq=False, repr=False)
 class ParallelGeneration:
     """Iterate over it for (index, StepRecord) of each text and step; a step is computed when it is requested.
 
     A text's first record is its prompt's, with its first token. The times and experts of a record are those of the
-    entire step. `answers[index]` are the answers, in the order in which they were added. Texts wait until a sequence is
+    entire step. `answers[index]` are the answers, in the order in which they were added. `stats` are the prompts, which
+    are decoded one after the other, and all steps, `of_texts[n]` the steps of n texts together; the first token of each
+    text belongs to its prompt, and stop tokens count. Texts wait until a sequence is
     free; they take the one whose KV cache holds most of their prompt. Between two records texts may be added and
     stopped. An iteration ends when no text is left, and goes on with texts that are added later. It raises EngineError
     where another answer has begun in the session.
@@ -86,26 +32,20 @@ class ParallelGeneration:
     fit. draft_of: the source of drafts for the text in a sequence. recover: as of `Generation`.
     """
 
-    def __init__(
-        self,
-        loop: SpeculativeLoop,
-        new_answer: Callable[[Sequence[int], int, SamplingConfig], Answer],
-        draft_of: Callable[[int], DraftSource],
-        *,
-        cancel: Callable[[], bool] | None,
-        recover: Recover | None = None,
-    ) -> None:
+    _loop: SpeculativeLoop
+    _new_answer: Callable[[Sequence[int], int, SamplingConfig], Answer]
+    _draft_of: Callable[[int], DraftSource]
+    _cancel: Callable[[], bool] | None
+    _recover: Recover | None
+
+    def __post_init__(self) -> None:
         self.answers: list[Answer] = []
-        self.stats = ParallelStats()
-        self._loop = loop
-        self._new_answer = new_answer
-        self._draft_of = draft_of
-        self._cancel = cancel
-        self._recover = recover
+        self.stats = GenerationStats()
+        self.of_texts: defaultdict[int, GenerationStats] = defaultdict(GenerationStats)
         self._waiting: deque[int] = deque()  # indices of answers
         self._joining: int | None = None  # the text whose prompt is being decoded; it has a sequence
         self._active: dict[int, Answer] = {}
-        self._free = list(range(len(loop.target.sequences)))  # sequences without a text
+        self._free = list(range(len(self._loop.target.sequences)))  # sequences without a text
         self._ready: deque[tuple[int, StepRecord]] = deque()  # computed, and not yielded yet
 
     def add(self, prompt: Sequence[int], *, n_predict: int = -1, sampling: SamplingConfig) -> int:
@@ -210,21 +150,11 @@ class ParallelGeneration:
             shown = answer.add_step(record, decode_s=step_s, sense_s=sense_s)
             n_tokens += len(shown.tokens) + (answer.stop_reason == "eos")
             self._hand_out(index, shown)
-        self.stats.steps.append(
-            ParallelStep(
-                n_active=len(records),
-                tokens=n_tokens,
-                n_verified=sum(record.n_verified for record in records),
-                n_drafted=sum(record.n_drafted for record in records),
-                n_accepted=sum(record.n_accepted for record in records),
-                experts_unique=records[0].experts_unique,
-                draft_s=records[0].draft_s,
-                verify_s=records[0].verify_s,
-                observe_s=records[0].observe_s,
-                step_s=step_s,
-                sense_s=sense_s,
-            )
-        )
+        n_drafted, n_accepted = sum(r.n_drafted for r in records), sum(r.n_accepted for r in records)
+        together = replace(records[0], n_drafted=n_drafted, n_accepted=n_accepted)
+        for stats in (self.stats, self.of_texts[len(records)]):
+            stats.add_step(together, decode_s=step_s, sense_s=sense_s)
+            stats.generated_tokens += n_tokens
 
     def _hand_out(self, index: int, record: StepRecord) -> None:
         """Adds to the answer's text what the step has emitted, and ends the answer where it is complete."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +32,6 @@ class Recording:
 
     trace: Trace
     answers: int
-    steps: int
     drafted: int
     accepted: int
     skipped: list[str]  # ids of the prompts that do not fit the context
@@ -64,7 +64,7 @@ def record_routing(
     """
     collector = TraceCollector(_describe_run(session, n_predict, sampling, source or {}, command))
     model = session.model
-    answers = steps = drafted = accepted = 0
+    answers = drafted = accepted = 0
     skipped: list[str] = []
     conversations: list[list[int]] = []
     session.observers.append(collector)
@@ -91,7 +91,6 @@ def record_routing(
                     on_step(index, len(answer.tokens) - n_tokens)
                     n_tokens = len(answer.tokens)
                 answers += 1
-                steps += answer.stats.steps
                 drafted += answer.stats.drafted
                 accepted += answer.stats.accepted
                 if answer.stop_reason == "interrupted":
@@ -104,7 +103,7 @@ def record_routing(
                 break
     finally:
         session.observers.remove(collector)
-    return Recording(collector.trace(), answers, steps, drafted, accepted, skipped, conversations)
+    return Recording(collector.trace(), answers, drafted, accepted, skipped, conversations)
 
 
 def describe(info: EngineInfo, source: str, parameters: dict[str, Any] | None = None) -> TraceMeta:
@@ -140,9 +139,7 @@ class TraceCollector:
         self._descriptions: list[dict[str, str]] = []  # by sequence
         # per graph: its rows, and the draft's hidden states of the first ones
         self._hidden_states: list[tuple[int, NDArray[np.float32] | None]] = []
-        self._columns: dict[str, list[NDArray[Any]]] = {
-            name: [] for name in ("ids", "weights", "phase", "sequence", "step", "accepted", "token", "position")
-        }
+        self._columns: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
 
     def begin(self, prompt: list[int], description: dict[str, str] | None = None) -> None:
         """A new text starts; the observer is called with its prefill next. description: for the trace's "texts"."""
@@ -159,63 +156,53 @@ class TraceCollector:
             raise EngineError("This model has no experts: there is no routing to record.")
         frames = sensor.frames()
         if record.n_verified == 0:
-            self._add_prefill(frames)
+            frames = [frame for frame in frames if frame.phase == Phase.PREFILL]
+            n_prompt = len(self.text)
+            # rows end with the prompt's last token; of a very long prompt the sensor keeps the last frames only
+            start = n_prompt - sum(frame.n_tokens for frame in frames)
+            self._add(frames, start, self.text[start:], np.ones(n_prompt - start, dtype=np.bool_))
+            self._position = n_prompt
         else:
             self._step += 1
-            self._add_step(frames, record)
+            frames = [frame for frame in frames if frame.phase != Phase.PREFILL]
+            batch = [self.text[self._position], *record.drafts]
+            accepted = np.arange(len(batch)) <= record.n_accepted
+            self._add(frames, self._position, batch, accepted, record.hidden_states)
+            self._position += record.n_accepted + 1
         self.text.extend(record.tokens)
 
-    def _add_prefill(self, frames: list[Frame]) -> None:
-        """The rows end with the prompt's last token; of a very long prompt the sensor keeps the last frames only."""
-        frames = [frame for frame in frames if frame.phase == Phase.PREFILL]
-        n_prompt = len(self.text)
-        start = n_prompt - sum(frame.n_tokens for frame in frames)
-        for frame in frames:
-            stop = start + frame.n_tokens
-            self._append(frame, start, self.text[start:stop], np.ones(frame.n_tokens, dtype=np.bool_))
-            start = stop
-        self._position = n_prompt
-
-    def _add_step(self, frames: list[Frame], record: StepRecord) -> None:
-        frames = [frame for frame in frames if frame.phase != Phase.PREFILL]
-        batch = [self.text[self._position], *record.drafts]
-        accepted = np.arange(len(batch)) <= record.n_accepted
-        start = 0
-        for frame in frames:  # more than one where the batch is larger than a graph may be
-            stop = start + frame.n_tokens
-            hidden_states = None if record.hidden_states is None else record.hidden_states[start:stop]
-            self._append(frame, self._position + start, batch[start:stop], accepted[start:stop], hidden_states)
-            start = stop
-        self._position += record.n_accepted + 1
-
-    def _append(
+    def _add(
         self,
-        frame: Frame,
+        frames: list[Frame],
         position: int,
         tokens: list[int],
         accepted: NDArray[np.bool_],
         hidden_states: NDArray[np.float32] | None = None,
     ) -> None:
-        """Rows of one graph, whose first token is at `position` of the text."""
-        n_tokens = frame.n_tokens
-        ids, weights = _rows(frame, self._dtype)
-        values: tuple[NDArray[Any], ...] = (
-            ids,
-            weights,
-            np.full(n_tokens, frame.phase, dtype=np.uint8),
-            np.full(n_tokens, self._sequence, dtype=np.int32),
-            np.full(n_tokens, self._step, dtype=np.int32),
-            accepted,
-            np.array(tokens, dtype=np.int32),
-            np.arange(position, position + n_tokens, dtype=np.int32),
-        )
-        for name, value in zip(self._columns, values, strict=True):
-            self._columns[name].append(value)
-        self._hidden_states.append((n_tokens, hidden_states))
+        """Rows of the graphs of one batch, whose first token is at `position` of the text."""
+        start = 0
+        for frame in frames:  # more than one where the batch is larger than a graph may be
+            n = frame.n_tokens
+            stop = start + n
+            ids, weights = _rows(frame, self._dtype)
+            values: dict[str, NDArray[Any]] = {
+                "ids": ids,
+                "weights": weights,
+                "phase": np.full(n, frame.phase, dtype=np.uint8),
+                "sequence": np.full(n, self._sequence, dtype=np.int32),
+                "step": np.full(n, self._step, dtype=np.int32),
+                "accepted": accepted[start:stop],
+                "token": np.array(tokens[start:stop], dtype=np.int32),
+                "position": np.arange(position + start, position + stop, dtype=np.int32),
+            }
+            for name, value in values.items():
+                self._columns[name].append(value)
+            self._hidden_states.append((n, None if hidden_states is None else hidden_states[start:stop]))
+            start = stop
 
     def trace(self) -> Trace:
         """All rows so far. Raises EngineError where there are none."""
-        if not self._columns["ids"]:
+        if not self._columns:
             raise EngineError(_NO_ROUTING)
         columns: dict[str, Any] = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         meta = self.meta

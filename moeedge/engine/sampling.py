@@ -14,7 +14,8 @@ import ctypes
 import math
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ from moeedge.native.largest_values import LargestValues
 if TYPE_CHECKING:
     from moeedge.llama.model import Model
 
-_ROWS = 64  # of the vocabulary, for the search: it looks into the columns with a large maximum
+_ROWS = 64  # of the vocabulary, of whose columns the search takes the maxima
 _TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
 SHORT = 4096  # the largest top-k of which candidates are lists
 NOT_FINITE = (
@@ -118,34 +119,22 @@ class Sampler:
         self, largest: LargestValues, k: int, logits: FloatRow, history: Sequence[int]
     ) -> tuple[list[int], list[float]]:
         """Ids and values of the `k` largest under the repeat penalty, descending. Raises EngineError for no numbers."""
-        row = _as_c(logits)
-        before = self._penalize(row, history)
-        try:
+        with self._penalized(logits, history) as row:
             ids, values = largest.find(row, k)
-        finally:
-            _restore(row, before)
         if not values or not math.isfinite(values[0]):
             raise EngineError(*NOT_FINITE)
         return ids, values
 
     def many_largest(self, k: int, logits: FloatRow, history: Sequence[int]) -> NDArray[np.intp]:
         """Ids of the `k` largest under the repeat penalty, descending; faster than `largest` for hundreds."""
-        row = _as_c(logits)
-        before = self._penalize(row, history)
-        try:
+        with self._penalized(logits, history):
             return _largest(logits, _column_maxima(logits), k)
-        finally:
-            _restore(row, before)
 
     def _wide_candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         """The candidates without top-k, or with a large one."""
         config = self.config
-        row = _as_c(logits)
-        before = self._penalize(row, history)
-        try:
+        with self._penalized(logits, history):
             ids, kept, total = self._head(logits)
-        finally:
-            _restore(row, before)
         if config.top_p < 1:
             n = int(np.searchsorted(np.cumsum(np.exp(kept)), config.top_p * total)) + 1
             ids, kept = ids[:n], kept[:n]
@@ -173,7 +162,7 @@ class Sampler:
             return ids, kept, float(np.exp(kept).sum())
         total = _sum_of_exp(values, best) if config.top_p < 1 else 0.0
         if config.min_p > 0:
-            ids = _descending(values, _at_least(values, maxima, best + math.log(config.min_p)))
+            ids = _descending(values, np.flatnonzero(values >= best + math.log(config.min_p)))
         elif config.top_p == 1:
             ids = np.arange(len(values))
         else:
@@ -188,13 +177,9 @@ class Sampler:
             token = int(logits.argmax())
             value = logits[token]
         else:
-            row = _as_c(logits)
-            before = self._penalize(row, history)
-            try:
+            with self._penalized(logits, history):
                 token = int(logits.argmax())
-                value = row[token]
-            finally:
-                _restore(row, before)
+                value = logits[token]
         if not math.isfinite(value):
             raise EngineError(*NOT_FINITE)
         return token
@@ -218,31 +203,38 @@ class Sampler:
         proposals: the distribution that each draft was drawn from. Each position is filtered with its own history,
         earlier drafts included.
         """
-        seen = self.recent(history)
-        if self.greedy:
-            return self._accept_greedy(logits, drafts, seen)
+        seen = self._verified(history)
         for i, token in enumerate(drafts):
-            target = self.candidates(logits[i], seen)
-            replacement = self._reject(target, proposals[i], token)
+            replacement = self._verify(logits[i], seen, token, proposals[i])
+            self._take(token if replacement is None else replacement)
             if replacement is not None:
                 return i, replacement
             seen.append(token)
-        return len(drafts), self.pick(self.candidates(logits[len(drafts)], seen))
+        token = self._draw(logits[len(drafts)], seen)
+        self._take(token)
+        return len(drafts), token
 
     def recent(self, history: Sequence[int]) -> list[int]:
         """A copy, to append to, of the part of `history` that the penalty covers; an entire history may be long."""
         return list(history[-self._window(history) :]) if self._penalizes else []
 
-    def _accept_greedy(self, logits: NDArray[np.float32], drafts: Sequence[int], seen: list[int]) -> tuple[int, int]:
-        for i, token in enumerate(drafts):
-            best = self.argmax(logits[i], seen)
-            if best != token:
-                return i, best
-            seen.append(token)
-        return len(drafts), self.argmax(logits[len(drafts)], seen)
+    def _verified(self, history: Sequence[int]) -> list[int]:
+        """As `recent`, of the tokens before the target's logits."""
+        return self.recent(history)
 
-    def _reject(self, target: Candidates, draft: Candidates, token: int) -> int | None:
+    def _take(self, token: int) -> None:
+        """The answer goes on with `token`."""
+
+    def _draw(self, logits: FloatRow, seen: list[int]) -> int:
+        """The target's own token."""
+        return self.argmax(logits, seen) if self.greedy else self.pick(self.candidates(logits, seen))
+
+    def _verify(self, logits: FloatRow, seen: list[int], token: int, draft: Candidates) -> int | None:
         """None (accepted) with probability min(1, p/q), else a token drawn from the residual max(0, p - q)."""
+        if self.greedy:
+            best = self.argmax(logits, seen)
+            return None if best == token else best
+        target = self.candidates(logits, seen)
         p = target.probability_of(token)
         q = draft.probability_of(token)
         if self._rng.random() * q < p:
@@ -281,28 +273,24 @@ class Sampler:
         last_n = self.config.repeat_last_n
         return len(history) if last_n < 0 else last_n
 
-    def _penalize(self, row: CRow, history: Sequence[int]) -> dict[int, float]:
-        """Puts the repeat penalty on `row`, in place: a copy takes as long as a search. The values to `_restore`."""
+    @contextmanager
+    def _penalized(self, logits: FloatRow, history: Sequence[int]) -> Iterator[CRow]:
+        """Within, `logits` have the repeat penalty, in place: a copy takes as long as a search.
+
+        The same memory as a ctypes array, whose elements are Python's own numbers.
+        """
+        row, n = (ctypes.c_float * len(logits)).from_buffer(logits.data), len(logits)
         before: dict[int, float] = {}
-        if not self._penalizes:
-            return before
-        penalty, n = self._penalty, len(row)
-        for token in history[-self._window(history) :]:
-            if token not in before and token < n:  # a draft's vocabulary may lack the target's last tokens
-                value = before[token] = row[token]
-                # a division would make the token of a negative logit more likely
-                row[token] = value * penalty if value <= 0 else value / penalty
-        return before
-
-
-def _as_c(logits: FloatRow) -> CRow:
-    """The same memory as a ctypes array, whose elements are Python's own numbers."""
-    return (ctypes.c_float * len(logits)).from_buffer(logits.data)
-
-
-def _restore(row: CRow, before: dict[int, float]) -> None:
-    for token, value in before.items():
-        row[token] = value
+        try:
+            for token in history[-self._window(history) :] if self._penalizes else ():
+                if token not in before and token < n:  # a draft's vocabulary may lack the target's last tokens
+                    value = before[token] = row[token]
+                    # a division would make the token of a negative logit more likely
+                    row[token] = value * self._penalty if value <= 0 else value / self._penalty
+            yield row
+        finally:
+            for token, value in before.items():
+                row[token] = value
 
 
 def _below(values: FloatRow, best: float) -> NDArray[np.float64]:
@@ -326,27 +314,13 @@ def _column_maxima(values: FloatRow) -> FloatRow:
     return maxima if len(values) == n * _ROWS else np.concatenate((maxima, values[n * _ROWS :]))
 
 
-def _at_least(values: FloatRow, maxima: FloatRow, least: float) -> NDArray[np.intp]:
-    """Ascending indices of the values >= `least`, which only the columns hold whose maximum reaches it."""
-    places = np.flatnonzero(maxima >= least)
-    if len(places) > len(maxima) // 4:
-        return np.flatnonzero(values >= least)
-    n = len(values) // _ROWS
-    columns = places[: np.searchsorted(places, n)]
-    ids = (np.arange(_ROWS)[:, None] * n + columns).ravel()
-    found: NDArray[np.intp] = ids[values[ids] >= least]
-    if len(columns) == len(places):
-        return found
-    return np.concatenate((found, places[len(columns) :] + n * (_ROWS - 1)))
-
-
 def _largest(values: FloatRow, maxima: FloatRow, k: int) -> NDArray[np.intp]:
     """Indices of the `k` largest values, descending, the lower index first among equals; of all if there are fewer."""
     # the maxima are values themselves: the k-th largest of them is a lower bound of the k-th largest value
     known = maxima if len(maxima) > k else values
     if len(known) <= k:
         return _descending(values, np.arange(len(values)))
-    return _descending(values, _at_least(values, maxima, np.partition(known, -k)[-k]))[:k]
+    return _descending(values, np.flatnonzero(values >= np.partition(known, -k)[-k]))[:k]
 
 
 def _descending(values: FloatRow, ids: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
-from moeedge.engine.answer import Answer, AnswerLimits, Recover, ends_with_tag
+from moeedge.engine.answer import Answer, AnswerLimits, Generation, Recover, ends_with_tag
 from moeedge.engine.budgets import unmet_budget, usable_budget
 from moeedge.engine.context_choice import context_size, setting_notes
 from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
-from moeedge.engine.fallback import reopen_on_cpu
-from moeedge.engine.generation import Generation
 from moeedge.engine.grammar import new_sampler
 from moeedge.engine.head_draft import DraftHead, HeadDraft, head_draft
 from moeedge.engine.layer_choice import LayerChoice
@@ -22,17 +20,19 @@ from moeedge.engine.loading import (
     load_target,
     make_context,
     make_head_context,
+    reopen_on_cpu,
     resolve_device,
 )
 from moeedge.engine.parallel import ParallelGeneration
 from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
-from moeedge.llama.chat_template import MODEL_TEMPLATE
+from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.gguf_file import adapts_experts
 from moeedge.llama.model import Mode, Model
+from moeedge.llama.samplers import Grammar
 from moeedge.llama.sequence import Cancelled
 from moeedge.native.devices import MemoryUse
 from moeedge.native.sensor import Counts
@@ -50,17 +50,9 @@ Observer = Callable[[StepRecord, "Session"], None]
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 RESERVED_TOKENS = 4
-# of EngineInfo
-_NO_CACHE: dict[str, Any] = {
-    "device": "none",
-    "policy": "none",
-    "cache_ratio": 0.0,
-    "cache_slots": 0,
-    "pool_bytes": 0,
-    "vram_bytes": None,
-}
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """The loaded models with their contexts and placement. Made by `Session.open`; a context manager.
 
@@ -78,38 +70,28 @@ class Session:
     notify: called before an operation that takes a while, and when a device is lost during an answer; may be replaced.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        target: Context,
-        draft: DraftSource,
-        draft_context: Context | None,
-        info: EngineInfo,
-        placement: PlacementManager | None,
-        calibration: Calibration | None,
-        resources: ExitStack,
-        notify: Notify,
-    ) -> None:
-        self.config = config
-        self.target = target
-        self.draft = draft
-        self.draft_context = draft_context
-        self.info = info
-        self.gamma = info.gamma
-        self.governor = self._new_governor() if info.auto_gamma else None
-        self.n_keep = 1 if target.model.adds_bos else 0
+    config: EngineConfig
+    target: Context
+    draft: DraftSource
+    draft_context: Context | None
+    info: EngineInfo
+    placement: PlacementManager | None
+    calibration: Calibration | None
+    _resources: ExitStack
+    notify: Notify
+
+    def __post_init__(self) -> None:
+        self.gamma = self.info.gamma
+        self.governor = self._new_governor() if self.info.auto_gamma else None
+        self.n_keep = 1 if self.target.model.adds_bos else 0
         self.template = MODEL_TEMPLATE
         self.observers: list[Observer] = []
-        self.placement = placement
-        self.calibration = calibration
         self.layer_choice: LayerChoice | None = None
-        self.notify = notify
         self._loop: SpeculativeLoop | None = None
-        self._resources = resources
         # the GPU failed: the CPU computes everything, and placement has only its figures and slots in RAM left
         self._fell_back = False
-        if placement is not None:
-            placement.notify = self._report
+        if self.placement is not None:
+            self.placement.notify = self._report
 
     @classmethod
     def open(
@@ -293,9 +275,7 @@ class Session:
             state = self._new_text(prompt, sampling)
             return Answer(state, self._limits(state, n_predict, ignore_eos))
 
-        generation = ParallelGeneration(
-            self._new_loop(cancel), new_answer, self._draft_of, cancel=cancel, recover=self._recover
-        )
+        generation = ParallelGeneration(self._new_loop(cancel), new_answer, self._draft_of, cancel, self._recover)
         for prompt, config in zip(prompts, each, strict=True):
             generation.add(prompt, n_predict=n_predict, sampling=config)
         return generation
@@ -358,29 +338,21 @@ class Session:
     @property
     def _recover(self) -> Recover | None:
         """What an answer calls when a GPU fails; None where it cannot go on without."""
-        can_recover = self.config.cpu_fallback and (self.model.uses_gpu or self._draft_uses_gpu)
-        return self._fall_back if can_recover else None
+        draft_uses_gpu = isinstance(self.draft, ModelDraft | HeadDraft) and self.draft.context.model.uses_gpu
+        return self._fall_back if self.config.cpu_fallback and (self.model.uses_gpu or draft_uses_gpu) else None
 
     def _call_observers(self, record: StepRecord) -> None:
-        self._check_budget(record)
+        budget = self.target.budget
+        if budget is not None and budget.budget is not None and self.target.mode != "stock":
+            note = unmet_budget(record)
+            if note is not None and note not in self.info.notes:
+                self._report(note)
         for observer in self.observers:
             observer(record, self)
-
-    def _check_budget(self, record: StepRecord) -> None:
-        """Says once where verifications do not keep to the budget as it was asked for."""
-        if self.target.budget is None or self.target.budget.budget is None or self.target.mode == "stock":
-            return
-        note = unmet_budget(record)
-        if note is not None and note not in self.info.notes:
-            self._report(note)
 
     def _report(self, notification: Notification) -> None:
         self.info.notes.append(notification)
         self.notify(notification)
-
-    @property
-    def _draft_uses_gpu(self) -> bool:
-        return isinstance(self.draft, ModelDraft | HeadDraft) and self.draft.context.model.uses_gpu
 
     def _fall_back(self, error: DeviceFailedError) -> None:
         """Gives the answer in progress contexts on the CPU. Raises MoeedgeError if the models cannot be loaded."""
@@ -391,7 +363,7 @@ class Session:
         )
         if self.placement is not None:
             self.placement.lose_device(context_usable=not self.target.is_closed)
-        reopened = reopen_on_cpu(
+        target, draft_context, draft = reopen_on_cpu(
             self.config,
             self.target,
             self.draft,
@@ -400,10 +372,9 @@ class Session:
         )
         self._fell_back = True
         if self.placement is not None:
-            self.placement.follow(reopened.target)
-        self.target, self.draft_context = reopened.target, reopened.draft_context
-        self.draft = reopened.draft
-        self.info = replace(self.info, n_whole_layers=0, layers="", **_NO_CACHE)
+            self.placement.follow(target)
+        self.target, self.draft_context, self.draft = target, draft_context, draft
+        self.info = replace(self.info, n_whole_layers=0, layers="", **_cache_fields(None))
         assert self._loop is not None
         self._loop.replace_contexts(self.target, self.draft_context)
 
@@ -438,13 +409,9 @@ class Session:
         self.info.notes.extend(notes)
         if not stays:
             self.notify(Notification(notes[-1], Level.WARNING))
-            self._drop_placement(placement)
-
-    def _drop_placement(self, placement: PlacementManager) -> None:
-        """Goes on without a cache, whose memory is given back."""
-        placement.close()
-        self.placement = None
-        self.info = replace(self.info, **_NO_CACHE)
+            placement.close()  # its memory is given back
+            self.placement = None
+            self.info = replace(self.info, **_cache_fields(None))
 
     def placement_stats(self) -> PlacementStats | None:
         """Figures of expert placement since the session began; None without a device."""
@@ -482,6 +449,26 @@ class Session:
         self.close()
 
 
+def prepare_answers(
+    session: Session, sampling: SamplingConfig, template: TemplateChoice, *, raw: bool = False
+) -> list[str]:
+    """Sets the chat template of the next prompts; with a grammar a model that can leave out thinking does so.
+
+    Returns sentences about what has no effect or follows. Raises InputError for what the template cannot do, and for a
+    grammar that the model's vocabulary does not allow.
+    """
+    notes = [] if raw else session.model.check_template(template)
+    if sampling.grammar:
+        Grammar.parse(sampling.grammar, session.model.vocab)
+        unthinking = replace(template, think="off")
+        known = frozenset() if raw else session.model.chat_format(template.source).variables
+        if template.think == "auto" and unthinking.can_think_so(known):
+            template = unthinking
+            notes.append("The grammar holds from the first token on, so the model does not think before it answers.")
+    session.template = template
+    return notes
+
+
 def _at_most(n: int, limit: int | None) -> int:
     return n if limit is None else min(n, limit)
 
@@ -509,7 +496,6 @@ def _describe(
     notes: list[str],
 ) -> EngineInfo:
     info = target.model.info
-    memory = placement.device_memory() if placement is not None else None
     return EngineInfo(
         model=config.model.name,
         architecture=info.architecture,
@@ -522,15 +508,23 @@ def _describe(
         n_threads=target.n_threads,
         gamma=gamma,
         draft=draft_name,
-        device=placement.device if placement is not None else "none",
-        policy=placement.policy.name if placement is not None else "none",
         notes=notes,
-        cache_ratio=placement.cache_ratio if placement is not None else 0.0,
-        cache_slots=placement.cache.info.n_slots if placement is not None else 0,
-        pool_bytes=placement.cache.info.pool_bytes if placement is not None else 0,
-        vram_bytes=memory[0] if memory is not None else None,
         expert_budget=budget,
         earlier_runs=placement.earlier_runs if placement is not None else None,
         auto_gamma=gamma > 0 and bool(config.auto_gamma),
         settings=target.settings,
+        **_cache_fields(placement),
     )
+
+
+def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
+    """The fields of EngineInfo about the expert cache."""
+    memory = None if placement is None else placement.device_memory()
+    return {
+        "device": "none" if placement is None else placement.device,
+        "policy": "none" if placement is None else placement.policy.name,
+        "cache_ratio": 0.0 if placement is None else placement.cache_ratio,
+        "cache_slots": 0 if placement is None else placement.cache.info.n_slots,
+        "pool_bytes": 0 if placement is None else placement.cache.info.pool_bytes,
+        "vram_bytes": None if memory is None else memory[0],
+    }

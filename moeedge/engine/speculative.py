@@ -29,28 +29,17 @@ from moeedge.scheduler.stats import StepRecord
 from moeedge.scheduler.stopping import ConfidentDrafts, DraftStop
 
 
+@dataclass(eq=False)
 class TextState:
     """One answer in progress: `history` is the prompt and all emitted tokens; its last token is in no KV cache yet."""
 
-    def __init__(
-        self,
-        target: ContextSequence,
-        draft: DraftSource,
-        sampler: Sampler,
-        history: list[int],
-        ngrams: NgramDraft | None = None,
-    ) -> None:
-        self.target = target
-        self.draft = draft
-        self.sampler = sampler
-        self.history = history
-        self.n_cached: int | None = None  # tokens of the prompt that the KV cache held; None: not looked up yet
-        self.n_prefilled = 0  # tokens of the prompt that were decoded
-        self._ngrams = ngrams
-
-    def lookup(self, gamma: int) -> Proposal:
-        """At most `gamma` drafts of the n-grams that may draft in place of `draft`."""
-        return Proposal() if self._ngrams is None else self._ngrams.propose(self.history, gamma, self.sampler)
+    target: ContextSequence
+    draft: DraftSource
+    sampler: Sampler
+    history: list[int]
+    ngrams: NgramDraft | None = None  # that may draft in place of `draft`
+    n_cached: int | None = None  # tokens of the prompt that the KV cache held; None: not looked up yet
+    n_prefilled: int = 0  # tokens of the prompt that were decoded
 
     def shift(self, n_keep: int, n_discard: int) -> bool:
         """Drops `n_discard` tokens after the first `n_keep`; False where the model's memory does not allow it."""
@@ -58,8 +47,8 @@ class TextState:
             return False
         self.target.shift(n_keep, n_discard)
         self.draft.shift(n_keep, n_discard)
-        if self._ngrams is not None:
-            self._ngrams.shift(n_keep, n_discard)
+        if self.ngrams is not None:
+            self.ngrams.shift(n_keep, n_discard)
         del self.history[n_keep : n_keep + n_discard]
         return True
 
@@ -91,6 +80,7 @@ class Verified:
     batch: list[int]  # tokens that were verified together: the one emitted last, and the drafts; empty after prefill
 
 
+@dataclass(eq=False, repr=False)
 class SpeculativeLoop:
     """Prompts and steps of the texts in progress, which join and leave `texts` between steps.
 
@@ -99,30 +89,21 @@ class SpeculativeLoop:
     end. watch: called now and then in the middle of computations, also once placement has ended.
     """
 
-    def __init__(
-        self,
-        target: Context,
-        *,
-        placement: PlacementManager | None = None,
-        observe: Callable[[StepRecord], None] | None = None,
-        cancel: Callable[[], bool] | None = None,
-        governor: DraftGovernor | None = None,
-        watch: Callable[[], None] | None = None,
-        draft_p_min: float = 0.0,
-    ) -> None:
-        self.target = target
+    target: Context
+    placement: PlacementManager | None
+    observe: Callable[[StepRecord], None]
+    cancel: Callable[[], bool] | None
+    governor: DraftGovernor | None
+    watch: Callable[[], None]
+    draft_p_min: float
+
+    def __post_init__(self) -> None:
         self.texts: list[TextState] = []
         self.counts: Counts | None = None  # of the last verification or prefill
-        self.placement = placement
         self.is_replaced = False  # the KV caches belong to the texts of a later loop
         self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
-        self._call_observers = observe
-        self._cancel = cancel
-        self._watch = watch
-        self._governor = governor
-        self._draft_p_min = draft_p_min
         self._found: Proposal | None = None  # by n-grams, which draft in this step
-        self._n_expert_layers = len(target.model.host_expert_layers)
+        self._n_expert_layers = len(self.target.model.host_expert_layers)
 
     def check_owner(self) -> None:
         """Raises EngineError where a later loop has taken over the KV caches."""
@@ -134,29 +115,29 @@ class SpeculativeLoop:
 
     def _should_stop(self) -> bool:
         """Whether the answer is cancelled; long computations ask now and then. Calls `watch` as well."""
-        if self._watch is not None:
-            self._watch()
-        return self._cancel is not None and self._cancel()
+        self.watch()
+        return self.cancel is not None and self.cancel()
 
     def step(self, gammas: Sequence[int]) -> list[StepRecord]:
         """One verification with at most so many drafts of each text; they must fit the context with one more token.
 
         Returns a record of each text; times and experts are those of the entire step.
         """
-        if self._governor is None:
+        if self.governor is None:
             return self._step(gammas)
         [most], [text] = gammas, self.texts
         is_usual = self.placement is None or not self.placement.in_trial
         waited_s, start_s = self._loading_wait_s, time.perf_counter()
-        found = text.lookup(most)
-        choice = self._governor.choose(found.confidences[0] if found.confidences else None)
+        found = Proposal() if text.ngrams is None else text.ngrams.propose(text.history, most, text.sampler)
+        choice = self.governor.choose(found.confidences[0] if found.confidences else None)
         gamma = min(choice.gamma, most)
         by_ngrams = choice.source == "ngram"
         self._found = found.first(gamma) if by_ngrams else None
         [record] = self._step([gamma])
         record.choice = choice
         n_compared = min(len(found.tokens), len(record.tokens))
-        self._governor.observe(
+        n_equal = next((i for i in range(n_compared) if found.tokens[i] != record.tokens[i]), n_compared)
+        self.governor.observe(
             StepCost(
                 n_drafted=record.n_drafted,
                 n_accepted=record.n_accepted,
@@ -166,7 +147,7 @@ class SpeculativeLoop:
                 by_ngrams=by_ngrams,
                 confidences=record.confidences,
                 ngram_confidences=found.confidences[:n_compared],
-                ngram_accepted=_n_equal(found.tokens, record.tokens),
+                ngram_accepted=n_equal,
             )
         )
         return [record]
@@ -176,31 +157,17 @@ class SpeculativeLoop:
         return 0.0 if self.placement is None else self.placement.loading_wait_s
 
     def _step(self, gammas: Sequence[int]) -> list[StepRecord]:
-        return self.plain_step(gammas) if self.placement is None else self.overlapped_step(gammas)
-
-    def plain_step(self, gammas: Sequence[int]) -> list[StepRecord]:
-        """The step without placement: experts are computed where their weights are."""
+        """With placement, experts move to the device during drafting and between the target's layers."""
+        placement = self.placement
         start_s = time.perf_counter()
+        if placement is not None:
+            # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
+            placement.begin_step()
+            placement.share(len(self.texts))
         proposals = self._propose(gammas)
         drafted_s = time.perf_counter()
-        verified = self._verify(proposals)
-        verified_s = time.perf_counter()
-        record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - drafted_s)
-        record.observe_s = time.perf_counter() - verified_s
-        return _by_text(record, proposals, verified)
-
-    def overlapped_step(self, gammas: Sequence[int]) -> list[StepRecord]:
-        """The same with placement: experts move to the device during drafting and between the target's layers."""
-        placement = self.placement
-        assert placement is not None
-        start_s = time.perf_counter()
-        # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
-        placement.begin_step()
-        placement.share(len(self.texts))
-        proposals = self._propose(gammas, placement)
-        drafted_s = time.perf_counter()
-        batch = [token for text, found in zip(self.texts, proposals, strict=True) for token in _batch(text, found)]
-        if len(batch) > len(proposals):  # there are drafts
+        if placement is not None and any(proposal.tokens for proposal in proposals):
+            batch = [token for text, found in zip(self.texts, proposals, strict=True) for token in _batch(text, found)]
             placement.before_verification(batch, proposals[0].hidden_states)
         planned_s = time.perf_counter()
         # the experts of that plan arrive meanwhile; placement.layer_hook is called before each layer, where
@@ -208,18 +175,23 @@ class SpeculativeLoop:
         verified = self._verify(proposals)
         verified_s = time.perf_counter()
         record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
-        assert self.counts is not None  # a model with placement has a sensor
-        placement.after_verification(self.counts, batch, record, _text_first(verified) if len(verified) > 1 else None)
+        if placement is not None:
+            assert self.counts is not None  # a model with placement has a sensor
+            batch = [token for result in verified for token in result.batch]
+            rejected = [place > result.n_accepted for result in verified for place in range(len(result.batch))]
+            text_first = np.argsort(rejected, kind="stable") if len(verified) > 1 else None
+            placement.after_verification(self.counts, batch, record, text_first)
         record.observe_s = time.perf_counter() - verified_s + planned_s - drafted_s
-        if len(verified) == 1:
-            placement.end_step(len(batch), time.perf_counter() - start_s)
+        if placement is not None and len(verified) == 1:
+            placement.end_step(record.n_verified, time.perf_counter() - start_s)
         return _by_text(record, proposals, verified)
 
-    def _propose(self, gammas: Sequence[int], placement: PlacementManager | None = None) -> list[Proposal]:
+    def _propose(self, gammas: Sequence[int]) -> list[Proposal]:
         if len(self.texts) > 1:
             texts = zip(self.texts, gammas, strict=True)
-            return propose_together([DraftRequest(t.draft, t.history, gamma, t.sampler) for t, gamma in texts])
-        text = self.texts[0]
+            requests = [DraftRequest(text.history, gamma, text.sampler) for text, gamma in texts]
+            return propose_together([text.draft for text in self.texts], requests)
+        text, placement = self.texts[0], self.placement
         if self._found is not None:
             return [self._found]
         proposal = text.draft.propose(
@@ -234,10 +206,10 @@ class SpeculativeLoop:
 
     def _stop_of(self, text: TextState) -> DraftStop | None:
         """What ends the next draft early; the confidences of n-grams are no probabilities."""
-        stop = None if self._governor is None else self._governor.stop
-        if self._draft_p_min == 0 or isinstance(text.draft, NgramDraft):
+        stop = None if self.governor is None else self.governor.stop
+        if self.draft_p_min == 0 or isinstance(text.draft, NgramDraft):
             return stop
-        return ConfidentDrafts(self._draft_p_min, stop)
+        return ConfidentDrafts(self.draft_p_min, stop)
 
     def _verify(self, proposals: Sequence[Proposal]) -> list[Verified]:
         """Decodes the batch and takes back the rejected drafts."""
@@ -273,11 +245,12 @@ class SpeculativeLoop:
         """Reads the sensor and calls the observers, before another graph overwrites the frames of this step."""
         start_s = time.perf_counter()
         self.counts = self._read_counts()
-        emitted, n_accepted, batch = _sum_up(verified)
-        drafts = proposals[0].tokens if len(proposals) == 1 else [t for proposal in proposals for t in proposal.tokens]
+        emitted = [token for result in verified for token in result.emitted]
+        drafts = [token for proposal in proposals for token in proposal.tokens]
+        n_verified = sum(len(result.batch) for result in verified)
         experts_unique = experts_natural = 0.0
         experts_max, kept_probability, substituted_layers = 0, None, 0
-        if batch and self.counts is not None and self._n_expert_layers:
+        if n_verified and self.counts is not None and self._n_expert_layers:
             experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
         layers = self._read_budget()
         if layers is not None:
@@ -288,8 +261,8 @@ class SpeculativeLoop:
         record = StepRecord(
             tokens=emitted,
             n_drafted=len(drafts),
-            n_accepted=n_accepted,
-            n_verified=len(batch),
+            n_accepted=sum(result.n_accepted for result in verified),
+            n_verified=n_verified,
             experts_unique=experts_unique,
             experts_natural=experts_natural,
             experts_max=experts_max,
@@ -300,10 +273,9 @@ class SpeculativeLoop:
             observe_s=time.perf_counter() - start_s,
             drafts=drafts,
             hidden_states=proposals[0].hidden_states,
-            confidences=proposals[0].confidences if self._governor is not None and self._found is None else [],
+            confidences=proposals[0].confidences if self.governor is not None and self._found is None else [],
         )
-        if self._call_observers is not None:
-            self._call_observers(record)
+        self.observe(record)
         return record
 
     def _read_counts(self) -> Counts | None:
@@ -365,8 +337,8 @@ class SpeculativeLoop:
             assert self.counts is not None
             self.placement.after_verification(self.counts, *self._prompt)
         self._prompt = None
-        if self._governor is not None:
-            self._governor.begin_answer()
+        if self.governor is not None:
+            self.governor.begin_answer()
         if self.placement is not None:
             self.placement.begin_answer()
         text.draft.begin(text.history, cancel=self._should_stop)
@@ -385,34 +357,9 @@ class SpeculativeLoop:
         return 0.0 if self.target.sensor is None else self.target.sensor.stats().sense_s
 
 
-def _sum_up(verified: Sequence[Verified]) -> tuple[list[int], int, list[int]]:
-    """The fields of Verified, of all texts together."""
-    first = verified[0]
-    if len(verified) == 1:
-        return first.emitted, first.n_accepted, first.batch
-    return (
-        [token for result in verified for token in result.emitted],
-        sum(result.n_accepted for result in verified),
-        [token for result in verified for token in result.batch],
-    )
-
-
 def _batch(text: TextState, proposal: Proposal) -> list[int]:
     """The text's tokens that are verified together."""
     return [text.history[-1], *proposal.tokens]
-
-
-def _n_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(drafts, tokens, strict=False)) if a != b), min(len(drafts), len(tokens))
-    )
-
-
-def _text_first(verified: Sequence[Verified]) -> NDArray[np.intp]:
-    """Places in the batch of several texts, those that became text first."""
-    rejected = [place > result.n_accepted for result in verified for place in range(len(result.batch))]
-    return np.argsort(rejected, kind="stable")
 
 
 def _by_text(record: StepRecord, proposals: Sequence[Proposal], verified: Sequence[Verified]) -> list[StepRecord]:

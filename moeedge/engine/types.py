@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -38,6 +39,20 @@ DEFAULT_SAMPLERS = tuple(name for name in SAMPLERS if name != "infill")
 _BEYOND_DEFAULT = (
     *("presence_penalty", "frequency_penalty", "typical_p", "top_n_sigma", "xtc_probability", "dry_multiplier"),
     *("dynatemp_range", "samplers", "logit_bias", "ignore_eos"),
+)
+# fields of SamplingConfig, what their values must be, and that in words; written so that NaN fails too
+_RULES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (("temperature", "dynatemp_range"), lambda value: 0 <= value < math.inf, "0 or more"),
+    (("top_k",), lambda value: value >= 0, "0 (all tokens) or more"),
+    (("top_p", "typical_p"), lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    (("min_p", "xtc_probability", "xtc_threshold"), lambda value: 0 <= value <= 1, "from 0 to 1"),
+    (("repeat_penalty",), lambda value: 0 < value < math.inf, "above 0 (1 switches it off)"),
+    (("dry_base",), lambda value: value >= 1, "1 or more"),
+    (
+        ("presence_penalty", "frequency_penalty", "top_n_sigma", "dry_multiplier", "dynatemp_exponent", "dry_base"),
+        math.isfinite,
+        "a finite number",
+    ),
 )
 
 
@@ -75,29 +90,14 @@ class SamplingConfig:
         for name in ("dry_sequence_breakers", "samplers", "stop"):  # lists, where they come from JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", tuple((int(token), float(bias)) for token, bias in self.logit_bias))
-        if not 0 <= self.temperature < math.inf:  # written so that NaN fails too
-            raise ValueError(f"temperature (--temp) must be 0 or more, not {self.temperature:g}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all tokens) or more, not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p:g}")
-        for name in ("min_p", "xtc_probability", "xtc_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be from 0 to 1, not {getattr(self, name):g}")
-        if not 0 < self.typical_p <= 1:
-            raise ValueError(f"typical_p must be above 0 and at most 1, not {self.typical_p:g}")
-        if not 0 < self.repeat_penalty < math.inf:
-            raise ValueError(f"repeat_penalty must be above 0 (1 switches it off), not {self.repeat_penalty:g}")
-        if not self.dry_base >= 1:
-            raise ValueError(f"dry_base must be 1 or more, not {self.dry_base:g}")
+        for names, is_valid, rule in _RULES:
+            for name in names:
+                value = getattr(self, name)
+                if not is_valid(value):
+                    option = " (--temp)" if name == "temperature" else ""
+                    raise ValueError(f"{name}{option} must be {rule}, not {value:g}")
         if self.dry_penalty_last_n < 0 or self.dry_allowed_length < 0:
             raise ValueError("dry_penalty_last_n and dry_allowed_length must be 0 or more")
-        if not 0 <= self.dynatemp_range < math.inf:
-            raise ValueError(f"dynatemp_range must be 0 or more, not {self.dynatemp_range:g}")
-        numbers = ("presence_penalty", "frequency_penalty", "top_n_sigma", "dry_multiplier", "dynatemp_exponent")
-        for name in (*numbers, "dry_base"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number, not {getattr(self, name)}")
         for name in self.samplers:
             if name not in SAMPLERS:
                 raise ValueError(f"unknown sampler {name!r}; choose from {', '.join(SAMPLERS)}")

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from contextlib import contextmanager
+from typing import Any
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import DeviceFailedError, EngineError
+from moeedge.errors import DeviceFailedError, EngineError, InputError
 from moeedge.llama import library
-from moeedge.llama.budget import ContextBudget
 from moeedge.llama.hidden_states import StateRows, StateTap
-from moeedge.llama.model import Mode, Model
+from moeedge.llama.model import Mode, Model, ModelInfo
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
 from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
-from moeedge.native.abi import Phase
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
+from moeedge.native.budget import NativeBudget
 from moeedge.native.decoding import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
 from moeedge.policies.expert_budget import ExpertBudget
@@ -47,11 +48,59 @@ ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
 
 
+_TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
+
+
+class ContextBudget:
+    """Made before its llama.cpp context, whose parameters it changes, and closed after it."""
+
+    def __init__(self, info: ModelInfo, parameters: Any) -> None:
+        self.native = NativeBudget(info.n_experts, info.used_per_layer)
+        self._info = info
+        self.budget: ExpertBudget | None = None  # of verifications; None: they use all experts that the router selects
+        parameters.cb_eval = ctypes.cast(self.native.callback, lib.ggml_backend_sched_eval_callback)
+        parameters.cb_eval_user_data = self.native.user_data
+
+    def set(self, budget: ExpertBudget | None) -> None:
+        """Raises InputError if the budget does not suit the model."""
+        if budget is not None:
+            info = self._info
+            if info.architecture == _TWO_BLOCKS:
+                raise InputError(
+                    "Expert budgets do not support GroveMoE, whose layers select two kinds of experts.",
+                    "Leave the expert budget out.",
+                )
+            layers = np.asarray(info.expert_layers, dtype=np.intp)
+            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)
+            budgets[budgets == 0] = info.n_experts  # layers without experts
+            self.native.configure(
+                budgets,
+                ranking=BudgetRanking[budget.ranking.upper()],
+                coverage=BudgetCoverage[budget.coverage.upper()],
+            )
+        self.budget = budget
+
+    @contextmanager
+    def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
+        """Around a decode: a verification of more than one token keeps to the budget, everything else is exact."""
+        if self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
+            yield
+            return
+        try:  # Ctrl-C may come at any time
+            self.native.set_active(True)
+            yield
+        finally:
+            self.native.set_active(False)
+
+    def close(self) -> None:
+        """Frees the native budget; closing twice is harmless."""
+        self.native.close()
+
+
 class Context:
     """The KV cache and compute buffers of one model, for one text, or for several that are decoded together.
 
-    `sequences` are its texts (`ContextSequence`). The methods of one text (`tokens`, `decode`, `trim`, ...) are those
-    of the first sequence.
+    `sequences` are its texts (`ContextSequence`). `decode`, `n_past` and `trim` are those of the first.
     """
 
     state_width = 0  # of the hidden states that come with each token; 0: none do, as the model is no draft head
@@ -89,6 +138,7 @@ class Context:
         self.settings = settings = settings or ContextSettings()
         self.n_threads = n_threads or library.physical_cores()
         self.op_offload = op_offload
+        self.n_parallel = n_parallel  # sequences
         parameters = lib.llama_context_default_params()
         parameters.n_ctx = n_ctx if n_parallel == 1 else n_parallel * (n_ctx or model.info.n_ctx_train)
         parameters.n_seq_max = n_parallel
@@ -111,8 +161,9 @@ class Context:
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         native.keep_activations_near(None if model.header_only else model.gpu)
-        self._handle = lib.llama_init_from_model(model.handle, parameters)
-        if not self._handle:
+        # llama_context *; None once it is closed
+        self.handle = lib.llama_init_from_model(model.handle, parameters)
+        if not self.handle:
             if self.budget is not None:
                 self.budget.close()
             of_each = f" for each of {n_parallel} texts" if n_parallel > 1 else ""
@@ -124,19 +175,21 @@ class Context:
             )
         if adapters:
             scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in settings.adapters))
-            lib.llama_set_adapters_lora(self._handle, _pointers(adapters), len(adapters), scales)
-        self._decoder = Decoder(lib._lib, self._handle)
+            kind = lib.llama_adapter_lora_p_ctypes
+            pointers = (kind * len(adapters))(*(ctypes.cast(adapter, kind) for adapter in adapters))
+            lib.llama_set_adapters_lora(self.handle, pointers, len(adapters), scales)
+        self._decoder = Decoder(lib._lib, self.handle)
         # llama.cpp rounds the context up; the user's limit still holds
-        self.n_ctx: int = n_ctx or lib.llama_n_ctx(self._handle) // n_parallel
-        self.n_ubatch: int = lib.llama_n_ubatch(self._handle)
-        self.n_snapshots = int(lib.llama_n_rs_seq(self._handle))
+        self.n_ctx: int = n_ctx or lib.llama_n_ctx(self.handle) // n_parallel
+        self.n_ubatch: int = lib.llama_n_ubatch(self.handle)
+        self.n_snapshots = int(lib.llama_n_rs_seq(self.handle))
         # the most drafts of a batch that can be taken back; None: no limit
         self.n_drafts_max = self.n_snapshots if model.keeps_snapshots else None
-        self._n_outputs = n_outputs or lib.llama_n_batch(self._handle)
-        self.memory = lib.llama_get_memory(self._handle)
+        self._n_outputs = n_outputs or lib.llama_n_batch(self.handle)
+        self.memory = lib.llama_get_memory(self.handle)
         self.sequences = tuple(ContextSequence(self, index) for index in range(n_parallel))
         self._batch = TokenBatch(
-            lib.llama_n_batch(self._handle),
+            lib.llama_n_batch(self.handle),
             n_parallel,
             self.state_width,
             states_alone=self.states_alone,
@@ -190,7 +243,7 @@ class Context:
 
         Clearing the control vector does that; removing a sampler does it only if there is one.
         """
-        lib.llama_set_adapter_cvec(self._handle, None, 0, 0, 0, 0)
+        lib.llama_set_adapter_cvec(self.handle, None, 0, 0, 0, 0)
 
     def capture_activations(self) -> native.ActivationCapture | None:
         """Captures the layers' inputs for expert predictors; from then on our backend also computes a dense model.
@@ -210,7 +263,7 @@ class Context:
     def tap_states(self, layers: Sequence[int], read: ReadStates) -> None:
         """Hands the hidden states of all tokens that are decoded from now on to `read`. layers: as of `StateTap`."""
         info = self.model.info
-        self._tap = StateTap(self._handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
+        self._tap = StateTap(self.handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
         self._read_states = read
 
     def set_budget(self, budget: ExpertBudget | None) -> None:
@@ -225,21 +278,6 @@ class Context:
             self.sensor.skip_unweighted(budget is not None and budget.coverage == "truncation")
 
     @property
-    def handle(self) -> Any:
-        """llama.cpp's llama_context *; None once it is closed."""
-        return self._handle
-
-    @property
-    def n_parallel(self) -> int:
-        """Sequences."""
-        return len(self.sequences)
-
-    @property
-    def tokens(self) -> list[int]:
-        """What the KV cache holds of the first sequence."""
-        return self.sequences[0].tokens
-
-    @property
     def n_past(self) -> int:
         """Tokens of the first sequence in the KV cache: the position of its next token."""
         return len(self.sequences[0].tokens)
@@ -250,46 +288,42 @@ class Context:
         *,
         phase: Phase,
         logits: WantedLogits = "last",
-        hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> Logits:
         """Appends `tokens` to the first sequence and computes their logits.
 
         Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
-        next call. hidden_states: also keeps the hidden states (`last_hidden_state`), which requires all logits.
-        cancel: asked every 50 ms, not at the start, whether to stop in the middle of the computation, which only the
-        CPU does; small batches are asked where experts are loaded from a file.
+        next call. cancel: asked every 50 ms, not at the start, whether to stop in the middle of the computation, which
+        only the CPU does; small batches are asked where experts are loaded from a file.
         Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault;
         Cancelled if `cancel` returned True.
         """
-        return self.sequences[0].decode(tokens, phase=phase, logits=logits, hidden_states=hidden_states, cancel=cancel)
+        return self.sequences[0].decode(tokens, phase=phase, logits=logits, cancel=cancel)
 
     def decode_parts(
         self,
         parts: Sequence[BatchPart],
         *,
         phase: Phase,
-        hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> list[Logits]:
         """Appends tokens to several sequences in one batch; each sequence has one part. As `decode`.
 
         Several parts must fit one batch (`fitting`). Returns the rows of each part.
         """
-        if not self._handle:
+        if not self.handle:
             raise EngineError("The context is closed.")
         n = n_out = 0
         before: list[int] = []
         for part in parts:
             if len(part.tokens) == 0:
                 raise ValueError("no tokens to decode")
-            if hidden_states and part.logits != "all":
-                raise ValueError("hidden states require logits='all': llama.cpp keeps those of tokens with logits")
             n += len(part.tokens)
             n_out += part.n_out
             before.append(len(part.sequence.tokens))
+        hidden_states = parts[0].logits == "states"
         if hidden_states != self._keeps_hidden_states:
-            lib.llama_set_embeddings(self._handle, hidden_states)
+            lib.llama_set_embeddings(self.handle, hidden_states)
             self._keeps_hidden_states = hidden_states
         if self.sensor is not None:
             self.sensor.set_phase(phase)
@@ -302,7 +336,7 @@ class Context:
                 return self._decode_batch(parts, n, n_out, phase)
             if len(parts) > 1:
                 raise ValueError(f"{n} tokens of {len(parts)} sequences do not fit one batch")
-            return [self._decode_in_pieces(parts[0], phase, hidden_states, cancel)]
+            return [self._decode_in_pieces(parts[0], phase, cancel)]
         except BaseException:
             for part, n_before in zip(parts, before, strict=True):
                 del part.sequence.tokens[n_before:]
@@ -381,9 +415,7 @@ class Context:
     def _full(self) -> EngineError:
         return EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
 
-    def _decode_in_pieces(
-        self, part: BatchPart, phase: Phase, hidden_states: bool, cancel: Callable[[], bool] | None
-    ) -> Logits:
+    def _decode_in_pieces(self, part: BatchPart, phase: Phase, cancel: Callable[[], bool] | None) -> Logits:
         """Decodes more tokens than one llama_batch or its logits have room for, so many at a time."""
         sequence, tokens, logits, states = part
         if states is not None:
@@ -391,31 +423,18 @@ class Context:
         size = min(self._batch.n_max, self._n_outputs) if logits == "all" else self._batch.n_max
         pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
         if logits == "all":
-            decoded = (
-                sequence.decode(p, phase=phase, logits="all", hidden_states=hidden_states, cancel=cancel)
-                for p in pieces
-            )
+            decoded = (sequence.decode(piece, phase=phase, logits="all", cancel=cancel) for piece in pieces)
             return np.concatenate([rows.copy() for rows in decoded])
         for piece in pieces[:-1]:
             sequence.decode(piece, phase=phase, logits="none", cancel=cancel)
         return sequence.decode(pieces[-1], phase=phase, logits=logits, cancel=cancel)
-
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        *,
-        logits: Literal["last", "none"],
-        cancel: Callable[[], bool] | None = None,
-    ) -> Logits:
-        """Decodes a prompt in pieces (`ContextSequence.prefill`), in the first sequence."""
-        return self.sequences[0].prefill(tokens, logits=logits, cancel=cancel)
 
     def _logits(self, n_out: int) -> Logits:
         """Returns the last `n_out` rows; the view is reused while the address stays."""
         n_vocab = self.model.info.n_vocab
         if n_out == 0:
             return np.empty((0, n_vocab), dtype=np.float32)
-        address = _get_logits(self._handle)
+        address = _get_logits(self.handle)
         if self._view is None or (address, n_out) != self._view_key:
             pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
             self._view = np.ctypeslib.as_array(pointer, (n_out, n_vocab))
@@ -425,36 +444,28 @@ class Context:
     @property
     def has_hidden_states(self) -> bool:
         """Whether llama.cpp returns each token's hidden state: not if it pools them, as embedding models do."""
-        return int(lib.llama_pooling_type(self._handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
+        return int(lib.llama_pooling_type(self.handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
 
     def last_hidden_state(self) -> NDArray[np.float32]:
         """Returns the last token's state after the final norm: a float32 [n_embd] view, valid until the next decode.
 
-        Requires `has_hidden_states` and a decode with hidden_states=True.
+        Requires `has_hidden_states` and a decode with logits="states".
         """
-        pointer = lib.llama_get_embeddings_ith(self._handle, -1)
+        pointer = lib.llama_get_embeddings_ith(self.handle, -1)
         return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
 
     def trim(self, n_keep: int) -> None:
         """Drops the first sequence's tokens from position `n_keep` on (`ContextSequence.trim`)."""
         self.sequences[0].trim(n_keep)
 
-    def keep_prefix(self, tokens: Sequence[int]) -> int:
-        """Trims the first sequence to the longest common prefix with `tokens`; returns how many tokens remain."""
-        return self.sequences[0].keep_prefix(tokens)
-
     @property
     def can_shift(self) -> bool:
         """Whether positions can be renumbered, as a context shift requires."""
         return bool(lib.llama_memory_can_shift(self.memory))
 
-    def shift(self, n_keep: int, n_discard: int) -> None:
-        """Drops `n_discard` tokens of the first sequence after the first `n_keep` and moves the rest up."""
-        self.sequences[0].shift(n_keep, n_discard)
-
     def memory_uses(self) -> list[MemoryUse]:
         """Returns the memory of this context and its model by kind; for a header-only model what they would take."""
-        return memory_uses(lib._lib, self._handle, simulated=self.model.header_only)
+        return memory_uses(lib._lib, self.handle, simulated=self.model.header_only)
 
     def clear(self) -> None:
         """Empties the KV cache of all sequences."""
@@ -465,24 +476,24 @@ class Context:
     def abandon(self) -> None:
         """Forgets the context without freeing it, since a driver failed within it; its memory is not given back."""
         self._view = None
-        self._handle = None
+        self.handle = None
 
     @property
     def is_closed(self) -> bool:
         """Whether the context was freed or abandoned."""
-        return self._handle is None
+        return self.handle is None
 
     def close(self) -> None:
         """Frees the context; closing twice is harmless."""
-        if self._handle:
+        if self.handle:
             self._view = None
             self.sensor = None
             self._tap = None
             if self._capture is not None:
                 self._capture.close()
                 self._capture = None
-            lib.llama_free(self._handle)
-            self._handle = None
+            lib.llama_free(self.handle)
+            self.handle = None
             if self.budget is not None:
                 self.budget.close()  # llama.cpp's context, which would call it, is gone
 
@@ -507,8 +518,3 @@ def _apply(settings: ContextSettings, parameters: Any) -> None:
         value = getattr(rope, name)
         if value >= 0:
             setattr(parameters, name, value)
-
-
-def _pointers(handles: Sequence[Any]) -> Any:
-    kind = lib.llama_adapter_lora_p_ctypes
-    return (kind * len(handles))(*(ctypes.cast(handle, kind) for handle in handles))

@@ -47,7 +47,8 @@ class DenseWeights:
     def check_files(self) -> None:
         """Raises ModelFileError if a file is not the one whose header was read."""
         for file, version in self.files.items():
-            _check(file, version)
+            if _version(file) != version:
+                raise _cannot_read(file, OSError(errno.ESTALE, "it was changed while it was being loaded"))
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,11 @@ class SplitWeights:
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
         own_bytes = locked_bytes = 0
         if fits(n_pages_bytes):
-            own_bytes = sum(self._own(file, of_file) for file, of_file in pages.items())
+            for file, of_file in pages.items():
+                try:
+                    own_bytes += give_own_memory(file, self.files[file], of_file)
+                except OSError as error:
+                    raise _cannot_read(file, error) from error
         if own_bytes < n_pages_bytes or not n_pages_bytes:
             for file, of_file in pages.items():
                 advise_normal(of_file)
@@ -138,12 +143,6 @@ class SplitWeights:
             locked_bytes=locked_bytes,
             files=self.files,
         )
-
-    def _own(self, file: Path, pages: Sequence[Mapped]) -> int:
-        try:
-            return give_own_memory(file, self.files[file], pages)
-        except OSError as error:
-            raise _cannot_read(file, error) from error
 
     def _drop_pages(self) -> None:
         """Drops pages of experts that came with the headers from the page cache."""
@@ -169,11 +168,6 @@ def _version(file: Path) -> FileVersion:
         raise _cannot_read(file, error) from error
 
 
-def _check(file: Path, version: FileVersion) -> None:
-    if _version(file) != version:
-        raise _cannot_read(file, OSError(errno.ESTALE, "it was changed while it was being loaded"))
-
-
 def _cannot_read(file: Path, error: OSError) -> ModelFileError:
     hint = "Start again when it is complete." if error.errno == errno.ESTALE else "Check the disk."
     return ModelFileError(f"Cannot read {file}: {error.strerror}.", hint)
@@ -181,19 +175,17 @@ def _cannot_read(file: Path, error: OSError) -> ModelFileError:
 
 def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
     """Reads ranges into the page cache in large requests."""
+    ends = [(offset, offset + n_bytes) for offset, n_bytes in ranges]
+    pieces = [(at, min(PIECE_BYTES, end - at)) for start, end in ends for at in range(start, end, PIECE_BYTES)]
     try:
-        _read_pieces(path, [piece for offset, n_bytes in ranges for piece in _pieces(offset, n_bytes)])
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(N_READERS) as pool:
+            descriptor = file.fileno()
+            if hasattr(os, "posix_fadvise"):  # the kernel reads no more than what is asked for
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            for _n_bytes in pool.map(lambda piece: len(os.pread(descriptor, piece[1], piece[0])), pieces):
+                pass
     except OSError as error:
         raise _cannot_read(path, error) from error
-
-
-def _read_pieces(path: Path, pieces: Sequence[tuple[int, int]]) -> None:
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(N_READERS) as pool:
-        descriptor = file.fileno()
-        if hasattr(os, "posix_fadvise"):  # the kernel reads no more than what is asked for
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        for _n_bytes in pool.map(lambda piece: len(os.pread(descriptor, piece[1], piece[0])), pieces):
-            pass
 
 
 def ranges_by_file(tensors: Sequence[FileTensor]) -> dict[Path, list[tuple[int, int]]]:
@@ -206,8 +198,3 @@ def ranges_by_file(tensors: Sequence[FileTensor]) -> dict[Path, list[tuple[int, 
         else:
             ranges.append((tensor.offset, tensor.size_bytes))
     return found
-
-
-def _pieces(offset: int, n_bytes: int) -> list[tuple[int, int]]:
-    end = offset + n_bytes
-    return [(at, min(PIECE_BYTES, end - at)) for at in range(offset, end, PIECE_BYTES)]

@@ -12,13 +12,29 @@ graphs in this release have it, and that tests decode.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from moeedge.errors import InputError
-from moeedge.llama import gguf_file
-from moeedge.llama.hidden_states import read_target_layers
+import llama_cpp.llama_cpp as lib
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge import native
+from moeedge.errors import EngineError, InputError
+from moeedge.llama import gguf_file, library
+from moeedge.llama.context import Context
+from moeedge.llama.hidden_states import (
+    StateRows,
+    choose_head,
+    keep_final,
+    own_states,
+    read_target_layers,
+)
 from moeedge.llama.model import Model
+from moeedge.llama.settings import ContextSettings
 
 EAGLE, DFLASH = "eagle3", "dflash"  # architectures of drafts' files
 _CHAINED = frozenset({"hy_v3", "mimo2", "step35"})  # may have several heads, of which each predicts one token further
@@ -38,7 +54,6 @@ class BlockLayout:
     n_tokens: int  # of a block that it was trained on
     first: int  # of the block's rows, that predicts a draft: 1, or 0 where the last token's own row does
     causal: bool  # attention within the block
-    n_candidates: int = 0  # per row of the selector that chooses the drafts; 0: each row is a distribution
 
     @property
     def n_drafts_max(self) -> int:
@@ -151,6 +166,8 @@ def _block_layout(draft: Model) -> BlockLayout:
     if mask is None:
         raise InputError(f"{name} names no mask token, which a DFlash draft needs.", _OTHER_DRAFT)
     names = _tensor_names(draft)
+    if "selector_hidden.weight" in names:
+        raise InputError(f"{name} is a DFlash 2 draft with a selector, which is not supported.", _OTHER_DRAFT)
     is_dspark = "markov_w1.weight" in names
     samples_last = is_dspark and value("sample_from_anchor") != "false"
     n_tokens = int(value("block_size") or _BLOCK_TOKENS)
@@ -161,5 +178,101 @@ def _block_layout(draft: Model) -> BlockLayout:
         n_tokens=n_tokens,
         first=0 if samples_last else 1,
         causal=value("attention.causal") == "true",
-        n_candidates=int(value("selector_top_k") or 0) if "selector_hidden.weight" in names else 0,
     )
+
+
+# llama.cpp reserves logits for each token that is encoded, and for each of a graph of such a model
+_N_ENCODED = 64
+
+
+class HeadContext(Context):
+    """The KV cache and compute buffers of a draft head.
+
+    Decodes without logits, or with those of all tokens: llama.cpp's graphs do not agree on which states others leave.
+    Our backend computes nothing of it, and its experts are not counted: the sensor's counts are the target's.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kind: HeadKind,
+        target: Context,
+        *,
+        n_threads: int = 0,
+        n_ubatch: int = 512,
+        n_outputs: int = 0,
+        op_offload: bool = True,
+        settings: ContextSettings | None = None,
+    ) -> None:
+        """Makes the context, for as many sequences of as many tokens as the target's.
+
+        model: of the target for a head in its own file, else the draft's. n_outputs: most tokens with logits.
+        Raises EngineError where memory is short.
+        """
+        self.kind = kind
+        self.states_alone = kind.block is not None
+        self.state_width = len(kind.layers) * model.info.n_embd if self.states_alone else model.info.n_embd
+        self._target_handle = target.handle
+        n_ubatch = min(n_ubatch, _N_ENCODED) if kind.encodes else n_ubatch
+        super().__init__(
+            model,
+            n_ctx=target.n_ctx,
+            n_threads=n_threads,
+            n_batch=n_ubatch,
+            n_ubatch=n_ubatch,
+            n_outputs=0 if kind.encodes else min(n_outputs, n_ubatch),
+            n_parallel=target.n_parallel,
+            op_offload=op_offload,
+            mode="stock",
+            settings=settings,
+        )
+        if kind.block is None:
+            keep_final(self.handle, True, True)  # `last_state`
+        else:
+            lib.llama_set_causal_attn(self.handle, kind.block.causal)
+        self._ones = np.ones(self.n_ubatch, dtype=np.int8)
+
+    def _complete(self, parameters: Any) -> None:
+        if self.kind.name == "mtp":
+            parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
+        else:
+            parameters.ctx_other = self._target_handle  # whose embeddings and output it uses where it has none
+
+    def _attach_sensor(self) -> native.Sensor | None:
+        return None
+
+    def __enter__(self) -> HeadContext:
+        return self
+
+    def last_state(self, n_rows: int) -> NDArray[np.float32]:
+        """The last token's own state after a decode of `n_rows` tokens with all logits: a float32 [1, n_embd] copy."""
+        rows = own_states(self.handle, n_rows, self.model.info.n_embd)
+        return np.array(rows[-1:])
+
+    @contextmanager
+    def head(self, index: int) -> Iterator[None]:
+        """Within, that one of the model's heads decodes instead of the first, with keys and values of its own."""
+        choose_head(self.handle, index)
+        try:
+            yield
+        finally:
+            if self.handle:  # abandoned where a driver failed in between
+                choose_head(self.handle, 0)
+
+    def input_states(self, states: StateRows) -> StateRows:
+        """What the head decodes: the target's `states`, projected to the head's width by an EAGLE-3 draft."""
+        if not self.kind.encodes or len(states) == 0:
+            return states
+        projected = []
+        batch: Any = lib.llama_batch()  # without positions: the projection uses none
+        batch.logits = self._ones.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        for start in range(0, len(states), self.n_ubatch):
+            rows = np.ascontiguousarray(states[start : start + self.n_ubatch], dtype=np.float32)
+            batch.n_tokens = n = len(rows)
+            batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            library.clear_errors()
+            code = lib.llama_encode(self.handle, batch)
+            if code != 0:
+                raise EngineError(f"llama.cpp failed to project {n} states (code {code}): {library.first_error()}.")
+            projected.append(np.array(own_states(self.handle, n, self.model.info.n_embd)))
+        return np.concatenate(projected)

@@ -272,3 +272,31 @@ def scratch_bytes(tensors: list[ExpertTensor], n_pairs: int) -> int:
     for tensor in tensors:
         values[tensor.layer] = values.get(tensor.layer, 0) + (tensor.ne0 + tensor.ne1 if tensor.ne1 > 1 else 0)
     return 4 * n_pairs * max(values.values(), default=0)
+
+
+@dataclass(frozen=True)
+class WholeLayers:
+    """A choice of layers whose experts are on the GPU, as with llama.cpp's --n-cpu-moe: the last ones."""
+
+    n_whole: int  # layers with experts
+    n_cpu_moe: int  # the value of --n-cpu-moe: experts of so many first layers stay in host memory
+    expert_bytes: int  # of the layers on the GPU
+
+
+def whole_layers(tensors: list[ExpertTensor], n_layers: int, n_whole: int) -> WholeLayers:
+    """Returns the choice of the last `n_whole` layers with experts; all of them where the model has fewer.
+
+    tensors: from `gguf_file.expert_tensors`. n_layers: of the model, dense ones included.
+    """
+    layers = sorted({tensor.layer for tensor in tensors})
+    n_whole = max(0, min(n_whole, len(layers)))
+    first = layers[len(layers) - n_whole] if n_whole else n_layers
+    return WholeLayers(n_whole, first, expert_bytes([tensor for tensor in tensors if tensor.layer >= first]))
+
+
+def most_whole_layers(tensors: list[ExpertTensor], n_layers: int, n_bytes: int) -> WholeLayers:
+    """Returns the choice of as many of the last layers as have experts of `n_bytes` at most, together."""
+    n_most = len({tensor.layer for tensor in tensors})
+    choices = (whole_layers(tensors, n_layers, n_whole) for n_whole in range(n_most, 0, -1))
+    fitting = (choice for choice in choices if choice.expert_bytes <= n_bytes)
+    return next(fitting, whole_layers(tensors, n_layers, 0))

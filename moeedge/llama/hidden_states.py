@@ -19,7 +19,8 @@ StateRows = NDArray[np.float32]  # [n_tokens, width]
 _CONTEXT, _MODEL = ctypes.c_void_p, ctypes.c_void_p
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 
-_keep_final = library.ggml_function(
+# (context, whether final states are kept, of tokens with logits only)
+keep_final = library.ggml_function(
     "_Z26llama_set_embeddings_nextnP13llama_contextbb", None, _CONTEXT, ctypes.c_bool, ctypes.c_bool
 )
 _final_rows = library.ggml_function("_Z26llama_get_embeddings_nextnP13llama_context", _FLOATS, _CONTEXT)
@@ -29,9 +30,8 @@ _keep_input = library.ggml_function(
 _input_rows = library.ggml_function(
     "_Z30llama_get_embeddings_layer_inpP13llama_contextj", _FLOATS, _CONTEXT, ctypes.c_uint32
 )
-_choose_head = library.ggml_function(
-    "_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, _CONTEXT, ctypes.c_int32
-)
+# (context, which of a model's heads decodes from now on)
+choose_head = library.ggml_function("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, _CONTEXT, ctypes.c_int32)
 _target_layers = library.ggml_function(
     "_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _MODEL
 )
@@ -49,7 +49,7 @@ class StateTap:
         self._handle, self._layers, self._n_layers, self._n_embd = handle, tuple(layers), n_layers, n_embd
         for layer in self._layers:
             if layer == n_layers:
-                _keep_final(handle, True, False)
+                keep_final(handle, True, False)
             else:
                 _keep_input(handle, layer, True)
 
@@ -61,21 +61,6 @@ class StateTap:
     def _rows(self, layer: int, n_tokens: int) -> StateRows:
         pointer = _final_rows(self._handle) if layer == self._n_layers else _input_rows(self._handle, layer)
         return np.ctypeslib.as_array(pointer, (n_tokens, self._n_embd))
-
-
-def keep_own_states(handle: Any) -> None:
-    """Makes the context of a draft head keep the state of each token that has logits (`own_states`)."""
-    _keep_final(handle, True, True)
-
-
-def keep_all_states(handle: Any) -> None:
-    """Makes the context of a DFlash draft keep what its selector leaves for each token (`own_states`)."""
-    _keep_final(handle, True, False)
-
-
-def choose_head(handle: Any, index: int) -> None:
-    """Which of a model's heads decodes from now on."""
-    _choose_head(handle, index)
 
 
 def own_states(handle: Any, n_rows: int, n_embd: int) -> StateRows:

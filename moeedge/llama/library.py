@@ -104,7 +104,8 @@ def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
         chosen = [name]
     else:
         chosen = local_gpus()
-    pointers = [_device(gpu) for gpu in chosen]
+    by_name = ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
+    pointers = [by_name(gpu.encode()) for gpu in chosen]
     return (ctypes.c_void_p * (len(pointers) + 1))(*pointers, None)
 
 
@@ -127,8 +128,3 @@ def buffer_types() -> dict[str, int]:
     type_name = ggml_function("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
     found = (buffer_type_of(device(index)) for index in range(count()))
     return {type_name(each).decode(): each for each in found if each}
-
-
-def _device(name: str) -> Any:
-    """Returns the ggml_backend_dev_t of that name."""
-    return ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)(name.encode())

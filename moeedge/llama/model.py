@@ -16,12 +16,11 @@ import llama_cpp.llama_cpp as lib
 from moeedge.errors import EngineError, InputError, ModelFileError, MoeedgeError
 from moeedge.hardware.devices import Storage
 from moeedge.llama import gguf_file, library
-from moeedge.llama.builtin_templates import BuiltinFormat, builtin_names
 from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.reasoning import ReasoningTags, find_reasoning_tags
 from moeedge.llama.settings import LoadSettings, LoraAdapter
-from moeedge.llama.text import ChatFormat
+from moeedge.llama.text import BuiltinFormat, ChatFormat, builtin_names
 from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
 from moeedge.native.mapping import map_lazily
 
@@ -84,39 +83,27 @@ class ModelInfo:
         )
 
 
+@dataclass(eq=False)
 class Model:
     """llama.cpp's model and vocabulary, made by `load`."""
 
-    def __init__(
-        self,
-        path: Path,
-        handle: Any,
-        info: ModelInfo,
-        *,
-        gpu: int | None = None,
-        host_expert_layers: tuple[int, ...] | None = None,
-        storage: Storage = "loaded",
-        header_only: bool = False,
-        dense: DenseWeights | None = None,
-        has_head: bool = False,
-        settings: LoadSettings | None = None,
-        warning: str = "",
-    ) -> None:
-        self.path = path
-        self.info = info
-        self.gpu = gpu  # ggml_backend_dev_t of the first GPU in use; None: all layers are computed on the CPU
-        self.uses_gpu = gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
-        # layers whose experts are in host memory, where our backend computes them and sees their routing
-        self.host_expert_layers = info.expert_layers if host_expert_layers is None else host_expert_layers
-        self.storage = storage  # of the weights in host memory
-        self.dense = dense  # None: the experts are loaded like all weights, or nothing is (header_only)
-        self.header_only = header_only  # no weights; its contexts allocate nothing
-        self.has_head = has_head  # the blocks that predict further tokens are loaded
-        self.settings = settings or LoadSettings()
-        self.warning = warning  # of llama.cpp, about locked memory; empty: none
+    path: Path
+    handle: Any  # llama_model *
+    info: ModelInfo
+    gpu: int | None  # ggml_backend_dev_t of the first GPU in use; None: all layers are computed on the CPU
+    # layers whose experts are in host memory, where our backend computes them and sees their routing
+    host_expert_layers: tuple[int, ...]
+    storage: Storage  # of the weights in host memory
+    header_only: bool  # no weights; its contexts allocate nothing
+    dense: DenseWeights | None  # None: the experts are loaded like all weights, or nothing is (header_only)
+    has_head: bool  # the blocks that predict further tokens are loaded
+    settings: LoadSettings
+    warning: str  # of llama.cpp, about locked memory; empty: none
+
+    def __post_init__(self) -> None:
+        self.uses_gpu = self.gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
+        self.vocab = lib.llama_model_get_vocab(self.handle)  # llama_vocab *
         self._adapters: dict[Path, Any] = {}  # llama_adapter_lora *, freed with the model
-        self.handle = handle  # llama_model *
-        self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._eog: dict[int, bool] = {}
         self._chat_formats: dict[str, ChatFormat | BuiltinFormat] = {}  # by the source of the template

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from moeedge.errors import MoeedgeError
 
 if TYPE_CHECKING:
-    from moeedge.llama.builtin_templates import BuiltinFormat
-    from moeedge.llama.text import ChatFormat
+    from moeedge.llama.text import BuiltinFormat, ChatFormat
 
 _THOUGHT, _ANSWER = "moeedge-thought", "moeedge-answer"
 _QUESTION = {"role": "user", "content": "moeedge-question"}

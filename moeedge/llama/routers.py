@@ -66,12 +66,6 @@ class Routers:
             sigmoid=default if gating is None else gating == _SIGMOID,
         )
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """n_layers, n_experts, n_embd."""
-        n_layers, n_experts, n_embd = self.weight.shape
-        return n_layers, n_experts, n_embd
-
     def ratio(self, layers: NDArray[np.intp], read_norm: FloatArray | None) -> FloatArray | None:
         """Returns factors [n, n_embd] that rescale inputs from a norm `read_norm` [n, n_embd] to that of `layers` [n].
 

@@ -95,10 +95,6 @@ class NativeSampler:
         """A copy with the tokens accepted so far."""
         return type(self)(lib.llama_sampler_clone(self._pointer))
 
-    def reset(self) -> None:
-        """Forgets the tokens."""
-        lib.llama_sampler_reset(self._pointer)
-
     def __del__(self) -> None:
         if not sys.is_finalizing():
             lib.llama_sampler_free(self._pointer)

@@ -15,7 +15,8 @@ from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
-WantedLogits = Literal["all", "last", "none"]
+# "states": of all tokens, whose hidden states are kept too (`Context.last_hidden_state`)
+WantedLogits = Literal["all", "states", "last", "none"]
 
 
 class Cancelled(Exception):
@@ -36,7 +37,7 @@ class BatchPart(NamedTuple):
     @property
     def n_out(self) -> int:
         """Rows of logits."""
-        return len(self.tokens) if self.logits == "all" else 1 if self.logits == "last" else 0
+        return {"last": 1, "none": 0}.get(self.logits, len(self.tokens))
 
 
 class TokenBatch:
@@ -97,14 +98,11 @@ class TokenBatch:
             start = stop
         self.c_batch.n_tokens = start
         if self._states_alone:
-            self._choose(parts[0].states is not None, start)
-
-    def _choose(self, has_states: bool, n: int) -> None:
-        """Makes the batch of `n` one of states or of tokens."""
-        self.c_batch.token = None if has_states else ctypes.cast(self._tokens, ctypes.POINTER(lib.llama_token))
-        self.c_batch.embd = _pointer(self._states, ctypes.c_float) if has_states else None
-        if has_states and self._n_positions == 4:  # time, height, width, and one that text has not
-            self._positions[n : 4 * n] = [*self._positions[:n], *self._positions[:n], *bytes(n)]
+            n, has_states = start, parts[0].states is not None
+            self.c_batch.token = None if has_states else ctypes.cast(self._tokens, ctypes.POINTER(lib.llama_token))
+            self.c_batch.embd = _pointer(self._states, ctypes.c_float) if has_states else None
+            if has_states and self._n_positions == 4:  # time, height, width, and one that text has not
+                self._positions[n : 4 * n] = [*self._positions[:n], *self._positions[:n], *bytes(n)]
 
 
 def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
@@ -116,12 +114,9 @@ class SequenceContext(Protocol):
 
     model: Model
     n_ubatch: int
+    n_parallel: int  # sequences
     memory: Any  # llama_memory_t
     n_snapshots: int  # tokens of a batch that a recurrent memory can take back; 0 for other memories
-
-    @property
-    def n_parallel(self) -> int:
-        """Sequences."""
 
     @property
     def is_closed(self) -> bool:
@@ -136,7 +131,6 @@ class SequenceContext(Protocol):
         parts: Sequence[BatchPart],
         *,
         phase: Phase,
-        hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> list[Logits]:
         """Appends tokens to sequences in one batch."""
@@ -174,12 +168,10 @@ class ContextSequence:
         phase: Phase,
         logits: WantedLogits = "last",
         states: StateRows | None = None,
-        hidden_states: bool = False,
         cancel: Callable[[], bool] | None = None,
     ) -> Logits:
         """Appends `tokens` and computes their logits; as `Context.decode`. states: as of `BatchPart`."""
-        part = BatchPart(self, tokens, logits, states)
-        return self.context.decode_parts([part], phase=phase, hidden_states=hidden_states, cancel=cancel)[0]
+        return self.context.decode_parts([BatchPart(self, tokens, logits, states)], phase=phase, cancel=cancel)[0]
 
     def prefill(
         self,

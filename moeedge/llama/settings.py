@@ -24,10 +24,6 @@ class KvType(NamedTuple):
     block_values: int  # those that share a scale
 
     @property
-    def is_quantized(self) -> bool:
-        return self.block_values > 1
-
-    @property
     def bytes_per_value(self) -> float:
         return self.block_bytes / self.block_values
 
@@ -95,7 +91,7 @@ class ContextSettings:
         for name, option in ((self.type_k, "-ctk"), (self.type_v, "-ctv")):
             if name not in KV_TYPES:
                 raise ValueError(f"unknown type {name!r} of a KV cache ({option}): choose from {', '.join(KV_TYPES)}")
-        if KV_TYPES[self.type_v].is_quantized and self.flash_attn == "off":
+        if KV_TYPES[self.type_v].block_values > 1 and self.flash_attn == "off":
             raise ValueError(f"a V cache of type {self.type_v} (-ctv) needs flash attention: leave out -fa off")
         if not 0 <= self.n_threads_batch <= MAX_N_THREADS:
             raise ValueError(

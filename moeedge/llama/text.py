@@ -1,9 +1,9 @@
-"""Text on its way into and out of a model: chat templates, and token bytes decoded to complete characters."""
+"""Chat templates, rendered by llama.cpp or by Jinja in a process of its own."""
 
 from __future__ import annotations
 
 import atexit
-import codecs
+import ctypes
 import json
 import os
 import subprocess
@@ -11,7 +11,10 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
+
+import llama_cpp.llama_cpp as lib
 
 from moeedge.errors import EngineError, InputError, MoeedgeError
 from moeedge.llama import template_child
@@ -108,6 +111,48 @@ def _started() -> subprocess.Popen[bytes]:
 _process = _TemplateProcess()
 
 
+@cache
+def builtin_names() -> tuple[str, ...]:
+    """The names of all, sorted."""
+    n = lib.llama_chat_builtin_templates(None, 0)
+    names = (ctypes.c_char_p * n)()
+    lib.llama_chat_builtin_templates(names, n)
+    return tuple(sorted(name.decode() for name in names if name))
+
+
+def check_source(source: str) -> None:
+    """Raises InputError for a text that is neither a name nor Jinja."""
+    if source and source not in builtin_names() and "{{" not in source and "{%" not in source:
+        raise InputError(
+            f"Unknown chat template {source[:40]!r}.", f"Choose from: {', '.join(builtin_names())}; or give Jinja text."
+        )
+
+
+class BuiltinFormat:
+    """One of them, as ChatFormat is for Jinja. It has no variables; its BOS is the tokenizer's."""
+
+    bos = ""
+    variables: frozenset[str] = frozenset()
+
+    def __init__(self, name: str) -> None:
+        self.source = name
+
+    def render(self, messages: list[dict[str, str]], *, add_assistant: bool = True, arguments: object = None) -> str:
+        """Returns the prompt for `messages`. Raises EngineError where llama.cpp cannot write it."""
+        chat = (lib.llama_chat_message * len(messages))()
+        for place, message in zip(chat, messages, strict=True):
+            place.role, place.content = message["role"].encode(), message["content"].encode()
+        name, size = self.source.encode(), 0
+        while True:
+            buffer = ctypes.create_string_buffer(size + 1)
+            n = lib.llama_chat_apply_template(name, chat, len(messages), add_assistant, buffer, size)
+            if n < 0:
+                raise EngineError(f"llama.cpp cannot write this conversation with its chat template {self.source}.")
+            if n <= size:
+                return buffer.raw[:n].decode("utf-8", "replace")
+            size = n
+
+
 class ChatFormat:
     """A chat template, rendered with limits and in Jinja's sandbox because templates come from model files.
 
@@ -120,6 +165,7 @@ class ChatFormat:
         self.bos = bos
         self.eos = eos
         self._is_given = is_given
+        self._name = _GIVEN if is_given else _OWN
         try:
             self.variables = frozenset(_process.ask(self.source)["variables"])
         except _TemplateError as error:
@@ -128,13 +174,10 @@ class ChatFormat:
         except _LimitError:
             raise self._limit_error() from None
 
-    def _name(self) -> str:
-        return _GIVEN if self._is_given else _OWN
-
     def _error(self, what: str, error: _TemplateError) -> MoeedgeError:
         """The error `what`, in which {} is the template's name."""
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        message = f"{what.format(self._name())}: {reason}."
+        message = f"{what.format(self._name)}: {reason}."
         message = message[0].upper() + message[1:]
         if self._is_given:
             return InputError(message, "Correct it, or leave it out for the model's own.")
@@ -142,7 +185,7 @@ class ChatFormat:
 
     def _limit_error(self) -> InputError:
         return InputError(
-            f"{self._name().capitalize()} takes more than {CPU_S:g} s, {MEMORY_BYTES / 2**30:g} GiB of memory or "
+            f"{self._name.capitalize()} takes more than {CPU_S:g} s, {MEMORY_BYTES / 2**30:g} GiB of memory or "
             f"{MORE_CHARACTERS / 1e6:g} million characters: it may never end.",
             "Correct it, or leave it out for the model's own."
             if self._is_given
@@ -182,23 +225,3 @@ def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
         return messages
     content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
     return [{**messages[1], "content": content}, *messages[2:]]
-
-
-class StreamDecoder:
-    """Decodes a stream of bytes to complete UTF-8 text; invalid bytes become U+FFFD.
-
-    A token may end inside a character (emoji, CJK): its first bytes are held back until the rest arrives.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, data: bytes) -> str:
-        """Returns the text that `data` completes; may be empty."""
-        return self._decoder.decode(data)
-
-    def flush(self) -> str:
-        """Returns the rest at the end of an answer and resets the decoder."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text

@@ -172,7 +172,7 @@ class NextGatePredictor:
 
     def predict(self, block: Block) -> ExpertPrediction | None:
         """The next layers' experts; None where the router's input is not known."""
-        n_layers, _, n_embd = self._routers.shape
+        n_layers, _, n_embd = self._routers.weight.shape
         if block.inputs is None or block.inputs.shape[1] != n_embd:
             return None
         ids = np.full((n_layers, len(block.inputs), max(self._n_used)), -1, dtype=np.int32)

@@ -103,7 +103,7 @@ def test_layer_without_experts() -> None:
 def test_report_is_json_with_the_documented_keys() -> None:
     trace = two_texts(weights=True, parameters={"dataset": "sample", "seed": 1})
     profile = profile_layers(trace, [1])[0]
-    recording = Recording(trace, answers=2, steps=6, drafted=10, accepted=4, skipped=[])
+    recording = Recording(trace, answers=2, drafted=10, accepted=4, skipped=[])
     report = layer_report(profile, run_facts(trace, recording))
     decoded = json.loads(json.dumps(report, allow_nan=False))
     assert decoded["layer"] == 1 and decoded["steps"] == 6 and decoded["dataset"] == "sample"

@@ -135,7 +135,7 @@ def _prefill(session: Session, n_tokens: int) -> dict[str, Any]:
     tokens = (tokens * (1 + n_tokens // len(tokens)))[:n_tokens]
     session.reset()
     start_s, start_bytes = time.perf_counter(), read_bytes()
-    session.target.prefill(tokens, logits="last")
+    session.target.sequences[0].prefill(tokens, logits="last")
     record = {"tokens": n_tokens, "prefill_s": time.perf_counter() - start_s, "bytes": read_bytes() - start_bytes}
     logits = session.target.decode([tokens[0]], phase=Phase.DECODE)
     return record | {"best": int(logits[-1].argmax()), "best_logit": float(logits[-1].max())}

@@ -55,7 +55,7 @@ def speed_ratio(session: Session, tokens: list[int], *, first: bool) -> float:
     for asks in (first, not first):
         session.reset()
         start_s = time.process_time()
-        session.target.prefill(tokens, logits="last", cancel=(lambda: False) if asks else None)
+        session.target.sequences[0].prefill(tokens, logits="last", cancel=(lambda: False) if asks else None)
         spent_s[asks] = time.process_time() - start_s
     return spent_s[False] / spent_s[True]
 

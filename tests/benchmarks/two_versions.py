@@ -46,7 +46,7 @@ with Session.open(config) as session:
     for line in sys.stdin:
         session.reset()
         start_s = time.perf_counter()
-        session.target.prefill(tokens, logits="last")
+        session.target.sequences[0].prefill(tokens, logits="last")
         prefill_s = time.perf_counter() - start_s
         session.reset()
         conversation = Conversation(system="")

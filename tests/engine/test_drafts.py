@@ -83,9 +83,9 @@ def model_draft(tiny_draft: Path) -> Iterator[ModelDraft]:
 def test_model_draft_is_greedy_decoding_of_the_draft(model_draft: ModelDraft) -> None:
     history = [65, 66, 67, 68]
     model_draft.begin(history)
-    assert model_draft.context.tokens == history[:-1]
+    assert model_draft.sequence.tokens == history[:-1]
     proposal = model_draft.propose(history, 5, GREEDY)
-    assert model_draft.context.tokens == [*history, *proposal.tokens[:-1]]  # nothing follows from the last one yet
+    assert model_draft.sequence.tokens == [*history, *proposal.tokens[:-1]]  # nothing follows from the last one yet
     assert all(c.probability_of(t) == 1 for c, t in zip(proposal.candidates, proposal.tokens, strict=True))
 
     again = [*history, *proposal.tokens]
@@ -101,7 +101,7 @@ def test_model_draft_after_a_verification(model_draft: ModelDraft, n_accepted: i
     proposal = model_draft.propose(history, 4, GREEDY)
     model_draft.rollback(len(history) + n_accepted)
     accepted = [*history, *proposal.tokens[:n_accepted]]
-    assert model_draft.context.tokens == accepted[: len(history) + min(n_accepted, 3)]
+    assert model_draft.sequence.tokens == accepted[: len(history) + min(n_accepted, 3)]
 
     # the target's own token follows, whatever it is: the proposals then equal those of a fresh draft
     following = [*accepted, 99]
@@ -131,7 +131,7 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
     batch = [*history, *stated[0].tokens[:-1]]
     decoded = []
     for token in batch:
-        context.decode([token], phase=Phase.DRAFT, logits="all", hidden_states=True)
+        context.decode([token], phase=Phase.DRAFT, logits="states")
         decoded.append(context.last_hidden_state().copy())
     assert stated[0].hidden_states is not None
     np.testing.assert_allclose(stated[0].hidden_states, np.stack(decoded[len(history) - 1 :]), atol=0.02)

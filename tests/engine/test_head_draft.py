@@ -21,8 +21,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.llama import library
 from moeedge.llama.context import Context
-from moeedge.llama.draft_heads import own_head
-from moeedge.llama.head_context import HeadContext
+from moeedge.llama.draft_heads import HeadContext, own_head
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.scheduler.governor import GAMMA_MAX
@@ -52,7 +51,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "dflash-qwen3moe": ("qwen3moe", {}, {"arch": "dflash", "draft_vocab": 304}),
     "dflash-shared": ("gpt-oss", {}, {"arch": "dflash", "target_layers": "1"}),  # the target's embeddings and output
     "dflash-dspark": ("qwen3moe", {}, {"arch": "dflash", "variant": "dspark"}),
-    "dflash-selector": ("qwen3moe", {}, {"arch": "dflash", "variant": "selector", "draft_vocab": 304}),
     "dflash-sections": ("llama", {}, {"arch": "dflash", "variant": "sections", "draft_vocab": 304}),
     "eagle-narrow": ("qwen3moe", {}, {"embd": 32, "heads": 2, "heads_kv": 2, "draft_vocab": 100, "seed": 1}),
 }
@@ -179,8 +177,8 @@ def test_the_head_keeps_entries_of_the_accepted_text(case: str, tiny: TinyFactor
         for _ in generation:
             context = head_of(session).context
             history = generation.state.history[context.kind.n_skipped :]
-            assert context.tokens == history[: len(context.tokens)]
-            held = len(context.tokens)
+            assert context.sequences[0].tokens == history[: len(context.sequences[0].tokens)]
+            held = len(context.sequences[0].tokens)
             assert held in (0, len(history) - 1) or held >= len(history) - 6
 
 
@@ -254,7 +252,7 @@ def test_context_shift(case: str, tiny: TinyFactory) -> None:
         n_same = next((i for i, (a, b) in enumerate(zip(generation.tokens, expected, strict=True)) if a != b), 150)
         assert n_same >= 64 - len(PROMPT)  # then near-ties may go either way: the moved keys are rounded
         context, history = head_of(session).context, generation.state.history
-        assert context.tokens == history[context.kind.n_skipped :][: context.n_past]
+        assert context.sequences[0].tokens == history[context.kind.n_skipped :][: context.n_past]
         session.reset()
         with StockContext(pair[0]) as stock:
             assert_greedy(stock, PROMPT, answer(session, n_predict=20), stock.greedy(PROMPT, 20)[0], "afterwards")
@@ -272,7 +270,7 @@ def test_texts_decoded_together(case: str, tiny: TinyFactory) -> None:
             assert found.stats.drafted > 0
 
 
-@pytest.mark.parametrize(("variant", "n_most"), [("", 3), ("dspark", 4), ("selector", 3)])
+@pytest.mark.parametrize(("variant", "n_most"), [("", 3), ("dspark", 4)])
 def test_a_block_has_at_most_the_drafts_that_it_was_trained_on(variant: str, n_most: int, tiny: TinyFactory) -> None:
     draft = tiny("dflash", variant=variant, block=4, draft_vocab=304)
     with Session.open(options((tiny("qwen3moe"), draft), gamma=8)) as session:
@@ -283,12 +281,11 @@ def test_a_block_has_at_most_the_drafts_that_it_was_trained_on(variant: str, n_m
 
 
 def test_a_block_ends_where_its_tokens_are_not_sure(tiny: TinyFactory) -> None:
-    for variant in ("", "selector"):
-        pair = tiny("qwen3moe"), tiny("dflash", variant=variant, draft_vocab=304)
-        with Session.open(options(pair, auto_gamma=True)) as session, StockContext(pair[0]) as stock:
-            generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
-            list(generation)
-            assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, N_PREDICT)[0], variant)
+    pair = tiny("qwen3moe"), tiny("dflash", draft_vocab=304)
+    with Session.open(options(pair, auto_gamma=True)) as session, StockContext(pair[0]) as stock:
+        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
+        list(generation)
+        assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, N_PREDICT)[0], "")
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -328,6 +325,7 @@ def test_a_plain_session_loads_no_head(tiny: TinyFactory) -> None:
         (("qwen3moe", {"vocab": 320}), {"arch": "dflash"}),
         (("qwen3moe", {}), {"arch": "dflash", "mask": -1}),
         (("qwen3moe", {}), {"arch": "dflash", "block": 1}),
+        (("qwen3moe", {}), {"arch": "dflash", "variant": "selector"}),
     ],
 )
 def test_a_head_that_does_not_suit_the_target(
@@ -358,7 +356,7 @@ def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> 
         kind = own_head(model)
         with HeadContext(model, kind, target, n_threads=1) as context:
             head = DraftHead(target, context)
-            target.prefill(PROMPT, logits="last")
+            target.sequences[0].prefill(PROMPT, logits="last")
             states = head.states(0, 0, len(PROMPT))
             assert not states[0].any() and np.abs(states[1:]).max(axis=1).min() > 0
             sequence = context.sequences[0]

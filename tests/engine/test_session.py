@@ -154,8 +154,8 @@ def test_both_kv_caches_hold_the_accepted_text_after_each_step(session: Session)
     assert session.draft_context is not None
     for record in session.generate(PROMPT, n_predict=40, sampling=GREEDY):
         text += record.tokens
-        assert session.target.tokens == text[:-1]
-        drafted = session.draft_context.tokens
+        assert session.target.sequences[0].tokens == text[:-1]
+        drafted = session.draft_context.sequences[0].tokens
         assert drafted == text[: len(drafted)]
 
 
@@ -207,7 +207,7 @@ def test_cancel_within_a_long_prompt(pair: tuple[Path, Path], draft: Draft) -> N
 
         generation = session.generate(prompt, n_predict=5, sampling=GREEDY, cancel=cancel)
         assert list(generation) == [] and generation.stop_reason == "interrupted"
-        assert asked == [0, 32, 64] and session.target.tokens == prompt[:64]
+        assert asked == [0, 32, 64] and session.target.sequences[0].tokens == prompt[:64]
         generation = session.generate(prompt, n_predict=5, sampling=GREEDY)
         list(generation)
         assert generation.stats.prefill_tokens == 36
@@ -227,9 +227,9 @@ def test_ctrl_c_at_any_decode(
     assert generation.stop_reason == "interrupted"
     assert generation.tokens == reference[: len(generation.tokens)]
     text = [*PROMPT, *generation.tokens]
-    assert session.target.tokens == text[: session.target.n_past] and session.target.n_past < len(text)
+    assert session.target.sequences[0].tokens == text[: session.target.n_past] and session.target.n_past < len(text)
     assert session.draft_context is not None
-    assert session.draft_context.tokens == text[: session.draft_context.n_past]
+    assert session.draft_context.sequences[0].tokens == text[: session.draft_context.n_past]
     # the answer goes on where it stopped
     continued = answer(session, text, N_PREDICT - len(generation.tokens))
     check(session, PROMPT, reference, [*generation.tokens, *continued])
@@ -264,7 +264,7 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
         generation = session.generate(PROMPT, n_predict=150, sampling=GREEDY)
         for _ in generation:
             assert session.target.n_past <= 64
-            assert session.target.tokens[:6] == PROMPT[:6]
+            assert session.target.sequences[0].tokens[:6] == PROMPT[:6]
         assert generation.stop_reason == "length" and len(generation.tokens) == 150
         stats = generation.stats
         assert stats.context_shifts > 1 and stats.dropped_tokens == 29 * stats.context_shifts
@@ -273,7 +273,7 @@ def test_context_shift_goes_on(pair: tuple[Path, Path], draft: Draft) -> None:
         [note] = generation.notes
         assert f"{stats.dropped_tokens} tokens after the first 6 were dropped in {stats.context_shifts} shifts" in note
         # what is kept is the tail of what was said
-        tail = session.target.tokens[6:]
+        tail = session.target.sequences[0].tokens[6:]
         assert [*PROMPT, *generation.tokens][-len(tail) - 1 : -1] == tail
     # speculation changes nothing here either
     with Session.open(options(pair, "none", n_ctx=64, context_shift=True)) as plain:

@@ -64,7 +64,7 @@ def test_the_next_answer_equals_stocks(tiny: TinyFactory, arch: str, mode: Mode)
         expected, _ = stock.greedy(PROMPT, N_PREDICT)
     with Session.open(config(path, mode=mode)) as session:
         never = Stop()
-        session.target.prefill(PROMPT, logits="last", cancel=never)
+        session.target.sequences[0].prefill(PROMPT, logits="last", cancel=never)
         n_batches = -(-len(PROMPT) // N_UBATCH)
         assert never.n_asked > 20 * n_batches, "operations ask"
         n_before = 0
@@ -75,7 +75,7 @@ def test_the_next_answer_equals_stocks(tiny: TinyFactory, arch: str, mode: Mode)
             assert list(stopped) == []
             assert stopped.stop_reason == "interrupted"
             n_kept = session.target.n_past
-            assert session.target.tokens == PROMPT[:n_kept]
+            assert session.target.sequences[0].tokens == PROMPT[:n_kept]
             assert n_kept % N_UBATCH == 0
             if session.model.can_roll_back:
                 assert n_kept == stopped.stats.prefill_tokens + n_before >= n_before

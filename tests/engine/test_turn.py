@@ -43,6 +43,15 @@ def test_the_text_is_that_of_the_tokens(session: Session) -> None:
     assert answer.stop_reason in ("length", "eos")
 
 
+def test_characters_are_never_split(session: Session) -> None:
+    answer = session.generate(session.model.tokenize("tell me"), n_predict=1, sampling=SamplingConfig(temperature=0))
+    tokens = session.model.tokenize("a🦙b", add_special=False)
+    assert len(tokens) == 6
+    assert [answer.read([token]) for token in tokens] == ["a", "", "", "", "🦙", "b"]
+    assert answer.read(tokens[1:3]) == "" and answer.read([], last=True) == "�"
+    answer.close()
+
+
 def test_an_answer_that_is_closed_keeps_its_text(session: Session) -> None:
     prompt = session.model.tokenize("tell me")
     answer = session.generate(prompt, n_predict=200, sampling=SamplingConfig(temperature=0))

@@ -8,10 +8,9 @@ import llama_cpp.llama_cpp as lib
 import pytest
 
 from moeedge.errors import InputError
-from moeedge.llama.builtin_templates import builtin_names, check_source
 from moeedge.llama.chat_template import TemplateChoice
 from moeedge.llama.model import Model
-from moeedge.llama.text import CHATML, ChatFormat
+from moeedge.llama.text import CHATML, ChatFormat, builtin_names, check_source
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

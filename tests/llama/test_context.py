@@ -35,7 +35,7 @@ def logits_of(context: Context, tokens: list[int]) -> np.ndarray:
 def test_rows_do_not_depend_on_how_tokens_are_fed(context: Context) -> None:
     entire = context.decode(TOKENS, phase=Phase.VERIFY, logits="all").copy()  # 4 batches, 8 ubatches
     assert entire.shape == (60, context.model.info.n_vocab) and entire.dtype == np.float32
-    assert context.tokens == TOKENS and context.n_past == 60
+    assert context.sequences[0].tokens == TOKENS and context.n_past == 60
     context.clear()
     assert context.decode(TOKENS[:50], phase=Phase.PREFILL, logits="none").shape[0] == 0
     rest = context.decode(TOKENS[50:], phase=Phase.VERIFY, logits="all")
@@ -56,15 +56,15 @@ def test_trim_drops_tokens(context: Context) -> None:
     context.decode([1, 2, 3, 4], phase=Phase.VERIFY, logits="all")
     context.trim(20)
     context.trim(25)  # nothing to drop
-    assert context.tokens == TOKENS[:20]
+    assert context.sequences[0].tokens == TOKENS[:20]
     np.testing.assert_allclose(context.decode([7], phase=Phase.DECODE), expected, atol=0.01)
 
 
 def test_keep_prefix(context: Context) -> None:
     context.decode(TOKENS[:20], phase=Phase.PREFILL, logits="none")
-    assert context.keep_prefix([*TOKENS[:12], 999]) == 12
-    assert context.keep_prefix([]) == 0
-    assert context.tokens == []
+    assert context.sequences[0].keep_prefix([*TOKENS[:12], 999]) == 12
+    assert context.sequences[0].keep_prefix([]) == 0
+    assert context.sequences[0].tokens == []
 
 
 def test_the_context_is_full(tiny_moe: Path) -> None:
@@ -104,7 +104,7 @@ def test_an_interruption_right_after_llama_decode(
         patch.setattr(Decoder, "__call__", interrupted)
         with pytest.raises(error):
             context.decode(TOKENS[10:40], phase=Phase.PREFILL, logits="none")
-    assert context.tokens == TOKENS[:10]
+    assert context.sequences[0].tokens == TOKENS[:10]
     np.testing.assert_allclose(context.decode([7], phase=Phase.DECODE), expected, atol=0.01)
 
 
@@ -118,11 +118,11 @@ def test_shift_renumbers(tiny: TinyFactory) -> None:
         expected = logits_of(context, [*TOKENS[:4], *TOKENS[14:40], 7])
         context.clear()
         context.decode(TOKENS[:40], phase=Phase.PREFILL, logits="none")
-        context.shift(4, 10)
-        assert context.tokens == [*TOKENS[:4], *TOKENS[14:40]]
+        context.sequences[0].shift(4, 10)
+        assert context.sequences[0].tokens == [*TOKENS[:4], *TOKENS[14:40]]
         np.testing.assert_allclose(context.decode([7], phase=Phase.DECODE), expected, atol=0.05)
         with pytest.raises(ValueError, match="cannot discard"):
-            context.shift(4, 1000)
+            context.sequences[0].shift(4, 1000)
 
 
 def test_an_interrupted_shift_drops_the_cache(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +133,8 @@ def test_an_interrupted_shift_drops_the_cache(context: Context, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(context_module.lib, "llama_memory_seq_add", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            context.shift(4, 10)
-    assert context.keep_prefix(TOKENS) == 0
+            context.sequences[0].shift(4, 10)
+    assert context.sequences[0].keep_prefix(TOKENS) == 0
     expected = logits_of(context, TOKENS)
     np.testing.assert_array_equal(logits_of(context, TOKENS), expected)
 
@@ -149,7 +149,7 @@ def test_a_sliding_window_drops_old_tokens(tiny: TinyFactory) -> None:
         context.trim(697)  # a rejected draft: the window is still complete
         assert context.n_past == 697
         context.trim(50)  # the window of position 50 is gone: everything is dropped
-        assert context.tokens == []
+        assert context.sequences[0].tokens == []
         np.testing.assert_allclose(logits_of(context, [*tokens[:50], 7]), expected, atol=0.01)
 
 
@@ -172,7 +172,7 @@ def test_more_logits_than_were_reserved_come_in_pieces(tiny_moe: Path) -> None:
             expected = context.decode(tokens, phase=Phase.PREFILL, logits="all").copy()
         with Context(model, n_ctx=256, n_threads=1, n_outputs=16) as context:
             assert np.array_equal(context.decode(tokens, phase=Phase.PREFILL, logits="all"), expected)
-            assert context.tokens == tokens
+            assert context.sequences[0].tokens == tokens
             assert context.decode(tokens, phase=Phase.PREFILL).shape == (1, model.info.n_vocab)
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from moeedge.errors import EngineError, InputError
 from moeedge.llama import text
-from moeedge.llama.builtin_templates import BuiltinFormat
 from moeedge.llama.reasoning import find_reasoning_tags
-from moeedge.llama.text import ChatFormat
+from moeedge.llama.text import BuiltinFormat, ChatFormat
 
 TURN = [{"role": "user", "content": "Hi"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from moeedge.llama.context import Context
-from moeedge.llama.gguf_file import expert_bytes, expert_tensors
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors, most_whole_layers, whole_layers
 from moeedge.llama.model import Model
-from moeedge.llama.whole_layers import most_whole_layers, whole_layers
 from moeedge.native.cache import ExpertTensor
 from moeedge.native.devices import DRY_RUN_GPU
 

@@ -249,9 +249,9 @@ def test_speculation_keeps_the_distribution(
     assert p_value(expected, drawn) > P_VALUE
 
 
-@pytest.mark.parametrize("kind", ["glm4moe", "step35", "eagle3", "", "dspark", "selector"])
+@pytest.mark.parametrize("kind", ["glm4moe", "step35", "eagle3", "", "dspark"])
 def test_a_draft_head_keeps_the_distribution(kind: str, target: Path, tiny: TinyFactory) -> None:
-    """Own heads, one or in turn; EAGLE-3; DFlash, whose places know no path, and whose selector names one path."""
+    """Own heads, one or in turn; EAGLE-3; DFlash, whose places know no path."""
     config, length = SAMPLINGS["top-k"]
     source: Any = "mtp"
     if kind in ("glm4moe", "step35"):

@@ -15,8 +15,7 @@ from models.head import Head, HeadShape, draft_loss  # noqa: E402
 from models.states import best, read_tokenizer, record  # noqa: E402
 from moeedge import paths  # noqa: E402
 from moeedge.llama.context import Context  # noqa: E402
-from moeedge.llama.draft_heads import head_file  # noqa: E402
-from moeedge.llama.head_context import HeadContext  # noqa: E402
+from moeedge.llama.draft_heads import HeadContext, head_file  # noqa: E402
 from moeedge.llama.model import Model  # noqa: E402
 from moeedge.native.abi import Phase  # noqa: E402
 from tests.support.stock import StockContext  # noqa: E402

@@ -28,8 +28,7 @@ from moeedge.lab.policies.expert_budget import (
     RouterKind as Kind,
 )
 from moeedge.llama import library
-from moeedge.llama.budget import ContextBudget
-from moeedge.llama.context import Context
+from moeedge.llama.context import Context, ContextBudget
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import Logits
 from moeedge.native import Frame

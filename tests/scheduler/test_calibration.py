@@ -68,8 +68,8 @@ def test_measured_once_and_kept(tiny: TinyFactory) -> None:
         stats = session.placement_stats()
         assert stats is not None
         assert (stats.slots_used, stats.uploads, stats.pairs, stats.blocks, stats.steps) == (0, 0, 0, 0, 0)
-        assert session.target.tokens == []
-        assert session.draft_context is not None and session.draft_context.tokens == []
+        assert session.target.sequences[0].tokens == []
+        assert session.draft_context is not None and session.draft_context.sequences[0].tokens == []
     assert len(files()) == 1
     with Session.open(config(tiny)) as session:
         assert session.calibration == replace(first, from_file=True, units=session.calibration.units)
@@ -264,7 +264,7 @@ def test_what_is_postponed_is_measured_after_an_answer(tiny: TinyFactory) -> Non
         assert before is not None and after is not None
         counted = after - before
         assert (counted.uploads, counted.pairs, counted.blocks, counted.steps) == (0, 0, 0, 0)
-        assert session.target.tokens == []
+        assert session.target.sequences[0].tokens == []
         assert answer(session) == expected
         session.measure_postponed(lambda: pytest.fail("measured again"))
     with Session.open(config(tiny, calibrate_later=True)) as session:

@@ -42,7 +42,7 @@ class TinyDims:
     target_layers: str = "0,1,2"  # eagle3, dflash: the layers whose inputs it reads
     draft_vocab: int = 0  # eagle3, dflash: tokens of a vocabulary of its own; 0: the target's embeddings and output
     block: int = 8  # dflash: tokens of a block
-    variant: str = ""  # dflash: "dspark" (a Markov head), "selector" (DFlash 2) or "sections" (M-RoPE)
+    variant: str = ""  # dflash: "dspark" (a Markov head), "selector" (DFlash 2, refused) or "sections" (M-RoPE)
     per_layer: bool = False  # experts per token differ by layer; of nemotron_h_moe their width, too (Puzzle)
     mask: int = N_VOCAB - 3  # dflash: the token that stands for one to be predicted; -1: none
 

@@ -20,7 +20,7 @@ from statistics import median
 
 from moeedge.bench.harness import GREEDY, rotated
 from moeedge.data.prompts import Prompt
-from moeedge.engine.generation import Generation
+from moeedge.engine.answer import Generation
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, EngineInfo

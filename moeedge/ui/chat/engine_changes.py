@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moeedge.engine.answer_setup import prepare_answers
 from moeedge.engine.budgets import usable_budget
-from moeedge.engine.session import Session
+from moeedge.engine.session import Session, prepare_answers
 from moeedge.errors import InputError
 from moeedge.notifications import Notification
 from moeedge.policies.expert_budget import ExpertBudget

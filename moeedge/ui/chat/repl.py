@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from moeedge.engine.answer_setup import prepare_answers
+from moeedge.engine.answer import Generation
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, take_over
 from moeedge.engine.conversation import Conversation, Message
-from moeedge.engine.generation import Generation
-from moeedge.engine.session import Session
+from moeedge.engine.session import Session, prepare_answers
 from moeedge.engine.types import EngineInfo
 from moeedge.errors import ContextTooSmallError, InputError, MoeedgeError
 from moeedge.ui import figures

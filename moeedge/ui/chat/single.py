@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
+from moeedge.engine.answer import Generation
 from moeedge.engine.budgets import budget_record
-from moeedge.engine.generation import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
 from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice

@@ -41,7 +41,7 @@ def test_tables_name_every_array_and_key(tmp_path: Path) -> None:
     for column in fields(ReplayRow):
         assert f"`{column.name}`" in TEXT, column.name
     trace = two_texts()
-    report = layer_report(profile_layers(trace, [0])[0], run_facts(trace, Recording(trace, 1, 1, 1, 1, [])))
+    report = layer_report(profile_layers(trace, [0])[0], run_facts(trace, Recording(trace, 1, 1, 1, [])))
     inner = ("hot_cold_accuracy", "unique_experts", "activation_counts", "skew", "persistence")
     for key_name in (*report, *(key for name in inner for key in report[name]), *report["utility"][0]):
         assert f"`{key_name}`" in TEXT, key_name

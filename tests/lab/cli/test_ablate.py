@@ -97,8 +97,7 @@ def test_an_interrupt_within_an_answer_ends_it_all(target: Path, monkeypatch: py
         steps += 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SpeculativeLoop, "plain_step", step)
-    monkeypatch.setattr(SpeculativeLoop, "overlapped_step", step)
+    monkeypatch.setattr(SpeculativeLoop, "_step", step)
     result = run("lab", "ablate", *SHORT, "-m", target, *DEVICE, "--cutoff", "1")
     assert result.exit_code == 130, result.output
     assert steps == 1 and not result.stdout
