@@ -89,17 +89,17 @@ _OF_LAYERS = {"n_gpu_layers", "n_cpu_moe", "cpu_moe"}
 @flatten
 def plan(
     context: typer.Context,
-    model: options.Model = None,
-    model_draft: options.ModelDraft = None,
-    draft_max: options.DraftMax = None,
-    ctx_size: options.CtxSize = 0,
-    n_gpu_layers: options.NGpuLayers = None,
-    n_cpu_moe: options.NCpuMoe = None,
-    cpu_moe: options.CpuMoe = False,
-    device: options.Device = "auto",
-    backend: options.Backend = None,
-    hf_token: options.HfToken = None,
-    offline: options.Offline = False,
+    model: Path | None = None,
+    model_draft: str | None = None,
+    draft_max: int | None = None,
+    ctx_size: int = 0,
+    n_gpu_layers: int | None = None,
+    n_cpu_moe: int | None = None,
+    cpu_moe: bool = False,
+    device: str = "auto",
+    backend: list[str] | None = None,
+    hf_token: str | None = None,
+    offline: bool = False,
     *,
     llama: LlamaOptions,
     vram: FreeVram = None,
@@ -108,7 +108,7 @@ def plan(
     reserve: Reserve = None,
     disk_rate: DiskRates = None,
     output: options.TextOrJson = Output.TEXT,
-    verbose: options.Verbose = False,
+    verbose: bool = False,
 ) -> None:
     """Show how much memory a model takes, and what fits, before it is downloaded or loaded.
 
