@@ -90,5 +90,6 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: profile.*: config\.(with_|ProfileOutput\.(files\.save_ranking|files\.compare|other))", "", "the same"),
     (r"options: (chat|bench) foreign --(budget-\w|save-ranking|fit)", "", "rows that say where these went"),
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
+    (r"options: habit ", "", "the reference lists every word of other programs"),
     (r"options: .* declared: 5$", "", "texts of help"),
 ]  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +207,3 @@ def _foreign() -> Iterator[tuple[str, Any]]:
                 except errors.InputError as error:
                     found = [type(error).__name__, plain(error.message)[:60]]
                 yield f"{name} foreign {option} {value}", [found, speller.sets, len(speller.warnings)]
-    for habit in module("moeedge.cli.habits").habits():
-        row = dataclasses.asdict(habit)
-        yield f"habit {row['source']} {row['typed']}", json.loads(json.dumps(plain(row)))
