@@ -24,6 +24,7 @@ from moeedge.cli.llama_options import LlamaOptions
 from moeedge.cli.model_files import ModelFiles, drafts_for_itself, resolve_models
 from moeedge.engine.types import DEFAULT_GAMMA, DraftWord
 from moeedge.errors import DownloadError, ModelNameError
+from moeedge.hub.catalog import Choice, load_catalog
 from moeedge.units import parse_rate
 
 if TYPE_CHECKING:
@@ -112,10 +113,10 @@ def plan(
 ) -> None:
     """Show how much memory a model takes, and what fits, before it is downloaded or loaded.
 
-    A model need not be here: the beginning of its file (the header) is read from the hub, and without network the
-    catalog's facts give an estimate. Prints what takes memory on the GPU and in RAM, how many of the experts the GPU
-    can hold, the largest context (tokens that the model remembers), and the command that runs the model this way. For
-    a model larger than RAM: what is read from the disk per token, and which speed that allows.
+    A model need not be here: the beginning of its file (the header) is read from the hub. Prints what takes memory on
+    the GPU and in RAM, how many of the experts the GPU can hold, the largest context (tokens that the model remembers),
+    and the command that runs the model this way. For a model larger than RAM: what is read from the disk per token, and
+    which speed that allows.
     """
     from moeedge.planning.memory_map import this_machine
     from moeedge.planning.planner import Planner
@@ -145,23 +146,9 @@ def plan(
         try:
             files, pull_names = _find(model, model_draft, resources)
         except DownloadError as error:
-            memory = {"vram_bytes": vram_bytes, "ram_bytes": ram_bytes}
-            unused = {"--disk-rate": disk_rate, "--cache-ratio": cache_ratio, "--reserve": reserve,
-                      "-ngl": n_gpu_layers, "-ncmoe": n_cpu_moe}  # fmt: skip
-            without = [*(name for name, value in unused.items() if value is not None), *llama.given]
-            repeated = _words(given, _NOT_REPEATED)
-            _print_estimate(
-                str(model),
-                error,
-                output,
-                device=device,
-                n_ctx=ctx_size,
-                given=repeated,
-                without=without,
-                draft="none" if draft_max == 0 else model_draft,
-                **memory,
-            )
-            return
+            if load_catalog().find(str(model)) is not None:
+                error.hint = f"{error.hint} moeedge list --all --fits auto estimates from the catalog alone."
+            raise
         config = llama.apply(engine.config(placement, files=files, auto_gamma=draft_max is None))
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         ignored = [] if vram_bytes is not None else layer_notes(config)
@@ -190,52 +177,6 @@ def _given(context: typer.Context) -> list[tuple[str, list[str]]]:
 
 def _words(given: Sequence[tuple[str, list[str]]], without: set[str]) -> list[str]:
     return [word for name, words in given if name not in without for word in words]
-
-
-def _print_estimate(
-    name: str,
-    error: DownloadError,
-    output: Output,
-    *,
-    device: str,
-    n_ctx: int,
-    given: list[str],
-    without: list[str],
-    draft: str | None,
-    vram_bytes: int | None,
-    ram_bytes: int | None,
-) -> None:
-    """The estimate of a model whose header cannot be read. Raises `error` where the catalog does not have the model.
-
-    given: options that the suggested command repeats. without: options that need the header. draft: the value of -md.
-    """
-    from moeedge.hub.cache import find_variant
-    from moeedge.hub.catalog import load_catalog
-    from moeedge.hub.local import chat_draft
-    from moeedge.planning.estimate import free_memory, make_estimated_plan
-    from moeedge.ui.console import say, stderr_console
-    from moeedge.ui.plan_view import estimate_json, print_estimate
-
-    catalog = load_catalog()
-    choice = catalog.find(name)
-    if choice is None or find_variant(choice.variant) is not None:  # the draft's header is what cannot be read
-        raise error
-    memory = free_memory(device, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
-    drafts = chat_draft(catalog, choice) if draft in (None, "auto") else catalog.find(str(draft))
-    if drafts is None and draft not in (None, "auto", *get_args(DraftWord), "none"):
-        without = ["-md", *without]
-    found = make_estimated_plan(
-        choice,
-        memory,
-        draft=drafts,
-        n_ctx=n_ctx,
-        given=given,
-        vram_given=vram_bytes is not None,
-        reason=error.message,
-    )
-    if without:
-        say(stderr_console(), f"Without the header {', '.join(without)} has no effect.", style="yellow")
-    emit(output, estimate_json, print_estimate, found)
 
 
 def _beyond_ram(planner: Planner, disk_rate: str | None, sizes: tuple[int, ...]) -> RamTierRequest:
@@ -270,7 +211,6 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
     except ModelNameError:
         if model is None:
             raise
-    from moeedge.hub.catalog import Choice, load_catalog
     from moeedge.hub.names import find
     from moeedge.planning.headers import locate_or_fetch
     from moeedge.ui.console import say, stderr_console

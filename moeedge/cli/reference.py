@@ -102,7 +102,7 @@ def _meaning(row: Row) -> str:
     """What becomes of an option of another program."""
     if isinstance(row, Instead):
         by_value = [f"{value}: `{words}`" for value, words in row.by_value.items()]
-        return f"`{row.words.replace("{}", "VALUE")}`" if row.words else ", ".join(by_value)
+        return f"`{row.words.format('VALUE')}`" if row.words else ", ".join(by_value)
     if isinstance(row, Already):
         return f"taken: {row.meaning}"
     if isinstance(row, Ignored):

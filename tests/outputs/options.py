@@ -13,7 +13,7 @@ from tests.outputs.values import flat, module, plain
 # where the commands begin their work
 WORK = (
     *("moeedge.cli.chat:ModelSwitch", "moeedge.cli.bench:measure", "moeedge.cli.bench:measure_parallel"),
-    *("moeedge.planning.session_plan:make_session_plan", "moeedge.planning.estimate:make_estimated_plan"),
+    "moeedge.planning.session_plan:make_session_plan",
     *("moeedge.cli.profile:record", "moeedge.cli.profile:profile_trace"),
     *("moeedge.cli.budget_analysis:run_budget_analysis", "moeedge.cli.budget_analysis:run_trace_analysis"),
     *("moeedge.engine.layer_search:open_session", "moeedge.bench.budget_search:choose_budget"),
