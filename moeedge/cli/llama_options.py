@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moeedge.cli.declare import OPTIONS, declare
+from moeedge.cli.foreign import SWITCH
 from moeedge.engine.types import DEFAULT_N_UBATCH, EngineConfig
 from moeedge.llama.settings import (
     DEFAULT_KV_TYPE,
@@ -127,7 +128,7 @@ class LlamaOptions:
             context=ContextSettings(
                 type_k=self.cache_type_k.lower(),
                 type_v=self.cache_type_v.lower(),
-                flash_attn=_FLASH_ATTENTION.get(self.flash_attn.lower(), self.flash_attn),  # type: ignore[arg-type]
+                flash_attn=SWITCH.get(self.flash_attn.lower(), self.flash_attn),  # type: ignore[arg-type]
                 n_threads_batch=self.threads_batch,
                 rope=self._rope(),
                 adapters=self._adapters(),
@@ -164,22 +165,6 @@ class LlamaOptions:
         if self.rope_scale is not None and not 0 < self.rope_scale < math.inf:
             raise ValueError(f"--rope-scale must be > 0 and finite, not {self.rope_scale}")
         scale = 1 / self.rope_scale if self.rope_scale is not None else self.rope_freq_scale
-        given = {
-            "scaling": self.rope_scaling,
-            "freq_base": self.rope_freq_base,
-            "freq_scale": scale,
-            "yarn_orig_ctx": self.yarn_orig_ctx,
-            "yarn_ext_factor": self.yarn_ext_factor,
-            "yarn_attn_factor": self.yarn_attn_factor,
-            "yarn_beta_fast": self.yarn_beta_fast,
-            "yarn_beta_slow": self.yarn_beta_slow,
-        }
+        given = {"scaling": self.rope_scaling, "freq_base": self.rope_freq_base, "freq_scale": scale}
+        given |= {name: value for name, value in vars(self).items() if name.startswith("yarn_")}
         return RopeSettings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-
-
-# llama.cpp's other words for on and off
-_FLASH_ATTENTION = {
-    **dict.fromkeys(("on", "enabled", "true", "1"), "on"),
-    **dict.fromkeys(("off", "disabled", "false", "0"), "off"),
-    **dict.fromkeys(("auto", "-1"), "auto"),
-}

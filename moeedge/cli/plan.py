@@ -13,7 +13,7 @@ import typer
 
 from moeedge.cli import options
 from moeedge.cli.common import emit, gpu_memory, memory_size, names, show_log
-from moeedge.cli.declare import Output, derive, flatten, option
+from moeedge.cli.declare import Output, declare, derive, flatten, option
 from moeedge.cli.engine_options import (
     EngineOptions,
     PlacementOptions,
@@ -55,34 +55,23 @@ CacheRatio = Annotated[
         help="Share of all expert bytes that the device holds, 0 to 1; 0: no cache. Default: what fits.",
     ),
 ]
-Reserve = Annotated[
-    str | None,
-    option(
-        options.PLACEMENT,
-        "--reserve SIZE",
-        "Device memory to leave free in addition to the usual reserve.",
-    ),
-]
-DiskRates = Annotated[
-    str | None,
-    option(
-        options.HARDWARE,
-        "--disk-rate LIST",
-        "For a model larger than the memory: random reads of the disk, as 1GB/s; several, separated by commas, are "
-        "compared. Default: what moeedge calibrate --disk measured.",
-    ),
-]
+declare(
+    options.PLACEMENT,
+    """
+    --reserve SIZE  Device memory to leave free in addition to the usual reserve.
+    """,
+)
+declare(
+    options.HARDWARE,
+    """
+    --disk-rate LIST  For a model larger than the memory: random reads of the disk, as 1GB/s; several, separated by
+        commas, are compared. Default: what moeedge calibrate --disk measured.
+    """,
+)
 # not about what runs, of another meaning in chat, or a secret: the suggested command does not repeat them
 _NOT_REPEATED = {
-    "vram",
-    "ram",
-    "cache_ratio",
-    "reserve",
-    "disk_rate",
-    "output",
-    "verbose",
-    "hf_token",
-    "offline",
+    *("vram", "ram", "cache_ratio", "reserve", "disk_rate"),
+    *("output", "verbose", "hf_token", "offline"),
 }
 _OF_LAYERS = {"n_gpu_layers", "n_cpu_moe", "cpu_moe"}
 
@@ -106,8 +95,8 @@ def plan(
     vram: FreeVram = None,
     ram: FreeRam = None,
     cache_ratio: CacheRatio = None,
-    reserve: Reserve = None,
-    disk_rate: DiskRates = None,
+    reserve: str | None = None,
+    disk_rate: str | None = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: bool = False,
 ) -> None:

@@ -6,7 +6,7 @@ Defaults are llama.cpp's.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,13 @@ _LETTERS = {letter: name for name, letter in SAMPLERS.items()}
 _LOGIT_BIAS = re.compile(r"(\d+)([+-])(inf|\d*\.?\d+(?:e[+-]?\d+)?)", re.IGNORECASE)
 _ALWAYS = 1e30  # added to a logit; JSON has no infinity
 _SAMPLER_NAMES = ", ".join(SAMPLERS)
+# of the configuration, where llama.cpp's options are named otherwise
+_CONFIG_NAMES = {
+    "temp": "temperature",
+    "typical": "typical_p",
+    "top_nsigma": "top_n_sigma",
+    "dynatemp_exp": "dynatemp_exponent",
+}
 
 declare(
     SAMPLING,
@@ -137,32 +144,16 @@ class SamplingOptions:
         from moeedge.ui.chat.settings import seed_or_random
 
         breakers = tuple(map(valid_text, self.dry_sequence_breaker)) or SamplingConfig.dry_sequence_breakers
-        return SamplingConfig(
-            temperature=self.temp,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repeat_penalty=self.repeat_penalty,
-            repeat_last_n=self.repeat_last_n,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            typical_p=self.typical,
-            top_n_sigma=self.top_nsigma,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            dynatemp_range=self.dynatemp_range,
-            dynatemp_exponent=self.dynatemp_exp,
-            dry_multiplier=self.dry_multiplier,
-            dry_base=self.dry_base,
-            dry_allowed_length=self.dry_allowed_length,
-            dry_penalty_last_n=self.dry_penalty_last_n,
-            dry_sequence_breakers=tuple(text for text in breakers if text != "none"),
-            samplers=self._samplers(),
-            seed=seed_or_random(self.seed),
-            logit_bias=tuple(_logit_bias(text) for text in self.logit_bias),
-            ignore_eos=self.ignore_eos,
-            stop=tuple(map(valid_text, self.reverse_prompt)),
-        )
+        given = {_CONFIG_NAMES.get(name, name): value for name, value in vars(self).items()}
+        known = {item.name for item in fields(SamplingConfig)} - {"grammar"}
+        read = {
+            "dry_sequence_breakers": tuple(text for text in breakers if text != "none"),
+            "samplers": self._samplers(),
+            "seed": seed_or_random(self.seed),
+            "logit_bias": tuple(_logit_bias(text) for text in self.logit_bias),
+            "stop": tuple(map(valid_text, self.reverse_prompt)),
+        }
+        return SamplingConfig(**{name: value for name, value in given.items() if name in known} | read)
 
     def grammar_text(self) -> tuple[str, list[str]]:
         """The grammar in GBNF, empty for none, and sentences about it. Loads llama.cpp. Raises InputError."""
