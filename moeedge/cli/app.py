@@ -25,22 +25,22 @@ from moeedge.errors import InputError
 COMMANDS = {
     "chat": "Chat with a model, or answer a single prompt with -p TEXT or text piped in.",
     "pull": "Download a model of the catalog or of the Hugging Face hub, and its draft.",
-    "list": "List the models on this machine; with --all what the catalog offers, with --fits what runs here.",
+    "list": "List the models on this machine; with --all those of the catalog, with --fits those that can run here.",
     "show": "Show what a model is: architecture, size, context, experts, licence, chat template.",
     "rm": "Delete a downloaded model, or what is left of an unfinished download.",
     "ps": "List running moeedge processes of this user: their models and the memory that they take.",
-    "plan": "Show how much memory a model takes, and what fits, before it is downloaded or loaded.",
+    "plan": "Show how much memory a model needs, and what fits, before it is downloaded or loaded.",
     "devices": "List the devices that can hold experts (GPUs, other machines), and why others cannot.",
-    "doctor": "Check the installation and this machine, and say what to fix.",
+    "doctor": "Check the installation and this machine, and say what you should fix.",
     "worker": "Lend a device of this machine, such as its GPU, to moeedge on another one.",
     "bench": "Measure speed next to stock llama.cpp, and check that the answers are the same.",
     "profile": "Show which experts a model's tokens use, and how well the next ones can be predicted.",
     "calibrate": "Measure how fast this machine computes and moves a model's experts, and keep it for later runs.",
-    "lab": "Replay, simulate, fit and validate: what the papers describe, for research.",
+    "lab": "Research tools: replay routing traces, predict speeds, repeat experiments of published papers.",
     "lab trace": "Look into routing traces (the experts that every token used), and convert them.",
     "lab replay": "Replay routing traces: how many of a text's experts each policy would have had on the device.",
     "lab simulate": "Predict the speed of a model on a machine that is not here, with policies of expert placement.",
-    "lab budget": "Show what expert budgets would cost a model (MoE-Spec), without using one.",
+    "lab budget": "Estimate the quality that a model loses with at most N experts per layer (MoE-Spec).",
     "lab fit": "Measure what a step of a model and its draft takes, and predict what drafts gain.",
     "lab ablate": "Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.",
     "lab pair": "Measure how well a draft model's hidden states predict the target's experts, layer by layer.",
@@ -313,4 +313,7 @@ def main(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Run a Mixture-of-Experts model that does not fit your GPU: chat with it, measure it, look inside it."""
+    """Run a Mixture-of-Experts model that does not fit your GPU, or your RAM: chat with it, measure it, look inside it.
+
+    First: `moeedge doctor`, then `moeedge chat`. run, ls and other words of ollama and llama.cpp work too.
+    """

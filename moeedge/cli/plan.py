@@ -100,7 +100,7 @@ def plan(
     output: options.TextOrJson = Output.TEXT,
     verbose: bool = False,
 ) -> None:
-    """Show how much memory a model takes, and what fits, before it is downloaded or loaded.
+    """Show how much memory a model needs, and what fits, before it is downloaded or loaded.
 
     A model need not be here: the beginning of its file (the header) is read from the hub. Prints what takes memory on
     the GPU and in RAM, how many of the experts the GPU can hold, the largest context (tokens that the model remembers),

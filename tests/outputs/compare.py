@@ -17,7 +17,6 @@ from tests.outputs.values import flat
 RECORDED = Path(__file__).parent / "recorded"
 # name -> its cases in the default suite, and those of -m slow; None: the same
 PARTS: dict[str, Any] = {
-    "options": options.cases,
     "screens": walk.screens,
     "views": walk.views,
     "functions": walk.functions,
@@ -25,6 +24,7 @@ PARTS: dict[str, Any] = {
     "tokens": tokens.fast,
     "tokens-slow": tokens.slow,
     "commands": commands.fast,
+    "options": options.cases,
     "commands-slow": commands.slow,
 }
 SOFT = ("views", "functions")  # parts of which only results of equal arguments are compared
