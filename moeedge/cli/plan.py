@@ -206,18 +206,18 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
 
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
     err, catalog = stderr_console(), load_catalog()
-    found = [locate_or_fetch(str(model), folder, lambda line: say(err, line))]
+    target, name = locate_or_fetch(str(model), folder, lambda line: say(err, line))
+    names_by_path = {target: name}
     choice = None if model.exists() else find(catalog, str(model))
     entry = choice.entry if isinstance(choice, Choice) else None
-    if draft == "auto" and drafts_for_itself(found[0].path):
+    if draft == "auto" and drafts_for_itself(target):
         draft = "mtp"
     elif draft == "auto":
         best = catalog.best_draft(choice) if isinstance(choice, Choice) else None
         draft = "ngram" if best is None else best.name
     draft_file: Path | DraftWord | None = draft if draft in get_args(DraftWord) else None  # type: ignore[assignment]
     if draft not in ("none", *get_args(DraftWord)):
-        found.append(locate_or_fetch(draft, folder, lambda line: say(err, line)))
-        draft_file = found[1].path
+        draft_file, name = locate_or_fetch(draft, folder, lambda line: say(err, line))
+        names_by_path[draft_file] = name
     suits = DEFAULT_GAMMA if entry is None or entry.draft_max is None or draft == "mtp" else entry.draft_max
-    pulls = {file.path: file.remote_name for file in found if file.remote_name}
-    return ModelFiles(found[0].path, draft_file, suits), pulls
+    return ModelFiles(target, draft_file, suits), {path: name for path, name in names_by_path.items() if name}
