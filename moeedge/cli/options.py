@@ -185,7 +185,7 @@ declare(
         the device, with all experts streamed through the device, or auto: the fastest as measured.
     --no-calibrate  Do not measure machine and device on first use; earlier measurements are still used.
     """,
-    policy={"names": completion.policies},
+    policy={"names": lambda: completion.ENGINE_POLICIES},
 )
 declare(
     OUTPUT,
@@ -259,7 +259,7 @@ SystemList = Annotated[
         Policy,
         metavar="LIST",
         help="Policies and systems to compare, separated by commas, or all; docs/policies.md lists them.",
-        autocompletion=completion.completer(completion.all_policies),
+        autocompletion=completion.completer(lambda: completion.ENGINE_POLICIES + completion.SIMULATED_POLICIES),
     ),
 ]
 UtilityCapList = Annotated[str, list_of(UtilityCap)]

@@ -79,17 +79,7 @@ _OF_LAYERS = {"n_gpu_layers", "n_cpu_moe", "cpu_moe"}
 @flatten
 def plan(
     context: typer.Context,
-    model: Path | None = None,
-    model_draft: str | None = None,
-    draft_max: int | None = None,
-    ctx_size: int = 0,
-    n_gpu_layers: int | None = None,
-    n_cpu_moe: int | None = None,
-    cpu_moe: bool = False,
-    device: str = "auto",
-    backend: list[str] | None = None,
-    hf_token: str | None = None,
-    offline: bool = False,
+    engine: EngineOptions,
     *,
     llama: LlamaOptions,
     vram: FreeVram = None,
@@ -117,28 +107,18 @@ def plan(
     reserve_bytes = None if reserve is None else memory_size(reserve, "--reserve")
     sizes = [] if ram is None else [memory_size(size, "--ram") for size in names(ram, "--ram")]
     ram_bytes = sizes[0] if sizes else None
-    check_device(device)
+    check_device(engine.device)
     if verbose:
         show_log()
-    engine = EngineOptions(
-        model=model,
-        model_draft=model_draft,
-        draft_max=None if draft_max is None else str(draft_max),
-        ctx_size=ctx_size,
-        n_gpu_layers=n_gpu_layers,
-        n_cpu_moe=n_cpu_moe,
-        cpu_moe=cpu_moe,
-        device=device,
-    )
     given = _given(context)
     with ExitStack() as resources:
         try:
-            files, pull_names = _find(model, model_draft, resources)
+            files, pull_names = _find(engine.model, engine.model_draft, resources)
         except DownloadError as error:
-            if load_catalog().find(str(model)) is not None:
+            if load_catalog().find(str(engine.model)) is not None:
                 error.hint = f"{error.hint} moeedge list --all --fits auto estimates from the catalog alone."
             raise
-        config = llama.apply(engine.config(placement, files=files, auto_gamma=draft_max is None))
+        config = llama.apply(engine.config(placement, files=files, auto_gamma=engine.draft_max is None))
         machine = this_machine(config, vram_bytes=vram_bytes, ram_bytes=ram_bytes)
         ignored = [] if vram_bytes is not None else layer_notes(config)
         if ignored:
