@@ -1,26 +1,7 @@
 """Every error that moeedge raises on purpose, as one hierarchy.
 
-MoeedgeError                    exit 1   something failed
-  BackendError                  exit 1   the native library or llama.cpp is unusable
-    VersionMismatchError        exit 1   not the llama.cpp version or backend API that moeedge was compiled for
-  EngineError                   exit 1   llama.cpp failed to load, allocate or decode; an answer cannot go on
-  MeasurementError              exit 1   what was measured scatters too much to say anything
-  DownloadError                 exit 1   a file could not be downloaded
-  SandboxError                  exit 1   the sandbox for programs cannot be started
-  DiskSpaceError                exit 1   a file does not fit on the disk
-  InputError                    exit 2   invalid input of the user
-    ModelFileError              exit 2   missing, truncated or non-GGUF model file
-    ModelNameError              exit 2   unknown model, or not on this machine
-    CatalogError                exit 2   malformed catalog, or unknown quantization
-    VocabularyMismatchError     exit 2   draft and target do not share a vocabulary
-    ContextTooSmallError        exit 2   the prompt does not fit the context
-    EmptyPromptError            exit 2   empty prompt
-    DatasetError                exit 2   unknown dataset, absent or malformed file
-    LayerRangeError             exit 2   unknown layer
-    DeviceError                 exit 2   unknown or unusable device
-      BackendFileError          exit 2   a file is no ggml backend that can be used here
-
-Only the CLI turns them into exit codes: it prints `message` and `hint`, never a traceback.
+Only the CLI turns them into exit codes, 2 for InputError and 1 for the others: it prints `message` and `hint`, never a
+traceback.
 """
 
 from __future__ import annotations

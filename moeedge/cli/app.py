@@ -20,87 +20,35 @@ from moeedge.cli.foreign import COMMAND_NAMES
 from moeedge.cli.spelling import Setting, Speller, name_options, unknown_command
 from moeedge.errors import InputError
 
-# command: its module, and the first paragraph of the help text as `--help` of its group shows it. The product imports
-# nothing of the lab: its commands are names here.
+# the first paragraph of each command's help text, as `--help` of its group shows it. The product imports nothing of the
+# lab: its commands are names here.
 COMMANDS = {
-    "chat": ("moeedge.cli.chat", "Chat with a model, or answer a single prompt with -p TEXT or text piped in."),
-    "pull": ("moeedge.cli.pull", "Download a model of the catalog or of the Hugging Face hub, and its draft."),
-    "list": (
-        "moeedge.cli.list_models",
-        "List the models on this machine; with --all those of the catalog, with --fits those that can run here.",
-    ),
-    "show": (
-        "moeedge.cli.show",
-        "Show what a model is: architecture, size, context, experts, licence, chat template.",
-    ),
-    "rm": ("moeedge.cli.rm", "Delete a downloaded model, or what is left of an unfinished download."),
-    "ps": (
-        "moeedge.cli.ps",
-        "List running moeedge processes of this user: their models and the memory that they take.",
-    ),
-    "plan": (
-        "moeedge.cli.plan",
-        "Show how much memory a model needs, and what fits, before it is downloaded or loaded.",
-    ),
-    "devices": (
-        "moeedge.cli.devices",
-        "List the devices that can hold experts (GPUs, other machines), and why others cannot.",
-    ),
-    "doctor": ("moeedge.cli.doctor", "Check the installation and this machine, and say what you should fix."),
-    "worker": ("moeedge.cli.worker", "Lend a device of this machine, such as its GPU, to moeedge on another one."),
-    "bench": (
-        "moeedge.cli.bench",
-        "Measure speed next to stock llama.cpp, and check that the answers are the same.",
-    ),
-    "profile": (
-        "moeedge.cli.profile",
-        "Show which experts a model's tokens use, and how well the next ones can be predicted.",
-    ),
-    "calibrate": (
-        "moeedge.cli.calibrate",
-        "Measure how fast this machine computes and moves a model's experts, and keep it for later runs.",
-    ),
-    "lab": ("", "Research tools: replay routing traces, predict speeds, repeat experiments of published papers."),
-    "lab trace": (
-        "moeedge.lab.cli.trace",
-        "Look into routing traces (the experts that every token used), and convert them.",
-    ),
-    "lab replay": (
-        "moeedge.lab.cli.replay",
-        "Replay routing traces: how many of a text's experts each policy would have had on the device.",
-    ),
-    "lab simulate": (
-        "moeedge.lab.cli.simulate",
-        "Predict the speed of a model on a machine that is not here, with policies of expert placement.",
-    ),
-    "lab budget": (
-        "moeedge.lab.cli.budget",
-        "Estimate the quality that a model loses with at most N experts per layer (MoE-Spec).",
-    ),
-    "lab fit": (
-        "moeedge.lab.cli.fit",
-        "Measure what a step of a model and its draft takes, and predict what drafts gain.",
-    ),
-    "lab ablate": (
-        "moeedge.lab.cli.ablate",
-        "Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.",
-    ),
-    "lab pair": (
-        "moeedge.lab.cli.pair",
-        "Measure how well a draft model's hidden states predict the target's experts, layer by layer.",
-    ),
-    "lab validate": (
-        "moeedge.lab.cli.validate",
-        "Compare formulas and simulator with published figures, and the simulator with this machine.",
-    ),
-    "lab widen": (
-        "moeedge.lab.cli.widen",
-        "Write a larger model with the same answers, to measure the speed of real sizes without their weights.",
-    ),
-    "lab schema": (
-        "moeedge.lab.cli.schema",
-        "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning and unit.",
-    ),
+    "chat": "Chat with a model, or answer a single prompt with -p TEXT or text piped in.",
+    "pull": "Download a model of the catalog or of the Hugging Face hub, and its draft.",
+    "list": "List the models on this machine; with --all those of the catalog, with --fits those that can run here.",
+    "show": "Show what a model is: architecture, size, context, experts, licence, chat template.",
+    "rm": "Delete a downloaded model, or what is left of an unfinished download.",
+    "ps": "List running moeedge processes of this user: their models and the memory that they take.",
+    "plan": "Show how much memory a model needs, and what fits, before it is downloaded or loaded.",
+    "devices": "List the devices that can hold experts (GPUs, other machines), and why others cannot.",
+    "doctor": "Check the installation and this machine, and say what you should fix.",
+    "worker": "Lend a device of this machine, such as its GPU, to moeedge on another one.",
+    "bench": "Measure speed next to stock llama.cpp, and check that the answers are the same.",
+    "profile": "Show which experts a model's tokens use, and how well the next ones can be predicted.",
+    "calibrate": "Measure how fast this machine computes and moves a model's experts, and keep it for later runs.",
+    "lab": "Research tools: replay routing traces, predict speeds, repeat experiments of published papers.",
+    "lab trace": "Look into routing traces (the experts that every token used), and convert them.",
+    "lab replay": "Replay routing traces: how many of a text's experts each policy would have had on the device.",
+    "lab simulate": "Predict the speed of a model on a machine that is not here, with policies of expert placement.",
+    "lab budget": "Estimate the quality that a model loses with at most N experts per layer (MoE-Spec).",
+    "lab fit": "Measure what a step of a model and its draft takes, and predict what drafts gain.",
+    "lab ablate": "Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.",
+    "lab pair": "Measure how well a draft model's hidden states predict the target's experts, layer by layer.",
+    "lab validate": "Compare formulas and simulator with published figures, and the simulator with this machine.",
+    "lab widen": "Write a larger model with the same answers, to measure the speed of real sizes without their "
+    "weights.",
+    "lab schema": "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning "
+    "and unit.",
 }
 _PANELS = {  # of `moeedge --help`: the first command of each
     "chat": "Everyday",
@@ -144,7 +92,7 @@ class LazyGroup(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         panel = ""
-        for name, (_, summary) in COMMANDS.items():
+        for name, summary in COMMANDS.items():
             parent, _, own_name = name.rpartition(" ")
             if parent == self.prefix.strip():
                 panel = _PANELS.get(name, panel)
@@ -293,10 +241,11 @@ def _reworded(message: str) -> str:
 
 def load_command(name: str) -> Any:
     """The complete command of that name, or group of commands."""
-    module, summary = COMMANDS[name]
-    if not module:
-        return typer.main.get_command(typer.Typer(cls=LabGroup, help=summary, callback=_lab, **_GROUP))
-    entry = getattr(import_module(module), module.rpartition(".")[2])
+    if name == "lab":
+        return typer.main.get_command(typer.Typer(cls=LabGroup, help=COMMANDS[name], callback=_lab, **_GROUP))
+    group, _, module = name.rpartition(" ")
+    module = "list_models" if name == "list" else module  # "list" would hide Python's
+    entry = getattr(import_module(f"moeedge.{'lab.' if group else ''}cli.{module}"), module)
     if not isinstance(entry, typer.Typer):
         command_app = typer.Typer(**_SETTINGS)
         command_app.command(name)(entry)

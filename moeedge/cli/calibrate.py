@@ -39,17 +39,17 @@ MeasureDisk = Annotated[
 @flatten
 def calibrate(
     engine: EngineOptions,
-    vram: options.Vram = None,
-    cache_ratio: options.CacheRatio = None,
-    policy: options.Policy = "spac",
-    utility_cap: options.UtilityCap = 4,
+    vram: str | None = None,
+    cache_ratio: float | None = None,
+    policy: str = "spac",
+    utility_cap: int = 4,
     *,
     disk: MeasureDisk = False,
     expert_budget: ChooseBudget = False,
     budget_ranking: budget_options.BudgetRanking = None,
     budget_policy: budget_options.BudgetPolicy = None,
     output: options.TextOrJson = Output.TEXT,
-    verbose: options.Verbose = False,
+    verbose: bool = False,
 ) -> None:
     """Measure how fast this machine computes and moves a model's experts, and keep it for later runs.
 

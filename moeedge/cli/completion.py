@@ -56,16 +56,6 @@ def drafts() -> list[str]:
     return ["auto", "mtp", "ngram", "none", *models()]
 
 
-def policies() -> tuple[str, ...]:
-    """Names for --policy where a model runs."""
-    return ENGINE_POLICIES
-
-
-def all_policies() -> tuple[str, ...]:
-    """Names for --policy where a trace is replayed or a machine simulated."""
-    return ENGINE_POLICIES + SIMULATED_POLICIES
-
-
 def datasets() -> list[str]:
     """Names for --dataset."""
     from moeedge.data.datasets import SAMPLE, TOY, dataset_names

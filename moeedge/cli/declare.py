@@ -1,20 +1,24 @@
-"""How options are declared: derived from one another, with a format to choose, as fields of a dataclass."""
+"""How options are declared: as lines of a table, derived from one another, as fields of a dataclass."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import wraps
-from typing import Any, get_type_hints
+from textwrap import dedent
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from moeedge.cli.completion import completer, completer_of
 
 OUTPUT = "Output"  # panel of --help
+# the options of all tables, by their first long spelling as a name: n_predict of "-n, --n-predict N"
+OPTIONS: dict[str, Any] = {}
 
 
 class Output(str, Enum):
@@ -60,6 +64,22 @@ def option(
     )
     declared.also = tuple(also.split())
     return declared
+
+
+def declare(panel: str, table: str, **settings: dict[str, Any]) -> None:
+    """Adds the options of a table to OPTIONS, which `option` makes. settings: further arguments, by an option's name.
+
+    A line begins with the spelling and, after two blanks, the help text, which goes on in indented lines. The last of
+    them may be "also:", with further spellings and environment variables.
+    """
+    for entry in re.split(r"^(?=-)", dedent(table), flags=re.MULTILINE)[1:]:
+        shown, _, others = entry.partition("\n    also: ")
+        spelling, help = " ".join(line.strip() for line in shown.splitlines()).split("  ", 1)
+        spellings = [word for word in others.split() if word.startswith("-")]
+        variables = [word for word in others.split() if not word.startswith("-")]
+        name = re.findall(r"--([a-z-]+)", spelling)[0].replace("-", "_")
+        more = settings.get(name, {})
+        OPTIONS[name] = option(panel, spelling, help, also=" ".join(spellings), env=" ".join(variables), **more)
 
 
 def hidden_spellings(command: Any) -> dict[str, str]:
@@ -110,9 +130,10 @@ def output_option(*formats: Output, help: str, flags: tuple[str, ...] = ("-o", "
 def flatten(command: Callable[..., None]) -> Callable[..., None]:
     """`command` as Typer needs it: every field of the dataclasses that it takes is an option of its own.
 
-    Where the command has a parameter of a field's name, that is the option, and the field keeps its default.
+    Where the command has a parameter of a field's name, that is the option, and the field keeps its default. A type
+    without an option stands for that of its name in OPTIONS.
     """
-    hints = get_type_hints(command, include_extras=True)
+    hints = _annotations(command)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters = []
     own = inspect.signature(command).parameters
@@ -124,7 +145,7 @@ def flatten(command: Callable[..., None]) -> Callable[..., None]:
         if name not in groups:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
             continue
-        field_hints = get_type_hints(groups[name], include_extras=True)
+        field_hints = _annotations(groups[name])
         for field in fields_of(groups[name]):
             default = field.default if field.default_factory is MISSING else field.default_factory()
             parameters.append(
@@ -144,3 +165,11 @@ def flatten(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _annotations(declared: Any) -> dict[str, Any]:
+    """The types of parameters or fields, each with its option."""
+    return {
+        name: kind if get_origin(kind) is Annotated or name not in OPTIONS else Annotated[kind, OPTIONS[name]]
+        for name, kind in get_type_hints(declared, include_extras=True).items()
+    }

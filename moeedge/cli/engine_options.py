@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from moeedge import paths
@@ -31,19 +32,19 @@ _REPACK = {"auto": "CHEAP", "on": "ALL", "off": "NONE"}  # names of native.abi.R
 class EngineOptions:
     """The models and the hardware they run on."""
 
-    model: options.Model = None
-    model_draft: options.ModelDraft = None
+    model: Path | None = None
+    model_draft: str | None = None
     draft_max: options.DraftLength = None
-    draft_p_min: options.DraftPMin = 0.0
-    ctx_size: options.CtxSize = 0
-    threads: options.Threads = 0
-    n_gpu_layers: options.NGpuLayers = None
-    n_cpu_moe: options.NCpuMoe = None
-    cpu_moe: options.CpuMoe = False
-    device: options.Device = "auto"
-    backend: options.Backend = None  # loaded by native.attach
-    hf_token: options.HfToken = None  # in the environment from here on, and so is the next
-    offline: options.Offline = False
+    draft_p_min: float = 0.0
+    ctx_size: int = 0
+    threads: int = 0
+    n_gpu_layers: int | None = None
+    n_cpu_moe: int | None = None
+    cpu_moe: bool = False
+    device: str = "auto"
+    backend: list[str] | None = None  # loaded by native.attach
+    hf_token: str | None = None  # in the environment from here on, and so is the next
+    offline: bool = False
 
     def limit_openmp_spin(self, *, emulate_bundled: bool = False, ram: str = "off") -> None:
         """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model.
@@ -125,16 +126,16 @@ class EngineOptions:
 class PlacementOptions:
     """Which experts the device holds, and who decides."""
 
-    vram: options.Vram = None
-    cache_ratio: options.CacheRatio = None
-    policy: options.Policy = "spac"
-    ablate: options.Ablate = field(default_factory=list)
-    utility_cap: options.UtilityCap = 4
-    forgetting: options.Forgetting = 0.1
-    prefill_path: options.PrefillPath = "auto"
-    no_calibrate: options.NoCalibrate = False
-    repack: options.RepackExperts = "off"
-    no_warm_start: options.NoWarmStart = False
+    vram: str | None = None
+    cache_ratio: float | None = None
+    policy: str = "spac"
+    ablate: list[str] = field(default_factory=list)
+    utility_cap: int = 4
+    forgetting: float = 0.1
+    prefill_path: str = "auto"
+    no_calibrate: bool = False
+    repack: str = "off"
+    no_warm_start: bool = False
 
     def config(self, *, measure_anew: bool = False) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""

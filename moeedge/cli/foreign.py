@@ -68,6 +68,12 @@ class Refused:
     hint: str = ""
 
 
+# llama.cpp's values of a switch, by the word for them here
+SWITCH = {
+    **dict.fromkeys(("on", "enabled", "true", "1"), "on"),
+    **dict.fromkeys(("off", "disabled", "false", "0"), "off"),
+    **dict.fromkeys(("auto", "-1"), "auto"),
+}
 _SERVER = Refused("moeedge is not a server.", "Ask with moeedge chat -p TEXT -o json.")
 _ONE_GPU = Refused("moeedge computes on one GPU.", "Choose it with -dev NAME (moeedge devices).")
 _POLLING = Ignored("moeedge decides how long idle threads wait")

@@ -14,8 +14,8 @@ from typer.cli import get_docs_for_click
 
 from moeedge.cli.app import COMMANDS, LazyGroup, load_command
 from moeedge.cli.declare import hidden_spellings
-from moeedge.cli.foreign import OPTIONS, Instead
-from moeedge.cli.habits import habits
+from moeedge.cli.foreign import COMMAND_NAMES, OPTIONS, Already, Ignored, Instead, Row, Sets
+from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
 from moeedge.cli.spelling import HUB_FILE, off_variable
 from moeedge.ui.chat.commands import help_rows
 from moeedge.ui.tables import markdown as markdown_table
@@ -35,7 +35,7 @@ This page is made from the commands' own declarations: `python -m moeedge.cli.re
 
 """
 
-_HABITS_INTRODUCTION = """\
+_OTHERS_INTRODUCTION = """\
 # Coming from llama.cpp or ollama
 
 What you know works: options have llama.cpp's names, older and newer ones, and ollama's run, ls, ps, show, pull and rm
@@ -43,14 +43,10 @@ are here. `moeedge chat` stands for llama-cli, `moeedge bench` for llama-bench. 
 ends with a sentence that names what to write; where answers do not depend on it, a line says that it has no effect,
 and the command goes on. `moeedge COMMAND --help` has all options. moeedge is no server: programs
 ask it with `moeedge chat -p TEXT -o json`, and ollama's variables (OLLAMA_HOST, OLLAMA_MODELS) have no meaning for it.
-Models are in the cache of the Hugging Face hub, which llama.cpp uses as well.
+Models are in the cache of the Hugging Face hub, which llama.cpp uses as well. Options and commands that are not the
+same here:
 
 """
-_HABITS = {
-    "llama.cpp": "llama-cli, typed after `moeedge chat`",
-    "llama-bench": "llama-bench, typed after `moeedge bench`",
-    "ollama": "ollama, typed after `moeedge`",
-}
 _LLAMA_VARIABLES_INTRODUCTION = """\
 **Environment variables of llama.cpp's options** set what the command line leaves open, in commands that run or plan a
 model; a line on standard error says so. Switches take on, enabled, true or 1, and off, disabled, false or 0;
@@ -73,7 +69,7 @@ def markdown() -> str:
     for name in COMMANDS:
         command = load_command(name)
         if isinstance(command, LazyGroup):
-            text += f"# `{name}`\n\n{COMMANDS[name][1]}\n\n"
+            text += f"# `{name}`\n\n{COMMANDS[name]}\n\n"
             continue
         _tell_all(command)
         context = typer.Context(command, info_name=name)
@@ -81,18 +77,18 @@ def markdown() -> str:
         if name == "chat":
             rows = "".join(f"* `{row.label}`: {row.value}\n" for row in help_rows())
             text += f"**While chatting**:\n\n{rows}\n"
-    return f"{text.strip()}\n\n{_habits()}\n{_variables()}"
+    return f"{text.strip()}\n\n{_others()}\n{_variables()}"
 
 
-def _habits() -> str:
+def _others() -> str:
     """The section for users of other programs, and the environment variables of llama.cpp's options."""
+    words = [(name, f"`{command}`") for name, command in COMMAND_NAMES.items()]
+    words += [(name, _meaning(row)) for name, row in [*OPTIONS.items(), *FOREIGN_COMMANDS.items()]]
     columns = [
-        text_column("you type", lambda habit: f"`{habit.typed.replace('|', '/')}`"),
-        text_column("here", lambda habit: habit.result.replace("|", "/")),
+        text_column("you type", lambda row: ", ".join(f"`{name}`" for name in row[0].split(", "))),
+        text_column("here", lambda row: row[1].replace("|", "/")),
     ]
-    text = _HABITS_INTRODUCTION
-    for source, title in _HABITS.items():
-        text += f"**{title}**\n\n{markdown_table(columns, [habit for habit in habits() if habit.source == source])}\n"
+    text = f"{_OTHERS_INTRODUCTION}{markdown_table(columns, words)}\n"
     rows = llama_variables()
     table = [
         text_column("variable", lambda row: f"`{row[0]}`"),
@@ -100,6 +96,20 @@ def _habits() -> str:
         text_column("commands", lambda row: ", ".join(row[2])),
     ]
     return text + _LLAMA_VARIABLES_INTRODUCTION + markdown_table(table, [rows[name] for name in sorted(rows)])
+
+
+def _meaning(row: Row) -> str:
+    """What becomes of an option of another program."""
+    if isinstance(row, Instead):
+        by_value = [f"{value}: `{words}`" for value, words in row.by_value.items()]
+        return f"`{row.words.format('VALUE')}`" if row.words else ", ".join(by_value)
+    if isinstance(row, Already):
+        return f"taken: {row.meaning}"
+    if isinstance(row, Ignored):
+        return f"no effect, which a line says: {row.reason}"
+    if isinstance(row, Sets):
+        return ", ".join(f"{name}={content}" for name, content in row.by_value.values() if name)
+    return f"{row.message} {row.hint}"
 
 
 def llama_variables() -> dict[str, tuple[str, str, list[str]]]:

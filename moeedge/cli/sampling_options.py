@@ -6,13 +6,13 @@ Defaults are llama.cpp's.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from moeedge.cli import options
 from moeedge.cli.common import text_of, unescaped, valid_text
-from moeedge.cli.declare import option
+from moeedge.cli.declare import declare
+from moeedge.cli.options import SAMPLING, WORK
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.json_input import read_json
@@ -22,268 +22,114 @@ _LETTERS = {letter: name for name, letter in SAMPLERS.items()}
 _LOGIT_BIAS = re.compile(r"(\d+)([+-])(inf|\d*\.?\d+(?:e[+-]?\d+)?)", re.IGNORECASE)
 _ALWAYS = 1e30  # added to a logit; JSON has no infinity
 _SAMPLER_NAMES = ", ".join(SAMPLERS)
+# of the configuration, where llama.cpp's options are named otherwise
+_CONFIG_NAMES = {
+    "temp": "temperature",
+    "typical": "typical_p",
+    "top_nsigma": "top_n_sigma",
+    "dynatemp_exp": "dynatemp_exponent",
+}
 
-TopK = Annotated[
-    int,
-    option(options.SAMPLING, "--top-k K", "Sample from the k most likely tokens; 0: all.", env="LLAMA_ARG_TOP_K"),
-]
-TopP = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--top-p P",
-        "Sample from the most likely tokens with this cumulative probability.",
-        env="LLAMA_ARG_TOP_P",
-    ),
-]
-MinP = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--min-p P",
-        "Drop tokens less likely than this fraction of the most likely one.",
-        env="LLAMA_ARG_MIN_P",
-    ),
-]
-RepeatPenalty = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--repeat-penalty X",
-        "Make repeated tokens less likely; 1: off.",
-        env="LLAMA_ARG_REPEAT_PENALTY",
-    ),
-]
-RepeatLastN = Annotated[
-    int, option(options.SAMPLING, "--repeat-last-n N", "Number of last tokens that the penalty considers.")
-]
-PresencePenalty = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--presence-penalty X",
-        "Make the tokens of the last ones less likely, by X (of a logit); 0: off.",
-        env="LLAMA_ARG_PRESENCE_PENALTY",
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--frequency-penalty X",
-        "The same, once for each time that a token occurs there; 0: off.",
-        env="LLAMA_ARG_FREQUENCY_PENALTY",
-    ),
-]
-Typical = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--typical P",
-        "Sample from the tokens whose probability is nearest to the average one, up to this cumulative probability; "
-        "1: off.",
-        also="--typical-p",
-    ),
-]
-TopNSigma = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--top-nsigma X",
-        "Keep tokens within X standard deviations of the largest logit; -1: off.",
-        also="--top-n-sigma",
-    ),
-]
-XtcProbability = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--xtc-probability P",
-        "Chance to drop all tokens above --xtc-threshold but the least likely of them; 0: off.",
-    ),
-]
-XtcThreshold = Annotated[float, option(options.SAMPLING, "--xtc-threshold P", "Probability from which XTC drops.")]
-DynatempRange = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--dynatemp-range X",
-        "Let the temperature follow how uncertain the model is, by at most X up or down; 0: off.",
-    ),
-]
-DynatempExp = Annotated[
-    float, option(options.SAMPLING, "--dynatemp-exp X", "Exponent of that uncertainty for the temperature.")
-]
-DryMultiplier = Annotated[
-    float,
-    option(
-        options.SAMPLING,
-        "--dry-multiplier X",
-        "Make tokens less likely that continue a repeated passage (DRY); 0: off.",
-    ),
-]
-DryBase = Annotated[float, option(options.SAMPLING, "--dry-base X", "DRY: growth of the penalty per repeated token.")]
-DryAllowedLength = Annotated[
-    int, option(options.SAMPLING, "--dry-allowed-length N", "DRY: repeated tokens without a penalty.")
-]
-DryPenaltyLastN = Annotated[
-    int, option(options.SAMPLING, "--dry-penalty-last-n N", "DRY: number of last tokens that are searched; 0: off.")
-]
-DrySequenceBreaker = Annotated[
-    list[str],
-    option(
-        options.SAMPLING,
-        "--dry-sequence-breaker TEXT",
-        "DRY: a text that ends a passage; may be given several times, none: no text does. Default: line break, colon, "
-        "quotation mark and asterisk.",
-        show_default=False,
-    ),
-]
-Samplers = Annotated[
-    str | None,
-    option(
-        options.SAMPLING,
-        "--samplers LIST",
-        f"Samplers in this order, separated by ; or ,: {_SAMPLER_NAMES}. Default: all but infill.",
-        show_default=False,
-    ),
-]
-SamplingSeq = Annotated[
-    str | None,
-    option(
-        options.SAMPLING,
-        "--sampling-seq LETTERS",
-        f"The same in letters. Default: {''.join(SAMPLERS[name] for name in DEFAULT_SAMPLERS)}.",
-        also="--sampler-seq",
-        show_default=False,
-    ),
-]
-LogitBias = Annotated[
-    list[str],
-    option(
-        options.SAMPLING,
-        "-l, --logit-bias ID+X",
-        "Add X to the logit of a token, or subtract it (ID-X; ID-inf: never). May be given several times.",
-        show_default=False,
-    ),
-]
-IgnoreEos = Annotated[
-    bool, option(options.SAMPLING, "--ignore-eos", "Never draw a token that ends the answer; -n N ends it.")
-]
-ReversePrompt = Annotated[
-    list[str],
-    option(
-        options.SAMPLING,
-        "-r, --reverse-prompt TEXT",
-        "End the answer before TEXT. May be given several times.",
-        also="--stop",
-        show_default=False,
-    ),
-]
-GrammarText = Annotated[
-    str | None,
-    option(options.SAMPLING, "--grammar GBNF", "Answers follow this grammar, in llama.cpp's GBNF; it starts at root."),
-]
-GrammarFile = Annotated[
-    Path | None, option(options.SAMPLING, "--grammar-file FILE", "Read the grammar from a text file.")
-]
-JsonSchema = Annotated[
-    str | None,
-    option(
-        options.SAMPLING,
-        "-j, --json-schema SCHEMA",
-        """Answers are JSON that follows this schema; '{"type": "object"}' is any object.""",
-    ),
-]
-JsonSchemaFile = Annotated[
-    Path | None, option(options.SAMPLING, "-jf, --json-schema-file FILE", "Read the JSON schema from a file.")
-]
-Format = Annotated[
-    str | None, option(options.SAMPLING, "--format json", "Answers are JSON objects, as ollama's --format json.")
-]
-
-ChatTemplate = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "--chat-template NAME|JINJA",
-        "Chat template in place of the model's: one of llama.cpp's by name (chatml, llama3, ...), or Jinja text.",
-        env="LLAMA_ARG_CHAT_TEMPLATE",
-    ),
-]
-ChatTemplateFile = Annotated[
-    Path | None,
-    option(
-        options.WORK,
-        "--chat-template-file FILE",
-        "Read the chat template, in Jinja, from a file.",
-        env="LLAMA_ARG_CHAT_TEMPLATE_FILE",
-    ),
-]
-ChatTemplateKwargs = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "--chat-template-kwargs JSON",
-        """Variables for the chat template, as a JSON object: '{"enable_thinking": false}'.""",
-        env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS",
-    ),
-]
-Think = Annotated[
-    str,
-    option(
-        options.WORK,
-        "--think auto|on|off|low|medium|high",
-        "Whether a model with a switch for it thinks before it answers, or how much; auto: as its template has it.",
-        also="-rea --reasoning",
-        env="LLAMA_ARG_REASONING",
-    ),
-]
-ReasoningEffort = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "--reasoning-effort LEVEL",
-        "How much a model thinks whose template has levels: low, medium, high, ...; default: as its template has it.",
-        env="LLAMA_ARG_REASONING_EFFORT",
-    ),
-]
+declare(
+    SAMPLING,
+    f"""
+    --top-k K  Sample from the k most likely tokens; 0: all.
+        also: LLAMA_ARG_TOP_K
+    --top-p P  Sample from the most likely tokens with this cumulative probability.
+        also: LLAMA_ARG_TOP_P
+    --min-p P  Drop tokens less likely than this fraction of the most likely one.
+        also: LLAMA_ARG_MIN_P
+    --repeat-penalty X  Make repeated tokens less likely; 1: off.
+        also: LLAMA_ARG_REPEAT_PENALTY
+    --repeat-last-n N  Number of last tokens that the penalty considers.
+    --presence-penalty X  Make the tokens of the last ones less likely, by X (of a logit); 0: off.
+        also: LLAMA_ARG_PRESENCE_PENALTY
+    --frequency-penalty X  The same, once for each time that a token occurs there; 0: off.
+        also: LLAMA_ARG_FREQUENCY_PENALTY
+    --typical P  Sample from the tokens whose probability is nearest to the average one, up to this cumulative
+        probability; 1: off.
+        also: --typical-p
+    --top-nsigma X  Keep tokens within X standard deviations of the largest logit; -1: off.
+        also: --top-n-sigma
+    --xtc-probability P  Chance to drop all tokens above --xtc-threshold but the least likely of them; 0: off.
+    --xtc-threshold P  Probability from which XTC drops.
+    --dynatemp-range X  Let the temperature follow how uncertain the model is, by at most X up or down; 0: off.
+    --dynatemp-exp X  Exponent of that uncertainty for the temperature.
+    --dry-multiplier X  Make tokens less likely that continue a repeated passage (DRY); 0: off.
+    --dry-base X  DRY: growth of the penalty per repeated token.
+    --dry-allowed-length N  DRY: repeated tokens without a penalty.
+    --dry-penalty-last-n N  DRY: number of last tokens that are searched; 0: off.
+    --dry-sequence-breaker TEXT  DRY: a text that ends a passage; may be given several times, none: no text does.
+        Default: line break, colon, quotation mark and asterisk.
+    --samplers LIST  Samplers in this order, separated by ; or ,: {_SAMPLER_NAMES}. Default: all but infill.
+    --sampling-seq LETTERS  The same in letters. Default: {"".join(SAMPLERS[name] for name in DEFAULT_SAMPLERS)}.
+        also: --sampler-seq
+    -l, --logit-bias ID+X  Add X to the logit of a token, or subtract it (ID-X; ID-inf: never). May be given several
+        times.
+    --ignore-eos  Never draw a token that ends the answer; -n N ends it.
+    -r, --reverse-prompt TEXT  End the answer before TEXT. May be given several times.
+        also: --stop
+    --grammar GBNF  Answers follow this grammar, in llama.cpp's GBNF; it starts at root.
+    --grammar-file FILE  Read the grammar from a text file.
+    -j, --json-schema SCHEMA  Answers are JSON that follows this schema; '{{"type": "object"}}' is any object.
+    -jf, --json-schema-file FILE  Read the JSON schema from a file.
+    --format json  Answers are JSON objects, as ollama's --format json.
+    """,
+)
+declare(
+    WORK,
+    """
+    --chat-template NAME|JINJA  Chat template in place of the model's: one of llama.cpp's by name (chatml, llama3,
+        ...), or Jinja text.
+        also: LLAMA_ARG_CHAT_TEMPLATE
+    --chat-template-file FILE  Read the chat template, in Jinja, from a file.
+        also: LLAMA_ARG_CHAT_TEMPLATE_FILE
+    --chat-template-kwargs JSON  Variables for the chat template, as a JSON object: '{"enable_thinking": false}'.
+        also: LLAMA_ARG_CHAT_TEMPLATE_KWARGS
+    --think auto|on|off|low|medium|high  Whether a model with a switch for it thinks before it answers, or how much;
+        auto: as its template has it.
+        also: -rea --reasoning LLAMA_ARG_REASONING
+    --reasoning-effort LEVEL  How much a model thinks whose template has levels: low, medium, high, ...; default: as
+        its template has it.
+        also: LLAMA_ARG_REASONING_EFFORT
+    """,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How the next token is drawn, and what answers follow."""
 
-    temp: options.Temp = SamplingConfig.temperature
-    top_k: TopK = SamplingConfig.top_k
-    top_p: TopP = SamplingConfig.top_p
-    min_p: MinP = SamplingConfig.min_p
-    repeat_penalty: RepeatPenalty = SamplingConfig.repeat_penalty
-    repeat_last_n: RepeatLastN = SamplingConfig.repeat_last_n
-    presence_penalty: PresencePenalty = SamplingConfig.presence_penalty
-    frequency_penalty: FrequencyPenalty = SamplingConfig.frequency_penalty
-    typical: Typical = SamplingConfig.typical_p
-    top_nsigma: TopNSigma = SamplingConfig.top_n_sigma
-    xtc_probability: XtcProbability = SamplingConfig.xtc_probability
-    xtc_threshold: XtcThreshold = SamplingConfig.xtc_threshold
-    dynatemp_range: DynatempRange = SamplingConfig.dynatemp_range
-    dynatemp_exp: DynatempExp = SamplingConfig.dynatemp_exponent
-    dry_multiplier: DryMultiplier = SamplingConfig.dry_multiplier
-    dry_base: DryBase = SamplingConfig.dry_base
-    dry_allowed_length: DryAllowedLength = SamplingConfig.dry_allowed_length
-    dry_penalty_last_n: DryPenaltyLastN = SamplingConfig.dry_penalty_last_n
-    dry_sequence_breaker: DrySequenceBreaker = field(default_factory=list)
-    samplers: Samplers = None
-    sampling_seq: SamplingSeq = None
-    seed: options.Seed = -1
-    logit_bias: LogitBias = field(default_factory=list)
-    ignore_eos: IgnoreEos = False
-    reverse_prompt: ReversePrompt = field(default_factory=list)
-    grammar: GrammarText = None
-    grammar_file: GrammarFile = None
-    json_schema: JsonSchema = None
-    json_schema_file: JsonSchemaFile = None
-    format: Format = None
+    temp: float = SamplingConfig.temperature
+    top_k: int = SamplingConfig.top_k
+    top_p: float = SamplingConfig.top_p
+    min_p: float = SamplingConfig.min_p
+    repeat_penalty: float = SamplingConfig.repeat_penalty
+    repeat_last_n: int = SamplingConfig.repeat_last_n
+    presence_penalty: float = SamplingConfig.presence_penalty
+    frequency_penalty: float = SamplingConfig.frequency_penalty
+    typical: float = SamplingConfig.typical_p
+    top_nsigma: float = SamplingConfig.top_n_sigma
+    xtc_probability: float = SamplingConfig.xtc_probability
+    xtc_threshold: float = SamplingConfig.xtc_threshold
+    dynatemp_range: float = SamplingConfig.dynatemp_range
+    dynatemp_exp: float = SamplingConfig.dynatemp_exponent
+    dry_multiplier: float = SamplingConfig.dry_multiplier
+    dry_base: float = SamplingConfig.dry_base
+    dry_allowed_length: int = SamplingConfig.dry_allowed_length
+    dry_penalty_last_n: int = SamplingConfig.dry_penalty_last_n
+    dry_sequence_breaker: list[str] = field(default_factory=list)
+    samplers: str | None = None
+    sampling_seq: str | None = None
+    seed: int = -1
+    logit_bias: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    reverse_prompt: list[str] = field(default_factory=list)
+    grammar: str | None = None
+    grammar_file: Path | None = None
+    json_schema: str | None = None
+    json_schema_file: Path | None = None
+    format: str | None = None
 
     def unescaped(self) -> SamplingOptions:
         r"""The same with \n and the like replaced by what they stand for."""
@@ -298,32 +144,16 @@ class SamplingOptions:
         from moeedge.ui.chat.settings import seed_or_random
 
         breakers = tuple(map(valid_text, self.dry_sequence_breaker)) or SamplingConfig.dry_sequence_breakers
-        return SamplingConfig(
-            temperature=self.temp,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repeat_penalty=self.repeat_penalty,
-            repeat_last_n=self.repeat_last_n,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            typical_p=self.typical,
-            top_n_sigma=self.top_nsigma,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            dynatemp_range=self.dynatemp_range,
-            dynatemp_exponent=self.dynatemp_exp,
-            dry_multiplier=self.dry_multiplier,
-            dry_base=self.dry_base,
-            dry_allowed_length=self.dry_allowed_length,
-            dry_penalty_last_n=self.dry_penalty_last_n,
-            dry_sequence_breakers=tuple(text for text in breakers if text != "none"),
-            samplers=self._samplers(),
-            seed=seed_or_random(self.seed),
-            logit_bias=tuple(_logit_bias(text) for text in self.logit_bias),
-            ignore_eos=self.ignore_eos,
-            stop=tuple(map(valid_text, self.reverse_prompt)),
-        )
+        given = {_CONFIG_NAMES.get(name, name): value for name, value in vars(self).items()}
+        known = {item.name for item in fields(SamplingConfig)} - {"grammar"}
+        read = {
+            "dry_sequence_breakers": tuple(text for text in breakers if text != "none"),
+            "samplers": self._samplers(),
+            "seed": seed_or_random(self.seed),
+            "logit_bias": tuple(_logit_bias(text) for text in self.logit_bias),
+            "stop": tuple(map(valid_text, self.reverse_prompt)),
+        }
+        return SamplingConfig(**{name: value for name, value in given.items() if name in known} | read)
 
     def grammar_text(self) -> tuple[str, list[str]]:
         """The grammar in GBNF, empty for none, and sentences about it. Loads llama.cpp. Raises InputError."""
@@ -370,11 +200,11 @@ class SamplingOptions:
 class TemplateOptions:
     """Which chat template writes the prompt."""
 
-    chat_template: ChatTemplate = None
-    chat_template_file: ChatTemplateFile = None
-    chat_template_kwargs: ChatTemplateKwargs = None
-    think: Think = "auto"
-    reasoning_effort: ReasoningEffort = None
+    chat_template: str | None = None
+    chat_template_file: Path | None = None
+    chat_template_kwargs: str | None = None
+    think: str = "auto"
+    reasoning_effort: str | None = None
 
     def choice(self) -> TemplateChoice:
         """The template and its variables. Raises InputError for wrong values."""

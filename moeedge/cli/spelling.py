@@ -14,19 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeedge.cli.declare import hidden_spellings
-from moeedge.cli.foreign import COMMANDS, OPTIONS, Already, Ignored, Instead, Refused, Sets, foreign_options
+from moeedge.cli.foreign import COMMANDS, OPTIONS, SWITCH, Already, Ignored, Instead, Refused, Sets, foreign_options
 from moeedge.errors import InputError
 
 _HELP = ("-h", "--help")
 _SIMILAR = 0.7  # difflib's ratio from which a spelling is suggested
 _VARIABLES = "LLAMA_ARG_"
 _OFF_VARIABLES = "LLAMA_ARG_NO_"
-# values of a switch in the environment that llama.cpp takes, by the word for them here
-_SWITCH = {
-    **dict.fromkeys(("on", "enabled", "true", "1"), "on"),
-    **dict.fromkeys(("off", "disabled", "false", "0"), "off"),
-    **dict.fromkeys(("auto", "-1"), "auto"),
-}
 _VALUE_ATTACHED = re.compile(r"-[A-Za-z][\d.]+[A-Za-z]*")  # -t4, -c8k
 HUB_FILE = "LLAMA_ARG_HF_FILE"
 _FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
@@ -162,7 +156,7 @@ class Speller:
             if not is_flag and not {"on", "off"} <= set((param.metavar or "").split("|")):
                 continue
             for name in _variables_of(param):
-                word = _SWITCH.get(os.environ.get(name, "").lower())
+                word = SWITCH.get(os.environ.get(name, "").lower())
                 if _is_switched_off(param, name):
                     self.sets[name] = "off"
                 elif word is not None:

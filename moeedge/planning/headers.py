@@ -99,30 +99,23 @@ def _read_padded(file: Path, copy: Path) -> list[gguf_file.GgufTensor]:
         raise
 
 
-@dataclass(frozen=True)
-class PlanFile:
-    """A file to plan with: the model, or only its header."""
-
-    path: Path
-    remote_name: str = ""  # for moeedge pull; empty for a model on this machine
-
-
-def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> PlanFile:
+def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> tuple[Path, str]:
     """Returns the model that `text` means: on this machine, or only its header, fetched from the hub into `folder`.
 
+    With its name for moeedge pull, which is empty for a model on this machine.
     Raises ModelNameError for an unknown name, DownloadError if the hub does not answer.
     """
     try:
-        return PlanFile(locate(text).path)
+        return locate(text).path, ""
     except ModelNameError:
         find(load_catalog(), text)  # raises for an unknown name
     wanted = want(load_catalog(), text, "target")
     if wanted.local is not None:
-        return PlanFile(wanted.local)
+        return wanted.local, ""
     if not is_offline():
         notify(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
     paths = [_fetch_header(ask_file(wanted.repo, file.path, wanted.revision), folder) for file in wanted.files]
-    return PlanFile(paths[0], wanted.name)
+    return paths[0], wanted.name
 
 
 def _fetch_header(file: RemoteFile, folder: Path) -> Path:

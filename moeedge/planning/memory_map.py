@@ -156,11 +156,6 @@ class MemoryPool:
         return "from disk" if self.fixed_bytes <= self.free_bytes else "does not fit"
 
 
-def chat_vram(expert_bytes: int) -> list[str]:
-    """The option that keeps a chat to so many bytes of experts on the GPU: its --vram counts nothing else."""
-    return ["--vram", in_mib(expert_bytes)]
-
-
 def in_mib(n_bytes: int) -> str:
     """A size as options take it, rounded up."""
     return f"{-(-n_bytes // 2**20)}MiB"

@@ -34,9 +34,9 @@ def read_card(text: str, notify: Notify) -> ModelCard:
     Raises ModelNameError for an unknown name, ModelFileError for an unreadable file, DownloadError.
     """
     with TemporaryDirectory(prefix="moeedge-show-") as folder:
-        found = locate_or_fetch(text, Path(folder), lambda line: notify(Notification(line)))
-        with loadable(found.path) as file:
-            names = {found.path: found.remote_name} if found.remote_name else {}
+        path, name = locate_or_fetch(text, Path(folder), lambda line: notify(Notification(line)))
+        with loadable(path) as file:
+            names = {path: name} if name else {}
             with Model.load(file.path, device="none", header_only=True) as model:
                 facts, _ = read_facts(model, file, names)
                 choice = None if Path(text).exists() else find(load_catalog(), text)

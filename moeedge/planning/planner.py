@@ -145,11 +145,6 @@ class Planner:
         """The draft model, if drafts come from a file of their own."""
         return self.chosen.model
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether a session speculates."""
-        return self.chosen.name != "none"
-
     def default_map(self) -> MemoryMap:
         """Returns the map of a session with the user's -c, or with the context that it chooses without one."""
         all_on_gpu = self._all_on_gpu(self.config.n_ctx)
@@ -192,7 +187,7 @@ class Planner:
         budget = CacheBudget(0.0, 0, 0)
         if device.kind == "gpu":
             share = ours.gpu(device.ggml_name)
-            weights = _weights(share.weights_bytes, self._experts_bytes - self._host_expert_bytes(target))
+            weights = _weights(share.weights_bytes, expert_bytes(self._experts) - self._host_expert_bytes(target))
             lines = _items(weights, share, drafts.gpu(device.ggml_name))
             lines += [MemoryItem("LoRA adapters", self._adapter_bytes)] if self._adapter_bytes else []
             lines.append(MemoryItem("kernels (an allowance)", KERNEL_BYTES))
@@ -237,10 +232,6 @@ class Planner:
         """Next to the weights that they change: on a GPU, if the model uses one."""
         files = [adapter.path for adapter in self.config.context.adapters]
         return sum(tensor.size_bytes for file in files for tensor in read_tensors(file))
-
-    @property
-    def _experts_bytes(self) -> int:
-        return expert_bytes(self._experts)
 
     @property
     def host_experts(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moeedge.llama.context_size import RAM_TIER_N_CTX
 from moeedge.planning.beyond_ram import RamTierPlan, RamTierRequest, plan_ram_tier
 from moeedge.planning.headers import ModelFacts
-from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine, chat_vram, in_mib
+from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine, in_mib
 from moeedge.planning.planner import Planner
 from moeedge.units import format_bytes
 
@@ -170,7 +170,7 @@ def _command(planner: Planner, advised: MemoryMap, given: Sequence[str], ram_slo
         words += ["--cache-ratio", "0"]
     elif advised.budget.n_slots and machine.vram_given:
         whole_bytes = planner.facts.experts_bytes - planner.host_experts[1]
-        words += chat_vram(advised.budget.pool_bytes + whole_bytes)
+        words += ["--vram", in_mib(advised.budget.pool_bytes + whole_bytes)]  # experts alone, as chat counts them
     if ram_slots_bytes:
         words += ["--ram", in_mib(ram_slots_bytes)]
     return shlex.join(words)

@@ -13,49 +13,63 @@ from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from moeedge.planning.beyond_ram import RamTierPlan, RamTierRow
-    from moeedge.planning.estimate import EstimatedMap, EstimatedPlan, KnownModel
     from moeedge.planning.headers import ModelFacts
-    from moeedge.planning.memory_map import MemoryMap, MemoryPool, Verdict
+    from moeedge.planning.memory_map import MemoryMap, MemoryPool
     from moeedge.planning.session_plan import SessionPlan
 
 _MIB = 2**20
 _WORTH_IT = 1.1  # times the speed
-_OF_ESTIMATE = ("n_ctx", "verdict", "kv_bytes", "whole_on_gpu", "device_ratio", "ram_ratio")
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
 
 
 def print_plan(plan: SessionPlan, console: Console) -> None:
     """Tables and notes; `console` must not interpret markup, since names of files and devices are not ours."""
-    in_vram = len(plan.map.places) > 1 and plan.machine.device.kind == "gpu"
-    share = plan.map.device_ratio if in_vram and plan.model.n_experts else None
-    console.print(_answer(plan.map.verdict, share, whole=plan.map.whole_on_gpu, n_ctx=plan.map.n_ctx), style="bold")
+    console.print(_answer(plan), style="bold")
     console.print()
     _print_facts("model", plan.model, console)
     if plan.draft is not None:
         _print_facts("draft", plan.draft, console)
     has_device = plan.machine.device.kind != "none" and plan.model.n_experts > 0
-    _print_map(plan, [Column("experts on device", "device_ratio", ".1%")] if has_device else [], console)
+    for place in plan.map.places:
+        console.print()
+        _print_place(place, plan.map, console)
+    console.print()
+    columns = [
+        Column("context", "n_ctx", ","),
+        Column("KV MiB", "kv_bytes", _mib),
+        *([Column("experts on device", "device_ratio", ".1%")] if has_device else []),
+        Column("RAM MiB", lambda row: row.places[-1].used_bytes, _mib),
+        Column("fits", lambda row: _FITS[row.verdict]),
+    ]
+    style = {plan.map.n_ctx: "bold"}
+    print_table(console, columns, plan.contexts, style=lambda row: style.get(row.n_ctx, ""))
+    console.print()
     console.print(_largest_context(plan))
     for note in plan.notes:
         console.print(note)
     if plan.ram_tier is not None:
         console.print()
         _print_ram_tier(plan.ram_tier, console)
-    _print_command(plan.command, console)
+    if plan.command:
+        console.print()
+        console.print(plan.command, soft_wrap=True, style="bold")  # to be copied
 
 
-def _answer(verdict: Verdict, share: float | None, *, whole: bool, n_ctx: int) -> str:
-    """Whether it fits, in a sentence. share: of the experts, on a GPU; None: there is none, or the model is dense."""
-    context = f"(context of {n_ctx:,} tokens)"
-    if verdict == "does not fit":
+def _answer(plan: SessionPlan) -> str:
+    """Whether it fits, in a sentence."""
+    found = plan.map
+    in_vram = len(found.places) > 1 and plan.machine.device.kind == "gpu"
+    share = found.device_ratio if in_vram and plan.model.n_experts else 0.0
+    context = f"(context of {found.n_ctx:,} tokens)"
+    if found.verdict == "does not fit":
         return f"It does not fit {context}."
     on_gpu = f", with {share:.0%} of the experts on the GPU as well" if share else ""
-    if verdict == "from disk":
+    if found.verdict == "from disk":
         return (
             f"It is larger than the free RAM{on_gpu}: what has no room there is read from the disk as it is needed, "
             f"which is slow {context}."
         )
-    return f"It fits entirely on the GPU {context}." if whole else f"It fits in RAM{on_gpu} {context}."
+    return f"It fits entirely on the GPU {context}." if found.whole_on_gpu else f"It fits in RAM{on_gpu} {context}."
 
 
 def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
@@ -64,95 +78,16 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
     console.print(f"  {shape} of {facts.bits_per_weight:.2f} bits, context {facts.n_ctx_train:,}")
     if facts.n_experts:
         layers = f"{facts.n_expert_layers} layers with {facts.n_experts} experts, {facts.experts_per_token}"
-        console.print(f"  {layers}; {_expert_sizes(facts, facts.expert_bytes)}")
+        n_bytes = facts.expert_bytes
+        one = f"{n_bytes / _MIB:.1f} MiB" if _MIB <= n_bytes < 100 * _MIB else format_bytes(n_bytes)
+        rest = f"all {format_bytes(facts.experts_bytes)}, the rest {format_bytes(facts.dense_bytes)}"
+        console.print(f"  {layers}; an expert {one}, {rest}")
     console.print(f"  read per token: {format_bytes(facts.active_bytes)}")
     if facts.memory:
         console.print(f"  {facts.memory}")
 
 
-def print_estimate(plan: EstimatedPlan, console: Console) -> None:
-    """The same from the catalog's facts, marked as an estimate."""
-    model, shape = plan.model, plan.model.shape
-    console.print(f"{plan.reason} This is an estimate from the catalog's facts.")
-    console.print()
-    share = plan.map.device_ratio if len(plan.map.places) > 1 and model.n_experts else None
-    console.print(_answer(plan.map.verdict, share, whole=plan.map.whole_on_gpu, n_ctx=plan.map.n_ctx), style="bold")
-    console.print()
-    size = format_bytes(model.file_bytes)
-    console.print(f"model: {model.name}, {size if model.is_exact else f'about {size}'}")
-    if shape is not None and model.n_experts:
-        layers = f"{shape.expert_layers} layers with {shape.experts} experts, {shape.used} per token"
-        console.print(f"  {layers}; {_expert_sizes(model, model.experts_bytes // model.n_experts)}")
-        console.print(f"  read per token: {format_bytes(model.active_bytes)}")
-    if plan.draft is not None:
-        about = "" if plan.draft.is_exact else "about "
-        console.print(f"draft: {plan.draft.name}, {about}{format_bytes(plan.draft.file_bytes)}")
-    has_gpu = plan.memory.vram_bytes and model.n_experts
-    _print_map(plan, [Column("experts on GPU", "device_ratio", ".0%")] if has_gpu else [], console)
-    for note in plan.notes:
-        console.print(note)
-    _print_command(plan.command, console)
-
-
-def _print_map(plan: SessionPlan | EstimatedPlan, of_device: list[Column], console: Console) -> None:
-    """What takes memory in each place; then a row per context size. of_device: its column, if there is one."""
-    for place in plan.map.places:
-        console.print()
-        _print_place(place, plan.map, console)
-    console.print()
-    columns = [
-        Column("context", "n_ctx", ","),
-        Column("KV MiB", "kv_bytes", _mib),
-        *of_device,
-        Column("RAM MiB", lambda row: row.places[-1].used_bytes, _mib),
-        Column("fits", lambda row: _FITS[row.verdict]),
-    ]
-    style = {plan.map.n_ctx: "bold"}
-    print_table(console, columns, plan.contexts, style=lambda row: style.get(row.n_ctx, ""))
-    console.print()
-
-
-def _print_command(command: str, console: Console) -> None:
-    if command:
-        console.print()
-        console.print(command, soft_wrap=True, style="bold")  # to be copied
-
-
-def estimate_json(plan: EstimatedPlan) -> str:
-    """One JSON object with keys of `plan_json`; those that only a header tells are absent."""
-    model, shape = plan.model, plan.model.shape
-    facts = {
-        "file": model.name,
-        "is_here": False,
-        "file_bytes": model.file_bytes,
-        "experts_bytes": model.experts_bytes,
-        "dense_bytes": model.dense_bytes,
-        "active_bytes": model.active_bytes,
-        "n_expert_layers": shape.expert_layers if shape else None,
-        "n_experts": shape.experts if shape else None,
-        "n_experts_used": shape.used if shape else None,
-        "n_ctx_train": model.n_ctx_train,
-    }
-    drafts = None if plan.draft is None else {"file": plan.draft.name, "file_bytes": plan.draft.file_bytes}
-    about = {"estimated": True, "reason": plan.reason, "model": facts, "draft": drafts}
-    return _answer_json(plan, about, {})
-
-
-def _answer_json(plan: SessionPlan | EstimatedPlan, about: dict[str, Any], tier: dict[str, Any]) -> str:
-    return json_text(
-        {
-            **about,
-            "plan": _map_dict(plan.map),
-            "contexts": [_map_dict(row) for row in plan.contexts],
-            "largest_n_ctx": plan.largest_n_ctx,
-            **tier,
-            "command": plan.command,
-            "notes": list(plan.notes),
-        }
-    )
-
-
-def _print_place(place: MemoryPool, chosen: MemoryMap | EstimatedMap, console: Console) -> None:
+def _print_place(place: MemoryPool, chosen: MemoryMap, console: Console) -> None:
     """What takes memory in one place, in MiB; rows are (text, bytes, style)."""
     rows = []
     for line in place.lines:
@@ -255,14 +190,20 @@ def _ram_tier_dict(tier: RamTierPlan | None) -> dict[str, Any] | None:
 def plan_json(plan: SessionPlan) -> str:
     """One JSON object; sizes in bytes."""
     device = plan.machine.device
-    about = {
+    found = {
         "estimated": False,
         "model": _facts_dict(plan.model),
         "draft": None if plan.draft is None else _facts_dict(plan.draft),
         "device": {"kind": device.kind, "name": device.label, "measured": not plan.machine.vram_given},
         "ram_measured": not plan.machine.ram_given,
+        "plan": _map_dict(plan.map),
+        "contexts": [_map_dict(row) for row in plan.contexts],
+        "largest_n_ctx": plan.largest_n_ctx,
+        "ram_tier": _ram_tier_dict(plan.ram_tier),
+        "command": plan.command,
+        "notes": list(plan.notes),
     }
-    return _answer_json(plan, about, {"ram_tier": _ram_tier_dict(plan.ram_tier)})
+    return json_text(found)
 
 
 def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
@@ -272,23 +213,20 @@ def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
     return values
 
 
-def _map_dict(row: MemoryMap | EstimatedMap) -> dict[str, Any]:
-    if hasattr(row, "ram_ratio"):
-        values = {key: getattr(row, key) for key in _OF_ESTIMATE}
-    else:
-        values = {
-            "n_ctx": row.n_ctx,
-            "verdict": row.verdict,
-            "kv_bytes": row.kv_bytes,
-            "compute_bytes": row.compute_bytes,
-            "whole_on_gpu": row.whole_on_gpu,
-            "whole_layers": row.n_whole_layers,
-            "cache_ratio": row.cache_ratio,
-            "device_ratio": row.device_ratio,
-            "cache_slots": row.budget.n_slots,
-            "pool_bytes": row.budget.pool_bytes,
-        }
-    return values | {"places": [_place_dict(place) for place in row.places]}
+def _map_dict(row: MemoryMap) -> dict[str, Any]:
+    return {
+        "n_ctx": row.n_ctx,
+        "verdict": row.verdict,
+        "kv_bytes": row.kv_bytes,
+        "compute_bytes": row.compute_bytes,
+        "whole_on_gpu": row.whole_on_gpu,
+        "whole_layers": row.n_whole_layers,
+        "cache_ratio": row.cache_ratio,
+        "device_ratio": row.device_ratio,
+        "cache_slots": row.budget.n_slots,
+        "pool_bytes": row.budget.pool_bytes,
+        "places": [_place_dict(place) for place in row.places],
+    }
 
 
 def _place_dict(place: MemoryPool) -> dict[str, Any]:
@@ -298,12 +236,6 @@ def _place_dict(place: MemoryPool) -> dict[str, Any]:
         "fixed_bytes": place.fixed_bytes,
         "left_bytes": place.left_bytes,
     }
-
-
-def _expert_sizes(model: ModelFacts | KnownModel, n_bytes: int) -> str:
-    """Of one expert, `n_bytes`, of all, and of the rest."""
-    one = f"{n_bytes / _MIB:.1f} MiB" if _MIB <= n_bytes < 100 * _MIB else format_bytes(n_bytes)
-    return f"an expert {one}, all {format_bytes(model.experts_bytes)}, the rest {format_bytes(model.dense_bytes)}"
 
 
 def _count(n: int) -> str:

@@ -1,37 +1,46 @@
-"""What users of llama.cpp and ollama type acts, or gets a sentence that names what to write."""
+"""What users of llama.cpp and ollama type acts: the command's own parser reads it, values included."""
 
 from __future__ import annotations
 
-import re
+import shlex
 
 import pytest
 
-from moeedge.cli.app import environment_kept, load_command
-from moeedge.cli.habits import Habit, habits
-from tests.support.commands import refused
+from moeedge.cli.app import environment_kept, load_command, positions
+from moeedge.cli.foreign import COMMAND_NAMES
+from moeedge.cli.spelling import Speller
 
-HABITS = habits()
+HUB = "ggml-org/gpt-oss-20b-GGUF"
+LINES = f"""\
+chat -m hf.co/{HUB}:MXFP4 -hfd ggml-org/Qwen3-0.6B-GGUF --draft 8 --draft-min 1 -devd CUDA0 -ngld 99 --draft-p-min 0.75
+chat -hf {HUB} -hff gpt-oss-20b-mxfp4.gguf -hft TOKEN --offline --spec-type draft-mtp --spec-draft-n-max 8
+chat -mu https://huggingface.co/{HUB}/resolve/main/gpt-oss-20b-mxfp4.gguf --model-draft d.gguf --spec-draft-n-min 1
+chat -m model.gguf -p "Why is the sky blue?" -sys "Be brief." --predict 128 -c 8192 -t 8 -ngl all -ncmoe 10 -dev CUDA0
+chat --model model.gguf -f prompt.txt -sysf system.txt --n-predict -1 --gpu-layers 20 --cpu-moe --device none -sm row
+chat --hf-repo {HUB}:MXFP4 --rpc 192.168.0.2:50052 --temperature 0.7 --top-k 40 --top-p 0.95 --min-p 0.05 --seed 42
+chat --repeat-penalty 1.1 --repeat-last-n 64 --presence-penalty 0.5 --frequency-penalty 0.5 --typical 0.9
+chat --top-nsigma 1.0 --xtc-probability 0.5 --dry-multiplier 0.8 --samplers "top_k;top_p;temperature"
+chat --logit-bias 15043+1 --ignore-eos --grammar-file list.gbnf -j "{{}}" --chat-template chatml --jinja -r "User:"
+chat --reasoning-format none --reasoning-budget 0 -cnv -st -i -mli --color on -e --no-display-prompt --no-warmup
+chat -v -lv 4 --log-disable --simple-io --context-shift --keep 64 -np 4 --poll 50 -fit on -tb 8 -fa on -no-cnv
+chat -ctk q8_0 -ctv q8_0 -b 2048 -ub 512 --mlock --no-mmap -ot "exps=CPU" --lora adapter.gguf --rope-freq-base 1000000
+bench -m model.gguf -p 512,1024 -n 128 -ngl 99 -r 5 -t 1,2 -d 0,4096 -pg 512,128 -fa 1 -ctk q8_0 -ctv q8_0
+bench -mmp 0 -sm layer --poll 0 -o json
+run gpt-oss-20b "Why is the sky blue?"
+run gpt-oss-20b --verbose --format json --think=high --hidethinking --nowordwrap
+ls
+ps
+show gpt-oss-20b
+pull gpt-oss-20b
+rm gpt-oss-20b
+"""
 
 
-@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: f"{habit.source}: {habit.typed}")
-def test_it_acts_or_is_refused_with_a_sentence(habit: Habit) -> None:
-    """What acts is read by the command's own parser as well: values have the right form."""
-    if habit.acts:
-        name, *arguments = habit.arguments
-        command = load_command(name)
-        with environment_kept():  # as the program does
-            context = command.make_context(name, list(arguments), resilient_parsing=False)
-        assert context.args == []
-        return
-    assert not re.search(r"has no (option|command)", habit.result), "nothing is known about it"
-    assert re.search(r"[.] [A-Z/-].*[.]$", habit.result), "a sentence, and what to do"
-    program = {"llama.cpp": ["chat"], "llama-bench": ["bench"], "ollama": []}[habit.source]
-    message = refused(*program, *habit.typed.replace('"', "").split())
-    assert habit.result.split(". ")[-1] in message
-
-
-def test_most_of_it_acts() -> None:
-    acting = [habit for habit in HABITS if habit.acts]
-    assert len(HABITS) >= 77
-    assert len(acting) >= 60
-    assert len({(habit.source, habit.typed) for habit in HABITS}) == len(HABITS)
+@pytest.mark.parametrize("line", LINES.splitlines())
+def test_a_line_of_another_program_acts(line: str) -> None:
+    typed, *rest = shlex.split(line)
+    name = COMMAND_NAMES.get(typed, typed)
+    command = load_command(name)
+    arguments = Speller(name, command, words=positions(typed)).translate(rest)
+    with environment_kept():  # as the program does
+        assert command.make_context(name, arguments, resilient_parsing=False).args == []

@@ -29,9 +29,6 @@ def test_a_gpu_of_12_gb() -> None:
     ranks = [ORDER.index(row["fit"]["place"]) for row in rows]
     assert ranks == sorted(ranks)
     fit = next(row["fit"] for row in rows if row["name"] == "qwen3-30b-a3b")
-    planned = run_json("plan", "--offline", "-m", "qwen3-30b-a3b", "--vram", "12GB", "--ram", "32GB")
-    assert planned["draft"]["file"] == "qwen3-0.6b"  # which a chat downloads with it
-    assert fit["device_ratio"] == planned["plan"]["device_ratio"]
     assert 0.3 < fit["device_ratio"] < 0.7 and fit["ram_ratio"] == 1 and fit["n_ctx"] == 8192 and fit["estimated"]
 
 

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from moeedge.cli.app import COMMANDS, app, load_command
 from moeedge.cli.declare import hidden_spellings
 from moeedge.cli.foreign import foreign_options
-from moeedge.cli.habits import habits
 from moeedge.ui.chat.commands import help_rows
 from tests.support.commands import all_commands, option_names, reference
 
@@ -74,8 +73,7 @@ def test_the_reference_names_only_what_exists() -> None:
     text = reference()
     assert set(sections(text)) == set(COMMANDS) - {"lab"} | set(all_commands())
     assert {"# Coming from llama.cpp or ollama", "# Environment variables"} <= set(text.splitlines())
-    others = set(foreign_options()) | {name for habit in habits() for name in _NAME.findall(habit.typed)}
-    assert set(_NAME.findall(text)) <= option_names() | further_names() | others | _OF_TYPER
+    assert set(_NAME.findall(text)) <= option_names() | further_names() | set(foreign_options()) | _OF_TYPER
     for row in help_rows():
         assert f"* `{row.label}`: {row.value}\n" in sections(text)["chat"]
 
@@ -114,7 +112,7 @@ def test_the_terminal_breaks_the_lines_of_help(name: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_has_the_first_paragraph_of_each(name: str) -> None:
-    assert COMMANDS[name][1] == load_command(name).help.partition("\n\n")[0]
+    assert COMMANDS[name] == load_command(name).help.partition("\n\n")[0]
 
 
 def test_old_spellings_are_taken() -> None:

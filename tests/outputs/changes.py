@@ -90,5 +90,12 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: profile.*: config\.(with_|ProfileOutput\.(files\.save_ranking|files\.compare|other))", "", "the same"),
     (r"options: (chat|bench) foreign --(budget-\w|save-ranking|fit)", "", "rows that say where these went"),
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
+    (r"(options: plan -m qwen3-30b-a3b|commands: plan absent|screens: plan_view\.print_estimate .*): ",
+     "list --all --fits", "a plan needs the model's header"),
+    (r"options: plan (--draft(-n|-max)?|--spec-draft-n-max|--gamma|-t|--threads|--(spec-)?draft-p-min"
+     r"|LLAMA_ARG_THREADS|LLAMA_ARG_(SPEC_)?DRAFT_(N_MAX|MAX|P_MIN))[ =:]", "", "plan takes what chat takes"),
+    (r"options: doctor: config\.honoured\.LLAMA_ARG_(THREADS|SPEC_DRAFT_P_MIN)\.", "", "the same"),
+    (r"functions: planning\.estimate\.known_models?: .*\.(is_exact|name)( \d+)?\b", "", "only the same plan had them"),
+    (r"options: habit ", "", "the reference lists every word of other programs"),
     (r"options: .* declared: 5$", "", "texts of help"),
 ]  # fmt: skip

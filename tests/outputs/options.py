@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from tests.outputs.values import flat, module, plain
 # where the commands begin their work
 WORK = (
     *("moeedge.cli.chat:ModelSwitch", "moeedge.cli.bench:measure", "moeedge.cli.bench:measure_parallel"),
-    *("moeedge.planning.session_plan:make_session_plan", "moeedge.planning.estimate:make_estimated_plan"),
+    "moeedge.planning.session_plan:make_session_plan",
     *("moeedge.cli.profile:record", "moeedge.cli.profile:profile_trace"),
     *("moeedge.cli.budget_analysis:run_budget_analysis", "moeedge.cli.budget_analysis:run_trace_analysis"),
     *("moeedge.engine.layer_search:open_session", "moeedge.bench.budget_search:choose_budget"),
@@ -209,6 +207,3 @@ def _foreign() -> Iterator[tuple[str, Any]]:
                 except errors.InputError as error:
                     found = [type(error).__name__, plain(error.message)[:60]]
                 yield f"{name} foreign {option} {value}", [found, speller.sets, len(speller.warnings)]
-    for habit in module("moeedge.cli.habits").habits():
-        row = dataclasses.asdict(habit)
-        yield f"habit {row['source']} {row['typed']}", json.loads(json.dumps(plain(row)))

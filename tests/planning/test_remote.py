@@ -55,10 +55,10 @@ def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, m
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(headers, "_FIRST_BYTES", 256)
-    found = headers.locate_or_fetch(f"hf:{BIG[0]}:{BIG[1]}", tmp_path, lambda line: None)
-    assert found.path.read_bytes() == place.hub.files[BIG][: found.path.stat().st_size]
+    path, _ = headers.locate_or_fetch(f"hf:{BIG[0]}:{BIG[1]}", tmp_path, lambda line: None)
+    assert path.read_bytes() == place.hub.files[BIG][: path.stat().st_size]
     assert place.hub.ranges()[:3] == [None, "bytes=256-", "bytes=1024-"]
-    assert found.path.stat().st_size <= 2**16
+    assert path.stat().st_size <= 2**16
 
 
 @pytest.mark.slow
@@ -76,25 +76,13 @@ def test_hub_errors_are_one_sentence(place: HubMachine) -> None:
     assert done.returncode == 1 and "HTTP status 503" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_network_the_catalog_gives_an_estimate(place: HubMachine) -> None:
-    done = place.run("plan", "-m", "big", "--ram", "8GB", "-ngl", "3", "-o", "json", HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["estimated"] is True and "HF_HUB_OFFLINE" in found["reason"]
-    assert found["model"]["file_bytes"] == len(place.hub.files[BIG])
-    assert found["plan"]["verdict"] == "fits" and found["command"] == "moeedge chat -m big -ngl 3"
-    assert "-ngl has no effect" in " ".join(done.stderr.split())
-    small = 5 * 10**8  # that a chat would download with it
-    lines = {line["what"]: line["n_bytes"] for line in found["plan"]["places"][-1]["lines"]}
-    assert (found["draft"]["file_bytes"], lines["draft: weights"]) == (small, small)
-    assert lines["draft: KV cache"] > 0 and lines["draft: compute buffers"] > 0
-    done = place.run("plan", "-m", "big", "-md", "none", "-o", "json", HF_HUB_OFFLINE="1")
-    assert json.loads(done.stdout)["draft"] is None
+def test_without_network_the_list_of_what_fits_is_named(place: HubMachine) -> None:
+    done = place.run("plan", "-m", "big", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr and "--fits" in done.stderr
     assert place.hub.ranges() == []
 
 
 def test_a_draft_that_cannot_be_read_is_an_error(place: HubMachine) -> None:
-    """The target is here: its plan needs no estimate."""
     assert place.run("pull", "big", "--no-draft").returncode == 0
     done = place.run("plan", "-m", "big", "-md", f"hf:{SMALL[0]}:{SMALL[1]}", HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr
