@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moeedge.analysis import expert_counts
-from moeedge.analysis.routing_curves import mean_or_none, unique_curve
+from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import Steps
 
@@ -47,8 +45,6 @@ def profile_groups(trace: Trace, steps: Steps, layers: Sequence[int]) -> list[Gr
     described = trace.meta.parameters.get("texts")
     if not isinstance(described, list):
         return []
-    rows = steps.text_rows()
-    ids = {layer: trace.layer_ids(layer)[rows] for layer in layers}
     groups = []
     for kind in KINDS:
         sequences: dict[str, list[int]] = {}
@@ -56,7 +52,7 @@ def profile_groups(trace: Trace, steps: Steps, layers: Sequence[int]) -> list[Gr
             if name := _name(text, kind):
                 sequences.setdefault(name, []).append(number)
         if len(sequences) > 1:
-            groups += [_profile(trace, kind, name, found, rows, ids, steps) for name, found in sequences.items()]
+            groups += [_profile(trace, steps, layers, kind, name, found) for name, found in sequences.items()]
     return groups
 
 
@@ -66,24 +62,19 @@ def _name(text: Any, kind: Kind) -> str:
 
 
 def _profile(
-    trace: Trace,
-    kind: Kind,
-    name: str,
-    sequences: list[int],
-    rows: NDArray[np.int64],
-    ids: dict[int, NDArray[np.int32]],
-    steps: Steps,
+    trace: Trace, steps: Steps, layers: Sequence[int], kind: Kind, name: str, sequences: list[int]
 ) -> GroupProfile:
-    n_experts = trace.meta.n_experts
-    own = np.isin(trace.sequence[rows], sequences)
-    sequence = trace.sequence[rows][own]
-    overlap, unique, popularity = [], [], []
-    for layer_ids in ids.values():
-        chosen = layer_ids[own]
-        overlap.append(expert_counts.empirical_overlap(chosen, n_experts, sequence))
-        unique.append(unique_curve(chosen, n_experts, (UNIQUE_TOKENS,), sequence)[UNIQUE_TOKENS])
-        popularity.append(expert_counts.activation_probability(chosen, n_experts))
-    has_tokens = bool(own.any()) and bool(ids)
+    rows = steps.text_rows()
+    rows = rows[np.isin(trace.sequence[rows], sequences)]
+    sequence = trace.sequence[rows]
+    mean = mean_curves(
+        [
+            RoutingCurves.measure(
+                layer, trace.layer_ids(layer)[rows], sequence, trace.meta.n_experts, trace.used_per_layer[layer]
+            )
+            for layer in layers
+        ]
+    )
     own_steps = np.isin(steps.sequence, sequences)
     drafted = int((steps.n_tokens[own_steps] - 1).sum())
     accepted = int((steps.n_text[own_steps] - 1).sum())
@@ -91,16 +82,10 @@ def _profile(
         kind=kind,
         name=name,
         texts=int(np.unique(sequence).size),
-        tokens=int(own.sum()),
-        overlap=mean_or_none(overlap),
-        overlap_independence=(
-            float(np.mean([expert_counts.independence_overlap(p) for p in popularity])) if has_tokens else None
-        ),
-        unique=mean_or_none(unique),
-        unique_independence=(
-            float(np.mean([expert_counts.independence_unique(p, UNIQUE_TOKENS) for p in popularity]))
-            if has_tokens
-            else None
-        ),
+        tokens=rows.size,
+        overlap=None if mean is None else mean.overlap[1],
+        overlap_independence=None if mean is None else mean.overlap_independence,
+        unique=None if mean is None else mean.unique[UNIQUE_TOKENS],
+        unique_independence=None if mean is None else mean.unique_independence[UNIQUE_TOKENS],
         acceptance_rate=accepted / drafted if drafted else None,
     )

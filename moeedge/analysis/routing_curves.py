@@ -126,7 +126,7 @@ def mean_or_none(values: Sequence[float | None]) -> float | None:
 def unique_curve(
     ids: IntArray, n_experts: int, batches: Sequence[int], sequence: IntArray | None = None
 ) -> dict[int, float | None]:
-    """`expert_counts.empirical_unique` for many numbers of tokens B at once, by B.
+    """Mean distinct experts in all windows of B consecutive recorded tokens, by B; None if all texts are shorter.
 
     A window of B tokens has as many distinct experts as first occurrences in it. The use of an expert at token t, whose
     last use before was at token q of the same run of recorded tokens, is the first occurrence in the windows that start

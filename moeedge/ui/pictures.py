@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class Picture:
     key: str
     section: str
     title: str
-    caption: str
-    draw: Callable[[Any], None]
+    caption: str = ""
+    draw: Callable[[Any], None] = lambda _figure: None
     columns: Sequence[Column] = ()
     rows: Sequence[Any] = ()
 
@@ -57,19 +57,14 @@ class Line:
     style: str = "-"  # of Matplotlib: line and marker
     colour: int = -1  # index of COLOURS; -1: by its place
 
-
-@dataclass(frozen=True, kw_only=True)
-class Frame:
-    """What a picture is called and where it belongs."""
-
-    key: str
-    section: str
-    title: str
-    caption: str
+    @property
+    def known(self) -> list[float]:
+        """The values that are there."""
+        return [value for value in self.values if value is not None]
 
 
 def line_picture(
-    frame: Frame,
+    picture: Picture,
     x_label: str,
     x: Sequence[float],
     y_label: str,
@@ -79,59 +74,77 @@ def line_picture(
     log_x: bool = False,
     bottom: float | None = None,
 ) -> Picture:
-    """Lines over one x axis. form: of the values in the table. bottom: of the y axis."""
-    shown = [line for line in lines if any(value is not None for value in line.values)]
+    """The picture with lines over one x axis. form: of the values in the table. bottom: of the y axis."""
+    shown = [line for line in lines if line.known]
 
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
-        for place, line in enumerate(shown):
-            colour = COLOURS[(place if line.colour < 0 else line.colour) % len(COLOURS)]
-            values = [np.nan if value is None else value for value in line.values]
-            axes.plot(x, values, line.style, color=colour, markersize=3.5, linewidth=1.4)
+        _plot(axes, x, shown, markersize=3.5, linewidth=1.4)
         if log_x:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
         if bottom is not None:
-            high = max((value for line in shown for value in line.values if value is not None), default=1.0)
-            axes.set_ylim(bottom, bottom + max(1.05 * (high - bottom), 1e-9))
+            axes.set_ylim(bottom, bottom + max(1.05 * (_highest(shown) - bottom), 1e-9))
         if all(float(value).is_integer() for value in x) and not log_x:
             axes.locator_params(axis="x", integer=True)
         _label(axes, x_label, y_label)
         _legend(figure, axes, shown)
 
-    columns = [Column(x_label, 0, "g", left=True)]
-    columns += [Column(line.label, index, form) for index, line in enumerate(shown, start=1)]
-    rows = list(zip(x, *(line.values for line in shown), strict=True))
-    return Picture(frame.key, frame.section, frame.title, frame.caption, draw, columns, rows)
+    return _with_table(picture, Column(x_label, 0, "g", left=True), x, shown, form, draw)
 
 
-def bar_picture(frame: Frame, x_label: str, names: Sequence[str], lines: Sequence[Line], *, form: str) -> Picture:
-    """Points on one line per name, from top to bottom, for groups that have no order."""
-    shown = [line for line in lines if any(value is not None for value in line.values)]
+def point_picture(picture: Picture, x_label: str, names: Sequence[str], lines: Sequence[Line], *, form: str) -> Picture:
+    """The picture with points on one line per name, from top to bottom, for groups that have no order."""
+    shown = [line for line in lines if line.known]
 
     def draw(figure: Any) -> None:
         figure.set_figheight(1.2 + 0.27 * len(names))
         axes = figure.add_subplot()
-        where = np.arange(len(names))[::-1]
-        for place, line in enumerate(shown):
-            values = [np.nan if value is None else value for value in line.values]
-            axes.plot(values, where, line.style, color=COLOURS[place], markersize=5)
+        where = range(len(names) - 1, -1, -1)
+        _plot(axes, where, shown, markersize=5, flipped=True)
         axes.set_yticks(where, [shortened(name, _MAX_NAME) for name in names])
-        high = max((value for line in shown for value in line.values if value is not None), default=1.0)
-        axes.set_xlim(0, 1.06 * high or 1.0)
+        axes.set_xlim(0, 1.06 * _highest(shown) or 1.0)
         axes.set_ylim(-0.6, len(names) - 0.4)
         _label(axes, x_label, "")
         _legend(figure, axes, shown)
 
-    columns = [Column("", 0, left=True), *(Column(line.label, i, form) for i, line in enumerate(shown, start=1))]
-    rows = list(zip(names, *(line.values for line in shown), strict=True))
-    return Picture(frame.key, frame.section, frame.title, frame.caption, draw, columns, rows)
+    return _with_table(picture, Column("", 0, left=True), names, shown, form, draw)
+
+
+def _plot(axes: Any, places: Sequence[float], lines: Sequence[Line], *, flipped: bool = False, **style: float) -> None:
+    for place, line in enumerate(lines):
+        colour = COLOURS[(place if line.colour < 0 else line.colour) % len(COLOURS)]
+        values = [np.nan if value is None else value for value in line.values]
+        axes.plot(*((values, places) if flipped else (places, values)), line.style, color=colour, **style)
+
+
+def _highest(lines: Sequence[Line]) -> float:
+    return max((value for line in lines for value in line.known), default=1.0)
+
+
+def _with_table(
+    picture: Picture,
+    first: Column,
+    names: Sequence[Any],
+    lines: Sequence[Line],
+    form: str,
+    draw: Callable[[Any], None],
+) -> Picture:
+    columns = [first, *(Column(line.label, index, form) for index, line in enumerate(lines, start=1))]
+    rows = list(zip(names, *(line.values for line in lines), strict=True))
+    return replace(picture, draw=draw, columns=columns, rows=rows)
 
 
 def map_picture(
-    frame: Frame, x_label: str, y_label: str, values: NDArray[Any], value_label: str, *, y: Sequence[int] | None = None
+    picture: Picture,
+    x_label: str,
+    y_label: str,
+    values: NDArray[Any],
+    value_label: str,
+    *,
+    y: Sequence[int] | None = None,
 ) -> Picture:
-    """A map of `values` [n_y, n_x]; y: labels of the rows, by default their numbers."""
+    """The picture with a map of `values` [n_y, n_x]; y: labels of the rows, by default their numbers."""
 
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
@@ -143,7 +156,7 @@ def map_picture(
             axes.set_yticks(shown, [str(y[place]) for place in shown])
         _label(axes, x_label, y_label, grid=False)
 
-    return Picture(frame.key, frame.section, frame.title, frame.caption, draw)
+    return replace(picture, draw=draw)
 
 
 def _legend(figure: Any, axes: Any, lines: Sequence[Line]) -> None:
