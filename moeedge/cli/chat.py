@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
@@ -24,7 +24,6 @@ from moeedge.cli.llama_options import LlamaOptions
 from moeedge.cli.model_files import ModelFiles
 from moeedge.cli.model_switch import ModelSwitch
 from moeedge.cli.sampling_options import SamplingOptions, TemplateOptions
-from moeedge.cli.view_options import ViewOptions
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EmptyPromptError, InputError
 from moeedge.hardware.spec import EMULATED
@@ -32,7 +31,7 @@ from moeedge.hardware.spec import EMULATED
 if TYPE_CHECKING:
     from moeedge.engine.conversation import Conversation
     from moeedge.engine.session import Session
-    from moeedge.ui.chat.settings import Settings
+    from moeedge.ui.chat.settings import Look, Settings
 
 _PATIENCE_S = 2.0  # until a notice that standard input is being waited for
 
@@ -94,6 +93,52 @@ Stats = Annotated[
         Output.JSON, flags=("--stats",), help="At the end, print all counters of expert placement on standard error."
     ),
 ]
+
+Quiet = Annotated[
+    bool,
+    option(options.OUTPUT, "-q, --quiet", "Show answers, warnings and errors only: no greeting, no panel, no figures."),
+]
+Plain = Annotated[
+    bool,
+    option(
+        options.OUTPUT, "--plain", "Show the text of answers as the model writes it: no Markdown, no panel, no colour."
+    ),
+]
+ShowThinking = Annotated[
+    bool | None,
+    option(
+        options.OUTPUT,
+        "--show-thinking/--hide-thinking",
+        "What a model thinks before it answers: in full, or as a line with its length. Default: as a line on a "
+        "terminal, in full elsewhere.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewOptions:
+    """What is shown besides the text of answers, and in which form."""
+
+    quiet: Quiet = False
+    plain: Plain = False
+    show_thinking: ShowThinking = None
+
+    def look(self, *, verbose: bool) -> Look:
+        """The chat's settings of the view."""
+        from moeedge.ui.chat.settings import Look
+
+        return Look(
+            stats="off" if self.quiet else "full" if verbose else "line",
+            show_thinking="auto" if self.show_thinking is None else "on" if self.show_thinking else "off",
+            markdown=not self.plain,
+        )
+
+    def apply(self) -> None:
+        """What holds for the entire program: no notes with --quiet, no colour with --plain."""
+        from moeedge.ui import console
+
+        console.set_quiet(self.quiet)
+        console.set_plain(self.plain)
 
 
 @flatten
@@ -297,7 +342,7 @@ def _talk(
     """Chats until the user leaves; first: the message that is answered before one is read. Returns the exit code."""
     from moeedge.engine.autosave import Autosave, unfinished_chats
     from moeedge.hub.catalog import load_catalog
-    from moeedge.ui.chat import commands, sessions
+    from moeedge.ui.chat import commands
     from moeedge.ui.chat.greeting import print_greeting, print_warnings
     from moeedge.ui.chat.prompt import make_reader, open_history
     from moeedge.ui.chat.repl import Repl, origin_of
@@ -318,7 +363,7 @@ def _talk(
         )
     unfinished = unfinished_chats(paths.unfinished_chats_dir, lambda line: say(err, line, style="yellow"))
     if unfinished and resume is None:
-        say(err, sessions.offer(unfinished), style="yellow")
+        say(err, commands.offer(unfinished), style="yellow")
     history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
     repl = Repl(
         session,
@@ -343,7 +388,7 @@ def _talk(
 def _list_unfinished() -> None:
     """The chats that --resume N goes on with, on standard output."""
     from moeedge.engine.autosave import unfinished_chats
-    from moeedge.ui.chat.sessions import unfinished_rows
+    from moeedge.ui.chat.commands import unfinished_rows
     from moeedge.ui.console import show_figures, stdout_console
 
     rows = unfinished_rows(unfinished_chats(paths.unfinished_chats_dir, lambda line: typer.echo(line, err=True)))

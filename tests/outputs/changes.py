@@ -36,6 +36,7 @@ MODULES: dict[str, str] = {
     **{f"moeedge.trace.{name}": f"moeedge.lab.traces.{name}" for name in ("exporters", "importers", "schedule")},
     "moeedge.analysis.utility_curves": "moeedge.analysis.predictors",
     "moeedge.cli.profile_texts": "moeedge.cli.profile_run",
+    "moeedge.cli.view_options": "moeedge.cli.chat",
     "moeedge.trace.summary": "moeedge.lab.traces.summary",
     **{
         f"moeedge.ui.{name}": f"moeedge.lab.views.{name}"

@@ -10,7 +10,6 @@ from moeedge.ui.figures import (
     Figure,
     budget,
     cache_rows,
-    device,
     device_name,
     earlier_runs,
     is_emulated,
@@ -140,7 +139,7 @@ def answer_rows(
     if info.expert_budget is not None:
         rows.append(Figure("expert budget", budget(info) + _budget_effect(stats)))
     if cache is None:
-        rows += [Figure("experts on", "the CPU" if info.device == "none" else device(info))] if info.n_experts else []
+        rows += [Figure("experts on", "the CPU" if info.device == "none" else info.device)] if info.n_experts else []
         parts = _model_times(stats)
         return [*rows, Figure("time", ", ".join(f"{part.label} {part.value}" for part in parts))] if parts else rows
     rows += cache_rows(cache)
