@@ -27,7 +27,7 @@ COMMANDS = {
     "pull": ("moeedge.cli.pull", "Download a model of the catalog or of the Hugging Face hub, and its draft."),
     "list": (
         "moeedge.cli.list_models",
-        "List the models on this machine; with --all what the catalog offers, with --fits what runs here.",
+        "List the models on this machine; with --all those of the catalog, with --fits those that can run here.",
     ),
     "show": (
         "moeedge.cli.show",
@@ -40,13 +40,13 @@ COMMANDS = {
     ),
     "plan": (
         "moeedge.cli.plan",
-        "Show how much memory a model takes, and what fits, before it is downloaded or loaded.",
+        "Show how much memory a model needs, and what fits, before it is downloaded or loaded.",
     ),
     "devices": (
         "moeedge.cli.devices",
         "List the devices that can hold experts (GPUs, other machines), and why others cannot.",
     ),
-    "doctor": ("moeedge.cli.doctor", "Check the installation and this machine, and say what to fix."),
+    "doctor": ("moeedge.cli.doctor", "Check the installation and this machine, and say what you should fix."),
     "worker": ("moeedge.cli.worker", "Lend a device of this machine, such as its GPU, to moeedge on another one."),
     "bench": (
         "moeedge.cli.bench",
@@ -60,7 +60,7 @@ COMMANDS = {
         "moeedge.cli.calibrate",
         "Measure how fast this machine computes and moves a model's experts, and keep it for later runs.",
     ),
-    "lab": ("", "Replay, simulate, fit and validate: what the papers describe, for research."),
+    "lab": ("", "Research tools: replay routing traces, predict speeds, repeat experiments of published papers."),
     "lab trace": (
         "moeedge.lab.cli.trace",
         "Look into routing traces (the experts that every token used), and convert them.",
@@ -75,7 +75,7 @@ COMMANDS = {
     ),
     "lab budget": (
         "moeedge.lab.cli.budget",
-        "Show what expert budgets would cost a model (MoE-Spec), without using one.",
+        "Estimate the quality that a model loses with at most N experts per layer (MoE-Spec).",
     ),
     "lab fit": (
         "moeedge.lab.cli.fit",
@@ -364,4 +364,7 @@ def main(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Run a Mixture-of-Experts model that does not fit your GPU: chat with it, measure it, look inside it."""
+    """Run a Mixture-of-Experts model that does not fit your GPU, or your RAM: chat with it, measure it, look inside it.
+
+    First: `moeedge doctor`, then `moeedge chat`. run, ls and other words of ollama and llama.cpp work too.
+    """

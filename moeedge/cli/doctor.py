@@ -10,7 +10,7 @@ from moeedge.cli.declare import Output
 
 
 def doctor(backend: options.Backend = None, output: options.TextOrJson = Output.TEXT) -> None:
-    """Check the installation and this machine, and say what to fix.
+    """Check the installation and this machine, and say what you should fix.
 
     Looks at the native library, GPUs, processor, threads, memory, disk, folders and environment variables. Takes a
     second or two, loads no model and downloads nothing. Exit code 1: something is broken.

@@ -37,7 +37,7 @@ Ram = Annotated[
 def list_models(
     everything: Everything = False, fits: Fits = None, ram: Ram = None, output: options.TextOrJson = Output.TEXT
 ) -> None:
-    """List the models on this machine; with --all what the catalog offers, with --fits what runs here.
+    """List the models on this machine; with --all those of the catalog, with --fits those that can run here.
 
     moeedge list --all --fits 12GB shows what a GPU of 12 GB can run. -m of every command takes the names. Your own
     entries go into ~/.config/moeedge/catalog.toml, or the file that MOEEDGE_CATALOG names (docs/models.md).

@@ -110,7 +110,7 @@ def plan(
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show how much memory a model takes, and what fits, before it is downloaded or loaded.
+    """Show how much memory a model needs, and what fits, before it is downloaded or loaded.
 
     A model need not be here: the beginning of its file (the header) is read from the hub, and without network the
     catalog's facts give an estimate. Prints what takes memory on the GPU and in RAM, how many of the experts the GPU

@@ -60,7 +60,7 @@ def budget(
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
-    """Show what expert budgets would cost a model (MoE-Spec), without using one.
+    """Estimate the quality that a model loses with at most N experts per layer (MoE-Spec).
 
     The model answers a few prompts, on the CPU: routing probability on the best experts of a verification, pairs of
     experts, and the error of each layer's output under each budget, by ranking and coverage. A trace tells the first
