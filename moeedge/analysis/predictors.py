@@ -92,17 +92,12 @@ def single_token_predictors(horizon: float) -> dict[str, Predictor]:
 
 
 def replay_scores(
-    counts: CountArray,
-    is_first: BoolArray,
-    predictor: Predictor,
-    *,
-    carry: bool,
-    n_read: NDArray[np.integer[Any]] | None = None,
+    counts: CountArray, is_first: BoolArray, predictor: Predictor, n_read: NDArray[np.integer[Any]] | None = None
 ) -> NDArray[Any]:
     """Scores before each step, [n_steps, n_layers, n_experts].
 
     counts    [n, n_layers, n_experts], read one after the other
-    is_first  [n_steps], first steps of texts, where the predictor starts anew unless `carry`
+    is_first  [n_steps], first steps of texts, where the predictor starts anew, as for one prompt
     n_read    [n_steps], how many of `counts` belong to each step, such as its accepted tokens; None: one
     """
     n_read = np.ones(len(is_first), dtype=np.int64) if n_read is None else n_read
@@ -110,7 +105,7 @@ def replay_scores(
     scores = np.zeros((len(is_first), *counts.shape[1:]), dtype=predictor.score(state).dtype)
     start = 0
     for step, n in enumerate(n_read.tolist()):
-        if is_first[step] and not carry:
+        if is_first[step]:
             state = predictor.start(counts.shape[1:])
         scores[step] = predictor.score(state)
         for read in counts[start : start + n]:
@@ -126,9 +121,8 @@ class PredictorScore:
     predictor: str
     sensor: Sensor
     predicts: Horizon
-    accuracy: float | None  # starting anew with every text, as for one prompt
+    accuracy: float | None
     balanced_accuracy: float | None
-    accuracy_carried: float | None  # keeping the state from text to text, as in a long session
 
 
 def accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray) -> float | None:

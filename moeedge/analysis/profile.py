@@ -166,7 +166,7 @@ def _profile_layer(
         persistence_sd=persistence(counts, is_first) if gamma > 0 else None,
         persistence_ar=persistence(token_counts, text.is_first()),
         utility=[
-            utility_curves(each.predictor, each.anew, counts, is_first, utility_config(gamma, "floor").cap)
+            utility_curves(each.predictor, each.scores, counts, is_first, utility_config(gamma, "floor").cap)
             for each in replays
             if each.sensor == "sd" and each.predictor in CURVES_OF
         ],
@@ -183,30 +183,21 @@ class _Replay:
     threshold: float
     is_first: BoolArray  # [n], first steps of texts
     truth: BoolArray  # [n, n_layers, n_experts]
-    anew: NDArray[Any]  # [n, n_layers, n_experts], scores, starting anew with every text
-    carried: BoolArray  # [n, n_layers, n_experts], predictions, keeping the state from text to text
+    scores: NDArray[Any]  # [n, n_layers, n_experts]
 
     def of(self, column: int) -> _Replay:
         """The layer in `column` alone: arrays [n, n_experts]."""
-        arrays = {name: getattr(self, name)[:, column] for name in ("truth", "anew", "carried")}
-        return replace(self, **arrays)
+        return replace(self, truth=self.truth[:, column], scores=self.scores[:, column])
 
     @property
     def hot(self) -> BoolArray:
-        """The predictions that start anew with every text."""
-        return np.asarray(self.anew >= self.threshold)
+        """The predictions."""
+        return np.asarray(self.scores >= self.threshold)
 
     def score(self) -> PredictorScore:
         """The score of a single layer."""
-        judged = ~self.is_first
-        return PredictorScore(
-            predictor=self.predictor,
-            sensor=self.sensor,
-            predicts=self.predicts,
-            accuracy=accuracy(self.hot, self.truth, judged),
-            balanced_accuracy=balanced_accuracy(self.hot, self.truth, judged),
-            accuracy_carried=accuracy(self.carried, self.truth, np.arange(len(self.truth)) > 0),
-        )
+        judged = self.hot, self.truth, ~self.is_first
+        return PredictorScore(self.predictor, self.sensor, self.predicts, accuracy(*judged), balanced_accuracy(*judged))
 
 
 def _replay_predictors(
@@ -223,14 +214,10 @@ def _replay_predictors(
         n_read: NDArray[np.int64] | None = None,
     ) -> None:
         counts, horizon = (step_counts, steps) if predicts == "step" else (token_counts, text)
-        is_first = horizon.is_first()
+        is_first, truth = horizon.is_first(), counts >= TAU
         for name, each in predictors.items():
-            anew, carried = (replay_scores(read, is_first, each, carry=carry, n_read=n_read) for carry in (False, True))
-            replays.append(
-                _Replay(
-                    name, sensor, predicts, each.threshold, is_first, counts >= TAU, anew, carried >= each.threshold
-                )
-            )
+            scores = replay_scores(read, is_first, each, n_read)
+            replays.append(_Replay(name, sensor, predicts, each.threshold, is_first, truth, scores))
 
     if gamma > 0:
         add(speculative_predictors(gamma), "sd", "step", step_counts)

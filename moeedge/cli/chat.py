@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
@@ -182,8 +182,9 @@ def chat(
     from moeedge.engine.answer_setup import prepare_answers
     from moeedge.engine.conversation import Conversation, prompt_tokens
     from moeedge.hardware.processor import physical_cores
+    from moeedge.hub.catalog import load_catalog
     from moeedge.llama.builtin_templates import check_source
-    from moeedge.ui.chat.greeting import print_header, print_warnings
+    from moeedge.ui.chat.greeting import print_greeting, print_header, print_warnings
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once
     from moeedge.ui.console import is_terminal, notifier, say, stderr_console, stdout_console
@@ -239,10 +240,17 @@ def chat(
         warnings = [*layer_notes(config), *([busy] if busy and not view.quiet else [])]
         for line in [*grammar_notes, *prepare_answers(session, drawn, choice, raw=raw)]:
             say(err, line)
+        toy = paths.is_bundled(config.model)
+        if view.quiet:
+            print_warnings(err, session.info, warnings, quiet=True)
+        elif question is not None:
+            print_header(err, session.info, toy=toy, warnings=warnings)
+        else:
+            starter, speed = load_catalog().starter() if toy else None, _measured_speed(session)
+            print_greeting(err, session.info, toy=toy, starter=starter, cache_speed=speed, warnings=warnings)
         if question is None:
             code = _talk(
                 switch,
-                config,
                 conversation,
                 settings,
                 raw=raw,
@@ -250,15 +258,9 @@ def chat(
                 single_turn=single_turn,
                 resume=resume,
                 no_autosave=no_autosave,
-                warnings=warnings,
-                quiet=view.quiet,
                 first=given if goes_on else None,
             )
         else:
-            if view.quiet:
-                print_warnings(err, session.info, warnings, quiet=True)
-            else:
-                print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=warnings)
             conversation.ask(question)
             prompt_ids = prompt_tokens(session.model, conversation, raw=raw, template=session.template)
             as_json = output is Output.JSON
@@ -326,7 +328,6 @@ def _is_pipe_or_file(stream: TextIO) -> bool:
 
 def _talk(
     switch: ModelSwitch,
-    config: EngineConfig,
     conversation: Conversation,
     settings: Settings,
     *,
@@ -335,32 +336,16 @@ def _talk(
     single_turn: bool,
     resume: str | None,
     no_autosave: bool,
-    warnings: Sequence[str],
-    quiet: bool,
     first: str | None,
 ) -> int:
     """Chats until the user leaves; first: the message that is answered before one is read. Returns the exit code."""
     from moeedge.engine.autosave import Autosave, unfinished_chats
-    from moeedge.hub.catalog import load_catalog
     from moeedge.ui.chat import commands
-    from moeedge.ui.chat.greeting import print_greeting, print_warnings
     from moeedge.ui.chat.prompt import make_reader, open_history
     from moeedge.ui.chat.repl import Repl, origin_of
     from moeedge.ui.console import say, stderr_console, stdout_console
 
     err, session = stderr_console(), switch.session
-    toy = paths.is_bundled(config.model)
-    if quiet:
-        print_warnings(err, session.info, warnings, quiet=True)
-    else:
-        print_greeting(
-            err,
-            session.info,
-            toy=toy,
-            starter=load_catalog().starter() if toy else None,
-            cache_speed=_measured_speed(session),
-            warnings=warnings,
-        )
     unfinished = unfinished_chats(paths.unfinished_chats_dir, lambda line: say(err, line, style="yellow"))
     if unfinished and resume is None:
         say(err, commands.offer(unfinished), style="yellow")

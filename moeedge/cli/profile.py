@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -163,11 +164,13 @@ def _print(model: ModelProfile, run: dict[str, Any], *, as_json: bool, single: b
 
 def _write_report(path: Path, profile: ModelProfile, run: dict[str, Any]) -> int:
     """The page or its JSON. After a signal the page has the pictures that were drawn until then."""
+    from rich.console import Console
+
     from moeedge.analysis.profile_json import complete_report
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.console import say, stderr_console
     from moeedge.ui.profile_pictures import profile_pictures
-    from moeedge.ui.profile_views import findings, run_lines
+    from moeedge.ui.profile_views import print_model, run_lines
     from moeedge.ui.progress import count_bar
     from moeedge.ui.report import report_html, write_report
 
@@ -178,7 +181,9 @@ def _write_report(path: Path, profile: ModelProfile, run: dict[str, Any]) -> int
     with Interrupt() as interrupt, count_bar(err, "drawing", "pictures", len(pictures)) as bar:
         interrupt.arm()
         if is_page:
-            head = f"Profile of {profile.meta.model}", run_lines(profile), findings(profile)
+            text = io.StringIO()
+            print_model(profile, Console(file=text, width=100))
+            head = f"Profile of {profile.meta.model}", run_lines(profile), text.getvalue().strip()
             write_report(path, report_html(*head, _until_stopped(pictures, bar, interrupt), numbers))
         else:
             write_report(path, json.dumps(numbers, ensure_ascii=False, allow_nan=False) + "\n")

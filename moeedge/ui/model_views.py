@@ -105,9 +105,8 @@ def _of_model(column: Column) -> Column:
 def _left_out(found: FittingModels) -> str:
     if not found.rows and found.n_others:
         return " No model of this list runs with that."
-    return (
-        f" {found.n_others} more are too large." if found.n_others > 1 else " One more is too large." * found.n_others
-    )
+    one = " One more is too large." * found.n_others
+    return f" {found.n_others} more are too large." if found.n_others > 1 else one
 
 
 def fits_json(found: FittingModels) -> str:

@@ -27,8 +27,6 @@ _DPI = 150
 _FONT_SIZE = 10.5
 _LEGEND_SIZE = 9
 _WIDE_LABEL = 27  # characters, of which two columns of the legend have room
-_MAX_LABEL = 56  # characters of a line's label, and
-_MAX_NAME = 22  # of a name next to the axis; tables have them in full
 
 
 @dataclass(frozen=True)
@@ -79,59 +77,24 @@ def line_picture(
 
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
-        _plot(axes, x, shown, markersize=3.5, linewidth=1.4)
+        for place, line in enumerate(shown):
+            colour = COLOURS[(place if line.colour < 0 else line.colour) % len(COLOURS)]
+            values = [np.nan if value is None else value for value in line.values]
+            axes.plot(x, values, line.style, color=colour, markersize=3.5, linewidth=1.4)
         if log_x:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
         if bottom is not None:
-            axes.set_ylim(bottom, bottom + max(1.05 * (_highest(shown) - bottom), 1e-9))
+            high = max((value for line in shown for value in line.known), default=1.0)
+            axes.set_ylim(bottom, bottom + max(1.05 * (high - bottom), 1e-9))
         if all(float(value).is_integer() for value in x) and not log_x:
             axes.locator_params(axis="x", integer=True)
         _label(axes, x_label, y_label)
         _legend(figure, axes, shown)
 
-    return _with_table(picture, Column(x_label, 0, "g", left=True), x, shown, form, draw)
-
-
-def point_picture(picture: Picture, x_label: str, names: Sequence[str], lines: Sequence[Line], *, form: str) -> Picture:
-    """The picture with points on one line per name, from top to bottom, for groups that have no order."""
-    shown = [line for line in lines if line.known]
-
-    def draw(figure: Any) -> None:
-        figure.set_figheight(1.2 + 0.27 * len(names))
-        axes = figure.add_subplot()
-        where = range(len(names) - 1, -1, -1)
-        _plot(axes, where, shown, markersize=5, flipped=True)
-        axes.set_yticks(where, [shortened(name, _MAX_NAME) for name in names])
-        axes.set_xlim(0, 1.06 * _highest(shown) or 1.0)
-        axes.set_ylim(-0.6, len(names) - 0.4)
-        _label(axes, x_label, "")
-        _legend(figure, axes, shown)
-
-    return _with_table(picture, Column("", 0, left=True), names, shown, form, draw)
-
-
-def _plot(axes: Any, places: Sequence[float], lines: Sequence[Line], *, flipped: bool = False, **style: float) -> None:
-    for place, line in enumerate(lines):
-        colour = COLOURS[(place if line.colour < 0 else line.colour) % len(COLOURS)]
-        values = [np.nan if value is None else value for value in line.values]
-        axes.plot(*((values, places) if flipped else (places, values)), line.style, color=colour, **style)
-
-
-def _highest(lines: Sequence[Line]) -> float:
-    return max((value for line in lines for value in line.known), default=1.0)
-
-
-def _with_table(
-    picture: Picture,
-    first: Column,
-    names: Sequence[Any],
-    lines: Sequence[Line],
-    form: str,
-    draw: Callable[[Any], None],
-) -> Picture:
-    columns = [first, *(Column(line.label, index, form) for index, line in enumerate(lines, start=1))]
-    rows = list(zip(names, *(line.values for line in lines), strict=True))
+    columns = [Column(x_label, 0, "g", left=True)]
+    columns += [Column(line.label, index, form) for index, line in enumerate(shown, start=1)]
+    rows = list(zip(x, *(line.values for line in shown), strict=True))
     return replace(picture, draw=draw, columns=columns, rows=rows)
 
 
@@ -163,21 +126,13 @@ def _legend(figure: Any, axes: Any, lines: Sequence[Line]) -> None:
     """The labels of several lines below the picture, which grows for the rows that they take."""
     if len(lines) < 2:
         return
-    labels = [shortened(line.label, _MAX_LABEL) for line in lines]
+    labels = [line.label for line in lines]
     n_columns = 1 if max(map(len, labels)) > _WIDE_LABEL else 2
     n_rows = -(-len(labels) // n_columns)
     if hasattr(figure, "set_figheight"):  # a picture alone
         figure.set_figheight(figure.get_figheight() + 0.18 * max(n_rows - 2, 0))
     place = "outside lower center"
     figure.legend(axes.lines, labels, loc=place, ncols=n_columns, fontsize=_LEGEND_SIZE, frameon=False)
-
-
-def shortened(text: str, width: int) -> str:
-    """The text with its middle left out if it has more than `width` characters: names often differ at their ends."""
-    if len(text) <= width:
-        return text
-    head = (width - 1) // 2
-    return f"{text[:head]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - (width - 1 - head) :]}"
 
 
 def _label(axes: Any, x_label: str, y_label: str, *, grid: bool = True) -> None:

@@ -15,21 +15,19 @@ if TYPE_CHECKING:
     from moeedge.planning.beyond_ram import RamTierPlan, RamTierRow
     from moeedge.planning.estimate import EstimatedMap, EstimatedPlan, KnownModel
     from moeedge.planning.headers import ModelFacts
-    from moeedge.planning.memory_map import MemoryMap, MemoryPool, Verdict
+    from moeedge.planning.memory_map import MemoryMap, MemoryPool
     from moeedge.planning.session_plan import SessionPlan
 
 _MIB = 2**20
 _WORTH_IT = 1.1  # times the speed
-_OF_ESTIMATE = ("n_ctx", "verdict", "kv_bytes", "whole_on_gpu", "device_ratio", "ram_ratio")
+# keys of a map, or of the estimate of one
+_OF_MAP = ["n_ctx", "verdict", "kv_bytes", "compute_bytes", "whole_on_gpu", "cache_ratio", "device_ratio", "ram_ratio"]
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
 
 
 def print_plan(plan: SessionPlan, console: Console) -> None:
     """Tables and notes; `console` must not interpret markup, since names of files and devices are not ours."""
-    in_vram = len(plan.map.places) > 1 and plan.machine.device.kind == "gpu"
-    share = plan.map.device_ratio if in_vram and plan.model.n_experts else None
-    console.print(_answer(plan.map.verdict, share, whole=plan.map.whole_on_gpu, n_ctx=plan.map.n_ctx), style="bold")
-    console.print()
+    _print_answer(plan, console, on_gpu=plan.machine.device.kind == "gpu")
     _print_facts("model", plan.model, console)
     if plan.draft is not None:
         _print_facts("draft", plan.draft, console)
@@ -44,18 +42,19 @@ def print_plan(plan: SessionPlan, console: Console) -> None:
     _print_command(plan.command, console)
 
 
-def _answer(verdict: Verdict, share: float | None, *, whole: bool, n_ctx: int) -> str:
-    """Whether it fits, in a sentence. share: of the experts, on a GPU; None: there is none, or the model is dense."""
-    context = f"(context of {n_ctx:,} tokens)"
-    if verdict == "does not fit":
-        return f"It does not fit {context}."
-    on_gpu = f", with {share:.0%} of the experts on the GPU as well" if share else ""
-    if verdict == "from disk":
-        return (
-            f"It is larger than the free RAM{on_gpu}: what has no room there is read from the disk as it is needed, "
-            f"which is slow {context}."
-        )
-    return f"It fits entirely on the GPU {context}." if whole else f"It fits in RAM{on_gpu} {context}."
+def _print_answer(plan: SessionPlan | EstimatedPlan, console: Console, *, on_gpu: bool) -> None:
+    """Whether it fits, in a sentence. on_gpu: the device is a GPU's memory."""
+    share = plan.map.device_ratio if on_gpu and len(plan.map.places) > 1 and plan.model.n_experts else 0
+    also = f", with {share:.0%} of the experts on the GPU as well" if share else ""
+    if plan.map.verdict == "does not fit":
+        answer = "It does not fit"
+    elif plan.map.verdict == "from disk":
+        slow = "what has no room there is read from the disk as it is needed, which is slow"
+        answer = f"It is larger than the free RAM{also}: {slow}"
+    else:
+        answer = "It fits entirely on the GPU" if plan.map.whole_on_gpu else f"It fits in RAM{also}"
+    console.print(f"{answer} (context of {plan.map.n_ctx:,} tokens).", style="bold")
+    console.print()
 
 
 def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
@@ -75,9 +74,7 @@ def print_estimate(plan: EstimatedPlan, console: Console) -> None:
     model, shape = plan.model, plan.model.shape
     console.print(f"{plan.reason} This is an estimate from the catalog's facts.")
     console.print()
-    share = plan.map.device_ratio if len(plan.map.places) > 1 and model.n_experts else None
-    console.print(_answer(plan.map.verdict, share, whole=plan.map.whole_on_gpu, n_ctx=plan.map.n_ctx), style="bold")
-    console.print()
+    _print_answer(plan, console, on_gpu=True)
     size = format_bytes(model.file_bytes)
     console.print(f"model: {model.name}, {size if model.is_exact else f'about {size}'}")
     if shape is not None and model.n_experts:
@@ -215,10 +212,8 @@ def _ram_tier_basis(tier: RamTierPlan) -> str:
     }[disk.source]
     hits = "an assumption from other models (policy lfu, no drafts): runs of the model replace it"
     if tier.source == "kept":
-        hits = (
-            f"an estimate from about {tier.n_kept_tokens:,.0f} tokens of earlier runs, the experts that they used "
-            "most in RAM, without drafts"
-        )
+        used = f"about {tier.n_kept_tokens:,.0f} tokens of earlier runs, the experts that they used most in RAM"
+        hits = f"an estimate from {used}, without drafts"
     return (
         f"The disk's rate is {rate}. The hits are {hits}. The limit is for reading and computing at the same time, and "
         f"for memory that gives {format_rate(tier.ram_bytes_per_s)}."
@@ -237,15 +232,15 @@ def _what_helps(first: RamTierRow, others: Sequence[RamTierRow]) -> str:
         for row in others
         if row.disk == first.disk
     ]
-    return f"{'; '.join(parts)}."[:1].upper() + f"{'; '.join(parts)}."[1:]
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _ram_tier_dict(tier: RamTierPlan | None) -> dict[str, Any] | None:
     if tier is None:
         return None
     values = dataclasses.asdict(tier) | {"hits_assumed": tier.source == "assumed"}
-    values["hits_source"] = values.pop("source")
-    rows = []
+    values["hits_source"], rows = values.pop("source"), []
     for row in values.pop("rows"):
         disk = row.pop("disk")
         rows.append(row | {"disk_bytes_per_s": disk["bytes_per_s"], "disk_source": disk["source"]})
@@ -273,21 +268,10 @@ def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _map_dict(row: MemoryMap | EstimatedMap) -> dict[str, Any]:
-    if hasattr(row, "ram_ratio"):
-        values = {key: getattr(row, key) for key in _OF_ESTIMATE}
-    else:
-        values = {
-            "n_ctx": row.n_ctx,
-            "verdict": row.verdict,
-            "kv_bytes": row.kv_bytes,
-            "compute_bytes": row.compute_bytes,
-            "whole_on_gpu": row.whole_on_gpu,
-            "whole_layers": row.n_whole_layers,
-            "cache_ratio": row.cache_ratio,
-            "device_ratio": row.device_ratio,
-            "cache_slots": row.budget.n_slots,
-            "pool_bytes": row.budget.pool_bytes,
-        }
+    values = {key: getattr(row, key) for key in _OF_MAP if hasattr(row, key)}
+    if not hasattr(row, "ram_ratio"):
+        values |= {"whole_layers": row.n_whole_layers, "cache_slots": row.budget.n_slots}
+        values |= {"pool_bytes": row.budget.pool_bytes}
     return values | {"places": [_place_dict(place) for place in row.places]}
 
 

@@ -14,16 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.analysis import expert_counts
-from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS
+from moeedge.analysis.groups import UNIQUE_TOKENS
 from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
 from moeedge.analysis.predictors import UtilityCurves
 from moeedge.analysis.profile import SMOOTHING_STEPS, LayerProfile
 from moeedge.analysis.routing_curves import BATCHES, DISTANCES, RoutingCurves
-from moeedge.ui.pictures import Line, Picture, line_picture, map_picture, point_picture, save_stacked
+from moeedge.ui.pictures import Line, Picture, line_picture, map_picture, save_stacked
 from moeedge.ui.profile_views import PREDICTOR_NAMES
 
 _POPULARITY, _SHARING, _SPECULATION = "Popularity of experts", "Experts shared by tokens", "What speculation gains"
-_TEXTS = "By kind of text"
 _SHOWN_STEPS = 1000  # of the first ones: more are finer than a pixel
 
 
@@ -32,7 +31,7 @@ def profile_pictures(profile: ModelProfile) -> list[Picture]:
     mean = profile.mean
     if mean is None:
         return []
-    pictures = [*_popularity(profile, mean), *_sharing(profile, mean), *_gain(profile), *_groups(profile)]
+    pictures = [*_popularity(profile, mean), *_sharing(profile, mean), *_gain(profile)]
     for layer in profile.layers[:DETAILED_LAYERS]:
         if layer.steps and layer.tokens:
             pictures += [*_activations(layer), _accuracy(layer)]
@@ -187,49 +186,6 @@ def _gain(profile: ModelProfile) -> list[Picture]:
         Line("a/b, uniform", gain.a_over_b_uniform, ":"),
     ]
     return [line_picture(picture, "draft length gamma", GAMMAS, "multiple of one token", lines, form=".2f", bottom=0)]
-
-
-# key, title, caption, axis, format, and the attribute of each line
-_OF_GROUPS = (
-    (
-        "by-{kind}",
-        "Overlap of adjacent tokens by {kind}",
-        "Means over the layers; in brackets the tokens. Independence uses the popularity in the group's own tokens. "
-        "Groups of few tokens vary by chance.",
-        ("overlap", ".3f"),
-        {"measured": "overlap", "independence": "overlap_independence"},
-    ),
-    (
-        "unique-by-{kind}",
-        f"Distinct experts of {UNIQUE_TOKENS} tokens by {{kind}}",
-        "The same texts: means over the layers, with independence as before.",
-        ("distinct experts", ".2f"),
-        {"measured": "unique", "independence": "unique_independence"},
-    ),
-    (
-        "accepted-by-{kind}",
-        "Accepted drafts by {kind}",
-        "Accepted over drafted tokens.",
-        ("acceptance rate", ".3f"),
-        {"accepted": "acceptance_rate"},
-    ),
-)
-
-
-def _groups(profile: ModelProfile) -> list[Picture]:
-    pictures = []
-    for kind in KINDS:
-        groups = [group for group in profile.groups if group.kind == kind]
-        for key, title, caption, (axis, form), attributes in _OF_GROUPS if groups else ():
-            picture = Picture(key.format(kind=kind), _TEXTS, title.format(kind=kind), caption)
-            lines = [
-                Line(label, [getattr(group, name) for group in groups], style)
-                for (label, name), style in zip(attributes.items(), "oD", strict=False)
-            ]
-            names = [f"{group.name} ({group.tokens})" for group in groups]
-            if "acceptance_rate" not in attributes.values() or any(lines[0].known):
-                pictures.append(point_picture(picture, axis, names, lines, form=form))
-    return pictures
 
 
 def _activations(profile: LayerProfile) -> list[Picture]:

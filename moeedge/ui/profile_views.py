@@ -1,4 +1,4 @@
-"""The results of `moeedge profile` as tables, and as the sentences and lines at the head of its report."""
+"""The results of `moeedge profile` as text, also at the head of its report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS
 from moeedge.analysis.model_profile import GAMMAS, ModelProfile, SpeculationGain
 from moeedge.analysis.predictors import UtilityCurves
-from moeedge.analysis.profile import HEADLINE, HotExpert, LayerProfile
+from moeedge.analysis.profile import HotExpert, LayerProfile
 from moeedge.analysis.routing_curves import RoutingCurves
 from moeedge.ui.console import visible
 from moeedge.ui.tables import NONE, Column, print_table, text_column
@@ -26,8 +26,7 @@ PREDICTOR_NAMES = {
 }
 _ACCURACY_LEGEND = (
     "sd: fed with verification steps; ar: with one accepted token at a time. cold: accuracy of always predicting cold. "
-    "balanced: mean share of the hot and of the cold experts predicted correctly. carried: accuracy if "
-    "the state is carried from text to text."
+    "balanced: mean share of the hot and of the cold experts predicted correctly."
 )
 
 
@@ -221,7 +220,6 @@ def _accuracy_columns(profile: LayerProfile) -> list[Column]:
         Column("accuracy", "accuracy", _percent),
         Column("cold", lambda score: cold[score.predicts], _percent),
         Column("balanced", "balanced_accuracy", _percent),
-        Column("carried", "accuracy_carried", _percent),
     ]
 
 
@@ -256,81 +254,3 @@ def run_lines(profile: ModelProfile) -> list[tuple[str, str]]:
     if profile.drafts is not None:
         lines.append(("drafts accepted", f"{100 * profile.drafts.acceptance_rate:.1f} %"))
     return lines
-
-
-def findings(profile: ModelProfile) -> list[str]:
-    """The main figures as sentences; those without data are left out."""
-    mean = profile.mean
-    if mean is None:
-        return ["No token of text was recorded."]
-    sentences = [*_sharing(profile, mean), _skew(mean, profile), *_best_gain(profile)]
-    for layer in profile.layers[:1]:
-        sentences += _prediction(layer)
-    return sentences
-
-
-def _sharing(profile: ModelProfile, mean: RoutingCurves) -> list[str]:
-    sentences = []
-    adjacent, n_used = mean.overlap[1], profile.meta.n_expert_used
-    if adjacent is not None:
-        sentences.append(
-            f"Adjacent tokens share {_share(adjacent)} of their experts. Popularity alone would give "
-            f"{_share(mean.overlap_independence)}, equal popularity {_share(mean.overlap_uniform)}."
-        )
-        known = [curves for curves in profile.curves if curves.overlap[1] is not None]
-        high = max(known, key=lambda curves: curves.overlap[1] or 0.0)
-        low = min(known, key=lambda curves: curves.overlap[1] or 0.0)
-        sentences.append(
-            f"The overlap is highest in layer {high.layer} ({_share(high.overlap[1])}) and lowest in layer "
-            f"{low.layer} ({_share(low.overlap[1])})."
-        )
-    distinct = mean.unique[UNIQUE_TOKENS]
-    if distinct is not None:
-        sentences.append(
-            f"{UNIQUE_TOKENS} tokens use {distinct:.1f} distinct experts per layer, {distinct / n_used:.2f} times as "
-            f"many as one token; {mean.unique_independence[UNIQUE_TOKENS]:.1f} by popularity alone, "
-            f"{mean.unique_uniform[UNIQUE_TOKENS]:.1f} with equal popularity."
-        )
-    return sentences
-
-
-def _skew(mean: RoutingCurves, profile: ModelProfile) -> str:
-    skew = mean.skew
-    return (
-        f"The hottest tenth of a layer's experts takes {_share(skew.hot_share)} of the activations; popularity is as "
-        f"skewed as that of {skew.effective_experts:.0f} equal experts of {profile.meta.n_experts}."
-    )
-
-
-def _best_gain(profile: ModelProfile) -> list[str]:
-    gain = profile.gain
-    if gain is None:
-        return []
-    pays = [
-        gamma
-        for gamma, omega, ratio in zip(GAMMAS, gain.omega, gain.a_over_b, strict=True)
-        if gamma and ratio is not None and ratio < omega
-    ]
-    origin = "the measured" if gain.measured else "an assumed"
-    head = f"With {origin} chance of acceptance of {gain.acceptance:.3f}, "
-    if not pays:
-        return [f"{head}no draft length gives more tokens than it multiplies the distinct experts."]
-    best = max(pays, key=lambda gamma: gain.omega[gamma] / (gain.a_over_b[gamma] or 1.0))
-    return [
-        f"{head}a verification of {best} drafts gives {gain.omega[best]:.2f} tokens for {gain.a_over_b[best]:.2f} "
-        f"times the experts of one token, the best ratio of 1 to {GAMMAS[-1]} drafts."
-    ]
-
-
-def _prediction(layer: LayerProfile) -> list[str]:
-    score = layer.score(HEADLINE, "sd", "step")
-    if score is None or score.accuracy is None or layer.step_cold_share is None:
-        return []
-    return [
-        f"In layer {layer.layer}, Algorithm 1 predicts {_share(score.accuracy)} of the experts of the next "
-        f"verification correctly as used or unused; always saying unused gives {_share(layer.step_cold_share)}."
-    ]
-
-
-def _share(share: float | None) -> str:
-    return "an unknown share" if share is None else f"{100 * share:.1f}\N{NO-BREAK SPACE}%"

@@ -37,7 +37,7 @@ body {{ margin: 0 auto; max-width: 76rem; padding: 1rem; background: var(--paper
 h1 {{ font-size: 1.6rem; line-height: 1.25; margin: .5rem 0; }}
 h2 {{ font-size: 1.2rem; margin: 2rem 0 .75rem; }}
 h3 {{ font-size: 1rem; margin: 0 0 .25rem; }}
-p, ul {{ max-width: 46rem; }}
+pre {{ overflow-x: auto; padding: .75rem; background: var(--card); border-radius: .5rem; }}
 .grid {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }}
 figure {{ margin: 0; padding: .75rem; background: var(--card); border-radius: .5rem; min-width: 0; }}
 figure svg {{ display: block; width: 100%; height: auto; }}
@@ -56,13 +56,10 @@ th {{ position: sticky; top: 0; background: var(--card); font-weight: 600; }}
 """
 
 
-def report_html(
-    title: str, facts: Facts, findings: Iterable[str], pictures: Iterable[Picture], numbers: dict[str, Any]
-) -> str:
-    """The page. facts: labels and values of the run; findings: sentences; numbers: the JSON that the page carries."""
+def report_html(title: str, facts: Facts, text: str, pictures: Iterable[Picture], numbers: dict[str, Any]) -> str:
+    """The page. facts: labels and values of the run; text: main figures; numbers: the JSON that the page carries."""
     escaped = html.escape(title)
     listed = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd>" for label, value in facts)
-    sentences = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in findings)
     sections = "".join(
         f'<section><h2>{html.escape(name)}</h2><div class="grid">{"".join(map(_figure, members))}</div></section>'
         for name, members in groupby(pictures, key=lambda picture: picture.section)
@@ -81,7 +78,7 @@ def report_html(
 <body>
 <h1>{escaped}</h1>
 <dl>{listed}</dl>
-<ul>{sentences}</ul>
+<pre>{html.escape(text)}</pre>
 {sections}
 <p class="faint">Every number of this page is in its source as JSON: the element with the id "numbers".</p>
 <script type="application/json" id="numbers">{data}</script>

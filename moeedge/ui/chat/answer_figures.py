@@ -44,17 +44,13 @@ def turn_line(
         parts.append(f"first after {_short_seconds(stats.ttft_s)}")
     if stats.drafted:
         parts.append(f"{percent(stats.acceptance_rate)} of drafts accepted")
-    elif _drafts_are_off(stats.choice):
+    elif stats.choice is not None and stats.choice.best == 0 and stats.choice.n_measured >= _FEW_STEPS:
         parts.append("drafts off, they do not pay here")
     if info.expert_budget is not None:
         parts.append(budget(info))
     if cache is not None and cache.choice is not None and not cache.choice.pays:
         parts.append("expert cache off, it does not pay here")
     return ", ".join([*parts, *_stop_note(reason)])
-
-
-def _drafts_are_off(choice: DraftChoice | None) -> bool:
-    return choice is not None and choice.best == 0 and choice.n_measured >= _FEW_STEPS
 
 
 def _short_seconds(value_s: float) -> str:
@@ -110,13 +106,6 @@ def experts(info: EngineInfo, stats: GenerationStats) -> str:
     return NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
 
 
-def _budget_effect(stats: GenerationStats) -> str:
-    """The experts that a verification would use without the budget, and the routing probability that is kept."""
-    if stats.experts_natural is None:
-        return ""
-    return f": {stats.experts_natural:.1f} without it, {percent(stats.kept_probability)} of probability kept"
-
-
 def answer_rows(
     info: EngineInfo, stats: GenerationStats, reason: StopReason | None, cache: PlacementStats | None = None
 ) -> list[Figure]:
@@ -137,20 +126,17 @@ def answer_rows(
     if stats.experts_per_verification is not None:
         rows.append(Figure("experts per layer and step", experts(info, stats)))
     if info.expert_budget is not None:
-        rows.append(Figure("expert budget", budget(info) + _budget_effect(stats)))
+        natural, kept = stats.experts_natural, percent(stats.kept_probability)
+        effect = "" if natural is None else f": {natural:.1f} without it, {kept} of probability kept"
+        rows.append(Figure("expert budget", budget(info) + effect))
     if cache is None:
         rows += [Figure("experts on", "the CPU" if info.device == "none" else info.device)] if info.n_experts else []
-        parts = _model_times(stats)
+        parts = shares({"drafts": stats.draft_s, "model": stats.verify_s}, stats.decode_s)
         return [*rows, Figure("time", ", ".join(f"{part.label} {part.value}" for part in parts))] if parts else rows
     rows += cache_rows(cache)
     if is_ram(info.device):
         rows.append(Figure("earlier runs", earlier_runs(info)))
     return rows
-
-
-def _model_times(stats: GenerationStats) -> list[Figure]:
-    """Shares of the time without an expert cache; they add up to 100 percent."""
-    return shares({"drafts": stats.draft_s, "model": stats.verify_s}, stats.decode_s)
 
 
 def total_rows(
@@ -205,8 +191,8 @@ def live_figures(
     if stats.ttft_s <= 0:
         return [Figure("reading the prompt", reading(n_read, n_to_read, elapsed_s)), *_lossy(info)]
     shown = [Figure("speed", speed(stats.tg_ts)), Figure("tokens", f"{stats.generated_tokens:,}", rank=4)]
-    shown.append(Figure("drafts accepted", percent(stats.acceptance_rate)) if info.gamma else Figure("drafts", "off"))
-    shown[-1] = _ranked(shown[-1], 1)
+    drafts = ("drafts accepted", percent(stats.acceptance_rate)) if info.gamma else ("drafts", "off")
+    shown.append(Figure(*drafts, rank=1))
     shown += _lossy(info)
     if full:
         shown += _details(info, stats, ram_bytes)
@@ -225,10 +211,6 @@ def live_figures(
     if parts:
         shown.append(Figure("", "", draw=lambda columns: share_line(parts, columns), rank=3))
     return shown
-
-
-def _ranked(figure: Figure, rank: int) -> Figure:
-    return Figure(figure.label, figure.value, rank=rank)
 
 
 def _lossy(info: EngineInfo) -> list[Figure]:

@@ -104,22 +104,14 @@ class Command:
 
 def help_rows() -> list[Figure]:
     """Every command and key of the chat, with its effect."""
-    table = [
-        Figure(f"{command.name} {command.argument}".strip(), command.help + _also(command)) for command in COMMANDS
+    also = {command.name: f" Also {', '.join(command.aliases)}." for command in COMMANDS if command.aliases}
+    return [
+        *(Figure(f"{item.name} {item.argument}".strip(), item.help + also.get(item.name, "")) for item in COMMANDS),
+        Figure("Alt-Enter, Ctrl-J", "A new line in a message."),
+        Figure('"""', 'Begins a message of several lines; """ also ends it.'),
+        Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR, then sends it."),
+        Figure("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."),
     ]
-    table.append(Figure("Alt-Enter, Ctrl-J", "A new line in a message."))
-    table.append(Figure('"""', 'Begins a message of several lines; """ also ends it.'))
-    table.append(Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR, then sends it."))
-    table.append(Figure("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."))
-    return table
-
-
-def _help(_chat: Chat, _argument: str) -> Result:
-    return Result(table=help_rows())
-
-
-def _also(command: Command) -> str:
-    return f" Also {', '.join(command.aliases)}." if command.aliases else ""
 
 
 def _exit(_chat: Chat, _argument: str) -> Result:
@@ -215,14 +207,9 @@ def _stats(chat: Chat, _argument: str) -> Result:
             chat.info,
             [turn.stats for turn in chat.turns],
             [turn.cache for turn in chat.turns if turn.cache is not None],
-            _budgets(chat),
+            list(dict.fromkeys(label for turn in chat.turns if (label := budget(turn.info)))),
         )
     return Result(table=table)
-
-
-def _budgets(chat: Chat) -> list[str]:
-    """The expert budgets under which answers were given, each once."""
-    return list(dict.fromkeys(label for turn in chat.turns if (label := budget(turn.info))))
 
 
 def _read(chat: Chat, argument: str) -> Result:
@@ -349,8 +336,14 @@ def _count(messages: Sequence[Message]) -> str:
 
 
 COMMANDS = (
-    Command("/help", "", "Shows this list.", _help, ("/?",)),
-    Command("/exit", "", "Leaves; so do Ctrl-D and bye.", _exit, ("/bye", "/quit", "/q")),
+    Command("/help", "", "Shows this list.", lambda _chat, _argument: Result(table=help_rows()), ("/?",)),
+    Command(
+        "/exit",
+        "",
+        "Leaves; so do Ctrl-D and bye.",
+        lambda _chat, _argument: Result(next=Next.EXIT),
+        ("/bye", "/quit", "/q"),
+    ),
     Command("/regen", "", "Answers the last message again.", _regen, ("/retry",)),
     Command("/edit", "", "Lets you change the last message, and answers it anew.", _edit),
     Command("/undo", "", "Takes the last message and its answer back.", _undo),
@@ -376,11 +369,9 @@ _ELSEWHERE = {
     ("/list", "/ls", "/models"): "moeedge list, in a shell, shows the models; /model NAME goes on with another.",
     ("/history",): "The up arrow brings back earlier messages; /save FILE writes the conversation.",
     ("/multiline",): 'Alt-Enter makes a new line; """ begins a message of several lines.',
-    (
-        "/think",
-        "/nothink",
-        "/no_think",
-    ): "/set think on or off tells the model to; /set show_thinking on or off shows it.",
+    ("/think", "/nothink", "/no_think"): (
+        "/set think on or off tells the model to; /set show_thinking on or off shows it."
+    ),
 }
 
 

@@ -25,9 +25,9 @@ from moeedge.ui.chat.answer_figures import live_figures
 from moeedge.ui.chat.markdown import LineStyler, MarkdownLines, PlainLines, Segment, StyledLine
 from moeedge.ui.chat.panel import render_panel
 from moeedge.ui.chat.settings import Look
-from moeedge.ui.chat.stream import TAB, PlainView, wrap_rows
+from moeedge.ui.chat.stream import TAB, wrap_rows
 from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
-from moeedge.ui.console import supports_panel, visible
+from moeedge.ui.console import visible
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats
@@ -88,7 +88,6 @@ class LiveView:
         self._is_thought = False  # what the growing line is
         self._line = ""  # the growing line
         self._n_shown = 0  # characters of it, as it is shown, that are in rows above the region
-        self._told = False  # how long the model has thought
         self._region: list[int] = []  # cells of the region's lines on the screen; the cursor is below them
         self._panel = ""  # with its control sequences
         self._panel_at_s = 0.0
@@ -151,23 +150,16 @@ class LiveView:
         while self._pieces:
             pieces.append(self._pieces.popleft())
         piece = "".join(pieces)
+        rows: list[str] = []
         if isinstance(self._thinking, FoldedThinking):
             answer = self._thinking.feed(piece, is_last=is_last)
-            return self._take_thought(is_last=is_last) + self._add(answer, is_thought=False)
-        rows: list[str] = []
+            if news := self._thinking.news(is_last=is_last):
+                told = wrap_rows(f"{news} (/set show_thinking on)", self._console.width)
+                rows = [*(self._painted([(row.rstrip(), _DIM)]) for row in told), ""]
+            return rows + self._add(answer, is_thought=False)
         for part in [*self._thinking.feed(piece), *(self._thinking.flush() if is_last else ())]:
             rows += self._add(part.text, is_thought=part.is_thinking)
         return rows
-
-    def _take_thought(self, *, is_last: bool) -> list[str]:
-        """The row about folded thinking, once it has ended."""
-        assert isinstance(self._thinking, FoldedThinking)
-        line = self._thinking.last_line if is_last else self._thinking.line
-        if self._told or not line or (self._thinking.is_thinking and not is_last):
-            return []
-        self._told = True
-        rows = wrap_rows(f"{line} (/set show_thinking on)", self._console.width)
-        return [*(self._painted([(row.rstrip(), _DIM)]) for row in rows), ""]
 
     def _add(self, text: str, *, is_thought: bool) -> list[str]:
         """Appends to the growing line; the rows that are certain then."""
@@ -268,27 +260,3 @@ def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
         elif part:
             found.append((part, style))
     return found
-
-
-def open_view(
-    console: Console,
-    info: EngineInfo,
-    stats: Callable[[], GenerationStats],
-    *,
-    stopping: Callable[[], bool] = lambda: False,
-    cache: Callable[[], PlacementStats | None] = lambda: None,
-    progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
-    splitter: ThinkingSplitter | None = None,
-    look: Look,
-    panel: bool = True,
-) -> LiveView | PlainView:
-    """A live view if `panel` is set and the console's terminal can show one, else a plain view.
-
-    splitter: tells thinking from answer; None: the model does not think.
-    """
-    stream = console.file
-    folds = look.show_thinking == "off" or (look.show_thinking == "auto" and console.is_terminal)
-    folded = FoldedThinking(splitter, lambda: stats().generated_tokens) if splitter is not None and folds else None
-    if panel and supports_panel(stream, columns=console.width, rows=console.height):
-        return LiveView(console, info, stats, stopping, cache, progress, look, folded or splitter)
-    return PlainView(console, folded)

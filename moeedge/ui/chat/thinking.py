@@ -87,6 +87,7 @@ class FoldedThinking:
         self._seconds = 0.0
         self._n_tokens = 0
         self._has_thought = False  # with any text but tags and blanks
+        self._is_told = False
 
     @property
     def line(self) -> str:
@@ -98,10 +99,13 @@ class FoldedThinking:
             return f"thinking... {self._figures}"
         return f"thought for {self._figures}" if self._has_thought else ""
 
-    @property
-    def last_line(self) -> str:
-        """Of the thinking, once no more text comes; empty if there was none."""
-        return f"thought for {self._figures}, no answer yet" if self._splitter.is_thinking else self.line
+    def news(self, *, is_last: bool = False) -> str:
+        """The line of the thinking, once, as soon as it has ended; is_last: no more text comes."""
+        line = f"thought for {self._figures}, no answer yet" if is_last and self.is_thinking else self.line
+        if self._is_told or not line or (self.is_thinking and not is_last):
+            return ""
+        self._is_told = True
+        return line
 
     @property
     def _figures(self) -> str:
