@@ -105,13 +105,15 @@ class LayerProfile:
         return score.accuracy if score else None
 
 
-def profile_layers(trace: Trace, layers: Sequence[int]) -> list[LayerProfile]:
-    """Profiles of `layers`, in their order. Layers without a recorded expert have empty statistics."""
-    return profile_steps(trace, recorded_steps(trace), layers, trace.meta.gamma)
+def profile_layers(
+    trace: Trace, layers: Sequence[int], *, steps: Steps | None = None, gamma: int | None = None
+) -> list[LayerProfile]:
+    """Profiles of `layers`, in their order. Layers without a recorded expert have empty statistics.
 
-
-def profile_steps(trace: Trace, steps: Steps, layers: Sequence[int], gamma: int) -> list[LayerProfile]:
-    """The profiles for other steps than the recorded ones, such as simulated verifications of gamma + 1 tokens."""
+    steps, gamma: other steps than the recorded ones, such as simulated verifications of gamma + 1 tokens.
+    """
+    steps = recorded_steps(trace) if steps is None else steps
+    gamma = trace.meta.gamma if gamma is None else gamma
     speculative = gamma > 0 and bool((steps.n_tokens > 1).any() or (trace.phase == Phase.VERIFY).any())
     rows = steps.text_rows()
     text = Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))  # one accepted token per step

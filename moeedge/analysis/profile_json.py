@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.analysis.groups import UNIQUE_TOKENS
-from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
+from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, UNIQUE_TOKENS, ModelProfile
 from moeedge.analysis.profile import HEADLINE, LayerProfile
 from moeedge.analysis.routing_curves import DISTANCES, RoutingCurves
 from moeedge.engine.recording import Recording

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -185,6 +185,7 @@ def chat(
     from moeedge.hub.catalog import load_catalog
     from moeedge.llama.builtin_templates import check_source
     from moeedge.ui.chat.greeting import print_greeting, print_header, print_warnings
+    from moeedge.ui.chat.session_changes import settings_of
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once
     from moeedge.ui.console import is_terminal, notifier, say, stderr_console, stdout_console
@@ -233,10 +234,7 @@ def chat(
     conversation = Conversation(system=system)
     with ModelSwitch(config, engine, configure, notifier(err)) as switch:
         session = switch.session
-        # gamma is 0 where there is no draft
-        gamma: int | Literal["auto"] = "auto" if session.info.auto_gamma else session.gamma
-        limit = session.info.expert_budget
-        settings = replace(settings, gamma=gamma, budget=None if limit is None else limit.budget)
+        settings = settings_of(session, settings)
         warnings = [*layer_notes(config), *([busy] if busy and not view.quiet else [])]
         for line in [*grammar_notes, *prepare_answers(session, drawn, choice, raw=raw)]:
             say(err, line)

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.analysis import expert_counts
-from moeedge.analysis.groups import UNIQUE_TOKENS
-from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
+from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, UNIQUE_TOKENS, ModelProfile
 from moeedge.analysis.predictors import UtilityCurves
 from moeedge.analysis.profile import SMOOTHING_STEPS, LayerProfile
 from moeedge.analysis.routing_curves import BATCHES, DISTANCES, RoutingCurves

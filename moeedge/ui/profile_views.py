@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS
-from moeedge.analysis.model_profile import GAMMAS, ModelProfile, SpeculationGain
+from moeedge.analysis.model_profile import GAMMAS, KINDS, UNIQUE_TOKENS, ModelProfile, SpeculationGain
 from moeedge.analysis.predictors import UtilityCurves
 from moeedge.analysis.profile import HotExpert, LayerProfile
 from moeedge.analysis.routing_curves import RoutingCurves

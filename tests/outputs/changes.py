@@ -34,6 +34,7 @@ MODULES: dict[str, str] = {
         )
     },
     **{f"moeedge.trace.{name}": f"moeedge.lab.traces.{name}" for name in ("exporters", "importers", "schedule")},
+    "moeedge.analysis.groups": "moeedge.analysis.model_profile",
     "moeedge.analysis.utility_curves": "moeedge.analysis.predictors",
     "moeedge.cli.profile_texts": "moeedge.cli.profile_run",
     "moeedge.cli.view_options": "moeedge.cli.chat",
