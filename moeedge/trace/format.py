@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.paths import replace_file
+from moeedge.paths import write_file
 
 FORMAT = "moeedge.trace"
 SCHEMA = 1
@@ -172,7 +172,10 @@ class Trace:
         header: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA}
         header |= {_IN_FILE.get(name, name): value for name, value in asdict(self.meta).items()}
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
-        with replacing(path) as temporary, temporary.open("wb") as file:  # a file object: numpy appends .npz to names
+        with (
+            write_file(path, "trace") as temporary,
+            temporary.open("wb") as file,
+        ):  # a file object: numpy appends .npz to names
             np.savez_compressed(file, **arrays)
 
     @classmethod
@@ -218,17 +221,6 @@ def reading(path: Path) -> Iterator[None]:
         raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
     except OSError as error:
         raise unusable_trace(path, error.strerror or "it cannot be read") from None
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path that replaces `path` at the end. Raises InputError where it cannot be written."""
-    try:
-        with replace_file(path) as temporary:
-            yield temporary
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the trace {path}: {reason}.", "Choose another path.") from None
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
+from moeedge.paths import write_file
 from moeedge.ui.tables import Column
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")  # lines of light pages
@@ -166,11 +166,8 @@ def svg_of(picture: Picture) -> str:
 
 def save_picture(picture: Picture, path: Path) -> None:
     """Writes a file; the suffix selects the format. Raises InputError where it cannot be written."""
-    try:
-        _render(picture, path, path.suffix.removeprefix("."), transparent=False)
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the picture {path}: {reason}.", "Choose another path.") from None
+    with write_file(path, "picture") as temporary:
+        _render(picture, temporary, path.suffix.removeprefix("."), transparent=False)
 
 
 def save_stacked(pictures: Sequence[Picture], title: str, path: Path) -> None:

@@ -121,10 +121,7 @@ def estimate_json(plan: EstimatedPlan) -> str:
     facts = {
         "file": model.name,
         "is_here": False,
-        "file_bytes": model.file_bytes,
-        "experts_bytes": model.experts_bytes,
-        "dense_bytes": model.dense_bytes,
-        "active_bytes": model.active_bytes,
+        **{f"{part}_bytes": getattr(model, f"{part}_bytes") for part in ("file", "experts", "dense", "active")},
         "n_expert_layers": shape.expert_layers if shape else None,
         "n_experts": shape.experts if shape else None,
         "n_experts_used": shape.used if shape else None,

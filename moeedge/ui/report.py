@@ -12,8 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from moeedge.errors import InputError
-from moeedge.paths import replace_file
+from moeedge.paths import write_file
 from moeedge.ui.pictures import COLOURS, DARK_COLOURS, Picture, svg_of
 
 _MAX_ROWS = 200  # of a table: longer ones are in the JSON alone
@@ -110,9 +109,5 @@ def _table(picture: Picture) -> str:
 
 def write_report(path: Path, text: str) -> None:
     """Replaces the file at `path`. Raises InputError where it cannot be written."""
-    try:
-        with replace_file(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the report {path}: {reason}.", "Choose another path.") from None
+    with write_file(path, "report") as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -94,7 +94,7 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: profile.*: config\.(with_|ProfileOutput\.(files\.save_ranking|files\.compare|other))", "", "the same"),
     (r".*accuracy_carried", "", "decided: Algorithm 1 begins anew with every text (docs/log.md)"),
     (r"screens: profile_views\.print_profiles ", "", "the same, in the table"),
-    (r"(views|functions): (ui\.)?figures\.(live_)?cache_(rows|figures): .*\.draw: ", "", "bars are text"),
+    (r"(views|functions): (ui\.)?figures\.(live_)?cache_(rows|figures): .*\.draw$", "", "bars are text"),
     (r"options: profile .*--pictures\b", "profile --report FILE.html", "the page has every picture"),
     (r"options: (chat|bench) foreign --(budget-\w|save-ranking|fit)", "", "rows that say where these went"),
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),

@@ -157,7 +157,7 @@ class LiveView:
                 told = wrap_rows(f"{news} (/set show_thinking on)", self._console.width)
                 rows = [*(self._painted([(row.rstrip(), _DIM)]) for row in told), ""]
             return rows + self._add(answer, is_thought=False)
-        for part in [*self._thinking.feed(piece), *(self._thinking.flush() if is_last else ())]:
+        for part in self._thinking.feed(piece, is_last=is_last):
             rows += self._add(part.text, is_thought=part.is_thinking)
         return rows
 

@@ -138,28 +138,24 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _grammar(text: str) -> str:
-    """The grammar in that file, or of the JSON schema in a .json file; empty for off."""
+    return _read_grammar(text)[0]
+
+
+def _read_grammar(text: str) -> tuple[str, str]:
+    """The grammar in that file, or of the JSON schema in a .json file, and what it leaves out; empty for off."""
     if text == "off":
-        return ""
+        return "", ""
     from moeedge.engine.conversation import read_text
     from moeedge.llama.json_schema import schema_grammar
     from moeedge.llama.samplers import check_grammar
 
-    path = user_path(text)
-    content = schema_grammar(read_text(path)).text if path.suffix == ".json" else read_text(path)
+    path, note = user_path(text), ""
+    content = read_text(path)
+    if path.suffix == ".json":
+        schema = schema_grammar(content)
+        content, note = schema.text, f" (not enforced: {', '.join(schema.ignored)})" if schema.ignored else ""
     check_grammar(content)
-    return content
-
-
-def _not_enforced(text: str) -> str:
-    """What the grammar of a schema's file leaves out, as the end of a sentence."""
-    if not text.endswith(".json"):
-        return ""
-    from moeedge.engine.conversation import read_text
-    from moeedge.llama.json_schema import schema_grammar
-
-    ignored = schema_grammar(read_text(user_path(text))).ignored
-    return f" (not enforced: {', '.join(ignored)})" if ignored else ""
+    return content, note
 
 
 _SETTINGS = (
@@ -176,7 +172,9 @@ _SETTINGS = (
     _Setting("xtc_probability", _number, help="chance to leave the likeliest tokens out"),
     _Setting("dry_multiplier", _number, help="penalty of repeated sequences; 0: off"),
     _Setting("samplers", _names, help="the order of these"),
-    _Setting("grammar", _grammar, none="off", help="a GBNF file, or a JSON schema, that answers follow"),
+    _Setting(
+        "grammar", lambda text: _grammar(text)[0], none="off", help="a GBNF file, or a JSON schema, that answers follow"
+    ),
     _Setting("think", _choice(*dict.fromkeys(THINK_WORDS.values())), help="whether the model is told to think first"),
     _Setting("seed", _seed, help="of the random numbers"),
     _Setting(
@@ -256,7 +254,7 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
             raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
         is_word = found.part in ("look", "template") or found.convert is _switch
         raise InputError(f"{found.name}: {error}." if is_word else f"{error}.") from None
-    ignored = _not_enforced(text) if found.convert is _grammar else ""
+    ignored = _read_grammar(text)[1] if found.name == "grammar" else ""
     return changed, f"{found.name} = {_shown(changed, found)}{ignored}"
 
 
@@ -267,6 +265,6 @@ def _shown(settings: Settings, setting: _Setting) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple):
         return ", ".join(value)
-    if setting.convert is _grammar and value:
+    if setting.name == "grammar" and value:
         return f"{len(value.splitlines())} lines"
     return setting.none if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)

@@ -33,16 +33,9 @@ class ThinkingSplitter:
         """The text of a part that is thinking."""
         return thinking if self._tags is None else thinking.replace(self._tags.start, "").replace(self._tags.end, "")
 
-    def feed(self, piece: str) -> Iterator[Part]:
-        """The parts that are certain with this piece."""
+    def feed(self, piece: str, *, is_last: bool = False) -> Iterator[Part]:
+        """The parts that are certain with this piece; is_last: all that are left."""
         self._held += piece
-        yield from self._take(is_last=False)
-
-    def flush(self) -> Iterator[Part]:
-        """The rest, at the end of the text."""
-        yield from self._take(is_last=True)
-
-    def _take(self, *, is_last: bool) -> Iterator[Part]:
         if self._may_begin and not self.is_thinking:
             assert self._tags is not None
             begun = self._held.lstrip()
@@ -118,9 +111,8 @@ class FoldedThinking:
 
     def feed(self, piece: str, *, is_last: bool = False) -> str:
         """The text of the answer in this piece; is_last: and in what waited for more."""
-        parts = [*self._splitter.feed(piece), *(self._splitter.flush() if is_last else ())]
         answer = ""
-        for part in parts:
+        for part in self._splitter.feed(piece, is_last=is_last):
             if part.is_thinking:
                 self._start_s = self._start_s or time.monotonic()
                 self._has_thought |= bool(self._splitter.without_tags(part.text).strip())
