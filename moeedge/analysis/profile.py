@@ -82,10 +82,8 @@ class LayerProfile:
 
     def score(self, predictor: str, sensor: Sensor, predicts: str) -> PredictorScore | None:
         """The score of that predictor, None if there is none."""
-        for score in self.scores:
-            if (score.predictor, score.sensor, score.predicts) == (predictor, sensor, predicts):
-                return score
-        return None
+        key = predictor, sensor, predicts
+        return next((each for each in self.scores if (each.predictor, each.sensor, each.predicts) == key), None)
 
     @property
     def sd_accuracy(self) -> float | None:

@@ -169,10 +169,10 @@ def _write_report(path: Path, profile: ModelProfile, run: dict[str, Any]) -> int
     from moeedge.analysis.profile_json import complete_report
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.console import say, stderr_console
+    from moeedge.ui.pictures import report_html, write_report
     from moeedge.ui.profile_pictures import profile_pictures
     from moeedge.ui.profile_views import print_model, run_lines
     from moeedge.ui.progress import count_bar
-    from moeedge.ui.report import report_html, write_report
 
     err = stderr_console()
     numbers = complete_report(profile, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _WORTH_IT = 1.1  # times the speed
-# keys of a map, or of the estimate of one
-_OF_MAP = ["n_ctx", "verdict", "kv_bytes", "compute_bytes", "whole_on_gpu", "cache_ratio", "device_ratio", "ram_ratio"]
+_OF_ESTIMATE = ("n_ctx", "verdict", "kv_bytes", "whole_on_gpu", "device_ratio", "ram_ratio")
+_OF_MAP = {
+    **{key: key for key in ("n_ctx", "verdict", "kv_bytes", "compute_bytes", "whole_on_gpu")},
+    **{"whole_layers": "n_whole_layers", "cache_ratio": "cache_ratio", "device_ratio": "device_ratio"},
+    **{"cache_slots": "budget.n_slots", "pool_bytes": "budget.pool_bytes"},
+}
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
 
 
@@ -265,10 +270,10 @@ def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _map_dict(row: MemoryMap | EstimatedMap) -> dict[str, Any]:
-    values = {key: getattr(row, key) for key in _OF_MAP if hasattr(row, key)}
-    if not hasattr(row, "ram_ratio"):
-        values |= {"whole_layers": row.n_whole_layers, "cache_slots": row.budget.n_slots}
-        values |= {"pool_bytes": row.budget.pool_bytes}
+    if hasattr(row, "ram_ratio"):
+        values = {key: getattr(row, key) for key in _OF_ESTIMATE}
+    else:
+        values = {key: attrgetter(path)(row) for key, path in _OF_MAP.items()}
     return values | {"places": [_place_dict(place) for place in row.places]}
 
 

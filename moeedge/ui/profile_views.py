@@ -31,14 +31,10 @@ _ACCURACY_LEGEND = (
 
 def print_profiles(profiles: Sequence[LayerProfile], console: Console) -> None:
     """All about a single layer, or one row per layer."""
-    if len(profiles) == 1:
-        _print_layer(profiles[0], console)
-    else:
-        _print_layers(profiles, console)
-
-
-def _print_layers(profiles: Sequence[LayerProfile], console: Console) -> None:
     first = profiles[0]
+    if len(profiles) == 1:
+        _print_layer(first, console)
+        return
     print_table(console, _LAYER_COLUMNS, profiles, title=_size_line(first))
     console.print(
         "sd, ar: share of experts correctly predicted as hot or cold for the next step by Alg. 1 as printed, fed with "

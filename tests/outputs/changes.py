@@ -38,6 +38,7 @@ MODULES: dict[str, str] = {
     "moeedge.analysis.utility_curves": "moeedge.analysis.predictors",
     "moeedge.cli.profile_texts": "moeedge.cli.profile_run",
     "moeedge.cli.view_options": "moeedge.cli.chat",
+    "moeedge.ui.report": "moeedge.ui.pictures",
     "moeedge.trace.summary": "moeedge.lab.traces.summary",
     **{
         f"moeedge.ui.{name}": f"moeedge.lab.views.{name}"

@@ -56,7 +56,7 @@ CACHE = PlacementStats(
 
 
 def _panel(cache: PlacementStats, columns: int, rows: int) -> list[str]:
-    items = answer_figures.live_figures(PLACED, STATS, cache, ram_bytes=3 << 28, elapsed_s=1.0, full=True)
+    items = answer_figures.live_figures(PLACED, STATS, cache, elapsed_s=1.0, full=True)
     console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
     console.print(render_panel(items, columns=columns, rows=rows, hint="Ctrl-C stops"))
     lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -124,7 +124,7 @@ def test_shares_are_whole_and_add_up_to_100(parts_s: list[float], total_s: float
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_panel_shows_every_figure_unbroken(columns: int) -> None:
     for full in (False, True):
-        items = figures.live_figures(INFO, STATS, ram_bytes=3 << 30, elapsed_s=1.0, full=full)
+        items = figures.live_figures(INFO, STATS, elapsed_s=1.0, full=full)
         console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
         console.print(render_panel(items, columns=columns, rows=20, hint="Ctrl-C stops"))
         shown = console.file.getvalue()  # type: ignore[attr-defined]

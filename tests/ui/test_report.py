@@ -13,10 +13,9 @@ import pytest
 from moeedge.analysis.model_profile import ModelProfile, profile_model
 from moeedge.analysis.profile_json import complete_report
 from moeedge.errors import InputError
-from moeedge.ui.pictures import COLOURS, DARK_COLOURS, save_picture, svg_of
+from moeedge.ui.pictures import COLOURS, DARK_COLOURS, report_html, save_picture, svg_of, write_report
 from moeedge.ui.profile_pictures import profile_pictures
 from moeedge.ui.profile_views import run_lines
-from moeedge.ui.report import report_html, write_report
 from tests.support.traces import make_trace, plain_text, two_texts
 
 VOID = {"meta", "br", "img", "link"}

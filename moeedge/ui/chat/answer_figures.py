@@ -22,7 +22,6 @@ from moeedge.ui.figures import (
     speed,
     time_figures,
 )
-from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
@@ -180,13 +179,12 @@ def live_figures(
     n_read: int = 0,
     n_to_read: int = 0,
     elapsed_s: float,
-    ram_bytes: int = 0,
     full: bool = False,
 ) -> list[Figure]:
     """The panel's figures while an answer streams, the most important first.
 
     n_read, n_to_read: tokens of the prompt, shown with `elapsed_s` since the call until the first token. full: all
-    figures instead of those that a newcomer needs. ram_bytes: memory of this process.
+    figures instead of those that a newcomer needs.
     """
     if stats.ttft_s <= 0:
         return [Figure("reading the prompt", reading(n_read, n_to_read, elapsed_s)), *_lossy(info)]
@@ -195,7 +193,7 @@ def live_figures(
     shown.append(Figure(*drafts, rank=1))
     shown += _lossy(info)
     if full:
-        shown += _details(info, stats, ram_bytes)
+        shown += _details(info, stats)
         return shown + ([] if cache is None else live_cache_figures(cache))
     if cache is None:
         return shown
@@ -218,7 +216,7 @@ def _lossy(info: EngineInfo) -> list[Figure]:
     return [] if info.expert_budget is None else [Figure("budget", budget(info).removeprefix("budget "))]
 
 
-def _details(info: EngineInfo, stats: GenerationStats, ram_bytes: int) -> list[Figure]:
+def _details(info: EngineInfo, stats: GenerationStats) -> list[Figure]:
     shown = [
         Figure("prompt", speed(stats.pp_ts), rank=4),
         Figure("first token", seconds(stats.ttft_s), rank=5),
@@ -226,7 +224,6 @@ def _details(info: EngineInfo, stats: GenerationStats, ram_bytes: int) -> list[F
         Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else NONE, rank=3),
         Figure("experts/step", experts(info, stats), rank=5),
         Figure("experts on", "the CPU" if info.device == "none" else device_name(info.device), rank=2),
-        Figure("process", format_bytes(ram_bytes), rank=6),
     ]
     if stats.experts_natural is not None:
         shown.append(Figure("without budget", f"{stats.experts_natural:.1f} experts/step", rank=5))

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import psutil
 from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
-RAM_S = 1.0  # between two readings of this process's memory
 SETTLE_S = 0.5  # without a region after the width has changed: tmux tells a program late, and more may come
 TEXT_ROWS = 5  # least rows of the window that the panel leaves to the text
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -93,9 +91,6 @@ class LiveView:
         self._panel_at_s = 0.0
         self._columns = 0
         self._resized_s = -SETTLE_S
-        self._ram_bytes = 0
-        self._ram_at_s = 0.0
-        self._process = psutil.Process()
         self._started_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._paint_until_stopped, name="moeedge-painter", daemon=True)
@@ -229,10 +224,6 @@ class LiveView:
         self._region = [cell_len(_COLOURS.sub("", line)) for line in lines]
 
     def _render_panel(self, columns: int, now_s: float) -> RenderableType:
-        full = self._look.stats == "full"
-        if full and (now_s - self._ram_at_s >= RAM_S or not self._ram_bytes):
-            self._ram_at_s = now_s
-            self._ram_bytes = self._process.memory_info().rss
         n_read, n_to_read = self._progress()
         figures = live_figures(
             self._info,
@@ -241,8 +232,7 @@ class LiveView:
             n_read=n_read,
             n_to_read=n_to_read,
             elapsed_s=now_s - self._started_s,
-            ram_bytes=self._ram_bytes,
-            full=full,
+            full=self._look.stats == "full",
         )
         hint = "stopping" if self._stopping() else "Ctrl-C stops"
         return render_panel(figures, columns=columns, rows=self._console.height - TEXT_ROWS, hint=hint)
