@@ -172,9 +172,7 @@ _SETTINGS = (
     _Setting("xtc_probability", _number, help="chance to leave the likeliest tokens out"),
     _Setting("dry_multiplier", _number, help="penalty of repeated sequences; 0: off"),
     _Setting("samplers", _names, help="the order of these"),
-    _Setting(
-        "grammar", lambda text: _grammar(text)[0], none="off", help="a GBNF file, or a JSON schema, that answers follow"
-    ),
+    _Setting("grammar", _grammar, none="off", help="a GBNF file, or a JSON schema, that answers follow"),
     _Setting("think", _choice(*dict.fromkeys(THINK_WORDS.values())), help="whether the model is told to think first"),
     _Setting("seed", _seed, help="of the random numbers"),
     _Setting(
