@@ -124,3 +124,14 @@ def replace_file(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_file(path: Path, what: str) -> Iterator[Path]:
+    """As `replace_file`; raises InputError where the path cannot be written. what: a noun for it."""
+    try:
+        with replace_file(path) as temporary:
+            yield temporary
+    except OSError as error:
+        reason = error.strerror or "write error"
+        raise InputError(f"Cannot write the {what} {path}: {reason}.", "Choose another path.") from None

@@ -16,7 +16,6 @@ numbers the texts: no pair and no window spans two of them. `p` arrays are float
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -43,18 +42,6 @@ def independence_overlap(p: FloatArray) -> float:
     """The same under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
     n_used = float(p.sum())
     return float(np.square(p).sum() / n_used) if n_used > 0 else 0.0
-
-
-def full_activation_tokens(n_experts: int, n_used: int, share: float = 0.95) -> int:
-    """The fewest tokens that use `share` of all experts: log_{1-rho}(1-tau) rounded up, rho = K/E (MoESD, Eq. 9).
-
-    Raises ValueError unless 0 < K <= E and 0 <= share < 1.
-    """
-    if not 0 <= share < 1:
-        raise ValueError(f"share must be in [0, 1), not {share}")
-    if uniform_overlap(n_experts, n_used) == 1:
-        return 1
-    return max(1, math.ceil(math.log(1 - share) / math.log(1 - n_used / n_experts)))
 
 
 def tokens_per_expert(n_experts: int, n_used: int, n_tokens: float) -> float:
@@ -96,21 +83,3 @@ def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray | None =
         return None
     shared = (first & second).sum(axis=1)[valid]
     return float((shared / n_used[valid]).mean())
-
-
-def empirical_unique(ids: IntArray, n_experts: int, n_tokens: int, sequence: IntArray | None = None) -> float | None:
-    """Mean distinct experts in all windows of B consecutive recorded tokens; None if all texts are shorter."""
-    if n_tokens < 1:
-        raise ValueError(f"n_tokens must be >= 1, not {n_tokens}")
-    if ids.shape[0] < n_tokens:
-        return None
-    used = membership(ids, n_experts)
-    # a window's count of an expert is a difference of two running sums; the window uses it when that is not zero
-    sums = np.zeros((used.shape[0] + 1, n_experts), dtype=np.int32)
-    np.cumsum(used, axis=0, out=sums[1:])
-    distinct = (sums[n_tokens:] > sums[:-n_tokens]).sum(axis=1)  # [T - B + 1]
-    recorded = np.concatenate([[0], np.cumsum(used.any(axis=1))])
-    valid = recorded[n_tokens:] - recorded[:-n_tokens] == n_tokens
-    if sequence is not None:
-        valid &= sequence[n_tokens - 1 :] == sequence[: sequence.shape[0] - n_tokens + 1]
-    return float(distinct[valid].mean()) if valid.any() else None

@@ -1,15 +1,19 @@
 """The profile of a model: curves of all its layers, groups of texts, and what speculation can gain from them.
 
-`profile_model` is a function of a trace alone.
+`profile_model` is a function of a trace alone. Groups are kinds of text: data sets, categories and languages. The
+production study of MoE speculation, "Generalization across data domains", asks whether the overlap of adjacent tokens
+is a property of the routing or of the text (13 categories of Spec-Bench, seven languages).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from moeedge.analysis.groups import GroupProfile, profile_groups
-from moeedge.analysis.profile import LayerProfile, profile_steps
+import numpy as np
+
+from moeedge.analysis.profile import LayerProfile, profile_layers
 from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
 from moeedge.speculation import expected_tokens
 from moeedge.trace.format import Trace, TraceMeta
@@ -18,6 +22,10 @@ from moeedge.trace.steps import DraftStats, Steps, drafts_of, recorded_steps
 DETAILED_LAYERS = 3  # of those asked for, that a report shows step by step
 GAMMAS = tuple(range(13))  # draft lengths of Figure 7
 PAPER_ACCEPTANCE = 0.8  # alpha of Figure 7
+
+Kind = Literal["dataset", "category", "language"]
+KINDS: tuple[Kind, ...] = ("dataset", "category", "language")
+UNIQUE_TOKENS = 4  # B of the distinct experts that groups are compared by
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,76 @@ def _over(value: float | None, one: float | None) -> float | None:
     return value / one if value is not None and one else None
 
 
+@dataclass(frozen=True)
+class GroupProfile:
+    """Figures of the texts of one group, means over layers; None: too few tokens, or nothing was drafted."""
+
+    kind: Kind
+    name: str
+    texts: int
+    tokens: int  # accepted ones
+    overlap: float | None  # of adjacent tokens
+    overlap_independence: float | None  # with the popularity of the group's own tokens
+    unique: float | None  # distinct experts of UNIQUE_TOKENS consecutive tokens
+    unique_independence: float | None
+    acceptance_rate: float | None  # accepted over drafted tokens
+
+
+def _profile_groups(trace: Trace, steps: Steps, layers: Sequence[int]) -> list[GroupProfile]:
+    """The groups of every kind that has several, in order of appearance.
+
+    Texts are described by the trace's parameter "texts", a list of objects with some of the kinds as keys, one per
+    sequence number; without it there are no groups.
+    """
+    described = trace.meta.parameters.get("texts")
+    if not isinstance(described, list):
+        return []
+    groups = []
+    for kind in KINDS:
+        sequences: dict[str, list[int]] = {}
+        for number, text in enumerate(described):
+            if name := _group_name(text, kind):
+                sequences.setdefault(name, []).append(number)
+        if len(sequences) > 1:
+            groups += [_profile_group(trace, steps, layers, kind, name, found) for name, found in sequences.items()]
+    return groups
+
+
+def _group_name(text: Any, kind: Kind) -> str:
+    value = text.get(kind) if isinstance(text, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _profile_group(
+    trace: Trace, steps: Steps, layers: Sequence[int], kind: Kind, name: str, sequences: list[int]
+) -> GroupProfile:
+    rows = steps.text_rows()
+    rows = rows[np.isin(trace.sequence[rows], sequences)]
+    sequence = trace.sequence[rows]
+    mean = mean_curves(
+        [
+            RoutingCurves.measure(
+                layer, trace.layer_ids(layer)[rows], sequence, trace.meta.n_experts, trace.used_per_layer[layer]
+            )
+            for layer in layers
+        ]
+    )
+    own_steps = np.isin(steps.sequence, sequences)
+    drafted = int((steps.n_tokens[own_steps] - 1).sum())
+    accepted = int((steps.n_text[own_steps] - 1).sum())
+    return GroupProfile(
+        kind=kind,
+        name=name,
+        texts=int(np.unique(sequence).size),
+        tokens=rows.size,
+        overlap=None if mean is None else mean.overlap[1],
+        overlap_independence=None if mean is None else mean.overlap_independence,
+        unique=None if mean is None else mean.unique[UNIQUE_TOKENS],
+        unique_independence=None if mean is None else mean.unique_independence[UNIQUE_TOKENS],
+        acceptance_rate=accepted / drafted if drafted else None,
+    )
+
+
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class ModelProfile:
     """A model's routing on some texts."""
@@ -85,8 +163,7 @@ def profile_model(
     """
     is_recorded = steps is None
     steps = recorded_steps(trace) if steps is None else steps
-    gamma = trace.meta.gamma if gamma is None else gamma
-    detailed: list[LayerProfile] = profile_steps(trace, steps, layers, gamma)
+    detailed: list[LayerProfile] = profile_layers(trace, layers, steps=steps, gamma=gamma)
     known = {profile.layer: profile.curves for profile in detailed}
     rows = steps.text_rows()
     meta = trace.meta
@@ -108,6 +185,6 @@ def profile_model(
         curves=curves,
         mean=mean,
         gain=None if mean is None else speculation_gain(mean, drafts, measured=is_recorded),
-        groups=profile_groups(trace, steps, [each.layer for each in curves if each.layer is not None]),
+        groups=_profile_groups(trace, steps, [each.layer for each in curves if each.layer is not None]),
         drafts=drafts,
     )

@@ -6,13 +6,19 @@ s_{t+1} >= 1, and is hot if f_{t+1} >= 1 of the step's tokens use it.
 A predictor that always says "cold" has a high accuracy: with N experts of which a step uses few, most are cold. So
 every result comes with the accuracy of always saying "cold" and with the balanced accuracy (the mean of the recognised
 shares of hot and of cold experts; 0.5 for a constant answer).
+
+Appendix C.1 and Figure 9 (`utility_curves`): per score s in 0..K of Algorithm 1 the activation frequency f of the next
+step (mean, median); per threshold tau in 1..K
+
+  r_c(tau)  share of the (token, expert) pairs whose expert has s < tau: the CPU's (Eq. 7)
+  r_g(tau)  share of the step's distinct experts with s >= tau: the GPU's (Eq. 8)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,55 +33,30 @@ Horizon = Literal["step", "token"]  # predicts the next verification step, or th
 TAU = 1  # Figure 4
 
 
-class Predictor(Protocol):
-    """Reads the counts of one step after the other and predicts the experts of the next one."""
+@dataclass(frozen=True)
+class Predictor:
+    """Reads the counts [n_layers, n_experts] of one step after the other into a state that scores every expert."""
 
-    def predict(self) -> BoolArray:
-        """Experts predicted hot, [n_layers, n_experts]."""
-
-    def observe(self, counts: CountArray) -> None:
-        """Reads the activations [n_layers, n_experts] of the step that just ended."""
-
-
-Factory = Callable[[tuple[int, ...]], Predictor]  # from (n_layers, n_experts)
+    start: Callable[[tuple[int, ...]], Any]  # the state before the first step, from the counts' shape
+    score: Callable[[Any], NDArray[Any]]  # of a state
+    observe: Callable[[Any, CountArray], Any]  # the state after a step
+    threshold: float = TAU  # experts with this score or more are predicted hot
 
 
-class UtilityPredictor:
+def utility_predictor(config: utility.UtilityConfig) -> Predictor:
     """Algorithm 1 in one of its variants: hot if s >= tau."""
-
-    def __init__(self, shape: tuple[int, ...], config: utility.UtilityConfig) -> None:
-        self._config = config
-        self._state = utility.initial_state(shape, config)
-
-    def predict(self) -> BoolArray:
-        """Experts with s >= tau, [n_layers, n_experts]."""
-        return np.asarray(self._state.utility >= TAU)
-
-    def observe(self, counts: CountArray) -> None:
-        """One step of the algorithm."""
-        self._state = utility.observe(self._state, counts, self._config)
+    return Predictor(
+        start=lambda shape: utility.initial_state(shape, config),
+        score=lambda state: state.utility,
+        observe=lambda state, counts: utility.observe(state, counts, config),
+    )
 
 
-class AveragePredictor:
-    """Moving average of the counts, beta * average + (1 - beta) * counts; hot if it reaches a threshold.
-
-    beta = 0 is "used in the last step". Raises ValueError unless 0 <= beta < 1.
-    """
-
-    def __init__(self, shape: tuple[int, ...], beta: float, threshold: float) -> None:
-        if not 0 <= beta < 1:
-            raise ValueError(f"beta must be in [0, 1), not {beta}")
-        self.average = np.zeros(shape)
-        self._beta = beta
-        self._threshold = threshold
-
-    def predict(self) -> BoolArray:
-        """Experts whose average reaches the threshold, [n_layers, n_experts]."""
-        return np.asarray(self.average >= self._threshold)
-
-    def observe(self, counts: CountArray) -> None:
-        """Updates the average."""
-        self.average = self._beta * self.average + (1.0 - self._beta) * counts
+def average_predictor(beta: float, threshold: float) -> Predictor:
+    """Moving average of the counts, beta * average + (1 - beta) * counts; beta = 0 is "used in the last step"."""
+    return Predictor(
+        np.zeros, lambda average: average, lambda average, counts: beta * average + (1.0 - beta) * counts, threshold
+    )
 
 
 def utility_config(gamma: int, boundaries: utility.Boundaries) -> utility.UtilityConfig:
@@ -83,23 +64,18 @@ def utility_config(gamma: int, boundaries: utility.Boundaries) -> utility.Utilit
     return utility.UtilityConfig(gamma=gamma, cap=min(4, max(gamma, 1)), boundaries=boundaries)
 
 
-def speculative_predictors(gamma: int) -> dict[str, Factory]:
+def speculative_predictors(gamma: int) -> dict[str, Predictor]:
     """Predictors that read verification steps of gamma drafts, by name; the first is the paper's."""
-
-    def alg1(boundaries: utility.Boundaries) -> Factory:
-        config = utility_config(gamma, boundaries)
-        return lambda shape: UtilityPredictor(shape, config)
-
     return {
-        "alg1-printed": alg1("floor"),
-        "alg1-float": alg1("float"),
-        "alg1-fixed": alg1("fixed"),
-        "count-ema": lambda shape: AveragePredictor(shape, 0.7, 0.5),
-        "last-step": lambda shape: AveragePredictor(shape, 0.0, 0.5),
+        "alg1-printed": utility_predictor(utility_config(gamma, "floor")),
+        "alg1-float": utility_predictor(utility_config(gamma, "float")),
+        "alg1-fixed": utility_predictor(utility_config(gamma, "fixed")),
+        "count-ema": average_predictor(0.7, 0.5),
+        "last-step": average_predictor(0.0, 0.5),
     }
 
 
-def single_token_predictors(horizon: float) -> dict[str, Factory]:
+def single_token_predictors(horizon: float) -> dict[str, Predictor]:
     """Predictors that read one token at a time and predict the next `horizon` tokens, by name; Algorithm 1 first.
 
     One token gives f in {0, 1}: the utility is binary (K = 1, Table 4 "w/o SpecUE") with boundaries 1, the smallest
@@ -109,40 +85,33 @@ def single_token_predictors(horizon: float) -> dict[str, Factory]:
     The average estimates the probability p that a token uses the expert; within `horizon` tokens it is more likely used
     than not if 1 - (1 - p)^horizon >= 1/2.
     """
-    binary = utility.UtilityConfig(gamma=2, cap=1)
-    threshold = 1.0 - 0.5 ** (1.0 / max(horizon, 1.0))
     return {
-        "alg1-printed": lambda shape: UtilityPredictor(shape, binary),
-        "count-ema": lambda shape: AveragePredictor(shape, 0.9, threshold),
+        "alg1-printed": utility_predictor(utility.UtilityConfig(gamma=2, cap=1)),
+        "count-ema": average_predictor(0.9, 1.0 - 0.5 ** (1.0 / max(horizon, 1.0))),
     }
 
 
-def replay_predictor(
-    counts: CountArray,
-    is_first: BoolArray,
-    factory: Factory,
-    *,
-    carry: bool,
-    n_read: NDArray[np.integer[Any]] | None = None,
-) -> BoolArray:
-    """Predictions before each step, bool [n_steps, n_layers, n_experts].
+def replay_scores(
+    counts: CountArray, is_first: BoolArray, predictor: Predictor, n_read: NDArray[np.integer[Any]] | None = None
+) -> NDArray[Any]:
+    """Scores before each step, [n_steps, n_layers, n_experts].
 
     counts    [n, n_layers, n_experts], read one after the other
-    is_first  [n_steps], first steps of texts, where the predictor starts anew unless `carry`
+    is_first  [n_steps], first steps of texts, where the predictor starts anew, as for one prompt
     n_read    [n_steps], how many of `counts` belong to each step, such as its accepted tokens; None: one
     """
     n_read = np.ones(len(is_first), dtype=np.int64) if n_read is None else n_read
-    predictions = np.zeros((len(is_first), *counts.shape[1:]), dtype=np.bool_)
-    predictor = factory(counts.shape[1:])
+    state = predictor.start(counts.shape[1:])
+    scores = np.zeros((len(is_first), *counts.shape[1:]), dtype=predictor.score(state).dtype)
     start = 0
     for step, n in enumerate(n_read.tolist()):
-        if is_first[step] and not carry:
-            predictor = factory(counts.shape[1:])
-        predictions[step] = predictor.predict()
+        if is_first[step]:
+            state = predictor.start(counts.shape[1:])
+        scores[step] = predictor.score(state)
         for read in counts[start : start + n]:
-            predictor.observe(read)
+            state = predictor.observe(state, read)
         start += n
-    return predictions
+    return scores
 
 
 @dataclass(frozen=True)
@@ -152,9 +121,8 @@ class PredictorScore:
     predictor: str
     sensor: Sensor
     predicts: Horizon
-    accuracy: float | None  # starting anew with every text, as for one prompt
+    accuracy: float | None
     balanced_accuracy: float | None
-    accuracy_carried: float | None  # keeping the state from text to text, as in a long session
 
 
 def accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray) -> float | None:
@@ -171,3 +139,57 @@ def balanced_accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray)
     hot_share = float((predicted_hot & hot).sum() / n_hot)
     cold_share = float((~predicted_hot & ~hot).sum() / (hot.size - n_hot))
     return (hot_share + cold_share) / 2
+
+
+@dataclass(frozen=True)
+class FrequencyOfScore:
+    """Activations in the next step of the experts of one score; None: no expert had it."""
+
+    score: int
+    experts: int  # (step, expert) pairs with this score
+    mean: float | None
+    median: float | None
+    used: float | None  # share that at least one token used
+
+
+@dataclass(frozen=True)
+class UtilityCurves:
+    """Figure 9 of one layer, over all steps but the first of each text, where every score is 0."""
+
+    predictor: str  # "alg1-printed" or "alg1-float"
+    steps: int
+    frequency: list[FrequencyOfScore]  # by score 0..K
+    r_c: list[float | None]  # by tau 1..K; over all steps together
+    r_g: list[float | None]
+    r_c_stddev: list[float | None]  # between steps: whether a warm-up can tell it
+    r_g_stddev: list[float | None]
+
+
+def utility_curves(
+    predictor: str, scores: NDArray[np.int16], counts: CountArray, is_first: BoolArray, cap: int
+) -> UtilityCurves:
+    """The curves of one layer from its scores 0..cap before each step and its activations, both [n_steps, N]."""
+    scores, counts = scores[~is_first], counts[~is_first].astype(np.int64)
+    frequency = []
+    for score in range(cap + 1):
+        found = counts[scores == score]
+        means = (found.mean(), np.median(found), (found > 0).mean()) if found.size else (None, None, None)
+        mean, median, used = (None if value is None else float(value) for value in means)
+        frequency.append(FrequencyOfScore(score, int(found.size), mean, median, used))
+    pairs, distinct = counts.sum(axis=1), (counts > 0).sum(axis=1)
+    left, served = [], []
+    for tau in range(1, cap + 1):
+        hot = scores >= tau
+        left.append(_ratio(np.where(hot, 0, counts).sum(axis=1), pairs))  # pairs that the CPU computes
+        served.append(_ratio((hot & (counts > 0)).sum(axis=1), distinct))
+    r_c, r_c_stddev = ([each[i] for each in left] for i in (0, 1))
+    r_g, r_g_stddev = ([each[i] for each in served] for i in (0, 1))
+    return UtilityCurves(predictor, len(counts), frequency, r_c, r_g, r_c_stddev, r_g_stddev)
+
+
+def _ratio(parts: NDArray[np.int64], totals: NDArray[np.int64]) -> tuple[float | None, float | None]:
+    """Over all steps, and the standard deviation of the steps' ratios; None without a step that has activations."""
+    known = totals > 0
+    if not known.any():
+        return None, None
+    return int(parts.sum()) / int(totals.sum()), float((parts[known] / totals[known]).std())

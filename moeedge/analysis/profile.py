@@ -10,7 +10,8 @@ so that accuracy cannot be compared with the other; it is reported as well, with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,24 +20,27 @@ from moeedge.analysis.predictors import (
     TAU,
     BoolArray,
     CountArray,
-    Factory,
     Horizon,
+    Predictor,
     PredictorScore,
     Sensor,
+    UtilityCurves,
     accuracy,
     balanced_accuracy,
-    replay_predictor,
+    replay_scores,
     single_token_predictors,
     speculative_predictors,
+    utility_config,
+    utility_curves,
 )
 from moeedge.analysis.routing_curves import RoutingCurves, persistence
-from moeedge.analysis.utility_curves import VARIANTS, UtilityCurves, replay_utility, utility_curves
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import Steps, activation_counts, recorded_steps
 
 N_HOTTEST = 10
 HEADLINE = "alg1-printed"
+CURVES_OF = ("alg1-printed", "alg1-float")  # predictors whose scores are shown (Figure 9)
 SMOOTHING_STEPS = 16  # of the mean accuracy
 _LAYERS_AT_ONCE = 16  # bounds the memory of the replays: 5,000 tokens x 16 layers x 128 experts are 10 MB an array
 
@@ -78,10 +82,8 @@ class LayerProfile:
 
     def score(self, predictor: str, sensor: Sensor, predicts: str) -> PredictorScore | None:
         """The score of that predictor, None if there is none."""
-        for score in self.scores:
-            if (score.predictor, score.sensor, score.predicts) == (predictor, sensor, predicts):
-                return score
-        return None
+        key = predictor, sensor, predicts
+        return next((each for each in self.scores if (each.predictor, each.sensor, each.predicts) == key), None)
 
     @property
     def sd_accuracy(self) -> float | None:
@@ -101,115 +103,48 @@ class LayerProfile:
         return score.accuracy if score else None
 
 
-def profile_layers(trace: Trace, layers: Sequence[int]) -> list[LayerProfile]:
-    """Profiles of `layers`, in their order. Layers without a recorded expert have empty statistics."""
-    return profile_steps(trace, recorded_steps(trace), layers, trace.meta.gamma)
+def profile_layers(
+    trace: Trace, layers: Sequence[int], *, steps: Steps | None = None, gamma: int | None = None
+) -> list[LayerProfile]:
+    """Profiles of `layers`, in their order. Layers without a recorded expert have empty statistics.
 
-
-def profile_steps(trace: Trace, steps: Steps, layers: Sequence[int], gamma: int) -> list[LayerProfile]:
-    """The profiles for other steps than the recorded ones, such as simulated verifications of gamma + 1 tokens."""
+    steps, gamma: other steps than the recorded ones, such as simulated verifications of gamma + 1 tokens.
+    """
+    steps = recorded_steps(trace) if steps is None else steps
+    gamma = trace.meta.gamma if gamma is None else gamma
     speculative = gamma > 0 and bool((steps.n_tokens > 1).any() or (trace.phase == Phase.VERIFY).any())
-    text = _text_of(trace, steps)
+    rows = steps.text_rows()
+    text = Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))  # one accepted token per step
     profiles = []
     for start in range(0, len(layers), _LAYERS_AT_ONCE):
         chunk = list(layers[start : start + _LAYERS_AT_ONCE])
         step_counts = activation_counts(trace, steps, chunk)
         token_counts = activation_counts(trace, text, chunk)
         replays = _replay_predictors(step_counts, token_counts, steps, text, gamma if speculative else 0)
-        is_first = steps.is_first()
-        scores = {
-            name: replay_utility(step_counts, is_first, gamma, boundaries)
-            for name, boundaries in (VARIANTS.items() if speculative else ())
-        }
         for column, layer in enumerate(chunk):
-            counts = step_counts[:, column]
-            curves = [
-                utility_curves(name, replayed[:, column], counts, is_first, gamma) for name, replayed in scores.items()
-            ]
-            profiles.append(
-                _profile_layer(
-                    trace, layer, column, steps, text, counts, token_counts[:, column], replays, curves, speculative
-                )
-            )
+            counts = step_counts[:, column], token_counts[:, column]
+            own = [each.of(column) for each in replays]
+            profiles.append(_profile_layer(trace, layer, steps, text, *counts, own, gamma if speculative else 0))
     return profiles
-
-
-def _text_of(trace: Trace, steps: Steps) -> Steps:
-    """The accepted tokens of these steps, one per step."""
-    rows = steps.text_rows()
-    return Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))
-
-
-@dataclass(frozen=True, eq=False)
-class _Replay:
-    """Predictions of one predictor for some layers, and what they are judged by; n: steps or tokens."""
-
-    predictor: str
-    sensor: Sensor
-    predicts: Horizon
-    is_first: BoolArray  # [n], first steps of texts
-    truth: BoolArray  # [n, n_layers, n_experts]
-    anew: BoolArray  # [n, n_layers, n_experts], starting anew with every text
-    carried: BoolArray  # [n, n_layers, n_experts], keeping the state from text to text
-
-    def score(self, column: int) -> PredictorScore:
-        """The score of the layer in `column`."""
-        anew, truth, judged = self.anew[:, column], self.truth[:, column], ~self.is_first
-        return PredictorScore(
-            predictor=self.predictor,
-            sensor=self.sensor,
-            predicts=self.predicts,
-            accuracy=accuracy(anew, truth, judged),
-            balanced_accuracy=balanced_accuracy(anew, truth, judged),
-            accuracy_carried=accuracy(self.carried[:, column], truth, np.arange(len(truth)) > 0),
-        )
-
-
-def _replay_predictors(
-    step_counts: CountArray, token_counts: CountArray, steps: Steps, text: Steps, gamma: int
-) -> list[_Replay]:
-    """All predictors on all layers of the counts at once; gamma 0: single tokens only."""
-    replays: list[_Replay] = []
-
-    def add(
-        factories: dict[str, Factory],
-        sensor: Sensor,
-        predicts: Horizon,
-        read: CountArray,
-        n_read: NDArray[np.int64] | None = None,
-    ) -> None:
-        counts, horizon = (step_counts, steps) if predicts == "step" else (token_counts, text)
-        is_first, truth = horizon.is_first(), counts >= TAU
-        for name, factory in factories.items():
-            anew, carried = (
-                replay_predictor(read, is_first, factory, carry=carry, n_read=n_read) for carry in (False, True)
-            )
-            replays.append(_Replay(name, sensor, predicts, is_first, truth, anew, carried))
-
-    if gamma > 0:
-        add(speculative_predictors(gamma), "sd", "step", step_counts)
-        add(single_token_predictors(float(steps.n_tokens.mean())), "ar", "step", token_counts, steps.n_text)
-    add(single_token_predictors(1.0), "ar", "token", token_counts)
-    return replays
 
 
 def _profile_layer(
     trace: Trace,
     layer: int,
-    column: int,
     steps: Steps,
     text: Steps,
     counts: NDArray[np.uint16],
     token_counts: NDArray[np.uint16],
     replays: list[_Replay],
-    utility: list[UtilityCurves],
-    speculative: bool,
+    gamma: int,
 ) -> LayerProfile:
     n_experts, n_used = trace.meta.n_experts, trace.used_per_layer[layer]
     rows = text.rows[:, 0]
     ids = trace.layer_ids(layer)[rows]
     curves = RoutingCurves.measure(layer, ids, trace.sequence[rows], n_experts, n_used)
     is_first = steps.is_first()
+    accuracy_curve = np.asarray((replays[0].hot == replays[0].truth).mean(axis=1), dtype=np.float64)
+    accuracy_curve[replays[0].is_first] = np.nan
     return LayerProfile(
         layer=layer,
         n_experts=n_experts,
@@ -219,26 +154,76 @@ def _profile_layer(
         counts=counts,
         step_tokens=steps.n_tokens,
         is_first=is_first,
-        speculative=speculative,
-        scores=[replayed.score(column) for replayed in replays],
+        speculative=gamma > 0,
+        scores=[replayed.score() for replayed in replays],
         step_cold_share=float((counts[~is_first] == 0).mean()) if (~is_first).any() else None,
         token_cold_share=float(1.0 - curves.popularity.mean()) if curves.tokens else None,
-        accuracy_curve=_accuracy_curve(replays[0], column, len(steps)),
+        accuracy_curve=accuracy_curve[: len(steps)],  # with single tokens only, steps are tokens
         curves=curves,
         unique_per_step=float((counts > 0).sum(axis=1).mean()) if len(steps) else None,
         hottest=_hottest(trace, layer, rows, curves.popularity, curves.tokens),
         token_ids=ids,
-        persistence_sd=persistence(counts, is_first) if speculative else None,
+        persistence_sd=persistence(counts, is_first) if gamma > 0 else None,
         persistence_ar=persistence(token_counts, text.is_first()),
-        utility=utility,
+        utility=[
+            utility_curves(each.predictor, each.scores, counts, is_first, utility_config(gamma, "floor").cap)
+            for each in replays
+            if each.sensor == "sd" and each.predictor in CURVES_OF
+        ],
     )
 
 
-def _accuracy_curve(first: _Replay, column: int, n_steps: int) -> NDArray[np.float64]:
-    """Accuracy of the first predictor at each of its steps; with single tokens only, steps are tokens."""
-    curve = np.asarray((first.anew[:, column] == first.truth[:, column]).mean(axis=1), dtype=np.float64)
-    curve[first.is_first] = np.nan
-    return curve[:n_steps]
+@dataclass(frozen=True, eq=False)
+class _Replay:
+    """Predictions of one predictor for some layers, or one; n: steps or tokens."""
+
+    predictor: str
+    sensor: Sensor
+    predicts: Horizon
+    threshold: float
+    is_first: BoolArray  # [n], first steps of texts
+    truth: BoolArray  # [n, n_layers, n_experts]
+    scores: NDArray[Any]  # [n, n_layers, n_experts]
+
+    def of(self, column: int) -> _Replay:
+        """The layer in `column` alone: arrays [n, n_experts]."""
+        return replace(self, truth=self.truth[:, column], scores=self.scores[:, column])
+
+    @property
+    def hot(self) -> BoolArray:
+        """The predictions."""
+        return np.asarray(self.scores >= self.threshold)
+
+    def score(self) -> PredictorScore:
+        """The score of a single layer."""
+        judged = self.hot, self.truth, ~self.is_first
+        return PredictorScore(self.predictor, self.sensor, self.predicts, accuracy(*judged), balanced_accuracy(*judged))
+
+
+def _replay_predictors(
+    step_counts: CountArray, token_counts: CountArray, steps: Steps, text: Steps, gamma: int
+) -> list[_Replay]:
+    """All predictors on all layers of the counts at once; gamma 0: single tokens only."""
+    replays: list[_Replay] = []
+
+    def add(
+        predictors: dict[str, Predictor],
+        sensor: Sensor,
+        predicts: Horizon,
+        read: CountArray,
+        n_read: NDArray[np.int64] | None = None,
+    ) -> None:
+        counts, horizon = (step_counts, steps) if predicts == "step" else (token_counts, text)
+        is_first, truth = horizon.is_first(), counts >= TAU
+        for name, each in predictors.items():
+            scores = replay_scores(read, is_first, each, n_read)
+            replays.append(_Replay(name, sensor, predicts, each.threshold, is_first, truth, scores))
+
+    if gamma > 0:
+        add(speculative_predictors(gamma), "sd", "step", step_counts)
+        add(single_token_predictors(float(steps.n_tokens.mean())), "ar", "step", token_counts, steps.n_text)
+    add(single_token_predictors(1.0), "ar", "token", token_counts)
+    return replays
 
 
 def _hottest(

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.analysis.groups import UNIQUE_TOKENS
-from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, ModelProfile
+from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, UNIQUE_TOKENS, ModelProfile
 from moeedge.analysis.profile import HEADLINE, LayerProfile
 from moeedge.analysis.routing_curves import DISTANCES, RoutingCurves
 from moeedge.engine.recording import Recording
@@ -31,9 +30,8 @@ def layer_report(profile: LayerProfile, run: dict[str, Any], *, by_step: bool = 
     next_token = profile.score(HEADLINE, "ar", "token")
     curves = profile.curves
     measured: dict[str, Any] = {
-        "layer": profile.layer,
+        **_layer_curves(curves),
         "steps": profile.steps,
-        "tokens": profile.tokens,
         "hot_cold_accuracy": {
             "sd": profile.sd_accuracy,
             "ar": profile.ar_accuracy,
@@ -43,9 +41,6 @@ def layer_report(profile: LayerProfile, run: dict[str, Any], *, by_step: bool = 
             "predictors": [asdict(score) for score in profile.scores],
         },
         "overlap": curves.overlap[DISTANCES[0]],
-        "overlap_uniform": curves.overlap_uniform,
-        "overlap_independence": curves.overlap_independence,
-        **_curve_figures(curves),
         "unique_experts_per_step": profile.unique_per_step,
         "hottest": [asdict(hot) for hot in profile.hottest],
         "utility": [asdict(curve) for curve in profile.utility],
@@ -67,8 +62,12 @@ def _known(values: NDArray[np.float64]) -> list[float | None]:
     return [None if np.isnan(value) else value for value in values.tolist()]
 
 
-def _curve_figures(curves: RoutingCurves) -> dict[str, Any]:
+def _layer_curves(curves: RoutingCurves) -> dict[str, Any]:
     return {
+        "layer": curves.layer,
+        "tokens": curves.tokens,
+        "overlap_independence": curves.overlap_independence,
+        "overlap_uniform": curves.overlap_uniform,
         "overlap_by_distance": curves.overlap,
         "unique_experts": {
             "empirical": curves.unique,
@@ -91,16 +90,6 @@ def model_report(profile: ModelProfile) -> dict[str, Any]:
         "group_unique_tokens": UNIQUE_TOKENS,
     }
     return dict(rounded(report))
-
-
-def _layer_curves(curves: RoutingCurves) -> dict[str, Any]:
-    return {
-        "layer": curves.layer,
-        "tokens": curves.tokens,
-        "overlap_independence": curves.overlap_independence,
-        "overlap_uniform": curves.overlap_uniform,
-        **_curve_figures(curves),
-    }
 
 
 def complete_report(profile: ModelProfile, run: dict[str, Any]) -> dict[str, Any]:

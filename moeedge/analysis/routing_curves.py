@@ -7,7 +7,7 @@ curve (`expert_counts`): measured on consecutive tokens, independence, uniform.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,15 +99,12 @@ def mean_curves(curves: Sequence[RoutingCurves]) -> RoutingCurves | None:
     recorded = [each for each in curves if each.tokens]
     if not recorded:
         return None
-    names = ("top_ratio", "gini", "entropy_bits", "effective_experts", "hot_share")
+    skew = {item.name: float(np.mean([getattr(each.skew, item.name) for each in recorded])) for item in fields(Skew)}
     return RoutingCurves(
         layer=None,
         tokens=max(each.tokens for each in recorded),
         popularity=np.mean([np.sort(each.popularity)[::-1] for each in recorded], axis=0),
-        skew=Skew(
-            **{name: float(np.mean([getattr(each.skew, name) for each in recorded])) for name in names},
-            unused=round(float(np.mean([each.skew.unused for each in recorded]))),
-        ),
+        skew=Skew(**skew | {"unused": round(skew["unused"])}),  # type: ignore[arg-type]
         overlap={j: mean_or_none([each.overlap[j] for each in recorded]) for j in DISTANCES},
         overlap_independence=float(np.mean([each.overlap_independence for each in recorded])),
         overlap_uniform=recorded[0].overlap_uniform,
@@ -126,7 +123,7 @@ def mean_or_none(values: Sequence[float | None]) -> float | None:
 def unique_curve(
     ids: IntArray, n_experts: int, batches: Sequence[int], sequence: IntArray | None = None
 ) -> dict[int, float | None]:
-    """`expert_counts.empirical_unique` for many numbers of tokens B at once, by B.
+    """Mean distinct experts in all windows of B consecutive recorded tokens, by B; None if all texts are shorter.
 
     A window of B tokens has as many distinct experts as first occurrences in it. The use of an expert at token t, whose
     last use before was at token q of the same run of recorded tokens, is the first occurrence in the windows that start

@@ -115,7 +115,7 @@ def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> N
     from moeedge.cli.model_files import resolve_models
     from moeedge.scheduler.disk import measure
     from moeedge.ui.console import say, stderr_console
-    from moeedge.ui.disk_view import print_disk
+    from moeedge.ui.machine_views import print_disk
     from moeedge.ui.progress import count_bar
 
     if unused:

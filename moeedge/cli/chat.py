@@ -7,10 +7,10 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -24,7 +24,6 @@ from moeedge.cli.llama_options import LlamaOptions
 from moeedge.cli.model_files import ModelFiles
 from moeedge.cli.model_switch import ModelSwitch
 from moeedge.cli.sampling_options import SamplingOptions, TemplateOptions
-from moeedge.cli.view_options import ViewOptions
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EmptyPromptError, InputError
 from moeedge.hardware.spec import EMULATED
@@ -32,7 +31,7 @@ from moeedge.hardware.spec import EMULATED
 if TYPE_CHECKING:
     from moeedge.engine.conversation import Conversation
     from moeedge.engine.session import Session
-    from moeedge.ui.chat.settings import Settings
+    from moeedge.ui.chat.settings import Look, Settings
 
 _PATIENCE_S = 2.0  # until a notice that standard input is being waited for
 
@@ -95,6 +94,52 @@ Stats = Annotated[
     ),
 ]
 
+Quiet = Annotated[
+    bool,
+    option(options.OUTPUT, "-q, --quiet", "Show answers, warnings and errors only: no greeting, no panel, no figures."),
+]
+Plain = Annotated[
+    bool,
+    option(
+        options.OUTPUT, "--plain", "Show the text of answers as the model writes it: no Markdown, no panel, no colour."
+    ),
+]
+ShowThinking = Annotated[
+    bool | None,
+    option(
+        options.OUTPUT,
+        "--show-thinking/--hide-thinking",
+        "What a model thinks before it answers: in full, or as a line with its length. Default: as a line on a "
+        "terminal, in full elsewhere.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewOptions:
+    """What is shown besides the text of answers, and in which form."""
+
+    quiet: Quiet = False
+    plain: Plain = False
+    show_thinking: ShowThinking = None
+
+    def look(self, *, verbose: bool) -> Look:
+        """The chat's settings of the view."""
+        from moeedge.ui.chat.settings import Look
+
+        return Look(
+            stats="off" if self.quiet else "full" if verbose else "line",
+            show_thinking="auto" if self.show_thinking is None else "on" if self.show_thinking else "off",
+            markdown=not self.plain,
+        )
+
+    def apply(self) -> None:
+        """What holds for the entire program: no notes with --quiet, no colour with --plain."""
+        from moeedge.ui import console
+
+        console.set_quiet(self.quiet)
+        console.set_plain(self.plain)
+
 
 @flatten
 def chat(
@@ -137,8 +182,10 @@ def chat(
     from moeedge.engine.conversation import Conversation, prompt_tokens
     from moeedge.engine.session import prepare_answers
     from moeedge.hardware.processor import physical_cores
+    from moeedge.hub.catalog import load_catalog
     from moeedge.llama.text import check_source
-    from moeedge.ui.chat.greeting import print_header, print_warnings
+    from moeedge.ui.chat.greeting import print_greeting, print_header, print_warnings
+    from moeedge.ui.chat.session_changes import settings_of
     from moeedge.ui.chat.settings import Settings
     from moeedge.ui.chat.single import answer_once
     from moeedge.ui.console import is_terminal, notifier, say, stderr_console, stdout_console
@@ -187,17 +234,21 @@ def chat(
     conversation = Conversation(system=system)
     with ModelSwitch(config, engine, configure, notifier(err)) as switch:
         session = switch.session
-        # gamma is 0 where there is no draft
-        gamma: int | Literal["auto"] = "auto" if session.info.auto_gamma else session.gamma
-        limit = session.info.expert_budget
-        settings = replace(settings, gamma=gamma, budget=None if limit is None else limit.budget)
+        settings = settings_of(session, settings)
         warnings = [*layer_notes(config), *([busy] if busy and not view.quiet else [])]
         for line in [*grammar_notes, *prepare_answers(session, drawn, choice, raw=raw)]:
             say(err, line)
+        toy = paths.is_bundled(config.model)
+        if view.quiet:
+            print_warnings(err, session.info, warnings, quiet=True)
+        elif question is not None:
+            print_header(err, session.info, toy=toy, warnings=warnings)
+        else:
+            starter, speed = load_catalog().starter() if toy else None, _measured_speed(session)
+            print_greeting(err, session.info, toy=toy, starter=starter, cache_speed=speed, warnings=warnings)
         if question is None:
             code = _talk(
                 switch,
-                config,
                 conversation,
                 settings,
                 raw=raw,
@@ -205,15 +256,9 @@ def chat(
                 single_turn=single_turn,
                 resume=resume,
                 no_autosave=no_autosave,
-                warnings=warnings,
-                quiet=view.quiet,
                 first=given if goes_on else None,
             )
         else:
-            if view.quiet:
-                print_warnings(err, session.info, warnings, quiet=True)
-            else:
-                print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=warnings)
             conversation.ask(question)
             prompt_ids = prompt_tokens(session.model, conversation, raw=raw, template=session.template)
             as_json = output is Output.JSON
@@ -281,7 +326,6 @@ def _is_pipe_or_file(stream: TextIO) -> bool:
 
 def _talk(
     switch: ModelSwitch,
-    config: EngineConfig,
     conversation: Conversation,
     settings: Settings,
     *,
@@ -290,35 +334,19 @@ def _talk(
     single_turn: bool,
     resume: str | None,
     no_autosave: bool,
-    warnings: Sequence[str],
-    quiet: bool,
     first: str | None,
 ) -> int:
     """Chats until the user leaves; first: the message that is answered before one is read. Returns the exit code."""
     from moeedge.engine.autosave import Autosave, unfinished_chats
-    from moeedge.hub.catalog import load_catalog
-    from moeedge.ui.chat import commands, sessions
-    from moeedge.ui.chat.greeting import print_greeting, print_warnings
+    from moeedge.ui.chat import commands
     from moeedge.ui.chat.prompt import make_reader, open_history
     from moeedge.ui.chat.repl import Repl, origin_of
     from moeedge.ui.console import say, stderr_console, stdout_console
 
     err, session = stderr_console(), switch.session
-    toy = paths.is_bundled(config.model)
-    if quiet:
-        print_warnings(err, session.info, warnings, quiet=True)
-    else:
-        print_greeting(
-            err,
-            session.info,
-            toy=toy,
-            starter=load_catalog().starter() if toy else None,
-            cache_speed=_measured_speed(session),
-            warnings=warnings,
-        )
     unfinished = unfinished_chats(paths.unfinished_chats_dir, lambda line: say(err, line, style="yellow"))
     if unfinished and resume is None:
-        say(err, sessions.offer(unfinished), style="yellow")
+        say(err, commands.offer(unfinished), style="yellow")
     history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
     repl = Repl(
         session,
@@ -343,7 +371,7 @@ def _talk(
 def _list_unfinished() -> None:
     """The chats that --resume N goes on with, on standard output."""
     from moeedge.engine.autosave import unfinished_chats
-    from moeedge.ui.chat.sessions import unfinished_rows
+    from moeedge.ui.chat.commands import unfinished_rows
     from moeedge.ui.console import show_figures, stdout_console
 
     rows = unfinished_rows(unfinished_chats(paths.unfinished_chats_dir, lambda line: typer.echo(line, err=True)))

@@ -32,10 +32,11 @@ def devices(
     from moeedge import native
     from moeedge.hardware.devices import list_devices
     from moeedge.llama import library as llama_library
-    from moeedge.ui.model_views import devices_json, print_devices
+    from moeedge.ui.machine_views import print_devices
+    from moeedge.ui.tables import records_json
 
     if library:
         typer.echo(native.library_path())
         return
     llama_library.start()
-    emit(output, devices_json, print_devices, list_devices())
+    emit(output, records_json, print_devices, list_devices())

@@ -17,7 +17,7 @@ def doctor(backend: options.Backend = None, output: options.TextOrJson = Output.
     """
     from moeedge.cli.reference import llama_variables
     from moeedge.health.doctor import examine
-    from moeedge.ui.doctor_view import print_report, report_json
+    from moeedge.ui.machine_views import print_report, report_json
 
     report = examine(llama_variables())
     emit(output, report_json, print_report, report)

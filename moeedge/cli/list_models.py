@@ -42,7 +42,8 @@ def list_models(
     moeedge list --all --fits 12GB shows what a GPU of 12 GB can run. -m of every command takes the names. Your own
     entries go into ~/.config/moeedge/catalog.toml, or the file that MOEEDGE_CATALOG names (docs/models.md).
     """
-    from moeedge.ui.model_views import fits_json, models_json, print_fits, print_models
+    from moeedge.ui.model_views import fits_json, print_fits, print_models
+    from moeedge.ui.tables import records_json
 
     if ram is not None and fits is None:
         raise InputError("--ram needs --fits.", "Write for instance --fits none --ram 32GB.")
@@ -58,4 +59,4 @@ def list_models(
         emit(output, fits_json, partial(print_fits, everything=everything), found)
     else:
         show = partial(print_models, everything=everything, starter=catalog.starter())
-        emit(output, lambda rows, _folder: models_json(rows), show, models, hub_cache())
+        emit(output, lambda rows, _folder: records_json(rows), show, models, hub_cache())

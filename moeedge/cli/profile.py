@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,10 +16,16 @@ from moeedge.cli.common import show_log
 from moeedge.cli.declare import Output, flatten, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, parse_ram
 from moeedge.cli.llama_options import LlamaOptions
-from moeedge.cli.profile_output import OutputOptions, ProfileOutput
-from moeedge.cli.profile_run import LayerChoice, profile_trace, record
-from moeedge.cli.profile_texts import TextOptions
+from moeedge.cli.profile_run import LayerChoice, Profiled, TextOptions, profile_trace, record
 from moeedge.errors import InputError
+
+if TYPE_CHECKING:
+    from moeedge.analysis.model_profile import ModelProfile
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.pictures import Picture
+    from moeedge.ui.progress import Bar
+
+_REPORTS = (".html", ".json")
 
 Layer = Annotated[str | None, option(options.WORK, "--layer N", "Layer to profile, from 0. Default: the last.")]
 Layers = Annotated[
@@ -35,6 +44,11 @@ AcceptanceChance = Annotated[
     ),
 ]
 
+Report = Annotated[
+    Path | None,
+    option(options.OUTPUT, "--report FILE.html|FILE.json", "Write all pictures and numbers as one page, or as JSON."),
+]
+
 
 @flatten
 def profile(
@@ -47,7 +61,8 @@ def profile(
     engine: EngineOptions,
     llama: LlamaOptions,
     placement: PlacementOptions,
-    files: OutputOptions,
+    report: Report = None,
+    plot: options.Plot = None,
     ram: options.Ram = "auto",
     trace_out: options.TraceOut = None,
     output: options.TextOrJson = Output.TEXT,
@@ -62,7 +77,9 @@ def profile(
     --layers. After Ctrl-C the profile covers the tokens until then.
     """
     engine.limit_openmp_spin(ram=ram)
-    from moeedge.ui.console import check_output
+    from moeedge.analysis.profile_json import run_facts
+    from moeedge.ui.console import check_output, check_picture
+    from moeedge.ui.profile_pictures import plot_profiles
 
     choice = LayerChoice(layer, layers)
     if trace_out is not None:
@@ -75,7 +92,12 @@ def profile(
         )
     if verbose:
         show_log()
-    results = ProfileOutput.of(files, as_json=output is Output.JSON, single=choice.single)
+    if plot is not None:
+        check_picture(plot)
+    if report is not None:
+        if report.suffix.lower() not in _REPORTS:
+            raise InputError(f"--report cannot write {report.name}.", "End the name in .html or .json.")
+        check_output(report)
     if trace is not None:
         profiled = profile_trace(
             trace, choice, gamma=engine.fixed_draft_max, acceptance_chance=acceptance_chance, seed=texts.seed
@@ -88,6 +110,92 @@ def profile(
         )
         if trace_out is not None:
             profiled.trace.save(trace_out)
-    code = results.write(profiled) or profiled.exit_code
-    if code:
-        raise typer.Exit(code)
+    run = run_facts(profiled.trace, profiled.recording)
+    model, code = _model_profile(profiled)
+    _print(model, run, as_json=output is Output.JSON, single=choice.single)
+    if plot is not None:
+        meta = model.meta
+        plot_profiles(model.layers, f"{meta.model}, {meta.parameters.get('dataset', '')}, gamma {meta.gamma}", plot)
+    if report is not None:
+        code = _write_report(report, model, run) or code
+    if code or profiled.exit_code:
+        raise typer.Exit(code or profiled.exit_code)
+
+
+def _model_profile(profiled: Profiled) -> tuple[ModelProfile, int]:
+    """The profile, and the exit code: after a signal it has the layers done until then."""
+    from moeedge.analysis.model_profile import profile_model
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.console import say, stderr_console
+    from moeedge.ui.progress import count_bar
+
+    err = stderr_console()
+    n_layers = len(profiled.trace.expert_layers())
+    with Interrupt() as interrupt, count_bar(err, "profiling", "layers", n_layers) as bar:
+        interrupt.arm()
+        profile = profile_model(
+            profiled.trace,
+            profiled.layers,
+            steps=profiled.steps,
+            gamma=profiled.gamma,
+            on_layer=lambda done: bar.update(completed=done),
+            cancel=interrupt,
+        )
+    if interrupt.exit_code:
+        say(err, f"Stopped: curves of {len(profile.curves)} of {n_layers} layers.", style="yellow")
+    return profile, interrupt.exit_code
+
+
+def _print(model: ModelProfile, run: dict[str, Any], *, as_json: bool, single: bool) -> None:
+    """The profile on standard output. single: one object instead of an array, which has no place for the model."""
+    from moeedge.analysis.profile_json import layer_report, model_report
+    from moeedge.ui.console import stdout_console
+    from moeedge.ui.profile_views import print_model, print_profiles
+
+    if not as_json:
+        print_profiles(model.layers, stdout_console())
+        print_model(model, stdout_console())
+        return
+    reports = [layer_report(layer, run) for layer in model.layers]
+    if single:
+        reports[0]["model_profile"] = model_report(model)
+    typer.echo(json.dumps(reports[0] if single else reports, ensure_ascii=False))
+
+
+def _write_report(path: Path, profile: ModelProfile, run: dict[str, Any]) -> int:
+    """The page or its JSON. After a signal the page has the pictures that were drawn until then."""
+    from rich.console import Console
+
+    from moeedge.analysis.profile_json import complete_report
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.console import say, stderr_console
+    from moeedge.ui.pictures import report_html, write_report
+    from moeedge.ui.profile_pictures import profile_pictures
+    from moeedge.ui.profile_views import print_model, run_lines
+    from moeedge.ui.progress import count_bar
+
+    err = stderr_console()
+    numbers = complete_report(profile, run)
+    is_page = path.suffix.lower() == ".html"
+    pictures = profile_pictures(profile) if is_page else []
+    with Interrupt() as interrupt, count_bar(err, "drawing", "pictures", len(pictures)) as bar:
+        interrupt.arm()
+        if is_page:
+            text = io.StringIO()
+            print_model(profile, Console(file=text, width=100))
+            head = f"Profile of {profile.meta.model}", run_lines(profile), text.getvalue().strip()
+            write_report(path, report_html(*head, _until_stopped(pictures, bar, interrupt), numbers))
+        else:
+            write_report(path, json.dumps(numbers, ensure_ascii=False, allow_nan=False) + "\n")
+    if interrupt.exit_code:
+        say(err, "Stopped: pictures are missing.", style="yellow")
+    say(err, f"Written: {path}.")
+    return interrupt.exit_code
+
+
+def _until_stopped(pictures: Sequence[Picture], bar: Bar, interrupt: Interrupt) -> Iterator[Picture]:
+    for picture in pictures:
+        if interrupt():
+            return
+        yield picture
+        bar.add()

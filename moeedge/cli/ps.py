@@ -13,6 +13,7 @@ def ps(output: options.TextOrJson = Output.TEXT) -> None:
     A model is loaded as long as its process runs; nothing stays loaded afterwards.
     """
     from moeedge.health.running import list_running
-    from moeedge.ui.running_view import print_running, running_json
+    from moeedge.ui.machine_views import print_running
+    from moeedge.ui.tables import records_json
 
-    emit(output, running_json, print_running, list_running())
+    emit(output, records_json, print_running, list_running())

@@ -45,7 +45,7 @@ def show(
     from moeedge.hub.catalog import load_catalog
     from moeedge.planning.model_card import read_card
     from moeedge.ui.console import notifier, stderr_console
-    from moeedge.ui.model_card_view import card_json, entry_json, print_card, print_entry
+    from moeedge.ui.model_views import card_json, entry_json, print_card, print_entry
 
     try:
         card = read_card(str(paths.bundled_target()) if name.lower() == "bundled" else name, notifier(stderr_console()))

@@ -1,20 +1,7 @@
 """Routing traces: the experts of every token, in the format that the profiler writes and every other command reads.
 
-A trace file is a NumPy .npz archive (zip, compressed) of these arrays, T rows in the order of computation;
-docs/lab/traces.md describes it for other tools.
-
-  ids       uint8 or uint16 [T, n_layers, k]  experts of the token, the router's first choice first; the dtype's largest
-                                              value means "not recorded" (a layer without experts, a row left out)
-  weights   float16 [T, n_layers, k]          the router's weights of them; NaN where not recorded (optional)
-  states    float16 [T, d]                    the draft's hidden state of the token, of d values; NaN where not recorded
-                                              (optional)
-  phase     uint8 [T]                         moeedge.native.abi.Phase: 1 prefill, 2 decode, 3 draft, 4 verify
-  sequence  int32 [T]                         the text (prompt and answer) of the token, from 0
-  step      int32 [T]                         step of the sequence: 0 is the prefill, then 1, 2, ... per decode call
-  accepted  bool [T]                          the token is part of the text (prefill, accepted drafts, the token before)
-  token     int32 [T]                         vocabulary id, -1 where unknown
-  position  int32 [T]                         position in the sequence, -1 where unknown
-  meta      string                            JSON: "format", "schema" and the fields of TraceMeta
+A trace file is a NumPy .npz archive of T rows in the order of computation, with the arrays of `Trace` and "meta", the
+JSON of `TraceMeta` with "format" and "schema"; docs/lab/traces.md describes each for other tools.
 """
 
 from __future__ import annotations
@@ -35,7 +22,7 @@ from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.paths import replace_file
+from moeedge.paths import write_file
 
 FORMAT = "moeedge.trace"
 SCHEMA = 1
@@ -102,15 +89,15 @@ class Trace:
     """A routing trace in memory. Raises ValueError where its arrays do not fit each other."""
 
     meta: TraceMeta
-    ids: Ids  # [T, n_layers, k]
-    phase: NDArray[np.uint8]  # [T]
-    sequence: NDArray[np.int32]  # [T]
-    step: NDArray[np.int32]  # [T]
-    accepted: NDArray[np.bool_]  # [T]
-    token: NDArray[np.int32]  # [T]
-    position: NDArray[np.int32]  # [T]
-    weights: NDArray[np.float16] | None = None  # [T, n_layers, k]
-    hidden_states: NDArray[np.float16] | None = None  # [T, d]
+    ids: Ids  # [T, n_layers, k], the router's first choice first; the largest value of the type: not recorded
+    phase: NDArray[np.uint8]  # [T], of native.abi.Phase
+    sequence: NDArray[np.int32]  # [T], the text (prompt and answer) of the token
+    step: NDArray[np.int32]  # [T], of the sequence: 0 is the prefill
+    accepted: NDArray[np.bool_]  # [T], the token is part of the text
+    token: NDArray[np.int32]  # [T], -1 where unknown
+    position: NDArray[np.int32]  # [T], -1 where unknown
+    weights: NDArray[np.float16] | None = None  # [T, n_layers, k], the router's; NaN where not recorded
+    hidden_states: NDArray[np.float16] | None = None  # [T, d], of the draft; NaN where not recorded
 
     def __post_init__(self) -> None:
         shape = (self.ids.shape[0] if self.ids.ndim else 0, self.meta.n_layers, self.meta.n_expert_used)
@@ -185,7 +172,10 @@ class Trace:
         header: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA}
         header |= {_IN_FILE.get(name, name): value for name, value in asdict(self.meta).items()}
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
-        with replacing(path) as temporary, temporary.open("wb") as file:  # a file object: numpy appends .npz to names
+        with (
+            write_file(path, "trace") as temporary,
+            temporary.open("wb") as file,
+        ):  # a file object: numpy appends .npz to names
             np.savez_compressed(file, **arrays)
 
     @classmethod
@@ -231,17 +221,6 @@ def reading(path: Path) -> Iterator[None]:
         raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
     except OSError as error:
         raise unusable_trace(path, error.strerror or "it cannot be read") from None
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path that replaces `path` at the end. Raises InputError where it cannot be written."""
-    try:
-        with replace_file(path) as temporary:
-            yield temporary
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the trace {path}: {reason}.", "Choose another path.") from None
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:

@@ -1,7 +1,4 @@
-"""Figures as short texts: units, bars, and those of the expert cache, in one wording for panel, /stats and profile.
-
-Bars and sparklines are drawn with block characters, so that they need no colour.
-"""
+"""Figures as short texts: units, and those of the expert cache, in one wording for panel, /stats and profile."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from moeedge.units import format_bytes, format_rate
@@ -22,36 +18,6 @@ if TYPE_CHECKING:
     from moeedge.scheduler.stats import PlacementStats
 
 NONE = "-"  # stands for a figure that is not known
-_MIN_BAR = 6  # columns; a shorter bar shows too little
-_MAX_BAR = 48  # columns; a longer bar shows no more
-_TAU_TOP = 4.0  # the usual cap of utilities
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
-_LEVELS = "▁▂▃▄▅▆▇█"
-_EMPTY = "░"
-
-
-def bar(share: float, columns: int) -> str:
-    """A share from 0 to 1 as a bar of `columns` characters."""
-    filled = min(max(share, 0.0), 1.0) * columns
-    full = int(filled)
-    eighths = int((filled - full) * 8)
-    text = "█" * full + (_EIGHTHS[eighths] if eighths else "")
-    return text + _EMPTY * (columns - len(text))
-
-
-def resample(values: Sequence[float], n: int) -> list[float]:
-    """Means of `values` over at most `n` consecutive parts of about equal length."""
-    n = min(n, len(values))
-    edges = [len(values) * index // n for index in range(n + 1)] if n else []
-    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-
-
-def sparkline(values: Sequence[float], columns: int, *, top: float) -> str:
-    """A character per value, its height between 0 and `top`; means of several values where there is less room."""
-    if top <= 0:
-        return ""
-    last = len(_LEVELS) - 1
-    return "".join(_LEVELS[round(min(max(v / top, 0.0), 1.0) * last)] for v in resample(values, columns))
 
 
 @dataclass(frozen=True)
@@ -81,11 +47,6 @@ def seconds(value_s: float) -> str:
 def percent(share: float | None) -> str:
     """A share from 0 to 1 in percent, without decimals."""
     return NONE if share is None else f"{100 * share:.0f} %"
-
-
-def device(info: EngineInfo) -> str:
-    """The device that holds experts, or "no device"."""
-    return "no device" if info.device == "none" else info.device
 
 
 def device_name(label: str) -> str:
@@ -150,13 +111,6 @@ def share_line(parts: Sequence[Figure], columns: int) -> str:
     return next((form for form in forms if len(form) <= columns), forms[-1])
 
 
-def device_memory(stats: PlacementStats) -> tuple[float, int] | None:
-    """Used and total bytes of the device as its driver reports them."""
-    if stats.vram_used_bytes is None or not stats.vram_total_bytes:
-        return None
-    return stats.vram_used_bytes, stats.vram_total_bytes
-
-
 def is_emulated(stats: PlacementStats) -> bool:
     """Whether the device is a second CPU instance."""
     return device_name(stats.device) == "emulated"
@@ -169,30 +123,17 @@ def is_ram(device: str) -> bool:
 
 def memory_text(stats: PlacementStats) -> str:
     """Used and total memory of the device, or the size of the slots if the driver does not report it."""
-    known = device_memory(stats)
-    if known is None:
+    if stats.vram_used_bytes is None or not stats.vram_total_bytes:
         return f"slots {format_bytes(stats.pool_bytes)}"
-    total = format_bytes(known[1])
-    used = format_bytes(int(known[0])).removesuffix(total[total.index(" ") :])
+    total = format_bytes(stats.vram_total_bytes)
+    used = format_bytes(int(stats.vram_used_bytes)).removesuffix(total[total.index(" ") :])
     return f"{used} of {total}"
 
 
-def memory_line(stats: PlacementStats, columns: int) -> str:
-    """`memory_text` after a bar."""
-    text = memory_text(stats)
-    known = device_memory(stats)
-    room = min(columns - len(text) - 1, _MAX_BAR)
-    if known is None or room < _MIN_BAR:
-        return text
-    return f"{bar(known[0] / known[1], room)} {text}"
-
-
-def tau_line(stats: PlacementStats, columns: int) -> str:
-    """A sparkline of the thresholds per expert layer and their range; an infinite one (no expert is hot) is on top."""
-    values = [value if math.isfinite(value) else _TAU_TOP + 1 for value in stats.tau]
-    low, high = (f"{round(value, 1):g}" for value in (min(values), max(values)))
-    text = low if low == high else f"{low}-{high}"
-    return f"{sparkline(values, max(columns - len(text) - 1, 1), top=max(_TAU_TOP, *values))} {text}"
+def tau_text(tau: Sequence[float]) -> str:
+    """The range of the thresholds of the expert layers; inf: no expert is hot."""
+    low, high = (f"{round(value, 1):g}" for value in (min(tau), max(tau)))
+    return low if low == high else f"{low}-{high}"
 
 
 def _disk_figures(stats: PlacementStats) -> list[Figure]:
@@ -235,7 +176,7 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
         Figure("", "", draw=lambda columns: share_line(time_figures(stats), columns), rank=3),
     ]
     if stats.tau:
-        shown.append(Figure("tau", "", draw=lambda columns: tau_line(stats, columns), rank=2))
+        shown.append(Figure("tau", tau_text(stats.tau), rank=2))
     if stats.lookahead is not None:
         shown.append(Figure("lookahead", lookahead(stats.lookahead), rank=5))
     return shown + in_ram
@@ -246,7 +187,7 @@ def _memory_figure(stats: PlacementStats) -> Figure:
     if is_emulated(stats):
         return Figure("slots in RAM", format_bytes(stats.pool_bytes), rank=1)
     label = "RAM" if is_ram(stats.device) else "VRAM"
-    return Figure(label, memory_text(stats), draw=lambda columns: memory_line(stats, columns), rank=1)
+    return Figure(label, memory_text(stats), rank=1)
 
 
 def _ram_figures(ram: PlacementStats) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""The results of `moeedge list`, `pull` and `devices`: a table for people, JSON for programs."""
+"""The results of `moeedge list`, `pull` and `show`: tables, labels and values for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moeedge.ui.console import say, visible
+from moeedge.ui.console import say, show_figures, visible
+from moeedge.ui.figures import Figure
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
-    from moeedge.hardware.devices import DeviceRow
-    from moeedge.hub.catalog import Starter
+    from moeedge.hub.catalog import Choice, Starter
     from moeedge.hub.local import ListedModel
     from moeedge.hub.pull import MissingFile, WantedModel
     from moeedge.planning.estimate import FittingModel, FittingModels
-
-_MIB = 2.0**-20  # from bytes
-_WIDE = 72  # columns from which everything known about a device has room
+    from moeedge.planning.model_card import ModelCard
 
 
 def _model_size(model: ListedModel) -> str | None:
@@ -107,24 +105,17 @@ def _of_model(column: Column) -> Column:
 def _left_out(found: FittingModels) -> str:
     if not found.rows and found.n_others:
         return " No model of this list runs with that."
-    return (
-        f" {found.n_others} more are too large." if found.n_others > 1 else " One more is too large." * found.n_others
-    )
+    one = " One more is too large." * found.n_others
+    return f" {found.n_others} more are too large." if found.n_others > 1 else one
 
 
 def fits_json(found: FittingModels) -> str:
     """A JSON list of the models that run, the best placed first; `fit` has ratios from 0 to 1."""
     rows = []
     for row in found.rows:
-        fit: dict[str, Any] = {"place": row.map.place, "n_ctx": row.map.n_ctx, "estimated": True}
-        fit |= {"device_ratio": row.map.device_ratio, "ram_ratio": row.map.ram_ratio}
-        rows.append(dataclasses.asdict(row.model) | {"fit": fit})
+        fit = {key: getattr(row.map, key) for key in ("place", "n_ctx", "device_ratio", "ram_ratio")}
+        rows.append(dataclasses.asdict(row.model) | {"fit": fit | {"estimated": True}})
     return json_text(rows)
-
-
-def models_json(models: list[ListedModel]) -> str:
-    """A JSON list; sizes in bytes, null where not known."""
-    return json_text([dataclasses.asdict(model) for model in models])
 
 
 def notify_downloads(
@@ -194,29 +185,92 @@ def _missing_files(model: WantedModel, missing: Sequence[MissingFile]) -> list[M
     return [file for file in missing if file.file.repo == model.repo and file.file.path in paths]
 
 
-_DEVICE_COLUMNS = (
-    text_column("name", "name", fold=True),
-    text_column("type", "kind", fold=True),
-    text_column("description", "description", fold=True),
-    Column("free MiB", "free_bytes", ".0f", _MIB),
-    Column("total MiB", "total_bytes", ".0f", _MIB),
-    text_column("holds experts", lambda entry: "yes" if entry.usable else "the rest" if entry.kind == "CPU" else "no"),
-)
-_NARROW_TITLES = ("name", "free MiB", "holds experts")
+def card_rows(card: ModelCard) -> list[Figure]:
+    """Everything that is known, in words."""
+    facts = card.facts
+    rows = [
+        Figure("file", visible(facts.file)),
+        Figure("name", visible(card.name)),
+        Figure("architecture", facts.architecture),
+        Figure("weights", f"{_count(facts.n_weights)}, {format_bytes(facts.file_bytes)}"),
+        Figure("quantization", f"{card.quantization}, {facts.bits_per_weight:.2f} bits per weight"),
+        Figure("context", f"{facts.n_ctx_train:,} tokens at most"),
+        Figure("layers", f"{facts.n_layers}, {card.n_embd:,} values wide"),
+        Figure("experts", _experts(card)),
+        Figure("read per token", format_bytes(facts.active_bytes)),
+        Figure("memory", facts.memory),
+        Figure("drafts", _drafts(card)),
+        Figure("chat template", f"{len(card.template):,} characters (--template)" if card.template else "none"),
+        Figure("licence", _licence(card)),
+    ]
+    return [row for row in rows if row.value]
 
 
-def print_devices(entries: list[DeviceRow], console: Console) -> None:
-    """One row per device, then a line for each: its use, or why it cannot be used."""
-    wide = console.width >= _WIDE
-    columns = [column for column in _DEVICE_COLUMNS if wide or column.title in _NARROW_TITLES]
-    print_table(console, columns, entries)
-    console.print()
-    for entry in entries:
-        description = f"{entry.description}; " if not wide and entry.description else ""
-        origin = f"; from {visible(entry.file)}" if entry.file else ""
-        console.print(f"{entry.name}: {description}{entry.remark}{origin}", soft_wrap=True)  # commands can be copied
+def print_card(card: ModelCard, console: Console) -> None:
+    """A line per fact."""
+    show_figures(console, card_rows(card))
+    if card.facts.missing_bytes:
+        console.print(f"Incomplete here: {format_bytes(card.facts.missing_bytes)} of its weights are missing.")
 
 
-def devices_json(entries: list[DeviceRow]) -> str:
-    """A JSON list; sizes in bytes, null where not known."""
-    return json_text([dataclasses.asdict(entry) for entry in entries])
+def card_json(card: ModelCard) -> str:
+    """One object; sizes in bytes."""
+    return json_text(dataclasses.asdict(card) | {"bits_per_weight": card.facts.bits_per_weight})
+
+
+def print_entry(choice: Choice, reason: str, console: Console) -> None:
+    """What the catalog knows of a model whose header cannot be read. reason: why not."""
+    entry, variant, shape = choice.entry, choice.variant, choice.entry.shape
+    size = variant.size_bytes or variant.about_bytes
+    console.print(f"{visible(reason)} From the catalog:")
+    rows = [
+        Figure("name", choice.name),
+        Figure("about", visible(entry.about)),
+        Figure("file", f"hf:{variant.repo}:{variant.files[0].path}" if variant.files else str(variant.local)),
+        Figure("size", "" if size is None else f"{'' if variant.size_bytes else 'about '}{format_bytes(size)}"),
+        Figure("weights", "" if shape is None else _count(shape.weights)),
+        Figure("context", "" if shape is None or shape.context is None else f"{shape.context:,} tokens at most"),
+        Figure("drafts", ", ".join(entry.drafts)),
+        Figure("note", visible(entry.note)),
+        Figure("licence", visible(entry.licence)),
+    ]
+    show_figures(console, [row for row in rows if row.value])
+
+
+def entry_json(choice: Choice, reason: str) -> str:
+    """One object of the catalog's facts, with the reason why there is no header."""
+    entry = dataclasses.asdict(choice.entry)
+    del entry["variants"]
+    variant = dataclasses.asdict(choice.variant) | {"size_bytes": choice.variant.size_bytes}
+    variant["local"] = None if choice.variant.local is None else str(choice.variant.local)
+    return json_text({"from_catalog": True, "reason": reason, **entry, "variant": variant})
+
+
+def _experts(card: ModelCard) -> str:
+    facts = card.facts
+    if not facts.n_experts:
+        return "none: a dense model"
+    size = format_bytes(facts.expert_bytes)
+    return (
+        f"{facts.n_experts} per layer in {facts.n_expert_layers} layers, {facts.experts_per_token}; {size} each, "
+        f"{format_bytes(facts.experts_bytes)} together"
+    )
+
+
+def _drafts(card: ModelCard) -> str:
+    found = ["its own head (-md mtp)"] if card.has_head else []
+    return ", ".join([*found, *card.drafts])
+
+
+def _licence(card: ModelCard) -> str:
+    if not card.licence:
+        return "not named in the file"
+    return visible(card.licence) + (" (by the catalog)" if card.licence_source == "catalog" else "")
+
+
+def _count(n: int) -> str:
+    """A number of weights as models are named: 30.5 billion."""
+    for factor, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if n >= factor:
+            return f"{n / factor:.4g} {word}"
+    return f"{n:,}"

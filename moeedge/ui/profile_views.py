@@ -1,4 +1,4 @@
-"""The results of `moeedge profile` as text."""
+"""The results of `moeedge profile` as text, also at the head of its report."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moeedge.analysis.groups import KINDS, UNIQUE_TOKENS
-from moeedge.analysis.model_profile import GAMMAS, ModelProfile, SpeculationGain
+from moeedge.analysis.model_profile import GAMMAS, KINDS, UNIQUE_TOKENS, ModelProfile, SpeculationGain
+from moeedge.analysis.predictors import UtilityCurves
 from moeedge.analysis.profile import HotExpert, LayerProfile
 from moeedge.analysis.routing_curves import RoutingCurves
-from moeedge.analysis.utility_curves import UtilityCurves
 from moeedge.ui.console import visible
 from moeedge.ui.tables import NONE, Column, print_table, text_column
 
@@ -26,21 +25,16 @@ PREDICTOR_NAMES = {
 }
 _ACCURACY_LEGEND = (
     "sd: fed with verification steps; ar: with one accepted token at a time. cold: accuracy of always predicting cold. "
-    "balanced: mean share of the hot and of the cold experts predicted correctly. carried: accuracy if "
-    "the state is carried from text to text."
+    "balanced: mean share of the hot and of the cold experts predicted correctly."
 )
 
 
 def print_profiles(profiles: Sequence[LayerProfile], console: Console) -> None:
     """All about a single layer, or one row per layer."""
-    if len(profiles) == 1:
-        _print_layer(profiles[0], console)
-    else:
-        _print_layers(profiles, console)
-
-
-def _print_layers(profiles: Sequence[LayerProfile], console: Console) -> None:
     first = profiles[0]
+    if len(profiles) == 1:
+        _print_layer(first, console)
+        return
     print_table(console, _LAYER_COLUMNS, profiles, title=_size_line(first))
     console.print(
         "sd, ar: share of experts correctly predicted as hot or cold for the next step by Alg. 1 as printed, fed with "
@@ -221,7 +215,6 @@ def _accuracy_columns(profile: LayerProfile) -> list[Column]:
         Column("accuracy", "accuracy", _percent),
         Column("cold", lambda score: cold[score.predicts], _percent),
         Column("balanced", "balanced_accuracy", _percent),
-        Column("carried", "accuracy_carried", _percent),
     ]
 
 
@@ -239,3 +232,20 @@ def _hottest_columns(profile: LayerProfile) -> list[Column]:
         Column("weight", "mean_weight", ".3f"),
         text_column(f"activations in steps 1-{n_steps}", strip),
     ]
+
+
+def run_lines(profile: ModelProfile) -> list[tuple[str, str]]:
+    """Labels and values of the model and the run."""
+    meta = profile.meta
+    lines = [
+        ("model", f"{meta.model} ({meta.architecture})" if meta.architecture else meta.model),
+        ("experts", f"{meta.n_experts} per layer, {meta.n_expert_used} per token, {len(profile.curves)} layers"),
+        ("draft", f"{meta.draft}, gamma {meta.gamma}" if meta.gamma else "none"),
+    ]
+    if "dataset" in meta.parameters:
+        lines.append(("prompts", f"{meta.parameters['dataset']} ({meta.parameters.get('prompts', '?')})"))
+    if profile.mean is not None:
+        lines.append(("tokens of text", f"{profile.mean.tokens:,}"))
+    if profile.drafts is not None:
+        lines.append(("drafts accepted", f"{100 * profile.drafts.acceptance_rate:.1f} %"))
+    return lines

@@ -9,7 +9,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.cells import cell_len
@@ -202,6 +202,11 @@ def _sql_value(value: Any) -> str:
 def json_text(value: Any, *, indent: int | None = 2) -> str:
     """One JSON document, ending in a newline."""
     return json.dumps(value, ensure_ascii=False, indent=indent) + "\n"
+
+
+def records_json(rows: Sequence[Any]) -> str:
+    """A JSON list of dataclasses; sizes in bytes, times in seconds since the epoch, null where not known."""
+    return json_text([asdict(row) for row in rows])
 
 
 def json_lines(records: Sequence[Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.analysis.profile import LayerProfile, profile_layers, profile_steps
+from moeedge.analysis.profile import LayerProfile, profile_layers
 from moeedge.analysis.profile_json import layer_report, run_facts
 from moeedge.engine.recording import Recording
 from moeedge.lab.traces.importers import read_trace
@@ -150,7 +150,7 @@ def test_replay_of_gpt_oss_20b(data_folder: Path, model: RejectedTokenModel, pub
     steps = simulated_steps(
         trace, gamma=8, acceptance_chance=0.8, rejected_token_model=model, rng=np.random.default_rng(0)
     )
-    profiles = profile_steps(trace, steps, list(range(24)), gamma=8)
+    profiles = profile_layers(trace, list(range(24)), steps=steps, gamma=8)
     for name, accuracy in published.items():
         assert _mean(profiles, name) == pytest.approx(accuracy, abs=0.04), name
     # the speculative sensor predicts the next step better than the one that sees single tokens, and better than "cold"

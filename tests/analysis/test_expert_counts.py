@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.analysis import expert_counts
+from moeedge.analysis.routing_curves import unique_curve
 from moeedge.lab.traces.importers import read_trace
+
+
+def empirical_unique(
+    ids: np.ndarray, n_experts: int, n_tokens: int, sequence: np.ndarray | None = None
+) -> float | None:
+    return unique_curve(ids, n_experts, (n_tokens,), sequence)[n_tokens]
 
 
 @pytest.mark.parametrize(
@@ -69,21 +76,21 @@ def test_by_hand() -> None:
     assert expert_counts.empirical_overlap(ids, 8, sequence) == pytest.approx((0.5 + 1.0 + 0.0) / 3)
     assert expert_counts.empirical_overlap(ids, 8) == pytest.approx((0.5 + 1.0 + 0.0 + 0.0) / 4)
     assert expert_counts.empirical_overlap(ids, 8, sequence, lag=2) == pytest.approx((0.5 + 0.0) / 2)
-    assert expert_counts.empirical_unique(ids, 8, 1, sequence) == 2.0
-    assert expert_counts.empirical_unique(ids, 8, 2, sequence) == pytest.approx((3 + 2 + 4) / 3)
-    assert expert_counts.empirical_unique(ids, 8, 4, sequence) == 5.0
-    assert expert_counts.empirical_unique(ids, 8, 5, sequence) is None
+    assert empirical_unique(ids, 8, 1, sequence) == 2.0
+    assert empirical_unique(ids, 8, 2, sequence) == pytest.approx((3 + 2 + 4) / 3)
+    assert empirical_unique(ids, 8, 4, sequence) == 5.0
+    assert empirical_unique(ids, 8, 5, sequence) is None
     np.testing.assert_allclose(expert_counts.activation_probability(ids, 5), np.array([2, 4, 2, 1, 1]) / 5)
 
 
 def test_unrecorded_tokens_are_left_out() -> None:
     ids = np.array([[0, 1], [-1, -1], [0, 1], [0, 2]])
     assert expert_counts.empirical_overlap(ids, 4) == pytest.approx(0.5)
-    assert expert_counts.empirical_unique(ids, 4, 2) == 3.0
+    assert empirical_unique(ids, 4, 2) == 3.0
     np.testing.assert_allclose(expert_counts.activation_probability(ids, 4), [1.0, 2 / 3, 1 / 3, 0.0])
     unrecorded = np.full((5, 2), -1)
     assert expert_counts.empirical_overlap(unrecorded, 4) is None
-    assert expert_counts.empirical_unique(unrecorded, 4, 1) is None
+    assert empirical_unique(unrecorded, 4, 1) is None
     assert expert_counts.activation_probability(unrecorded, 4).sum() == 0
     assert expert_counts.independence_overlap(np.zeros(4)) == 0.0
 
@@ -102,7 +109,7 @@ def test_measurements_equal_a_literal_loop(rows: list[list[int]], n_tokens: int,
         for i in range(len(rows) - n_tokens + 1)
         if sequence[i] == sequence[i + n_tokens - 1]
     ]
-    measured = expert_counts.empirical_unique(ids, 8, n_tokens, sequence)
+    measured = empirical_unique(ids, 8, n_tokens, sequence)
     assert measured == (pytest.approx(np.mean(windows)) if windows else None)
     if measured is not None:
         assert 3 <= measured <= min(8, 3 * n_tokens)
@@ -134,7 +141,7 @@ def test_real_routing_of_gpt_oss_20b(data_folder: Path) -> None:
         overlap.append(expert_counts.empirical_overlap(ids, n_experts, trace.sequence))
         independence.append(expert_counts.independence_overlap(expert_counts.activation_probability(ids, n_experts)))
         for n_tokens, found in unique.items():
-            mean = expert_counts.empirical_unique(ids, n_experts, n_tokens, trace.sequence)
+            mean = empirical_unique(ids, n_experts, n_tokens, trace.sequence)
             assert mean is not None
             found.append(mean)
     assert np.mean(overlap) == pytest.approx(0.44, abs=0.01)
@@ -154,5 +161,5 @@ def test_independence_formula_is_shuffled_routing(data_folder: Path) -> None:
         ids = trace.layer_ids(layer)
         p = expert_counts.activation_probability(ids, trace.meta.n_experts)
         for n_tokens in (2, 4, 8, 16):
-            shuffled = expert_counts.empirical_unique(ids[order], trace.meta.n_experts, n_tokens)
+            shuffled = empirical_unique(ids[order], trace.meta.n_experts, n_tokens)
             assert shuffled == pytest.approx(expert_counts.independence_unique(p, n_tokens), rel=0.01)

@@ -2,63 +2,64 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from moeedge.analysis import predictors
-from moeedge.analysis.predictors import AveragePredictor, UtilityPredictor
-from moeedge.policies.spac import utility
+from moeedge.analysis.predictors import average_predictor
 
 
 def _random_counts(n_steps: int, seed: int = 0, high: int = 3) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
     return np.random.default_rng(seed).integers(0, high, (n_steps, 2, 6)).astype(np.uint16)
 
 
+def predicted_by(
+    counts: np.ndarray, is_first: np.ndarray, predictor: predictors.Predictor, n_read: Any = None
+) -> np.ndarray:
+    return np.asarray(predictors.replay_scores(counts, is_first, predictor, n_read) >= predictor.threshold)
+
+
 @pytest.mark.parametrize("name", list(predictors.speculative_predictors(4)))
 def test_predictions_depend_on_the_past_only(name: str) -> None:
-    factory = predictors.speculative_predictors(4)[name]
+    predictor = predictors.speculative_predictors(4)[name]
     counts = _random_counts(30)
     is_first = np.arange(30) == 0
-    before = predictors.replay_predictor(counts, is_first, factory, carry=False)
+    before = predicted_by(counts, is_first, predictor)
     changed = counts.copy()
     changed[20:] = 9 - changed[20:]
-    after = predictors.replay_predictor(changed, is_first, factory, carry=False)
+    after = predicted_by(changed, is_first, predictor)
     np.testing.assert_array_equal(before[:21], after[:21])
     assert not before[0].any()
 
 
 @pytest.mark.parametrize("name", list(predictors.speculative_predictors(4)))
-def test_predictors_start_anew_with_every_text_unless_carried(name: str) -> None:
-    factory = predictors.speculative_predictors(4)[name]
+def test_predictors_start_anew_with_every_text(name: str) -> None:
+    predictor = predictors.speculative_predictors(4)[name]
     counts = np.concatenate([_random_counts(15, 1, 6), _random_counts(15, 2, 6)])
     is_first = np.arange(30) % 15 == 0
-    anew = predictors.replay_predictor(counts, is_first, factory, carry=False)
-    np.testing.assert_array_equal(
-        anew[15:], predictors.replay_predictor(counts[15:], is_first[15:], factory, carry=False)
-    )
-    kept = predictors.replay_predictor(counts, is_first, factory, carry=True)
-    np.testing.assert_array_equal(kept, predictors.replay_predictor(counts, np.arange(30) == 0, factory, carry=False))
+    anew = predicted_by(counts, is_first, predictor)
+    np.testing.assert_array_equal(anew[15:], predicted_by(counts[15:], is_first[15:], predictor))
 
 
 def test_alg1_of_single_tokens_is_the_last_token() -> None:
     """Binary counts with K = 1 and boundaries 1: the utility is what the last token used."""
     counts = _random_counts(200, high=2)
     is_first = np.arange(200) == 0
-    predicted = predictors.replay_predictor(
-        counts, is_first, predictors.single_token_predictors(1.0)["alg1-printed"], carry=True
-    )
+    predicted = predicted_by(counts, is_first, predictors.single_token_predictors(1.0)["alg1-printed"])
     np.testing.assert_array_equal(predicted[1:], counts[:-1] >= 1)
 
 
 def test_token_replay_predicts_at_step_boundaries() -> None:
     """With one text token per step it is the ordinary replay; otherwise each step sees the tokens before it."""
     tokens = _random_counts(12, high=2)
-    factory = predictors.single_token_predictors(1.0)["alg1-printed"]
+    predictor = predictors.single_token_predictors(1.0)["alg1-printed"]
     is_first = np.arange(12) == 0
-    ones = predictors.replay_predictor(tokens, is_first, factory, carry=False, n_read=np.ones(12, dtype=np.int64))
-    np.testing.assert_array_equal(ones, predictors.replay_predictor(tokens, is_first, factory, carry=False))
+    ones = predicted_by(tokens, is_first, predictor, np.ones(12, dtype=np.int64))
+    np.testing.assert_array_equal(ones, predicted_by(tokens, is_first, predictor))
     n_text = np.array([1, 4, 3, 4])
-    steps = predictors.replay_predictor(tokens, is_first[:4], factory, carry=False, n_read=n_text)
+    steps = predicted_by(tokens, is_first[:4], predictor, n_text)
     last_seen = np.cumsum(n_text)[:-1] - 1
     np.testing.assert_array_equal(steps[1:], tokens[last_seen] >= 1)
 
@@ -67,8 +68,8 @@ def test_every_predictor_learns_a_perfectly_regular_expert() -> None:
     counts = np.zeros((40, 1, 4), dtype=np.uint16)
     counts[:, 0, 0] = 5
     is_first = np.arange(40) == 0
-    for name, factory in predictors.speculative_predictors(8).items():
-        predicted = predictors.replay_predictor(counts, is_first, factory, carry=False)
+    for name, predictor in predictors.speculative_predictors(8).items():
+        predicted = predicted_by(counts, is_first, predictor)
         assert predictors.accuracy(predicted[5:, 0], counts[5:, 0] > 0, np.ones(35, dtype=np.bool_)) == 1.0, name
 
 
@@ -77,27 +78,19 @@ def test_threshold_of_the_token_average_is_the_even_chance() -> None:
     horizon = 5.0
     even = 1 - 0.5 ** (1 / horizon)
     for p, hot in ((even * 1.3, True), (even * 0.7, False)):
-        predictor = predictors.single_token_predictors(horizon)["count-ema"]((1, 1))
-        assert isinstance(predictor, AveragePredictor)
-        predictor.average[:] = p
-        assert bool(predictor.predict()[0, 0]) is hot
+        assert (p >= predictors.single_token_predictors(horizon)["count-ema"].threshold) is hot
 
 
 def test_the_average_of_counts_decays() -> None:
-    predictor = AveragePredictor((1, 3), beta=0.5, threshold=0.25)
-    for counts in ([[8, 0, 1]], [[8, 0, 0]]):
-        predictor.observe(np.array(counts))
-    np.testing.assert_allclose(predictor.average, [[6.0, 0.0, 0.25]])
-    assert predictor.predict().tolist() == [[True, False, True]]
-    with pytest.raises(ValueError, match="beta"):
-        AveragePredictor((2,), beta=1.0, threshold=0.5)
+    predictor = average_predictor(beta=0.5, threshold=0.25)
+    counts = np.array([[[8, 0, 1]], [[8, 0, 0]], [[0, 0, 0]]])
+    scores = predictors.replay_scores(counts, np.arange(3) == 0, predictor)
+    np.testing.assert_allclose(scores[2], [[6.0, 0.0, 0.25]])
 
 
 def test_cap_never_exceeds_gamma() -> None:
     for gamma, cap in ((1, 1), (2, 2), (8, 4)):
-        predictor = predictors.speculative_predictors(gamma)["alg1-printed"]((1, 1))
-        assert isinstance(predictor, UtilityPredictor)
-        assert predictor._config == utility.UtilityConfig(gamma=gamma, cap=cap)
+        assert predictors.utility_config(gamma, "floor").cap == cap
 
 
 def test_accuracies_by_hand() -> None:

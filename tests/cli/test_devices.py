@@ -9,7 +9,7 @@ import pytest
 from moeedge import native
 from moeedge.hardware import gpus, nvidia, rpc
 from moeedge.ui.console import stdout_console
-from moeedge.ui.model_views import print_devices
+from moeedge.ui.machine_views import print_devices
 from tests.support.commands import run, run_json
 
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from moeedge.health.doctor import Finding, Report
-from moeedge.ui.doctor_view import print_report
+from moeedge.ui.machine_views import print_report
 from tests.support.commands import run, run_json
 
 

@@ -152,7 +152,6 @@ def test_what_a_report_cannot_be(tmp_path: Path) -> None:
     two_texts().save(trace)
     assert ".html or .json" in refused("profile", "--trace", trace, "--report", tmp_path / "out.pdf")
     assert "cannot be written" in refused("profile", "--trace", trace, "--report", tmp_path / "no" / "out.html")
-    assert "not a folder" in refused("profile", "--trace", trace, "--pictures", trace)
     assert "--trace" in refused("profile", "--acceptance-chance", "0.5")
     assert "prompt" in refused("profile", "--trace", trace, "-p", "one")
     assert "0 to 1" in refused("profile", "--trace", trace, "--layer", "2")
@@ -161,14 +160,14 @@ def test_what_a_report_cannot_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_report_and_pictures(tmp_path: Path) -> None:
+def test_report(tmp_path: Path) -> None:
     trace = tmp_path / "trace.npz"
     two_texts().save(trace)
-    page, folder = tmp_path / "out.html", tmp_path / "pictures"
-    result = run("profile", "--trace", trace, "--report", page, "--pictures", folder)
+    page = tmp_path / "out.html"
+    result = run("profile", "--trace", trace, "--report", page)
     assert result.exit_code == 0, result.output
     assert "Profile of" in page.read_text()
-    assert {"overlap.png", "unique.png", "gain.png", "steps-1.png"} <= {path.name for path in folder.iterdir()}
+    assert all(f'id="{key}-' in page.read_text() for key in ("overlap", "unique", "gain", "steps-1"))
 
 
 def test_text_is_cut_into_verifications(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ MODULES: dict[str, str] = {
         )
     },
     **{f"moeedge.trace.{name}": f"moeedge.lab.traces.{name}" for name in ("exporters", "importers", "schedule")},
+    "moeedge.analysis.groups": "moeedge.analysis.model_profile",
+    "moeedge.analysis.utility_curves": "moeedge.analysis.predictors",
+    "moeedge.cli.profile_texts": "moeedge.cli.profile_run",
+    "moeedge.cli.view_options": "moeedge.cli.chat",
+    "moeedge.ui.report": "moeedge.ui.pictures",
     "moeedge.trace.summary": "moeedge.lab.traces.summary",
     **{
         f"moeedge.ui.{name}": f"moeedge.lab.views.{name}"
@@ -88,6 +93,10 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: plan.*: config\.RamTierRequest\.(n_drafts|drafted|plain|trace|hits)", "", "the same"),
     (r"options: profile .*--(budget-analysis|compare|save-ranking)\b", "lab budget, lab pair", "research"),
     (r"options: profile.*: config\.(with_|ProfileOutput\.(files\.save_ranking|files\.compare|other))", "", "the same"),
+    (r".*accuracy_carried", "", "decided: Algorithm 1 begins anew with every text (docs/log.md)"),
+    (r"screens: profile_views\.print_profiles ", "", "the same, in the table"),
+    (r"(views|functions): (ui\.)?figures\.(live_)?cache_(rows|figures): .*\.draw$", "", "bars are text"),
+    (r"options: profile .*--pictures\b", "profile --report FILE.html", "the page has every picture"),
     (r"options: (chat|bench) foreign --(budget-\w|save-ranking|fit)", "", "rows that say where these went"),
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
     (r"(options: plan -m qwen3-30b-a3b|commands: plan absent|screens: plan_view\.print_estimate .*): ",

@@ -51,10 +51,10 @@ class Average:
         self.mean = [self.beta * mean + (1 - self.beta) * f for mean, f in zip(self.mean, counts, strict=True)]
 
 
-def predictions(make: Any, reads: list[list[list[int]]], first: list[bool], carry: bool) -> list[list[bool]]:
+def predictions(make: Any, reads: list[list[list[int]]], first: list[bool]) -> list[list[bool]]:
     state, predictions = make(), []
     for begins, read in zip(first, reads, strict=True):
-        if begins and not carry:
+        if begins:
             state = make()
         predictions.append(state.predict())
         for counts in read:

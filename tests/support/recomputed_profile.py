@@ -328,7 +328,7 @@ class RecomputedProfile:
             truth = counts if predicts == "step" else tokens
             first = first_steps if predicts == "step" else first_tokens
             reads = tokens_of if (sensor, predicts) == ("ar", "step") else [[each] for each in truth]
-            anew, carried = (predictions(make, reads, first, carry) for carry in (False, True))
+            anew = predictions(make, reads, first)
             right = [
                 [hot == (f > 0) for hot, f in zip(predicted, step, strict=True)]
                 for predicted, step in zip(anew, truth, strict=True)
@@ -339,11 +339,6 @@ class RecomputedProfile:
                 (hot, f > 0)
                 for begins, predicted, step in zip(first, anew, truth, strict=True)
                 if not begins
-                for hot, f in zip(predicted, step, strict=True)
-            ]
-            later = [
-                hot == (f > 0)
-                for predicted, step in list(zip(carried, truth, strict=True))[1:]
                 for hot, f in zip(predicted, step, strict=True)
             ]
             hot_found = [hot for hot, true in pairs if true]
@@ -359,7 +354,6 @@ class RecomputedProfile:
                         if hot_found and cold_found
                         else None
                     ),
-                    "accuracy_carried": statistics.fmean(later) if later else None,
                 }
             )
         return scores, by_step

@@ -20,8 +20,15 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.notifications import ignore
-from moeedge.ui.chat.commands import COMMANDS, LEAVING, completions, help_rows, run_command
-from moeedge.ui.chat.sessions import first_words, last_messages
+from moeedge.ui.chat.commands import (
+    COMMANDS,
+    LEAVING,
+    completions,
+    first_words,
+    help_rows,
+    last_messages,
+    run_command,
+)
 from moeedge.ui.chat.settings import Settings
 from moeedge.ui.console import show_figures
 from tests.conftest import TinyFactory

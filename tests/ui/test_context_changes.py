@@ -14,7 +14,7 @@ from moeedge.cli.model_switch import ModelSwitch
 from moeedge.engine.types import EngineConfig
 from moeedge.llama import context_size
 from moeedge.notifications import ignore
-from moeedge.ui.chat.context_changes import FULL
+from moeedge.ui.chat.session_changes import FULL
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 from tests.ui.test_repl import GREEDY, Line, Talk

@@ -15,7 +15,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.governor import DraftChoice
 from moeedge.ui.chat import answer_figures as figures
 from moeedge.ui.chat.panel import render_panel
-from moeedge.ui.figures import Figure, bar, resample, shares, sparkline
+from moeedge.ui.figures import Figure, shares
 
 INFO = EngineInfo(
     model="t.gguf",
@@ -124,7 +124,7 @@ def test_shares_are_whole_and_add_up_to_100(parts_s: list[float], total_s: float
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_panel_shows_every_figure_unbroken(columns: int) -> None:
     for full in (False, True):
-        items = figures.live_figures(INFO, STATS, ram_bytes=3 << 30, elapsed_s=1.0, full=full)
+        items = figures.live_figures(INFO, STATS, elapsed_s=1.0, full=full)
         console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
         console.print(render_panel(items, columns=columns, rows=20, hint="Ctrl-C stops"))
         shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -148,40 +148,6 @@ def test_how_far_the_prompt_is_read(n_read: int, n_to_read: int, elapsed_s: floa
     stats = GenerationStats(prompt_tokens=9)
     items = figures.live_figures(INFO, stats, n_read=n_read, n_to_read=n_to_read, elapsed_s=elapsed_s)
     assert items == [Figure("reading the prompt", text)]
-
-
-@pytest.mark.parametrize(
-    ("share", "drawn"),
-    [(0, "░░░░"), (1, "████"), (0.5, "██░░"), (0.3125, "█▎░░"), (-1, "░░░░"), (7, "████"), (0.999, "███▉")],
-)
-def test_a_bar(share: float, drawn: str) -> None:
-    assert bar(share, 4) == drawn
-
-
-@given(st.floats(-2, 3), st.integers(0, 60))
-def test_a_bar_has_the_width_it_is_given(share: float, columns: int) -> None:
-    assert len(bar(share, columns)) == columns
-
-
-def test_values_are_resampled_to_means() -> None:
-    assert resample([1, 3, 5, 7], 2) == [2, 6]
-    assert resample([1, 2, 3], 2) == [1, 2.5]
-    assert resample([1, 2], 5) == [1, 2]
-    assert resample([], 5) == []
-
-
-@given(st.lists(st.floats(0, 5), min_size=1, max_size=60), st.integers(1, 60))
-def test_resampling_uses_every_value_once(values: list[float], n: int) -> None:
-    means = resample(values, n)
-    assert len(means) == min(n, len(values))
-    assert min(values) - 1e-9 <= min(means) <= max(means) <= max(values) + 1e-9
-
-
-def test_a_sparkline_is_as_wide_as_there_is_room() -> None:
-    assert sparkline([0, 1, 2, 3, 4], 10, top=4) == "▁▃▅▆█"
-    assert sparkline([0, 0, 4, 4], 2, top=4) == "▁█"
-    assert sparkline([9, -1], 2, top=4) == "█▁"
-    assert sparkline([1], 2, top=0) == ""
 
 
 @pytest.mark.parametrize(

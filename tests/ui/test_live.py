@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import re
 import time
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
 
 import pyte
 import pytest
@@ -12,14 +15,30 @@ from rich.console import Console
 
 from moeedge.llama.reasoning import ReasoningTags
 from moeedge.ui.chat import live
-from moeedge.ui.chat.live import LiveView, open_view, rows_taken
+from moeedge.ui.chat.interrupt import Interrupt
+from moeedge.ui.chat.live import LiveView, rows_taken
 from moeedge.ui.chat.markdown import MarkdownLines
+from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.settings import Look
+from moeedge.ui.chat.single import answer_view
 from moeedge.ui.chat.stream import PlainView, wrap_rows
 from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
 from tests.ui.test_figures import INFO, STATS
 
 TAGS = ReasoningTags("<think>", "</think>")
+
+
+def view_on(
+    console: Console, look: Look, *, tags: ReasoningTags | None = None, panel: bool = True
+) -> AbstractContextManager[LiveView | PlainView]:
+    """The view of an answer without an engine."""
+    answer: Any = SimpleNamespace(
+        reasoning_tags=tags, begins_in_reasoning=False, stats=STATS, state=SimpleNamespace(n_cached=None)
+    )
+    session: Any = SimpleNamespace(notify=None, placement_stats=lambda: None)
+    return answer_view(answer, INFO, CacheMeter(session), Interrupt(), out=console, look=look, panel=panel)
+
+
 TEXT = """# Title
 
 Some **bold words that cross the end of a row of the window** and `code`, and **open to the end.
@@ -119,7 +138,7 @@ def test_thinking_can_be_shown() -> None:
 def test_a_pipe_gets_the_text_as_written_unless_folding_is_asked_for(thinking: str, text: str) -> None:
     file = io.StringIO()
     look = Look(show_thinking=thinking)  # type: ignore[arg-type]
-    with open_view(Console(file=file), INFO, lambda: STATS, look=look, splitter=ThinkingSplitter(TAGS)) as view:
+    with view_on(Console(file=file), look, tags=TAGS) as view:
         assert isinstance(view, PlainView)
         for character in "<think>hm</think>\n\n4":
             view.write(character)

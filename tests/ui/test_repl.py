@@ -24,7 +24,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.chat_template import TemplateChoice
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.stats import StepRecord
-from moeedge.ui.chat import context_changes, repl
+from moeedge.ui.chat import repl, session_changes
 from moeedge.ui.chat.commands import Result
 from moeedge.ui.chat.repl import Repl, origin_of
 from moeedge.ui.chat.settings import Settings
@@ -338,7 +338,7 @@ def test_ctrl_c_next_to_the_answer_does_not_end_the_chat(
     place: str, session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the answer the question is taken back, after it the answer stays; the chat goes on either way."""
-    module = context_changes if place == "prompt_tokens" else repl
+    module = session_changes if place == "prompt_tokens" else repl
     real = getattr(module, place)
     calls: list[int] = []
 

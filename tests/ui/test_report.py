@@ -13,10 +13,9 @@ import pytest
 from moeedge.analysis.model_profile import ModelProfile, profile_model
 from moeedge.analysis.profile_json import complete_report
 from moeedge.errors import InputError
-from moeedge.ui.pictures import COLOURS, DARK_COLOURS, save_picture, svg_of
-from moeedge.ui.profile_findings import findings, run_lines
+from moeedge.ui.pictures import COLOURS, DARK_COLOURS, report_html, save_picture, svg_of, write_report
 from moeedge.ui.profile_pictures import profile_pictures
-from moeedge.ui.report import report_html, write_report
+from moeedge.ui.profile_views import run_lines
 from tests.support.traces import make_trace, plain_text, two_texts
 
 VOID = {"meta", "br", "img", "link"}
@@ -64,7 +63,7 @@ def page_of(profile: ModelProfile, *, n_pictures: int = 1) -> str:
     """The page with the first pictures: each takes a while to draw."""
     numbers = complete_report(profile, {"model": profile.meta.model})
     pictures = profile_pictures(profile)[:n_pictures]
-    return report_html(f"Profile of {profile.meta.model}", run_lines(profile), findings(profile), pictures, numbers)
+    return report_html(f"Profile of {profile.meta.model}", run_lines(profile), "a <b> c", pictures, numbers)
 
 
 @pytest.mark.parametrize("n_pictures", [2, pytest.param(99, marks=pytest.mark.slow)])
@@ -79,7 +78,7 @@ def test_page(n_pictures: int) -> None:
     assert not set(COLOURS) & set(re.findall(r"#[0-9a-f]{6}", text[text.index("<body>") :]))
     assert len(COLOURS) == len(DARK_COLOURS)
     sections = {picture.section for picture in profile_pictures(profiled())}
-    assert "By kind of text" in sections
+    assert "What speculation gains" in sections
     assert n_pictures == 2 or sections < set(page.text)
 
 

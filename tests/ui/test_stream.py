@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from moeedge.engine.types import GenerationStats
-from moeedge.ui.chat.live import LiveView, open_view
+from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.stream import PlainView, complete_end, wrap_rows
 from moeedge.ui.console import supports_panel, visible
 from tests.ui.test_figures import INFO, STATS
+from tests.ui.test_live import view_on
 
 LINES = st.text(alphabet="ab é你-", max_size=40)
 
@@ -95,9 +95,10 @@ def test_which_terminals_get_a_panel(
     with os.fdopen(slave, "w", encoding="utf-8") as stream:
         assert supports_panel(stream, columns=columns, rows=rows) is live
         console = Console(file=stream, width=columns, height=rows)
-        stats = GenerationStats()
-        assert isinstance(open_view(console, INFO, lambda: stats, look=Look()), LiveView) is live
-        assert isinstance(open_view(console, INFO, lambda: stats, look=Look(), panel=False), PlainView)
+        with view_on(console, Look()) as view:
+            assert isinstance(view, LiveView) is live
+        with view_on(console, Look(), panel=False) as view:
+            assert isinstance(view, PlainView)
     os.close(master)
 
 

@@ -18,7 +18,8 @@ from moeedge.hub.pull import WantedModel
 from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.traces.schedule import recorded_schedule
 from moeedge.lab.views.sim_views import print_replay
-from moeedge.ui.model_views import notify_downloads, print_devices
+from moeedge.ui.machine_views import print_devices
+from moeedge.ui.model_views import notify_downloads
 from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, sql_text, text_column
 from tests.support.traces import two_texts
 

@@ -24,7 +24,7 @@ def test_pieces_are_split_as_the_entire_text(is_open: bool, words: list[str], cu
     for cut in [*cuts, len(text)]:
         parts += splitter.feed(text[at : at + cut])
         at += cut
-    parts += splitter.flush()
+    parts += splitter.feed("", is_last=True)
     assert "".join(part.text for part in parts) == text
     thinking = "".join(part.text for part in parts if part.is_thinking)
     answer = "".join(part.text for part in parts if not part.is_thinking)

@@ -27,7 +27,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import Logits
 from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
-from moeedge.paths import replace_file
+from moeedge.paths import write_file
 from moeedge.trace.format import MAX_EXPERTS, Trace
 from moeedge.trace.steps import GAMMA
 
@@ -179,12 +179,8 @@ def _log_softmax(logits: Logits) -> NDArray[np.float32]:
 
 def write_ranking(ranking: dict[str, Any], path: Path) -> None:
     """Writes what `rank_experts` returns. Raises InputError where the path cannot be written."""
-    try:
-        with replace_file(path) as temporary:
-            temporary.write_text(json.dumps(ranking, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or "write error"
-        raise InputError(f"Cannot write the ranking {path}: {reason}.", "Choose another path.") from None
+    with write_file(path, "ranking") as temporary:
+        temporary.write_text(json.dumps(ranking, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_order(path: Path) -> Ids:

@@ -17,8 +17,7 @@ from moeedge.cli.declare import Output, derive, flatten, option
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.llama_options import LlamaOptions
 from moeedge.cli.profile import Layers, ProfiledTrace
-from moeedge.cli.profile_run import LayerChoice, profile_trace, record
-from moeedge.cli.profile_texts import TextOptions
+from moeedge.cli.profile_run import LayerChoice, TextOptions, profile_trace, record
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError, InputError
 

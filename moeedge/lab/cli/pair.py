@@ -14,7 +14,7 @@ from moeedge.cli import options
 from moeedge.cli.declare import Output, flatten
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.cli.llama_options import LlamaOptions
-from moeedge.cli.profile_texts import TextOptions
+from moeedge.cli.profile_run import TextOptions
 from moeedge.errors import EngineError, InputError
 
 if TYPE_CHECKING:

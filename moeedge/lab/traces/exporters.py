@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.native.abi import Phase
-from moeedge.trace.format import Trace, replacing
+from moeedge.paths import write_file
+from moeedge.trace.format import Trace
 
 
 def write_trace(trace: Trace, path: Path, layout: str) -> int:
     """Writes the file in one of `LAYOUTS` and returns the number of tokens in it. Raises InputError."""
     if path.name == "-":
         raise InputError("A trace is written to a file, not to standard output.", "Name one, or /dev/stdout for csv.")
-    with replacing(path) as temporary:
+    with write_file(path, "trace") as temporary:
         return LAYOUTS[layout](trace, temporary)
 
 

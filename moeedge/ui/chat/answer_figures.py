@@ -10,7 +10,6 @@ from moeedge.ui.figures import (
     Figure,
     budget,
     cache_rows,
-    device,
     device_name,
     earlier_runs,
     is_emulated,
@@ -23,7 +22,6 @@ from moeedge.ui.figures import (
     speed,
     time_figures,
 )
-from moeedge.units import format_bytes
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
@@ -45,17 +43,13 @@ def turn_line(
         parts.append(f"first after {_short_seconds(stats.ttft_s)}")
     if stats.drafted:
         parts.append(f"{percent(stats.acceptance_rate)} of drafts accepted")
-    elif _drafts_are_off(stats.choice):
+    elif stats.choice is not None and stats.choice.best == 0 and stats.choice.n_measured >= _FEW_STEPS:
         parts.append("drafts off, they do not pay here")
     if info.expert_budget is not None:
         parts.append(budget(info))
     if cache is not None and cache.choice is not None and not cache.choice.pays:
         parts.append("expert cache off, it does not pay here")
     return ", ".join([*parts, *_stop_note(reason)])
-
-
-def _drafts_are_off(choice: DraftChoice | None) -> bool:
-    return choice is not None and choice.best == 0 and choice.n_measured >= _FEW_STEPS
 
 
 def _short_seconds(value_s: float) -> str:
@@ -111,13 +105,6 @@ def experts(info: EngineInfo, stats: GenerationStats) -> str:
     return NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
 
 
-def _budget_effect(stats: GenerationStats) -> str:
-    """The experts that a verification would use without the budget, and the routing probability that is kept."""
-    if stats.experts_natural is None:
-        return ""
-    return f": {stats.experts_natural:.1f} without it, {percent(stats.kept_probability)} of probability kept"
-
-
 def answer_rows(
     info: EngineInfo, stats: GenerationStats, reason: StopReason | None, cache: PlacementStats | None = None
 ) -> list[Figure]:
@@ -138,20 +125,17 @@ def answer_rows(
     if stats.experts_per_verification is not None:
         rows.append(Figure("experts per layer and step", experts(info, stats)))
     if info.expert_budget is not None:
-        rows.append(Figure("expert budget", budget(info) + _budget_effect(stats)))
+        natural, kept = stats.experts_natural, percent(stats.kept_probability)
+        effect = "" if natural is None else f": {natural:.1f} without it, {kept} of probability kept"
+        rows.append(Figure("expert budget", budget(info) + effect))
     if cache is None:
-        rows += [Figure("experts on", "the CPU" if info.device == "none" else device(info))] if info.n_experts else []
-        parts = _model_times(stats)
+        rows += [Figure("experts on", "the CPU" if info.device == "none" else info.device)] if info.n_experts else []
+        parts = shares({"drafts": stats.draft_s, "model": stats.verify_s}, stats.decode_s)
         return [*rows, Figure("time", ", ".join(f"{part.label} {part.value}" for part in parts))] if parts else rows
     rows += cache_rows(cache)
     if is_ram(info.device):
         rows.append(Figure("earlier runs", earlier_runs(info)))
     return rows
-
-
-def _model_times(stats: GenerationStats) -> list[Figure]:
-    """Shares of the time without an expert cache; they add up to 100 percent."""
-    return shares({"drafts": stats.draft_s, "model": stats.verify_s}, stats.decode_s)
 
 
 def total_rows(
@@ -195,22 +179,21 @@ def live_figures(
     n_read: int = 0,
     n_to_read: int = 0,
     elapsed_s: float,
-    ram_bytes: int = 0,
     full: bool = False,
 ) -> list[Figure]:
     """The panel's figures while an answer streams, the most important first.
 
     n_read, n_to_read: tokens of the prompt, shown with `elapsed_s` since the call until the first token. full: all
-    figures instead of those that a newcomer needs. ram_bytes: memory of this process.
+    figures instead of those that a newcomer needs.
     """
     if stats.ttft_s <= 0:
         return [Figure("reading the prompt", reading(n_read, n_to_read, elapsed_s)), *_lossy(info)]
     shown = [Figure("speed", speed(stats.tg_ts)), Figure("tokens", f"{stats.generated_tokens:,}", rank=4)]
-    shown.append(Figure("drafts accepted", percent(stats.acceptance_rate)) if info.gamma else Figure("drafts", "off"))
-    shown[-1] = _ranked(shown[-1], 1)
+    drafts = ("drafts accepted", percent(stats.acceptance_rate)) if info.gamma else ("drafts", "off")
+    shown.append(Figure(*drafts, rank=1))
     shown += _lossy(info)
     if full:
-        shown += _details(info, stats, ram_bytes)
+        shown += _details(info, stats)
         return shown + ([] if cache is None else live_cache_figures(cache))
     if cache is None:
         return shown
@@ -228,16 +211,12 @@ def live_figures(
     return shown
 
 
-def _ranked(figure: Figure, rank: int) -> Figure:
-    return Figure(figure.label, figure.value, rank=rank)
-
-
 def _lossy(info: EngineInfo) -> list[Figure]:
     """The budget, which no small window leaves out."""
     return [] if info.expert_budget is None else [Figure("budget", budget(info).removeprefix("budget "))]
 
 
-def _details(info: EngineInfo, stats: GenerationStats, ram_bytes: int) -> list[Figure]:
+def _details(info: EngineInfo, stats: GenerationStats) -> list[Figure]:
     shown = [
         Figure("prompt", speed(stats.pp_ts), rank=4),
         Figure("first token", seconds(stats.ttft_s), rank=5),
@@ -245,7 +224,6 @@ def _details(info: EngineInfo, stats: GenerationStats, ram_bytes: int) -> list[F
         Figure("tokens/step", f"{stats.tokens_per_step:.2f}" if stats.steps else NONE, rank=3),
         Figure("experts/step", experts(info, stats), rank=5),
         Figure("experts on", "the CPU" if info.device == "none" else device_name(info.device), rank=2),
-        Figure("process", format_bytes(ram_bytes), rank=6),
     ]
     if stats.experts_natural is not None:
         shown.append(Figure("without budget", f"{stats.experts_natural:.1f} experts/step", rank=5))

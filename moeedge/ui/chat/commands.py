@@ -6,19 +6,72 @@ An InputError in a command becomes one sentence on the screen; the chat goes on.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from moeedge.engine.conversation import read_text
+from moeedge.engine.autosave import UnfinishedChat, remove
+from moeedge.engine.conversation import Conversation, Message, read_text
 from moeedge.errors import InputError
 from moeedge.paths import user_path
-from moeedge.ui.chat import greeting, sessions
+from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
 from moeedge.ui.chat.answer_figures import answer_rows, total_rows
-from moeedge.ui.chat.state import Chat
 from moeedge.ui.figures import Figure, budget
+
+if TYPE_CHECKING:
+    from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
+    from moeedge.scheduler.stats import PlacementStats
+    from moeedge.ui.chat.settings import Settings
+
+_FIRST_WORDS = 40  # characters of a chat's first message in a list
+_N_LAST = 4  # messages that are shown of a loaded conversation
+_MESSAGE_ROWS, _MESSAGE_LENGTH = 4, 300  # shown of each
+
+
+@dataclass
+class Turn:
+    """The figures of one finished answer."""
+
+    stats: GenerationStats
+    stop_reason: StopReason | None
+    info: EngineInfo  # as it was then
+    cache: PlacementStats | None = None  # while the answer was decoded
+
+
+class Chat(Protocol):
+    """The part of the chat that commands read and change."""
+
+    conversation: Conversation
+    settings: Settings
+    attached: str  # text of /read, put before the next message
+    raw: bool
+    turns: list[Turn]
+    unfinished: list[UnfinishedChat]  # that /resume can take over, the newest first
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def apply(self, settings: Settings) -> list[str]:
+        """Apply changed settings, also to the engine. Returns what the user should know about them."""
+
+    def reopen(self) -> None:
+        """Take the last answer back, so that its question is answered anew."""
+
+    def resume(self, chat: UnfinishedChat) -> list[str]:
+        """Take over a chat that ended unexpectedly. Returns how it goes on; an open question is answered next."""
+
+    def edit(self, text: str) -> None:
+        """Put `text` into the prompt; what is sent then replaces the last question, and is answered anew."""
+
+    def use_model(self, name: str) -> list[str]:
+        """Go on with another model. Returns what is said about it. Raises MoeedgeError, and the old one stays."""
+
+    def confirm(self, question: str) -> bool:
+        """Ask the user; only yes is yes."""
 
 
 class Next(Enum):
@@ -51,22 +104,14 @@ class Command:
 
 def help_rows() -> list[Figure]:
     """Every command and key of the chat, with its effect."""
-    table = [
-        Figure(f"{command.name} {command.argument}".strip(), command.help + _also(command)) for command in COMMANDS
+    also = {command.name: f" Also {', '.join(command.aliases)}." for command in COMMANDS if command.aliases}
+    return [
+        *(Figure(f"{item.name} {item.argument}".strip(), item.help + also.get(item.name, "")) for item in COMMANDS),
+        Figure("Alt-Enter, Ctrl-J", "A new line in a message."),
+        Figure('"""', 'Begins a message of several lines; """ also ends it.'),
+        Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR, then sends it."),
+        Figure("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."),
     ]
-    table.append(Figure("Alt-Enter, Ctrl-J", "A new line in a message."))
-    table.append(Figure('"""', 'Begins a message of several lines; """ also ends it.'))
-    table.append(Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR, then sends it."))
-    table.append(Figure("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."))
-    return table
-
-
-def _help(_chat: Chat, _argument: str) -> Result:
-    return Result(table=help_rows())
-
-
-def _also(command: Command) -> str:
-    return f" Also {', '.join(command.aliases)}." if command.aliases else ""
 
 
 def _exit(_chat: Chat, _argument: str) -> Result:
@@ -94,7 +139,7 @@ def _regen(chat: Chat, _argument: str) -> Result:
 
 def _undo(chat: Chat, _argument: str) -> Result:
     question = chat.conversation.undo()
-    return Result([f'Taken back, with its answer: "{sessions.first_words([question])}"'])
+    return Result([f'Taken back, with its answer: "{first_words([question])}"'])
 
 
 def _edit(chat: Chat, _argument: str) -> Result:
@@ -162,14 +207,9 @@ def _stats(chat: Chat, _argument: str) -> Result:
             chat.info,
             [turn.stats for turn in chat.turns],
             [turn.cache for turn in chat.turns if turn.cache is not None],
-            _budgets(chat),
+            list(dict.fromkeys(label for turn in chat.turns if (label := budget(turn.info)))),
         )
     return Result(table=table)
-
-
-def _budgets(chat: Chat) -> list[str]:
-    """The expert budgets under which answers were given, each once."""
-    return list(dict.fromkeys(label for turn in chat.turns if (label := budget(turn.info))))
 
 
 def _read(chat: Chat, argument: str) -> Result:
@@ -181,27 +221,54 @@ def _read(chat: Chat, argument: str) -> Result:
 
 
 def _save(chat: Chat, argument: str) -> Result:
-    return Result(sessions.save(chat, _path(argument, "/save")))
+    """Writes the conversation to a file; asks before one is replaced."""
+    path = _path(argument, "/save")
+    if path.exists() and not path.is_dir() and not chat.confirm(f"{path} exists. Replace it?"):
+        return Result(["Not saved."])
+    chat.conversation.save(path, model=chat.info.model)
+    return Result([f"{_count(chat.conversation.messages)} saved to {path}."])
 
 
 def _load(chat: Chat, argument: str) -> Result:
-    return Result(sessions.load(chat, _path(argument, "/load")))
+    """Replaces the conversation by that of a file; the lines end with its last messages."""
+    path = _path(argument, "/load")
+    if path.suffix == ".gguf" or not path.exists():
+        raise InputError(f"There is no conversation {path}.", "/model NAME or FILE goes on with another model.")
+    loaded = Conversation.load(path)
+    lines = [] if loaded.take_back() is None else ["Its last question has no answer and was left out."]
+    chat.conversation.system = loaded.system
+    chat.conversation.messages = loaded.messages
+    chat.conversation.budgets = loaded.budgets
+    return Result([f"{_count(loaded.messages)} loaded from {path}.", *lines, *last_messages(loaded.messages)])
 
 
 def _sessions(chat: Chat, _argument: str) -> Result:
     if not chat.unfinished:
         return Result(["No chat ended unexpectedly. /save FILE keeps this one, /load FILE brings it back."])
-    return Result(["/resume N goes on with one."], table=sessions.unfinished_rows(chat.unfinished))
+    return Result(["/resume N goes on with one."], table=unfinished_rows(chat.unfinished))
 
 
 def _resume(chat: Chat, argument: str) -> Result:
     if argument == "list":
         return _sessions(chat, "")
     if argument == "drop":
-        return Result(sessions.drop(chat))
-    left = sessions.choose(chat.unfinished, argument)
-    lines = [f"Resumed: {sessions.describe(left)}.", *chat.resume(left)]
+        return _drop(chat)
+    left = choose(chat.unfinished, argument)
+    lines = [f"Resumed: {describe(left)}.", *chat.resume(left)]
     return Result(lines, next=Next.ANSWER if chat.conversation.has_question else Next.READ)
+
+
+def _drop(chat: Chat) -> Result:
+    """Deletes the chats that could be resumed, after a question."""
+    if not chat.unfinished:
+        raise InputError("There is no chat to resume.")
+    n_chats = len(chat.unfinished)
+    if not chat.confirm(f"Delete {n_chats} unfinished chat{'s' * (n_chats > 1)}?"):
+        return Result(["Nothing is deleted."])
+    for left in chat.unfinished:
+        remove(left)
+    chat.unfinished.clear()
+    return Result(["The unfinished chats were deleted."])
 
 
 def _path(argument: str, command: str) -> Path:
@@ -210,9 +277,73 @@ def _path(argument: str, command: str) -> Path:
     return user_path(argument)
 
 
+def last_messages(messages: Sequence[Message]) -> list[str]:
+    """The end of a conversation, long messages shortened."""
+    n_before = max(len(messages) - _N_LAST, 0)
+    lines = [f"({n_before} earlier messages)"] if n_before else []
+    for message in messages[n_before:]:
+        prefix = ">>> " if message.role == "user" else ""
+        lines.append(prefix + shortened(message.content.strip()))
+    return lines
+
+
+def shortened(text: str) -> str:
+    """The first rows of a text, and an ellipsis where there is more."""
+    rows = text.split("\n")
+    kept = "\n".join(rows[:_MESSAGE_ROWS])[:_MESSAGE_LENGTH]
+    return kept if kept == text else f"{kept.rstrip()}..."
+
+
+def first_words(messages: Sequence[Message]) -> str:
+    """The beginning of a conversation in one line."""
+    words = " ".join(messages[0].content.split()) if messages else ""
+    return words if len(words) <= _FIRST_WORDS else f"{words[:_FIRST_WORDS].rstrip()}..."
+
+
+def unfinished_rows(unfinished: Sequence[UnfinishedChat]) -> list[Figure]:
+    """Numbers and descriptions of the chats that can be resumed."""
+    return [
+        Figure(str(number), f'"{first_words(left.conversation.messages)}", {describe(left)}')
+        for number, left in enumerate(unfinished, 1)
+    ]
+
+
+def choose(unfinished: Sequence[UnfinishedChat], argument: str) -> UnfinishedChat:
+    """The chat that `argument` names, a number from 1 on; empty: the newest. Raises InputError."""
+    if not unfinished:
+        raise InputError("There is no chat to resume.", "Chats that ended unexpectedly are kept; /save keeps others.")
+    if argument and not (argument.isdecimal() and 1 <= int(argument) <= len(unfinished)):
+        raise InputError(f"There is no unfinished chat {argument}.", "/sessions lists them.")
+    return unfinished[int(argument or 1) - 1]
+
+
+def describe(chat: UnfinishedChat) -> str:
+    """Length, model and end of a chat in a few words."""
+    at = time.localtime(chat.ended_s)
+    day = "" if at[:3] == time.localtime()[:3] else time.strftime("%Y-%m-%d ", at)
+    count = _count(chat.conversation.messages)
+    return f"{count} with {chat.origin.model}, ended at {day}{time.strftime('%H:%M', at)}"
+
+
+def offer(unfinished: Sequence[UnfinishedChat]) -> str:
+    """The line at the start of a chat about earlier ones that ended unexpectedly; at least one."""
+    more = f" /sessions lists all {len(unfinished)}." if len(unfinished) > 1 else ""
+    return f"A chat ended unexpectedly: {describe(unfinished[0])}. /resume goes on with it.{more}"
+
+
+def _count(messages: Sequence[Message]) -> str:
+    return f"{len(messages)} message{'s' * (len(messages) != 1)}"
+
+
 COMMANDS = (
-    Command("/help", "", "Shows this list.", _help, ("/?",)),
-    Command("/exit", "", "Leaves; so do Ctrl-D and bye.", _exit, ("/bye", "/quit", "/q")),
+    Command("/help", "", "Shows this list.", lambda _chat, _argument: Result(table=help_rows()), ("/?",)),
+    Command(
+        "/exit",
+        "",
+        "Leaves; so do Ctrl-D and bye.",
+        lambda _chat, _argument: Result(next=Next.EXIT),
+        ("/bye", "/quit", "/q"),
+    ),
     Command("/regen", "", "Answers the last message again.", _regen, ("/retry",)),
     Command("/edit", "", "Lets you change the last message, and answers it anew.", _edit),
     Command("/undo", "", "Takes the last message and its answer back.", _undo),
@@ -238,11 +369,9 @@ _ELSEWHERE = {
     ("/list", "/ls", "/models"): "moeedge list, in a shell, shows the models; /model NAME goes on with another.",
     ("/history",): "The up arrow brings back earlier messages; /save FILE writes the conversation.",
     ("/multiline",): 'Alt-Enter makes a new line; """ begins a message of several lines.',
-    (
-        "/think",
-        "/nothink",
-        "/no_think",
-    ): "/set think on or off tells the model to; /set show_thinking on or off shows it.",
+    ("/think", "/nothink", "/no_think"): (
+        "/set think on or off tells the model to; /set show_thinking on or off shows it."
+    ),
 }
 
 

@@ -47,8 +47,8 @@ def print_header(console: Console, info: EngineInfo, *, toy: bool, warnings: Seq
 
 def print_warnings(console: Console, info: EngineInfo, warnings: Sequence[str] = (), *, quiet: bool = False) -> None:
     """A line for a lossy budget, for each choice and notice, and for each warning; quiet: without choices."""
-    choices = [] if quiet else [line for line in (info.layers, *_notices_of(info)) if line]
-    for line in [_budget_line(info), *choices]:
+    notices = [note for note in info.notes if isinstance(note, Notification) and note.level is Level.NOTICE]
+    for line in [_budget_line(info), *([] if quiet else [info.layers, *notices])]:
         if line:
             say(console, line)
     for warning in [*warnings, *warnings_of(info)]:
@@ -66,10 +66,11 @@ def header_line(info: EngineInfo, *, toy: bool = False) -> str:
 
 def details(info: EngineInfo) -> list[Figure]:
     """What is loaded and where it runs, as labels and values."""
+    shape = f"{info.n_expert_layers} layers x {info.n_experts} experts, top-{info.n_expert_used}"
     rows = [
         Figure("moeedge", __version__),
         Figure("model", f"{info.model} ({info.architecture})"),
-        Figure("experts", _expert_shape(info)),
+        Figure("experts", shape if info.n_experts else f"{info.n_layers} layers, no experts"),
         Figure("drafts", _drafts(info) + (", as many as pay" if info.auto_gamma else "")),
         Figure("device", "none, the CPU computes all experts" if info.device == "none" else info.device),
     ]
@@ -96,11 +97,6 @@ def warnings_of(info: EngineInfo) -> list[str]:
     return [note for note in info.notes if is_warning(note)]
 
 
-def _notices_of(info: EngineInfo) -> list[str]:
-    """The notes about what was chosen that are shown at default verbosity."""
-    return [note for note in info.notes if isinstance(note, Notification) and note.level is Level.NOTICE]
-
-
 def _model_line(info: EngineInfo, *, toy: bool, starter: Starter | None) -> str:
     if not toy:
         return f"Model: {info.model}" + ("." if info.n_experts else ", which has no experts.")
@@ -115,9 +111,8 @@ def experts_line(info: EngineInfo, cache_speed: float | None = None) -> str:
     drafts = f"Drafts: {_drafts(info)}."
     if info.n_experts == 0:
         return drafts
-    gain = ""
-    if cache_speed is not None and info.cache_slots:
-        gain = f", {cache_speed:.1f} times as fast as without, as measured"
+    known = cache_speed is not None and info.cache_slots
+    gain = f", {cache_speed:.1f} times as fast as without, as measured" if known else ""
     return f"Experts: {_experts(info)}{gain}. {drafts}"
 
 
@@ -147,12 +142,6 @@ def _budget_line(info: EngineInfo) -> str:
     label = figures.budget(info)
     effect = "answers may differ from the model's own" if info.gamma > 0 else "there are no drafts to verify"
     return f"{label[0].upper()}{label[1:]}: {effect}."
-
-
-def _expert_shape(info: EngineInfo) -> str:
-    if info.n_experts == 0:
-        return f"{info.n_layers} layers, no experts"
-    return f"{info.n_expert_layers} layers x {info.n_experts} experts, top-{info.n_expert_used}"
 
 
 def _place(info: EngineInfo) -> str:

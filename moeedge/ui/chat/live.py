@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import psutil
 from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
@@ -25,9 +24,9 @@ from moeedge.ui.chat.answer_figures import live_figures
 from moeedge.ui.chat.markdown import LineStyler, MarkdownLines, PlainLines, Segment, StyledLine
 from moeedge.ui.chat.panel import render_panel
 from moeedge.ui.chat.settings import Look
-from moeedge.ui.chat.stream import TAB, PlainView, wrap_rows
+from moeedge.ui.chat.stream import TAB, wrap_rows
 from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
-from moeedge.ui.console import supports_panel, visible
+from moeedge.ui.console import visible
 
 if TYPE_CHECKING:
     from moeedge.engine.types import EngineInfo, GenerationStats
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
-RAM_S = 1.0  # between two readings of this process's memory
 SETTLE_S = 0.5  # without a region after the width has changed: tmux tells a program late, and more may come
 TEXT_ROWS = 5  # least rows of the window that the panel leaves to the text
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -88,15 +86,11 @@ class LiveView:
         self._is_thought = False  # what the growing line is
         self._line = ""  # the growing line
         self._n_shown = 0  # characters of it, as it is shown, that are in rows above the region
-        self._told = False  # how long the model has thought
         self._region: list[int] = []  # cells of the region's lines on the screen; the cursor is below them
         self._panel = ""  # with its control sequences
         self._panel_at_s = 0.0
         self._columns = 0
         self._resized_s = -SETTLE_S
-        self._ram_bytes = 0
-        self._ram_at_s = 0.0
-        self._process = psutil.Process()
         self._started_s = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._paint_until_stopped, name="moeedge-painter", daemon=True)
@@ -151,23 +145,16 @@ class LiveView:
         while self._pieces:
             pieces.append(self._pieces.popleft())
         piece = "".join(pieces)
+        rows: list[str] = []
         if isinstance(self._thinking, FoldedThinking):
             answer = self._thinking.feed(piece, is_last=is_last)
-            return self._take_thought(is_last=is_last) + self._add(answer, is_thought=False)
-        rows: list[str] = []
-        for part in [*self._thinking.feed(piece), *(self._thinking.flush() if is_last else ())]:
+            if news := self._thinking.news(is_last=is_last):
+                told = wrap_rows(f"{news} (/set show_thinking on)", self._console.width)
+                rows = [*(self._painted([(row.rstrip(), _DIM)]) for row in told), ""]
+            return rows + self._add(answer, is_thought=False)
+        for part in self._thinking.feed(piece, is_last=is_last):
             rows += self._add(part.text, is_thought=part.is_thinking)
         return rows
-
-    def _take_thought(self, *, is_last: bool) -> list[str]:
-        """The row about folded thinking, once it has ended."""
-        assert isinstance(self._thinking, FoldedThinking)
-        line = self._thinking.last_line if is_last else self._thinking.line
-        if self._told or not line or (self._thinking.is_thinking and not is_last):
-            return []
-        self._told = True
-        rows = wrap_rows(f"{line} (/set show_thinking on)", self._console.width)
-        return [*(self._painted([(row.rstrip(), _DIM)]) for row in rows), ""]
 
     def _add(self, text: str, *, is_thought: bool) -> list[str]:
         """Appends to the growing line; the rows that are certain then."""
@@ -237,10 +224,6 @@ class LiveView:
         self._region = [cell_len(_COLOURS.sub("", line)) for line in lines]
 
     def _render_panel(self, columns: int, now_s: float) -> RenderableType:
-        full = self._look.stats == "full"
-        if full and (now_s - self._ram_at_s >= RAM_S or not self._ram_bytes):
-            self._ram_at_s = now_s
-            self._ram_bytes = self._process.memory_info().rss
         n_read, n_to_read = self._progress()
         figures = live_figures(
             self._info,
@@ -249,8 +232,7 @@ class LiveView:
             n_read=n_read,
             n_to_read=n_to_read,
             elapsed_s=now_s - self._started_s,
-            ram_bytes=self._ram_bytes,
-            full=full,
+            full=self._look.stats == "full",
         )
         hint = "stopping" if self._stopping() else "Ctrl-C stops"
         return render_panel(figures, columns=columns, rows=self._console.height - TEXT_ROWS, hint=hint)
@@ -268,27 +250,3 @@ def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
         elif part:
             found.append((part, style))
     return found
-
-
-def open_view(
-    console: Console,
-    info: EngineInfo,
-    stats: Callable[[], GenerationStats],
-    *,
-    stopping: Callable[[], bool] = lambda: False,
-    cache: Callable[[], PlacementStats | None] = lambda: None,
-    progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
-    splitter: ThinkingSplitter | None = None,
-    look: Look,
-    panel: bool = True,
-) -> LiveView | PlainView:
-    """A live view if `panel` is set and the console's terminal can show one, else a plain view.
-
-    splitter: tells thinking from answer; None: the model does not think.
-    """
-    stream = console.file
-    folds = look.show_thinking == "off" or (look.show_thinking == "auto" and console.is_terminal)
-    folded = FoldedThinking(splitter, lambda: stats().generated_tokens) if splitter is not None and folds else None
-    if panel and supports_panel(stream, columns=console.width, rows=console.height):
-        return LiveView(console, info, stats, stopping, cache, progress, look, folded or splitter)
-    return PlainView(console, folded)

@@ -15,16 +15,13 @@ from moeedge.engine.types import EngineInfo
 from moeedge.errors import ContextTooSmallError, InputError, MoeedgeError
 from moeedge.ui import figures
 from moeedge.ui.chat import greeting
-from moeedge.ui.chat.commands import LEAVING, Next, run_command
-from moeedge.ui.chat.context_changes import FULL, PromptFitter, Switch, settings_of
-from moeedge.ui.chat.engine_changes import SEED_NOTE, change_engine
+from moeedge.ui.chat.commands import LEAVING, Next, Turn, last_messages, run_command
 from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.prompt import unquote
-from moeedge.ui.chat.sessions import last_messages
+from moeedge.ui.chat.session_changes import FULL, SEED_NOTE, PromptFitter, Switch, change_engine, settings_of
 from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from moeedge.ui.chat.single import answer_view, print_turn
-from moeedge.ui.chat.state import Turn
 from moeedge.ui.console import say, show_figures, terminal_is_gone
 
 

@@ -62,6 +62,10 @@ class Settings:
         return self.gamma == "auto" and sampling.seed is not None and sampling.is_random
 
 
+_USUAL = Settings()
+_PARTS = ("sampling", "look", "template")
+
+
 @dataclass(frozen=True)
 class _Setting:
     """One name of /set and the conversion of its text."""
@@ -69,10 +73,19 @@ class _Setting:
     name: str
     convert: Callable[[str], Any]
     field_name: str = ""  # empty: the setting's own name
-    part: Literal["", "sampling", "look", "template"] = ""  # of Settings that has the field
     aliases: tuple[str, ...] = ()
     none: str = "random"  # how the value None is written
     help: str = ""  # a few words for the list of /set
+
+    @property
+    def field(self) -> str:
+        """The field of Settings, or of the part of it that has such a field."""
+        return self.field_name or self.name
+
+    @property
+    def part(self) -> str:
+        """The part of Settings; empty: Settings itself."""
+        return next((part for part in _PARTS if hasattr(getattr(_USUAL, part), self.field)), "")
 
 
 def seed_or_random(value: int) -> int | None:
@@ -125,62 +138,43 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _grammar(text: str) -> str:
-    """The grammar in that file, or of the JSON schema in a .json file; empty for off."""
+    return _read_grammar(text)[0]
+
+
+def _read_grammar(text: str) -> tuple[str, str]:
+    """The grammar in that file, or of the JSON schema in a .json file, and what it leaves out; empty for off."""
     if text == "off":
-        return ""
+        return "", ""
     from moeedge.engine.conversation import read_text
     from moeedge.llama.json_schema import schema_grammar
     from moeedge.llama.samplers import check_grammar
 
-    path = user_path(text)
-    content = schema_grammar(read_text(path)).text if path.suffix == ".json" else read_text(path)
+    path, note = user_path(text), ""
+    content = read_text(path)
+    if path.suffix == ".json":
+        schema = schema_grammar(content)
+        content, note = schema.text, f" (not enforced: {', '.join(schema.ignored)})" if schema.ignored else ""
     check_grammar(content)
-    return content
-
-
-def _not_enforced(text: str) -> str:
-    """What the grammar of a schema's file leaves out, as the end of a sentence."""
-    if not text.endswith(".json"):
-        return ""
-    from moeedge.engine.conversation import read_text
-    from moeedge.llama.json_schema import schema_grammar
-
-    ignored = schema_grammar(read_text(user_path(text))).ignored
-    return f" (not enforced: {', '.join(ignored)})" if ignored else ""
+    return content, note
 
 
 _SETTINGS = (
-    _Setting(
-        "temp", _number, "temperature", "sampling", ("temperature",), help="randomness; 0: always the most likely token"
-    ),
-    _Setting("top_k", int, part="sampling", help="draw from so many of the likeliest tokens; 0: all"),
-    _Setting("top_p", _number, part="sampling", help="draw from likeliest tokens with this probability"),
-    _Setting("min_p", _number, part="sampling", help="leave out tokens below this share of the likeliest"),
-    _Setting("repeat_penalty", _number, part="sampling", help="makes repeated tokens less likely; 1: off"),
-    _Setting("repeat_last_n", int, part="sampling", help="tokens that count as repeated; -1: all"),
-    _Setting("presence_penalty", _number, part="sampling", help="makes tokens less likely that have occurred"),
-    _Setting("frequency_penalty", _number, part="sampling", help="the same, once per occurrence"),
-    _Setting("typical_p", _number, part="sampling", aliases=("typical",), help="locally typical sampling; 1: off"),
-    _Setting(
-        "top_n_sigma",
-        _number,
-        part="sampling",
-        aliases=("top_nsigma",),
-        help="draw from tokens near the likeliest; -1: off",
-    ),
-    _Setting("xtc_probability", _number, part="sampling", help="chance to leave the likeliest tokens out"),
-    _Setting("dry_multiplier", _number, part="sampling", help="penalty of repeated sequences; 0: off"),
-    _Setting("samplers", _names, part="sampling", help="the order of these"),
-    _Setting(
-        "grammar", _grammar, part="sampling", none="off", help="a GBNF file, or a JSON schema, that answers follow"
-    ),
-    _Setting(
-        "think",
-        _choice(*dict.fromkeys(THINK_WORDS.values())),
-        part="template",
-        help="whether the model is told to think first",
-    ),
-    _Setting("seed", _seed, part="sampling", help="of the random numbers"),
+    _Setting("temp", _number, "temperature", ("temperature",), help="randomness; 0: always the most likely token"),
+    _Setting("top_k", int, help="draw from so many of the likeliest tokens; 0: all"),
+    _Setting("top_p", _number, help="draw from likeliest tokens with this probability"),
+    _Setting("min_p", _number, help="leave out tokens below this share of the likeliest"),
+    _Setting("repeat_penalty", _number, help="makes repeated tokens less likely; 1: off"),
+    _Setting("repeat_last_n", int, help="tokens that count as repeated; -1: all"),
+    _Setting("presence_penalty", _number, help="makes tokens less likely that have occurred"),
+    _Setting("frequency_penalty", _number, help="the same, once per occurrence"),
+    _Setting("typical_p", _number, aliases=("typical",), help="locally typical sampling; 1: off"),
+    _Setting("top_n_sigma", _number, aliases=("top_nsigma",), help="draw from tokens near the likeliest; -1: off"),
+    _Setting("xtc_probability", _number, help="chance to leave the likeliest tokens out"),
+    _Setting("dry_multiplier", _number, help="penalty of repeated sequences; 0: off"),
+    _Setting("samplers", _names, help="the order of these"),
+    _Setting("grammar", _grammar, none="off", help="a GBNF file, or a JSON schema, that answers follow"),
+    _Setting("think", _choice(*dict.fromkeys(THINK_WORDS.values())), help="whether the model is told to think first"),
+    _Setting("seed", _seed, help="of the random numbers"),
     _Setting(
         "n_predict", int, aliases=("n", "num_predict"), help="longest answer in tokens; -1: until the model stops"
     ),
@@ -190,15 +184,14 @@ _SETTINGS = (
     ),
     _Setting("ctx", int, aliases=("c", "n_ctx", "ctx_size", "num_ctx"), help="size of the context in tokens"),
     _Setting("context_shift", _switch, help="drop the older half when the context is full"),
-    _Setting("stats", _choice("line", "full", "off"), part="look", help="figures that are shown: line, full or off"),
+    _Setting("stats", _choice("line", "full", "off"), help="figures that are shown: line, full or off"),
     _Setting(
         "show_thinking",
         _show_thinking,
-        part="look",
         aliases=("thinking",),
         help="show what a model thinks: on, off (one line), auto",
     ),
-    _Setting("markdown", _switch, part="look", help="headings, bold text and code are shown as such"),
+    _Setting("markdown", _switch, help="headings, bold text and code are shown as such"),
 )
 
 
@@ -248,7 +241,7 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
         raise InputError(f'Unknown setting "{name}".', "Choose from: " + ", ".join(names()) + ".")
     try:
         value = found.convert(text)
-        changes = {found.field_name or found.name: value}
+        changes = {found.field: value}
         if found.part:
             changes = {found.part: replace(getattr(settings, found.part), **changes)}
         changed = replace(settings, **changes)
@@ -259,17 +252,17 @@ def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
             raise InputError(f'{found.name} must be {kind}, not "{text}".') from None
         is_word = found.part in ("look", "template") or found.convert is _switch
         raise InputError(f"{found.name}: {error}." if is_word else f"{error}.") from None
-    ignored = _not_enforced(text) if found.convert is _grammar else ""
+    ignored = _read_grammar(text)[1] if found.name == "grammar" else ""
     return changed, f"{found.name} = {_shown(changed, found)}{ignored}"
 
 
 def _shown(settings: Settings, setting: _Setting) -> str:
     source: object = getattr(settings, setting.part) if setting.part else settings
-    value = getattr(source, setting.field_name or setting.name)
+    value = getattr(source, setting.field)
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
         return ", ".join(value)
-    if setting.convert is _grammar and value:
+    if setting.name == "grammar" and value:
         return f"{len(value.splitlines())} lines"
     return setting.none if value in (None, "") else f"{value:g}" if isinstance(value, float) else str(value)

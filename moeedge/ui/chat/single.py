@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -21,12 +22,12 @@ from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
 from moeedge.ui.chat.answer_figures import answer_rows, turn_line
 from moeedge.ui.chat.interrupt import Interrupt
-from moeedge.ui.chat.live import LiveView, open_view
+from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.settings import Look, Settings
 from moeedge.ui.chat.stream import PlainView
-from moeedge.ui.chat.thinking import ThinkingSplitter
-from moeedge.ui.console import say, show_figures, typing_hidden
+from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
+from moeedge.ui.console import say, show_figures, supports_panel, typing_hidden
 from moeedge.ui.tables import json_text
 
 _FULL = "-c N makes it larger, --context-shift drops the older half and goes on."
@@ -50,17 +51,12 @@ def answer_view(
     """
     tags = answer.reasoning_tags
     splitter = None if tags is None else ThinkingSplitter(tags, is_open=answer.begins_in_reasoning)
-    view = open_view(
-        out,
-        info,
-        lambda: answer.stats,
-        stopping=interrupt,
-        cache=meter,
-        splitter=splitter,
-        progress=lambda: prompt_progress(answer),
-        look=look,
-        panel=panel,
-    )
+    folds = look.show_thinking == "off" or (look.show_thinking == "auto" and out.is_terminal)
+    folded = FoldedThinking(splitter, lambda: answer.stats.generated_tokens) if splitter is not None and folds else None
+    view: LiveView | PlainView = PlainView(out, folded)
+    if panel and supports_panel(out.file, columns=out.width, rows=out.height):
+        progress = partial(prompt_progress, answer)
+        view = LiveView(out, info, lambda: answer.stats, interrupt, meter, progress, look, folded or splitter)
     with meter, typing_hidden(drop=drop_typing), view:
         yield view
 
@@ -122,23 +118,13 @@ def answer_report(
 # keys of the JSON object that are fields or properties of the statistics, and those of the session's info
 _STATS_KEYS = (
     *("pp_ts", "tg_ts", "ttft_s", "steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"),
-    *("drafts_per_step", "ngram_steps", "context_shifts", "dropped_tokens"),
-    *(
-        "experts_per_verification",
-        "seed",
-        "cached_tokens",
-        "prefill_tokens",
-        "generated_tokens",
-        "prefill_s",
-        "decode_s",
-        "draft_s",
-    ),
-    *("verify_s", "observe_s", "sense_s", "overhead_share"),
+    *("drafts_per_step", "ngram_steps", "context_shifts", "dropped_tokens", "experts_per_verification", "seed"),
+    *("cached_tokens", "prefill_tokens", "generated_tokens", "prefill_s", "decode_s", "draft_s", "verify_s"),
+    *("observe_s", "sense_s", "overhead_share", "experts_natural", "kept_probability"),
 )
 _INFO_KEYS = (
     *("device", "cache_ratio", "cache_slots", "pool_bytes", "vram_bytes", "gamma", "draft", "policy", "model"),
-    *("auto_gamma",),
-    *("architecture", "n_ctx"),
+    *("auto_gamma", "architecture", "n_ctx"),
 )
 
 
@@ -156,9 +142,7 @@ def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats
         "threads": info.n_threads,
         "hit_rate_pairs": None if cache is None else cache.hit_rate_pairs,
         "placement": None if cache is None else cache.to_dict(),
-        "experts_natural": stats.experts_natural,
         "experts_max": stats.experts_max if stats.budgeted_steps else None,
-        "kept_probability": stats.kept_probability,
         **budget_record(info.expert_budget, gamma=info.gamma),
         "notes": list(info.notes),
     }

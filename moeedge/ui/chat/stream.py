@@ -55,7 +55,6 @@ class PlainView:
         self._row = ""  # text of the terminal's last row
         self._word = ""  # not shown yet
         self._last = ""
-        self._said = not console.is_terminal  # that there was thinking
 
     def __enter__(self) -> PlainView:
         return self
@@ -74,10 +73,8 @@ class PlainView:
         self._show(piece if self._folded is None else self._folded.feed(piece))
 
     def _show(self, text: str, *, is_last: bool = False) -> None:
-        folded = self._folded
-        if folded is not None and not self._said and folded.line and (is_last or not folded.is_thinking):
-            self._said = True
-            self._wrap(f"({folded.last_line})\n")
+        if self._folded is not None and self._console.is_terminal and (news := self._folded.news(is_last=is_last)):
+            self._wrap(f"({news})\n")
         if not text:
             return
         self._last = text

@@ -33,16 +33,9 @@ class ThinkingSplitter:
         """The text of a part that is thinking."""
         return thinking if self._tags is None else thinking.replace(self._tags.start, "").replace(self._tags.end, "")
 
-    def feed(self, piece: str) -> Iterator[Part]:
-        """The parts that are certain with this piece."""
+    def feed(self, piece: str, *, is_last: bool = False) -> Iterator[Part]:
+        """The parts that are certain with this piece; is_last: all that are left."""
         self._held += piece
-        yield from self._take(is_last=False)
-
-    def flush(self) -> Iterator[Part]:
-        """The rest, at the end of the text."""
-        yield from self._take(is_last=True)
-
-    def _take(self, *, is_last: bool) -> Iterator[Part]:
         if self._may_begin and not self.is_thinking:
             assert self._tags is not None
             begun = self._held.lstrip()
@@ -87,6 +80,7 @@ class FoldedThinking:
         self._seconds = 0.0
         self._n_tokens = 0
         self._has_thought = False  # with any text but tags and blanks
+        self._is_told = False
 
     @property
     def line(self) -> str:
@@ -98,10 +92,13 @@ class FoldedThinking:
             return f"thinking... {self._figures}"
         return f"thought for {self._figures}" if self._has_thought else ""
 
-    @property
-    def last_line(self) -> str:
-        """Of the thinking, once no more text comes; empty if there was none."""
-        return f"thought for {self._figures}, no answer yet" if self._splitter.is_thinking else self.line
+    def news(self, *, is_last: bool = False) -> str:
+        """The line of the thinking, once, as soon as it has ended; is_last: no more text comes."""
+        line = f"thought for {self._figures}, no answer yet" if is_last and self.is_thinking else self.line
+        if self._is_told or not line or (self.is_thinking and not is_last):
+            return ""
+        self._is_told = True
+        return line
 
     @property
     def _figures(self) -> str:
@@ -114,9 +111,8 @@ class FoldedThinking:
 
     def feed(self, piece: str, *, is_last: bool = False) -> str:
         """The text of the answer in this piece; is_last: and in what waited for more."""
-        parts = [*self._splitter.feed(piece), *(self._splitter.flush() if is_last else ())]
         answer = ""
-        for part in parts:
+        for part in self._splitter.feed(piece, is_last=is_last):
             if part.is_thinking:
                 self._start_s = self._start_s or time.monotonic()
                 self._has_thought |= bool(self._splitter.without_tags(part.text).strip())
