@@ -280,15 +280,6 @@ Ram = Annotated[
         "does not fit there; off: llama.cpp maps the file.",
     ),
 ]
-RepackExperts = Annotated[
-    str,
-    option(
-        PLACEMENT,
-        "--repack auto|on|off",
-        "Whether experts that are loaded into RAM as needed (--ram) take the layout of llama.cpp's faster CPU kernels: "
-        "auto: of types for which that costs no time (Q4_0, IQ4_NL, MXFP4); on: of all types that have such kernels.",
-    ),
-]
 NoWarmStart = Annotated[
     bool,
     option(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 21  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 22  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -62,14 +62,6 @@ class DevicePath(IntEnum):
     AHEAD = 2  # before the host knows the ids, where llama.cpp computes the router on that device; else as COLUMNS
 
 
-class Repack(IntEnum):
-    """enum moeedge_repack: which matrices a cache in RAM holds in the layout of ggml's faster CPU kernels."""
-
-    NONE = 0
-    CHEAP = 1  # of types that are repacked as fast as they are copied
-    ALL = 2  # all that ggml has kernels for on this CPU
-
-
 class KernelChoice(IntEnum):
     """enum moeedge_kernel_choice: which kernels compute the experts' matmuls on the CPU."""
 
@@ -77,7 +69,6 @@ class KernelChoice(IntEnum):
     MEASURED = 1  # ours where they are faster
     ALL = 2  # ours where there are any, of the newest instructions
     AVX2 = 3  # ours for AVX2 where there are any
-    PORTABLE = 4  # for tests: those in plain C++, which round as ggml's plain code does, unchecked
 
 
 class ReadFault(IntEnum):
@@ -226,7 +217,6 @@ class CacheConfigStruct(ctypes.Structure):
         ("pool_bytes_max", c_int64),
         ("disk_bytes_per_s", c_double),
         ("disk_buffered", c_int32),
-        ("repack", c_int32),
     ]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, DevicePath, PrefillPath, ReadFault, Repack, Status
+from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, DevicePath, PrefillPath, ReadFault, Status
 from moeedge.native.library import load
 from moeedge.native.mapping import FileVersion
 from moeedge.native.sensor import Sensor
@@ -76,7 +76,6 @@ class CacheConfig:
     pool_bytes_max: int = 0  # of the slots in one tensor; 0: as much as the device allows
     disk_bytes_per_s: float = 0.0  # rate of all reads of a cache in RAM together; 0: not limited
     disk_buffered: bool = False  # a cache in RAM reads by way of the page cache, and gives its pages back
-    repack: Repack = Repack.NONE  # of a cache in RAM: matrices in the layout of ggml's faster kernels
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ class CacheInfo:
     unpinned: bool = c_field(c_int32)  # pinned staging memory was not available: transfers are slower
     is_host: bool = c_field(c_int32)  # the device's memory is the host's
     lost: bool = c_field(c_int32)
-    n_repacked: int = c_field(c_int32)  # matrices of a group's experts in the repacked layout, of all groups
     device: str = c_field(TEXT_64)
     description: str = c_field(TEXT_128)
 
@@ -509,7 +507,6 @@ def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, tuple[object, ..
         pool_bytes_max=config.pool_bytes_max,
         disk_bytes_per_s=config.disk_bytes_per_s,
         disk_buffered=config.disk_buffered,
-        repack=int(config.repack),
     )
     return struct, (files, tensors)
 

@@ -13,7 +13,7 @@ from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
-from moeedge.native.abi import Phase, PrefillPath, Repack
+from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.base import CacheShape, CutoffPolicy, Policy, PolicyConfig
@@ -35,7 +35,6 @@ from moeedge.units import format_bytes
 
 _TIER_READERS = 3  # threads that fill the staging memory from RAM or from the disk
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
-_NO_REPACK = "--repack has no effect: it is for experts that --ram loads from the file."
 _TRANSFER_EXPERTS = 64  # experts in one transfer of a policy that moves in batches: all of a layer that a step brings
 
 
@@ -215,8 +214,7 @@ def _measure_now(
 def _open_tier(config: PlacementConfig, target: Context, gamma: int, notes: list[str]) -> RamTier | None:
     """The cache in RAM for experts that are not on the device, attached to the target; None where it has no room."""
     device = devices.ram(ResolvedDevice("none"))
-    # uploads to the device copy the slots, so these have the file's layout
-    cache = _open_cache(replace(config, repack=Repack.NONE), device, target, None, gamma, notes)
+    cache = _open_cache(config, device, target, None, gamma, notes)
     if cache is None:
         return None
     with ExitStack() as stack:
@@ -315,7 +313,6 @@ def _open_cache(
                 link_latency_s=device.latency_us * 1e-6,
                 pool_bytes_max=ram_tier.pool_bytes_max(tensors) if device.kind == "ram" else 0,
                 disk_bytes_per_s=config.disk_bytes_per_s,
-                repack=config.repack if device.kind == "ram" else Repack.NONE,
             )
         )
     except EngineError as error:  # no memory for a single slot
@@ -517,8 +514,6 @@ def _describe_placement(
         )
     if ignored:
         notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
-    if config.repack is not Repack.NONE:
-        notes.append(_NO_REPACK)
     return notes
 
 
@@ -532,6 +527,4 @@ def _ignored_options(config: PlacementConfig) -> list[str]:
     ignored = ignored_ablations("none", config.ablations)
     if ignored:
         notes.append(f"--ablate {', '.join(ignored)} has no effect: no device holds experts here.")
-    if config.repack is not Repack.NONE:
-        notes.append(_NO_REPACK)
     return notes

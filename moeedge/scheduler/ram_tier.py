@@ -63,7 +63,7 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
     experts = (
         f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed, "
         f"into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
-        f"policy {policy}{', repacked for the CPU' if cache.info.n_repacked else ''}."
+        f"policy {policy}."
     )
     dense = target.model.dense
     assert dense is not None  # loaded for this

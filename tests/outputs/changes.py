@@ -90,5 +90,7 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: profile.*: config\.(with_|ProfileOutput\.(files\.save_ranking|files\.compare|other))", "", "the same"),
     (r"options: (chat|bench) foreign --(budget-\w|save-ranking|fit)", "", "rows that say where these went"),
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
+    (r"options: (.* )?--repack\b", "", "slots in the layout of llama.cpp's faster kernels were never faster"),
+    (r"options: .*\.repack\b", "", "the same, in configurations"),
     (r"options: .* declared: 5$", "", "texts of help"),
 ]  # fmt: skip

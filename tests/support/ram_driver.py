@@ -19,7 +19,7 @@ from moeedge.errors import MoeedgeError
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.model import Model
-from moeedge.native.abi import Phase, PrefillPath, ReadFault, Repack
+from moeedge.native.abi import Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.support.hybrid_driver import churn
 
@@ -88,7 +88,7 @@ def next_to_a_device(path: Path) -> None:
 def main(arguments: list[str]) -> None:
     """Decode each model several times; every answer is the first one."""
     for path in map(Path, arguments):
-        with ram_context(path, 0.2, repack=Repack.CHEAP) as (context, cache):
+        with ram_context(path, 0.2) as (context, cache):
             expected = decode(context)
             with churn(cache, seed=3):
                 for fault in (ReadFault.EIO, ReadFault.SHORT, ReadFault.END, ReadFault.DELAY):
