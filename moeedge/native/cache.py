@@ -321,7 +321,8 @@ class ExpertCache:
     def read_ahead(self, layer: int, experts: NDArray[np.int32]) -> None:
         """Queue the absent ones of a coming layer's experts [n] after what a computation waits for.
 
-        For the device "ram". They stay until that layer's turn, the next one after the layer that was computed last.
+        For the device "ram", as large batches do by themselves. They stay until that layer's turn, the next one after
+        the layer that was computed last.
         """
         experts = np.ascontiguousarray(experts, np.int32)
         _check(

@@ -20,8 +20,6 @@ class ExecutionConfig:
     # experts predicted during drafting: a worker moves them, drafting waits for them layer by layer, or none is moved
     drafting: Drafting = "worker"
     batch: int | None = None  # experts in one transfer at most; 0: the device decides; None: the policy decides
-    # in RAM: what the next layer's router is predicted to choose is read from the file while a layer is computed
-    reads_ahead: bool = False
     cutoff_layer: int | None = None  # sp-moe: layers to prefetch for; None: worked out from measured times
 
     def __post_init__(self) -> None:

@@ -101,9 +101,8 @@ class PlacementManager:
             policy, self._store, filter_plan=PredictedUploads(cache, self.on_demand) if restricts else None
         )
         self.layer_hook: LayerHook | None = None
-        reader = cache if execution.reads_ahead and device.kind == "ram" and gate_predictor is not None else None
-        if self.on_demand is not None or self.driver.plans_layers or reader is not None:
-            self.layer_hook = LayerHook(self.driver, gate_predictor, self.on_demand, reader)
+        if self.on_demand is not None or self.driver.plans_layers:
+            self.layer_hook = LayerHook(self.driver, gate_predictor, self.on_demand)
         self.draft_prefetch: DraftPrefetch | None = None
         if draft_predictor is not None:
             self.draft_prefetch = DraftPrefetch(draft_predictor, self._plan_ahead, cache.drain, vanilla=vanilla)

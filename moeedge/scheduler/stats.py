@@ -138,29 +138,24 @@ _RATES = (
 )
 
 
+_TIMES = ("schedule_s", "plan_s", "draft_s", "decode_s")  # that the recorder counts
+
+
 class StatsRecorder:
     """Sums up what the Python side counts; `start` are the native figures when the session began."""
 
     def __init__(self, start: CacheStats) -> None:
-        self.steps = 0
-        self._tokens = 0
-        self._schedule_s = 0.0
-        self._plan_s = 0.0
-        self._draft_s = 0.0
-        self._decode_s = 0.0
+        self._sums: dict[str, Any] = {"steps": 0, "tokens": 0} | dict.fromkeys(_TIMES, 0.0)
         self._start = PlacementStats(**vars(start))
 
     def add_step(self, record: StepRecord) -> None:
         """A verification or plain decode; the time of scheduling it is added with `add_schedule`."""
-        self.steps += 1
-        self._tokens += len(record.tokens)
-        self._draft_s += record.draft_s
-        self._decode_s += record.draft_s + record.verify_s + record.observe_s
+        step_s = record.draft_s + record.verify_s + record.observe_s
+        self._add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
 
     def add_schedule(self, seconds: float) -> None:
         """Time that the policy and its plan took, part of a step's."""
-        self._schedule_s += seconds
-        self._decode_s += seconds
+        self._add(schedule_s=seconds, decode_s=seconds)
 
     def skip(self, before: CacheStats, after: CacheStats) -> None:
         """Does not count what the cache has done in between."""
@@ -170,18 +165,12 @@ class StatsRecorder:
         """Runs the policy and its plans, in whichever thread, and counts the time."""
         start_s = time.perf_counter()
         call()
-        self._plan_s += time.perf_counter() - start_s
+        self._add(plan_s=time.perf_counter() - start_s)
+
+    def _add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self._sums[name] += amount
 
     def read(self, now: CacheStats, **gauges: Any) -> PlacementStats:
         """All figures since the session began; `gauges` are fields of PlacementStats."""
-        newest = PlacementStats(
-            **vars(now),
-            **gauges,
-            steps=self.steps,
-            tokens=self._tokens,
-            schedule_s=self._schedule_s,
-            plan_s=self._plan_s,
-            draft_s=self._draft_s,
-            decode_s=self._decode_s,
-        )
-        return newest - self._start
+        return PlacementStats(**vars(now), **gauges, **self._sums) - self._start
