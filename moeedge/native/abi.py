@@ -198,28 +198,6 @@ class BudgetRoutingStruct(ctypes.Structure):
 BLOCK_HOOK = CFUNCTYPE(None, c_void_p, POINTER(BlockStruct))  # moeedge_block_hook
 
 
-class CacheConfigStruct(ctypes.Structure):
-    """struct moeedge_cache_config."""
-
-    _fields_ = [
-        ("device", c_char_p),
-        ("emulated_threads", c_int32),
-        ("link_bytes_per_s", c_double),
-        ("n_layers", c_int32),
-        ("n_experts", c_int32),
-        ("files", POINTER(c_char_p)),
-        ("n_files", c_int32),
-        ("tensors", c_void_p),  # array of struct moeedge_expert_tensor
-        ("n_tensors", c_int32),
-        ("ratio", c_double),
-        ("n_stage", c_int32),
-        ("link_latency_s", c_double),
-        ("pool_bytes_max", c_int64),
-        ("disk_bytes_per_s", c_double),
-        ("disk_buffered", c_int32),
-    ]
-
-
 # struct moeedge_block_record
 BLOCK_RECORD = np.dtype(
     [
@@ -281,7 +259,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "instance_set_cache": (c_int, c_int64, c_int64),
     "instance_remove_cache": (c_int, c_int64, c_int64),
     "instance_skip_unweighted": (c_int, c_int64, c_int),
-    "cache_create": (c_int64, POINTER(CacheConfigStruct)),
+    "cache_create": (c_int64, c_void_p),
     "cache_destroy": (c_int, c_int64),
     "cache_get_info": (c_int, c_int64, c_void_p),
     "cache_groups": (c_int, c_int64, c_void_p, c_void_p, c_void_p),

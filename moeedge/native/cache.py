@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import c_int32
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, DevicePath, PrefillPath, ReadFault, Status
+from moeedge.native.abi import BLOCK_RECORD, DevicePath, PrefillPath, ReadFault, Status
 from moeedge.native.library import load
 from moeedge.native.mapping import FileVersion
 from moeedge.native.sensor import Sensor
@@ -61,21 +61,22 @@ MAX_BLOCKS = 4096  # block records that the native ring holds (block-records.h)
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Device, experts and size of a cache."""
+    """struct moeedge_cache_config: device, experts and size of a cache."""
 
-    device: str  # ggml's name of it, "emulated" or "ram"
-    files: Sequence[Path]  # all parts of the model
-    tensors: Sequence[ExpertTensor]
-    n_layers: int
-    n_experts: int
-    ratio: float  # share of all experts that get a slot, 0..1
-    n_stage: int = 0  # extra slots per kind of expert, for streaming prefill
-    emulated_threads: int = 1
-    link_bytes_per_s: float = 0.0  # rate of the emulated device's transfers; 0: not limited
-    link_latency_s: float = 0.0  # fixed time of each of them
-    pool_bytes_max: int = 0  # of the slots in one tensor; 0: as much as the device allows
-    disk_bytes_per_s: float = 0.0  # rate of all reads of a cache in RAM together; 0: not limited
-    disk_buffered: bool = False  # a cache in RAM reads by way of the page cache, and gives its pages back
+    device: str = c_field(c_char_p)  # ggml's name of it, "emulated" or "ram"
+    files: Sequence[Path] = c_field(c_void_p)  # all parts of the model
+    tensors: Sequence[ExpertTensor] = c_field(c_void_p)
+    n_layers: int = c_field(c_int32)
+    n_experts: int = c_field(c_int32)
+    ratio: float = c_field(c_double)  # share of all experts that get a slot, 0..1
+    link_bytes_per_s: float = c_field(c_double, 0.0)  # rate of the emulated device's transfers; 0: not limited
+    link_latency_s: float = c_field(c_double, 0.0)  # fixed time of each of them
+    disk_bytes_per_s: float = c_field(c_double, 0.0)  # rate of all reads of a cache in RAM together; 0: not limited
+    pool_bytes_max: int = c_field(c_int64, 0)  # of the slots in one tensor; 0: as much as the device allows
+    n_stage: int = c_field(c_int32, 0)  # extra slots per kind of expert, for streaming prefill
+    emulated_threads: int = c_field(c_int32, 1)
+    # a cache in RAM reads by way of the page cache, and gives its pages back
+    disk_buffered: bool = c_field(c_int32, False)
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class ReaderInfo:
 
 
 _ExpertTensorStruct = c_struct(ExpertTensor)
+_CacheConfigStruct = c_struct(CacheConfig, n_files=c_int32, n_tensors=c_int32)
 _ReaderInfoStruct = c_struct(ReaderInfo)
 _CacheInfoStruct = c_struct(CacheInfo)
 _CacheStatsStruct = c_struct(CacheStats)
@@ -486,30 +488,16 @@ def _victims(victims: NDArray[np.int32], utility: NDArray[np.float32]) -> tuple[
     return victims, utility
 
 
-def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, tuple[object, ...]]:
+def _to_struct(config: CacheConfig) -> tuple[ctypes.Structure, tuple[object, ...]]:
     """The C structure, and the arrays that it points to."""
     files = (ctypes.c_char_p * len(config.files))(*(str(path).encode() for path in config.files))
     tensors = (_ExpertTensorStruct * len(config.tensors))()
     for raw, tensor in zip(tensors, config.tensors, strict=True):
         fill(raw, tensor)
-    struct = CacheConfigStruct(
-        device=config.device.encode(),
-        emulated_threads=config.emulated_threads,
-        link_bytes_per_s=config.link_bytes_per_s,
-        link_latency_s=config.link_latency_s,
-        n_layers=config.n_layers,
-        n_experts=config.n_experts,
-        files=files,
-        n_files=len(files),
-        tensors=ctypes.cast(tensors, ctypes.c_void_p),
-        n_tensors=len(tensors),
-        ratio=config.ratio,
-        n_stage=config.n_stage,
-        pool_bytes_max=config.pool_bytes_max,
-        disk_bytes_per_s=config.disk_bytes_per_s,
-        disk_buffered=config.disk_buffered,
-    )
-    return struct, (files, tensors)
+    raw_config = _CacheConfigStruct(n_files=len(files), n_tensors=len(tensors))
+    addresses = (ctypes.addressof(files), ctypes.addressof(tensors))
+    fill(raw_config, replace(config, files=addresses[0], tensors=addresses[1]))  # type: ignore[arg-type]
+    return raw_config, (files, tensors)
 
 
 def _check(library: ctypes.CDLL, status: int, *, in_ram: bool = False) -> int:

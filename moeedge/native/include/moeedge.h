@@ -165,19 +165,18 @@ struct moeedge_expert_tensor {
 struct moeedge_cache_config {
     const char *         device;           // ggml's name of it; "emulated": a second CPU instance with its own memory; "ram":
                                            // slots in host memory that the CPU computes from, loaded on demand
-    int32_t              emulated_threads;
-    double               link_bytes_per_s; // rate of the emulated device's transfers; 0: not limited
-    int32_t              n_layers, n_experts;
     const char * const * files;
-    int32_t              n_files;
     const struct moeedge_expert_tensor * tensors;
-    int32_t              n_tensors;
+    int32_t              n_layers, n_experts;
     double               ratio;            // share of all experts that get a slot, 0..1
-    int32_t              n_stage;          // extra slots per kind of expert, for streaming prefill
-    double               link_latency_s;   // fixed time of each of the emulated device's transfers
-    int64_t              pool_bytes_max;   // of the slots in one tensor; 0: as much as the device allows
+    double               link_bytes_per_s; // rate of the emulated device's transfers; 0: not limited
+    double               link_latency_s;   // fixed time of each of them
     double               disk_bytes_per_s; // rate of all reads of a cache in RAM together; 0: not limited
+    int64_t              pool_bytes_max;   // of the slots in one tensor; 0: as much as the device allows
+    int32_t              n_stage;          // extra slots per kind of expert, for streaming prefill
+    int32_t              emulated_threads;
     int32_t              disk_buffered;    // a cache in RAM reads by way of the page cache, and gives its pages back
+    int32_t              n_files, n_tensors;
 };
 
 struct moeedge_cache_info {
