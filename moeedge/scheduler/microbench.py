@@ -99,17 +99,16 @@ def calibrate(
                 f"Measuring how long an expert takes on the CPU and on {device.label}: once, for some seconds."
             )
         )
-        policy = make_policy(config.policy, cache_shape(cache), policy_config)
-        n_verified = policy_config.gamma + 1
-        paths = _device_paths(cache, config)
+        # one way to compute small batches where the device is the host, or where one was asked for; else all compete
+        paths = (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
         calibration = measure(
             target,
             draft,
             cache,
-            policy,
+            make_policy(config.policy, cache_shape(cache), policy_config),
             cap=policy_config.cap,
-            n_verified=n_verified,
-            device_paths=paths,
+            n_verified=policy_config.gamma + 1,
+            device_paths=paths if config.device_path is None else (config.device_path,),
             cancel=cancel,
         )
         try:
@@ -133,13 +132,6 @@ def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: Resol
     link_s = expert_bytes / device.link_bytes_per_s if device.link_bytes_per_s else 0.0
     floor_s = link_s + device.latency_us * 1e-6
     return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
-
-
-def _device_paths(cache: ExpertCache, config: PlacementConfig) -> tuple[DevicePath, ...]:
-    """The ways of computing small batches to compare: one where the device is the host, or where one was asked for."""
-    if config.device_path is not None:
-        return (config.device_path,)
-    return (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
 
 
 def measure(

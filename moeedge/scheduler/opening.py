@@ -132,7 +132,8 @@ class _Opening:
         with ExitStack() as stack:
             stack.enter_context(cache)
             policy = self._policy_maker(None)(cache_shape(cache))
-            tier = RamTier(cache, policy, *self._fill_slots(cache))
+            info = self.target.model.info
+            tier = RamTier(cache, policy, *self._fill_slots(cache), n_all=info.n_expert_layers * info.n_experts)
             assert self.target.sensor is not None  # the caller checks it
             tier.attach(self.target.sensor)
             stack.pop_all()
@@ -264,7 +265,7 @@ class _Opening:
                 self.notes.append("The expert cache is off, as asked: every expert stays on the CPU.")
             return None
         try:
-            cache = ExpertCache.open(
+            cache = ExpertCache(
                 CacheConfig(
                     device=device.ggml_name,
                     files=files,

@@ -136,7 +136,8 @@ class SlotMemory:
         n_left = max(n_left, self._n_layers)
         if n_left >= before:
             return
-        now = self._set_limit(n_left)
+        self.cache.limit(n_left)
+        now = self.cache.info.n_slots
         if now < before:
             text = f"{reason}: RAM now holds at most {now:,} experts instead of {before:,}."
             self._waiting.append(Notification(text, Level.WARNING))
@@ -149,15 +150,12 @@ class SlotMemory:
         n_slots = self.cache.stats().slots_used + slots_of(self.cache, spare_bytes)
         if n_slots <= before:
             return
-        now = self._set_limit(min(n_slots, self._n_slots_opened))
+        self.cache.limit(min(n_slots, self._n_slots_opened))
+        now = self.cache.info.n_slots
         if now > before:
             free = format_bytes(self.watch.free_bytes)
             text = f"{free} of memory are free again: RAM now holds up to {now:,} experts instead of {before:,}."
             self._waiting.append(Notification(text, Level.NOTICE))
-
-    def _set_limit(self, n_slots: int) -> int:
-        self.cache.limit(n_slots)
-        return self.cache.info.n_slots
 
 
 def _update_periodically(memory: weakref.ref[SlotMemory], stop: Event) -> None:

@@ -124,7 +124,7 @@ def test_bit_identical_to_the_mapped_file(loaded: Loaded, ratio: float) -> None:
             n_experts=info.n_experts,
             ratio=ratio,
         )
-        with ExpertCache.open(cache_config) as cache:
+        with ExpertCache(cache_config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             for batch in (TOKENS[:1], TOKENS[1:6], TOKENS[6:120], TOKENS[120:121], TOKENS[121:150]):
@@ -163,7 +163,7 @@ def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
         cache_config = CacheConfig(
             device="ram", files=files, tensors=tensors, n_layers=shape[0], n_experts=shape[1], ratio=0.5
         )
-        with ExpertCache.open(cache_config) as cache:
+        with ExpertCache(cache_config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             context.decode(TOKENS[:1], phase=Phase.DECODE)

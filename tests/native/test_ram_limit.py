@@ -192,7 +192,7 @@ def test_no_computation_waits_until_the_memory_is_given_back(tmp_path: Path) -> 
     """256 MB of experts are copied, and as much memory is given back, in a tenth of a second or more."""
     model = write_experts(tmp_path / "experts.bin", n_layers=4, n_experts=64, width=512, sparse=True)
     longest_s = []
-    with ExpertCache.open(model.config(1.0, device="ram")) as cache:
+    with ExpertCache(model.config(1.0, device="ram")) as cache:
         for _ in range(3):
             cache.limit(1 << 30)
             cache.clear()
@@ -220,5 +220,5 @@ def test_another_device_gives_no_single_slots_back(wide: Path) -> None:
         ratio=0.5,
         emulated_threads=1,
     )
-    with ExpertCache.open(config) as cache, pytest.raises(MoeedgeError):
+    with ExpertCache(config) as cache, pytest.raises(MoeedgeError):
         cache.limit(10)

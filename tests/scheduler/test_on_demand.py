@@ -23,7 +23,7 @@ LAYERS, EXPERTS, SHARE = 4, 8, 2
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[ExpertCache]:
-    with ExpertCache.open(write_experts(tmp_path / "experts.bin").config(SHARE / EXPERTS)) as opened:
+    with ExpertCache(write_experts(tmp_path / "experts.bin").config(SHARE / EXPERTS)) as opened:
         yield opened
 
 

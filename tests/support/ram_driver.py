@@ -44,7 +44,7 @@ def ram_context(
             ratio=ratio,
             **changes,
         )
-        with ExpertCache.open(config) as cache:
+        with ExpertCache(config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             yield context, cache
@@ -74,7 +74,7 @@ def next_to_a_device(path: Path) -> None:
     with ram_context(path, 0.2) as (context, ram):
         expected = decode(context)
         config = replace(ram._config, device="emulated", ratio=0.3, n_stage=8)
-        with ExpertCache.open(config) as cache:
+        with ExpertCache(config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             cache.read_from(ram)
