@@ -26,13 +26,12 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.kept_activations import EarlierRuns, KeptActivations
-from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, PredictedUploads
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
 from moeedge.scheduler.ram_tier import RamStore, RamTier
 from moeedge.scheduler.routing_reader import RoutingReader
-from moeedge.scheduler.slot_memory import SlotMemory, slots_of
+from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory, slots_of
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
 from moeedge.units import format_bytes
 

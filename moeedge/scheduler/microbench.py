@@ -99,18 +99,7 @@ def calibrate(
                 f"Measuring how long an expert takes on the CPU and on {device.label}: once, for some seconds."
             )
         )
-        # one way to compute small batches where the device is the host, or where one was asked for; else all compete
-        paths = (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
-        calibration = measure(
-            target,
-            draft,
-            cache,
-            make_policy(config.policy, cache_shape(cache), policy_config),
-            cap=policy_config.cap,
-            n_verified=policy_config.gamma + 1,
-            device_paths=paths if config.device_path is None else (config.device_path,),
-            cancel=cancel,
-        )
+        calibration = _measure(target, draft, cache, config, policy_config, cancel)
         try:
             if file is None:
                 raise OSError
@@ -134,27 +123,29 @@ def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: Resol
     return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
 
 
-def measure(
+def _measure(
     target: Context,
     draft: Context | None,
     cache: ExpertCache,
-    policy: Policy,
-    *,
-    cap: int,
-    n_verified: int,
-    device_paths: Sequence[DevicePath] = (DevicePath.PAIRS,),
-    cancel: Callable[[], bool] = lambda: False,
+    config: PlacementConfig,
+    policy_config: PolicyConfig,
+    cancel: Callable[[], bool],
 ) -> Calibration:
     """Measures within about 3 s on a small model; the context must have CONTEXT_MIN tokens.
 
-    policy: a fresh one, whose utilities are judged. device_paths: are compared. Leaves KV caches and slots empty, and
-    the cache detached, with the fastest path.
+    Leaves KV caches and slots empty, and the cache detached, with the fastest path.
     """
     start_s = time.perf_counter()
+    # one way to compute small batches where the device is the host, or where one was asked for; else all compete
+    device_paths = (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
+    if config.device_path is not None:
+        device_paths = (config.device_path,)
+    n_verified = policy_config.gamma + 1
+    policy = make_policy(config.policy, cache_shape(cache), policy_config)
     run = _Run(target, cache, policy, n_verified, cancel)
     try:
         transfer_s, n_readers = run.time_transfers()
-        run.learn(cap)
+        run.learn(policy_config.cap)
         paths_s, plain_step_s = run.time_batches(device_paths)
         path = min(paths_s, key=lambda path: paths_s[path][run.n_verified])
         step_s = paths_s[path]

@@ -25,12 +25,11 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
 from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.scheduler.manager import PlacementManager
-from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
 from moeedge.scheduler.ram_tier import RamTier
 from moeedge.scheduler.sizing import cache_budget, emulated_threads, in_host_memory, n_staging_slots, reserve_bytes
-from moeedge.scheduler.slot_memory import SlotMemory
+from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory
 from moeedge.units import format_bytes
 
 _TIER_READERS = 3  # threads that fill the staging memory from RAM or from the disk

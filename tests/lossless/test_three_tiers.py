@@ -35,8 +35,7 @@ from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler import kept_activations, ram_tier
-from moeedge.scheduler.memory_watch import MemoryWatch
-from moeedge.scheduler.slot_memory import LOST
+from moeedge.scheduler.slot_memory import LOST, MemoryWatch
 from moeedge.ui.figures import cache_rows
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case

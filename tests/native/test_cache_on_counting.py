@@ -13,7 +13,7 @@ from moeedge.errors import EngineError
 from moeedge.hardware import devices
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
-from moeedge.scheduler.memory_watch import MemoryWatch
+from moeedge.scheduler.slot_memory import MemoryWatch
 from tests.conftest import TinyFactory
 from tests.native.test_cache import drain
 from tests.scheduler.test_manager import GREEDY, PROMPT, check, config

@@ -19,8 +19,7 @@ from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler import slot_memory
 from moeedge.scheduler.cache_store import CacheStore
-from moeedge.scheduler.memory_watch import MemoryWatch
-from moeedge.scheduler.slot_memory import LOST, SlotMemory, slots_of
+from moeedge.scheduler.slot_memory import LOST, MemoryWatch, SlotMemory, slots_of
 
 DEVICE = ResolvedDevice("ram", ggml_name="ram", label="RAM")
 N_LAYERS, N_EXPERTS = 3, 16
