@@ -98,6 +98,20 @@ static void drop_from_caches(const void * memory, size_t size) {
 #endif
 }
 
+// Drops ggml's log while it lives: ggml tells of every tensor that it repacks.
+class quiet_log : no_copy {
+  public:
+    quiet_log() {
+        ggml_log_get(&callback, &data);
+        ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
+    }
+    ~quiet_log() { ggml_log_set(callback, data); }
+
+  private:
+    ggml_log_callback callback = nullptr;
+    void *            data     = nullptr;
+};
+
 // MUL_MAT_ID of some tokens that use both experts, on one thread of a CPU backend of its own
 class check_case {
   public:
@@ -193,6 +207,7 @@ class check_case {
         for (size_t at = distinct_bytes; at < rows.size(); at += distinct_bytes) {
             std::memcpy(rows.data() + at, rows.data(), distinct_bytes);
         }
+        const quiet_log quiet;
         for (ggml_tensor * each : { matrix, dense }) {
             ggml_backend_tensor_set(each, rows.data(), 0, ggml_nbytes(each));
         }
