@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does 
     from moeedge.scheduler.config import PlacementConfig
 
 _SPIN_COUNT = "1000"
-_REPACK = {"auto": "CHEAP", "on": "ALL", "off": "NONE"}  # names of native.abi.Repack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,19 +133,16 @@ class PlacementOptions:
     forgetting: float = 0.1
     prefill_path: str = "auto"
     no_calibrate: bool = False
-    repack: str = "off"
     no_warm_start: bool = False
 
     def config(self, *, measure_anew: bool = False) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
-        from moeedge.native.abi import PrefillPath, Repack
+        from moeedge.native.abi import PrefillPath
         from moeedge.policies.registry import POLICIES
         from moeedge.scheduler.config import PlacementConfig
 
         if self.policy not in POLICIES:
             raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
-        if self.repack not in _REPACK:
-            raise InputError(f"Unknown value of --repack: {self.repack!r}.", "Choose from: auto, on, off.")
         return PlacementConfig(
             vram_bytes=None if self.vram is None else memory_size(self.vram, "--vram"),
             cache_ratio=self.cache_ratio,
@@ -157,7 +153,6 @@ class PlacementOptions:
             prefill=PrefillPath(self.prefill_path),
             calibrate=not self.no_calibrate,
             measure_anew=measure_anew,
-            repack=Repack[_REPACK[self.repack]],
             warm_start=not self.no_warm_start,
         )
 

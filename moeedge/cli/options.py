@@ -168,9 +168,6 @@ declare(
     --ram SIZE|auto|off  Memory for experts of a model that is larger than the memory: they are loaded from the file
         as they are needed; next to a GPU, those that are not on it. auto: all free memory, if the file (its part in
         host memory) does not fit there; off: llama.cpp maps the file.
-    --repack auto|on|off  Whether experts that are loaded into RAM as needed (--ram) take the layout of llama.cpp's
-        faster CPU kernels: auto: of types for which that costs no time (Q4_0, IQ4_NL, MXFP4); on: of all types that
-        have such kernels.
     --no-warm-start  Experts in RAM: do not load those first that earlier runs used most, and keep nothing of this
         run.
     --vram SIZE  Memory of the device for experts, for instance 6GB or 512MiB. Default: what is free, minus a reserve.

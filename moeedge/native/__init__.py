@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moeedge.native.abi import CaptureFlags, OffloadScope
-from moeedge.native.attachment import attach
-from moeedge.native.backends import LoadedBackend, load_backend
+from moeedge.native.backends import LoadedBackend, attach, load_backend
 from moeedge.native.capture import CAPTURED_TOKENS, ActivationCapture, Activations, Block
 from moeedge.native.devices import Device, devices
 from moeedge.native.library import keep_activations_near, library_path, load, newest_instance

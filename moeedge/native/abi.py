@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-ABI_VERSION = 21  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 22  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -62,14 +62,6 @@ class DevicePath(IntEnum):
     AHEAD = 2  # before the host knows the ids, where llama.cpp computes the router on that device; else as COLUMNS
 
 
-class Repack(IntEnum):
-    """enum moeedge_repack: which matrices a cache in RAM holds in the layout of ggml's faster CPU kernels."""
-
-    NONE = 0
-    CHEAP = 1  # of types that are repacked as fast as they are copied
-    ALL = 2  # all that ggml has kernels for on this CPU
-
-
 class KernelChoice(IntEnum):
     """enum moeedge_kernel_choice: which kernels compute the experts' matmuls on the CPU."""
 
@@ -77,7 +69,6 @@ class KernelChoice(IntEnum):
     MEASURED = 1  # ours where they are faster
     ALL = 2  # ours where there are any, of the newest instructions
     AVX2 = 3  # ours for AVX2 where there are any
-    PORTABLE = 4  # for tests: those in plain C++, which round as ggml's plain code does, unchecked
 
 
 class ReadFault(IntEnum):
@@ -207,29 +198,6 @@ class BudgetRoutingStruct(ctypes.Structure):
 BLOCK_HOOK = CFUNCTYPE(None, c_void_p, POINTER(BlockStruct))  # moeedge_block_hook
 
 
-class CacheConfigStruct(ctypes.Structure):
-    """struct moeedge_cache_config."""
-
-    _fields_ = [
-        ("device", c_char_p),
-        ("emulated_threads", c_int32),
-        ("link_bytes_per_s", c_double),
-        ("n_layers", c_int32),
-        ("n_experts", c_int32),
-        ("files", POINTER(c_char_p)),
-        ("n_files", c_int32),
-        ("tensors", c_void_p),  # array of struct moeedge_expert_tensor
-        ("n_tensors", c_int32),
-        ("ratio", c_double),
-        ("n_stage", c_int32),
-        ("link_latency_s", c_double),
-        ("pool_bytes_max", c_int64),
-        ("disk_bytes_per_s", c_double),
-        ("disk_buffered", c_int32),
-        ("repack", c_int32),
-    ]
-
-
 # struct moeedge_block_record
 BLOCK_RECORD = np.dtype(
     [
@@ -291,7 +259,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "instance_set_cache": (c_int, c_int64, c_int64),
     "instance_remove_cache": (c_int, c_int64, c_int64),
     "instance_skip_unweighted": (c_int, c_int64, c_int),
-    "cache_create": (c_int64, POINTER(CacheConfigStruct)),
+    "cache_create": (c_int64, c_void_p),
     "cache_destroy": (c_int, c_int64),
     "cache_get_info": (c_int, c_int64, c_void_p),
     "cache_groups": (c_int, c_int64, c_void_p, c_void_p, c_void_p),

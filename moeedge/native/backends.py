@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from moeedge.errors import BackendFileError
-from moeedge.native.library import ggml, ggml_function, installed_api_version
+from moeedge.errors import BackendFileError, VersionMismatchError
+from moeedge.native.abi import OffloadScope
+from moeedge.native.library import ggml, ggml_function, installed_api_version, llama_cpp, load
 
 _MACOS = platform.system() == "Darwin"
 _ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
@@ -179,6 +180,29 @@ def load_backend(path: Path | str) -> LoadedBackend:
         if file not in _loaded:
             _loaded[file] = _load(file)
         return _loaded[file]
+
+
+def attach() -> None:
+    """Registers our backend and the files of $GGML_BACKEND_PATH; what is registered already stays as it is.
+
+    Call it before the first context is made. Contexts start with `OffloadScope.NONE`, so that llama.cpp makes its
+    automatic choices (flash attention, fused operations) as in stock; the engine raises the scope afterwards.
+    """
+    _register_ours()
+    load_requested()
+
+
+@cache
+def _register_ours() -> None:
+    library = load()
+    llama_cpp().llama_backend_init()
+    library.moeedge_disable_broken_amx()
+    if library.moeedge_register() != 0:
+        raise VersionMismatchError(
+            f"moeedge was compiled for ggml {library.moeedge_ggml_version().decode()}, and this process has another.",
+            "Install moeedge again with the llama-cpp-python that it names.",
+        )
+    library.moeedge_set_default_offload_scope(int(OffloadScope.NONE))
 
 
 def loaded_as(registry: int) -> LoadedBackend | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import c_int32
+from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, CacheConfigStruct, DevicePath, PrefillPath, ReadFault, Repack, Status
+from moeedge.native.abi import BLOCK_RECORD, DevicePath, PrefillPath, ReadFault, Status
 from moeedge.native.library import load
 from moeedge.native.mapping import FileVersion
 from moeedge.native.sensor import Sensor
@@ -61,22 +61,22 @@ MAX_BLOCKS = 4096  # block records that the native ring holds (block-records.h)
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Device, experts and size of a cache."""
+    """struct moeedge_cache_config: device, experts and size of a cache."""
 
-    device: str  # ggml's name of it, "emulated" or "ram"
-    files: Sequence[Path]  # all parts of the model
-    tensors: Sequence[ExpertTensor]
-    n_layers: int
-    n_experts: int
-    ratio: float  # share of all experts that get a slot, 0..1
-    n_stage: int = 0  # extra slots per kind of expert, for streaming prefill
-    emulated_threads: int = 1
-    link_bytes_per_s: float = 0.0  # rate of the emulated device's transfers; 0: not limited
-    link_latency_s: float = 0.0  # fixed time of each of them
-    pool_bytes_max: int = 0  # of the slots in one tensor; 0: as much as the device allows
-    disk_bytes_per_s: float = 0.0  # rate of all reads of a cache in RAM together; 0: not limited
-    disk_buffered: bool = False  # a cache in RAM reads by way of the page cache, and gives its pages back
-    repack: Repack = Repack.NONE  # of a cache in RAM: matrices in the layout of ggml's faster kernels
+    device: str = c_field(c_char_p)  # ggml's name of it, "emulated" or "ram"
+    files: Sequence[Path] = c_field(c_void_p)  # all parts of the model
+    tensors: Sequence[ExpertTensor] = c_field(c_void_p)
+    n_layers: int = c_field(c_int32)
+    n_experts: int = c_field(c_int32)
+    ratio: float = c_field(c_double)  # share of all experts that get a slot, 0..1
+    link_bytes_per_s: float = c_field(c_double, 0.0)  # rate of the emulated device's transfers; 0: not limited
+    link_latency_s: float = c_field(c_double, 0.0)  # fixed time of each of them
+    disk_bytes_per_s: float = c_field(c_double, 0.0)  # rate of all reads of a cache in RAM together; 0: not limited
+    pool_bytes_max: int = c_field(c_int64, 0)  # of the slots in one tensor; 0: as much as the device allows
+    n_stage: int = c_field(c_int32, 0)  # extra slots per kind of expert, for streaming prefill
+    emulated_threads: int = c_field(c_int32, 1)
+    # a cache in RAM reads by way of the page cache, and gives its pages back
+    disk_buffered: bool = c_field(c_int32, False)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ class CacheInfo:
     unpinned: bool = c_field(c_int32)  # pinned staging memory was not available: transfers are slower
     is_host: bool = c_field(c_int32)  # the device's memory is the host's
     lost: bool = c_field(c_int32)
-    n_repacked: int = c_field(c_int32)  # matrices of a group's experts in the repacked layout, of all groups
     device: str = c_field(TEXT_64)
     description: str = c_field(TEXT_128)
 
@@ -148,6 +147,7 @@ class ReaderInfo:
 
 
 _ExpertTensorStruct = c_struct(ExpertTensor)
+_CacheConfigStruct = c_struct(CacheConfig, n_files=c_int32, n_tensors=c_int32)
 _ReaderInfoStruct = c_struct(ReaderInfo)
 _CacheInfoStruct = c_struct(CacheInfo)
 _CacheStatsStruct = c_struct(CacheStats)
@@ -157,6 +157,11 @@ class ExpertCache:
     """An open expert cache; `close` (or leaving the context) ends it."""
 
     def __init__(self, config: CacheConfig) -> None:
+        """Allocates the slots and starts the mover.
+
+        Raises DeviceError (unknown or unusable device), ModelFileError (unreadable or too short), EngineError (not even
+        one slot per group fits), BackendError.
+        """
         self._config = config
         self._library = load()
         self._attached: list[Sensor] = []
@@ -168,19 +173,10 @@ class ExpertCache:
         self._residency_address = self._residency.ctypes.data
         self._open()
 
-    @classmethod
-    def open(cls, config: CacheConfig) -> ExpertCache:
-        """Allocate the slots and start the mover.
-
-        Raises DeviceError (unknown or unusable device), ModelFileError (unreadable or too short), EngineError (not even
-        one slot per group fits), BackendError.
-        """
-        return cls(config)
-
     def _open(self) -> None:
         raw, _referenced = _to_struct(self._config)
         in_ram = self._config.device == "ram"
-        self._cache = _check(self._library, self._library.moeedge_cache_create(ctypes.byref(raw)), in_ram=in_ram)
+        self._cache = _check(self._library.moeedge_cache_create(ctypes.byref(raw)), in_ram=in_ram)
         # the mover must end before the interpreter does
         self._finalizer = weakref.finalize(self, self._library.moeedge_cache_destroy, self._cache)
         self._last_block = 0
@@ -195,7 +191,7 @@ class ExpertCache:
 
         The slots are empty then. Attached contexts stay attached, settings stay, counters go on; records of blocks that
         were not read are dropped. Staging slots go with a ratio of 0, which is what remains where not even one slot per
-        group fits. Raises what else `open` raises, and the cache is closed.
+        group fits. Raises what else opening it raises, and the cache is closed.
         """
         for path, version in zip(self._config.files, self._files, strict=True):
             if version is not None and _version(path) != version:
@@ -223,9 +219,13 @@ class ExpertCache:
         """Detach, end the mover, free the device's memory. No decode may run. May be called twice."""
         self._finalizer()
 
+    def _call(self, name: str, *arguments: Any) -> int:
+        """The result of moeedge_cache_`name`; raises the error of a negative one."""
+        return _check(getattr(self._library, f"moeedge_cache_{name}")(self._cache, *arguments))
+
     def _read_info(self) -> CacheInfo:
         raw = _CacheInfoStruct()
-        _check(self._library, self._library.moeedge_cache_get_info(self._cache, ctypes.byref(raw)))
+        self._call("get_info", ctypes.byref(raw))
         return from_c(CacheInfo, raw)
 
     def groups(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
@@ -234,7 +234,7 @@ class ExpertCache:
         capacity = np.zeros(self.info.n_groups, dtype=np.int32)
         expert_bytes = np.zeros(self.info.n_groups, dtype=np.int64)
         addresses = (array.ctypes.data for array in (layer_group, capacity, expert_bytes))
-        _check(self._library, self._library.moeedge_cache_groups(self._cache, *addresses))
+        self._call("groups", *addresses)
         return layer_group, capacity, expert_bytes
 
     def plan(
@@ -256,8 +256,8 @@ class ExpertCache:
         victims, victim_utility = _victims(victims, victim_utility)
         if uploads.size != 2 * priority.size:
             raise ValueError("A plan needs one priority per upload.")
-        status = self._library.moeedge_cache_plan(
-            self._cache,
+        self._call(
+            "plan",
             uploads.ctypes.data,
             priority.ctypes.data,
             priority.size,
@@ -265,7 +265,6 @@ class ExpertCache:
             victim_utility.ctypes.data,
             victim_utility.size,
         )
-        _check(self._library, status)
 
     def demand(
         self,
@@ -281,8 +280,8 @@ class ExpertCache:
         """
         experts = np.ascontiguousarray(experts, np.int32)
         victims, victim_utility = _victims(victims, victim_utility)
-        n_resident = self._library.moeedge_cache_demand(
-            self._cache,
+        return self._call(
+            "demand",
             layer,
             experts.ctypes.data,
             experts.size,
@@ -291,7 +290,6 @@ class ExpertCache:
             victim_utility.size,
             timeout_s,
         )
-        return _check(self._library, n_resident)
 
     def set_batch(self, n_experts: int) -> None:
         """Set the most experts of a layer in one transfer.
@@ -309,7 +307,7 @@ class ExpertCache:
         if utilities.shape != self._residency.shape:
             raise ValueError("Each expert needs a utility.")
         utilities = np.ascontiguousarray(utilities, np.float32)
-        _check(self._library, self._library.moeedge_cache_set_utilities(self._cache, utilities.ctypes.data))
+        self._call("set_utilities", utilities.ctypes.data)
 
     def limit(self, n_slots: int) -> None:
         """Use about `n_slots` slots of a cache in RAM from now on, at least one per group, at most as at first.
@@ -317,29 +315,27 @@ class ExpertCache:
         The most useful experts stay, and the memory of the other slots goes back to the system. From any thread, also
         during a decode. Other caches raise BackendError.
         """
-        _check(self._library, self._library.moeedge_cache_limit(self._cache, n_slots))
+        self._call("limit", n_slots)
         self.info = self._read_info()
 
     def read_ahead(self, layer: int, experts: NDArray[np.int32]) -> None:
         """Queue the absent ones of a coming layer's experts [n] after what a computation waits for.
 
-        For the device "ram". They stay until that layer's turn, the next one after the layer that was computed last.
+        For the device "ram", as large batches do by themselves. They stay until that layer's turn, the next one after
+        the layer that was computed last.
         """
         experts = np.ascontiguousarray(experts, np.int32)
-        _check(
-            self._library,
-            self._library.moeedge_cache_read_ahead(self._cache, layer, experts.ctypes.data, experts.size),
-        )
+        self._call("read_ahead", layer, experts.ctypes.data, experts.size)
 
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
-        _check(self._library, self._library.moeedge_cache_residency(self._cache, self._residency_address))
+        self._call("residency", self._residency_address)
         return self._residency
 
     def copy_residency(self) -> NDArray[np.uint8]:
         """The same in an array of its own, for another thread than the one that plans."""
         copy = np.empty_like(self._residency)
-        _check(self._library, self._library.moeedge_cache_residency(self._cache, copy.ctypes.data))
+        self._call("residency", copy.ctypes.data)
         return copy
 
     def stats(self) -> CacheStats:
@@ -363,16 +359,13 @@ class ExpertCache:
     def _read_stats(self) -> Any:
         """In a structure of its own: several threads may ask."""
         stats = _CacheStatsStruct()
-        _check(self._library, self._library.moeedge_cache_get_stats(self._cache, ctypes.byref(stats)))
+        self._call("get_stats", ctypes.byref(stats))
         return stats
 
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
         records = np.zeros(MAX_BLOCKS, dtype=BLOCK_RECORD)
-        n_records = _check(
-            self._library,
-            self._library.moeedge_cache_blocks(self._cache, self._last_block, records.ctypes.data, MAX_BLOCKS),
-        )
+        n_records = self._call("blocks", self._last_block, records.ctypes.data, MAX_BLOCKS)
         if n_records:
             self._last_block = int(records["serial"][n_records - 1])
         return records[:n_records]
@@ -380,14 +373,14 @@ class ExpertCache:
     def drain(self, timeout_s: float) -> bool:
         """Wait until no transfer is under way and none can begin; False if that takes longer."""
         status = self._library.moeedge_cache_drain(self._cache, timeout_s)
-        return status != Status.TIMEOUT and _check(self._library, status) == 0
+        return status != Status.TIMEOUT and _check(status) == 0
 
     def clear(self, timeout_s: float = 30.0) -> None:
         """Empty the queue, and all slots after transfers under way and slots in use.
 
         Raises BackendError if these take longer; the slots stay as they are then.
         """
-        _check(self._library, self._library.moeedge_cache_clear(self._cache, timeout_s))
+        self._call("clear", timeout_s)
 
     def set_prefill(self, path: PrefillPath, n_tokens_min: int) -> None:
         """Set how batches of at least `n_tokens_min` tokens are computed."""
@@ -403,12 +396,12 @@ class ExpertCache:
     def reader(self) -> ReaderInfo:
         """How a cache in RAM reads its files; other caches raise BackendError."""
         raw = _ReaderInfoStruct()
-        _check(self._library, self._library.moeedge_cache_get_reader(self._cache, ctypes.byref(raw)))
+        self._call("get_reader", ctypes.byref(raw))
         return from_c(ReaderInfo, raw)
 
     def set_read_faults(self, kind: ReadFault, every: int, delay_s: float = 0.0) -> None:
         """Tests: let every `every`-th read of a cache in RAM fail from now on; 0: none."""
-        _check(self._library, self._library.moeedge_cache_set_read_faults(self._cache, kind, every, delay_s))
+        self._call("set_read_faults", kind, every, delay_s)
 
     def set_timing(self, on: bool) -> None:
         """Time one block in eleven alone on an asynchronous device, for calibration; such blocks take longer."""
@@ -420,7 +413,7 @@ class ExpertCache:
 
     def _set(self, name: str, *arguments: int) -> None:
         """Call moeedge_cache_set_`name`, now and after each resize."""
-        _check(self._library, getattr(self._library, f"moeedge_cache_set_{name}")(self._cache, *arguments))
+        self._call(f"set_{name}", *arguments)
         self._settings[name] = arguments
 
     def read_from(self, ram: ExpertCache) -> None:
@@ -429,7 +422,7 @@ class ExpertCache:
         To be called again after `ram` was resized; until then the files are read. Raises BackendError for a cache that
         is not in RAM, or of another model's experts.
         """
-        _check(self._library, self._library.moeedge_cache_set_ram(self._cache, ram._cache))
+        self._call("set_ram", ram._cache)
         self._ram = ram
 
     def attach(self, sensor: Sensor) -> None:
@@ -438,7 +431,7 @@ class ExpertCache:
         A context computes with a cache in RAM, with one on another device, or with both: experts that are not on the
         device are then loaded into RAM.
         """
-        _check(self._library, self._library.moeedge_instance_set_cache(sensor.instance, self._cache))
+        _check(self._library.moeedge_instance_set_cache(sensor.instance, self._cache))
         self._attached.append(sensor)
 
     def detach(self) -> None:
@@ -452,22 +445,18 @@ class ExpertCache:
         """Pin resident experts; returns their slots int32 [n], -1: not resident."""
         wanted = np.asarray(experts, dtype=np.int32)
         slots = np.empty(wanted.size, dtype=np.int32)
-        status = self._library.moeedge_cache_acquire(
-            self._cache, layer, wanted.ctypes.data, wanted.size, slots.ctypes.data
-        )
-        _check(self._library, status)
+        self._call("acquire", layer, wanted.ctypes.data, wanted.size, slots.ctypes.data)
         return slots
 
     def release(self, layer: int, slots: NDArray[np.int32]) -> None:
         """Unpin the slots of `acquire`."""
         slots = np.ascontiguousarray(slots, np.int32)
-        _check(self._library, self._library.moeedge_cache_release(self._cache, layer, slots.ctypes.data, slots.size))
+        self._call("release", layer, slots.ctypes.data, slots.size)
 
     def read(self, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
         """Bytes of one role ("ffn_up_exps.weight") of a resident expert, from the device."""
         out = ctypes.create_string_buffer(size_bytes)
-        status = self._library.moeedge_cache_read(self._cache, layer, expert, role.encode(), out, size_bytes)
-        _check(self._library, status)
+        self._call("read", layer, expert, role.encode(), out, size_bytes)
         return out.raw
 
 
@@ -487,38 +476,23 @@ def _victims(victims: NDArray[np.int32], utility: NDArray[np.float32]) -> tuple[
     return victims, utility
 
 
-def _to_struct(config: CacheConfig) -> tuple[CacheConfigStruct, tuple[object, ...]]:
+def _to_struct(config: CacheConfig) -> tuple[ctypes.Structure, tuple[object, ...]]:
     """The C structure, and the arrays that it points to."""
     files = (ctypes.c_char_p * len(config.files))(*(str(path).encode() for path in config.files))
     tensors = (_ExpertTensorStruct * len(config.tensors))()
     for raw, tensor in zip(tensors, config.tensors, strict=True):
         fill(raw, tensor)
-    struct = CacheConfigStruct(
-        device=config.device.encode(),
-        emulated_threads=config.emulated_threads,
-        link_bytes_per_s=config.link_bytes_per_s,
-        link_latency_s=config.link_latency_s,
-        n_layers=config.n_layers,
-        n_experts=config.n_experts,
-        files=files,
-        n_files=len(files),
-        tensors=ctypes.cast(tensors, ctypes.c_void_p),
-        n_tensors=len(tensors),
-        ratio=config.ratio,
-        n_stage=config.n_stage,
-        pool_bytes_max=config.pool_bytes_max,
-        disk_bytes_per_s=config.disk_bytes_per_s,
-        disk_buffered=config.disk_buffered,
-        repack=int(config.repack),
-    )
-    return struct, (files, tensors)
+    raw_config = _CacheConfigStruct(n_files=len(files), n_tensors=len(tensors))
+    addresses = (ctypes.addressof(files), ctypes.addressof(tensors))
+    fill(raw_config, replace(config, files=addresses[0], tensors=addresses[1]))  # type: ignore[arg-type]
+    return raw_config, (files, tensors)
 
 
-def _check(library: ctypes.CDLL, status: int, *, in_ram: bool = False) -> int:
+def _check(status: int, *, in_ram: bool = False) -> int:
     """The status if it is not negative, else raises its error; in_ram: of a cache in RAM."""
     if status >= 0:
         return status
-    message = library.moeedge_last_error().decode(errors="replace")  # cut off where it is long
+    message = load().moeedge_last_error().decode(errors="replace")  # cut off where it is long
     if status == Status.NO_DEVICE:
         raise DeviceError(message, "List the devices with moeedge devices.")
     if status == Status.FILE_ERROR:

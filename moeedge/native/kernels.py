@@ -17,7 +17,7 @@ _N_MAX = 16
 class Kernel:
     """A kernel as its check on this CPU found it."""
 
-    instructions: str = c_field(c_char * 16)  # of the processor, by the compiler's name: avx512vnni, avx2, or portable
+    instructions: str = c_field(c_char * 16)  # of the processor, by the compiler's name: avx512vnni or avx2
     layout: str = c_field(c_char * 16)  # of the matrices; "x8": rows interleaved by eight, as ggml repacks them
     is_equal: bool = c_field(c_int32)  # its results have the bits of ggml's; it is not used otherwise
     single_speed: float = c_field(c_double)  # ggml's time over its own with rows from memory, one column per expert
@@ -32,7 +32,7 @@ def set_kernel_choice(choice: KernelChoice) -> None:
 
 
 def kernels() -> list[Kernel]:
-    """The kernels that this CPU runs, the newest instructions first; those in plain C++ where it has no others.
+    """The kernels that this CPU runs, the newest instructions first.
 
     The first call in a process checks them, in milliseconds each.
     """

@@ -208,20 +208,13 @@ def open_direct(file: Path) -> tuple[int, bool]:
 @cache
 def _libc() -> Any:
     library = ctypes.CDLL(None)
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_ssize_t,  # off_t
-    ]
-    library.mmap.restype = ctypes.c_void_p
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.madvise.argtypes = [address, size, number]
+    library.mlock.argtypes = library.munmap.argtypes = [address, size]
+    library.mprotect.argtypes = [address, size, number]
+    library.mmap.argtypes = [address, size, number, number, number, ctypes.c_ssize_t]  # the last is an off_t
+    library.mmap.restype = address
     if hasattr(library, "mremap"):  # Linux
-        library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-        library.mremap.restype = ctypes.c_void_p
+        library.mremap.argtypes = [address, size, size, number, address]
+        library.mremap.restype = address
     return library

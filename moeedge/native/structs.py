@@ -24,9 +24,9 @@ TEXT_128 = c_char * 128
 TEXT_512 = c_char * 512
 
 
-def c_field(ctype: Any = c_int64) -> Any:
+def c_field(ctype: Any = c_int64, default: Any = dataclasses.MISSING) -> Any:
     """A field of a structure, int64 unless said otherwise."""
-    return dataclasses.field(metadata={"ctype": ctype})
+    return dataclasses.field(default=default, metadata={"ctype": ctype})
 
 
 def counter(meaning: str, unit: str = "") -> Any:
@@ -55,9 +55,9 @@ def _counters(record: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(record) if field.metadata.get("is_counter"))
 
 
-def c_struct(record: Any) -> type[ctypes.Structure]:
-    """The ctypes structure with the fields of a dataclass, in their order."""
-    members = [(field.name, field.metadata["ctype"]) for field in dataclasses.fields(record)]
+def c_struct(record: Any, **further: Any) -> type[ctypes.Structure]:
+    """The ctypes structure with the fields of a dataclass, in their order, and further ones."""
+    members = [(field.name, field.metadata["ctype"]) for field in dataclasses.fields(record)] + [*further.items()]
     return type(record.__name__ + "Struct", (ctypes.Structure,), {"_fields_": members})
 
 

@@ -194,13 +194,6 @@ class ExpertPrediction:
     scores: NDArray[np.float32] | None = None  # [n_layers, n_tokens, k], the router's probabilities
     hidden_states: NDArray[np.float32] | None = None  # [n_states, n_embd] of the draft, for the batch's first tokens
 
-    @classmethod
-    def of_hidden_states(cls, hidden_states: NDArray[np.float32], n_layers: int) -> ExpertPrediction:
-        """The draft's hidden states alone, without predicted experts."""
-        return cls(
-            layer_ids=np.empty((n_layers, 0, 0), dtype=np.int32), source="draft-states", hidden_states=hidden_states
-        )
-
 
 @dataclass(frozen=True)
 class ExecutionModel:
@@ -271,9 +264,8 @@ class LookaheadStatus:
     """What a policy makes of the drafts: used where this is measured to pay, in the session that runs."""
 
     used: bool  # by the newest plan that knew drafts
-    gain: float | None = (
-        None  # of hits over those of the same policy without it, 0.1: a tenth more; None: not known yet
-    )
+    # of hits over those of the same policy without it, 0.1: a tenth more; None: not known yet
+    gain: float | None = None
     reason: str = ""  # why it is not used, a clause in lower case: "it does not pay here"
     reads_drafts: bool = True  # False: the next batch's drafts change no plan, so that none is made for them
 

@@ -222,7 +222,7 @@ class PooledPolicy(ScoringPolicy):
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
         self._used: BoolArray | None = None  # [n_layers, n_experts], may be uploaded; None: every expert
         # of a plan: the best of more uploads than the link carries
-        self._max_uploads = None if config.max_uploads is None else math.ceil(config.max_uploads)
+        self._max_uploads = config.uploads_per_plan
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the experts with the highest scores."""

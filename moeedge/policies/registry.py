@@ -50,16 +50,6 @@ class PolicyEntry:
         return found  # type: ignore[no-any-return]
 
     @property
-    def reads_layer_inputs(self) -> bool:
-        """Whether it reads predictions made from inputs of layers, of the draft or of the target."""
-        return bool(self.required_inputs & {"draft-inputs", "block-inputs"})
-
-    @property
-    def reads_hidden_states(self) -> bool:
-        """Whether it predicts from the draft's hidden states where these are known."""
-        return "draft-states" in self.required_inputs
-
-    @property
     def required_inputs(self) -> frozenset[str]:
         """Keys of policies.base.REQUIRED_INPUTS that it reads."""
         return getattr(self.make, "required_inputs", frozenset())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from moeedge.native.abi import DevicePath, PrefillPath, Repack
+from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.policies.base import PolicyConfig
 
 Misses = Literal["cpu", "load"]
@@ -20,8 +20,6 @@ class ExecutionConfig:
     # experts predicted during drafting: a worker moves them, drafting waits for them layer by layer, or none is moved
     drafting: Drafting = "worker"
     batch: int | None = None  # experts in one transfer at most; 0: the device decides; None: the policy decides
-    # in RAM: what the next layer's router is predicted to choose is read from the file while a layer is computed
-    reads_ahead: bool = False
     cutoff_layer: int | None = None  # sp-moe: layers to prefetch for; None: worked out from measured times
 
     def __post_init__(self) -> None:
@@ -42,7 +40,6 @@ class PlacementConfig:
     utility_cap: int = 4  # K
     forgetting: float = 0.1  # lambda
     prefill: PrefillPath = PrefillPath.AUTO
-    repack: Repack = Repack.NONE  # of experts in RAM that are loaded on demand
     disk_bytes_per_s: float = 0.0  # of a slower disk, for measuring; 0: not limited
     device_path: DevicePath | None = None  # of small batches; None: the fastest as measured
     calibrate: bool = True  # measure on first use; False: use only what was measured before

@@ -158,8 +158,7 @@ def measure(
         raise ModelFileError(f"{model.name} is too small to measure its disk.", "Name a larger model on that disk.")
     name, file_system = _mount_of(model)
     with ExitStack() as stack:
-        files, direct = _open(list(ranges), stack)
-        reader = _Reader(files, direct=direct)
+        files = _Files(list(ranges), stack)
         tasks = [(depth, size) for depth in depths for size in places] * _PASSES
         rng = np.random.default_rng(0)
         order = np.concatenate([rng.permutation(len(tasks) // _PASSES) for _ in range(_PASSES)])
@@ -167,7 +166,7 @@ def measure(
         for done, index in enumerate(order.tolist()):
             depth, size = tasks[index]
             try:
-                passes[depth, size].append(reader.run(rng.permutation(places[size]), size, depth, read_s))
+                passes[depth, size].append(files.read(rng.permutation(places[size]), size, depth, read_s))
             except OSError as error:
                 raise ModelFileError(f"Cannot read {model}: {error.strerror}.", "Check the disk.") from error
             on_progress(done + 1, len(tasks))
@@ -179,14 +178,18 @@ def measure(
         matrix_bytes=matrix_bytes,
         mount=name,
         file_system=file_system,
-        direct=direct and file_system not in _IN_MEMORY,
+        direct=files.is_direct and file_system not in _IN_MEMORY,
         rates=tuple(
             ReadRate(depth, size, median(size * n / seconds for n, seconds in found), sum(n for n, _ in found))
             for (depth, size), found in sorted(passes.items())
         ),
         seconds=time.perf_counter() - start_s,
     )
-    return _keep(model, calibration)
+    try:
+        write_measurement(calibration_file(model), calibration.to_json())
+    except OSError:
+        return replace(calibration, kept=False)
+    return calibration
 
 
 def quick_rate(file: Path, *, read_s: float = 0.2) -> tuple[float, bool]:
@@ -199,25 +202,31 @@ def quick_rate(file: Path, *, read_s: float = 0.2) -> tuple[float, bool]:
     if not len(places):
         raise ModelFileError(f"{file.name} is too small to measure its disk.", "Name a larger file.")
     with ExitStack() as stack:
-        files, direct = _open([file], stack)
+        files = _Files([file], stack)
         try:
-            n_reads, seconds = _Reader(files, direct=direct).run(
-                np.random.default_rng(0).permutation(places), size, depth, read_s
-            )
+            n_reads, seconds = files.read(np.random.default_rng(0).permutation(places), size, depth, read_s)
         except OSError as error:
             raise ModelFileError(f"Cannot read {file}: {error.strerror}.", "Check the disk.") from error
-    return n_reads * size / seconds, direct
+    return n_reads * size / seconds, files.is_direct
 
 
-class _Reader:
-    """Reads pieces of open files from several threads."""
+class _Files:
+    """Open files, and whether all reads of them go past the page cache. Raises ModelFileError."""
 
-    def __init__(self, files: Sequence[int], *, direct: bool) -> None:
-        self._files, self._direct = files, direct
+    def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
+        self._files, self.is_direct = list[int](), True
+        for file in files:
+            try:
+                descriptor, is_direct = open_direct(file)
+            except OSError as error:
+                raise ModelFileError(f"Cannot read {file}: {error.strerror}.", "Check its permissions.") from error
+            stack.callback(os.close, descriptor)
+            self._files.append(descriptor)
+            self.is_direct &= is_direct
 
-    def run(self, places: NDArray[np.int64], size: int, depth: int, read_s: float) -> tuple[int, float]:
+    def read(self, places: NDArray[np.int64], size: int, depth: int, read_s: float) -> tuple[int, float]:
         """Reads pieces at `places` [n, 2] (file, offset) in turn for `read_s` seconds; returns reads and seconds."""
-        if not self._direct and hasattr(os, "posix_fadvise"):
+        if not self.is_direct and hasattr(os, "posix_fadvise"):
             for file in self._files:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         begin = threading.Barrier(depth)
@@ -259,18 +268,6 @@ def _places(ranges: dict[Path, list[tuple[int, int]]], size: int) -> NDArray[np.
     return np.concatenate(found)
 
 
-def _open(files: Sequence[Path], stack: ExitStack) -> tuple[list[int], bool]:
-    """Descriptors of the files, and whether all reads go past the page cache. Raises ModelFileError."""
-    opened: list[tuple[int, bool]] = []
-    for file in files:
-        try:
-            opened.append(open_direct(file))
-        except OSError as error:
-            raise ModelFileError(f"Cannot read {file}: {error.strerror}.", "Check its permissions.") from error
-        stack.callback(os.close, opened[-1][0])
-    return [descriptor for descriptor, _ in opened], all(is_direct for _, is_direct in opened)
-
-
 def _mount_of(model: Path) -> tuple[str, str]:
     """Name and folder of the disk that holds a file, and its file system; empty where the system does not list them."""
     try:
@@ -284,11 +281,3 @@ def _mount_of(model: Path) -> tuple[str, str]:
     except OSError:
         pass
     return "", ""
-
-
-def _keep(model: Path, calibration: DiskCalibration) -> DiskCalibration:
-    try:
-        write_measurement(calibration_file(model), calibration.to_json())
-    except OSError:
-        return replace(calibration, kept=False)
-    return calibration

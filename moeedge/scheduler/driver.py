@@ -130,7 +130,8 @@ class StepDriver:
         if self._newest is not None and not self.reads_drafts:
             return self._newest
         if prediction is None and hidden_states is not None and self._reads_hidden_states:
-            prediction = ExpertPrediction.of_hidden_states(hidden_states, len(self.store.residency()))
+            none = np.empty((len(self.store.residency()), 0, 0), dtype=np.int32)
+            prediction = ExpertPrediction(layer_ids=none, source="draft-states", hidden_states=hidden_states)
         return self._plan(tokens, prediction, layers)
 
     def push(self) -> Plan | None:

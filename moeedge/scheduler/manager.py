@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,13 +26,12 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.kept_activations import EarlierRuns, KeptActivations
-from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, PredictedUploads
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
 from moeedge.scheduler.ram_tier import RamStore, RamTier
 from moeedge.scheduler.routing_reader import RoutingReader
-from moeedge.scheduler.slot_memory import SlotMemory, slots_of
+from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory, slots_of
 from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
 from moeedge.units import format_bytes
 
@@ -101,15 +99,14 @@ class PlacementManager:
             policy, self._store, filter_plan=PredictedUploads(cache, self.on_demand) if restricts else None
         )
         self.layer_hook: LayerHook | None = None
-        reader = cache if execution.reads_ahead and device.kind == "ram" and gate_predictor is not None else None
-        if self.on_demand is not None or self.driver.plans_layers or reader is not None:
-            self.layer_hook = LayerHook(self.driver, gate_predictor, self.on_demand, reader)
+        if self.on_demand is not None or self.driver.plans_layers:
+            self.layer_hook = LayerHook(self.driver, gate_predictor, self.on_demand)
         self.draft_prefetch: DraftPrefetch | None = None
         if draft_predictor is not None:
-            self.draft_prefetch = DraftPrefetch(draft_predictor, self._plan_ahead, cache.drain, vanilla=vanilla)
+            self.draft_prefetch = DraftPrefetch(draft_predictor, self._plan_draft, cache.drain, vanilla=vanilla)
         has_hooks = self.layer_hook is not None or self.draft_prefetch is not None
         self._planning = None if has_hooks else PlanningThread()
-        self._recorder = StatsRecorder(cache.stats())
+        self._recorder = StatsRecorder(cache, n_layers=len(self._cached_layers), n_all=self._n_all)
         self._tau: NDArray[np.float32] | None = None  # [n_layers], of the plan that was pushed last
         self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
@@ -217,8 +214,7 @@ class PlacementManager:
 
         context_usable: the context may be called, so that the cache leaves it.
         """
-        self._lost = True
-        self.driver.discard()
+        self._stop_planning()
         if context_usable:
             self.detach()
         self._attached = False
@@ -321,7 +317,7 @@ class PlacementManager:
         if self.draft_prefetch is not None and self.draft_prefetch.on:
             self.draft_prefetch.end_batch(tokens)
         else:
-            self._do(partial(self._plan_draft, tokens, hidden_states))
+            self._do(partial(self._plan_draft, tokens, hidden_states=hidden_states))
         self._add_schedule(start_s)
 
     def after_verification(
@@ -371,7 +367,7 @@ class PlacementManager:
         if self._planning is not None:
             self._planning.wait()
 
-    def _do(self, call: Callable[[], None]) -> None:
+    def _do(self, call: Callable[[], object]) -> None:
         """In the planning thread where there is one; counts the time, unless it is for a prompt."""
         timed = partial(self._recorder.time_plan, call) if self._in_step else call
         if self._planning is not None:
@@ -398,18 +394,20 @@ class PlacementManager:
             self.draft_prefetch.begin_batch()
         self._push()
 
-    def _plan_draft(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None) -> None:
-        self.driver.plan_draft(tokens, hidden_states=hidden_states)
-        self._push()
-
     def _push(self) -> None:
         plan = self.driver.push()
         if plan is not None:
             self._tau = plan.tau
 
-    def _plan_ahead(self, tokens: Sequence[int], prediction: ExpertPrediction | None, layers: slice | None) -> int:
-        """DraftPrefetch's plan: the number of uploads."""
-        plan = self.driver.plan_draft(tokens, prediction, layers=layers)
+    def _plan_draft(
+        self,
+        tokens: Sequence[int],
+        prediction: ExpertPrediction | None = None,
+        layers: slice | None = None,
+        hidden_states: NDArray[np.float32] | None = None,
+    ) -> int:
+        """Plans for a batch whose tokens are known, and pushes the plan; the number of uploads."""
+        plan = self.driver.plan_draft(tokens, prediction, hidden_states, layers=layers)
         self._push()
         return len(plan.uploads)
 
@@ -518,18 +516,14 @@ class PlacementManager:
         self.wait()
         memory = self.device_memory()
         return self._recorder.read(
-            replace(self.cache.stats(), lost=self.lost),
+            lost=self.lost,
             device=self.device,
             policy=self.policy.name,
-            cache_ratio=self.cache_ratio,
-            n_layers=len(self._cached_layers),
-            slots_total=self.cache.info.n_slots,
-            pool_bytes=self.cache.info.pool_bytes,
             vram_used_bytes=memory[0] if memory else None,
             vram_total_bytes=memory[1] if memory else None,
             tau=() if self._tau is None else tuple(self._tau[self._cached_layers].tolist()),
             lookahead=None if self._device.kind == "ram" else self.driver.lookahead,  # nothing is uploaded ahead there
-            ram=None if self.ram is None else self.ram.stats(n_all=self._n_all),
+            ram=None if self.ram is None else self.ram.stats(),
             choice=None if self.governor is None else self.governor.choice,
         )
 

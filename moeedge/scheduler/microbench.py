@@ -99,19 +99,7 @@ def calibrate(
                 f"Measuring how long an expert takes on the CPU and on {device.label}: once, for some seconds."
             )
         )
-        policy = make_policy(config.policy, cache_shape(cache), policy_config)
-        n_verified = policy_config.gamma + 1
-        paths = _device_paths(cache, config)
-        calibration = measure(
-            target,
-            draft,
-            cache,
-            policy,
-            cap=policy_config.cap,
-            n_verified=n_verified,
-            device_paths=paths,
-            cancel=cancel,
-        )
+        calibration = _measure(target, draft, cache, config, policy_config, cancel)
         try:
             if file is None:
                 raise OSError
@@ -135,34 +123,29 @@ def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: Resol
     return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
 
 
-def _device_paths(cache: ExpertCache, config: PlacementConfig) -> tuple[DevicePath, ...]:
-    """The ways of computing small batches to compare: one where the device is the host, or where one was asked for."""
-    if config.device_path is not None:
-        return (config.device_path,)
-    return (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
-
-
-def measure(
+def _measure(
     target: Context,
     draft: Context | None,
     cache: ExpertCache,
-    policy: Policy,
-    *,
-    cap: int,
-    n_verified: int,
-    device_paths: Sequence[DevicePath] = (DevicePath.PAIRS,),
-    cancel: Callable[[], bool] = lambda: False,
+    config: PlacementConfig,
+    policy_config: PolicyConfig,
+    cancel: Callable[[], bool],
 ) -> Calibration:
     """Measures within about 3 s on a small model; the context must have CONTEXT_MIN tokens.
 
-    policy: a fresh one, whose utilities are judged. device_paths: are compared. Leaves KV caches and slots empty, and
-    the cache detached, with the fastest path.
+    Leaves KV caches and slots empty, and the cache detached, with the fastest path.
     """
     start_s = time.perf_counter()
+    # one way to compute small batches where the device is the host, or where one was asked for; else all compete
+    device_paths = (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
+    if config.device_path is not None:
+        device_paths = (config.device_path,)
+    n_verified = policy_config.gamma + 1
+    policy = make_policy(config.policy, cache_shape(cache), policy_config)
     run = _Run(target, cache, policy, n_verified, cancel)
     try:
         transfer_s, n_readers = run.time_transfers()
-        run.learn(cap)
+        run.learn(policy_config.cap)
         paths_s, plain_step_s = run.time_batches(device_paths)
         path = min(paths_s, key=lambda path: paths_s[path][run.n_verified])
         step_s = paths_s[path]

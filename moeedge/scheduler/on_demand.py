@@ -6,7 +6,6 @@ expert when its layer is computed ("on demand"); the engine can do that, too, fo
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -29,8 +28,7 @@ _DECODING = (Phase.VERIFY, Phase.DECODE)
 class LayerHook:
     """Called by the decoding thread before each MoE block of the target.
 
-    predictor: of the next layers' experts. loader: of missing experts. reader: a cache in RAM that reads the predicted
-    experts ahead. on: False while the cache is detached or lost.
+    predictor: of the next layers' experts. loader: of missing experts. on: False while the cache is detached or lost.
     """
 
     def __init__(
@@ -38,11 +36,9 @@ class LayerHook:
         driver: StepDriver,
         predictor: NextGatePredictor | None = None,
         loader: OnDemandLoader | None = None,
-        reader: ExpertCache | None = None,
     ) -> None:
         self.predictor = predictor
         self.loader = loader
-        self._reader = reader
         self.on = False
         self._driver = driver
 
@@ -51,11 +47,6 @@ class LayerHook:
             return
         if self.loader is not None and block.ids is not None:
             self.loader.load(block.layer, np.unique(block.ids[block.ids >= 0]))
-        if self._reader is not None and self.predictor is not None:
-            prediction = self.predictor.predict(block)
-            for layer, ids in enumerate(() if prediction is None else prediction.layer_ids):
-                if ids.size and ids.max() >= 0:
-                    self._reader.read_ahead(layer, np.unique(ids))
         if self._driver.plans_layers:
             self._driver.push_layer(block.layer, self.predictor.predict(block) if self.predictor is not None else None)
 
@@ -67,8 +58,7 @@ class OnDemandLoader:
     below its share takes slots from layers above theirs, and one that needs more than its share at once from any layer.
 
     Counters since the session began: needed, the distinct experts of all layers; loaded, those of them that were absent
-    before their layer; late, those that were in flight; uncached, those without room; stops, the layers that waited,
-    and waited_s, for how long.
+    before their layer; late, those that were in flight; uncached, those without room.
     """
 
     def __init__(self, cache: ExpertCache) -> None:
@@ -77,8 +67,7 @@ class OnDemandLoader:
         self._last_use: NDArray[np.float32] = np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32)
         self._n_blocks = 0
         self.resize()
-        self.needed = self.loaded = self.late = self.stops = self.uncached = 0
-        self.waited_s = 0.0
+        self.needed = self.loaded = self.late = self.uncached = 0
 
     def resize(self) -> None:
         """The cache has other slots now."""
@@ -100,10 +89,7 @@ class OnDemandLoader:
         held = np.count_nonzero(resident, axis=1)
         evict_first = held > self._share if held[layer] < self._share[layer] else np.arange(held.size) == layer
         utility[~evict_first[victims[:, 0]]] += self._n_blocks  # after all of those
-        start_s = time.perf_counter()
         n_found = self._cache.demand(layer, experts, victims, utility, _TIMEOUT_S)
-        self.waited_s += time.perf_counter() - start_s
-        self.stops += 1
         self.loaded += n_absent
         self.late += experts.size - n_resident - n_absent
         self.uncached += experts.size - n_found

@@ -7,7 +7,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event, Thread
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class PlanningThread:

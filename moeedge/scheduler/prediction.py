@@ -13,7 +13,6 @@ DraftPrefetch         moves the predicted experts while the draft model works. I
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -149,12 +148,12 @@ class DraftRouterPredictor:
 
 
 class NextGatePredictor:
-    """Predicts the layers after the one that is computed next, at most `n_layers_ahead`.
+    """Predicts the three layers after the one that is computed next.
 
     Raises ModelFileError for routers it cannot read.
     """
 
-    def __init__(self, target: Model, n_layers_ahead: int = _N_LAYERS_AHEAD) -> None:
+    def __init__(self, target: Model) -> None:
         self._routers = Routers.read(target)
         self._n_used = target.info.used_per_layer
         # of the current batch, each layer as predicted from the one before: [n_layers, n_tokens, k]
@@ -164,7 +163,7 @@ class NextGatePredictor:
         self._next = {
             layer: [
                 (later, None if norm is None else self._routers.ratio(np.array([later]), norm[[layer]]))
-                for later in layers[place + 1 : place + 1 + n_layers_ahead]
+                for later in layers[place + 1 : place + 1 + _N_LAYERS_AHEAD]
             ]
             for place, layer in enumerate(layers)
         }
@@ -203,8 +202,7 @@ class DraftPrefetch:
     plan_ahead: see above. wait: returns when what was pushed has arrived, or after so many seconds. vanilla: drafting
     waits for the experts, layer by layer. on: False while the cache is detached or lost.
 
-    Counters since the session began: plans, and planned_s, the time of planning; stops, how often drafting waited for
-    transfers, and waited_s, the time of that.
+    Counters since the session began: plans; stops, how often drafting waited for transfers.
     """
 
     def __init__(
@@ -218,7 +216,6 @@ class DraftPrefetch:
         self._has_pushed = False
         self.on = False
         self.plans = self.stops = 0
-        self.planned_s = self.waited_s = 0.0
 
     def begin_batch(self) -> None:
         """A new batch is to be drafted."""
@@ -255,21 +252,16 @@ class DraftPrefetch:
         return self.predictor.end_token() if self._vanilla else self.predictor.read_token()
 
     def _plan(self, tokens: Sequence[int], layers: slice | None) -> int:
-        start_s = time.perf_counter()
-        n_uploads = self._plan_ahead(tokens, self.predictor.prediction, layers)
         self.plans += 1
-        self.planned_s += time.perf_counter() - start_s
-        return n_uploads
+        return self._plan_ahead(tokens, self.predictor.prediction, layers)
 
     def _wait_for_transfers(self) -> None:
         """Waits for the experts that the previous layer requested."""
         if not self._has_pushed:
             return
         self._has_pushed = False
-        start_s = time.perf_counter()
         self._wait(_TIMEOUT_S)
         self.stops += 1
-        self.waited_s += time.perf_counter() - start_s
 
 
 def open_draft_predictor(

@@ -63,7 +63,7 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
     experts = (
         f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed, "
         f"into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
-        f"policy {policy}{', repacked for the CPU' if cache.info.n_repacked else ''}."
+        f"policy {policy}."
     )
     dense = target.model.dense
     assert dense is not None  # loaded for this
@@ -155,15 +155,18 @@ class RamStore(CacheStore):
 class RamTier:
     """The experts in RAM of a context that computes others on a device: what is in neither is loaded from the file.
 
-    memory: of the cache's slots. kept: get the activations of this run; the manager saves them at its end.
+    memory: of the cache's slots. n_all: experts of the model. kept: get the activations of this run; the manager saves
+    them at its end.
     """
 
-    def __init__(self, cache: ExpertCache, policy: Policy, memory: SlotMemory, kept: KeptActivations | None) -> None:
+    def __init__(
+        self, cache: ExpertCache, policy: Policy, memory: SlotMemory, kept: KeptActivations | None, *, n_all: int
+    ) -> None:
         self.cache = cache
         self.memory = memory
         self.kept = kept
         self._driver = StepDriver(policy, RamStore(cache, lambda: self._driver.policy))
-        self._recorder = StatsRecorder(cache.stats())
+        self._recorder = StatsRecorder(cache, n_layers=n_all // cache.info.n_experts, n_all=n_all)
         self._attached = False
 
     @property
@@ -204,17 +207,11 @@ class RamTier:
         self._driver.store.on_device = on_device
         self._driver.push()
 
-    def stats(self, *, n_all: int) -> PlacementStats:
-        """The figures since the session began; n_all: experts of the model."""
-        info = self.cache.info
+    def stats(self) -> PlacementStats:
+        """The figures since the session began."""
         return self._recorder.read(
-            self.cache.stats(),
             device="RAM",
             policy=self._driver.policy.name,
-            cache_ratio=info.n_slots / n_all,
-            n_layers=n_all // info.n_experts,
-            slots_total=info.n_slots,
-            pool_bytes=info.pool_bytes,
             vram_used_bytes=total_memory() - available_memory(),
             vram_total_bytes=total_memory(),
         )

@@ -1,25 +1,36 @@
-"""The memory that slots for experts in RAM hold while other programs run: given back where it is short, taken again.
+"""Whether a device runs short of memory while slots hold what was free when they were opened, and what slots in RAM do.
 
-Slots are memory that the kernel can only swap. So a thread reads the free memory as long as the session is open, also
-while a chat waits for a message or while a warm start fills the slots.
+llama.cpp and the kernels allocate during a decode, and some backends end the process where that fails (CUDA). So when
+another program takes memory, slots have to give some back before the rest is gone; those in RAM take it again where it
+stays free.
+
+Slots in RAM are memory that the kernel can only swap. So a thread reads the free memory as long as the session is open,
+also while a chat waits for a message or while a warm start fills the slots.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 
 from moeedge.errors import MoeedgeError
+from moeedge.hardware import devices
+from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Level, Notification
-from moeedge.scheduler.memory_watch import MemoryWatch
 from moeedge.units import format_bytes
 
-_INTERVAL_S = 0.5  # between two checks by the thread
+_INTERVAL_S = 0.5  # between two readings
+_SHORT = 0.5  # of the reserve: what is left is short below this share, so that small changes free nothing
+_AMPLE = 2.0  # of the reserve: from this share on there is memory to take
+_AMPLE_READINGS = 20  # in a row: a program that comes and goes should not make the cache shrink and grow all the time
+_READINGS = 2  # in a row that agree: a program that starts frees some of its memory at once
 LOST = "Experts can no longer be loaded into RAM: the mapped file is read from here on, which is slow."
 
 
@@ -27,6 +38,71 @@ def slots_of(cache: ExpertCache, n_bytes: int) -> int:
     """The number of slots that take at least so many bytes; of a negative number, at most."""
     _, capacity, expert_bytes = cache.groups()
     return -(-n_bytes * cache.info.n_slots // int((capacity * expert_bytes).sum()))
+
+
+class MemoryWatch:
+    """Reads the device's free memory now and then.
+
+    reserve_bytes: what is to stay free. read, clock: of the device and of the machine; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        device: ResolvedDevice,
+        reserve_bytes: int,
+        *,
+        read: Callable[[ResolvedDevice], VramReading | None] = devices.read_memory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._device, self._reserve_bytes = device, reserve_bytes
+        self._read, self._clock = read, clock
+        self._next_s = clock() + _INTERVAL_S
+        self._n_short = self._n_ample = 0
+        self.free_bytes = 0  # at the last reading
+
+    def missing_bytes(self) -> int:
+        """How much must be freed so that the reserve is free again; 0 while there is no shortage.
+
+        Cheap enough for every step: most calls return 0 without a reading.
+        """
+        if self._clock() < self._next_s:
+            return 0
+        self._next_s = self._clock() + _INTERVAL_S
+        try:
+            reading = self._read(self._device)
+        except MoeedgeError:  # a driver that does not answer
+            reading = None
+        if reading is None or reading.free_bytes >= _SHORT * self._reserve_bytes:
+            self._n_short = 0
+            is_ample = reading is not None and reading.free_bytes >= _AMPLE * self._reserve_bytes
+            self._n_ample = self._n_ample + 1 if is_ample else 0
+            self.free_bytes = reading.free_bytes if reading is not None else 0
+            return 0
+        self.free_bytes = reading.free_bytes
+        self._n_ample = 0
+        self._n_short += 1
+        if self._n_short < _READINGS:
+            return 0
+        self._n_short = 0
+        return self._reserve_bytes - reading.free_bytes
+
+    def read_spare_bytes(self) -> int | None:
+        """What is free above the reserve, negative where it is short; a reading at once. None where unknown."""
+        try:
+            reading = self._read(self._device)
+        except MoeedgeError:
+            return None
+        return None if reading is None else reading.free_bytes - self._reserve_bytes
+
+    def take_spare_bytes(self) -> int:
+        """How much may be taken since it has been free for a while; 0 then, until it has been again.
+
+        From the readings of `missing_bytes`.
+        """
+        if self._n_ample < _AMPLE_READINGS:
+            return 0
+        self._n_ample = 0
+        return self.free_bytes - self._reserve_bytes
 
 
 class SlotMemory:
@@ -136,7 +212,8 @@ class SlotMemory:
         n_left = max(n_left, self._n_layers)
         if n_left >= before:
             return
-        now = self._set_limit(n_left)
+        self.cache.limit(n_left)
+        now = self.cache.info.n_slots
         if now < before:
             text = f"{reason}: RAM now holds at most {now:,} experts instead of {before:,}."
             self._waiting.append(Notification(text, Level.WARNING))
@@ -149,15 +226,12 @@ class SlotMemory:
         n_slots = self.cache.stats().slots_used + slots_of(self.cache, spare_bytes)
         if n_slots <= before:
             return
-        now = self._set_limit(min(n_slots, self._n_slots_opened))
+        self.cache.limit(min(n_slots, self._n_slots_opened))
+        now = self.cache.info.n_slots
         if now > before:
             free = format_bytes(self.watch.free_bytes)
             text = f"{free} of memory are free again: RAM now holds up to {now:,} experts instead of {before:,}."
             self._waiting.append(Notification(text, Level.NOTICE))
-
-    def _set_limit(self, n_slots: int) -> int:
-        self.cache.limit(n_slots)
-        return self.cache.info.n_slots
 
 
 def _update_periodically(memory: weakref.ref[SlotMemory], stop: Event) -> None:

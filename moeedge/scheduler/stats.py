@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.native.cache import CacheStats
+from moeedge.native.cache import CacheStats, ExpertCache
 from moeedge.native.structs import counter, counters
 from moeedge.policies.base import LookaheadStatus
 from moeedge.scheduler.cache_governor import CacheChoice
@@ -138,50 +138,46 @@ _RATES = (
 )
 
 
-class StatsRecorder:
-    """Sums up what the Python side counts; `start` are the native figures when the session began."""
+_TIMES = ("schedule_s", "plan_s", "draft_s", "decode_s")  # that the recorder counts
 
-    def __init__(self, start: CacheStats) -> None:
-        self.steps = 0
-        self._tokens = 0
-        self._schedule_s = 0.0
-        self._plan_s = 0.0
-        self._draft_s = 0.0
-        self._decode_s = 0.0
-        self._start = PlacementStats(**vars(start))
+
+class StatsRecorder:
+    """Sums up what the Python side counts next to an open cache's own figures.
+
+    n_layers: whose experts share the slots. n_all: experts of the model.
+    """
+
+    def __init__(self, cache: ExpertCache, *, n_layers: int, n_all: int) -> None:
+        self._cache, self._n_layers, self._n_all = cache, n_layers, n_all
+        self._sums: dict[str, Any] = {"steps": 0, "tokens": 0} | dict.fromkeys(_TIMES, 0.0)
+        self._start = PlacementStats(**vars(cache.stats()))
 
     def add_step(self, record: StepRecord) -> None:
         """A verification or plain decode; the time of scheduling it is added with `add_schedule`."""
-        self.steps += 1
-        self._tokens += len(record.tokens)
-        self._draft_s += record.draft_s
-        self._decode_s += record.draft_s + record.verify_s + record.observe_s
+        step_s = record.draft_s + record.verify_s + record.observe_s
+        self._add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
 
     def add_schedule(self, seconds: float) -> None:
         """Time that the policy and its plan took, part of a step's."""
-        self._schedule_s += seconds
-        self._decode_s += seconds
+        self._add(schedule_s=seconds, decode_s=seconds)
 
     def skip(self, before: CacheStats, after: CacheStats) -> None:
         """Does not count what the cache has done in between."""
         self._start = self._start - (PlacementStats(**vars(before)) - PlacementStats(**vars(after)))
 
-    def time_plan(self, call: Callable[[], None]) -> None:
+    def time_plan(self, call: Callable[[], object]) -> None:
         """Runs the policy and its plans, in whichever thread, and counts the time."""
         start_s = time.perf_counter()
         call()
-        self._plan_s += time.perf_counter() - start_s
+        self._add(plan_s=time.perf_counter() - start_s)
 
-    def read(self, now: CacheStats, **gauges: Any) -> PlacementStats:
+    def _add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self._sums[name] += amount
+
+    def read(self, **gauges: Any) -> PlacementStats:
         """All figures since the session began; `gauges` are fields of PlacementStats."""
-        newest = PlacementStats(
-            **vars(now),
-            **gauges,
-            steps=self.steps,
-            tokens=self._tokens,
-            schedule_s=self._schedule_s,
-            plan_s=self._plan_s,
-            draft_s=self._draft_s,
-            decode_s=self._decode_s,
-        )
-        return newest - self._start
+        info = self._cache.info
+        size = {"slots_total": info.n_slots, "pool_bytes": info.pool_bytes, "cache_ratio": info.n_slots / self._n_all}
+        values = vars(self._cache.stats()) | size | {"n_layers": self._n_layers} | gauges | self._sums
+        return PlacementStats(**values) - self._start

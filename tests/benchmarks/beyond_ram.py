@@ -34,13 +34,13 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.native.abi import Phase
 from moeedge.scheduler import disk
-from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
+from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.units import parse_size
 from tests.support.ballast import Ballast
 
 SCHEMA = "moeedge-beyond-ram-2"
-ARMS = ("stock", "stock-sd", "moeedge", "moeedge-sd")  # and -auto: drafts as measured; -sd-ahead: reads ahead
+ARMS = ("stock", "stock-sd", "moeedge", "moeedge-sd")  # and -auto: drafts as measured
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
 
 
@@ -52,8 +52,6 @@ def read_bytes() -> int:
 
 def config_of(arm: str, options: argparse.Namespace) -> EngineConfig:
     """The session of an arm."""
-    reads_ahead = arm.endswith("-ahead")
-    arm = arm.removesuffix("-ahead")
     drafts = arm.endswith(("-sd", "-auto"))
     is_stock = arm.startswith("stock")
     ram: int | Literal["auto", "off"] = "off" if is_stock else options.ram
@@ -67,9 +65,7 @@ def config_of(arm: str, options: argparse.Namespace) -> EngineConfig:
         n_ubatch=options.ubatch_size,
         device="none",
         ram=ram,
-        placement=PlacementConfig(
-            policy=options.policy, calibrate=False, execution=ExecutionConfig(reads_ahead=reads_ahead)
-        ),
+        placement=PlacementConfig(policy=options.policy, calibrate=False),
         mode="stock" if is_stock else "moeedge",
     )
 

@@ -121,7 +121,7 @@ def main() -> None:
     )
     rng = np.random.default_rng(options.seed)
     samples: dict[Way, list[Sample]] = defaultdict(list)
-    with ExpertCache.open(config) as past, ExpertCache.open(replace(config, disk_buffered=True)) as through:
+    with ExpertCache(config) as past, ExpertCache(replace(config, disk_buffered=True)) as through:
         for number in range(-1, options.rounds):
             # the slots' pages are the system's zeros at first: what is read first, once in each cache, does not count
             for index in rng.permutation(len(ways)) if number >= 0 else (0, len(ways) - 1):

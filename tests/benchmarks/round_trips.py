@@ -117,7 +117,7 @@ def open_cache(lane: Lane, path: Path, context: Context) -> Iterator[ExpertCache
         n_stage=n_stage,
     )
     assert context.sensor is not None
-    with ExpertCache.open(config) as cache:
+    with ExpertCache(config) as cache:
         cache.attach(context.sensor)
         cache.set_prefill(lane.path, PREFILL_TOKENS)
         cache.set_device_path(lane.device_path)

@@ -225,7 +225,7 @@ def open_cache(load: Workload, ratio: float) -> Iterator[ExpertCache]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "experts.bin"
         experts = write_experts(path, n_layers=load.n_layers, n_experts=load.n_experts, width=1)
-        with ExpertCache.open(experts.config(ratio)) as cache:
+        with ExpertCache(experts.config(ratio)) as cache:
             yield cache
 
 

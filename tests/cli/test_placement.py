@@ -110,21 +110,6 @@ def test_profile_takes_a_device(pair: list[str]) -> None:
     assert json.loads(placed.stdout)["unique_experts"] == json.loads(plain.stdout)["unique_experts"]
 
 
-@pytest.mark.parametrize(
-    ("options", "is_unused"),
-    [
-        (["-dev", "none"], True),
-        ([*EMULATED, "--no-calibrate"], True),
-        ([*EMULATED, "--no-calibrate", "--ram", "64MiB"], True),
-        (["-dev", "none", "--ram", "64MiB"], False),
-    ],
-    ids=["no device", "device", "device and RAM", "RAM"],
-)
-def test_repacking_without_effect_is_said(pair: list[str], options: list[str], is_unused: bool) -> None:
-    assert ("--repack has no effect" in notes(chat(pair, *options, "--repack", "on", "-o", "json"))) == is_unused
-    assert "--repack" not in notes(chat(pair, *options, "-o", "json"))
-
-
 def test_calibrate_as_json(pair: list[str]) -> None:
     measured = run_json("calibrate", *pair, *EMULATED, "--cache-ratio", "0.5")
     assert (measured["threads"], measured["cache_slots"], measured["policy"]) == (1, 24, "spac")

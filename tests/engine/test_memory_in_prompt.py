@@ -15,7 +15,7 @@ from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler import slot_memory
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.memory_watch import MemoryWatch
+from moeedge.scheduler.slot_memory import MemoryWatch
 from tests.conftest import TinyFactory
 
 GREEDY = SamplingConfig(temperature=0)

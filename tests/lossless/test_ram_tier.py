@@ -19,7 +19,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
-from moeedge.native.abi import Phase, Repack
+from moeedge.native.abi import Phase
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification, is_warning
 from moeedge.policies.registry import POLICIES
@@ -31,11 +31,9 @@ from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
 from moeedge.scheduler.slot_memory import LOST
 from moeedge.ui.figures import live_cache_figures
 from moeedge.units import format_bytes
-from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
 from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer
-from tests.support.ram_driver import ram_context
 from tests.support.stock import StockContext
 
 N_PREDICT = 24
@@ -126,7 +124,7 @@ def test_bit_identical_to_the_mapped_file(loaded: Loaded, ratio: float) -> None:
             n_experts=info.n_experts,
             ratio=ratio,
         )
-        with ExpertCache.open(cache_config) as cache:
+        with ExpertCache(cache_config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             for batch in (TOKENS[:1], TOKENS[1:6], TOKENS[6:120], TOKENS[120:121], TOKENS[121:150]):
@@ -141,44 +139,6 @@ def test_bit_identical_to_the_mapped_file(loaded: Loaded, ratio: float) -> None:
         assert np.array_equal(context.decode(TOKENS, phase=Phase.AUTO, logits="all"), expected), (
             "without the cache, too"
         )
-
-
-@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])
-@pytest.mark.parametrize("buffered", [False, True], ids=["direct", "buffered"])
-def test_repacked_slots_are_llama_cpps_repacked_weights(arch: str, buffered: bool, tiny: TinyFactory) -> None:
-    """Experts that are repacked as they arrive compute what llama.cpp's repacked tensors do, bit for bit.
-
-    Pieces are cut at rows that are interleaved, also where an expert is read in several.
-    """
-    path = tiny(arch, embd=96, expert_ff=64)  # dense weights are float32, which has no other layout
-    batches = (TOKENS[:1], TOKENS[1:6], TOKENS[6:120], TOKENS[120:121], TOKENS[121:150])
-    with StockContext(path, n_ctx=512, n_threads=2, n_ubatch=512, repack=True) as stock:
-        expected = [stock.decode(batch) for batch in batches]
-    with StockContext(path, n_ctx=512, n_threads=2, n_ubatch=512, repack=False) as stock:
-        plain = [stock.decode(batch) for batch in batches]
-    for repack in Repack:
-        with ram_context(path, 0.3, repack=repack, disk_buffered=buffered) as (context, cache):
-            cache.set_readers(3, 4096)
-            found = [context.decode(batch, phase=Phase.AUTO, logits="all").copy() for batch in batches]
-            assert cache.stats().evictions > 0
-            has_layout = cache.info.n_repacked > 0
-        if repack is Repack.NONE:
-            assert not has_layout
-        assert all(map(np.array_equal, found, expected if has_layout else plain))
-
-
-def test_a_single_slot_can_be_repacked(tiny: TinyFactory) -> None:
-    """ggml's repacked kernels take no tensor of a single expert."""
-    path = tiny("qwen3moe", embd=96, expert_ff=64)
-    found = []
-    for ratio in (0.3, 0.001):
-        with ram_context(path, ratio, repack=Repack.CHEAP) as (context, cache):
-            found.append(context.decode(TOKENS[:5], phase=Phase.AUTO, logits="all").copy())
-            assert cache.info.n_repacked > 0
-            assert cache.stats().blocks_unknown == 0
-            assert cache.stats().slots_used <= cache.info.n_slots
-    assert cache.info.n_slots == 1
-    assert np.array_equal(*found)
 
 
 def test_the_counts_are_stocks(tiny_moe: Path) -> None:
@@ -203,7 +163,7 @@ def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
         cache_config = CacheConfig(
             device="ram", files=files, tensors=tensors, n_layers=shape[0], n_experts=shape[1], ratio=0.5
         )
-        with ExpertCache.open(cache_config) as cache:
+        with ExpertCache(cache_config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             context.decode(TOKENS[:1], phase=Phase.DECODE)

@@ -35,8 +35,7 @@ from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler import kept_activations, ram_tier
-from moeedge.scheduler.memory_watch import MemoryWatch
-from moeedge.scheduler.slot_memory import LOST
+from moeedge.scheduler.slot_memory import LOST, MemoryWatch
 from moeedge.ui.figures import cache_rows
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import PROMPT, Loaded, each_case
@@ -93,8 +92,8 @@ def three_tiers(
         tensors, files = expert_tensors(path, n_layers=model.info.n_layers)
         shape = {"files": files, "tensors": tensors, "n_layers": model.info.n_layers, "n_experts": model.info.n_experts}
         on_device = CacheConfig(device=device, ratio=device_ratio, n_stage=n_stage, **shape)
-        ram = stack.enter_context(ExpertCache.open(CacheConfig(device="ram", ratio=ram_ratio, **shape)))
-        cache = stack.enter_context(ExpertCache.open(on_device))
+        ram = stack.enter_context(ExpertCache(CacheConfig(device="ram", ratio=ram_ratio, **shape)))
+        cache = stack.enter_context(ExpertCache(on_device))
         assert context.sensor is not None
         ram.attach(context.sensor)
         cache.attach(context.sensor)

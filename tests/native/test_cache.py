@@ -74,7 +74,7 @@ def test_slots_hold_the_models_bytes(tiny: TinyFactory, arch: str, options: dict
         n_layers, n_experts = model_number(context, "block_count"), model_number(context, "expert_count")
     tensors, files = expert_tensors(path)
     model = ExpertFile(path, tensors, n_layers, n_experts)
-    with ExpertCache.open(
+    with ExpertCache(
         CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=n_layers, n_experts=n_experts, ratio=1.0)
     ) as cache:
         layers = sorted({tensor.layer for tensor in tensors})
@@ -94,7 +94,7 @@ def test_a_resize_without_memory_leaves_no_slots(experts: ExpertFile, monkeypatc
             raise EngineError("There is no memory.")
         open_cache(cache)
 
-    with ExpertCache.open(dataclasses.replace(experts.config(0.5), n_stage=2)) as cache:
+    with ExpertCache(dataclasses.replace(experts.config(0.5), n_stage=2)) as cache:
         ask(cache, [(0, 0)])
         drain(cache)
         monkeypatch.setattr(ExpertCache, "_open", fail_once)
@@ -105,7 +105,7 @@ def test_a_resize_without_memory_leaves_no_slots(experts: ExpertFile, monkeypatc
 
 @pytest.mark.parametrize(("ratio", "n_slots"), [(0.0, 0), (0.001, 1), (0.17, 5), (0.5, 16), (1.0, 32)])
 def test_capacity_is_the_requested_share(experts: ExpertFile, ratio: float, n_slots: int) -> None:
-    with ExpertCache.open(experts.config(ratio)) as cache:
+    with ExpertCache(experts.config(ratio)) as cache:
         layer_group, capacity, expert_bytes = cache.groups()
         assert layer_group.tolist() == [0] * 4
         assert capacity.tolist() == [n_slots]
@@ -119,7 +119,7 @@ def test_capacity_is_the_requested_share(experts: ExpertFile, ratio: float, n_sl
 
 def test_layers_of_different_shape_have_separate_pools(tmp_path: Path) -> None:
     mixed = write_experts(tmp_path / "mixed.bin", n_layers=6, wide_layers=(1, 4), dense_layers=(0,))
-    with ExpertCache.open(mixed.config(0.5)) as cache:
+    with ExpertCache(mixed.config(0.5)) as cache:
         layer_group, capacity, expert_bytes = cache.groups()
         assert layer_group.tolist() == [-1, 0, 1, 1, 0, 1]
         assert capacity.tolist() == [8, 12]
@@ -138,8 +138,8 @@ def test_layers_have_pools_of_their_own_where_one_would_be_too_large(ratio: floa
     mixed = write_experts(tmp_path / "mixed.bin", n_layers=12, wide_layers=(1, 4), dense_layers=(0,))
     slot_bytes = mixed.tensors[3].stride  # of the largest role of an expert that is not wide
     with (
-        ExpertCache.open(mixed.config(ratio)) as plain,
-        ExpertCache.open(mixed.config(ratio, n_stage=4, pool_bytes_max=16 * slot_bytes)) as cut,
+        ExpertCache(mixed.config(ratio)) as plain,
+        ExpertCache(mixed.config(ratio, n_stage=4, pool_bytes_max=16 * slot_bytes)) as cut,
     ):
         layer_group, capacity, expert_bytes = cut.groups()
         assert cut.info.n_slots == cut.info.slots_wanted == plain.info.n_slots
@@ -161,14 +161,14 @@ def test_layers_have_pools_of_their_own_where_one_would_be_too_large(ratio: floa
 def test_a_pool_of_one_layer_takes_the_slots_that_fit(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "model.bin", n_layers=3)
     slot_bytes = model.tensors[0].stride
-    with ExpertCache.open(model.config(1.0, n_stage=8, pool_bytes_max=5 * slot_bytes)) as cache:
+    with ExpertCache(model.config(1.0, n_stage=8, pool_bytes_max=5 * slot_bytes)) as cache:
         assert cache.groups()[1].tolist() == [5, 5, 5]
         assert cache.info.slots_wanted == 24
         assert cache.info.n_stage == 5
 
 
 def test_staging_slots_are_extra(experts: ExpertFile) -> None:
-    with ExpertCache.open(experts.config(0.5)) as plain, ExpertCache.open(experts.config(0.5, n_stage=4)) as staged:
+    with ExpertCache(experts.config(0.5)) as plain, ExpertCache(experts.config(0.5, n_stage=4)) as staged:
         assert staged.info.n_slots == plain.info.n_slots
         assert staged.info.pool_bytes == plain.info.pool_bytes * 20 // 16
 
@@ -187,14 +187,14 @@ huge = write_experts(folder / "huge.bin", n_layers=1, n_experts=1, width=1 << 15
 used_kib = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
 limit = used_kib * 1024 + (400 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-with ExpertCache.open(model.config(1.0)) as cache:
+with ExpertCache(model.config(1.0)) as cache:
     assert 20 < cache.info.n_slots < 200 and cache.info.slots_wanted == 1024, cache.info
     assert cache.info.pool_bytes < 400 << 20
     ask(cache, [(layer, expert) for layer in range(2) for expert in range(512)])
     assert cache.drain(60)
     assert assert_bytes(cache, model) == cache.info.n_slots
 try:
-    ExpertCache.open(huge.config(1.0))
+    ExpertCache(huge.config(1.0))
 except Exception as error:
     print(error)
 """
@@ -216,12 +216,12 @@ def test_uploads_go_by_priority_then_layer_then_given_order(experts: ExpertFile)
     # 5 slots: the experts that get one show the order
     uploads = [(3, 7), (2, 2), (2, 1), (0, 0), (0, 5), (1, 1), (3, 3), (1, 6)]
     priority = [4, 1, 1, 2, 1, 2, 2, 1]
-    with ExpertCache.open(experts.config(5 / 32)) as cache:
+    with ExpertCache(experts.config(5 / 32)) as cache:
         ask(cache, uploads, priority=priority)
         drain(cache)
         assert resident(cache) == {(3, 7), (0, 0), (1, 1), (3, 3), (0, 5)}
         assert cache.stats().queued == 3
-    with ExpertCache.open(experts.config(1 / 32)) as cache:
+    with ExpertCache(experts.config(1 / 32)) as cache:
         ask(cache, [(2, 2), (2, 1)])
         drain(cache)
         assert resident(cache) == {(2, 2)}
@@ -229,7 +229,7 @@ def test_uploads_go_by_priority_then_layer_then_given_order(experts: ExpertFile)
 
 def test_only_the_lowest_utility_is_evicted(experts: ExpertFile) -> None:
     old = list(product(range(2), range(4)))
-    with ExpertCache.open(experts.config(0.25)) as cache:
+    with ExpertCache(experts.config(0.25)) as cache:
         ask(cache, old)
         drain(cache)
         # victims out of order, one of them named twice, one that is not resident, one without a number
@@ -249,7 +249,7 @@ def test_only_the_lowest_utility_is_evicted(experts: ExpertFile) -> None:
 
 
 def test_resident_experts_are_not_uploaded_again(experts: ExpertFile) -> None:
-    with ExpertCache.open(experts.config(0.5)) as cache:
+    with ExpertCache(experts.config(0.5)) as cache:
         for _ in range(3):
             ask(cache, [(0, 0), (1, 1), (0, 0)])
             drain(cache)
@@ -259,7 +259,7 @@ def test_resident_experts_are_not_uploaded_again(experts: ExpertFile) -> None:
 
 def test_pinned_experts_stay_until_they_are_released(experts: ExpertFile) -> None:
     old = [(0, expert) for expert in range(4)]
-    with ExpertCache.open(experts.config(4 / 32)) as cache:
+    with ExpertCache(experts.config(4 / 32)) as cache:
         ask(cache, old)
         drain(cache)
         slots = cache.acquire(0, [0, 7, 1, 1, 2])
@@ -286,7 +286,7 @@ def test_pinned_experts_stay_until_they_are_released(experts: ExpertFile) -> Non
 
 def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
     bytes_per_expert = sum(tensor.stride for tensor in experts.tensors[:3])
-    with ExpertCache.open(experts.config(1.0, link_bytes_per_s=bytes_per_expert / 0.2)) as cache:
+    with ExpertCache(experts.config(1.0, link_bytes_per_s=bytes_per_expert / 0.2)) as cache:
         ask(cache, [(0, expert) for expert in range(6)])
         wait_for(lambda: cache.stats().in_flight == 1)
         assert cache.residency()[0, 0] == Residency.IN_FLIGHT
@@ -311,7 +311,7 @@ def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
 def test_a_paced_link_keeps_its_rate(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "large.bin", width=96)
     rate = 40e6
-    with ExpertCache.open(model.config(1.0, link_bytes_per_s=rate)) as cache:
+    with ExpertCache(model.config(1.0, link_bytes_per_s=rate)) as cache:
         begin_s = time.monotonic()
         ask(cache, list(product(range(4), range(8))))
         drain(cache)
@@ -326,7 +326,7 @@ def test_a_paced_link_keeps_its_rate(tmp_path: Path) -> None:
 def test_groups_share_one_queue(tmp_path: Path) -> None:
     """A group without room does not hold up another; otherwise the order holds across groups."""
     mixed = write_experts(tmp_path / "mixed.bin", wide_layers=(1, 3))
-    with ExpertCache.open(mixed.config(2 / 16, link_bytes_per_s=200e3)) as cache:
+    with ExpertCache(mixed.config(2 / 16, link_bytes_per_s=200e3)) as cache:
         ask(cache, [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)], priority=[1, 1, 2, 2, 2])
         seen: list[tuple[int, int]] = []
         while len(seen) < 4:
@@ -339,7 +339,7 @@ def test_groups_share_one_queue(tmp_path: Path) -> None:
 
 
 def test_clear_gives_up_and_leaves_the_slots_as_they_are(experts: ExpertFile) -> None:
-    with ExpertCache.open(experts.config(0.25)) as cache:
+    with ExpertCache(experts.config(0.25)) as cache:
         ask(cache, [(0, 0), (1, 1)])
         drain(cache)
         slots = cache.acquire(0, [0])
@@ -355,7 +355,7 @@ def test_clear_gives_up_and_leaves_the_slots_as_they_are(experts: ExpertFile) ->
 
 
 def test_clear_waits_for_pins_and_empties_everything(experts: ExpertFile) -> None:
-    with ExpertCache.open(experts.config(0.5)) as cache:
+    with ExpertCache(experts.config(0.5)) as cache:
         ask(cache, [(0, expert) for expert in range(8)])
         drain(cache)
         slots = cache.acquire(0, [3])
@@ -376,7 +376,7 @@ def test_clear_waits_for_pins_and_empties_everything(experts: ExpertFile) -> Non
 
 def test_an_expert_that_cannot_be_read_stays_absent(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "short.bin")
-    with ExpertCache.open(model.config(1.0)) as cache:
+    with ExpertCache(model.config(1.0)) as cache:
         with model.path.open("r+b") as file:
             file.truncate(model.tensors[-1].offset)
         ask(cache, [(0, 0), (3, 0), (3, 1), (1, 1)])
@@ -390,7 +390,7 @@ def test_an_expert_that_cannot_be_read_stays_absent(tmp_path: Path) -> None:
 
 
 def test_a_closed_cache_raises(experts: ExpertFile) -> None:
-    cache = ExpertCache.open(experts.config(0.5))
+    cache = ExpertCache(experts.config(0.5))
     cache.close()
     cache.close()
     for refused in (cache.residency, cache.stats, cache.clear, cache.groups, cache.blocks, lambda: cache.drain(1)):
@@ -404,7 +404,7 @@ def test_closing_detaches(tiny: TinyFactory) -> None:
     config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)
     context, sensor = sensed_context(path, OffloadScope.ALL)
     with context:
-        with ExpertCache.open(config) as cache:
+        with ExpertCache(config) as cache:
             cache.attach(sensor)
             ask(cache, [(layer, expert) for layer in range(3) for expert in range(8)])
             drain(cache)
@@ -416,7 +416,7 @@ def test_closing_detaches(tiny: TinyFactory) -> None:
             assert cache.stats().blocks == 3
             assert cache.stats().pinned == 0
         context.decode([4])
-        second = ExpertCache.open(config)
+        second = ExpertCache(config)
         second.attach(sensor)
     second.detach()  # of a context that is closed
     second.close()
@@ -428,7 +428,7 @@ def test_blocks_without_resident_experts_are_misses(tiny: TinyFactory, n_tokens:
     tensors, files = expert_tensors(path)
     config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)
     context, sensor = sensed_context(path, OffloadScope.ALL, n_ubatch=64)
-    with context, ExpertCache.open(config) as cache:
+    with context, ExpertCache(config) as cache:
         cache.attach(sensor)
         context.decode(list(range(n_tokens)), every=True)
         stats = cache.stats()
@@ -454,11 +454,11 @@ def test_blocks_without_resident_experts_are_misses(tiny: TinyFactory, n_tokens:
 )
 def test_bad_configurations(experts: ExpertFile, changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        ExpertCache.open(dataclasses.replace(experts.config(0.5), **changes))
+        ExpertCache(dataclasses.replace(experts.config(0.5), **changes))
 
 
 def test_bad_plans_change_nothing(experts: ExpertFile) -> None:
-    with ExpertCache.open(experts.config(0.5)) as cache:
+    with ExpertCache(experts.config(0.5)) as cache:
         for uploads, victims in (([(4, 0)], []), ([(0, 8)], []), ([(-1, 0)], []), ([], [(0, -1)])):
             with pytest.raises(BackendError, match="does not have"):
                 ask(cache, uploads, victims=victims)

@@ -13,7 +13,7 @@ from moeedge.errors import EngineError
 from moeedge.hardware import devices
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
-from moeedge.scheduler.memory_watch import MemoryWatch
+from moeedge.scheduler.slot_memory import MemoryWatch
 from tests.conftest import TinyFactory
 from tests.native.test_cache import drain
 from tests.scheduler.test_manager import GREEDY, PROMPT, check, config
@@ -37,7 +37,7 @@ def test_uploads_arrive_in_small_pieces(
     n_readers: int, batch: int, large: ExpertFile, counting: CountingDevice
 ) -> None:
     everything = list(product(range(2), range(4)))
-    with counting.late(), ExpertCache.open(large.config(0.5, device=DEVICE)) as cache:
+    with counting.late(), ExpertCache(large.config(0.5, device=DEVICE)) as cache:
         cache.set_readers(n_readers)
         cache.set_batch(batch)
         counting.reset()
@@ -57,7 +57,7 @@ def test_uploads_arrive_in_small_pieces(
 
 def test_a_file_that_ends_early_fails_its_uploads_only(tmp_path: Path, counting: CountingDevice) -> None:
     model = write_experts(tmp_path / "model.bin", n_layers=2, n_experts=4, width=256)
-    with ExpertCache.open(model.config(1.0, device=DEVICE)) as cache:
+    with ExpertCache(model.config(1.0, device=DEVICE)) as cache:
         cache.set_readers(2)
         end = model.tensors[-2].offset + model.tensors[-2].stride  # of layer 1's second role: one expert is left
         with model.path.open("r+b") as file:
@@ -72,7 +72,7 @@ def test_a_file_that_ends_early_fails_its_uploads_only(tmp_path: Path, counting:
 def test_pools_are_no_larger_than_the_largest_buffer(large: ExpertFile, counting: CountingDevice) -> None:
     slot_bytes = large.tensors[0].stride
     counting.set("max_buffer_bytes", 5 * slot_bytes)
-    with ExpertCache.open(large.config(1.0, device=DEVICE)) as cache:
+    with ExpertCache(large.config(1.0, device=DEVICE)) as cache:
         assert cache.info.n_slots == cache.info.slots_wanted == 8
         assert cache.groups()[1].tolist() == [4, 4]
         ask(cache, list(product(range(2), range(4))))
@@ -80,7 +80,7 @@ def test_pools_are_no_larger_than_the_largest_buffer(large: ExpertFile, counting
         assert assert_bytes(cache, large) == 8
     counting.set("max_buffer_bytes", slot_bytes // 2)
     with pytest.raises(EngineError):
-        ExpertCache.open(large.config(1.0, device=DEVICE))
+        ExpertCache(large.config(1.0, device=DEVICE))
     counting.set("max_buffer_bytes", 1 << 62)
 
 

@@ -32,7 +32,7 @@ def test_remote_slots_hold_the_files_bytes(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=3, n_experts=6, width=512, wide_layers=(1,))
     with start_worker() as worker:
         device = resolve(DeviceSpec.parse(worker.device)).ggml_name
-        with ExpertCache.open(model.config(0.5, device=device, n_stage=2)) as cache:
+        with ExpertCache(model.config(0.5, device=device, n_stage=2)) as cache:
             assert not cache.info.is_host
             assert not cache.info.unpinned, "a remote worker has no use for pinned memory"
             assert cache.info.staging_bytes > 0
@@ -44,7 +44,7 @@ def test_remote_slots_hold_the_files_bytes(tmp_path: Path) -> None:
                 assert_balanced(cache)
             assert cache.stats().evictions > 0
             cache.clear()
-        with ExpertCache.open(model.config(1.0, device=device)) as again:
+        with ExpertCache(model.config(1.0, device=device)) as again:
             ask(again, everything)
             assert again.drain(END_S)
             assert assert_bytes(again, model) == 18
@@ -58,7 +58,7 @@ def test_the_cache_shrinks_to_the_workers_memory(tmp_path: Path) -> None:
     with start_worker() as worker:
         limit_address_space(worker.process.pid, 512 << 20)
         device = resolve(DeviceSpec.parse(worker.device)).ggml_name
-        with ExpertCache.open(model.config(1.0, device=device)) as cache:
+        with ExpertCache(model.config(1.0, device=device)) as cache:
             assert 1 <= cache.info.n_slots < cache.info.slots_wanted == 2048
             ask(cache, [(0, 0), (1, 1023)])
             assert cache.drain(END_S)

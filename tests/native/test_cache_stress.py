@@ -39,7 +39,7 @@ def test_no_expert_is_half_written_on_a_paced_link(tmp_path: Path) -> None:
 
 def test_experts_of_several_staging_chunks(tmp_path: Path, device: str) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=2, n_experts=3, width=1200)  # 5.8 MB a matrix
-    with ExpertCache.open(model.config(0.5, device=device)) as cache:
+    with ExpertCache(model.config(0.5, device=device)) as cache:
         everything = [(layer, expert) for layer in range(2) for expert in range(3)]
         for turn in range(4):
             ask(cache, everything[turn % 2 :], victims=everything[:: 1 + turn % 2])

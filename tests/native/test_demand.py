@@ -28,7 +28,7 @@ def demand(
 
 
 def test_demanded_experts_arrive_and_stay(experts: ExpertFile) -> None:
-    with ExpertCache.open(experts.config(4 / 32)) as cache:  # four slots
+    with ExpertCache(experts.config(4 / 32)) as cache:  # four slots
         assert demand(cache, 0, [1, 2, 1], []) == 2
         assert resident(cache) == {(0, 1), (0, 2)}
         assert demand(cache, 0, [2, 3, 4], [(0, 2), (0, 1)]) == 3, "(0, 2) is needed, so (0, 1) is no matter either"
@@ -40,7 +40,7 @@ def test_demanded_experts_arrive_and_stay(experts: ExpertFile) -> None:
 
 
 def test_a_demand_without_room_returns_at_once(experts: ExpertFile) -> None:
-    with ExpertCache.open(experts.config(2 / 32)) as cache:
+    with ExpertCache(experts.config(2 / 32)) as cache:
         begin_s = time.monotonic()
         assert demand(cache, 2, [0, 1, 2, 3], [], wait_s=30.0) == 2
         assert time.monotonic() - begin_s < 10.0
@@ -49,7 +49,7 @@ def test_a_demand_without_room_returns_at_once(experts: ExpertFile) -> None:
 
 def test_a_demand_overtakes_the_queue(experts: ExpertFile) -> None:
     bytes_per_expert = sum(tensor.stride for tensor in experts.tensors[:3])
-    with ExpertCache.open(experts.config(1.0, link_bytes_per_s=bytes_per_expert / 0.05)) as cache:
+    with ExpertCache(experts.config(1.0, link_bytes_per_s=bytes_per_expert / 0.05)) as cache:
         ask(cache, [(0, expert) for expert in range(8)])
         assert demand(cache, 3, [7], []) == 1
         assert len(resident(cache)) <= 4, "what was queued before came before it"
@@ -61,7 +61,7 @@ def test_a_demand_overtakes_the_queue(experts: ExpertFile) -> None:
 def test_batches_carry_the_right_bytes(experts: ExpertFile, batch: int) -> None:
     """Slots freed in any order, experts that are neighbours in the file and experts that are not."""
     rng = np.random.default_rng(batch)
-    with ExpertCache.open(experts.config(12 / 32)) as cache:
+    with ExpertCache(experts.config(12 / 32)) as cache:
         cache.set_batch(batch)
         for _ in range(12):
             there = sorted(resident(cache))
@@ -79,7 +79,7 @@ def test_a_batch_waits_for_the_link_once(tmp_path: Path) -> None:
     latency_s, model = 0.03, write_experts(tmp_path / "experts.bin")
     times_s = {}
     for batch in (1, 64):
-        with ExpertCache.open(model.config(1.0, link_latency_s=latency_s)) as cache:
+        with ExpertCache(model.config(1.0, link_latency_s=latency_s)) as cache:
             cache.set_batch(batch)
             begin_s = time.monotonic()
             ask(cache, [(layer, expert) for layer in range(2) for expert in range(8)])
@@ -95,7 +95,7 @@ def test_a_batch_waits_for_the_link_once(tmp_path: Path) -> None:
 
 def test_victims_of_a_demand_end_with_it(experts: ExpertFile) -> None:
     """Its victims hold for that demand only: neither a plan nor the next demand evicts them."""
-    with ExpertCache.open(experts.config(3 / 32)) as cache:
+    with ExpertCache(experts.config(3 / 32)) as cache:
         assert demand(cache, 0, [0, 1, 2], []) == 3
         assert demand(cache, 1, [4], [(0, 0), (0, 1), (0, 2)]) == 1
         assert demand(cache, 2, [5], []) == 0
@@ -105,7 +105,7 @@ def test_victims_of_a_demand_end_with_it(experts: ExpertFile) -> None:
 
 
 def test_bad_demands(experts: ExpertFile) -> None:
-    with ExpertCache.open(experts.config(0.5)) as cache:
+    with ExpertCache(experts.config(0.5)) as cache:
         with pytest.raises(BackendError, match="does not have"):
             demand(cache, 0, [99], [])
         with pytest.raises(BackendError, match="does not have"):

@@ -130,7 +130,7 @@ def test_slots_hold_the_bytes_of_the_files(parts: Parts, n_threads: int, piece_b
         device="ram", files=parts.files, tensors=parts.tensors, n_layers=n_layers, n_experts=n_experts, ratio=1.0,
         disk_buffered=buffered,
     )  # fmt: skip
-    with ExpertCache.open(config) as cache:
+    with ExpertCache(config) as cache:
         cache.set_readers(n_threads, piece_bytes)
         ask(cache, list(product(range(n_layers), range(n_experts))))
         drain(cache)
@@ -164,7 +164,7 @@ def slow(model: ExpertFile, experts_per_s: float, ratio: float = 1.0) -> CacheCo
 
 
 def test_a_slow_disk_takes_its_time(experts: ExpertFile) -> None:
-    with ExpertCache.open(slow(experts, 64.0)) as cache:
+    with ExpertCache(slow(experts, 64.0)) as cache:
         begin_s = time.monotonic()
         ask(cache, everything(experts))
         drain(cache)
@@ -175,7 +175,7 @@ def test_a_slow_disk_takes_its_time(experts: ExpertFile) -> None:
 
 def test_a_demand_overtakes_what_is_planned(experts: ExpertFile) -> None:
     """Also what the reader has been given already: a few experts, so that its threads have work."""
-    with ExpertCache.open(slow(experts, 20.0)) as cache:
+    with ExpertCache(slow(experts, 20.0)) as cache:
         cache.set_readers(1, 4096)
         ask(cache, everything(experts)[:24])
         assert demand(cache, 3, [7, 2]) == 2
@@ -186,7 +186,7 @@ def test_a_demand_overtakes_what_is_planned(experts: ExpertFile) -> None:
 
 
 def test_a_demand_hastens_what_is_under_way(experts: ExpertFile) -> None:
-    with ExpertCache.open(slow(experts, 20.0)) as cache:
+    with ExpertCache(slow(experts, 20.0)) as cache:
         cache.set_readers(1, 4096)
         uploads = everything(experts)[:24]
         ask(cache, uploads)
@@ -201,7 +201,7 @@ def test_a_demand_hastens_what_is_under_way(experts: ExpertFile) -> None:
 
 
 def test_a_plan_replaces_what_has_not_begun(experts: ExpertFile) -> None:
-    with ExpertCache.open(slow(experts, 20.0)) as cache:
+    with ExpertCache(slow(experts, 20.0)) as cache:
         cache.set_readers(1, 4096)
         ask(cache, everything(experts))
         ask(cache, [(3, 1)], priority=[9])
@@ -213,7 +213,7 @@ def test_a_plan_replaces_what_has_not_begun(experts: ExpertFile) -> None:
 
 
 def test_a_plan_leaves_what_is_demanded(experts: ExpertFile) -> None:
-    with ExpertCache.open(slow(experts, 40.0)) as cache:
+    with ExpertCache(slow(experts, 40.0)) as cache:
         found: list[int] = []
         waiting = threading.Thread(target=lambda: found.append(demand(cache, 0, list(range(8)))))
         waiting.start()
@@ -228,7 +228,7 @@ def test_a_plan_leaves_what_is_demanded(experts: ExpertFile) -> None:
 
 
 def test_closing_drops_what_is_queued(experts: ExpertFile) -> None:
-    with ExpertCache.open(slow(experts, 1.0)) as cache:
+    with ExpertCache(slow(experts, 1.0)) as cache:
         cache.set_readers(4, 4096)
         ask(cache, everything(experts))
         found: list[int] = []
@@ -247,7 +247,7 @@ def test_closing_drops_what_is_queued(experts: ExpertFile) -> None:
 @pytest.mark.parametrize("buffered", [False, True])
 @pytest.mark.parametrize("fault", [fault for fault in ReadFault if fault is not ReadFault.THREADS])
 def test_single_faults_are_overcome(experts: ExpertFile, fault: ReadFault, buffered: bool) -> None:
-    with ExpertCache.open(experts.config(1.0, device="ram", disk_buffered=buffered)) as cache:
+    with ExpertCache(experts.config(1.0, device="ram", disk_buffered=buffered)) as cache:
         cache.set_readers(2, 8192)
         cache.set_read_faults(fault, 20, 0.002)
         ask(cache, everything(experts))
@@ -261,7 +261,7 @@ def test_single_faults_are_overcome(experts: ExpertFile, fault: ReadFault, buffe
 @pytest.mark.parametrize("fault", [ReadFault.EIO, ReadFault.END])
 def test_a_second_attempt_succeeds(experts: ExpertFile, fault: ReadFault) -> None:
     """Every second read fails, of three threads; by chance many pieces would fail four times, which ends a load."""
-    with ExpertCache.open(experts.config(1.0, device="ram")) as cache:
+    with ExpertCache(experts.config(1.0, device="ram")) as cache:
         cache.set_readers(3, 4096)
         cache.set_read_faults(fault, 2)
         ask(cache, everything(experts))
@@ -274,7 +274,7 @@ def test_a_second_attempt_succeeds(experts: ExpertFile, fault: ReadFault) -> Non
     ("fault", "sentence"), [(ReadFault.EIO, "Input/output error"), (ReadFault.END, "ended before")]
 )
 def test_a_disk_that_fails(experts: ExpertFile, fault: ReadFault, sentence: str) -> None:
-    with ExpertCache.open(experts.config(1.0, device="ram")) as cache:
+    with ExpertCache(experts.config(1.0, device="ram")) as cache:
         cache.set_read_faults(fault, 1)
         assert demand(cache, 2, [5]) == 0
         error = cache.reader().error
@@ -299,7 +299,7 @@ def truncate(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [overwrite, truncate])
 def test_a_file_that_is_changed(copied: ExpertFile, change: Callable[[Path], None]) -> None:
-    with ExpertCache.open(copied.config(1.0, device="ram")) as cache:
+    with ExpertCache(copied.config(1.0, device="ram")) as cache:
         assert demand(cache, 0, [1, 2]) == 2
         time.sleep(0.01)  # a file system's clock has ticks
         change(copied.path)
@@ -314,7 +314,7 @@ def test_a_file_that_is_deleted_or_replaced(experts: ExpertFile, tmp_path: Path)
     paths = [tmp_path / "deleted.bin", tmp_path / "replaced.bin"]
     for path in paths:
         path.write_bytes(experts.path.read_bytes())
-    caches = [ExpertCache.open(replace(experts, path=path).config(1.0, device="ram")) for path in paths]
+    caches = [ExpertCache(replace(experts, path=path).config(1.0, device="ram")) for path in paths]
     paths[0].unlink()
     (tmp_path / "other.bin").write_bytes(bytes(experts.path.stat().st_size))
     (tmp_path / "other.bin").replace(paths[1])
@@ -326,14 +326,14 @@ def test_a_file_that_is_deleted_or_replaced(experts: ExpertFile, tmp_path: Path)
 
 
 def test_bad_arguments(experts: ExpertFile, tmp_path: Path) -> None:
-    with ExpertCache.open(experts.config(0.5, device="ram")) as cache:
+    with ExpertCache(experts.config(0.5, device="ram")) as cache:
         with pytest.raises(BackendError, match="Fewer than one thread"):
             cache.set_readers(0)
         with pytest.raises(BackendError, match="less than one byte"):
             cache.set_readers(1, -1)
-    with ExpertCache.open(experts.config(0.5)) as cache, pytest.raises(BackendError, match="Only a cache in RAM"):
+    with ExpertCache(experts.config(0.5)) as cache, pytest.raises(BackendError, match="Only a cache in RAM"):
         cache.reader()
     with pytest.raises(BackendError):
-        ExpertCache.open(experts.config(0.5, device="ram", disk_bytes_per_s=-1.0))
+        ExpertCache(experts.config(0.5, device="ram", disk_bytes_per_s=-1.0))
     with pytest.raises(ModelFileError, match="cannot be opened"):
-        ExpertCache.open(replace(experts, path=tmp_path / "none.bin").config(0.5, device="ram"))
+        ExpertCache(replace(experts, path=tmp_path / "none.bin").config(0.5, device="ram"))

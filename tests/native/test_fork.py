@@ -41,7 +41,7 @@ from tests.support.experts import ask, assert_bytes, write_experts
 
 native.attach()
 model = write_experts(Path(sys.argv[1]) / "model.bin")
-cache = ExpertCache.open(model.config(1.0, link_bytes_per_s=2e5))
+cache = ExpertCache(model.config(1.0, link_bytes_per_s=2e5))
 ask(cache, [(layer, expert) for layer in range(4) for expert in range(8)])
 
 def use_and_close():
@@ -53,7 +53,7 @@ def use_and_close():
         else:
             raise SystemExit("a cache of another process answers")
     cache.close()
-    with ExpertCache.open(model.config(0.5)) as own:
+    with ExpertCache(model.config(0.5)) as own:
         ask(own, [(0, 0), (1, 1)])
         assert own.drain(10) and assert_bytes(own, model) == 2
 

@@ -16,7 +16,6 @@ from moeedge.errors import MoeedgeError
 from moeedge.experts import Residency
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
-from moeedge.native.abi import Repack
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.cache_stress import MIN_CHECKED, stress
@@ -96,15 +95,14 @@ def test_the_memory_goes_back_and_is_taken_again(full: tuple[Context, ExpertCach
     assert all(map(np.array_equal, decode(context), expected))
 
 
-@pytest.mark.parametrize("repack", [Repack.NONE, Repack.ALL])
-def test_answers_are_the_same_while_the_limit_changes(tiny: TinyFactory, repack: Repack) -> None:
+def test_answers_are_the_same_while_the_limit_changes(tiny: TinyFactory) -> None:
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    with ram_context(path, 1.0, repack=repack) as (context, _cache):
+    with ram_context(path, 1.0) as (context, _cache):
         expected = decode(context)
     failures: list[BaseException] = []
     stop = threading.Event()
     numbers = random.Random(3)
-    with ram_context(path, 0.5, repack=repack) as (context, cache):
+    with ram_context(path, 0.5) as (context, cache):
         most = cache.info.n_slots
 
         def change() -> None:
@@ -194,7 +192,7 @@ def test_no_computation_waits_until_the_memory_is_given_back(tmp_path: Path) -> 
     """256 MB of experts are copied, and as much memory is given back, in a tenth of a second or more."""
     model = write_experts(tmp_path / "experts.bin", n_layers=4, n_experts=64, width=512, sparse=True)
     longest_s = []
-    with ExpertCache.open(model.config(1.0, device="ram")) as cache:
+    with ExpertCache(model.config(1.0, device="ram")) as cache:
         for _ in range(3):
             cache.limit(1 << 30)
             cache.clear()
@@ -222,5 +220,5 @@ def test_another_device_gives_no_single_slots_back(wide: Path) -> None:
         ratio=0.5,
         emulated_threads=1,
     )
-    with ExpertCache.open(config) as cache, pytest.raises(MoeedgeError):
+    with ExpertCache(config) as cache, pytest.raises(MoeedgeError):
         cache.limit(10)

@@ -20,7 +20,7 @@ TOKENS = np.random.default_rng(7).integers(0, 256, 300).tolist()
 
 def test_the_least_useful_go_for_what_is_read_ahead(tmp_path: Path) -> None:
     experts = write_experts(tmp_path / "experts.bin")
-    with ExpertCache.open(experts.config(4 / 32, device="ram")) as cache:  # four slots
+    with ExpertCache(experts.config(4 / 32, device="ram")) as cache:  # four slots
         cache.read_ahead(0, np.array([1, 2, 3, 4]))
         cache.drain(5.0)
         assert resident(cache) == {(0, 1), (0, 2), (0, 3), (0, 4)}
@@ -43,7 +43,7 @@ def test_a_prompt_reads_what_is_absent_once(tiny_moe: Path) -> None:
         n_all = info.n_layers * info.n_experts
         shape = {"n_layers": info.n_layers, "n_experts": info.n_experts}
         config = CacheConfig(device="ram", files=files, tensors=tensors, ratio=0.75, **shape)
-        with ExpertCache.open(config) as cache:
+        with ExpertCache(config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             for turn in range(3):

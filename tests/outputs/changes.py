@@ -106,5 +106,7 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: doctor: config\.honoured\.LLAMA_ARG_(THREADS|SPEC_DRAFT_P_MIN)\.", "", "the same"),
     (r"functions: planning\.estimate\.known_models?: .*\.(is_exact|name)( \d+)?\b", "", "only the same plan had them"),
     (r"options: habit ", "", "the reference lists every word of other programs"),
+    (r"options: (.* )?--repack\b", "", "slots in the layout of llama.cpp's faster kernels were never faster"),
+    (r"options: .*\.repack\b", "", "the same, in configurations"),
     (r"options: .* declared: 5$", "", "texts of help"),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from moeedge.errors import DeviceError, EngineError
 from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Level, Notification
-from moeedge.scheduler.memory_watch import MemoryWatch
+from moeedge.scheduler.slot_memory import MemoryWatch
 from tests.conftest import TinyFactory
 from tests.scheduler.test_manager import (
     GREEDY,

@@ -19,8 +19,7 @@ from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.scheduler import slot_memory
 from moeedge.scheduler.cache_store import CacheStore
-from moeedge.scheduler.memory_watch import MemoryWatch
-from moeedge.scheduler.slot_memory import LOST, SlotMemory, slots_of
+from moeedge.scheduler.slot_memory import LOST, MemoryWatch, SlotMemory, slots_of
 
 DEVICE = ResolvedDevice("ram", ggml_name="ram", label="RAM")
 N_LAYERS, N_EXPERTS = 3, 16
@@ -47,7 +46,7 @@ class Machine:
 def open_full(path: Path) -> ExpertCache:
     """A cache in RAM with all experts."""
     tensors, files = expert_tensors(path)
-    cache = ExpertCache.open(
+    cache = ExpertCache(
         CacheConfig(device="ram", files=files, tensors=tensors, n_layers=N_LAYERS, n_experts=N_EXPERTS, ratio=1.0)
     )
     CacheStore(cache).push_uploads(np.argwhere(np.ones((N_LAYERS, N_EXPERTS))).astype(np.int32))
@@ -166,7 +165,7 @@ def test_empty_slots_leave_room_as_well(tiny_moe: Path) -> None:
     """They will be filled, so memory that is free now is not free for others."""
     tensors, files = expert_tensors(tiny_moe)
     config = CacheConfig(device="ram", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=1.0)
-    with ExpertCache.open(config) as cache:
+    with ExpertCache(config) as cache:
         machine = Machine(slot_bytes=slot_bytes_of(cache), free_slots=30 + RESERVE_SLOTS)
         watch = MemoryWatch(DEVICE, RESERVE_SLOTS * machine.slot_bytes, read=machine.read)
         memory = SlotMemory(cache, tiny_moe, N_LAYERS, watch)

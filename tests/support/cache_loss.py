@@ -45,7 +45,7 @@ def refused(call: Callable[[], object]) -> str:
 def lose(config: CacheConfig) -> None:
     """Move experts until the device is lost, then call the cache again and close it."""
     everything = [(layer, expert) for layer in range(config.n_layers) for expert in range(config.n_experts)]
-    cache = ExpertCache.open(config)
+    cache = ExpertCache(config)
     ask(cache, everything, victims=everything)
     assert cache.drain(PATIENCE_S)
     print("moving", flush=True)
@@ -63,7 +63,7 @@ def lose(config: CacheConfig) -> None:
     begin_s = time.monotonic()
     cache.close()
     assert time.monotonic() - begin_s < 1.0
-    assert "is lost" in refused(lambda: ExpertCache.open(config))
+    assert "is lost" in refused(lambda: ExpertCache(config))
 
 
 def main(arguments: list[str]) -> None:
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_experts(Path(folder) / "experts.bin", n_experts=16, width=256)
         lose(model.config(0.5, device=device))
-        with ExpertCache.open(model.config(0.5)) as cache:  # another device is not affected
+        with ExpertCache(model.config(0.5)) as cache:  # another device is not affected
             ask(cache, [(0, 0)])
             wait_for(lambda: cache.stats().uploads == 1, "the emulated device works")
             assert not cache.stats().lost

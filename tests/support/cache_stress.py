@@ -116,7 +116,7 @@ def stress(
 ) -> int:
     """Runs the threads for that long; returns how many experts were checked."""
     config = model.config(ratio, device=device, link_bytes_per_s=link_bytes_per_s)
-    with ExpertCache.open(config) as cache:
+    with ExpertCache(config) as cache:
         if device == "ram":
             cache.set_read_faults(ReadFault.EIO, 50)  # which the next attempt overcomes
         state = Stress(model, cache, time.monotonic() + seconds)
@@ -142,7 +142,7 @@ def stress(
 def churn(model: ExpertFile, *, device: str = "emulated") -> None:
     """Caches that are opened, used and closed in the middle of moving."""
     for ratio in (0.0, 0.1, 1.0):
-        with ExpertCache.open(model.config(ratio, device=device, n_stage=2)) as cache:
+        with ExpertCache(model.config(ratio, device=device, n_stage=2)) as cache:
             cache.plan(pairs(*((0, e) for e in range(8))), np.ones(8, np.uint8), pairs((0, 0)), np.zeros(1, np.float32))
     try:
         cache.residency()

@@ -150,7 +150,7 @@ def hybrid_context(
             n_stage=n_stage,
             pool_bytes_max=int(layers_per_pool * ratio * max(t.stride * t.n_experts for t in tensors)),
         )
-        with ExpertCache.open(config) as cache:
+        with ExpertCache(config) as cache:
             cache.attach(sensor)
             yield context, cache
             cache.detach()

@@ -19,7 +19,7 @@ from moeedge.errors import MoeedgeError
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.model import Model
-from moeedge.native.abi import Phase, PrefillPath, ReadFault, Repack
+from moeedge.native.abi import Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from tests.support.hybrid_driver import churn
 
@@ -44,7 +44,7 @@ def ram_context(
             ratio=ratio,
             **changes,
         )
-        with ExpertCache.open(config) as cache:
+        with ExpertCache(config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             yield context, cache
@@ -74,7 +74,7 @@ def next_to_a_device(path: Path) -> None:
     with ram_context(path, 0.2) as (context, ram):
         expected = decode(context)
         config = replace(ram._config, device="emulated", ratio=0.3, n_stage=8)
-        with ExpertCache.open(config) as cache:
+        with ExpertCache(config) as cache:
             assert context.sensor is not None
             cache.attach(context.sensor)
             cache.read_from(ram)
@@ -88,7 +88,7 @@ def next_to_a_device(path: Path) -> None:
 def main(arguments: list[str]) -> None:
     """Decode each model several times; every answer is the first one."""
     for path in map(Path, arguments):
-        with ram_context(path, 0.2, repack=Repack.CHEAP) as (context, cache):
+        with ram_context(path, 0.2) as (context, cache):
             expected = decode(context)
             with churn(cache, seed=3):
                 for fault in (ReadFault.EIO, ReadFault.SHORT, ReadFault.END, ReadFault.DELAY):

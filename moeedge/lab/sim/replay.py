@@ -302,7 +302,8 @@ def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> 
 
 def lacks_predictor(policy: str, accuracy: PredictorAccuracy) -> bool:
     """Whether a replay of that policy is of its cache alone, since its predictor reads what a trace lacks."""
-    return TABLE[policy].reads_layer_inputs and accuracy.source_for(TABLE[policy].required_inputs) is None
+    read = TABLE[policy].required_inputs
+    return bool(read & {"draft-inputs", "block-inputs"}) and accuracy.source_for(read) is None
 
 
 def profile_of(schedule: Schedule) -> NDArray[np.int64]:

@@ -241,7 +241,7 @@ def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     if unread:
         lines.append(f"{', '.join(unread)}: without token tables, since this trace holds no vocabulary ids.")
     stateless = dict.fromkeys(row.policy for row in rows if row.token_ids and not row.draft_hidden_states)
-    contextless = [name for name in stateless if TABLE[name].reads_hidden_states]
+    contextless = [name for name in stateless if "draft-states" in TABLE[name].required_inputs]
     if contextless:
         lines.append(
             f"{', '.join(contextless)}: prediction by token ids alone, since this trace lacks the draft's hidden "

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 21
+#define MOEEDGE_ABI_VERSION 22
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -162,30 +162,21 @@ struct moeedge_expert_tensor {
     char    name[64]; // "blk.3.ffn_up_exps.weight"; its role is the name without "blk.3."
 };
 
-// which matrices a cache in RAM holds in the layout of ggml's faster CPU kernels (its buffer type CPU_REPACK)
-enum moeedge_repack {
-    MOEEDGE_REPACK_NONE  = 0,
-    MOEEDGE_REPACK_CHEAP = 1, // of types that are repacked as fast as they are copied
-    MOEEDGE_REPACK_ALL   = 2, // all that ggml has kernels for on this CPU
-};
-
 struct moeedge_cache_config {
     const char *         device;           // ggml's name of it; "emulated": a second CPU instance with its own memory; "ram":
                                            // slots in host memory that the CPU computes from, loaded on demand
-    int32_t              emulated_threads;
-    double               link_bytes_per_s; // rate of the emulated device's transfers; 0: not limited
-    int32_t              n_layers, n_experts;
     const char * const * files;
-    int32_t              n_files;
     const struct moeedge_expert_tensor * tensors;
-    int32_t              n_tensors;
+    int32_t              n_layers, n_experts;
     double               ratio;            // share of all experts that get a slot, 0..1
-    int32_t              n_stage;          // extra slots per kind of expert, for streaming prefill
-    double               link_latency_s;   // fixed time of each of the emulated device's transfers
-    int64_t              pool_bytes_max;   // of the slots in one tensor; 0: as much as the device allows
+    double               link_bytes_per_s; // rate of the emulated device's transfers; 0: not limited
+    double               link_latency_s;   // fixed time of each of them
     double               disk_bytes_per_s; // rate of all reads of a cache in RAM together; 0: not limited
+    int64_t              pool_bytes_max;   // of the slots in one tensor; 0: as much as the device allows
+    int32_t              n_stage;          // extra slots per kind of expert, for streaming prefill
+    int32_t              emulated_threads;
     int32_t              disk_buffered;    // a cache in RAM reads by way of the page cache, and gives its pages back
-    int32_t              repack;           // enum moeedge_repack, of a cache in RAM
+    int32_t              n_files, n_tensors;
 };
 
 struct moeedge_cache_info {
@@ -199,7 +190,6 @@ struct moeedge_cache_info {
     int32_t unpinned;      // pinned staging memory was not available: transfers are slower
     int32_t is_host;       // the device's memory is the host's
     int32_t lost;
-    int32_t n_repacked;    // matrices of a group's experts whose slots are in the repacked layout, of all groups
     char    device[64];
     char    description[128];
 };
@@ -412,7 +402,6 @@ enum moeedge_kernel_choice {
     MOEEDGE_KERNEL_CHOICE_MEASURED = 1, // ours where they are faster (at first)
     MOEEDGE_KERNEL_CHOICE_ALL      = 2, // ours where there are any, of the newest instructions
     MOEEDGE_KERNEL_CHOICE_AVX2     = 3, // ours for AVX2 where there are any
-    MOEEDGE_KERNEL_CHOICE_PORTABLE = 4, // for tests: those in plain C++, which round as ggml's plain code does, unchecked
 };
 
 // a kernel of ours, as its check on this CPU found it

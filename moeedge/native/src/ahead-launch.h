@@ -45,15 +45,13 @@ struct block_sources {
 // the sources of a block among the tensors that arrive
 block_sources find_sources(const std::vector<arriving_tensor> & arriving, const expert_chain & chain, const expert_sum & sum);
 
-class ahead_launch {
+class ahead_launch : no_copy {
   public:
     // more tokens take the matrix-matrix kernels of the plain path
     static constexpr int64_t n_tokens_max = 16;
 
     explicit ahead_launch(std::shared_ptr<expert_cache> cache);
     ~ahead_launch();
-    ahead_launch(const ahead_launch &)             = delete;
-    ahead_launch & operator=(const ahead_launch &) = delete;
 
     // Queues the block's graph. tables: slot pools; slots [n_experts] of the layer's experts, not_resident: absent.
     // False: the device cannot compute it, or has no memory for it; the copies to the host are still under way.
@@ -69,17 +67,14 @@ class ahead_launch {
     int64_t busy_ns() const { return device_ns; }
 
   private:
-    struct block_graph {
+    struct block_graph : no_copy {
         ggml_context *       ctx   = nullptr;
         ggml_cgraph *        graph = nullptr;
         ggml_tensor *        out   = nullptr;
         block_sources::place input, ids, weights; // that it was built for
         bool                 is_supported = false;
 
-        block_graph() = default;
         ~block_graph() { ggml_free(ctx); }
-        block_graph(const block_graph &)             = delete;
-        block_graph & operator=(const block_graph &) = delete;
     };
 
     bool          allocate_map();

@@ -10,13 +10,13 @@
 #    include <cmath>
 #    include <csignal>
 #    include <cstdint>
-#    include <cstring>
 #    include <dlfcn.h>
 #    include <fcntl.h>
 #    include <sys/wait.h>
 #    include <unistd.h>
 #    include <vector>
 
+#    include "cache-device.h"
 #    include "ggml-alloc.h"
 #    include "ggml-backend.h"
 #    include "ggml-cpu.h"
@@ -25,11 +25,6 @@ namespace moeedge {
 
 static constexpr int64_t n_in = 256, n_out = 64, n_columns = 32;
 static constexpr unsigned timeout_s = 10;
-
-static ggml_backend_buffer_type_t * list_buffer_types(ggml_backend_dev_t dev) {
-    void * list = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_dev_get_extra_bufts");
-    return list ? ((ggml_backend_dev_get_extra_bufts_t) list)(dev) : nullptr;
-}
 
 // what is on the stack is not zero by chance
 __attribute__((noinline)) static void fill_stack() {
@@ -66,17 +61,13 @@ static std::vector<float> multiply(ggml_backend_t cpu, ggml_backend_buffer_type_
 }
 
 static bool is_amx_right(ggml_backend_dev_t dev) {
-    ggml_backend_buffer_type_t * types = list_buffer_types(dev);
-    while (types && *types && std::strcmp(ggml_backend_buft_name(*types), "AMX") != 0) {
-        types++;
-    }
-    if (types == nullptr || *types == nullptr) {
+    ggml_backend_buffer_type_t buft = extra_buffer_type(dev, "AMX");
+    if (buft == nullptr) {
         return true;
     }
     ggml_backend_t cpu         = ggml_backend_dev_init(dev, nullptr);
-    void *         set_threads = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_set_n_threads");
-    ((ggml_backend_set_n_threads_t) set_threads)(cpu, 1); // a forked process has no others
-    const std::vector<float> theirs = multiply(cpu, *types);
+    set_n_threads(cpu, 1); // a forked process has no others
+    const std::vector<float> theirs = multiply(cpu, buft);
     const std::vector<float> plain  = multiply(cpu, ggml_backend_cpu_buffer_type());
     double                   error = 0, norm = 0;
     for (size_t i = 0; i < plain.size(); i++) {
@@ -114,7 +105,7 @@ static void list_without_amx(ggml_backend_dev_t dev) {
     const int error_output = dup(STDERR_FILENO);
     const int nowhere      = open("/dev/null", O_WRONLY | O_CLOEXEC);
     dup2(nowhere, STDERR_FILENO);
-    list_buffer_types(dev);
+    extra_buffer_type(dev, "");
     dup2(error_output, STDERR_FILENO);
     close(error_output);
     close(nowhere);

@@ -55,11 +55,27 @@ bool cache_device::find(const moeedge_cache_config & config, std::string & error
     return true;
 }
 
+ggml_backend_buffer_type_t extra_buffer_type(ggml_backend_dev_t dev, const char * name) {
+    void * get = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_dev_get_extra_bufts");
+    ggml_backend_buffer_type_t * types = get ? ((ggml_backend_dev_get_extra_bufts_t) get)(dev) : nullptr;
+    while (types && *types && std::strcmp(ggml_backend_buft_name(*types), name) != 0) {
+        types++;
+    }
+    return types ? *types : nullptr;
+}
+
+void set_n_threads(ggml_backend_t backend, int n_threads) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    auto set = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    if (set) {
+        set(backend, n_threads);
+    }
+}
+
 static ggml_backend_t start_instance(ggml_backend_dev_t dev, int n_threads) {
     ggml_backend_t backend = ggml_backend_dev_init(dev, nullptr);
     if (backend && n_threads > 0) {
-        void * set = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_set_n_threads");
-        ((ggml_backend_set_n_threads_t) set)(backend, n_threads);
+        set_n_threads(backend, n_threads);
     }
     return backend;
 }

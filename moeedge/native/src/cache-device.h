@@ -12,15 +12,13 @@
 #include "device-health.h"
 #include "ggml-backend.h"
 #include "moeedge.h"
+#include "no-copy.h"
 
 namespace moeedge {
 
-class cache_device : public std::enable_shared_from_this<cache_device> {
+class cache_device : public std::enable_shared_from_this<cache_device>, no_copy {
   public:
-    cache_device() = default;
     ~cache_device();
-    cache_device(const cache_device &)             = delete;
-    cache_device & operator=(const cache_device &) = delete;
 
     // null with the reason in `error`
     static std::shared_ptr<cache_device> open(const moeedge_cache_config & config, std::string & error);
@@ -52,6 +50,12 @@ class cache_device : public std::enable_shared_from_this<cache_device> {
 
     bool is_started = false;
 };
+
+// lists the buffer types that a device has beside its usual one; the one of that name, null: there is none
+ggml_backend_buffer_type_t extra_buffer_type(ggml_backend_dev_t dev, const char * name);
+
+// of a CPU backend; nothing where it has no such setting
+void set_n_threads(ggml_backend_t backend, int n_threads);
 
 // of a worker in another process, which reports itself as a GPU
 bool is_rpc(ggml_backend_dev_t dev);

@@ -19,12 +19,10 @@
 namespace moeedge {
 
 // host memory that grows
-class host_buffer {
+class host_buffer : no_copy {
   public:
     explicit host_buffer(ggml_backend_buffer_type_t type) : buft(type) {}
     ~host_buffer();
-    host_buffer(const host_buffer &)             = delete;
-    host_buffer & operator=(const host_buffer &) = delete;
 
     void * reserve(size_t bytes); // null when memory is short
 

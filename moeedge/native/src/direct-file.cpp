@@ -107,10 +107,10 @@ int direct_file::check() {
     return 0;
 }
 
-int direct_file::read(int64_t offset, size_t size, const read_target & target, bounce_buffer & bounce, read_faults & faults) {
+int direct_file::read(int64_t offset, size_t size, char * to, bounce_buffer & bounce, read_faults & faults) {
     int result = EINVAL;
     if (is_direct()) {
-        result = read_direct(offset, size, target, bounce, faults);
+        result = read_direct(offset, size, to, bounce, faults);
     }
 #if defined(O_DIRECT)
     if (result == EINVAL && is_direct()) { // the file system opens files for direct reads and has none
@@ -120,14 +120,13 @@ int direct_file::read(int64_t offset, size_t size, const read_target & target, b
     }
 #endif
     if (result == EINVAL) {
-        result = read_buffered(offset, size, target, bounce, faults);
+        result = read_buffered(offset, size, to, faults);
     }
     const int state = check(); // a file that was changed explains every error
     return state != 0 ? state : result;
 }
 
-int direct_file::read_direct(int64_t offset, size_t size, const read_target & target, bounce_buffer & bounce,
-                             read_faults & faults) {
+int direct_file::read_direct(int64_t offset, size_t size, char * to, bounce_buffer & bounce, read_faults & faults) {
     const int64_t unit  = (int64_t) direct_alignment;
     const int64_t begin = offset / unit * unit;
     const int64_t end   = offset + (int64_t) size;
@@ -151,22 +150,13 @@ int direct_file::read_direct(int64_t offset, size_t size, const read_target & ta
         }
         at = next;
     }
-    if (target.writer) {
-        target.writer->write(target.to, data + (offset - begin), size);
-    } else {
-        std::memcpy(target.to, data + (offset - begin), size);
-    }
+    std::memcpy(to, data + (offset - begin), size);
     return 0;
 }
 
-int direct_file::read_buffered(int64_t offset, size_t size, const read_target & target, bounce_buffer & bounce,
-                               read_faults & faults) {
-    char * data = target.writer ? bounce.reserve(size) : target.to;
-    if (data == nullptr) {
-        return ENOMEM;
-    }
+int direct_file::read_buffered(int64_t offset, size_t size, char * to, read_faults & faults) {
     for (size_t done = 0; done < size;) {
-        const ssize_t n = faults.read(descriptor, data + done, size - done, offset + (int64_t) done);
+        const ssize_t n = faults.read(descriptor, to + done, size - done, offset + (int64_t) done);
         if (n < 0 && errno == EINTR) {
             continue;
         }
@@ -175,9 +165,6 @@ int direct_file::read_buffered(int64_t offset, size_t size, const read_target & 
         }
         n_bytes.fetch_add(n, std::memory_order_relaxed);
         done += (size_t) n;
-    }
-    if (target.writer) {
-        target.writer->write(target.to, data, size);
     }
 #if defined(POSIX_FADV_DONTNEED)
     posix_fadvise(descriptor, (off_t) offset, (off_t) size, POSIX_FADV_DONTNEED);

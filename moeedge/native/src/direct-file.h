@@ -14,6 +14,7 @@
 
 #include <sys/stat.h>
 
+#include "no-copy.h"
 #include "read-faults.h"
 
 namespace moeedge {
@@ -43,34 +44,15 @@ enum direct_file_error {
     DIRECT_FILE_REPLACED = -3, // its path names another file, or none
 };
 
-// how bytes that were read get to where they belong, if not by a copy
-class piece_writer {
+class direct_file : no_copy {
   public:
-    virtual ~piece_writer() = default;
-    // pieces are multiples of it
-    virtual size_t unit_bytes() const = 0;
-    // from any thread
-    virtual void   write(char * to, const char * from, size_t size) const = 0;
-};
-
-// where bytes of a file are read to
-struct read_target {
-    char *               to;
-    const piece_writer * writer; // null: they are copied
-};
-
-class direct_file {
-  public:
-    direct_file() = default;
     ~direct_file();
-    direct_file(const direct_file &)             = delete;
-    direct_file & operator=(const direct_file &) = delete;
 
     // false with the reason in `error`
     bool open(const char * path, bool is_buffered, std::string & error);
     // Reads `size` bytes; from any thread. Returns 0, an errno or a direct_file_error: never 0 for bytes of a file
     // that was changed after it was opened
-    int  read(int64_t offset, size_t size, const read_target & target, bounce_buffer & bounce, read_faults & faults);
+    int  read(int64_t offset, size_t size, char * to, bounce_buffer & bounce, read_faults & faults);
     // whether reads bypass the page cache
     bool is_direct() const { return direct.load(std::memory_order_relaxed); }
     // bytes that reads have asked the system for so far, blocks as a whole
@@ -79,8 +61,8 @@ class direct_file {
     std::string path;
 
   private:
-    int read_direct(int64_t offset, size_t size, const read_target & target, bounce_buffer & bounce, read_faults & faults);
-    int read_buffered(int64_t offset, size_t size, const read_target & target, bounce_buffer & bounce, read_faults & faults);
+    int read_direct(int64_t offset, size_t size, char * to, bounce_buffer & bounce, read_faults & faults);
+    int read_buffered(int64_t offset, size_t size, char * to, read_faults & faults);
     int check();
 
     int                  descriptor = -1;

@@ -175,17 +175,14 @@ void direct_reader::serve(int i_thread) {
     }
 }
 
-// The next piece of a request. Pieces of a range are about equally long, and begin where a block does, or a unit of the writer.
+// The next piece of a request. Pieces of a range are about equally long, and begin where a block does.
 read_range direct_reader::cut_piece(request & r) const {
     const read_range & range    = r.ranges[r.i_range];
     const size_t       left     = range.size - r.begin;
     const size_t       most     = wanted_piece_bytes.load();
     const size_t       n_pieces = (left + most - 1) / most;
-    read_range         piece    = { range.file, range.offset + (int64_t) r.begin, left, range.to + r.begin, range.writer };
-    if (n_pieces > 1 && range.writer) {
-        const size_t unit = range.writer->unit_bytes();
-        piece.size        = std::min(left, (left / n_pieces + unit - 1) / unit * unit);
-    } else if (n_pieces > 1) {
+    read_range         piece    = { range.file, range.offset + (int64_t) r.begin, left, range.to + r.begin };
+    if (n_pieces > 1) {
         const int64_t unit = (int64_t) direct_alignment;
         const int64_t end  = piece.offset + (int64_t) (left / n_pieces);
         piece.size         = std::min(left, (size_t) ((end + unit - 1) / unit * unit - piece.offset));
@@ -202,7 +199,7 @@ int direct_reader::read_piece(const read_range & piece, int64_t begin_ns, bounce
     const int64_t end_ns = rate > 0 ? paced_end(piece.size, begin_ns) : 0;
     int           error  = 0;
     for (size_t attempt = 0;; attempt++) {
-        error = files[piece.file]->read(piece.offset, piece.size, { piece.to, piece.writer }, bounce, faults);
+        error = files[piece.file]->read(piece.offset, piece.size, piece.to, bounce, faults);
         if (error == 0 || error == DIRECT_FILE_CHANGED || error == DIRECT_FILE_REPLACED ||
             attempt == std::size(retry_after_ns)) {
             break;

@@ -24,11 +24,10 @@
 namespace moeedge {
 
 struct read_range {
-    int                  file;
-    int64_t              offset;
-    size_t               size;
-    char *               to;
-    const piece_writer * writer = nullptr; // null: bytes are copied there
+    int     file;
+    int64_t offset;
+    size_t  size;
+    char *  to;
 };
 
 enum read_result { READ_DONE, READ_FAILED, READ_CANCELLED };
@@ -40,7 +39,7 @@ struct read_end {
     int         file;  // whose read failed
 };
 
-class direct_reader {
+class direct_reader : no_copy {
   public:
     using end_call = std::function<void(const read_end &)>;
 
@@ -48,8 +47,6 @@ class direct_reader {
     explicit direct_reader(double bytes_per_s);
     // cancels all requests and waits for the pieces under way
     ~direct_reader();
-    direct_reader(const direct_reader &)             = delete;
-    direct_reader & operator=(const direct_reader &) = delete;
 
     // false with the reason in `error`
     bool open(const char * const * paths, int n_paths, bool is_buffered, std::string & error);

@@ -19,8 +19,7 @@ static bool is_valid(const moeedge_cache_config & config) {
     const bool has_arrays = config.device && config.files && config.tensors && config.n_files > 0 && config.n_tensors > 0;
     // a comparison with NaN is false
     const bool has_ranges = config.ratio >= 0.0 && config.ratio <= 1.0 && config.link_bytes_per_s >= 0.0 &&
-                            config.link_latency_s >= 0.0 && config.pool_bytes_max >= 0 && config.disk_bytes_per_s >= 0.0 &&
-                            config.repack >= MOEEDGE_REPACK_NONE && config.repack <= MOEEDGE_REPACK_ALL;
+                            config.link_latency_s >= 0.0 && config.pool_bytes_max >= 0 && config.disk_bytes_per_s >= 0.0;
     return has_arrays && has_ranges && config.n_layers > 0 && config.n_experts > 0 && config.n_stage >= 0;
 }
 
@@ -58,10 +57,9 @@ static std::shared_ptr<cache_core> open_core(const moeedge_cache_config & config
 
 // what the pools are allocated for
 struct pool_request {
-    double         ratio;
-    int            n_stage;
-    int64_t        pool_bytes_max;
-    moeedge_repack repack;
+    double  ratio;
+    int     n_stage;
+    int64_t pool_bytes_max;
 };
 
 // pools, staging memory and table; talks to the device
@@ -71,7 +69,7 @@ static bool allocate(cache_core & core, const pool_request & request) {
     core.layout.cut([&](const expert_group & group) { return limits.count_parts(group, core.layout.n_experts, request.ratio); });
     const std::vector<int> wanted = wanted_slots(core.layout, request.ratio);
     core.slots_wanted             = std::accumulate(wanted.begin(), wanted.end(), (int64_t) 0);
-    core.pools.reset(new slot_pools(core.device, core.layout, limits, request.n_stage, request.repack));
+    core.pools.reset(new slot_pools(core.device, core.layout, limits, request.n_stage));
     const auto new_uploader = [&](ggml_backend_t backend, bool is_staging) {
         return std::make_unique<expert_uploader>(device, backend, core.source, core.layout, *core.pools, is_staging);
     };
@@ -111,8 +109,7 @@ std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & 
         return nullptr;
     }
     const std::shared_ptr<cache_device> device       = core->device;
-    const pool_request                  request      = { config.ratio, config.n_stage, config.pool_bytes_max,
-                                                          (moeedge_repack) config.repack };
+    const pool_request                  request      = { config.ratio, config.n_stage, config.pool_bytes_max };
     auto                                is_allocated = std::make_shared<bool>(false);
     const bool                          is_answered =
         device->health->run([core, request, is_allocated] { *is_allocated = allocate(*core, request); });
@@ -263,7 +260,7 @@ int expert_cache::set_ram(const std::shared_ptr<expert_cache> & ram) {
         core->source.set_other(nullptr);
         return MOEEDGE_STATUS_OK;
     }
-    if (!ram->core->loader || ram->core->pools->n_repacked() > 0 || core->loader || !ram->has_experts_of(*this)) {
+    if (!ram->core->loader || core->loader || !ram->has_experts_of(*this)) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
     core->source.set_other([weak = std::weak_ptr<expert_cache>(ram)](int layer, int role, int expert, size_t begin, size_t size,
@@ -332,7 +329,6 @@ void expert_cache::get_info(moeedge_cache_info & out) const {
     out.unpinned      = core->moving->is_unpinned() || (streaming && streaming->is_unpinned());
     out.is_host       = device().is_host;
     out.lost          = is_lost();
-    out.n_repacked    = core->pools->n_repacked();
     std::snprintf(out.device, sizeof(out.device), "%s", device().name.c_str());
     std::snprintf(out.description, sizeof(out.description), "%s", device().description.c_str());
 }
@@ -381,8 +377,6 @@ int expert_cache::read(int layer, int expert, const char * role, void * out, int
             ggml_backend_tensor_get(pool, bytes->data(), offset, bytes->size());
         });
         std::copy(bytes->begin(), is_read ? bytes->end() : bytes->begin(), (char *) out);
-    } else if (device().is_ram) { // ggml reads no repacked tensors
-        std::memcpy(out, (const char *) pool->data + offset, (size_t) size);
     } else {
         ggml_backend_tensor_get(pool, out, offset, (size_t) size);
     }

@@ -120,4 +120,29 @@ class expert_cache {
     std::unique_ptr<expert_mover> mover; // null once closed
 };
 
+// Unpins the slots of a layer, however the computation from them ends. until_idle: called first where an exception passes: a
+// device may still read the slots.
+class pin_guard : no_copy {
+  public:
+    pin_guard(expert_cache & of, int of_layer, const std::vector<int32_t> & pinned, std::function<void()> wait = [] {})
+        : cache(&of), layer(of_layer), slots(pinned), until_idle(std::move(wait)) {}
+    ~pin_guard() {
+        if (cache) {
+            until_idle();
+            release();
+        }
+    }
+
+    void release() {
+        cache->release(layer, slots.data(), (int) slots.size());
+        cache = nullptr;
+    }
+
+  private:
+    expert_cache *               cache; // null: released
+    const int                    layer;
+    const std::vector<int32_t> & slots;
+    const std::function<void()>  until_idle;
+};
+
 } // namespace moeedge

@@ -6,7 +6,7 @@
 // For K-quants that are not repacked ggml has two orders: from eight columns of an expert in a batch on it computes tiles, which
 // are rounded once per block of 256 values.
 //
-// A file for each set of instructions of x86; other processors have one in plain C++.
+// A file for each set of instructions of x86.
 
 #pragma once
 
@@ -45,6 +45,5 @@ struct dot_kernels {
 // all kernels for these instructions, none where the library was compiled for another kind of processor
 dot_kernels avx512_kernels(); // AVX-512 with VNNI
 dot_kernels avx2_kernels();   // AVX2 and FMA
-dot_kernels portable_kernels();
 
 } // namespace moeedge

@@ -21,8 +21,7 @@ int64_t expert_loader::read(int layer, int expert, int slot, int priority, end_c
         const expert_slice & slice = layout.slices[layer][r];
         const size_t         bytes = layout.groups[group].roles[r].bytes;
         ggml_tensor *        pool  = pools.tensor(group, (int) r);
-        ranges.push_back({ slice.file, slice.offset + expert * slice.stride, bytes, (char *) pool->data + slot * bytes,
-                           pools.writer(group, (int) r) });
+        ranges.push_back({ slice.file, slice.offset + expert * slice.stride, bytes, (char *) pool->data + slot * bytes });
     }
     return reader.enqueue(std::move(ranges), priority, [this, layer, expert, call = std::move(ended)](const read_end & end) {
         if (end.result == READ_FAILED) {

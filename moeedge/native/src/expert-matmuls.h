@@ -20,16 +20,14 @@
 
 #include "ggml-backend.h"
 #include "kernel-choice.h"
+#include "no-copy.h"
 
 struct ggml_cgraph;
 
 namespace moeedge {
 
-class expert_matmuls {
+class expert_matmuls : no_copy {
   public:
-    expert_matmuls()                                   = default;
-    expert_matmuls(const expert_matmuls &)             = delete;
-    expert_matmuls & operator=(const expert_matmuls &) = delete;
 
     // computes the graph on a CPU backend, with the kernels that kernel-choice.h allows
     enum ggml_status compute(ggml_backend_t cpu, ggml_cgraph * graph);

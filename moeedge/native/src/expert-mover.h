@@ -30,13 +30,11 @@ struct cache_core {
     std::unique_ptr<expert_loader>   loader; // null: slots are not in the host's own memory. Its threads use what is above
 };
 
-class expert_mover {
+class expert_mover : no_copy {
   public:
     explicit expert_mover(std::shared_ptr<cache_core> core);
     // ends the thread after the uploads under way, or abandons it where it waits for a lost device
     ~expert_mover();
-    expert_mover(const expert_mover &)             = delete;
-    expert_mover & operator=(const expert_mover &) = delete;
 
   private:
     std::shared_ptr<cache_core> core;

@@ -12,20 +12,18 @@
 #include <vector>
 
 #include "expert-layout.h"
+#include "no-copy.h"
 
 namespace moeedge {
 
 enum source_result { SOURCE_READ, SOURCE_FAILED, SOURCE_NOT_THERE };
 
-class expert_source {
+class expert_source : no_copy {
   public:
     // another place of the experts' bytes: part of one role of one expert. SOURCE_NOT_THERE: it is closed
     using other_source = std::function<source_result(int layer, int role, int expert, size_t begin, size_t size, bool is_urgent, void * out)>;
 
-    expert_source() = default;
     ~expert_source();
-    expert_source(const expert_source &)             = delete;
-    expert_source & operator=(const expert_source &) = delete;
 
     // opens the files and checks that they hold all of the layout; false with the reason in `error`
     bool open(const moeedge_cache_config & config, const expert_layout & layout, std::string & error);

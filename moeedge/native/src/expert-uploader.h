@@ -19,14 +19,12 @@
 
 namespace moeedge {
 
-class expert_uploader {
+class expert_uploader : no_copy {
   public:
     // transfers with `backend`, to slots or (`is_staging`) to staging slots; all that is given must outlive the uploader
     expert_uploader(const cache_device & device, ggml_backend_t backend, const expert_source & source,
                     const expert_layout & layout, const slot_pools & pools, bool is_staging);
     ~expert_uploader();
-    expert_uploader(const expert_uploader &)             = delete;
-    expert_uploader & operator=(const expert_uploader &) = delete;
 
     // allocates the staging ring; false if there is no memory
     bool allocate();

@@ -10,14 +10,12 @@
 #include <thread>
 #include <vector>
 
+#include "no-copy.h"
 namespace moeedge {
 
-class file_readers {
+class file_readers : no_copy {
   public:
-    file_readers() = default;
     ~file_readers();
-    file_readers(const file_readers &)             = delete;
-    file_readers & operator=(const file_readers &) = delete;
 
     // Calls read(i) for each i in [0, n) from the calling thread and n_threads - 1 others; whether all returned true. Called
     // by one thread at a time; `read` must not throw.

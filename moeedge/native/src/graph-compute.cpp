@@ -97,14 +97,12 @@ static bool sense_between_operations(void * data) {
 }
 
 // Lets the CPU backend call `sense_between_operations`, and llama.cpp's callback again in the end.
-class sensing_scope {
+class sensing_scope : no_copy {
   public:
     explicit sensing_scope(sensed_run & run) : self(run.self) {
         self->set_cpu_abort(self->cpu, sense_between_operations, &run);
     }
     ~sensing_scope() { self->set_cpu_abort(self->cpu, self->abort, self->abort_data); }
-    sensing_scope(const sensing_scope &)             = delete;
-    sensing_scope & operator=(const sensing_scope &) = delete;
 
   private:
     instance * self;

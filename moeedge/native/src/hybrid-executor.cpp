@@ -16,38 +16,6 @@ static constexpr int64_t n_blocks_per_timing = 11;
 // with more pairs a device's matrix-matrix kernels win
 static constexpr size_t n_pairs_as_columns = 256;
 
-namespace { // ram-executor.cpp has a class of this name, too
-
-// Unpins the slots of a block. If an exception passes, it waits for the device first, which may still read them.
-class pin_guard {
-  public:
-    pin_guard(expert_cache & c, device_worker & w, ahead_launch & a, int block_layer, const std::vector<int32_t> & pinned)
-        : cache(&c), worker(w), ahead(a), layer(block_layer), slots(pinned) {}
-    ~pin_guard() {
-        if (cache) {
-            worker.wait_idle();
-            ahead.wait_idle();
-            release();
-        }
-    }
-    pin_guard(const pin_guard &)             = delete;
-    pin_guard & operator=(const pin_guard &) = delete;
-
-    void release() {
-        cache->release(layer, slots.data(), (int) slots.size());
-        cache = nullptr;
-    }
-
-  private:
-    expert_cache *               cache; // null: released
-    device_worker &              worker;
-    ahead_launch &               ahead;
-    const int                    layer;
-    const std::vector<int32_t> & slots;
-};
-
-} // namespace
-
 hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : pair_columns(cpu_backend, dev), cache(std::move(c)), cpu_dev(dev), worker(std::make_shared<device_worker>(cache)),
       device_graphs(new subgraph_set(ggml_backend_get_device(cache->device().compute), cache->device().buft,
@@ -57,6 +25,10 @@ hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t
         cpu      = cpu_part;
     }
     ahead.reset(new ahead_launch(cache));
+    until_idle = [this] {
+        worker->wait_idle();
+        ahead->wait_idle();
+    };
     all_experts.resize((size_t) cache->n_experts());
     std::iota(all_experts.begin(), all_experts.end(), 0);
     worker->start();
@@ -76,10 +48,8 @@ hybrid_executor::~hybrid_executor() {
 }
 
 void hybrid_executor::set_n_threads(int n_threads) {
-    auto set = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_dev),
-                                                                                "ggml_backend_set_n_threads");
-    if (cpu_part && set) {
-        set(cpu_part, std::max(1, n_threads - cache->device().n_threads));
+    if (cpu_part) {
+        moeedge::set_n_threads(cpu_part, std::max(1, n_threads - cache->device().n_threads));
     }
 }
 
@@ -279,7 +249,7 @@ block_outcome hybrid_executor::compute(const placed_chain & placed, int phase, b
         record_cpu_block(chain, phase);
         return BLOCK_NOT_COMPUTED;
     }
-    pin_guard            pins(*cache, *worker, *ahead, chain.layer, slots);
+    pin_guard            pins(*cache, chain.layer, slots, until_idle);
     moeedge_block_record record = new_record(chain, phase, MOEEDGE_PREFILL_PATH_RESIDENT);
     skips_unweighted            = skips_unweighted && placed.sum.is_complete();
     if (skips_unweighted) {
@@ -356,7 +326,7 @@ block_outcome hybrid_executor::compute_ahead(const placed_chain & placed, const 
     if (cache->acquire(chain.layer, all_experts.data(), (int) all_experts.size(), all_slots.data()) == 0) {
         return BLOCK_NOT_COMPUTED;
     }
-    pin_guard pins(*cache, *worker, *ahead, chain.layer, all_slots);
+    pin_guard pins(*cache, chain.layer, all_slots, until_idle);
     if (!ahead->start(chain, placed.sum, placed.device_tables, placed.group, sources, all_slots)) {
         return BLOCK_NOT_COMPUTED;
     }
@@ -488,7 +458,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
     slots.resize(experts.size());
     index_list pinned(experts.size());
     cache->acquire(chain.layer, experts.data(), (int) experts.size(), pinned.data());
-    pin_guard pins(*cache, *worker, *ahead, chain.layer, pinned);
+    pin_guard pins(*cache, chain.layer, pinned, until_idle);
     slots = pinned; // cut_chunks adds the staging slots
     on_device.clear();
     for (size_t p = 0; p < slots.size(); p++) {

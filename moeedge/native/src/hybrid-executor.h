@@ -27,8 +27,6 @@ class hybrid_executor : private pair_columns {
 
     hybrid_executor(std::shared_ptr<expert_cache> cache, ggml_backend_t cpu, ggml_backend_dev_t cpu_dev);
     ~hybrid_executor();
-    hybrid_executor(const hybrid_executor &)             = delete;
-    hybrid_executor & operator=(const hybrid_executor &) = delete;
 
     // sets the chain's pools; false if the cache has none for it
     bool place(placed_chain & placed) const;
@@ -83,6 +81,7 @@ class hybrid_executor : private pair_columns {
     std::shared_ptr<device_worker> worker;
     std::unique_ptr<subgraph_set>  device_graphs;
     std::unique_ptr<ahead_launch>  ahead;
+    std::function<void()>          until_idle; // waits for both
     ram_executor *                 from_ram = nullptr;
 
     // scratch of the current block

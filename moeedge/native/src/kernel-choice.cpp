@@ -15,10 +15,10 @@
 #    include <emmintrin.h>
 #endif
 
+#include "cache-device.h"
 #include "expert-matmuls.h"
 #include "ggml-alloc.h"
 #include "ggml-cpu.h"
-#include "repacked-rows.h"
 #include "timing.h"
 
 namespace moeedge {
@@ -28,6 +28,8 @@ static constexpr int64_t n_in = 2048, n_rows = 256, n_experts = 2;
 static constexpr int64_t n_distinct_rows = 16; // the others repeat them: some types are quantized slowly
 static constexpr int     n_timings       = 7;
 static constexpr int64_t n_timed_columns = 16;
+
+static const char repacked_name[] = "CPU_REPACK";
 
 static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 
@@ -41,6 +43,11 @@ struct kernel_check {
     double         many     = 0; // n_timed_columns
     dots_function  many_dots = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
 };
+
+// whether a matrix is in this layout: ggml has one for its shape
+static bool is_repacked(const ggml_tensor * matrix) {
+    return matrix->extra && std::strcmp(ggml_backend_buft_name(ggml_backend_buffer_get_type(matrix->buffer)), repacked_name) == 0;
+}
 
 ggml_from_float_t quantizer(ggml_type type) {
     // in the library of the CPU backend, which ours is linked to by way of others
@@ -69,9 +76,6 @@ static std::vector<const dot_kernel *> find_runnable_kernels() {
         add(avx2_kernels());
     }
 #endif
-    if (found.empty()) {
-        add(portable_kernels());
-    }
     return found;
 }
 
@@ -94,6 +98,20 @@ static void drop_from_caches(const void * memory, size_t size) {
 #endif
 }
 
+// Drops ggml's log while it lives: ggml tells of every tensor that it repacks.
+class quiet_log : no_copy {
+  public:
+    quiet_log() {
+        ggml_log_get(&callback, &data);
+        ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
+    }
+    ~quiet_log() { ggml_log_set(callback, data); }
+
+  private:
+    ggml_log_callback callback = nullptr;
+    void *            data     = nullptr;
+};
+
 // MUL_MAT_ID of some tokens that use both experts, on one thread of a CPU backend of its own
 class check_case {
   public:
@@ -101,16 +119,11 @@ class check_case {
         dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
         cpu.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
         matrix_ctx.reset(ggml_init({ 3 * ggml_tensor_overhead(), nullptr, true }));
-        ggml_backend_buffer_type_t buft = kernel.is_repacked ? repacked_buffer_type(dev, kernel.type, MOEEDGE_REPACK_ALL)
-                                                             : ggml_backend_cpu_buffer_type();
+        ggml_backend_buffer_type_t buft = kernel.is_repacked ? extra_buffer_type(dev, repacked_name) : ggml_backend_cpu_buffer_type();
         if (!cpu || !matrix_ctx || buft == nullptr) {
             return;
         }
-        auto set_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev),
-                                                                                          "ggml_backend_set_n_threads");
-        if (set_threads) {
-            set_threads(cpu.get(), 1);
-        }
+        set_n_threads(cpu.get(), 1);
         matrix = ggml_new_tensor_3d(matrix_ctx.get(), kernel.type, n_in, n_rows, n_experts);
         dense  = ggml_new_tensor_2d(matrix_ctx.get(), kernel.type, n_in, n_rows);
         matrix_buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(matrix_ctx.get(), buft));
@@ -194,12 +207,9 @@ class check_case {
         for (size_t at = distinct_bytes; at < rows.size(); at += distinct_bytes) {
             std::memcpy(rows.data() + at, rows.data(), distinct_bytes);
         }
+        const quiet_log quiet;
         for (ggml_tensor * each : { matrix, dense }) {
-            if (kernel.is_repacked) {
-                repacked_rows(each).write((char *) each->data, rows.data(), ggml_nbytes(each));
-            } else {
-                std::memcpy(each->data, rows.data(), ggml_nbytes(each));
-            }
+            ggml_backend_tensor_set(each, rows.data(), 0, ggml_nbytes(each));
         }
     }
 
@@ -330,12 +340,6 @@ chosen_dots choose_dots(const ggml_tensor * node) {
     const int chosen = choice.load(std::memory_order_relaxed);
     if (chosen == MOEEDGE_KERNEL_CHOICE_NONE || ggml_is_empty(node)) {
         return {};
-    }
-    if (chosen == MOEEDGE_KERNEL_CHOICE_PORTABLE) {
-        const dot_kernels  kernels = portable_kernels();
-        const dot_kernel * end     = kernels.first + kernels.n;
-        const dot_kernel * found   = std::find_if(kernels.first, end, [&](const dot_kernel & kernel) { return fits(kernel, node); });
-        return found == end ? chosen_dots() : chosen_dots{ found, found->dots, found->dots };
     }
     const bool  is_dense    = node->op == GGML_OP_MUL_MAT;
     const bool  may_be_many = !is_dense && ggml_nelements(node->src[2]) >= n_many_columns; // GroveMoE names an expert twice per token

@@ -39,10 +39,8 @@ static bool is_gpu(ggml_backend_dev_t dev) {
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
-static const char * backend_get_name(ggml_backend_t backend) {
+static const char * backend_get_name(ggml_backend_t) {
     return "MOEEDGE";
-
-    GGML_UNUSED(backend);
 }
 
 static void backend_free(ggml_backend_t backend) {
@@ -157,18 +155,11 @@ static ggml_guid_t backend_guid() {
     return &guid;
 }
 
-static void * cpu_proc_address(const instance * self, const char * name) {
-    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(self->cpu_dev), name);
-}
-
 // llama.cpp calls these two for every backend whose registry offers them
 static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
     instance * self = instance_of(backend);
     self->n_threads = n_threads;
-    auto set        = (ggml_backend_set_n_threads_t) cpu_proc_address(self, "ggml_backend_set_n_threads");
-    if (set) {
-        set(self->cpu, n_threads);
-    }
+    set_n_threads(self->cpu, n_threads);
     if (self->hybrid) {
         self->hybrid->set_n_threads(n_threads);
     }
@@ -185,30 +176,22 @@ static void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callba
 
 // device interface
 
-static const char * device_get_name(ggml_backend_dev_t dev) {
+static const char * device_get_name(ggml_backend_dev_t) {
     return "MOEEDGE";
-
-    GGML_UNUSED(dev);
 }
 
-static const char * device_get_description(ggml_backend_dev_t dev) {
+static const char * device_get_description(ggml_backend_dev_t) {
     return "Mixture-of-Experts blocks, placed by moeedge";
-
-    GGML_UNUSED(dev);
 }
 
-static void device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
+static void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     // the device has no memory of its own: weights stay where llama.cpp put them
     *free  = 0;
     *total = 0;
-
-    GGML_UNUSED(dev);
 }
 
-static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
+static enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) {
     return GGML_BACKEND_DEVICE_TYPE_ACCEL;
-
-    GGML_UNUSED(dev);
 }
 
 static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
@@ -222,7 +205,7 @@ static void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * pr
     props->caps.mmap_support         = true;
 }
 
-static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * params) try {
+static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) try {
     auto self     = std::make_unique<instance>();
     auto backend  = std::make_unique<ggml_backend>();
     self->creator = std::this_thread::get_id();
@@ -232,7 +215,8 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * p
         GGML_LOG_ERROR("moeedge: this process has no ggml CPU backend\n");
         return nullptr;
     }
-    self->set_cpu_abort     = (ggml_backend_set_abort_callback_t) cpu_proc_address(self.get(), "ggml_backend_set_abort_callback");
+    self->set_cpu_abort     = (ggml_backend_set_abort_callback_t) ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(self->cpu_dev), "ggml_backend_set_abort_callback");
     self->counts_operations = self->set_cpu_abort != nullptr;
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         ggml_backend_dev_t found = ggml_backend_dev_get(i);
@@ -249,8 +233,6 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char * p
     instances_add(self.get());
     self.release(); // backend_free deletes both
     return backend.release();
-
-    GGML_UNUSED(params);
 } catch (const std::exception & error) {
     GGML_LOG_ERROR("moeedge: %s\n", error.what());
     return nullptr;
@@ -262,11 +244,8 @@ static ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev)
     return self ? self->buft : ggml_backend_cpu_buffer_type();
 }
 
-static ggml_backend_buffer_t device_buffer_from_host_ptr(ggml_backend_dev_t dev, void * ptr, size_t size, size_t max_tensor_size) {
+static ggml_backend_buffer_t device_buffer_from_host_ptr(ggml_backend_dev_t, void * ptr, size_t size, size_t) {
     return ggml_backend_cpu_buffer_from_ptr(ptr, size);
-
-    GGML_UNUSED(dev);
-    GGML_UNUSED(max_tensor_size);
 }
 
 // from this number of tokens on, a GPU of llama.cpp may take a block
@@ -333,32 +312,24 @@ static const ggml_backend_device_i device_i = {
 
 // registry interface
 
-static const char * reg_get_name(ggml_backend_reg_t reg) {
+static const char * reg_get_name(ggml_backend_reg_t) {
     return "MOEEDGE";
-
-    GGML_UNUSED(reg);
 }
 
-static size_t reg_get_device_count(ggml_backend_reg_t reg) {
+static size_t reg_get_device_count(ggml_backend_reg_t) {
     return 1;
-
-    GGML_UNUSED(reg);
 }
 
-static ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
-    GGML_ASSERT(index == 0);
-
+static ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t) {
     static ggml_backend_device device = {
         /* .iface   = */ device_i,
         /* .reg     = */ reg,
         /* .context = */ nullptr,
     };
     return &device;
-
-    GGML_UNUSED(index);
 }
 
-static void * reg_get_proc_address(ggml_backend_reg_t reg, const char * name) {
+static void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
     if (std::strcmp(name, "ggml_backend_set_n_threads") == 0) {
         return (void *) backend_set_n_threads;
     }
@@ -366,8 +337,6 @@ static void * reg_get_proc_address(ggml_backend_reg_t reg, const char * name) {
         return (void *) backend_set_abort_callback;
     }
     return nullptr;
-
-    GGML_UNUSED(reg);
 }
 
 static const ggml_backend_reg_i reg_i = {

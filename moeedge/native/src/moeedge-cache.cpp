@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 
 #include "c-calls.h"
@@ -47,14 +48,21 @@ static int no_cache() {
     return fail(MOEEDGE_STATUS_NO_CACHE, "The expert cache is closed.");
 }
 
-// Calls `call(expert_cache &)`; a status that it returns gets its sentence. bad_argument: the sentence of that status.
+// Calls `call(expert_cache &)`; a status that it returns, if it returns one, gets its sentence. bad_argument: the sentence of that status.
 template <typename F> static int with_cache(int64_t id, F call, const char * bad_argument = "Invalid argument.") {
     return guarded([&]() -> int {
         const std::shared_ptr<expert_cache> cache = find_cache(id);
         if (!cache) {
             return no_cache();
         }
-        const int status = cache->is_foreign() ? MOEEDGE_STATUS_DEVICE_LOST : call(*cache);
+        int status = cache->is_foreign() ? MOEEDGE_STATUS_DEVICE_LOST : MOEEDGE_STATUS_OK;
+        if constexpr (std::is_void_v<decltype(call(*cache))>) {
+            if (status == MOEEDGE_STATUS_OK) {
+                call(*cache);
+            }
+        } else if (status == MOEEDGE_STATUS_OK) {
+            status = call(*cache);
+        }
         switch (status) {
             case MOEEDGE_STATUS_BAD_ARGUMENT:
                 return fail(status, bad_argument);
@@ -123,17 +131,11 @@ int moeedge_cache_destroy(int64_t id) {
 }
 
 int moeedge_cache_get_info(int64_t id, moeedge_cache_info * out) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.get_info(*out);
-        return MOEEDGE_STATUS_OK;
-    });
+    return with_cache(id, [&](expert_cache & cache) { cache.get_info(*out); });
 }
 
 int moeedge_cache_groups(int64_t id, int32_t * layer_group, int32_t * capacity, int64_t * expert_bytes) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.get_groups(layer_group, capacity, expert_bytes);
-        return MOEEDGE_STATUS_OK;
-    });
+    return with_cache(id, [&](expert_cache & cache) { cache.get_groups(layer_group, capacity, expert_bytes); });
 }
 
 int moeedge_cache_plan(int64_t id, const int32_t * uploads, const uint8_t * priority, int n_uploads, const int32_t * victims,
@@ -157,10 +159,7 @@ int moeedge_cache_demand(int64_t id, int layer, const int32_t * experts, int n, 
 }
 
 int moeedge_cache_set_utilities(int64_t id, const float * utilities) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.table().set_utilities(utilities);
-        return MOEEDGE_STATUS_OK;
-    });
+    return with_cache(id, [&](expert_cache & cache) { cache.table().set_utilities(utilities); });
 }
 
 int moeedge_cache_limit(int64_t id, int n_slots) {
@@ -198,17 +197,11 @@ int moeedge_cache_set_batch(int64_t id, int n_experts) {
 }
 
 int moeedge_cache_residency(int64_t id, uint8_t * out) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.table().copy_residency(out);
-        return MOEEDGE_STATUS_OK;
-    });
+    return with_cache(id, [&](expert_cache & cache) { cache.table().copy_residency(out); });
 }
 
 int moeedge_cache_get_stats(int64_t id, moeedge_cache_stats * out) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.get_stats(*out);
-        return MOEEDGE_STATUS_OK;
-    });
+    return with_cache(id, [&](expert_cache & cache) { cache.get_stats(*out); });
 }
 
 int moeedge_cache_blocks(int64_t id, int64_t after, moeedge_block_record * out, int n_max) {
@@ -257,7 +250,7 @@ int moeedge_cache_set_ram(int64_t id, int64_t ram_id) {
             const std::shared_ptr<expert_cache> ram = find_cache(ram_id);
             return ram_id != 0 && !ram ? no_cache() : cache.set_ram(ram);
         },
-        "Only a cache in RAM of the same experts, in the files' layout, can be read instead of the files.");
+        "Only a cache in RAM of the same experts can be read instead of the files.");
 }
 
 static const char no_loader[] = "Only a cache in RAM reads its files directly.";
@@ -271,10 +264,7 @@ int moeedge_cache_get_reader(int64_t id, moeedge_reader_info * out) {
 }
 
 int moeedge_cache_set_timing(int64_t id, int on) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.is_timing.store(on != 0);
-        return MOEEDGE_STATUS_OK;
-    });
+    return with_cache(id, [&](expert_cache & cache) { cache.is_timing.store(on != 0); });
 }
 
 int moeedge_cache_set_device_path(int64_t id, int path) {
@@ -295,10 +285,7 @@ int moeedge_cache_acquire(int64_t id, int layer, const int32_t * experts, int n,
 }
 
 int moeedge_cache_release(int64_t id, int layer, const int32_t * slots, int n) {
-    return with_cache(id, [&](expert_cache & cache) -> int {
-        cache.release(layer, slots, n);
-        return MOEEDGE_STATUS_OK;
-    });
+    return with_cache(id, [&](expert_cache & cache) { cache.release(layer, slots, n); });
 }
 
 int moeedge_cache_read(int64_t id, int layer, int expert, const char * role, void * out, int64_t size) {

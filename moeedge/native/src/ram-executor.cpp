@@ -18,39 +18,19 @@ static constexpr size_t n_pairs_max = 2048;
 static constexpr double nearly_all = 0.75;
 
 // Lets the experts of a block be evicted again, however the block ends.
-class want_guard {
+class want_guard : no_copy {
   public:
     want_guard(residency_table & t, int block_layer, const std::vector<int32_t> & still_waiting, const float * shares)
         : table(t), layer(block_layer), waiting(still_waiting) {
         table.want(layer, waiting.data(), (int) waiting.size(), shares);
     }
     ~want_guard() { table.forget(layer, waiting.data(), (int) waiting.size()); }
-    want_guard(const want_guard &)             = delete;
-    want_guard & operator=(const want_guard &) = delete;
 
   private:
     residency_table &            table;
     const int                    layer;
     const std::vector<int32_t> & waiting;
 };
-
-namespace { // hybrid-executor.cpp has a class of this name, too
-
-// Unpins slots, however the computation from them ends.
-class pin_guard {
-  public:
-    pin_guard(expert_cache & c, int block_layer, const std::vector<int32_t> & pinned) : cache(c), layer(block_layer), slots(pinned) {}
-    ~pin_guard() { cache.release(layer, slots.data(), (int) slots.size()); }
-    pin_guard(const pin_guard &)             = delete;
-    pin_guard & operator=(const pin_guard &) = delete;
-
-  private:
-    expert_cache &               cache;
-    const int                    layer;
-    const std::vector<int32_t> & slots;
-};
-
-} // namespace
 
 ram_executor::ram_executor(std::shared_ptr<expert_cache> c, ggml_backend_t cpu_backend, ggml_backend_dev_t dev)
     : pair_columns(cpu_backend, dev), cache(std::move(c)), own_cpu(cpu_backend), pairs_of((size_t) cache->n_experts()),

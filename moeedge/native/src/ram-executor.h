@@ -27,8 +27,6 @@ class ram_executor : private pair_columns {
     // cache: of the device "ram"; cpu: computes, of device `dev`
     ram_executor(std::shared_ptr<expert_cache> cache, ggml_backend_t cpu, ggml_backend_dev_t dev);
     ~ram_executor();
-    ram_executor(const ram_executor &)             = delete;
-    ram_executor & operator=(const ram_executor &) = delete;
 
     // sets the chain's pools; false if the cache has none for it, so that the graph computes it from the mapped file
     bool          place(placed_chain & placed) const;

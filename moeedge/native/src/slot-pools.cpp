@@ -122,7 +122,6 @@ bool slot_pools::allocate(const std::vector<int> & wanted) {
         }
         if (try_allocate()) {
             clear();
-            add_writers();
             return true;
         }
         free();
@@ -135,7 +134,7 @@ bool slot_pools::allocate(const std::vector<int> & wanted) {
 bool slot_pools::try_allocate() {
     size_t n_tensors = 0;
     for (const expert_group & group : layout.groups) {
-        n_tensors += 3 * group.roles.size(); // slots, also where ggml does not repack them, and staging slots
+        n_tensors += 2 * group.roles.size(); // slots and staging slots
     }
     ctx = ggml_init({ (n_tensors + 1) * ggml_tensor_overhead(), nullptr, /* .no_alloc = */ true });
     if (ctx == nullptr) {
@@ -167,55 +166,18 @@ bool slot_pools::add_pools(std::vector<std::vector<ggml_tensor *>> & out, const 
 
 // each pool has a buffer of its own: devices limit the size of one
 ggml_tensor * slot_pools::add_pool(const expert_role & role, int n_slots) {
-    ggml_backend_buffer_type_t repacked_buft =
-        device->is_ram && role.is_matrix() ? repacked_buffer_type(device->dev, role.type, repacked) : nullptr;
-    // the repacked kernels take no tensor of a single expert; what no slot uses takes no memory
-    ggml_tensor * pool = new_pool(ctx, role, repacked_buft ? std::max(n_slots, 2) : n_slots);
+    ggml_tensor * pool = new_pool(ctx, role, n_slots);
     ggml_set_name(pool, role.name.c_str());
-    if (repacked_buft && place(pool, repacked_buft)) {
-        if (is_repacked(pool)) {
-            return pool;
-        }
-        // ggml has no layout for this shape
-        n_bytes -= (int64_t) ggml_backend_buffer_get_size(buffers.back());
-        ggml_backend_buffer_free(buffers.back());
-        buffers.pop_back();
-        pool = new_pool(ctx, role, n_slots);
-        ggml_set_name(pool, role.name.c_str());
-    }
-    return place(pool, device->buft) ? pool : nullptr;
-}
-
-// gives a pool a buffer of that type
-bool slot_pools::place(ggml_tensor * pool, ggml_backend_buffer_type_t buft) {
-    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(buft, ggml_backend_buft_get_alloc_size(buft, pool));
+    ggml_backend_buffer_t buffer =
+        ggml_backend_buft_alloc_buffer(device->buft, ggml_backend_buft_get_alloc_size(device->buft, pool));
     if (buffer == nullptr) {
-        return false;
+        return nullptr;
     }
     buffers.push_back(buffer);
     n_bytes += (int64_t) ggml_backend_buffer_get_size(buffer);
     ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    return ggml_backend_tensor_alloc(buffer, pool, ggml_backend_buffer_get_base(buffer)) == GGML_STATUS_SUCCESS;
-}
-
-void slot_pools::add_writers() {
-    writers.clear();
-    for (const std::vector<ggml_tensor *> & pools : tensors) {
-        writers.emplace_back(pools.size());
-        for (size_t r = 0; r < pools.size(); r++) {
-            if (pools[r] && is_repacked(pools[r])) {
-                writers.back()[r] = std::make_unique<repacked_rows>(pools[r]);
-            }
-        }
-    }
-}
-
-int slot_pools::n_repacked() const {
-    int n = 0;
-    for (const auto & of_group : writers) {
-        n += (int) std::count_if(of_group.begin(), of_group.end(), [](const auto & writer) { return writer != nullptr; });
-    }
-    return n;
+    const ggml_status status = ggml_backend_tensor_alloc(buffer, pool, ggml_backend_buffer_get_base(buffer));
+    return status == GGML_STATUS_SUCCESS ? pool : nullptr;
 }
 
 // Pages of 2 MiB where the system has them: gigabytes of slots take thousands of page faults then instead of millions.

@@ -12,7 +12,6 @@
 
 #include "cache-device.h"
 #include "expert-layout.h"
-#include "repacked-rows.h"
 
 namespace moeedge {
 
@@ -36,15 +35,11 @@ class pool_limits {
     int64_t              pool_bytes_max;
 };
 
-class slot_pools {
+class slot_pools : no_copy {
   public:
-    // repack: of slots in RAM
-    slot_pools(std::shared_ptr<cache_device> dev, const expert_layout & of, const pool_limits & most, int n_staging,
-               moeedge_repack repack)
-        : device(std::move(dev)), layout(of), limits(most), n_stage(n_staging), repacked(repack) {}
+    slot_pools(std::shared_ptr<cache_device> dev, const expert_layout & of, const pool_limits & most, int n_staging)
+        : device(std::move(dev)), layout(of), limits(most), n_stage(n_staging) {}
     ~slot_pools();
-    slot_pools(const slot_pools &)             = delete;
-    slot_pools & operator=(const slot_pools &) = delete;
 
     // `wanted` slots per group, or as many as the device has memory for, in the same proportion; false if it has no memory
     // for one slot each
@@ -55,10 +50,6 @@ class slot_pools {
     int           zero_slot(int group) const { return slots[group]; }
     int64_t       bytes() const { return n_bytes; }
     ggml_tensor * tensor(int group, int role) const { return tensors[group][role]; } // null without slots
-    // of bytes of the file to slots of the role; null: they are copied
-    const piece_writer * writer(int group, int role) const { return writers[group][role].get(); }
-    // roles whose slots are in the repacked layout
-    int           n_repacked() const;
     // staging slots of the group's kind, null without any; as many in each kind
     ggml_tensor * stage(int group, int role) const { return stages[layout.groups[group].kind][role]; }
     int           n_staging() const { return n_stage; }
@@ -71,8 +62,6 @@ class slot_pools {
     bool          try_allocate();
     bool          add_pools(std::vector<std::vector<ggml_tensor *>> & out, const expert_group & group, int n_slots);
     ggml_tensor * add_pool(const expert_role & role, int n_slots);
-    bool          place(ggml_tensor * pool, ggml_backend_buffer_type_t buft);
-    void          add_writers();
     void          clear();
     void          free();
 
@@ -80,11 +69,9 @@ class slot_pools {
     const expert_layout &                   layout;
     const pool_limits                       limits;
     int                                     n_stage;
-    const moeedge_repack                     repacked;
     std::vector<int>                        slots;   // [n_groups]
     std::vector<std::vector<ggml_tensor *>> tensors; // [n_groups][roles]
     std::vector<std::vector<ggml_tensor *>> stages;  // [n_kinds][roles]
-    std::vector<std::vector<std::unique_ptr<piece_writer>>> writers; // [n_groups][roles]
     ggml_context *                          ctx = nullptr;
     std::vector<ggml_backend_buffer_t>      buffers;
     int64_t                                 n_bytes = 0;

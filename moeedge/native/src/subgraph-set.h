@@ -19,13 +19,14 @@
 #include <vector>
 
 #include "expert-chain.h"
+#include "no-copy.h"
 #include "ggml-backend.h"
 
 namespace moeedge {
 
 enum pair_layout { LAYOUT_TOKEN, LAYOUT_PAIRS, LAYOUT_COLUMNS };
 
-struct subgraph {
+struct subgraph : no_copy {
     ggml_context * ctx   = nullptr;
     ggml_cgraph *  graph = nullptr;
     ggml_tensor *  input = nullptr; // [n_in, n, 1], [n_in, 1, 1] where the pairs share it, or [n_in, 1, n] (layout pairs)
@@ -39,10 +40,7 @@ struct subgraph {
     };
     std::vector<table_use> uses;
 
-    subgraph() = default;
     ~subgraph();
-    subgraph(const subgraph &)             = delete;
-    subgraph & operator=(const subgraph &) = delete;
 };
 
 // the tensors that replace a chain's tables; index as in expert_chain::tables
