@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.samples import Sample
+from moeedge.bench.samples import Sample, named
 
 ALL = ""  # the category of all prompts together
 MEAN = "mean"  # of the categories' ratios
@@ -91,8 +91,7 @@ def stock_record(ratios: Sequence[StockRatio]) -> dict[str, Any]:
     total = ratios[0] if ratios else None
     return {
         "ratio_best_stock": None if total is None else total.ratio,
-        "ratio_best_stock_low": None if total is None else total.low,
-        "ratio_best_stock_high": None if total is None else total.high,
+        **named(total, "low", "high", prefix="ratio_best_stock_"),
         "best_stock": None if total is None else total.fastest,
         "best_stock_by_category": [asdict(part) for part in ratios[1:]],
     }

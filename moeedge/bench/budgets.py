@@ -16,7 +16,7 @@ from typing import Any
 
 from moeedge.bench.config import BenchMode
 from moeedge.bench.perplexity import Perplexity
-from moeedge.bench.samples import Sample, paired_ratio, quotient
+from moeedge.bench.samples import Sample, named, paired_ratio, quotient
 
 Answer = tuple[str, int]  # prompt and turn
 ALL = ""  # the category of a point of the entire dataset
@@ -123,11 +123,9 @@ def figures_record(figures: BudgetFigures | None) -> dict[str, Any]:
     """Returns the keys of a row: those of its point that other keys of the row lack, perplexity, and the categories."""
     measured = None if figures is None else figures.perplexity
     return {
-        **{name: None if figures is None else getattr(figures.total, name) for name in _IN_ROW},
+        **named(figures and figures.total, *_IN_ROW),
         "perplexity": None if measured is None else measured.value,
-        "perplexity_stderr": None if measured is None else measured.stderr,
-        "perplexity_text": None if measured is None else measured.text,
-        "perplexity_text_sha256": None if measured is None else measured.text_sha256,
+        **named(measured, "stderr", "text", "text_sha256", prefix="perplexity_"),
         "perplexity_tokens": None if measured is None else measured.n_tokens,
         "perplexity_batch": None if measured is None else measured.batch_tokens,
         "points_by_category": [] if figures is None else [asdict(point) for point in figures.by_category],

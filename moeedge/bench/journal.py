@@ -123,7 +123,7 @@ class Journal:
             with suppress(ValueError, KeyError, TypeError):  # the line that an abort cut
                 entry = json.loads(line)
                 place = Place(entry["part"], entry["pass"], entry["test"])
-                sample = Sample.from_dict(entry["sample"])
+                sample = Sample(**entry["sample"])
                 done[place, sample.mode, sample.key] = (place, sample)  # what was measured again counts
         return cls(path, settings, list(done.values()))
 

@@ -11,18 +11,22 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import options
-from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
-from moeedge.cli.bench_run import ParallelOptions, measure, measure_parallel, refuse_with_parallel
-from moeedge.cli.bench_tests import (
+from moeedge.cli.bench_options import (
     SYNTHETIC_ANSWER,
     BatchSizes,
+    BudgetSweepOptions,
+    DraftMaxima,
     NPredict,
+    Parallel,
     SyntheticOptions,
     Threads,
     UbatchSizes,
     contexts,
+    parallel_counts,
+    parse_gammas,
     single,
 )
+from moeedge.cli.bench_run import measure, measure_parallel
 from moeedge.cli.common import accept_any_text
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
@@ -128,7 +132,7 @@ def bench(
     resume: Resume = None,
     *,
     synthetic: SyntheticOptions,
-    together: ParallelOptions,
+    parallel: Parallel = None,
     engine: EngineOptions,
     llama: LlamaOptions,
     threads: Threads = None,
@@ -146,7 +150,6 @@ def bench(
     prefill_path: options.PrefillPath = "auto",
     no_calibrate: options.NoCalibrate = False,
     plot: options.Plot = None,
-    trace_out: options.TraceOut = None,
     output: OutputFormat = Output.MD,
     verbose: options.Verbose = False,
 ) -> None:
@@ -168,19 +171,18 @@ def bench(
     accept_any_text()
     if limit < 0:
         raise InputError(f"--limit must be at least 0, not {limit}.", "0: all prompts.")
-    gammas, counts = parse_gammas(draft_max), together.counts()
+    gammas, counts = parse_gammas(draft_max), parallel_counts(parallel)
     if counts:
-        refuse_with_parallel(
-            {
-                "--score": score,
-                "-p": synthetic.is_asked,
-                "--resume": resume is not None,
-                "--trace-out": trace_out is not None,
-                "--draft-p-min": engine.draft_p_min > 0,
-                "--expert-budget": budgets.expert_budget is not None,
-                "--perplexity": budgets.perplexity is not None,
-            }
-        )
+        refused = {
+            "--score": score,
+            "-p": synthetic.is_asked,
+            "--resume": resume is not None,
+            "--draft-p-min": engine.draft_p_min > 0,
+            "--expert-budget": budgets.expert_budget is not None,
+            "--perplexity": budgets.perplexity is not None,
+        }
+        for name in (name for name, is_given in refused.items() if is_given):
+            raise InputError(f"--parallel and {name} cannot be used together.", "Measure them in two runs.")
     if gammas:
         fixed = [gamma for gamma in gammas if gamma != "auto"]
         engine = replace(engine, draft_max="auto" if len(fixed) < len(gammas) else str(max(fixed)))
@@ -193,9 +195,8 @@ def bench(
         prefill_path=prefill_path,
         no_calibrate=no_calibrate,
     )
-    # comparisons of caches and budgets, texts decoded together and recordings have drafts of one length
-    records = trace_out is not None
-    auto = not (sweeps or counts or records or budgets.expert_budget or budgets.perplexity)
+    # comparisons of caches and budgets, and texts decoded together have drafts of one length
+    auto = not (sweeps or counts or budgets.expert_budget or budgets.perplexity)
     base = engine.config(
         placement.config(),
         emulate_bundled=sweeps,
@@ -242,8 +243,7 @@ def bench(
         _expect_one(plans, "--parallel", asked=True)
         raise typer.Exit(measure_parallel(plans[0], notes, output, verbose=verbose, plot=plot))
     _expect_one(plans, "--plot", asked=plot is not None)
-    _expect_one(plans, "--trace-out", asked=records)
-    raise typer.Exit(measure(plans, notes, output, verbose=verbose, plot=plot, trace_out=trace_out, resume=resume))
+    raise typer.Exit(measure(plans, notes, output, verbose=verbose, plot=plot, resume=resume))
 
 
 def _expect_one(plans: Sequence[BenchPlan], option: str, *, asked: bool) -> None:

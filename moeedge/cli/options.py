@@ -438,7 +438,6 @@ TraceOut = Annotated[
     option(
         OUTPUT,
         "--trace-out FILE.npz",
-        "Write the routing of every token, rejected drafts included (docs/lab/traces.md). bench answers the prompts "
-        "once more for it, after the measurement.",
+        "Write the routing of every token, rejected drafts included (docs/lab/traces.md).",
     ),
 ]

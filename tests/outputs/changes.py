@@ -43,6 +43,8 @@ MODULES: dict[str, str] = {
         )
     },
     "moeedge.sim": "moeedge.lab.sim",
+    "moeedge.cli.bench_tests": "moeedge.cli.bench_options",
+    "moeedge.bench.passes": "moeedge.bench.arms",
     "moeedge.widen": "moeedge.lab.widen",
 }
 
