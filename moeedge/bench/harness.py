@@ -91,17 +91,12 @@ class BenchArm:
         cancel: Callable[[], bool] = never,
         drain: bool = True,
         on_step: Callable[[StepRecord], None] | None = None,
-        prompt: str = "",
-        category: str = "",
-        turn: int = 0,
-        repetition: int = 0,
-        order: int = 0,
-        warm: bool = True,
+        **about: Any,
     ) -> Sample:
         """Answers greedily and returns the timed sample; the KV caches keep what they hold of the prompt.
 
         drain: end the transfers of this answer before returning, timed apart from it. on_step: called with each step
-        after the prompt, scheduling included in its observe_s. The last six describe the sample.
+        after the prompt, scheduling included in its observe_s. about: fields of the sample that name its work.
         Raises KeyboardInterrupt where Ctrl-C ended the answer; without that the measurement would go on.
         """
         session = self.session
@@ -121,12 +116,7 @@ class BenchArm:
         return from_stats(
             generation.stats,
             mode=self.mode.label,
-            prompt=prompt,
-            category=category,
-            turn=turn,
-            repetition=repetition,
-            order=order,
-            warm=warm,
+            **{"prompt": "", "turn": 0, "repetition": 0, "order": 0} | about,
             cpu_s=prefill.cpu_s + decoding.cpu_s,
             others_s=prefill.others_s + decoding.others_s,
             prefill_read_bytes=prefill.read_bytes,

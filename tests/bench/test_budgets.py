@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moeedge.bench.budgets import budget_figures, budget_point
-from moeedge.bench.config import MODES, BudgetSweep, mode_config, parse_modes, parse_numbers
+from moeedge.bench.config import MODES, Sweep, mode_config, parse_modes, parse_numbers
 from moeedge.bench.output_check import check_answers
 from moeedge.bench.perplexity import Perplexity
 from moeedge.bench.records import BenchRow, make_row
@@ -25,7 +25,7 @@ from moeedge.ui.plots import draw, speculation_panels
 
 def test_lanes_are_the_unbudgeted_mode_and_one_per_budget_and_draft_length() -> None:
     budgets = (ExpertBudget(budget=4), ExpertBudget(budget=6))
-    lanes = BudgetSweep(budgets, (2, 8)).modes(parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar"))
+    lanes = Sweep(budgets=budgets, gammas=(2, 8)).modes(parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar"))
     assert [(lane.name, lane.gamma, lane.budget and lane.budget.budget) for lane in lanes] == [
         ("stock-ar", None, None), ("stock-sd", 2, None), ("stock-sd", 8, None),
         ("moeedge", 2, None), ("moeedge", 2, 4), ("moeedge", 2, 6),
@@ -47,16 +47,16 @@ def test_choices_of_a_budget_distinguish_its_lanes() -> None:
         ExpertBudget(budget=4, ranking="router"),
         ExpertBudget(budget=4, coverage="truncation"),
     )
-    labels = [lane.label for lane in BudgetSweep(budgets).modes(parse_modes("moeedge"))]
+    labels = [lane.label for lane in Sweep(budgets=budgets).modes(parse_modes("moeedge"))]
     assert len(set(labels)) == 4
 
 
 def test_nothing_asked_leaves_the_modes() -> None:
     modes = tuple(MODES.values())
-    assert BudgetSweep((), (4,)).modes(modes) == modes
-    assert not BudgetSweep((), (4,)).asked
+    assert Sweep(gammas=(4,)).modes(modes) == modes
+    assert not Sweep(gammas=(4,)).asked
     with pytest.raises(InputError, match="has drafts"):
-        BudgetSweep((ExpertBudget(budget=4),)).modes(parse_modes("stock-sd,moeedge-ar"))
+        Sweep(budgets=(ExpertBudget(budget=4),)).modes(parse_modes("stock-sd,moeedge-ar"))
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1", "1.5", "0"])

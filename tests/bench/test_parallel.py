@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moeedge.bench.config import MODES, BenchPlan, BudgetSweep, Sweep, parallel_modes, parse_modes
+from moeedge.bench.config import MODES, BenchPlan, Sweep, parse_modes
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.parallel import ParallelBench
 from moeedge.bench.parallel_figures import parallel_figures, plain_mode
@@ -36,7 +36,7 @@ def write_texts(folder: Path) -> Path:
 
 def plan_of(folder: Path, target: Path, draft: Path, modes: str, counts: tuple[int, ...]) -> BenchPlan:
     dataset = load_dataset(str(write_texts(folder)))
-    chosen = parallel_modes(BudgetSweep(gammas=(1, 3)).modes(parse_modes(modes)), counts)
+    chosen = Sweep(gammas=(1, 3), counts=counts).modes(parse_modes(modes))
     return replace(make_plan(target, draft, dataset=dataset, ignore_eos=True), modes=chosen)
 
 
@@ -104,7 +104,7 @@ def test_speed_ups_are_over_plain_decoding_of_as_many_texts(finished: tuple[list
 
 
 def test_without_plain_decoding_of_the_engine_stock_is_the_base() -> None:
-    modes = parallel_modes(parse_modes("stock-ar,stock-sd,moeedge"), (2, 4))
+    modes = Sweep(counts=(2, 4)).modes(parse_modes("stock-ar,stock-sd,moeedge"))
     found = {mode.label: plain_mode(mode, modes) for mode in modes}
     assert {label: plain and plain.label for label, plain in found.items()} == {
         f"{name} parallel {n}": None if name == "stock-ar" else f"stock-ar parallel {n}"
@@ -113,12 +113,12 @@ def test_without_plain_decoding_of_the_engine_stock_is_the_base() -> None:
     }
     assert plain_mode(modes[-1], modes[1:3]) is None
     with pytest.raises(InputError):
-        parallel_modes([MODES["stock-ncmoe"]], (2,))
+        Sweep(counts=(2,)).modes([MODES["stock-ncmoe"]])
 
 
 def test_plain_decoding_has_the_same_expert_cache() -> None:
     swept = Sweep(("lru", "utility"), (0.25, 0.5)).modes(parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar"))
-    modes = parallel_modes(swept, (2,))
+    modes = Sweep(counts=(2,)).modes(swept)
     found = {mode.label: plain_mode(mode, modes) for mode in modes if mode.drafts}
     assert len(found) == 5
     for label, plain in found.items():
@@ -128,7 +128,7 @@ def test_plain_decoding_has_the_same_expert_cache() -> None:
 
 def test_curves_of_several_expert_caches_are_apart(tmp_path: Path) -> None:
     rows = []
-    for mode in parallel_modes(Sweep(ratios=(0.25, 0.5)).modes(parse_modes("moeedge,moeedge-ar")), (1, 2)):
+    for mode in Sweep(ratios=(0.25, 0.5), counts=(1, 2)).modes(parse_modes("moeedge,moeedge-ar")):
         sample = replace(SAMPLE, mode=mode.label, decode_tokens=10 if mode.drafts else 8)
         plain = (mode, [replace(sample, decode_tokens=8)]) if mode.drafts else None
         figures = parallel_figures(mode, [sample], plain, 4 if mode.drafts else 0)

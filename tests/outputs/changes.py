@@ -45,6 +45,7 @@ MODULES: dict[str, str] = {
     "moeedge.sim": "moeedge.lab.sim",
     "moeedge.cli.bench_tests": "moeedge.cli.bench_options",
     "moeedge.bench.passes": "moeedge.bench.arms",
+    "moeedge.bench.budget_search": "moeedge.bench.budget_choice",
     "moeedge.widen": "moeedge.lab.widen",
 }
 
@@ -93,4 +94,7 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: (chat|bench) foreign --(budget-\w|save-ranking|fit)", "", "rows that say where these went"),
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
     (r"options: .* declared: 5$", "", "texts of help"),
+    (r"options: bench( --trace-out|: config\.trace_out)", "profile --trace-out", "profile records the same routing"),
+    (r"screens: sim_views\.print_replay (0 100: 57|0 80: 101|1 100: 26|1 80: 29)$", "", "names profile --trace-out"),
+    (r"screens: sim_views\.shortcomings [01] 80: 1$", "", "the same"),
 ]  # fmt: skip
