@@ -15,9 +15,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moeedge.bench.config import REFERENCE, BenchMode, mode_config
-from moeedge.bench.harness import BenchArm, open_arm, open_arms
+from moeedge.bench.harness import BenchArm, open_arm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.perplexity import Perplexity
 from moeedge.bench.records import ArmEnd
@@ -26,7 +27,6 @@ from moeedge.bench.whole_layers import (
     DeviceUse,
     Split,
     SplitPlanner,
-    describe,
     layers_host_bytes,
     load_whole_layers,
     missing_reason,
@@ -40,7 +40,6 @@ from moeedge.hardware.devices import ResolvedDevice, read_memory
 from moeedge.hardware.memory import available_memory, fits
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
-from moeedge.notifications import Notification
 from moeedge.units import format_bytes
 
 Report = Callable[[Iterable[str]], None]
@@ -85,15 +84,6 @@ def split_passes(modes: Sequence[BenchMode], *, together: bool, apart: Sequence[
 def largest_cache(modes: Sequence[BenchMode]) -> BenchMode:
     """Returns the swept mode with the largest cache; a size that the engine chooses counts as the largest."""
     return max(modes, key=lambda mode: 2.0 if mode.cache_ratio is None else mode.cache_ratio)
-
-
-def layers_fit(uses: Sequence[DeviceUse], device: ResolvedDevice) -> bool:
-    """Returns whether the GPU has room for modes with targets of their own, next to all that is open.
-
-    A GPU whose driver reports no memory counts as full.
-    """
-    reading = read_memory(device)
-    return reading is not None and sum(use.total_bytes for use in uses) <= _USABLE * reading.free_bytes
 
 
 def caches_fit(probe: BenchArm, others: Sequence[BenchMode]) -> bool:
@@ -149,7 +139,9 @@ class Arms:
 
     def __enter__(self) -> Arms:
         with ExitStack() as stack:
-            modes = [mode for mode in self._modes if self._can_run(mode)]
+            reasons = {mode: missing_reason(mode, self._device, self._models[0]) for mode in self._modes}
+            self._left_out = [f"{mode.label} is left out: {reason}." for mode, reason in reasons.items() if reason]
+            modes = [mode for mode, reason in reasons.items() if reason is None]
             layers = [mode for mode in modes if mode.method == "ncmoe"]
             shared = [mode for mode in modes if mode.method == "shared"]
             self._divided = self._own_targets(shared)
@@ -188,12 +180,6 @@ class Arms:
             yield
         if len(self.passes) > 1:
             self._first_resources.close()
-
-    def _can_run(self, mode: BenchMode) -> bool:
-        reason = missing_reason(mode, self._device, self._models[0])
-        if reason is not None:
-            self._left_out.append(f"{mode.label} is left out: {reason}.")
-        return reason is None
 
     def _open_caches(self, modes: Sequence[BenchMode]) -> bool:
         """Opens our modes for the first pass if all of their caches fit the device; returns whether they do."""
@@ -235,27 +221,37 @@ class Arms:
                 )
                 continue
             self._splits[mode.label] = split
-            self._report([describe(mode, split, budget_bytes)])
+            layers, taken = split.layers, format_bytes(split.use.total_bytes)
+            self._report([
+                f"{mode.label} has {layers.n_whole} whole layers on the GPU (--n-cpu-moe {layers.n_cpu_moe}): "
+                f"{taken} of the {format_bytes(budget_bytes)} to fill."
+            ])  # fmt: skip
             kept.append(mode)
         return kept
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> dict[str, BenchArm]:
-        """Opens sessions; `stack` closes them. Returns their arms by label, in the order of `modes`."""
-        divided = [mode for mode in modes if mode in self._divided]
-        shared = [mode for mode in modes if mode.method == "shared" and mode not in divided]
-        arms = open_arms(self._base, shared, self._models, stack, notify=self._notify)
-        arms += [self._open_divided(mode, stack) for mode in divided]
-        self._uses += [
-            (arm.mode, session_use(arm.session, self._device)) for arm in arms if arm.mode.engine == "moeedge"
-        ]
-        targets: dict[int, Model] = {}
-        for mode in modes:
-            if mode.method == "ncmoe":
-                arms.append(self._open_layers(mode, targets, stack))
-        for arm in arms:
+        """Opens sessions, those with targets of their own last; `stack` closes them. Returns their arms by label."""
+        targets: dict[int, Model] = {}  # by n_cpu_moe
+        opened: dict[str, BenchArm] = {}
+        for mode in sorted(modes, key=lambda mode: (mode.method == "ncmoe", mode in self._divided)):
+            model, draft = self._models
+            how: dict[str, Any] = {"model": model, "draft_model": draft}
+            if mode in self._divided:
+                draft = draft if mode.drafts else None
+                how = {"opened": open_session, "own_target": True, "draft_model": draft}
+            elif mode.method == "ncmoe":
+                n_cpu_moe = self._splits[mode.label].layers.n_cpu_moe
+                if n_cpu_moe not in targets:
+                    targets[n_cpu_moe] = stack.enter_context(load_whole_layers(self._base, self._device, n_cpu_moe))
+                how |= {"model": targets[n_cpu_moe], "own_target": True}
+            arm = opened[mode.label] = open_arm(
+                self._base, mode, stack, notify=lambda note: self._report([note]), **how
+            )
+            if mode.engine == "moeedge":
+                self._uses.append((mode, session_use(arm.session, self._device)))
+        for arm in opened.values():
             self._report(arm.session.info.notes)
-        by_label = {arm.mode.label: arm for arm in arms}
-        return {mode.label: by_label[mode.label] for mode in modes}
+        return {mode.label: opened[mode.label] for mode in modes}
 
     def _own_targets(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
         """The modes that choose themselves which layers are on the GPU, for which each loads a target of its own.
@@ -280,35 +276,16 @@ class Arms:
         return []
 
     def _layers_fit(self, modes: Sequence[BenchMode]) -> bool:
-        """Whether GPU and host memory have room for the targets of these modes at once, next to all that is open."""
+        """Whether GPU and host memory have room for the targets of these modes at once, next to all that is open.
+
+        A GPU whose driver reports no memory counts as full.
+        """
         splits = [self._splits[mode.label] for mode in modes]
         sizes = {split.layers.n_cpu_moe for split in splits}
         n_bytes = sum(layers_host_bytes(self._base, self._device, n_cpu_moe) for n_cpu_moe in sizes)
-        return fits(n_bytes) and layers_fit([split.use for split in splits], self._device)
-
-    def _open_divided(self, mode: BenchMode, stack: ExitStack) -> BenchArm:
-        draft = self._models[1] if mode.drafts else None
-        return open_arm(
-            self._base, mode, stack, opened=open_session, own_target=True, draft_model=draft, notify=self._notify
-        )
-
-    def _notify(self, note: Notification) -> None:
-        self._report([note])
-
-    def _open_layers(self, mode: BenchMode, targets: dict[int, Model], stack: ExitStack) -> BenchArm:
-        """Opens stock llama.cpp with whole layers; `targets` keeps the models by their n_cpu_moe."""
-        n_cpu_moe = self._splits[mode.label].layers.n_cpu_moe
-        if n_cpu_moe not in targets:
-            targets[n_cpu_moe] = stack.enter_context(load_whole_layers(self._base, self._device, n_cpu_moe))
-        return open_arm(
-            self._base,
-            mode,
-            stack,
-            own_target=True,
-            model=targets[n_cpu_moe],
-            draft_model=self._models[1],
-            notify=self._notify,
-        )
+        reading = read_memory(self._device)
+        free_bytes = 0 if reading is None else reading.free_bytes
+        return fits(n_bytes) and sum(split.use.total_bytes for split in splits) <= _USABLE * free_bytes
 
 
 class ArmsInTurn:
@@ -360,12 +337,11 @@ class ArmsInTurn:
         """A mode with the memory to itself."""
         _drop_page_cache(self._base)
         with ExitStack() as stack:
-            arm = self._measured[mode.label] = open_arm(self._base, mode, stack, notify=self._notify)
+            arm = self._measured[mode.label] = open_arm(
+                self._base, mode, stack, notify=lambda note: self._report([note])
+            )
             self._report(arm.session.info.notes)
             yield arm
-
-    def _notify(self, note: Notification) -> None:
-        self._report([note])
 
 
 def _drop_page_cache(config: EngineConfig) -> None:

@@ -189,7 +189,7 @@ class Sweep:
         return [
             replace(mode, policy=policy, cache_ratio=ratio)
             for policy in policies or (mode.policy,)
-            for ratio in self.ratios or (None,)
+            for ratio in self.ratios or (mode.cache_ratio,)
         ]
 
     def _speculation(self, mode: BenchMode) -> list[BenchMode]:

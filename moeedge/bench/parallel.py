@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from moeedge.bench.config import MODES, REFERENCE
-from moeedge.bench.harness import GREEDY, BenchArm, Meter, load_models, never, open_arms, rotated
+from moeedge.bench.harness import GREEDY, BenchArm, Meter, load_models, never, open_arms, rotated, run_conversations
 from moeedge.bench.output_check import check_answers, logits_in
 from moeedge.bench.parallel_figures import parallel_figures, plain_mode
 from moeedge.bench.records import BenchRow, describe_setup, make_row, read_end
@@ -63,7 +63,17 @@ class ParallelBench(Run):
         """Measures one N after the other; True from `cancel` ends the run. Returns whether everything was measured."""
         plan = self.plan
         self._progress.begin(len(self._prompts) + plan.repetitions * len(plan.modes))
-        reference = self._single_answers(cancel)
+        reference = []  # stock llama.cpp's answer to each prompt alone
+        for sample in run_conversations(
+            [self._stock],
+            self._prompts,
+            repetitions=1,
+            n_predict=plan.n_predict,
+            ignore_eos=plan.ignore_eos,
+            cancel=cancel,
+        ):
+            reference.append(sample)
+            self._progress.advance(sample, "alone")
         for count in dict.fromkeys(mode.n_parallel for mode in plan.modes):
             if cancel():
                 break
@@ -86,24 +96,6 @@ class ParallelBench(Run):
             models = [model for model in self._models if model is not None]
             settings = (self._base.context, self._base.draft_context)
             choose_n_ctx(models, self._base.n_ctx, n_parallel=most, settings=settings)
-
-    def _single_answers(self, cancel: Callable[[], bool]) -> list[Sample]:
-        """Stock llama.cpp's answer to each prompt alone."""
-        answers = []
-        for prompt, prompt_ids in zip(self._prompts, self._prompt_ids, strict=True):
-            if cancel():
-                break
-            self._stock.session.reset()
-            sample = self._stock.answer(
-                prompt_ids,
-                n_predict=self.plan.n_predict,
-                ignore_eos=self.plan.ignore_eos,
-                cancel=cancel,
-                prompt=prompt.id,
-            )
-            answers.append(sample)
-            self._progress.advance(sample, "alone")
-        return answers
 
     def _measure(self, arms: Sequence[BenchArm], cancel: Callable[[], bool]) -> tuple[list[Sample], list[Sample]]:
         """The modes of one N take turns; returns samples of all texts together, and the answers text by text."""

@@ -25,7 +25,7 @@ from moeedge.bench.harness import (
     run_conversations,
     warm_up,
 )
-from moeedge.bench.journal import Journal, Place
+from moeedge.bench.journal import Journal
 from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import (
@@ -317,7 +317,7 @@ class Bench(Run):
 
     def _keep(self, current: Pass, index: int, test: str, sample: Sample) -> None:
         current.samples.setdefault(test, []).append(sample)
-        self._journal.add(Place(self._part, index, test), sample)
+        self._journal.add((self._part, index, test), sample)
         self._progress.advance(sample, test)
 
     # rows

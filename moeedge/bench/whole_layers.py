@@ -23,7 +23,6 @@ from moeedge.llama.model import Model
 from moeedge.llama.whole_layers import WholeLayers, most_whole_layers, whole_layers
 from moeedge.planning.memory_map import draft_footprint, footprint
 from moeedge.scheduler.sizing import in_host_memory, staging_and_scratch_bytes
-from moeedge.units import format_bytes
 
 # Why there is no GPU to hold layers
 _NO_GPU: dict[DeviceKind, str] = {
@@ -143,7 +142,10 @@ class SplitPlanner:
             return self.least_bytes(mode) + round(ratio * expert_bytes(self._tensors))
         if placement.vram_bytes is not None:
             return self.least_bytes(mode) + placement.vram_bytes
-        return free_bytes(self._device)
+        reading = read_memory(self._device)
+        free = self._device.free_bytes if reading is None else reading.free_bytes
+        total = self._device.total_bytes if reading is None else reading.total_bytes
+        return max(0, free - default_reserve(total))  # a cache would leave the reserve, too
 
     def _try(self, n_whole: int, drafts: bool) -> Split:
         layers = whole_layers(self._tensors, self._n_layers, n_whole)
@@ -193,21 +195,4 @@ def load_whole_layers(
         storage="loaded" if header_only else weight_storage(alone, device, whole_fits=False),
         head=config.draft == "mtp",
         settings=config.load,
-    )
-
-
-def free_bytes(device: ResolvedDevice) -> int:
-    """Returns the free memory of a GPU now, without the reserve that a cache would leave too."""
-    reading = read_memory(device)
-    free = device.free_bytes if reading is None else reading.free_bytes
-    total = device.total_bytes if reading is None else reading.total_bytes
-    return max(0, free - default_reserve(total))
-
-
-def describe(mode: BenchMode, split: Split, budget_bytes: int) -> str:
-    """Returns one sentence for the user."""
-    layers = split.layers
-    return (
-        f"{mode.label} has {layers.n_whole} whole layers on the GPU (--n-cpu-moe {layers.n_cpu_moe}): "
-        f"{format_bytes(split.use.total_bytes)} of the {format_bytes(budget_bytes)} to fill."
     )

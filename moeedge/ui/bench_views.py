@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from moeedge.policies.cost_model import CostModel
     from moeedge.scheduler.calibration import Calibration
 
-FORMATS = ("md", "text", "csv", "json", "jsonl", "sql")
 _SCATTER = 0.1  # between repetitions, from which on a figure is not to be trusted
 _MIB = 2.0**-20  # from bytes
 _MB = 1e-6
@@ -56,7 +55,7 @@ _US = 1e6
 
 
 def render(rows: Sequence[BenchRow], form: str) -> str:
-    """The rows of a benchmark in one of FORMATS, ending in a newline. CSV and SQL leave out the raw samples."""
+    """The rows of a benchmark as `form` (-o), ending in a newline. CSV and SQL leave out the raw samples."""
     records = [row.as_dict() for row in rows]
     if form == "json":
         return json_text(records)
