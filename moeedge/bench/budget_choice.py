@@ -28,7 +28,9 @@ from moeedge.bench.harness import BenchArm, answer_text, rotated
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.samples import Sample, quotient
 from moeedge.bench.scores import final_part
-from moeedge.data import EvaluationText, Prompt, load_calibration, load_calibration_text
+from moeedge.data.datasets import load_calibration
+from moeedge.data.prompts import Prompt
+from moeedge.data.texts import EvaluationText, load_calibration_text
 from moeedge.engine.layer_choice import session_conditions
 from moeedge.engine.layer_search import open_session
 from moeedge.engine.loading import resolve_device

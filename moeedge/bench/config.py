@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from moeedge.data import Dataset, EvaluationText
+from moeedge.data.prompts import Dataset
+from moeedge.data.texts import EvaluationText
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.policies.expert_budget import ExpertBudget

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from moeedge.bench.config import REFERENCE, BenchMode, mode_config
 from moeedge.bench.samples import Counters, Sample, counted, disk_bytes_read, from_stats
-from moeedge.data import Prompt
+from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import load_draft, load_target
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig

@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from moeedge.bench.config import MODES, REFERENCE
+from moeedge.bench.figures import parallel_figures, plain_mode
 from moeedge.bench.harness import GREEDY, BenchArm, Meter, load_models, never, open_arms, rotated, run_conversations
 from moeedge.bench.output_check import check_answers, logits_in
-from moeedge.bench.parallel_figures import parallel_figures, plain_mode
 from moeedge.bench.records import BenchRow, describe_setup, make_row, read_end
 from moeedge.bench.runner import Run
 from moeedge.bench.samples import Sample, common_samples

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import moeedge
-from moeedge.bench.best_stock import StockRatio, stock_record
-from moeedge.bench.budgets import BudgetFigures, figures_record
 from moeedge.bench.config import MODES, BenchMode, BenchPlan, SyntheticTest
+from moeedge.bench.figures import (
+    BudgetFigures,
+    ParallelFigures,
+    StockRatio,
+    figures_record,
+    parallel_record,
+    stock_record,
+)
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
-from moeedge.bench.parallel_figures import ParallelFigures, parallel_record
 from moeedge.bench.roofline import Roofline
 from moeedge.bench.samples import (
     CacheFigures,

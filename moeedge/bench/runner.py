@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.arms import Arms, ArmsInTurn, Pass
-from moeedge.bench.best_stock import over_best_stock
-from moeedge.bench.budgets import budget_figures, unbudgeted_label
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, SyntheticTest
+from moeedge.bench.figures import budget_figures, over_best_stock, unbudgeted_label
 from moeedge.bench.harness import (
     BenchArm,
     answer_text,
@@ -41,7 +40,7 @@ from moeedge.bench.roofline import Roofline, measure_roofline
 from moeedge.bench.samples import Sample, common_samples, finished_work
 from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
 from moeedge.bench.synthetic import SyntheticRun, n_samples, synthetic_modes
-from moeedge.data import Prompt
+from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import load_target, resolve_device
 from moeedge.errors import ContextTooSmallError, InputError
 from moeedge.hardware.machine_load import LoadReading, look

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from moeedge.bench.samples import Sample
-from moeedge.data import Dataset
+from moeedge.data.prompts import Dataset
 from moeedge.scoring.answers import Reference, Score, check_rouge, score_answer
 from moeedge.scoring.sandbox import protection
 

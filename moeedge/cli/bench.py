@@ -33,7 +33,7 @@ from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.bench.config import BenchPlan, Sweep
-    from moeedge.data import Dataset
+    from moeedge.data.prompts import Dataset
     from moeedge.engine.types import EngineConfig
 
 Datasets = Annotated[
@@ -166,7 +166,7 @@ def bench(
 
     sweeps = policy is not None or cache_ratio is not None
     engine.limit_openmp_spin(emulate_bundled=sweeps)  # before llama.cpp is loaded
-    from moeedge.data import load_datasets
+    from moeedge.data.datasets import load_datasets
     from moeedge.engine.loading import resolve_device
     from moeedge.policies.registry import POLICIES
     from moeedge.ui.console import check_picture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.bench.config import DraftLength, SyntheticTest
-    from moeedge.data import EvaluationText
+    from moeedge.data.texts import EvaluationText
     from moeedge.engine.types import EngineConfig
     from moeedge.policies.expert_budget import ExpertBudget
 
@@ -117,23 +118,19 @@ def sizes(text: str, option: str) -> list[int]:
     """Reads "64,128", also with llama-bench's ranges: "1-4", "0-1024+256", "64-512*2". Raises InputError."""
     found: list[int] = []
     for part in text.split(","):
-        first, dash, rest = part.strip().partition("-")
-        last, sign, step = rest.partition("+") if "*" not in rest else rest.partition("*")
-        numbers = [first, *([last] if dash else []), *([step] if sign else [])]
-        if not all(number.isdecimal() for number in numbers):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip(), re.ASCII)
+        if match is None:
             raise InputError(
                 f"{option} takes numbers of at least 0, not '{part.strip()}'.",
                 "Write them as 64,128 or as a range: 64-512*2, 0-1024+256.",
             )
-        values = [int(number) for number in numbers]
-        found += _range(values, sign, option)
+        first, last, sign, step = int(match[1]), int(match[2] or match[1]), match[3], int(match[4] or 1)
+        found += _range(first, last, sign, step, option)
     return list(dict.fromkeys(found))
 
 
-def _range(values: Sequence[int], sign: str, option: str) -> list[int]:
-    first, last = values[0], values[min(1, len(values) - 1)]
-    step = values[2] if sign else 1
-    if last < first or (sign == "+" and step < 1) or (sign == "*" and (step < 2 or first < 1)):
+def _range(first: int, last: int, sign: str | None, step: int, option: str) -> list[int]:
+    if last < first or step < 1 or (sign == "*" and (step < 2 or first < 1)):
         raise InputError(f"{option}: a range has no end.", "Write it as first-last+step or first-last*factor.")
     n_values = (last - first) // step + 1 if sign != "*" else 1
     if n_values > _MAX_VALUES:

@@ -13,7 +13,7 @@ from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EmptyPromptError, InputError
 
 if TYPE_CHECKING:
-    from moeedge.data import Prompt
+    from moeedge.data.prompts import Prompt
 
 Datasets = Annotated[str | None, list_of(options.Dataset)]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from moeedge.bench.best_stock import ALL, MEAN
+from moeedge.bench.figures import ALL, MEAN
 from moeedge.bench.samples import RATIO_SCATTER
 from moeedge.bench.scores import different_scores
 from moeedge.hardware.machine_load import BUSY
@@ -36,10 +36,8 @@ from moeedge.ui.tables import (
 from moeedge.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from moeedge.bench.best_stock import StockRatio
     from moeedge.bench.budget_choice import BudgetChoice
-    from moeedge.bench.budgets import BudgetPoint
-    from moeedge.bench.parallel_figures import ParallelFigures
+    from moeedge.bench.figures import BudgetPoint, ParallelFigures, StockRatio
     from moeedge.bench.records import BenchRow
     from moeedge.bench.samples import Spread
     from moeedge.engine.types import EngineInfo

@@ -15,7 +15,7 @@ from moeedge.errors import InputError
 from moeedge.ui.bench_views import batch_curves
 
 if TYPE_CHECKING:
-    from moeedge.bench.budgets import BudgetPoint
+    from moeedge.bench.figures import BudgetPoint
     from moeedge.bench.records import BenchRow
 
 _DPI = 130

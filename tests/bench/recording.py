@@ -11,7 +11,8 @@ from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
 from moeedge.cli.bench_options import synthetic_tests
-from moeedge.data import Dataset, load_dataset
+from moeedge.data.datasets import load_dataset
+from moeedge.data.prompts import Dataset
 from moeedge.engine.types import EngineConfig
 
 CONVERSATIONS = (

@@ -23,7 +23,7 @@ from moeedge.bench.budget_choice import (
     write_choice,
 )
 from moeedge.bench.samples import Sample
-from moeedge.data import load_calibration
+from moeedge.data.datasets import load_calibration
 from moeedge.engine.loading import resolve_device
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.bench.budgets import budget_figures, budget_point
 from moeedge.bench.config import MODES, Sweep, mode_config, parse_modes, parse_numbers
+from moeedge.bench.figures import budget_figures, budget_point
 from moeedge.bench.output_check import check_answers
 from moeedge.bench.perplexity import Perplexity
 from moeedge.bench.records import BenchRow, make_row

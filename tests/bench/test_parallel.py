@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from moeedge.bench.config import MODES, BenchPlan, Sweep, parse_modes
+from moeedge.bench.figures import parallel_figures, plain_mode
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.parallel import ParallelBench
-from moeedge.bench.parallel_figures import parallel_figures, plain_mode
 from moeedge.bench.records import BenchRow
 from moeedge.bench.samples import Sample
-from moeedge.data import load_dataset
+from moeedge.data.datasets import load_dataset
 from moeedge.errors import EngineError, InputError
 from moeedge.ui.bench_views import batch_curves
 from tests.bench.recording import Recorder, make_plan

@@ -19,8 +19,8 @@ from moeedge.bench.scores import (
     different_scores,
     final_part,
 )
-from moeedge.data import Dataset, Prompt, load_dataset
-from moeedge.data.prompts import user_turns
+from moeedge.data.datasets import load_dataset
+from moeedge.data.prompts import Dataset, Prompt, user_turns
 from moeedge.errors import InputError
 from moeedge.scoring import answers
 from moeedge.scoring.answers import NOT_RUN, Reference, Score, score_answer

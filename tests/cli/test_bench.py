@@ -26,7 +26,7 @@ from moeedge.bench.scores import Scores
 from moeedge.cli.bench import make_bench_plan
 from moeedge.cli.bench_options import SyntheticOptions, sizes
 from moeedge.cli.bench_run import exit_code
-from moeedge.data import load_sample
+from moeedge.data.datasets import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render, withheld_lines

@@ -45,6 +45,7 @@ MODULES: dict[str, str] = {
     "moeedge.sim": "moeedge.lab.sim",
     "moeedge.cli.bench_tests": "moeedge.cli.bench_options",
     "moeedge.bench.passes": "moeedge.bench.arms",
+    "moeedge.bench.budgets": "moeedge.bench.figures",
     "moeedge.bench.budget_search": "moeedge.bench.budget_choice",
     "moeedge.widen": "moeedge.lab.widen",
 }

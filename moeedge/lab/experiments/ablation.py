@@ -16,7 +16,7 @@ from moeedge.bench.config import MODES, REFERENCE, BenchMode
 from moeedge.bench.harness import BenchArm, load_models, open_arms, run_conversations, warm_up
 from moeedge.bench.output_check import check_answers, logits_in, stop_tokens
 from moeedge.bench.samples import Sample, quotient
-from moeedge.data import Prompt
+from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
