@@ -118,17 +118,13 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
         placement = replace(placement, cache_ratio=mode.cache_ratio, vram_bytes=None)
     if mode.execution is not None:
         placement = replace(placement, execution=mode.execution)
-    if mode.gamma is None:
-        gamma, auto = base.gamma, base.auto_gamma and mode.engine == "moeedge"
-    else:
-        auto = mode.gamma == "auto"
-        gamma = GAMMA_MAX if mode.gamma == "auto" else mode.gamma
+    gamma = GAMMA_MAX if mode.gamma == "auto" else mode.gamma
     config = replace(
         base,
         mode=mode.engine,
         placement=placement,
-        gamma=gamma,
-        auto_gamma=auto,
+        gamma=base.gamma if gamma is None else gamma,
+        auto_gamma=mode.gamma == "auto" or (gamma is None and base.auto_gamma and mode.engine == "moeedge"),
         expert_budget=mode.budget,
         n_parallel=mode.n_parallel or 1,
     )

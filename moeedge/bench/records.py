@@ -98,19 +98,14 @@ def _git_state(package: Path) -> tuple[str | None, bool | None]:
     root = package.parent
     if not (root / ".git").exists():
         return None, None
-    commit = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return commit or None, None if status is None else bool(status)
-
-
-def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        return None, None
+    lines = done.stdout.splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
+    return commit, any(not line.startswith("#") for line in lines)
 
 
 @dataclass(frozen=True)

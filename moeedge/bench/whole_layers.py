@@ -172,18 +172,14 @@ class SplitPlanner:
 
 def layers_host_bytes(config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int) -> int:
     """Returns the bytes of weights that such a target has in host memory."""
-    return host_bytes(_with_layers(config, n_cpu_moe), device)
-
-
-def _with_layers(config: EngineConfig, n_cpu_moe: int) -> EngineConfig:
-    return replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe)
+    return host_bytes(replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe), device)
 
 
 def load_whole_layers(
     config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int, *, header_only: bool = False
 ) -> Model:
     """Loads the target as llama.cpp's programs do with -ngl 99 --n-cpu-moe N."""
-    alone = replace(_with_layers(config, n_cpu_moe), ram="off")
+    alone = replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe, ram="off")
     return Model.load(
         config.model,
         n_gpu_layers=-1,

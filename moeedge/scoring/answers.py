@@ -11,7 +11,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -193,12 +193,6 @@ class Reference:
         except ValueError as error:
             raise DatasetError(f"{where}: {error}.", _HINT) from None
 
-    def to_row(self) -> dict[str, Any]:
-        """Returns the JSON form that `from_row` reads; fields with default values are left out."""
-        plain = Reference.__dataclass_fields__
-        row = {key: value for key, value in asdict(self).items() if key == "scorer" or value != plain[key].default}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in row.items()}
-
 
 def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -> Score:
     """Scores `answer` against `reference`; runs programs only with `run_code`.
@@ -355,17 +349,13 @@ def rouge_l(answer: str, references: tuple[str, ...]) -> float:
 
     Raises InputError if rouge-score is not installed.
     """
-    scorer = _scorer()
+    scorer = rouge_scorer()
     return max(float(scorer.score(reference, answer)["rougeL"].fmeasure) for reference in references)
 
 
-def check_rouge() -> None:
-    """Raises InputError if rouge-score is not installed."""
-    _scorer()
-
-
 @lru_cache
-def _scorer() -> Any:
+def rouge_scorer() -> Any:
+    """Returns rouge-score's scorer. Raises InputError if it is not installed."""
     try:
         # imported here: nltk, for its stemmer, takes a second
         from rouge_score.rouge_scorer import RougeScorer

@@ -59,15 +59,13 @@ def render(rows: Sequence[BenchRow], form: str) -> str:
         return json_text(records)
     if form == "jsonl":
         return json_lines(records)
-    if form == "csv":
-        return csv_text(_without_samples(records))
-    if form == "sql":
-        return sql_text("moeedge_bench", _without_samples(records))
+    if form in ("csv", "sql"):
+        plain = [{key: value for key, value in record.items() if key != "samples"} for record in records]
+        return csv_text(plain) if form == "csv" else sql_text("moeedge_bench", plain)
     if any(row.parallel is not None for row in rows):
         lines = ["", *setup_lines(rows), *curve_lines(rows), *withheld_lines(rows)]
         return parallel_markdown(rows) + "\n".join(lines) + "\n"
-    first = _text(rows) if form == "text" else _markdown(rows)
-    return first + quality_markdown(rows) + best_stock_markdown(rows)
+    return _tables(rows, is_text=form == "text") + quality_markdown(rows) + best_stock_markdown(rows)
 
 
 _CONTEXT = ("threads", "n_batch", "n_ubatch")  # lists of -t, -b, -ub
@@ -155,14 +153,26 @@ def model_table(rows: Sequence[BenchRow]) -> str:
     return markdown(_MODEL_COLUMNS, list(setups.values()))
 
 
-def _markdown(rows: Sequence[BenchRow]) -> str:
-    """Tables of at most 100 columns, as llama-bench prints them; below them, once, what all rows have in common."""
+def _tables(rows: Sequence[BenchRow], *, is_text: bool) -> str:
+    """Tables of at most 100 columns, as llama-bench prints them; below them, once, what all rows have in common.
+
+    is_text: without Markdown's lines.
+    """
     if not rows:
         return ""
     columns = _bench_columns(rows)
     n_keys = sum(column.title in _KEYS for column in columns)
-    table = narrow_markdown(columns, rows, n_keys=n_keys)
-    return "\n".join([model_table(rows), table, *_lines_below(rows)]) + "\n"
+    if not is_text:
+        table = narrow_markdown(columns, rows, n_keys=n_keys)
+        return "\n".join([model_table(rows), table, *_lines_below(rows)]) + "\n"
+    file = io.StringIO()
+    out = Console(file=file, width=TABLE_WIDTH, force_terminal=True, color_system=None, highlight=False)
+    print_table(out, _MODEL_COLUMNS, list({row.setup["threads"]: row.setup for row in rows}.values()))
+    columns = [column for column in columns if any(column.text(row) != column.none for row in rows)]
+    out.print()
+    print_table(out, columns, rows, n_keys=sum(column.title in _KEYS for column in columns))
+    text = "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    return "\n".join([text, "", *_lines_below(rows)]) + "\n"
 
 
 def _lines_below(rows: Sequence[BenchRow]) -> list[str]:
@@ -176,24 +186,6 @@ def _lines_below(rows: Sequence[BenchRow]) -> list[str]:
     if any(row.is_partial for row in rows):
         lines.append("partial: the run was interrupted; so many of a mode's samples were measured.")
     return [part for line in lines for part in textwrap.wrap(line, TABLE_WIDTH)]
-
-
-def _text(rows: Sequence[BenchRow]) -> str:
-    """The same without Markdown's lines; further tables stay as they are."""
-    if not rows:
-        return ""
-    out = Console(file=io.StringIO(), width=TABLE_WIDTH, force_terminal=True, color_system=None, highlight=False)
-    print_table(out, _MODEL_COLUMNS, list({row.setup["threads"]: row.setup for row in rows}.values()))
-    columns = [column for column in _bench_columns(rows) if any(column.text(row) != column.none for row in rows)]
-    out.print()
-    print_table(out, columns, rows, n_keys=sum(column.title in _KEYS for column in columns))
-    assert isinstance(out.file, io.StringIO)
-    text = "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())
-    return "\n".join([text, "", *_lines_below(rows)]) + "\n"
-
-
-def _without_samples(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key != "samples"} for record in records]
 
 
 def withheld_lines(rows: Sequence[BenchRow]) -> list[str]:

@@ -95,6 +95,7 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: (chat|bench) foreign --(budget-\w|save-ranking|fit)", "", "rows that say where these went"),
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
     (r"options: .* declared: 5$", "", "texts of help"),
+    (r"options: bench.*: config\.(Budget)?Sweep\.", "", "one object compares caches, speculation and texts together"),
     (r"options: bench( --trace-out|: config\.trace_out)", "profile --trace-out", "profile records the same routing"),
     (r"screens: sim_views\.print_replay (0 100: 57|0 80: 101|1 100: 26|1 80: 29)$", "", "names profile --trace-out"),
     (r"screens: sim_views\.shortcomings [01] 80: 1$", "", "the same"),
