@@ -11,7 +11,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -192,6 +192,12 @@ class Reference:
             raise DatasetError(f'{where}: a reference needs a "scorer".', _HINT) from None
         except ValueError as error:
             raise DatasetError(f"{where}: {error}.", _HINT) from None
+
+    def to_row(self) -> dict[str, Any]:
+        """Returns the JSON form that `from_row` reads; fields with default values are left out."""
+        plain = Reference.__dataclass_fields__
+        row = {key: value for key, value in asdict(self).items() if key == "scorer" or value != plain[key].default}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in row.items()}
 
 
 def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -> Score:

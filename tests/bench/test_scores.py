@@ -99,7 +99,7 @@ def test_notes_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = replace(bare, unscored="people judge them")
     assert check_scoring(judged, run_code=False) == ["No answer to own will be scored: people judge them."]
     summaries = replace(_DATASET, prompts=(Prompt("a", "b", user_turns("Hi"), (Reference("rouge-l", ("x",)),)),))
-    answers._scorer.cache_clear()
+    answers.rouge_scorer.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(InputError, match="rouge-score"):
         check_scoring(summaries, run_code=False)

@@ -206,8 +206,8 @@ def test_the_toy_set_is_held_out_of_training() -> None:
     chats.sort(key=lambda chat: list(DOMAINS).index(chat.domain))
     assert [prompt.category for prompt in toy.prompts] == [chat.domain for chat in chats]
     assert _texts(toy) == [[turn.user for turn in chat.turns] for chat in chats]
-    given = [[reference for reference in prompt.references if reference] for prompt in toy.prompts]
-    assert given == [[turn.reference for turn in chat.turns] for chat in chats]
+    given = [[reference.to_row() for reference in prompt.references if reference] for prompt in toy.prompts]
+    assert given == [[turn.reference.to_row() for turn in chat.turns] for chat in chats]
     for limit in (4, 7, 9, 12):  # spread over the domains
         assert len({prompt.category for prompt in toy.limited(limit).prompts}) == min(limit, 7)
 
