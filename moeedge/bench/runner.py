@@ -111,7 +111,7 @@ class Bench(Run):
         super().__init__(plan, progress)
         self._journal = journal or Journal(None, ())
         self._part = part
-        self._arms: Arms | ArmsInTurn | None = None
+        self.arms: Arms | ArmsInTurn  # the sessions of the run
         self._scorer: AnswerScorer | None = None
         self._roofline: Roofline | None = None
         self._load_before = look()
@@ -144,18 +144,12 @@ class Bench(Run):
                 self._models = load_models(plan.base, plan.modes, stack, device)
             self._fit(() if plan.dataset is None else plan.dataset.prompts, n_synthetic)
             if in_turn:
-                self._arms = stack.enter_context(ArmsInTurn(self._base, plan.modes, self._report))
+                self.arms = stack.enter_context(ArmsInTurn(self._base, plan.modes, self._report))
             else:
-                self._arms = stack.enter_context(Arms(self._base, plan.modes, device, self._models, self._report))
+                self.arms = stack.enter_context(Arms(self._base, plan.modes, device, self._models, self._report))
             self._device = device
             self._resources = stack.pop_all()
         return self
-
-    @property
-    def arms(self) -> Arms | ArmsInTurn:
-        """The sessions of the run."""
-        assert self._arms is not None
-        return self._arms
 
     def run(self, cancel: Callable[[], bool] = never) -> bool:
         """Measures all tests; `cancel` is called often, True ends the run. Returns whether everything was measured."""

@@ -219,8 +219,13 @@ def bench(
                 "--plot draws what --policy, --cache-ratio, --expert-budget, --draft-max and --parallel compare.",
                 "Give at least one of them.",
             )
-    if sweep.has_caches:
-        _check_cache(base, cache_ratio)
+    if cache_ratio is not None and base.placement.vram_bytes is not None:
+        raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
+    if sweep.has_caches and resolve_device(base).kind == "none":
+        raise InputError(
+            "--policy and --cache-ratio compare expert caches, and there is no device for one.",
+            "Use -dev emulated; moeedge devices lists what this machine has.",
+        )
     if dataset is None:
         compares = sweep.asked and not synthetic.is_asked
         toy = (compares or score) and paths.is_bundled(base.model)
@@ -290,16 +295,3 @@ def make_bench_plan(
         **others,
     )
     return plan, notes
-
-
-def _check_cache(base: EngineConfig, cache_ratio: str | None) -> None:
-    """Raises InputError if a comparison has no cache to measure, or two sizes for it."""
-    from moeedge.engine.loading import resolve_device
-
-    if cache_ratio is not None and base.placement.vram_bytes is not None:
-        raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
-    if resolve_device(base).kind == "none":
-        raise InputError(
-            "--policy and --cache-ratio compare expert caches, and there is no device for one.",
-            "Use -dev emulated; moeedge devices lists what this machine has.",
-        )
