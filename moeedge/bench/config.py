@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from moeedge.data import Dataset, EvaluationText
+from moeedge.data.prompts import Dataset
+from moeedge.data.texts import EvaluationText
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.policies.expert_budget import ExpertBudget
@@ -117,17 +118,13 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
         placement = replace(placement, cache_ratio=mode.cache_ratio, vram_bytes=None)
     if mode.execution is not None:
         placement = replace(placement, execution=mode.execution)
-    if mode.gamma is None:
-        gamma, auto = base.gamma, base.auto_gamma and mode.engine == "moeedge"
-    else:
-        auto = mode.gamma == "auto"
-        gamma = GAMMA_MAX if mode.gamma == "auto" else mode.gamma
+    gamma = GAMMA_MAX if mode.gamma == "auto" else mode.gamma
     config = replace(
         base,
         mode=mode.engine,
         placement=placement,
-        gamma=gamma,
-        auto_gamma=auto,
+        gamma=base.gamma if gamma is None else gamma,
+        auto_gamma=mode.gamma == "auto" or (gamma is None and base.auto_gamma and mode.engine == "moeedge"),
         expert_budget=mode.budget,
         n_parallel=mode.n_parallel or 1,
     )
@@ -136,83 +133,70 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Policies and cache ratios to compare; an empty tuple leaves that choice as it is."""
+    """What is compared besides modes; an empty tuple leaves that choice as it is."""
 
     policies: tuple[str, ...] = ()
-    ratios: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()  # of expert caches
+    budgets: tuple[ExpertBudget, ...] = ()
+    gammas: tuple[DraftLength, ...] = ()
+    counts: tuple[int, ...] = ()  # of texts decoded together
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether expert caches are compared."""
+        return bool(self.policies or self.ratios)
 
     @property
     def asked(self) -> bool:
         """Whether anything is compared."""
-        return bool(self.policies or self.ratios)
+        return self.has_caches or bool(self.budgets or self.counts) or len(self.gammas) > 1
 
     def modes(self, modes: Sequence[BenchMode]) -> tuple[BenchMode, ...]:
-        """Returns `modes` with each mode of our backend once per policy and ratio.
+        """Returns each mode once per choice that it has: modes of our backend per policy and ratio, and per budget.
 
-        Stock modes that fill the same memory come once per ratio; the others stay as they
-        are. Raises InputError where no mode has our backend.
+        Stock modes that fill the same memory come once per ratio, modes with drafts once per draft length unless they
+        name their own. The mode without a budget stays, before those with one: it is what they are compared with.
+        Raises InputError where no mode has an expert cache, or drafts to verify, or where a mode cannot decode texts
+        together.
         """
-        if self.asked and all(mode.engine == "stock" for mode in modes):
+        if self.has_caches and all(mode.engine == "stock" for mode in modes):
             raise InputError(
                 "The modes of llama.cpp alone (stock-...) have no expert cache.",
                 "Add moeedge or moeedge-ar to --modes.",
             )
-        swept: list[BenchMode] = []
-        for mode in modes:
-            if mode.method == "ncmoe":
-                swept += [replace(mode, cache_ratio=ratio) for ratio in self.ratios or (None,)]
-            elif mode.engine == "stock":
-                swept.append(mode)
-            else:
-                for policy in self.policies or (mode.policy,):
-                    swept += [replace(mode, policy=policy, cache_ratio=ratio) for ratio in self.ratios or (None,)]
-        return tuple(swept)
-
-
-@dataclass(frozen=True)
-class BudgetSweep:
-    """Expert budgets and draft lengths to compare; an empty tuple leaves that choice as it is."""
-
-    budgets: tuple[ExpertBudget, ...] = ()
-    gammas: tuple[DraftLength, ...] = ()
-
-    @property
-    def asked(self) -> bool:
-        """Whether anything is compared."""
-        return bool(self.budgets) or len(self.gammas) > 1
-
-    def modes(self, modes: Sequence[BenchMode]) -> tuple[BenchMode, ...]:
-        """Returns `modes`, those with drafts once per draft length, and our backend's then also once per budget.
-
-        A mode that names its own length keeps it. The mode without a budget stays, before them: it is what they are
-        compared with. Raises InputError where no
-        mode with our backend verifies drafts.
-        """
         if self.budgets and not any(mode.engine == "moeedge" and mode.drafts for mode in modes):
             raise InputError(
                 "An expert budget acts on the verification of drafts, and no mode of our backend has drafts.",
                 "Add moeedge to --modes, and a draft with -md.",
             )
-        swept: list[BenchMode] = []
-        for mode in modes:
-            ours = mode.engine == "moeedge" and mode.drafts
-            own_cache = mode.has_own_cache or (ours and (len(self.gammas) > 1 or bool(self.budgets)))
-            several = mode.drafts and mode.gamma is None and len(self.gammas) > 1
-            for gamma in self.gammas if several else (mode.gamma,):
-                plain = replace(mode, gamma=gamma, has_own_cache=own_cache)
-                swept += [plain, *(replace(plain, budget=budget) for budget in self.budgets if ours)]
-        return tuple(swept)
-
-
-def parallel_modes(modes: Sequence[BenchMode], counts: Sequence[int]) -> tuple[BenchMode, ...]:
-    """Returns each mode once per number of texts. Raises InputError for modes that decode no shared target."""
-    for mode in modes:
-        if mode.method != "shared":
+        swept = [lane for mode in modes for cached in self._caches(mode) for lane in self._speculation(cached)]
+        alone = next((mode for mode in swept if mode.method != "shared" and self.counts), None)
+        if alone is not None:
             raise InputError(
-                f"The mode {mode.name} decodes one text at a time.",
+                f"The mode {alone.name} decodes one text at a time.",
                 "With --parallel choose from stock-ar, stock-sd, moeedge and moeedge-ar.",
             )
-    return tuple(replace(mode, n_parallel=count, has_own_cache=True) for count in counts for mode in modes)
+        together = [replace(mode, n_parallel=count, has_own_cache=True) for count in self.counts for mode in swept]
+        return tuple(together or swept)
+
+    def _caches(self, mode: BenchMode) -> list[BenchMode]:
+        if mode.engine == "stock" and mode.method != "ncmoe":
+            return [mode]
+        policies = self.policies if mode.engine == "moeedge" else ()
+        return [
+            replace(mode, policy=policy, cache_ratio=ratio)
+            for policy in policies or (mode.policy,)
+            for ratio in self.ratios or (mode.cache_ratio,)
+        ]
+
+    def _speculation(self, mode: BenchMode) -> list[BenchMode]:
+        ours = mode.engine == "moeedge" and mode.drafts
+        several = len(self.gammas) > 1
+        own_cache = mode.has_own_cache or (ours and (several or bool(self.budgets)))
+        gammas = self.gammas if mode.drafts and mode.gamma is None and several else (mode.gamma,)
+        lengths = [replace(mode, gamma=gamma, has_own_cache=own_cache) for gamma in gammas]
+        budgets = (None, *self.budgets) if ours else (mode.budget,)
+        return [replace(length, budget=budget) for length in lengths for budget in budgets]
 
 
 def parse_numbers(text: str, option: str, *, least: int) -> tuple[int, ...]:

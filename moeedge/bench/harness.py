@@ -9,24 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, mode_config
-from moeedge.bench.samples import Sample, bytes_between, counted, disk_bytes_read, from_stats
-from moeedge.data import Prompt
+from moeedge.bench.config import REFERENCE, BenchMode, mode_config
+from moeedge.bench.samples import Counters, Sample, counted, disk_bytes_read, from_stats
+from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import load_draft, load_target
-from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.errors import EngineError, InputError
+from moeedge.errors import ContextTooSmallError, EngineError, InputError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.machine_load import LoadReading
 from moeedge.llama.model import Model
 from moeedge.notifications import Notify, ignore
 from moeedge.scheduler.stats import StepRecord
-from moeedge.trace.format import Trace
 
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
 # long enough to take every path once (prefill, draft, verification, plain decoding), and short
@@ -34,12 +32,41 @@ _WARM_UP_TOKENS = 16
 # the shortest pause of a user between two turns, in which experts may still move
 _PAUSE_S = 0.5
 
+# llama.cpp pads contexts to multiples of this many tokens
+_CONTEXT_STEP = 256
+# tokens that a template puts around an answer; the exact number is not known before the answer is
+_TOKENS_AROUND_ANSWER = 16
+
 T = TypeVar("T")
 
 
 def never() -> bool:
     """A `cancel` that lets everything run."""
     return False
+
+
+class Meter:
+    """What a session and its machine do in a `with` block: seconds, and processor time of us and of other programs."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.seconds = self.cpu_s = self.others_s = 0.0
+        self.read_bytes: int | None = None  # by this process from disks
+
+    def __enter__(self) -> Meter:
+        self._placement, self._read = self._session.placement_stats(), disk_bytes_read()
+        self._load, self._cpu_s, self._start_s = LoadReading.now(), time.process_time(), time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds, self.cpu_s = time.perf_counter() - self._start_s, time.process_time() - self._cpu_s
+        self.others_s = LoadReading.now().others_s_since(self._load)
+        read = disk_bytes_read()
+        self.read_bytes = None if read is None or self._read is None else read - self._read
+
+    def counters(self) -> Counters | None:
+        """The expert cache's counters from the beginning of the block to now."""
+        return counted(self._placement, self._session.placement_stats())
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,51 +91,39 @@ class BenchArm:
         cancel: Callable[[], bool] = never,
         drain: bool = True,
         on_step: Callable[[StepRecord], None] | None = None,
-        prompt: str = "",
-        category: str = "",
-        turn: int = 0,
-        repetition: int = 0,
-        order: int = 0,
-        warm: bool = True,
+        **about: Any,
     ) -> Sample:
         """Answers greedily and returns the timed sample; the KV caches keep what they hold of the prompt.
 
         drain: end the transfers of this answer before returning, timed apart from it. on_step: called with each step
-        after the prompt, scheduling included in its observe_s. The last six describe the sample.
+        after the prompt, scheduling included in its observe_s. about: fields of the sample that name its work.
         Raises KeyboardInterrupt where Ctrl-C ended the answer; without that the measurement would go on.
         """
         session = self.session
-        before, read_before = session.placement_stats(), disk_bytes_read()
-        load_before, cpu_before_s = LoadReading.now(), time.process_time()
-        generation = session.generate(
-            prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
-        )
-        next(iter(generation), None)  # the first token ends the prefill
-        prefilled, read_prefilled = session.placement_stats(), disk_bytes_read()
-        for record in generation:
-            if on_step is not None:
-                on_step(record)
-        cpu_s, others_s = time.process_time() - cpu_before_s, LoadReading.now().others_s_since(load_before)
-        read_end = disk_bytes_read()
+        with Meter(session) as prefill:
+            generation = session.generate(
+                prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
+            )
+            next(iter(generation), None)  # the first token ends it
+        prefill_placement = prefill.counters()
+        with Meter(session) as decoding:
+            for record in generation:
+                if on_step is not None:
+                    on_step(record)
         if generation.stop_reason == "interrupted" and not cancel():
             raise KeyboardInterrupt
         drain_s = self.drain_transfers() if drain else 0.0
         return from_stats(
             generation.stats,
             mode=self.mode.label,
-            prompt=prompt,
-            category=category,
-            turn=turn,
-            repetition=repetition,
-            order=order,
-            warm=warm,
-            cpu_s=cpu_s,
-            others_s=others_s,
-            prefill_read_bytes=bytes_between(read_before, read_prefilled),
-            decode_read_bytes=bytes_between(read_prefilled, read_end),
+            **{"prompt": "", "turn": 0, "repetition": 0, "order": 0} | about,
+            cpu_s=prefill.cpu_s + decoding.cpu_s,
+            others_s=prefill.others_s + decoding.others_s,
+            prefill_read_bytes=prefill.read_bytes,
+            decode_read_bytes=decoding.read_bytes,
             drain_s=drain_s,
-            prefill_placement=counted(before, prefilled),
-            placement=counted(prefilled, session.placement_stats()),
+            prefill_placement=prefill_placement,
+            placement=decoding.counters(),
             stop_reason=generation.stop_reason,
             tokens=list(generation.tokens),
             prompt_ids=list(prompt_ids),
@@ -264,31 +279,36 @@ def answer_text(model: Model, tokens: Sequence[int]) -> str:
     return b"".join(model.piece(token) for token in tokens).decode("utf-8", "ignore")
 
 
-def recorded_mode(modes: Sequence[BenchMode]) -> BenchMode:
-    """Returns the mode whose routing is recorded: the first with our backend, preferably one with drafts.
+def needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:
+    """Returns the tokens that the conversation can grow to, with all answers at full length."""
+    messages = []
+    for index, turn in enumerate(prompt.turns):
+        if index:
+            messages.append({"role": "assistant", "content": "-"})
+        messages += [message.as_dict() for message in turn]
+    tokens = model.tokenize(model.render_chat(messages))
+    return len(tokens) + len(prompt.turns) * (n_predict + _TOKENS_AROUND_ANSWER)
 
-    Raises InputError where all modes are stock.
+
+def fit_context(
+    base: EngineConfig, model: Model, prompts: Sequence[Prompt], n_predict: int, n_synthetic: int
+) -> tuple[EngineConfig, tuple[Prompt, ...]]:
+    """Returns `base` with the context that the run needs, and the prompts that fit it.
+
+    Without -c the context is that of the longest conversation, limited to the model's training context, or of the
+    largest synthetic test (n_synthetic tokens), which is not limited: its tokens have no meaning to lose.
+    Raises ContextTooSmallError if no prompt fits.
     """
-    ours = [mode for mode in modes if mode.engine == "moeedge"]
-    if not ours:
-        raise InputError(
-            "Stock modes record no routing, which --trace-out needs.",
-            "Add moeedge or moeedge-ar to --modes.",
+    needs = [needed_context(model, prompt, n_predict) for prompt in prompts]
+    limit = base.n_ctx or model.info.n_ctx_train
+    kept = tuple(prompt for prompt, need in zip(prompts, needs, strict=True) if need <= limit)
+    if prompts and not kept:
+        raise ContextTooSmallError(
+            f"No prompt fits: the shortest needs {min(needs):,} tokens with its answer, but the context has {limit:,}.",
+            "Use a larger -c or a smaller -n.",
         )
-    return next((mode for mode in ours if mode.drafts), ours[0])
-
-
-def record_answers(arm: BenchArm, prompts: Sequence[Prompt], plan: BenchPlan) -> Trace:
-    """Answers the prompts once more, untimed, and returns the trace of their routing.
-
-    Recording takes time, so it is not done during the measurement. Greedy answers have the same routing again; they end
-    where the model ends them, also with --ignore-eos.
-    """
-    source = {
-        "dataset": plan.dataset.name if plan.dataset is not None else "",
-        "prompts": len(prompts),
-        "mode": arm.mode.label,
-    }
-    return record_routing(
-        arm.session, prompts, n_predict=plan.n_predict, sampling=GREEDY, source=source, command="bench"
-    ).trace
+    if base.n_ctx:
+        return base, kept
+    longest = max([n_synthetic, *(need for need in needs if need <= limit)])
+    padded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
+    return replace(base, n_ctx=min(padded, max(limit, n_synthetic))), kept

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,7 @@ _N_KEPT = 5  # of interrupted runs
 _TOLD_DIFFERENCES = 3
 
 Settings = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in a run a sample was measured."""
-
-    part: int  # of the values of -t, -b and -ub
-    pass_index: int  # of that part
-    test: str
+Place = tuple[int, int, str]  # where a sample was measured: part (of -t, -b, -ub), pass of that part, test
 
 
 def folder() -> Path:
@@ -103,7 +95,9 @@ class Journal:
 
         Raises InputError for a file that is missing or another's, and where a setting differs.
         """
-        path = _newest() if name == LAST else Path(name)
+        if name == LAST and not _files():
+            raise InputError("There is no interrupted bench to resume.", "Run bench without --resume.")
+        path = _files()[-1] if name == LAST else Path(name)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
             head = json.loads(lines[0]) if lines else None
@@ -122,8 +116,8 @@ class Journal:
         for line in lines[1:]:
             with suppress(ValueError, KeyError, TypeError):  # the line that an abort cut
                 entry = json.loads(line)
-                place = Place(entry["part"], entry["pass"], entry["test"])
-                sample = Sample.from_dict(entry["sample"])
+                place = entry["part"], entry["pass"], entry["test"]
+                sample = Sample(**entry["sample"])
                 done[place, sample.mode, sample.key] = (place, sample)  # what was measured again counts
         return cls(path, settings, list(done.values()))
 
@@ -154,15 +148,15 @@ class Journal:
     def samples(self, part: int, pass_index: int) -> dict[str, list[Sample]]:
         """Returns the samples of a pass that the file had when it was opened, by test."""
         found: dict[str, list[Sample]] = {}
-        for place, sample in self._done:
-            if (place.part, place.pass_index) == (part, pass_index):
-                found.setdefault(place.test, []).append(sample)
+        for (*where, test), sample in self._done:
+            if where == [part, pass_index]:
+                found.setdefault(test, []).append(sample)
         return found
 
     def add(self, place: Place, sample: Sample) -> None:
         """Writes a sample. A full disk ends the writing, not the run."""
         if self._file is not None:
-            entry = {"part": place.part, "pass": place.pass_index, "test": place.test, "sample": asdict(sample)}
+            entry = {**dict(zip(("part", "pass", "test"), place, strict=True)), "sample": asdict(sample)}
             self._has_samples = True
             try:
                 self._write(entry)
@@ -193,13 +187,6 @@ _HINT = "An interrupted bench names its file; --resume alone takes the newest."
 def _files() -> list[Path]:
     """The files of runs that have not ended, the oldest first."""
     return sorted(folder().glob("*.jsonl"))
-
-
-def _newest() -> Path:
-    files = _files()
-    if not files:
-        raise InputError("There is no interrupted bench to resume.", "Run bench without --resume.")
-    return files[-1]
 
 
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:

@@ -27,53 +27,24 @@ NEAR_TIE_GAP = 0.05
 LogitsAt = Callable[[Sample, int], NDArray[np.float32]]
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Comparison of an answer with its reference; first_difference and gap are None for equal answers."""
-
-    equal: bool
-    first_difference: int | None  # index of the first token that differs
-    gap: float | None  # logits by which the reference prefers its own token there
-    near_tie: bool  # they differ where the reference itself was undecided
-
-
-def compare_answers(reference: Sequence[int], tokens: Sequence[int], gap_of: Callable[[int], float]) -> Agreement:
-    """Compares `tokens` with `reference`; gap_of(i) returns by how much the reference prefers its token i.
-
-    Answers of different lengths differ at the end of the shorter one, if not before.
-    """
-    if list(reference) == list(tokens):
-        return Agreement(True, None, None, False)
-    first = n_common(reference, tokens)
-    gap = gap_of(first)
-    return Agreement(False, first, gap, gap <= NEAR_TIE_GAP)
-
-
 def n_common(reference: Sequence[int], tokens: Sequence[int]) -> int:
     """Returns the number of tokens before the first difference."""
     shorter = min(len(reference), len(tokens))
     return next((i for i in range(shorter) if reference[i] != tokens[i]), shorter)
 
 
-def reference_logits(
-    context: Context, prompt: Sequence[int], answer: Sequence[int], position: int
-) -> NDArray[np.float32]:
-    """Returns the logits [n_vocab] after `position` tokens of `answer`, decoded one by one as plain decoding does.
-
-    Overwrites the context's KV cache: call it between answers.
-    """
-    context.clear()
-    logits = context.decode(list(prompt), phase=Phase.PREFILL, logits="last")
-    for token in answer[:position]:
-        logits = context.decode([token], phase=Phase.DECODE, logits="last")
-    return np.array(logits[0])  # a copy: the view is valid until the next decode
-
-
 def logits_in(context: Context) -> LogitsAt:
-    """Returns what computes the reference's logits after some tokens of an answer, in `context`."""
+    """Returns what computes the reference's logits in `context`, decoded one by one as plain decoding does.
+
+    It overwrites the context's KV cache: call it between answers.
+    """
 
     def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
-        return reference_logits(context, sample.prompt_ids, sample.tokens, position)
+        context.clear()
+        logits = context.decode(list(sample.prompt_ids), phase=Phase.PREFILL, logits="last")
+        for token in sample.tokens[:position]:
+            logits = context.decode([token], phase=Phase.DECODE, logits="last")
+        return np.array(logits[0])  # a copy: the view is valid until the next decode
 
     return logits_at
 
@@ -81,29 +52,6 @@ def logits_in(context: Context) -> LogitsAt:
 def stop_tokens(model: Model) -> list[int]:
     """Returns the ids that end an answer."""
     return [token for token in range(model.info.n_vocab) if model.is_eog(token)]
-
-
-def top2_gap(logits: NDArray[np.float32]) -> float:
-    """Returns the best minus the second-best of `logits` [n_vocab]."""
-    second, best = np.partition(logits, -2)[-2:]
-    return float(best - second)
-
-
-@dataclass(frozen=True)
-class ReferenceGap:
-    """`gap_of` for `compare_answers`, computed on demand in the reference's context."""
-
-    context: Context
-    prompt: Sequence[int]
-    reference: Sequence[int]
-    answer: Sequence[int]
-
-    def __call__(self, position: int) -> float:
-        """Returns the best logit minus that of the answer's token; after the answer's end, minus the second-best."""
-        logits = reference_logits(self.context, self.prompt, self.reference, position)
-        if position >= len(self.answer):
-            return top2_gap(logits)
-        return float(logits.max() - logits[self.answer[position]])
 
 
 @dataclass(frozen=True)
@@ -192,29 +140,26 @@ def _difference(
 ) -> Difference:
     """Returns the first difference of two answers that differ."""
 
-    def token_at(answer: Sample, position: int) -> int | None:
+    position = n_common(base.tokens, sample.tokens)
+    logits = logits_at(base, position)
+
+    def token_of(answer: Sample) -> int | None:
         return answer.tokens[position] if position < len(answer.tokens) else None
 
-    def logit(logits: NDArray[np.float32], token: int | None) -> float:
+    def logit(token: int | None) -> float:
         if token is not None:
             return float(logits[token])
         return float(logits[list(end_tokens)].max()) if end_tokens else float("-inf")
 
-    def gap_of(position: int) -> float:
-        logits = logits_at(base, position)
-        if own_split:
-            return float(logits.max()) - logit(logits, token_at(sample, position))
-        return abs(logit(logits, token_at(base, position)) - logit(logits, token_at(sample, position)))
-
-    agreement = compare_answers(base.tokens, sample.tokens, gap_of)
-    assert agreement.first_difference is not None and agreement.gap is not None
+    expected, token = token_of(base), token_of(sample)
+    gap = float(logits.max()) - logit(token) if own_split else abs(logit(expected) - logit(token))
     return Difference(
         prompt=sample.prompt,
         turn=sample.turn,
         repetition=sample.repetition,
-        position=agreement.first_difference,
-        reference_token=token_at(base, agreement.first_difference),
-        token=token_at(sample, agreement.first_difference),
-        gap=agreement.gap,
-        near_tie=agreement.near_tie,
+        position=position,
+        reference_token=expected,
+        token=token,
+        gap=gap,
+        near_tie=gap <= NEAR_TIE_GAP,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.data import EvaluationText
+from moeedge.data.texts import EvaluationText
 from moeedge.errors import InputError
 from moeedge.llama.context import Context
 from moeedge.native.abi import Phase

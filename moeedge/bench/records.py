@@ -5,19 +5,24 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import moeedge
-from moeedge.bench.best_stock import StockRatio, stock_record
-from moeedge.bench.budgets import BudgetFigures, figures_record
 from moeedge.bench.config import MODES, BenchMode, BenchPlan, SyntheticTest
+from moeedge.bench.figures import (
+    BudgetFigures,
+    ParallelFigures,
+    StockRatio,
+    figures_record,
+    parallel_record,
+    stock_record,
+)
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
-from moeedge.bench.parallel_figures import ParallelFigures, parallel_record
 from moeedge.bench.roofline import Roofline
 from moeedge.bench.samples import (
     CacheFigures,
@@ -26,14 +31,16 @@ from moeedge.bench.samples import (
     Spread,
     cache_figures,
     disturbance,
+    named,
     paired_ratio,
     quotient,
     speed,
 )
 from moeedge.bench.scores import Scores
-from moeedge.bench.whole_layers import DeviceUse
+from moeedge.bench.whole_layers import DeviceUse, session_use
 from moeedge.engine.budgets import budget_record
 from moeedge.engine.types import EngineInfo
+from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.processor import cpu_name
 from moeedge.llama.settings import RopeSettings
 from moeedge.native import devices
@@ -91,19 +98,14 @@ def _git_state(package: Path) -> tuple[str | None, bool | None]:
     root = package.parent
     if not (root / ".git").exists():
         return None, None
-    commit = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return commit or None, None if status is None else bool(status)
-
-
-def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        return None, None
+    lines = done.stdout.splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
+    return commit, any(not line.startswith("#") for line in lines)
 
 
 @dataclass(frozen=True)
@@ -180,44 +182,27 @@ class BenchRow:
         """Returns the record: flat except for the lists, keys in the order of the documentation."""
         output = self.output
         return {
-            "mode": self.mode,
-            "test": self.test,
+            **named(self, "mode", "test"),
             **_spread_keys("pp_ts", self.pp),
             **_spread_keys("tg_ts", self.tg),
             **_spread_keys("total_ts", self.total),
-            "scatter": self.scatter,
-            "disturbed": self.disturbed,
+            **named(self, "scatter", "disturbed"),
             "n_samples": len(self.samples),
             "n_samples_planned": len(self.samples) if self.n_planned is None else self.n_planned,
-            "tg_drained_ts": self.tg_drained_ts,
-            "drain_s": self.drain_s,
-            "ttft_s": self.ttft_s,
-            "acceptance_rate": self.acceptance_rate,
-            "tokens_per_step": self.tokens_per_step,
+            **named(self, "tg_drained_ts", "drain_s", "ttft_s", "acceptance_rate", "tokens_per_step"),
             "experts_per_verification": self.experts_per_verification,
             **asdict(self.cache),
-            "read_bytes_per_token": self.read_bytes_per_token,
-            "limit_share": self.limit_share,
+            **named(self, "read_bytes_per_token", "limit_share"),
             "output_check": None if output is None else str(output),
-            "output_equal": None if output is None else output.equal,
-            "output_compared": None if output is None else output.compared,
+            **named(output, "equal", "compared", prefix="output_"),
             "agreement": None if output is None else output.agreement,
             "near_ties": [] if output is None else [asdict(difference) for difference in output.near_ties],
             "different": [] if output is None else [asdict(difference) for difference in output.different],
-            "score": self.scores.score,
-            "n_scored": self.scores.n_scored,
-            "n_answers": self.scores.n_answers,
-            "n_cut": self.scores.n_cut,
-            "scorer": self.scores.scorer,
+            **named(self.scores, "score", "n_scored", "n_answers", "n_cut", "scorer"),
             "score_by_category": [asdict(category) for category in self.scores.by_category],
             "unscored": [{"reason": reason, "n": n} for reason, n in self.scores.unscored],
-            "ratio": self.ratio,
-            "ratio_pp": self.ratio_pp,
-            "ratio_total": self.ratio_total,
-            "ratio_drained": self.ratio_drained,
-            "ratio_cpu": self.ratio_cpu,
-            "ratio_ncmoe": self.ratio_ncmoe,
-            "ratio_pp_ncmoe": self.ratio_pp_ncmoe,
+            **named(self, "ratio", "ratio_pp", "ratio_total", "ratio_drained", "ratio_cpu"),
+            **named(self, "ratio_ncmoe", "ratio_pp_ncmoe"),
             **stock_record(self.best_stock),
             **figures_record(self.figures),
             **parallel_record(self.parallel),
@@ -315,15 +300,29 @@ def compare_with_whole_layers(rows: Sequence[BenchRow]) -> list[BenchRow]:
     ]
 
 
+@dataclass(frozen=True)
+class ArmEnd:
+    """What an arm tells at the end of its measurement."""
+
+    device_use: DeviceUse = field(default_factory=DeviceUse)  # of this mode alone
+    vram_bytes: int | None = None  # in use on the entire device; None: the driver reports nothing
+    lookahead: LookaheadStatus | None = None  # as the policy judges it then
+
+
+def read_end(arm: BenchArm, device: ResolvedDevice) -> ArmEnd:
+    """Reads what the session says now."""
+    stats = arm.session.placement_stats()
+    use = session_use(arm.session, device)
+    return ArmEnd(use) if stats is None else ArmEnd(use, stats.vram_used_bytes, stats.lookahead)
+
+
 def describe_setup(
     plan: BenchPlan,
     environment: Environment,
     arm: BenchArm,
+    end: ArmEnd,
     *,
     drafts: bool,
-    vram_bytes: int | None,
-    lookahead: LookaheadStatus | None,
-    device_use: DeviceUse,
     prompts: int | None,
     prompts_left_out: int | None,
     roofline: Roofline | None = None,
@@ -332,15 +331,14 @@ def describe_setup(
 ) -> dict[str, Any]:
     """Returns what a figure depends on: versions, machine, models, parameters. The same keys in every row.
 
-    drafts: whether this test uses the mode's drafts. vram_bytes: used on the device at the end of the pass, None where
-    the driver reports nothing. lookahead: as the policy judges it then. device_use: of this mode alone. prompts and
-    prompts_left_out: None in a synthetic test. roofline: None where several texts are decoded together, or unknown.
-    test: None for answers. load: processors that other programs used before the run, and while it measured.
+    drafts: whether this test uses the mode's drafts. prompts and prompts_left_out: None in a synthetic test. roofline:
+    None where several texts are decoded together, or unknown. test: None for answers. load: processors that other
+    programs used before the run, and while it measured.
     """
-    mode, model, info = arm.mode, arm.session.model.info, arm.session.info
-    dataset = plan.dataset
+    mode, model, info, base = arm.mode, arm.session.model.info, arm.session.info, plan.base
+    settings, dataset = info.settings, plan.dataset
     has_cache = info.cache_slots > 0
-    requested = plan.base.placement
+    requested = base.placement
     return {
         "schema": SCHEMA,
         **asdict(environment),
@@ -348,70 +346,54 @@ def describe_setup(
         "model_description": model.description,
         "model_bytes": model.size_bytes,
         "model_n_params": model.n_params,
-        "architecture": model.architecture,
-        "n_layers": model.n_layers,
-        "n_expert_layers": model.n_expert_layers,
-        "n_experts": model.n_experts,
+        **named(model, "architecture", "n_layers", "n_expert_layers", "n_experts"),
         "n_experts_used": model.n_expert_used,
         "draft": info.draft if drafts else "none",
         "gamma": info.gamma if drafts else 0,
         "auto_gamma": drafts and info.auto_gamma,
-        "draft_p_min": plan.base.draft_p_min if drafts else 0.0,
+        "draft_p_min": base.draft_p_min if drafts else 0.0,
         **budget_record(mode.budget if drafts else None, gamma=info.gamma),
         "device": info.device,
         "policy": info.policy if has_cache or mode.policy is None else mode.policy,
         "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,
-        "lookahead_used": None if lookahead is None else lookahead.used,
-        "lookahead_gain": None if lookahead is None else lookahead.gain,
-        "lookahead_reason": None if lookahead is None else lookahead.reason,
+        **named(end.lookahead, "used", "gain", "reason", prefix="lookahead_"),
         "cache_slots": info.cache_slots if has_cache or mode.is_swept else None,
         "pool_bytes": info.pool_bytes if has_cache else None,
-        "vram_bytes": vram_bytes,
+        "vram_bytes": end.vram_bytes,
         "whole_layers": arm.session.model.n_whole_layers,
-        "device_bytes": device_use.total_bytes or None,
-        "device_weights_bytes": device_use.weights_bytes or None,
-        "device_kv_bytes": device_use.kv_bytes or None,
-        "device_compute_bytes": device_use.compute_bytes or None,
-        "device_cache_bytes": device_use.cache_bytes or None,
+        "device_bytes": end.device_use.total_bytes or None,
+        **{f"device_{kind}": n_bytes or None for kind, n_bytes in asdict(end.device_use).items()},
         "backend": backend_name(),
         "threads": info.n_threads,
         "other_load_before": load[0],
         "other_load": load[1],
-        "read_bytes_per_s": None if roofline is None else roofline.read_bytes_per_s,
-        "bytes_per_token": None if roofline is None else roofline.bytes_per_token,
-        "limit_ts": None if roofline is None else roofline.limit_ts,
+        **named(roofline, "read_bytes_per_s", "bytes_per_token", "limit_ts"),
         "n_ctx": info.n_ctx,
-        "n_batch": plan.base.n_batch,
-        "n_ubatch": plan.base.n_ubatch,
-        "threads_batch": info.settings.n_threads_batch or info.n_threads,
-        "type_k": info.settings.type_k,
-        "type_v": info.settings.type_v,
-        "type_k_draft": plan.base.draft_type_k,
-        "type_v_draft": plan.base.draft_type_v,
-        "flash_attn": info.settings.flash_attn,
-        "load_mode": plan.base.load.mode,
-        "tensor_buft_overrides": ",".join(f"{each.pattern}={each.buffer_type}" for each in plan.base.load.overrides),
-        "lora": ",".join(f"{each.path.name}:{each.scale:g}" for each in info.settings.adapters),
-        "rope": None if info.settings.rope == RopeSettings() else asdict(info.settings.rope),
-        "n_gpu_layers": plan.base.n_gpu_layers if mode.method == "shared" else -1,
+        **named(base, "n_batch", "n_ubatch"),
+        "threads_batch": settings.n_threads_batch or info.n_threads,
+        **named(settings, "type_k", "type_v"),
+        "type_k_draft": base.draft_type_k,
+        "type_v_draft": base.draft_type_v,
+        "flash_attn": settings.flash_attn,
+        "load_mode": base.load.mode,
+        "tensor_buft_overrides": ",".join(f"{each.pattern}={each.buffer_type}" for each in base.load.overrides),
+        "lora": ",".join(f"{each.path.name}:{each.scale:g}" for each in settings.adapters),
+        "rope": None if settings.rope == RopeSettings() else asdict(settings.rope),
+        "n_gpu_layers": base.n_gpu_layers if mode.method == "shared" else -1,
         "temperature": 0.0,
         "n_predict": plan.n_predict if dataset is not None else None,
-        "ignore_eos": plan.ignore_eos,
-        "run_code": plan.run_code,
+        **named(plan, "ignore_eos", "run_code"),
         "n_prompt": 0 if test is None else test.n_prompt,
         "n_gen": 0 if test is None else test.n_gen,
         "n_depth": 0 if test is None else test.depth,
         "repetitions": plan.repetitions,
         "ablations": ",".join(sorted(requested.ablations)),
-        "utility_cap": requested.utility_cap,
-        "forgetting": requested.forgetting,
+        **named(requested, "utility_cap", "forgetting"),
         "prefill_path": requested.prefill,
         "modes": ",".join(mode.label for mode in plan.modes),
         "dataset": None if dataset is None else dataset.name,
-        "dataset_variant": None if dataset is None else dataset.variant,
-        "dataset_place": None if dataset is None else dataset.place,
+        **named(dataset, "variant", "place", "sha256", prefix="dataset_"),
         "dataset_file": None if dataset is None else dataset.path.name,
-        "dataset_sha256": None if dataset is None else dataset.sha256,
         "limit": plan.limit,
         "prompts": prompts,
         "prompts_left_out": prompts_left_out,
@@ -427,7 +409,6 @@ def _ratio(mode: BenchMode, info: EngineInfo) -> float:
 def _spread_keys(name: str, spread: Spread | None) -> dict[str, Any]:
     return {
         name: None if spread is None else spread.mean,
-        f"{name}_stddev": None if spread is None else spread.stddev,
-        f"{name}_median": None if spread is None else spread.median,
+        **named(spread, "stddev", "median", prefix=f"{name}_"),
         f"{name}_samples": [] if spread is None else list(spread.values),
     }

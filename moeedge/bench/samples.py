@@ -33,9 +33,9 @@ def disk_bytes_read() -> int | None:
         return None
 
 
-def bytes_between(older: int | None, newer: int | None) -> int | None:
-    """What was read between two calls of `disk_bytes_read`."""
-    return None if older is None or newer is None else newer - older
+def named(source: object, *names: str, prefix: str = "") -> dict[str, Any]:
+    """Returns attributes of `source` as keys of a record, with `prefix` before their names; null where it is None."""
+    return {f"{prefix}{name}": None if source is None else getattr(source, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,6 @@ class Sample:
         """Decode speed in tokens/s, the drain after the answer included."""
         seconds = self.decode_s + self.drain_s
         return self.decode_tokens / seconds if self.decode_tokens and seconds > 0 else None
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Sample:
-        """Returns the sample of which `asdict` made `values`. Raises TypeError for other keys."""
-        return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the sample for the record: without tokens, and without the mode, which the row has."""

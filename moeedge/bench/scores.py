@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from moeedge.bench.samples import Sample
-from moeedge.data import Dataset
-from moeedge.scoring.answers import Reference, Score, check_rouge, score_answer
+from moeedge.data.prompts import Dataset
+from moeedge.scoring.answers import Reference, Score, rouge_scorer, score_answer
 from moeedge.scoring.sandbox import protection
 
 NO_REFERENCE = "no reference"
@@ -119,7 +119,7 @@ def check_scoring(dataset: Dataset, *, run_code: bool) -> list[str]:
     kinds = Counter("" if reference is None else reference.scorer for reference in turns)
     notes = []
     if kinds["rouge-l"]:
-        check_rouge()
+        rouge_scorer()
     if kinds[""] == len(turns):
         notes.append(f"No answer to {dataset.name} will be scored: {dataset.unscored or NO_REFERENCE}.")
     elif kinds[""]:

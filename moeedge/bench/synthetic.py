@@ -16,10 +16,9 @@ from dataclasses import replace
 import numpy as np
 
 from moeedge.bench.config import BenchMode, SyntheticTest
-from moeedge.bench.harness import BenchArm, rotated
-from moeedge.bench.samples import Sample, bytes_between, counted, disk_bytes_read
+from moeedge.bench.harness import BenchArm, Meter, rotated
+from moeedge.bench.samples import Sample
 from moeedge.engine.session import Session
-from moeedge.hardware.machine_load import LoadReading
 from moeedge.native.abi import Phase
 from moeedge.scheduler.stats import StepRecord
 
@@ -92,15 +91,10 @@ class SyntheticRun:
             for place, arm in enumerate(rotated(self._arms, repetition + 1)):
                 if not self._fill(arm, test):
                     return
-                session = arm.session
-                before, read_before, load_before = session.placement_stats(), disk_bytes_read(), LoadReading.now()
-                cpu_before_s, start_s = time.process_time(), time.perf_counter()
-                session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
-                _observe(session, tokens, n_verified=0)
-                elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-                others_s = LoadReading.now().others_s_since(load_before)
-                n_read = bytes_between(read_before, disk_bytes_read())
-                prefilled = session.placement_stats()
+                with Meter(arm.session) as meter:
+                    arm.session.target.decode(tokens, phase=Phase.PREFILL, logits="last")
+                    _observe(arm.session, tokens, n_verified=0)
+                counters = meter.counters()
                 decoded = self._decode_slice(arm, following, 0, repetition, place) if following else None
                 if following and decoded is None:
                     return
@@ -108,9 +102,9 @@ class SyntheticRun:
                 if repetition >= 0:
                     sample = Sample(
                         arm.mode.label, "", 0, repetition, place,
-                        prompt_tokens=test.n_prompt, prefill_tokens=test.n_prompt, prefill_s=elapsed_s, cpu_s=cpu_s,
-                        others_s=others_s, drain_s=drain_s, warm=self._is_warm(repetition), prefill_read_bytes=n_read,
-                        prefill_placement=counted(before, prefilled),
+                        prompt_tokens=test.n_prompt, prefill_tokens=test.n_prompt, prefill_s=meter.seconds,
+                        cpu_s=meter.cpu_s, others_s=meter.others_s, drain_s=drain_s, warm=self._is_warm(repetition),
+                        prefill_read_bytes=meter.read_bytes, prefill_placement=counters,
                     )  # fmt: skip
                     yield sample if decoded is None else _together(sample, decoded)
 
@@ -141,24 +135,20 @@ class SyntheticRun:
     ) -> Sample | None:
         """Decodes `tokens` one by one; returns None for a cancelled run."""
         session = arm.session
-        before, read_before, load_before = session.placement_stats(), disk_bytes_read(), LoadReading.now()
-        cpu_before_s, start_s = time.process_time(), time.perf_counter()
-        for token in tokens:
-            if self._cancel():
-                return None
-            token_s = time.perf_counter()
-            session.target.decode([token], phase=Phase.DECODE, logits="last")
-            _observe(session, [token], n_verified=1, verify_s=time.perf_counter() - token_s)
-        elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_before_s
-        others_s = LoadReading.now().others_s_since(load_before)
-        n_read = bytes_between(read_before, disk_bytes_read())
+        with Meter(session) as meter:
+            for token in tokens:
+                if self._cancel():
+                    return None
+                token_s = time.perf_counter()
+                session.target.decode([token], phase=Phase.DECODE, logits="last")
+                _observe(session, [token], n_verified=1, verify_s=time.perf_counter() - token_s)
         drain_s = arm.drain_transfers()
         n = len(tokens)
         return Sample(
             arm.mode.label, "", index, repetition, place,
-            generated_tokens=n, decode_tokens=n, decode_s=elapsed_s, steps=n, cpu_s=cpu_s, others_s=others_s,
-            drain_s=drain_s, warm=self._is_warm(repetition), decode_read_bytes=n_read,
-            placement=counted(before, session.placement_stats()),
+            generated_tokens=n, decode_tokens=n, decode_s=meter.seconds, steps=n, cpu_s=meter.cpu_s,
+            others_s=meter.others_s, drain_s=drain_s, warm=self._is_warm(repetition),
+            decode_read_bytes=meter.read_bytes, placement=meter.counters(),
         )  # fmt: skip
 
     def _tokens(self, n: int) -> list[int]:

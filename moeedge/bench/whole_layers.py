@@ -22,7 +22,6 @@ from moeedge.llama.gguf_file import WholeLayers, expert_bytes, expert_tensors, m
 from moeedge.llama.model import Model
 from moeedge.planning.memory_map import draft_footprint, footprint
 from moeedge.scheduler.sizing import in_host_memory, staging_and_scratch_bytes
-from moeedge.units import format_bytes
 
 # Why there is no GPU to hold layers
 _NO_GPU: dict[DeviceKind, str] = {
@@ -142,7 +141,10 @@ class SplitPlanner:
             return self.least_bytes(mode) + round(ratio * expert_bytes(self._tensors))
         if placement.vram_bytes is not None:
             return self.least_bytes(mode) + placement.vram_bytes
-        return free_bytes(self._device)
+        reading = read_memory(self._device)
+        free = self._device.free_bytes if reading is None else reading.free_bytes
+        total = self._device.total_bytes if reading is None else reading.total_bytes
+        return max(0, free - default_reserve(total))  # a cache would leave the reserve, too
 
     def _try(self, n_whole: int, drafts: bool) -> Split:
         layers = whole_layers(self._tensors, self._n_layers, n_whole)
@@ -169,18 +171,14 @@ class SplitPlanner:
 
 def layers_host_bytes(config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int) -> int:
     """Returns the bytes of weights that such a target has in host memory."""
-    return host_bytes(_with_layers(config, n_cpu_moe), device)
-
-
-def _with_layers(config: EngineConfig, n_cpu_moe: int) -> EngineConfig:
-    return replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe)
+    return host_bytes(replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe), device)
 
 
 def load_whole_layers(
     config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int, *, header_only: bool = False
 ) -> Model:
     """Loads the target as llama.cpp's programs do with -ngl 99 --n-cpu-moe N."""
-    alone = replace(_with_layers(config, n_cpu_moe), ram="off")
+    alone = replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe, ram="off")
     return Model.load(
         config.model,
         n_gpu_layers=-1,
@@ -192,21 +190,4 @@ def load_whole_layers(
         storage="loaded" if header_only else weight_storage(alone, device, whole_fits=False),
         head=config.draft == "mtp",
         settings=config.load,
-    )
-
-
-def free_bytes(device: ResolvedDevice) -> int:
-    """Returns the free memory of a GPU now, without the reserve that a cache would leave too."""
-    reading = read_memory(device)
-    free = device.free_bytes if reading is None else reading.free_bytes
-    total = device.total_bytes if reading is None else reading.total_bytes
-    return max(0, free - default_reserve(total))
-
-
-def describe(mode: BenchMode, split: Split, budget_bytes: int) -> str:
-    """Returns one sentence for the user."""
-    layers = split.layers
-    return (
-        f"{mode.label} has {layers.n_whole} whole layers on the GPU (--n-cpu-moe {layers.n_cpu_moe}): "
-        f"{format_bytes(split.use.total_bytes)} of the {format_bytes(budget_bytes)} to fill."
     )

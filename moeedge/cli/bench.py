@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moeedge import paths
 from moeedge.cli import options
-from moeedge.cli.bench_budgets import BudgetSweepOptions, DraftMaxima, parse_gammas
-from moeedge.cli.bench_run import ParallelOptions, measure, measure_parallel, refuse_with_parallel
-from moeedge.cli.bench_tests import (
+from moeedge.cli.bench_options import (
     SYNTHETIC_ANSWER,
     BatchSizes,
+    BudgetSweepOptions,
+    DraftMaxima,
     NPredict,
+    Parallel,
     SyntheticOptions,
     Threads,
     UbatchSizes,
     contexts,
+    parallel_counts,
+    parse_gammas,
     single,
 )
+from moeedge.cli.bench_run import measure, measure_parallel
 from moeedge.cli.common import accept_any_text
 from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
@@ -30,8 +32,8 @@ from moeedge.cli.llama_options import LlamaOptions
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.bench.config import BenchPlan, BudgetSweep, Sweep, SyntheticTest
-    from moeedge.data import Dataset, EvaluationText
+    from moeedge.bench.config import BenchPlan, Sweep
+    from moeedge.data.prompts import Dataset
     from moeedge.engine.types import EngineConfig
 
 Datasets = Annotated[
@@ -128,7 +130,7 @@ def bench(
     resume: Resume = None,
     *,
     synthetic: SyntheticOptions,
-    together: ParallelOptions,
+    parallel: Parallel = None,
     engine: EngineOptions,
     llama: LlamaOptions,
     threads: Threads = None,
@@ -146,7 +148,6 @@ def bench(
     prefill_path: options.PrefillPath = "auto",
     no_calibrate: options.NoCalibrate = False,
     plot: options.Plot = None,
-    trace_out: options.TraceOut = None,
     output: OutputFormat = Output.MD,
     verbose: options.Verbose = False,
 ) -> None:
@@ -161,30 +162,34 @@ def bench(
     several texts at once. Ctrl-C prints what is measured; --resume goes on. Exit code 1: an answer differs from
     stock-ar's by more than a near-tie (two tokens of almost equal score).
     """
-    from moeedge.bench.config import BudgetSweep
+    from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, Sweep, parse_policies, parse_ratios
 
     sweeps = policy is not None or cache_ratio is not None
-    engine.limit_openmp_spin(emulate_bundled=sweeps)
+    engine.limit_openmp_spin(emulate_bundled=sweeps)  # before llama.cpp is loaded
+    from moeedge.data.datasets import load_datasets
+    from moeedge.engine.loading import resolve_device
+    from moeedge.policies.registry import POLICIES
+    from moeedge.ui.console import check_picture
+
     accept_any_text()
     if limit < 0:
         raise InputError(f"--limit must be at least 0, not {limit}.", "0: all prompts.")
-    gammas, counts = parse_gammas(draft_max), together.counts()
+    gammas, counts = parse_gammas(draft_max), parallel_counts(parallel)
     if counts:
-        refuse_with_parallel(
-            {
-                "--score": score,
-                "-p": synthetic.is_asked,
-                "--resume": resume is not None,
-                "--trace-out": trace_out is not None,
-                "--draft-p-min": engine.draft_p_min > 0,
-                "--expert-budget": budgets.expert_budget is not None,
-                "--perplexity": budgets.perplexity is not None,
-            }
-        )
+        refused = {
+            "--score": score,
+            "-p": synthetic.is_asked,
+            "--resume": resume is not None,
+            "--draft-p-min": engine.draft_p_min > 0,
+            "--expert-budget": budgets.expert_budget is not None,
+            "--perplexity": budgets.perplexity is not None,
+        }
+        for name in (name for name, is_given in refused.items() if is_given):
+            raise InputError(f"--parallel and {name} cannot be used together.", "Measure them in two runs.")
     if gammas:
         fixed = [gamma for gamma in gammas if gamma != "auto"]
         engine = replace(engine, draft_max="auto" if len(fixed) < len(gammas) else str(max(fixed)))
-    sweep = _parse_sweep(policy, cache_ratio)
+    sweep = Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio), gammas=gammas, counts=counts)
     placement = PlacementOptions(
         vram=vram,
         ablate=ablate,
@@ -193,9 +198,8 @@ def bench(
         prefill_path=prefill_path,
         no_calibrate=no_calibrate,
     )
-    # comparisons of caches and budgets, texts decoded together and recordings have drafts of one length
-    records = trace_out is not None
-    auto = not (sweeps or counts or records or budgets.expert_budget or budgets.perplexity)
+    # comparisons of caches and budgets, and texts decoded together have drafts of one length
+    auto = not (sweeps or counts or budgets.expert_budget or budgets.perplexity)
     base = engine.config(
         placement.config(),
         emulate_bundled=sweeps,
@@ -203,24 +207,36 @@ def bench(
         auto_gamma=True if auto else None,
     )
     base = replace(llama.apply(base), ram=parse_ram(ram))
-    if counts:
-        base = _mapped(base)
-    speculation = BudgetSweep(budgets.parse(), gammas)
-    _check_plot(plot, compares=sweep.asked or speculation.asked or bool(counts))
-    if sweep.asked:
-        _check_cache(base, cache_ratio)
+    if counts:  # several texts share sessions that are open at once, so the file is mapped
+        if isinstance(base.ram, int):
+            raise InputError("--parallel does not measure experts in RAM.", "Leave out --ram: llama.cpp maps the file.")
+        base = replace(base, ram="off")
+    sweep = replace(sweep, budgets=budgets.parse())
+    if plot is not None:
+        check_picture(plot)
+        if not sweep.asked:
+            raise InputError(
+                "--plot draws what --policy, --cache-ratio, --expert-budget, --draft-max and --parallel compare.",
+                "Give at least one of them.",
+            )
+    if cache_ratio is not None and base.placement.vram_bytes is not None:
+        raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
+    if sweep.has_caches and resolve_device(base).kind == "none":
+        raise InputError(
+            "--policy and --cache-ratio compare expert caches, and there is no device for one.",
+            "Use -dev emulated; moeedge devices lists what this machine has.",
+        )
     if dataset is None:
-        compares = (sweeps or speculation.asked or bool(counts)) and not synthetic.is_asked
+        compares = sweep.asked and not synthetic.is_asked
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
-    prompts = None
-    if dataset is not None:
-        from moeedge.data import load_datasets
-
-        prompts = load_datasets(dataset, offline_sample=offline_sample)
+    prompts = None if dataset is None else load_datasets(dataset, offline_sample=offline_sample)
+    if modes is None:
+        has_layers = not counts and resolve_device(base).kind == "gpu"
+        modes = f"{DEFAULT_MODES},{GPU_MODES}" if has_layers else DEFAULT_MODES
     plan, notes = make_bench_plan(
         base,
-        _default_modes(base, counts) if modes is None else modes,
+        modes,
         prompts,
         limit=limit or None,
         tests=synthetic.tests(n_predict, has_dataset=prompts is not None),
@@ -232,33 +248,16 @@ def bench(
         delay_s=synthetic.delay,
         warm_up=not no_warmup,
         sweep=sweep,
-        speculation=speculation,
-        counts=counts,
         text=None if counts else budgets.text(base.model),
     )
     notes += layer_notes(base)
     plans = [replace(plan, base=each) for each in contexts(plan.base, threads, batch_size, ubatch_size)]
-    if counts:
-        _expect_one(plans, "--parallel", asked=True)
-        raise typer.Exit(measure_parallel(plans[0], notes, output, verbose=verbose, plot=plot))
-    _expect_one(plans, "--plot", asked=plot is not None)
-    _expect_one(plans, "--trace-out", asked=records)
-    raise typer.Exit(measure(plans, notes, output, verbose=verbose, plot=plot, trace_out=trace_out, resume=resume))
-
-
-def _expect_one(plans: Sequence[BenchPlan], option: str, *, asked: bool) -> None:
-    if asked and len(plans) > 1:
+    if len(plans) > 1 and (counts or plot is not None):
+        option = "--parallel" if counts else "--plot"
         raise InputError(f"{option} goes with one value of -t, -b and -ub.", "Name one of each.")
-
-
-def _mapped(base: EngineConfig) -> EngineConfig:
-    """The configuration with the file mapped: several texts share sessions that are open at once.
-
-    Raises InputError where --ram gives a size.
-    """
-    if isinstance(base.ram, int):
-        raise InputError("--parallel does not measure experts in RAM.", "Leave out --ram: llama.cpp maps the file.")
-    return replace(base, ram="off")
+    if counts:
+        raise typer.Exit(measure_parallel(plans[0], notes, output, verbose=verbose, plot=plot))
+    raise typer.Exit(measure(plans, notes, output, verbose=verbose, plot=plot, resume=resume))
 
 
 def make_bench_plan(
@@ -267,92 +266,32 @@ def make_bench_plan(
     dataset: Dataset | None,
     *,
     limit: int | None = None,
-    tests: Sequence[SyntheticTest] = (),
     n_predict: int | None = None,
     repetitions: int | None = None,
-    ignore_eos: bool = False,
     score: bool = False,
-    run_code: bool = False,
-    delay_s: float = 0.0,
-    warm_up: bool = True,
     sweep: Sweep | None = None,
-    speculation: BudgetSweep | None = None,
-    counts: Sequence[int] = (),
-    text: EvaluationText | None = None,
+    **others: Any,
 ) -> tuple[BenchPlan, list[str]]:
     """The work that the options ask for together, and a sentence for each mode that was left out.
 
     n_predict: tokens of an answer at most. Scores need complete answers, but no repetition: greedy answers are the
-    same every time. counts: of texts decoded together.
+    same every time. others: further fields of the plan.
     """
-    from moeedge.bench.config import DEFAULT_REPETITIONS, BenchPlan, applicable_modes, parallel_modes, parse_modes
+    from moeedge.bench.config import DEFAULT_REPETITIONS, BenchPlan, Sweep, applicable_modes, parse_modes
 
     kept, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
     if not kept:
         raise InputError("No mode is left to measure.", " ".join(notes))
-    swept = kept if sweep is None else sweep.modes(kept)
-    swept = swept if speculation is None else speculation.modes(swept)
-    length = n_predict
-    if length is None:
-        length = dataset.answer_tokens if dataset is not None and score else SYNTHETIC_ANSWER
+    if n_predict is None:
+        n_predict = dataset.answer_tokens if dataset is not None and score else SYNTHETIC_ANSWER
     plan = BenchPlan(
         base=base,
-        modes=parallel_modes(swept, counts) if counts else swept,
+        modes=(sweep or Sweep()).modes(kept),
         dataset=None if dataset is None else dataset.limited(limit),
         limit=limit,
-        n_predict=length,
-        tests=tuple(tests),
+        n_predict=n_predict,
         repetitions=repetitions if repetitions is not None else 1 if score else DEFAULT_REPETITIONS,
-        ignore_eos=ignore_eos,
         score=score,
-        run_code=run_code,
-        delay_s=delay_s,
-        warm_up=warm_up,
-        text=text,
+        **others,
     )
     return plan, notes
-
-
-def _default_modes(base: EngineConfig, counts: Sequence[int]) -> str:
-    """The modes of a run without --modes."""
-    from moeedge.bench.config import DEFAULT_MODES, GPU_MODES
-    from moeedge.engine.loading import resolve_device
-
-    if counts:
-        return DEFAULT_MODES
-    return f"{DEFAULT_MODES},{GPU_MODES}" if resolve_device(base).kind == "gpu" else DEFAULT_MODES
-
-
-def _parse_sweep(policy: str | None, cache_ratio: str | None) -> Sweep:
-    """The comparison that --policy and --cache-ratio ask for, checked before anything is loaded."""
-    from moeedge.bench.config import Sweep, parse_policies, parse_ratios
-    from moeedge.policies.registry import POLICIES
-
-    return Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio))
-
-
-def _check_plot(plot: Path | None, *, compares: bool) -> None:
-    """Raises InputError for a picture that cannot be written, or that would show nothing."""
-    from moeedge.ui.console import check_picture
-
-    if plot is None:
-        return
-    check_picture(plot)
-    if not compares:
-        raise InputError(
-            "--plot draws what --policy, --cache-ratio, --expert-budget, --draft-max and --parallel compare.",
-            "Give at least one of them.",
-        )
-
-
-def _check_cache(base: EngineConfig, cache_ratio: str | None) -> None:
-    """Raises InputError if a comparison has no cache to measure, or two sizes for it."""
-    from moeedge.engine.loading import resolve_device
-
-    if cache_ratio is not None and base.placement.vram_bytes is not None:
-        raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
-    if resolve_device(base).kind == "none":
-        raise InputError(
-            "--policy and --cache-ratio compare expert caches, and there is no device for one.",
-            "Use -dev emulated; moeedge devices lists what this machine has.",
-        )

@@ -85,7 +85,7 @@ class BudgetOptions:
         """
         if config.expert_budget is None or parse_budget(self.expert_budget) != AUTO:
             return config
-        from moeedge.bench.budget_search import find_budget
+        from moeedge.bench.budget_choice import find_budget
 
         return replace(config, expert_budget=find_budget(config, config.expert_budget, notify=notify))
 

@@ -131,7 +131,7 @@ def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> N
 
 
 def _choose_budget(config: EngineConfig, output: Output) -> None:
-    from moeedge.bench.budget_search import choose_budget
+    from moeedge.bench.budget_choice import choose_budget
     from moeedge.ui.bench_views import print_budget_choice
     from moeedge.ui.console import notifier, stderr_console
     from moeedge.ui.progress import count_bar

@@ -189,7 +189,7 @@ OPTIONS: dict[str, Row] = {
     "--control-vector, --control-vector-scaled, --control-vector-layer-range": Refused(
         "moeedge applies no control vectors.", "Leave it out."
     ),
-    "-nr, --no-repack, --no-host, -kvo, --kv-offload, -nkvo, --no-kv-offload": _KERNELS,
+    "--repack, -nr, --no-repack, --no-host, -kvo, --kv-offload, -nkvo, --no-kv-offload": _KERNELS,
     "--op-offload, --no-op-offload, -nopo, -ncffn, --n-cpu-ffn": _KERNELS,
     "-dt, --defrag-thold, -kvu, --kv-unified, -no-kvu, --no-kv-unified, --swa-full": _KERNELS,
     "-ctxcp, --ctx-checkpoints, --swa-checkpoints, -cram, --cache-ram": _KERNELS,

@@ -192,8 +192,7 @@ declare(
     --plot FILE  Draw the result (.png, .svg or .pdf). bench: pair hits and speed over the cache ratio, a line per
         policy, or quality over speed with --expert-budget; profile: activations and prediction accuracy, step by step
         for one layer.
-    --trace-out FILE.npz  Write the routing of every token, rejected drafts included (docs/lab/traces.md). bench
-        answers the prompts once more for it, after the measurement.
+    --trace-out FILE.npz  Write the routing of every token, rejected drafts included (docs/lab/traces.md).
     """,
 )
 

@@ -18,7 +18,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EmptyPromptError, EngineError, InputError, LayerRangeError
 
 if TYPE_CHECKING:
-    from moeedge.data import Prompt
+    from moeedge.data.prompts import Prompt
     from moeedge.engine.recording import Recording
     from moeedge.trace.format import Trace
     from moeedge.trace.steps import Steps

@@ -212,8 +212,7 @@ def load_datasets(names: str, *, offline_sample: bool = False) -> Dataset:
 
 def load_sample(kind: str | None = None) -> Dataset:
     """Loads moeedge's own prompts, or only those in the style of the set `kind`."""
-    with as_file(files("moeedge.data") / "sample.jsonl") as path:
-        sample = _read(SAMPLE, path, parse_custom, "package", "moeedge's own small set of prompts")
+    sample = _packaged(SAMPLE, "moeedge's own small set of prompts")
     if kind is None:
         return sample
     chosen = tuple(prompt for prompt in sample.prompts if prompt.id.startswith(f"{kind}-"))
@@ -226,9 +225,7 @@ def load_toy() -> Dataset:
     They are `held_back(42, "toy")` of models/generator, by domain and without the system messages
     (`python -m models.toy`).
     """
-    with as_file(files("moeedge.data") / "toy.jsonl") as path:
-        toy = _read(TOY, path, parse_custom, "package", "prompts that the bundled toy model can answer")
-    return replace(toy, answer_tokens=_TOY_ANSWER_TOKENS)
+    return replace(_packaged(TOY, "prompts that the bundled toy model can answer"), answer_tokens=_TOY_ANSWER_TOKENS)
 
 
 def load_calibration() -> Dataset:
@@ -237,9 +234,12 @@ def load_calibration() -> Dataset:
     Held-out prompts as in the set "toy", none of which is here, without programs (`python -m models.toy
     --calibration`). Not among the sets that `load_dataset` knows: figures about a chosen budget must come from others.
     """
-    with as_file(files("moeedge.data") / "calibration.jsonl") as path:
-        tasks = _read(CALIBRATION, path, parse_custom, "package", "tasks that expert budgets are chosen by")
-    return replace(tasks, answer_tokens=_TOY_ANSWER_TOKENS)
+    return replace(_packaged(CALIBRATION, "tasks that expert budgets are chosen by"), answer_tokens=_TOY_ANSWER_TOKENS)
+
+
+def _packaged(name: str, about: str) -> Dataset:
+    with as_file(files("moeedge.data") / f"{name}.jsonl") as path:
+        return _read(name, path, parse_custom, "package", about)
 
 
 def _load_entry(entry: DatasetEntry, offline_sample: bool) -> Dataset:

@@ -211,9 +211,7 @@ def parse_gsm8k(row: Row) -> Prompt:
     """Parses GSM8K: "question", and "answer" with the number after "####"; or a benchmark collection's record."""
     numbers = [given.rpartition("####")[2].strip() for given in row.optional_texts("answer", "reference")[:1]]
     references = tuple(Reference("number", (number,)) for number in numbers if as_number(number) is not None)
-    if _has_full_request(row):
-        return _full_request(row, "math", references)
-    return Prompt(row.identity("id"), "math", user_turns(row.text("question")), references)
+    return _asked(row, "math", "question", references)
 
 
 def parse_mmlu_pro(row: Row) -> Prompt:
@@ -247,28 +245,22 @@ def parse_articles(row: Row) -> Prompt:
     """Parses CNN/DailyMail: the full request or the bare "article"; a summary in "reference" or "highlights"."""
     given = row.optional_texts("reference", "highlights")
     references = (Reference("rouge-l", given),) if given else ()
-    if _has_full_request(row):
-        return _full_request(row, "summarization", references)
-    return Prompt(row.identity("id"), "summarization", user_turns(f"Summarize: {row.text('article')}"), references)
+    return _asked(row, "summarization", "article", references, before="Summarize: ")
 
 
 def parse_questions(row: Row) -> Prompt:
     """Parses open questions: the full request or "question"; accepted answers in "answer", "answers" or "reference"."""
     given = row.optional_texts("answer", "answers", "reference")
     references = (Reference("contains-any", given),) if given else ()
-    if _has_full_request(row):
-        return _full_request(row, "qa", references)
-    return Prompt(row.identity("id"), "qa", user_turns(row.text("question")), references)
+    return _asked(row, "qa", "question", references)
 
 
-def _has_full_request(row: Row) -> bool:
-    return "turns" in row.fields or "prompt" in row.fields
-
-
-def _full_request(row: Row, category: str, references: tuple[Reference, ...]) -> Prompt:
-    """Parses a record of a benchmark collection: "turns", or "prompt" as a string or a list of turns."""
+def _asked(row: Row, category: str, key: str, references: tuple[Reference, ...], *, before: str = "") -> Prompt:
+    """Parses the text under `key`, or a benchmark collection's "turns" or "prompt", a string or a list of turns."""
     if "turns" in row.fields:
         return replace(parse_turns(row), references=references)
+    if "prompt" not in row.fields:
+        return Prompt(row.identity("id"), category, user_turns(before + row.text(key)), references)
     texts = row.strings("prompt") if isinstance(row.fields["prompt"], list) else [row.text("prompt")]
     identity = row.identity("question_id", "id")
     return Prompt(identity, str(row.fields.get("category") or category), user_turns(*texts), references)

@@ -355,17 +355,13 @@ def rouge_l(answer: str, references: tuple[str, ...]) -> float:
 
     Raises InputError if rouge-score is not installed.
     """
-    scorer = _scorer()
+    scorer = rouge_scorer()
     return max(float(scorer.score(reference, answer)["rougeL"].fmeasure) for reference in references)
 
 
-def check_rouge() -> None:
-    """Raises InputError if rouge-score is not installed."""
-    _scorer()
-
-
 @lru_cache
-def _scorer() -> Any:
+def rouge_scorer() -> Any:
+    """Returns rouge-score's scorer. Raises InputError if it is not installed."""
     try:
         # imported here: nltk, for its stemmer, takes a second
         from rouge_score.rouge_scorer import RougeScorer

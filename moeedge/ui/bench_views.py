@@ -5,18 +5,18 @@ from __future__ import annotations
 import io
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from moeedge.bench.figures import ALL, MEAN
 from moeedge.bench.samples import RATIO_SCATTER
 from moeedge.bench.scores import different_scores
 from moeedge.hardware.machine_load import BUSY
 from moeedge.policies.base import LookaheadStatus
 from moeedge.ui.figures import is_ram, lookahead
-from moeedge.ui.parallel_views import curve_lines, parallel_markdown
-from moeedge.ui.quality_views import best_stock_markdown, quality_markdown
 from moeedge.ui.tables import (
     NONE,
     TABLE_WIDTH,
@@ -37,13 +37,13 @@ from moeedge.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from moeedge.bench.budget_choice import BudgetChoice
+    from moeedge.bench.figures import BudgetPoint, ParallelFigures, StockRatio
     from moeedge.bench.records import BenchRow
     from moeedge.bench.samples import Spread
     from moeedge.engine.types import EngineInfo
     from moeedge.policies.cost_model import CostModel
     from moeedge.scheduler.calibration import Calibration
 
-FORMATS = ("md", "text", "csv", "json", "jsonl", "sql")
 _SCATTER = 0.1  # between repetitions, from which on a figure is not to be trusted
 _MIB = 2.0**-20  # from bytes
 _MB = 1e-6
@@ -53,43 +53,32 @@ _US = 1e6
 
 
 def render(rows: Sequence[BenchRow], form: str) -> str:
-    """The rows of a benchmark in one of FORMATS, ending in a newline. CSV and SQL leave out the raw samples."""
+    """The rows of a benchmark as `form` (-o), ending in a newline. CSV and SQL leave out the raw samples."""
     records = [row.as_dict() for row in rows]
     if form == "json":
         return json_text(records)
     if form == "jsonl":
         return json_lines(records)
-    if form == "csv":
-        return csv_text(_without_samples(records))
-    if form == "sql":
-        return sql_text("moeedge_bench", _without_samples(records))
+    if form in ("csv", "sql"):
+        plain = [{key: value for key, value in record.items() if key != "samples"} for record in records]
+        return csv_text(plain) if form == "csv" else sql_text("moeedge_bench", plain)
     if any(row.parallel is not None for row in rows):
         lines = ["", *setup_lines(rows), *curve_lines(rows), *withheld_lines(rows)]
         return parallel_markdown(rows) + "\n".join(lines) + "\n"
-    first = _text(rows) if form == "text" else _markdown(rows)
-    return first + quality_markdown(rows) + best_stock_markdown(rows)
+    return _tables(rows, is_text=form == "text") + quality_markdown(rows) + best_stock_markdown(rows)
 
 
-def _bench_columns(
-    *,
-    has_cache: bool,
-    has_scores: bool,
-    has_layers: bool,
-    has_budgets: bool,
-    from_disk: bool,
-    varied: set[str],
-    is_synthetic: bool,
-) -> list[Column]:
-    """As llama-bench's.
+_CONTEXT = ("threads", "n_batch", "n_ubatch")  # lists of -t, -b, -ub
 
-    has_cache: some mode had an expert cache. has_scores: answers were scored. has_layers: some stock mode had whole
-    layers on a GPU. has_budgets: expert budgets or draft lengths are compared. from_disk: experts were loaded into RAM.
-    varied: keys of _CONTEXT in which rows differ. is_synthetic: no row has answers.
-    """
+
+def _bench_columns(rows: Sequence[BenchRow]) -> list[Column]:
+    """As llama-bench's; those that make sense for none of the rows are left out."""
+    varied = [name for name in _CONTEXT if len({row.setup.get(name) for row in rows}) > 1]
+    is_synthetic = all(row.setup.get("n_prompt") or row.setup.get("n_gen") for row in rows)
     columns = [
         text_column("test", "test"),
         text_column("mode", "mode"),
-        *(Column(title, _setting(name)) for title, name in _CONTEXT.items() if name in varied),
+        *(Column(name, partial(_setting, name)) for name in varied),
         Column("speculation", lambda row: (row.figures and row.figures.mode.speculation) or None, left=True),
         Column("policy", lambda row: None if row.policy == "none" else row.policy, left=True),
         Column("cache", "cache_ratio", "g"),
@@ -122,13 +111,18 @@ def _bench_columns(
     if is_synthetic:  # each row has one speed, as llama-bench's
         replaced = {"pp t/s", "tg t/s", "pp ratio", "tg ratio", "tokens/step"}
         columns = [column for column in columns if column.title not in replaced]
-    left_out = set() if has_cache else {"policy", "cache", "pair hits", "expert hits", "uploads", "MiB moved"}
+    left_out = set() if is_synthetic else {"ratio"}
+    if not any(row.cache_ratio is not None for row in rows):
+        left_out |= {"policy", "cache", "pair hits", "expert hits", "uploads", "MiB moved"}
+    from_disk = any(is_ram(row.setup.get("device", "")) for row in rows)
     left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "disk wait %"}
-    left_out |= set() if has_budgets else {"speculation"}
-    left_out |= set() if has_scores else {"score"}
-    left_out |= set() if is_synthetic else {"ratio"}
-    left_out |= set() if has_layers else {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}
+    if not any(row.setup.get("whole_layers") for row in rows):
+        left_out |= {"layers", "GPU MiB", "pp / ncmoe", "tg / ncmoe"}
     return [column for column in columns if column.title not in left_out]
+
+
+def _setting(name: str, row: BenchRow) -> Any:
+    return row.setup[name]
 
 
 def _spread(spread: Spread) -> str:
@@ -139,25 +133,6 @@ def _output(row: BenchRow) -> str | None:
     if row.output is None:
         return None
     return f"{row.output} (lossy)" if row.is_lossy else row.output.summary
-
-
-_CONTEXT = {"threads": "threads", "n_batch": "n_batch", "n_ubatch": "n_ubatch"}  # lists of -t, -b, -ub: title and key
-
-
-def _setting(name: str) -> Callable[[BenchRow], Any]:
-    return lambda row: row.setup[name]
-
-
-def _columns_of(rows: Sequence[BenchRow]) -> list[Column]:
-    return _bench_columns(
-        has_cache=any(row.cache_ratio is not None for row in rows),
-        has_scores=any(row.scores.n_answers for row in rows),
-        has_layers=any(row.setup.get("whole_layers") for row in rows),
-        has_budgets=any(row.figures is not None and row.figures.mode.speculation for row in rows),
-        from_disk=any(is_ram(row.setup.get("device", "")) for row in rows),
-        varied={name for name in _CONTEXT.values() if len({row.setup.get(name) for row in rows}) > 1},
-        is_synthetic=all(row.setup.get("n_prompt") or row.setup.get("n_gen") for row in rows),
-    )
 
 
 # what tells a row from the others; every table of the rows begins with these columns
@@ -178,14 +153,26 @@ def model_table(rows: Sequence[BenchRow]) -> str:
     return markdown(_MODEL_COLUMNS, list(setups.values()))
 
 
-def _markdown(rows: Sequence[BenchRow]) -> str:
-    """Tables of at most 100 columns, as llama-bench prints them; below them, once, what all rows have in common."""
+def _tables(rows: Sequence[BenchRow], *, is_text: bool) -> str:
+    """Tables of at most 100 columns, as llama-bench prints them; below them, once, what all rows have in common.
+
+    is_text: without Markdown's lines.
+    """
     if not rows:
         return ""
-    columns = _columns_of(rows)
+    columns = _bench_columns(rows)
     n_keys = sum(column.title in _KEYS for column in columns)
-    table = narrow_markdown(columns, rows, n_keys=n_keys)
-    return "\n".join([model_table(rows), table, *_lines_below(rows)]) + "\n"
+    if not is_text:
+        table = narrow_markdown(columns, rows, n_keys=n_keys)
+        return "\n".join([model_table(rows), table, *_lines_below(rows)]) + "\n"
+    file = io.StringIO()
+    out = Console(file=file, width=TABLE_WIDTH, force_terminal=True, color_system=None, highlight=False)
+    print_table(out, _MODEL_COLUMNS, list({row.setup["threads"]: row.setup for row in rows}.values()))
+    columns = [column for column in columns if any(column.text(row) != column.none for row in rows)]
+    out.print()
+    print_table(out, columns, rows, n_keys=sum(column.title in _KEYS for column in columns))
+    text = "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    return "\n".join([text, "", *_lines_below(rows)]) + "\n"
 
 
 def _lines_below(rows: Sequence[BenchRow]) -> list[str]:
@@ -199,24 +186,6 @@ def _lines_below(rows: Sequence[BenchRow]) -> list[str]:
     if any(row.is_partial for row in rows):
         lines.append("partial: the run was interrupted; so many of a mode's samples were measured.")
     return [part for line in lines for part in textwrap.wrap(line, TABLE_WIDTH)]
-
-
-def _text(rows: Sequence[BenchRow]) -> str:
-    """The same without Markdown's lines; further tables stay as they are."""
-    if not rows:
-        return ""
-    out = Console(file=io.StringIO(), width=TABLE_WIDTH, force_terminal=True, color_system=None, highlight=False)
-    print_table(out, _MODEL_COLUMNS, list({row.setup["threads"]: row.setup for row in rows}.values()))
-    columns = [column for column in _columns_of(rows) if any(column.text(row) != column.none for row in rows)]
-    out.print()
-    print_table(out, columns, rows, n_keys=sum(column.title in _KEYS for column in columns))
-    assert isinstance(out.file, io.StringIO)
-    text = "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())
-    return "\n".join([text, "", *_lines_below(rows)]) + "\n"
-
-
-def _without_samples(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key != "samples"} for record in records]
 
 
 def withheld_lines(rows: Sequence[BenchRow]) -> list[str]:
@@ -331,6 +300,158 @@ def score_lines(rows: Sequence[BenchRow]) -> list[str]:
 
 def _shown_token(token: int | None) -> str:
     return "the end" if token is None else f"token {token}"
+
+
+_PARALLEL_COLUMNS = (
+    text_column("test", "test"),
+    Column("parallel", lambda row: row.parallel.n_parallel),
+    text_column("mode", "mode"),
+    Column("gamma", lambda row: row.setup["gamma"] or None),
+    text_column("policy", lambda row: "" if row.policy == "none" else row.policy),
+    Column("cache", "cache_ratio", "g"),
+    Column("pp t/s", lambda row: row.pp and row.pp.mean, ".1f"),
+    Column("t/s", lambda row: row.tg and row.tg.mean, ".2f"),
+    Column("+-", lambda row: row.tg and row.tg.stddev, ".2f"),
+    Column("t/s each", lambda row: row.parallel.sequence_ts, ".2f"),
+    Column("partial", lambda row: f"{len(row.samples)} of {row.n_planned}" if row.is_partial else None),
+    Column("accepted", "acceptance_rate", ".2f"),
+    Column("tokens/step", "tokens_per_step", ".2f"),
+    Column("experts/step", "experts_per_verification", ".1f"),
+    Column("pair hits", lambda row: row.cache.hit_rate_pairs, ".3f"),
+    Column("output", lambda row: row.output and row.output.summary),
+    ratio_column("/ stock-ar", "ratio"),
+    ratio_column("speed-up", lambda row: row.parallel.speed_up),
+)
+
+
+def parallel_markdown(rows: Sequence[BenchRow]) -> str:
+    """A row per mode, draft length and number of texts."""
+    return narrow_markdown(_PARALLEL_COLUMNS, rows, n_keys=4)
+
+
+def batch_curves(rows: Sequence[BenchRow]) -> dict[str, dict[int, ParallelFigures]]:
+    """The figures of modes with drafts by the name of their curve and the number of texts, in the order of the rows."""
+    curves: dict[str, dict[int, ParallelFigures]] = {}
+    for row in rows:
+        if row.parallel is not None and row.parallel.speed_up is not None:
+            curves.setdefault(row.parallel.curve, {})[row.parallel.n_parallel] = row.parallel
+    return curves
+
+
+def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """How the columns are to be read, and each curve in one line."""
+    lines = [
+        "t/s: of all texts, in steps of as many texts as asked for. speed-up: over plain decoding of as many texts."
+    ]
+    for name, points in batch_curves(rows).items():
+        speed_ups = {n: figures.speed_up or 0.0 for n, figures in points.items()}
+        numbers = ", ".join(f"{value:.2f}" for value in speed_ups.values())
+        sizes, peak = ", ".join(map(str, speed_ups)), max(speed_ups, key=lambda n: speed_ups[n])
+        lines.append(f"{name}: {numbers} for N = {sizes}; the most with N = {peak}.")
+    return lines
+
+
+def best_stock_markdown(rows: Sequence[BenchRow]) -> str:
+    """A line per mode with our backend, and one per category of the prompts; "" where stock had one mode only."""
+    lanes = [row for row in rows if row.best_stock]
+    if not lanes:
+        return ""
+    parts = [{part.category: part for part in row.best_stock} for row in lanes]
+    is_disturbed = [row.disturbed is not None for row in lanes]
+    table = [
+        (
+            {ALL: "all together", MEAN: "mean of categories"}.get(category, category),
+            parts[0][category].fastest or NONE,
+            *map(_with_interval, (own.get(category) for own in parts), is_disturbed),
+        )
+        for category in (*(name for name in parts[0] if name != ALL), ALL)
+    ]
+    columns = [text_column("prompts", 0), text_column("fastest stock mode", 1)]
+    columns += [Column(row.label, index, str) for index, row in enumerate(lanes, start=2)]
+    title = "Decoding speed over the fastest stock mode of each category, in hindsight, with 95 % intervals:"
+    return "\n".join(["", title, "", narrow_markdown(columns, table, n_keys=2)])
+
+
+def _with_interval(part: StockRatio | None, is_disturbed: bool) -> str:
+    if part is None or is_disturbed:
+        return NONE if part is None else WITHHELD
+    interval = "" if part.low is None or part.high is None else f" ({part.low:.3f} to {part.high:.3f})"
+    return f"{part.ratio:.3f}{interval}"
+
+
+def _with_error(value: float | None, error: float | None, form: str) -> str:
+    if value is None:
+        return NONE
+    return format(value, form) if error is None else f"{value:{form}} ± {error:{form.lstrip('+')}}"
+
+
+def _perplexity(row: BenchRow) -> str:
+    measured = None if row.figures is None else row.figures.perplexity
+    return NONE if measured is None else _with_error(measured.value, measured.stderr, ".3f")
+
+
+_QUALITY_COLUMNS = (
+    text_column("mode", "label"),
+    Column("score", lambda row: _with_error(row.figures.total.score, row.figures.total.score_stderr, ".3f"), str),
+    Column(
+        "change",
+        lambda row: _with_error(row.figures.total.score_change, row.figures.total.score_change_stderr, "+.3f"),
+        str,
+    ),
+    Column("quality", lambda row: row.figures.total.quality, ".3f"),
+    Column("perplexity", _perplexity, str),
+    Column("agreement", lambda row: None if row.output is None else row.output.agreement, ".3f"),
+    ratio_column("/ stock-ar", lambda row: row.figures.total.ratio, ".2f"),
+    ratio_column("/ no budget", lambda row: row.figures.total.ratio_unbudgeted, ".2f"),
+    Column("tokens/step", lambda row: row.figures.total.tokens_per_step, ".2f"),
+    Column("natural", lambda row: row.figures.total.experts_natural, ".1f"),
+    Column("kept", lambda row: row.figures.total.experts_kept, ".1f"),
+    Column("most", lambda row: row.figures.total.experts_max),
+    Column("probability", lambda row: row.figures.total.kept_probability, ".3f"),
+)
+
+
+def quality_markdown(rows: Sequence[BenchRow]) -> str:
+    """The table of the rows whose expert budgets or draft lengths are compared, and one by category; "" for none."""
+    rows = [row for row in rows if row.figures is not None]
+    if not rows:
+        return ""
+    lines = [
+        "",
+        "Experts per MoE layer and verification: natural (chosen by the router), kept, and the most in any",
+        "layer; probability: share of the natural choice's that stays. change: score against the answers",
+        "without a budget. agreement: share of stock-ar's tokens before the first difference.",
+        "",
+        narrow_markdown(_QUALITY_COLUMNS, rows, n_keys=1),
+    ]
+    return "\n".join(lines) + _by_category(rows)
+
+
+def _by_category(rows: Sequence[BenchRow]) -> str:
+    """Score and speed-up over stock-ar, a column per category of the dataset."""
+    points = {row.label: {p.category: p for p in row.figures.by_category} for row in rows if row.figures is not None}
+    disturbed = {row.label for row in rows if row.disturbed}
+    categories = list(dict.fromkeys(category for own in points.values() for category in own))
+    if not categories:
+        return ""
+    table = [
+        (
+            label,
+            *(
+                _score_and_ratio(own[category], label in disturbed) if category in own else NONE
+                for category in categories
+            ),
+        )
+        for label, own in points.items()
+    ]
+    columns = [text_column("score, / stock-ar", 0)]
+    columns += [Column(category, index, str) for index, category in enumerate(categories, start=1)]
+    return "\n" + narrow_markdown(columns, table, n_keys=1)
+
+
+def _score_and_ratio(point: BudgetPoint, is_disturbed: bool) -> str:
+    score, ratio = (NONE if value is None else format(value, ".2f") for value in (point.score, point.ratio))
+    return f"{score}, {WITHHELD if is_disturbed else ratio}"
 
 
 _TOKENS = (1, 2, 4, 8, 16)  # per expert, of the curves

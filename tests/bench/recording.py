@@ -10,8 +10,9 @@ from moeedge.bench.config import BenchPlan, applicable_modes, parse_modes
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
-from moeedge.cli.bench_tests import synthetic_tests
-from moeedge.data import Dataset, load_dataset
+from moeedge.cli.bench_options import synthetic_tests
+from moeedge.data.datasets import load_dataset
+from moeedge.data.prompts import Dataset
 from moeedge.engine.types import EngineConfig
 
 CONVERSATIONS = (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.best_stock import ALL, MEAN, over_best_stock
 from moeedge.bench.config import parse_modes
+from moeedge.bench.figures import ALL, MEAN, over_best_stock
 from moeedge.bench.samples import Sample
-from moeedge.data import load_datasets
+from moeedge.data.datasets import load_datasets
 from moeedge.errors import DatasetError, InputError
 from moeedge.ui.bench_views import render
 from tests.bench.recording import CONVERSATIONS, make_plan, run, write_conversations

@@ -10,19 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.bench import budget_search
+from moeedge.bench import budget_choice
 from moeedge.bench.budget_choice import (
     BudgetChoice,
     BudgetTrial,
+    Trials,
     candidate_budgets,
     choice_file,
+    find_budget,
     lost_too_many,
     read_choice,
     write_choice,
 )
-from moeedge.bench.budget_search import Trials, find_budget
 from moeedge.bench.samples import Sample
-from moeedge.data import load_calibration
+from moeedge.data.datasets import load_calibration
 from moeedge.engine.loading import resolve_device
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
@@ -136,9 +137,9 @@ def test_a_trial_is_timed_against_the_same_tasks_and_scored_by_its_mean() -> Non
             for i, s in enumerate(seconds)
         ]
 
-    unbudgeted = budget_search._Tally(None, [1.0, 1.0, 1.0, 1.0], samples("off", [1.0, 1.0, 4.0, 4.0]))
-    dropped = budget_search._Tally(8, [1.0, 0.0], samples("budget", [0.5, 0.5]))  # two tasks were left out
-    trial = budget_search._task_trial(dropped, unbudgeted)
+    unbudgeted = budget_choice._Tally(None, [1.0, 1.0, 1.0, 1.0], samples("off", [1.0, 1.0, 4.0, 4.0]))
+    dropped = budget_choice._Tally(8, [1.0, 0.0], samples("budget", [0.5, 0.5]))  # two tasks were left out
+    trial = budget_choice._task_trial(dropped, unbudgeted)
     assert (trial.budget, trial.score, trial.n_scored, trial.tg_ts, trial.ratio) == (8, 0.5, 2, 40.0, 2.0)
     assert trial.score_stddev == pytest.approx(math.sqrt(0.5) / math.sqrt(2))
     assert (trial.tokens_per_step, trial.experts) == (4.0, 10.0)
@@ -150,7 +151,7 @@ def test_auto_is_off_without_drafts(bundled_pair: tuple[Path, Path]) -> None:
     assert find_budget(config, TEMPLATE, notify=notes.append) is None
     assert len(notes) == 1
     with pytest.raises(InputError):
-        budget_search.choose_budget(config, TEMPLATE, measure_anew=True)
+        budget_choice.choose_budget(config, TEMPLATE, measure_anew=True)
 
 
 def _pair_session(bundled_pair: tuple[Path, Path]) -> Session:
@@ -164,8 +165,8 @@ def _pair_session(bundled_pair: tuple[Path, Path]) -> Session:
 def test_the_pair_is_tried_on_its_tasks(monkeypatch: pytest.MonkeyPatch, bundled_pair: tuple[Path, Path]) -> None:
     tasks = load_calibration()
     few = replace(tasks, prompts=tasks.prompts[:3])
-    monkeypatch.setattr(budget_search, "load_calibration", lambda: few)
-    monkeypatch.setattr(budget_search, "candidate_budgets", lambda n_used, experts: (8, 24))
+    monkeypatch.setattr(budget_choice, "load_calibration", lambda: few)
+    monkeypatch.setattr(budget_choice, "candidate_budgets", lambda n_used, experts: (8, 24))
     done: list[tuple[int, int]] = []
     with _pair_session(bundled_pair) as session:
         found = Trials(session, TEMPLATE, lambda *parts: done.append(parts)).run()
@@ -178,7 +179,7 @@ def test_the_pair_is_tried_on_its_tasks(monkeypatch: pytest.MonkeyPatch, bundled
 
 @pytest.mark.slow
 def test_other_models_are_tried_on_a_text(monkeypatch: pytest.MonkeyPatch, bundled_pair: tuple[Path, Path]) -> None:
-    monkeypatch.setattr(budget_search, "is_toy", lambda model: False)
+    monkeypatch.setattr(budget_choice, "is_toy", lambda model: False)
     with _pair_session(bundled_pair) as session:
         found = Trials(session, TEMPLATE, lambda *parts: None).run()
     assert found.score_kind == "likelihood"

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.bench.budgets import budget_figures, budget_point
-from moeedge.bench.config import MODES, BudgetSweep, mode_config, parse_modes, parse_numbers
+from moeedge.bench.config import MODES, Sweep, mode_config, parse_modes, parse_numbers
+from moeedge.bench.figures import budget_figures, budget_point
 from moeedge.bench.output_check import check_answers
 from moeedge.bench.perplexity import Perplexity
 from moeedge.bench.records import BenchRow, make_row
@@ -20,12 +20,12 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.ui.bench_views import render
-from moeedge.ui.quality_plots import draw_quality, length_panels, quality_panels
+from moeedge.ui.plots import draw, speculation_panels
 
 
 def test_lanes_are_the_unbudgeted_mode_and_one_per_budget_and_draft_length() -> None:
     budgets = (ExpertBudget(budget=4), ExpertBudget(budget=6))
-    lanes = BudgetSweep(budgets, (2, 8)).modes(parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar"))
+    lanes = Sweep(budgets=budgets, gammas=(2, 8)).modes(parse_modes("stock-ar,stock-sd,moeedge,moeedge-ar"))
     assert [(lane.name, lane.gamma, lane.budget and lane.budget.budget) for lane in lanes] == [
         ("stock-ar", None, None), ("stock-sd", 2, None), ("stock-sd", 8, None),
         ("moeedge", 2, None), ("moeedge", 2, 4), ("moeedge", 2, 6),
@@ -47,16 +47,16 @@ def test_choices_of_a_budget_distinguish_its_lanes() -> None:
         ExpertBudget(budget=4, ranking="router"),
         ExpertBudget(budget=4, coverage="truncation"),
     )
-    labels = [lane.label for lane in BudgetSweep(budgets).modes(parse_modes("moeedge"))]
+    labels = [lane.label for lane in Sweep(budgets=budgets).modes(parse_modes("moeedge"))]
     assert len(set(labels)) == 4
 
 
 def test_nothing_asked_leaves_the_modes() -> None:
     modes = tuple(MODES.values())
-    assert BudgetSweep((), (4,)).modes(modes) == modes
-    assert not BudgetSweep((), (4,)).asked
+    assert Sweep(gammas=(4,)).modes(modes) == modes
+    assert not Sweep(gammas=(4,)).asked
     with pytest.raises(InputError, match="has drafts"):
-        BudgetSweep((ExpertBudget(budget=4),)).modes(parse_modes("stock-sd,moeedge-ar"))
+        Sweep(budgets=(ExpertBudget(budget=4),)).modes(parse_modes("stock-sd,moeedge-ar"))
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1", "1.5", "0"])
@@ -161,24 +161,27 @@ def test_tables_and_records_say_lossy() -> None:
 
 def test_the_curve_and_its_picture(tmp_path: Path) -> None:
     rows = [_row(_STOCK), _row(_OFF), _row(_BUDGETED, budget=4)]
-    panels = quality_panels(rows)
+    panels = {panel.title: panel.curves for panel in speculation_panels(rows)}
     assert list(panels) == ["score / stock-ar's, mean of the categories", "a", "b"]
     whole = panels["score / stock-ar's, mean of the categories"]
-    assert [(point.ratio, point.quality) for point in whole["moeedge budgets picks substitution"]] == [(4.0, 0.5)]
-    assert [(point.ratio, point.quality) for point in whole["moeedge"]] == [(2.0, 0.75)]
+    assert [(point.x, point.y) for point in whole["moeedge budgets picks substitution"]] == [(4.0, 0.5)]
+    assert [(point.x, point.y) for point in whole["moeedge"]] == [(2.0, 0.75)]
     picture = tmp_path / "curve.png"
-    assert draw_quality(rows, picture)
+    assert draw(rows, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert not draw_quality([], picture)
+    assert not draw([], picture)
 
 
 def test_figure_4_has_a_line_per_budget(tmp_path: Path) -> None:
     rows = [_row(_STOCK)]
     for gamma in (4, 8):
         rows += [_row(_OFF, gamma=gamma), _row(_BUDGETED, gamma=gamma, budget=4)]
-    experts, speed, both = length_panels(rows)
-    assert experts.lines == {"moeedge": [(4, 12), (8, 12)], "budget 4 (lossy)": [(4, 4), (8, 4)]}
-    assert speed.lines["budget 4 (lossy)"] == [(4, 4.0), (8, 4.0)]
-    assert both.lines["moeedge"] == [(12, 2.0), (12, 2.0)]
-    assert length_panels(rows[:3]) == []
-    assert draw_quality(rows, tmp_path / "lengths.svg")
+    experts, speed, both = (
+        {name: [(point.x, point.y) for point in points] for name, points in panel.curves.items()}
+        for panel in speculation_panels(rows)[-3:]
+    )
+    assert experts == {"moeedge": [(4, 12), (8, 12)], "budget 4 (lossy)": [(4, 4), (8, 4)]}
+    assert speed["budget 4 (lossy)"] == [(4, 4.0), (8, 4.0)]
+    assert both["moeedge"] == [(12, 2.0), (12, 2.0)]
+    assert len(speculation_panels(rows[:3])) == 3
+    assert draw(rows, tmp_path / "lengths.svg")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moeedge.bench import passes
+from moeedge.bench import arms
 from moeedge.bench.config import BenchPlan, Sweep
 from moeedge.scheduler.config import PlacementConfig
 from tests.bench.recording import make_plan, run, write_conversations
@@ -73,7 +73,7 @@ def test_a_row_per_policy_and_ratio_and_stock(tmp_path: Path, tiny_moe: Path, ti
 def test_caches_that_do_not_fit_are_measured_one_by_one(
     tmp_path: Path, tiny_moe: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "_USABLE", 0.0)
+    monkeypatch.setattr(arms, "_USABLE", 0.0)
     sweep = Sweep(("spac", "lru", "static"), (0.25,))
     rows, recorder = run(_plan(tiny_moe, tiny_draft, sweep, dataset=write_conversations(tmp_path, n=1)))
     assert [(row.mode, row.policy) for row in rows] == [

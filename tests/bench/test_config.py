@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moeedge.bench.arms import largest_cache, split_passes
 from moeedge.bench.config import (
     MODES,
     Sweep,
@@ -18,7 +19,6 @@ from moeedge.bench.config import (
     parse_ratios,
 )
 from moeedge.bench.harness import rotated
-from moeedge.bench.passes import largest_cache, split_passes
 from moeedge.bench.synthetic import synthetic_modes
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError

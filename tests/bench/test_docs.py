@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.best_stock import MEAN
 from moeedge.bench.config import MODES
+from moeedge.bench.figures import MEAN
 from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.bench.samples import COUNTERS
-from moeedge.data import CATALOG, load_dataset
+from moeedge.data.datasets import CATALOG, load_dataset
 from moeedge.scoring.answers import SCORERS, Reference
 from tests.bench.recording import make_plan, run, write_conversations
 from tests.benchmarks.performance import draft_cost, read, recosted

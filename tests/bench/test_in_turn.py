@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench import in_turn
+from moeedge.bench import arms as in_turn
 from moeedge.bench.config import BenchPlan
 from moeedge.engine.session import Session
 from moeedge.scheduler.config import PlacementConfig
@@ -20,7 +20,7 @@ from tests.support.commands import refused
 @pytest.fixture(autouse=True)
 def one_session_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Session] = []
-    open_alone = in_turn.ArmsInTurn._opened
+    open_alone = in_turn.ArmsInTurn.open_alone
 
     @contextmanager
     def checked(self: in_turn.ArmsInTurn, mode: in_turn.BenchMode) -> Iterator[in_turn.BenchArm]:
@@ -30,7 +30,7 @@ def one_session_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             yield arm
         opened.clear()
 
-    monkeypatch.setattr(in_turn.ArmsInTurn, "_opened", checked)
+    monkeypatch.setattr(in_turn.ArmsInTurn, "open_alone", checked)
 
 
 def _in_ram(plan: BenchPlan) -> BenchPlan:

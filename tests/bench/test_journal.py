@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench.config import BenchPlan
-from moeedge.bench.journal import LAST, Journal, Place, settings_of
+from moeedge.bench.journal import LAST, Journal, settings_of
 from moeedge.bench.records import BenchRow, read_environment
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
@@ -136,7 +136,7 @@ def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path: Path, tiny_moe: 
     with Journal(full, [settings_of(plan, read_environment())]) as journal:  # its first line does not fit
         assert journal.path is None
     _, recorder = measured(plan, begun(plan))
-    place = Place(0, 0, "")
+    place = (0, 0, "")
     later = Journal(full, [], [(place, recorder.samples[0])])
     _, again = measured(plan, later)  # the first sample does not fit
     assert later.path is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.in_turn import ArmsInTurn
+from moeedge.bench.arms import ArmsInTurn
 from moeedge.bench.runner import Bench
 from moeedge.cli.bench import make_bench_plan
 from moeedge.cli.engine_options import EngineOptions

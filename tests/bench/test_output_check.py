@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeedge.bench.output_check import NEAR_TIE_GAP, check_answers
+from moeedge.bench.output_check import NEAR_TIE_GAP, check_answers, logits_in
 from moeedge.bench.samples import Sample
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.abi import Phase
 
 _END = 9
 
@@ -21,6 +27,19 @@ def _logits(**values: float) -> NDArray[np.float32]:
     for name, value in values.items():
         row[int(name[1:])] = value
     return row
+
+
+@pytest.mark.parametrize(("tokens", "first"), [([1, 9, 3], 1), ([1, 2], 2), ([1, 2, 3, 4], 3), ([], 0), ([9, 2, 3], 0)])
+def test_the_first_difference_is_found(tokens: list[int], first: int) -> None:
+    check = check_answers([_sample("a", tokens)], [_sample("a", [1, 2, 3])], lambda _s, _p: _logits(), [_END])
+    assert [difference.position for difference in check.near_ties] == [first]
+
+
+def test_logits_are_those_of_plain_decoding(tiny_moe: Path) -> None:
+    sample = replace(_sample("a", [70, 71, 72]), prompt_ids=[65, 66, 67])
+    with Model.load(tiny_moe) as model, Context(model, n_ctx=256, n_threads=1) as context:
+        at_once = context.decode([65, 66, 67, 70, 71], phase=Phase.PREFILL, logits="last")[0].copy()
+        assert logits_in(context)(sample, 2) == pytest.approx(at_once, abs=1e-3)
 
 
 def test_a_small_gap_is_a_near_tie_and_a_large_one_a_failure() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moeedge.bench.perplexity import measure_perplexity, negative_log_likelihood
-from moeedge.data import EvaluationText, load_text
+from moeedge.data.texts import EvaluationText, load_text
 from moeedge.errors import DatasetError, InputError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model

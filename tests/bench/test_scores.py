@@ -19,8 +19,8 @@ from moeedge.bench.scores import (
     different_scores,
     final_part,
 )
-from moeedge.data import Dataset, Prompt, load_dataset
-from moeedge.data.prompts import user_turns
+from moeedge.data.datasets import load_dataset
+from moeedge.data.prompts import Dataset, Prompt, user_turns
 from moeedge.errors import InputError
 from moeedge.scoring import answers
 from moeedge.scoring.answers import NOT_RUN, Reference, Score, score_answer
@@ -99,7 +99,7 @@ def test_notes_before_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = replace(bare, unscored="people judge them")
     assert check_scoring(judged, run_code=False) == ["No answer to own will be scored: people judge them."]
     summaries = replace(_DATASET, prompts=(Prompt("a", "b", user_turns("Hi"), (Reference("rouge-l", ("x",)),)),))
-    answers._scorer.cache_clear()
+    answers.rouge_scorer.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(InputError, match="rouge-score"):
         check_scoring(summaries, run_code=False)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge import paths
-from moeedge.data import load_dataset
+from moeedge.data.datasets import load_dataset
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.model import Model

@@ -29,7 +29,7 @@ from typing import Any
 from moeedge import paths
 from moeedge.bench.harness import rotated
 from moeedge.bench.records import read_environment
-from moeedge.data import load_toy
+from moeedge.data.datasets import load_toy
 from moeedge.llama.model import Model
 from moeedge.ui.tables import Column, markdown, text_column
 

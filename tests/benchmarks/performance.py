@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moeedge.bench.best_stock import MEAN, over_best_stock
+from moeedge.bench.figures import MEAN, over_best_stock
 from moeedge.ui.bench_views import limit_lines
 from moeedge.ui.tables import Column, markdown, text_column
 from moeedge.units import format_bytes

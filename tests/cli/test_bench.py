@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pytest
 
 from moeedge import native
@@ -25,15 +24,13 @@ from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
 from moeedge.cli.bench import make_bench_plan
-from moeedge.cli.bench_exit import exit_code
-from moeedge.cli.bench_tests import SyntheticOptions, sizes
-from moeedge.data import load_sample
+from moeedge.cli.bench_options import SyntheticOptions, sizes
+from moeedge.cli.bench_run import exit_code
+from moeedge.data.datasets import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.native.abi import Phase
-from moeedge.trace.format import Trace
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render, withheld_lines
-from moeedge.ui.plots import draw_sweep, lines_of
+from moeedge.ui.plots import Point, cache_panels, draw
 from tests.bench.recording import Recorder
 from tests.support.commands import SIGNALS, refused, run, run_json
 from tests.support.markdown import table_rows
@@ -66,17 +63,6 @@ def test_json_is_one_array_of_flat_rows(tiny_moe: Path, tiny_draft: Path, talk: 
     assert "repetition 1" in result.stderr
     if not any(device.kind in ("GPU", "IGPU") for device in native.devices()):
         assert "--cpu-moe has no effect" in " ".join(result.stderr.split())
-
-
-def test_the_routing_of_the_answers_can_be_kept(tiny_moe: Path, tiny_draft: Path, talk: Path, tmp_path: Path) -> None:
-    out = tmp_path / "bench.npz"
-    rows = run_json("bench", "-m", tiny_moe, "-md", tiny_draft, "--dataset", talk, *_QUICK, "--trace-out", out)
-    trace = Trace.load(out)
-    assert (trace.meta.gamma, trace.meta.source.split()[-1]) == (3, "bench")
-    assert trace.meta.parameters["mode"] == "moeedge" and trace.expert_bytes() is not None
-    assert np.unique(trace.sequence).size == 3  # two prompts, one of two turns
-    assert np.count_nonzero(trace.phase == Phase.VERIFY) > 0
-    assert [row["mode"] for row in rows] == ["stock-ar", "stock-sd", "moeedge"]
 
 
 def test_without_a_draft_n_grams_draft_what_pays(tiny_moe: Path, talk: Path) -> None:
@@ -285,14 +271,17 @@ def test_the_picture_has_a_line_per_policy(tmp_path: Path) -> None:
     rows = [
         _swept(policy, ratio, ratio * best) for policy, best in (("spac", 1), ("lru", 0.5)) for ratio in (0.5, 0.17)
     ]
-    lines = lines_of([_row(OutputCheck(equal=8, compared=8)), *rows], lambda row: row.cache.hit_rate_pairs)
-    assert lines == {"spac": [(0.17, 0.17), (0.5, 0.5)], "lru": [(0.17, 0.085), (0.5, 0.25)]}
+    hits, _ = cache_panels([_row(OutputCheck(equal=8, compared=8)), *rows])
+    assert hits.curves == {
+        "spac": [Point(0.17, 0.17), Point(0.5, 0.5)],
+        "lru": [Point(0.17, 0.085), Point(0.5, 0.25)],
+    }
     picture = tmp_path / "sweep.png"
-    assert draw_sweep(rows, picture)
+    assert draw(rows, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert not draw_sweep([_row(OutputCheck(equal=8, compared=8))], tmp_path / "none.png")
+    assert not draw([_row(OutputCheck(equal=8, compared=8))], tmp_path / "none.png")
     with pytest.raises(InputError, match="picture"):
-        draw_sweep(rows, tmp_path / "absent" / "sweep.png")
+        draw(rows, tmp_path / "absent" / "sweep.png")
 
 
 def test_lists_of_batches(tiny_moe: Path) -> None:

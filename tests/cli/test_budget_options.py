@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench import budget_search
+from moeedge.bench import budget_choice
 from moeedge.cli.budget_options import BudgetOptions, parse_budget
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -72,7 +72,7 @@ def test_auto_measures_once_all_options_are_checked(pair: list[str], monkeypatch
         asked.append(template)
         return replace(template, budget=6)
 
-    monkeypatch.setattr(budget_search, "find_budget", find)
+    monkeypatch.setattr(budget_choice, "find_budget", find)
     chat = ("chat", *pair, "-dev", "none", "--expert-budget", "auto", "-p", "tell me", "-n", "8")
     for wrong in (["--resume"], ["--raw", "-sys", "be brief"], ["--budget-ranking", "static"]):
         assert refused(*chat, *wrong)

@@ -11,7 +11,7 @@ import pytest
 
 from moeedge.cli import completion
 from moeedge.cli.app import COMMANDS
-from moeedge.data import dataset_names
+from moeedge.data.datasets import dataset_names
 from moeedge.lab.sim.model_shape import builtin_models
 from moeedge.lab.sim.step_costs import builtin_hardware
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED

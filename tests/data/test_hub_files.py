@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from moeedge.data import CATALOG, load_dataset
-from moeedge.data.datasets import DatasetFile
+from moeedge.data.datasets import CATALOG, DatasetFile, load_dataset
 from moeedge.scoring.answers import Reference, score_answer
 from tests.support.hub import local_hub
 

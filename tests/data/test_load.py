@@ -13,7 +13,8 @@ import pytest
 
 from models.generator import DOMAINS, held_back
 from models.toy import calibration_rows
-from moeedge.data import CATALOG, Dataset, dataset_names, load_calibration, load_dataset, load_sample
+from moeedge.data.datasets import CATALOG, dataset_names, load_calibration, load_dataset, load_sample
+from moeedge.data.prompts import Dataset
 from moeedge.errors import DatasetError, DownloadError
 from tests.support.hub import local_hub
 

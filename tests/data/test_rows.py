@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.data import PromptMessage, load_dataset
+from moeedge.data.datasets import load_dataset
 from moeedge.data.parsers import Row, parse_gsm8k, parse_instructions, parse_mmlu_pro, read_rows
+from moeedge.data.prompts import PromptMessage
 from moeedge.errors import DatasetError
 
 _GOOD = '{"prompt": "Hello"}\n'

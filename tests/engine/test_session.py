@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from moeedge.bench.output_check import ReferenceGap, compare_answers
 from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import MAX_N_CTX, EngineConfig, SamplingConfig
@@ -26,6 +25,7 @@ from moeedge.llama import library
 from moeedge.native.abi import Phase
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
+from tests.support.answers import assert_equal_answers
 from tests.support.interruption import interrupt_decode
 from tests.support.stock import StockContext
 
@@ -78,8 +78,7 @@ def answer(session: Session, prompt: list[int] = PROMPT, n_predict: int = N_PRED
 
 def check(session: Session, prompt: list[int], reference: list[int], tokens: list[int]) -> None:
     """Equal token by token; a difference would have to be a near-tie of the reference."""
-    result = compare_answers(reference, tokens, ReferenceGap(session.target, prompt, reference, tokens))
-    assert result.equal or result.near_tie, result
+    assert_equal_answers(session, prompt, reference, tokens)
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 8])

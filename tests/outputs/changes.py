@@ -48,6 +48,10 @@ MODULES: dict[str, str] = {
         )
     },
     "moeedge.sim": "moeedge.lab.sim",
+    "moeedge.cli.bench_tests": "moeedge.cli.bench_options",
+    "moeedge.bench.passes": "moeedge.bench.arms",
+    "moeedge.bench.budgets": "moeedge.bench.figures",
+    "moeedge.bench.budget_search": "moeedge.bench.budget_choice",
     "moeedge.widen": "moeedge.lab.widen",
 }
 
@@ -109,4 +113,8 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: (.* )?--repack\b", "", "slots in the layout of llama.cpp's faster kernels were never faster"),
     (r"options: .*\.repack\b", "", "the same, in configurations"),
     (r"options: .* declared: 5$", "", "texts of help"),
+    (r"options: bench.*: config\.(Budget)?Sweep\.", "", "one object compares caches, speculation and texts together"),
+    (r"options: bench( --trace-out|: config\.trace_out)", "profile --trace-out", "profile records the same routing"),
+    (r"screens: sim_views\.print_replay (0 100: 57|0 80: 101|1 100: 26|1 80: 29)$", "", "names profile --trace-out"),
+    (r"screens: sim_views\.shortcomings [01] 80: 1$", "", "the same"),
 ]  # fmt: skip

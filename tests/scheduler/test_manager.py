@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import moeedge.engine.session as session_module
-from moeedge.bench.output_check import ReferenceGap, compare_answers
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
@@ -28,6 +27,7 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.stats import PlacementStats
 from tests.conftest import TinyFactory
+from tests.support.answers import assert_equal_answers
 from tests.support.hybrid import NeverPays
 from tests.support.stock import StockContext
 
@@ -69,8 +69,7 @@ def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_
 
 def check(session: Session, prompt: list[int], expected: list[int], tokens: list[int]) -> None:
     """Equal, up to near-ties: the device's kernels round differently, and transfers decide what it computes."""
-    result = compare_answers(expected, tokens, ReferenceGap(session.target, prompt, expected, tokens))
-    assert result.equal or result.near_tie, result
+    assert_equal_answers(session, prompt, expected, tokens)
 
 
 def stats_of(session: Session) -> PlacementStats:

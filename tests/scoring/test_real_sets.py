@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moeedge.data import load_dataset
+from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Dataset
 from moeedge.scoring.answers import Reference, compiles, program_of, score_answer
 

@@ -118,11 +118,11 @@ def test_rouge_l_is_graded() -> None:
 
 
 def test_missing_rouge_score_hints_at_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers._scorer.cache_clear()
+    answers.rouge_scorer.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(InputError, match=r'pip install "moeedge\[score\]"'):
-        answers.check_rouge()
-    answers._scorer.cache_clear()
+        answers.rouge_scorer()
+    answers.rouge_scorer.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def ablate(
     placement = PlacementOptions(cache_ratio=cache_ratio, policy=system.value)
     config = engine.config(placement.config(), emulate_bundled=True)
     name = dataset or ("toy" if paths.is_bundled(config.model) else "sample")
-    from moeedge.data import load_dataset
+    from moeedge.data.datasets import load_dataset
 
     prompts = load_dataset(name).limited(limit or None).prompts
     _check(config.model, cutoffs, cache_ratio)

@@ -96,7 +96,7 @@ def fit(
         n_predict=n_predict,
         measure_speed_up=measure_speed_up,
     )
-    from moeedge.data import load_dataset
+    from moeedge.data.datasets import load_dataset
     from moeedge.engine.context_choice import thread_notes
     from moeedge.scheduler.config import PlacementConfig
 

@@ -14,9 +14,9 @@ from statistics import median
 
 from moeedge.bench.config import MODES, REFERENCE, BenchMode
 from moeedge.bench.harness import BenchArm, load_models, open_arms, run_conversations, warm_up
-from moeedge.bench.output_check import ReferenceGap, compare_answers
+from moeedge.bench.output_check import check_answers, logits_in, stop_tokens
 from moeedge.bench.samples import Sample, quotient
-from moeedge.data import Prompt
+from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -129,19 +129,15 @@ def run_ablation(
             )
         for note in dict.fromkeys(note for arm in arms for note in arm.session.info.notes):
             notify(Notification(note))
-        expected = {
-            sample.prompt: sample
-            for sample in run_conversations(stock, first_turns, repetitions=1, n_predict=n_predict, ignore_eos=True)
-        }
+        expected = list(run_conversations(stock, first_turns, repetitions=1, n_predict=n_predict, ignore_eos=True))
+        logits_at, end_tokens = logits_in(stock[0].session.target), stop_tokens(models[0])
         warm_up(arms, first_turns[0], n_predict=n_predict, ignore_eos=True)
         results = {arm.mode.label: _Result(arm) for arm in arms}
         for sample in run_conversations(
             arms, first_turns, repetitions=repetitions, n_predict=n_predict, ignore_eos=True
         ):
-            base = expected[sample.prompt]
-            gap = ReferenceGap(stock[0].session.target, base.prompt_ids, base.tokens, sample.tokens)
-            agreement = compare_answers(base.tokens, sample.tokens, gap)
-            results[sample.mode].add(sample, equal=agreement.equal or agreement.near_tie)
+            check = check_answers([sample], expected, logits_at, end_tokens)
+            results[sample.mode].add(sample, equal=check.passed)
             seconds = sample.ttft_s + sample.decode_s
             notify(Notification(f"{sample.mode}, prompt {sample.prompt}: {seconds:.1f} s"))
         first, *others = results.values()

@@ -245,7 +245,7 @@ def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     if contextless:
         lines.append(
             f"{', '.join(contextless)}: prediction by token ids alone, since this trace lacks the draft's hidden "
-            "states, with which the engine predicts more; bench --policy spac --trace-out records them."
+            "states, with which the engine predicts more; profile --policy spac --trace-out records them."
         )
     unprofiled = dict.fromkeys(row.policy for row in rows if not row.profile and TABLE[row.policy].takes_profile)
     if unprofiled:

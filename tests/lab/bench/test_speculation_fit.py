@@ -16,7 +16,7 @@ import pytest
 from moeedge.bench import roofline
 from moeedge.bench.harness import GREEDY
 from moeedge.bench.roofline import measure_read_speed
-from moeedge.data import load_dataset
+from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig

@@ -1,19 +1,25 @@
-"""The options of `moeedge bench` that llama-bench has: lists of sizes, depths and threads, and pauses."""
+"""The options of `moeedge bench`: lists of sizes, depths and threads as llama-bench has them, and comparisons."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from moeedge.cli import llama_options, options
+from moeedge import paths
+from moeedge.cli import budget_options, llama_options, options
+from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number
 from moeedge.cli.declare import derive, list_of, option
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
-    from moeedge.bench.config import SyntheticTest
+    from moeedge.bench.config import DraftLength, SyntheticTest
+    from moeedge.data.texts import EvaluationText
     from moeedge.engine.types import EngineConfig
+    from moeedge.policies.expert_budget import ExpertBudget
 
 # the sizes of llama-bench
 SYNTHETIC_PROMPT = 512
@@ -112,23 +118,19 @@ def sizes(text: str, option: str) -> list[int]:
     """Reads "64,128", also with llama-bench's ranges: "1-4", "0-1024+256", "64-512*2". Raises InputError."""
     found: list[int] = []
     for part in text.split(","):
-        first, dash, rest = part.strip().partition("-")
-        last, sign, step = rest.partition("+") if "*" not in rest else rest.partition("*")
-        numbers = [first, *([last] if dash else []), *([step] if sign else [])]
-        if not all(number.isdecimal() for number in numbers):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip(), re.ASCII)
+        if match is None:
             raise InputError(
                 f"{option} takes numbers of at least 0, not '{part.strip()}'.",
                 "Write them as 64,128 or as a range: 64-512*2, 0-1024+256.",
             )
-        values = [int(number) for number in numbers]
-        found += _range(values, sign, option)
+        first, last, sign, step = int(match[1]), int(match[2] or match[1]), match[3], int(match[4] or 1)
+        found += _range(first, last, sign, step, option)
     return list(dict.fromkeys(found))
 
 
-def _range(values: Sequence[int], sign: str, option: str) -> list[int]:
-    first, last = values[0], values[min(1, len(values) - 1)]
-    step = values[2] if sign else 1
-    if last < first or (sign == "+" and step < 1) or (sign == "*" and (step < 2 or first < 1)):
+def _range(first: int, last: int, sign: str | None, step: int, option: str) -> list[int]:
+    if last < first or step < 1 or (sign == "*" and (step < 2 or first < 1)):
         raise InputError(f"{option}: a range has no end.", "Write it as first-last+step or first-last*factor.")
     n_values = (last - first) // step + 1 if sign != "*" else 1
     if n_values > _MAX_VALUES:
@@ -168,3 +170,119 @@ def single(text: str | None, option: str) -> int | None:
     if len(values) > 1:
         raise InputError(f"With --dataset {option} takes one number, not '{text}'.", "Leave out --dataset, or choose.")
     return values[0]
+
+
+_NO_TEXT = "none"
+
+Budgets = Annotated[
+    str | None,
+    derive(
+        budget_options.BudgetList,
+        metavar="LIST",
+        help="Verify drafts with at most so many experts per layer (MoE-Spec), for instance 16,24,32: moeedge once per "
+        "budget next to moeedge without. Lossy: rows say so, and the output check gives a figure of quality.",
+    ),
+]
+BudgetRankings = Annotated[str | None, list_of(budget_options.BudgetRanking)]
+BudgetPolicies = Annotated[str | None, list_of(budget_options.BudgetPolicy)]
+DraftMaxima = Annotated[
+    str | None,
+    derive(
+        options.DraftLength,
+        metavar="LIST",
+        help="Tokens per draft (gamma); 0: no speculation; auto: as many as pay by what steps have cost. Several, "
+        "separated by commas, are compared. Default: auto for the mode moeedge, unless caches, budgets or texts "
+        "together are compared or perplexity is measured; otherwise the catalog's value for the "
+        "model, or 4.",
+    ),
+]
+PerplexityText = Annotated[
+    str | None,
+    option(
+        options.BUDGET,
+        "--perplexity FILE|toy|none",
+        "A text on which the modes of our backend with drafts are compared by perplexity, decoded in batches of "
+        "gamma + 1 tokens. Default: toy, the bundled pair's, for that with --expert-budget, otherwise none.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSweepOptions:
+    """Expert budgets to compare, and a text to compare them on."""
+
+    expert_budget: Budgets = None
+    budget_ranking: BudgetRankings = None
+    budget_policy: BudgetPolicies = None
+    perplexity: PerplexityText = None
+
+    def parse(self) -> tuple[ExpertBudget, ...]:
+        """Every budget with each ranking and policy; "off" is none of them, and always measured. Raises InputError."""
+        from moeedge.bench.config import parse_list
+
+        hint = "Give experts per layer, separated by commas, for instance 16,24,32."
+        listed = () if self.expert_budget is None else parse_list(self.expert_budget, "--expert-budget", hint)
+        numbers = [number for number in map(parse_number, listed) if number is not None]
+        if not numbers:
+            expect_no_companions(self, "LIST")
+        return tuple(
+            make_budget(number, ranking=ranking, policy=policy)
+            for ranking in _listed(self.budget_ranking, "--budget-ranking")
+            for policy in _listed(self.budget_policy, "--budget-policy")
+            for number in numbers
+        )
+
+    def text(self, model: Path) -> EvaluationText | None:
+        """The text of --perplexity. Raises DatasetError."""
+        from moeedge.data.texts import TOY_TEXT, load_text
+
+        name = self.perplexity
+        if name is None and self.expert_budget is not None and paths.is_bundled(model):
+            name = TOY_TEXT
+        return None if name in (None, _NO_TEXT) else load_text(name)
+
+
+def parse_gammas(text: str | None) -> tuple[DraftLength, ...]:
+    """The draft lengths of --draft-max, () for None. Raises InputError."""
+    from moeedge.bench.config import parse_list, parse_numbers
+
+    gammas: tuple[DraftLength, ...] = ()
+    if text is not None:
+        lengths = parse_list(text, "--draft-max", "Give numbers of tokens or auto, separated by commas.")
+        numbers = ",".join(length for length in lengths if length != "auto")
+        gammas = parse_numbers(numbers, "--draft-max", least=0) if numbers else ()
+        gammas += ("auto",) if "auto" in lengths else ()
+    if len(gammas) > 1 and 0 in gammas:
+        raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
+    return gammas
+
+
+def _listed(text: str | None, name: str) -> tuple[str | None, ...]:
+    from moeedge.bench.config import parse_list
+
+    return (None,) if text is None else parse_list(text, name, "Separate names by commas.")
+
+
+Parallel = Annotated[
+    str | None,
+    option(
+        options.WORK,
+        "--parallel LIST",
+        "Decode N prompts of the dataset together, each with its own drafts, once per N: throughput, and what "
+        "speculation gains over plain decoding with the same N. First turns only.",
+        also="-np",
+    ),
+]
+
+
+def parallel_counts(text: str | None) -> tuple[int, ...]:
+    """Numbers of texts, ascending; () without --parallel. Raises InputError."""
+    from moeedge.bench.config import parse_numbers
+    from moeedge.engine.types import MAX_N_PARALLEL
+
+    counts = () if text is None else parse_numbers(text, "--parallel", least=1)
+    if max(counts, default=0) > MAX_N_PARALLEL:
+        raise InputError(
+            f"At most {MAX_N_PARALLEL} texts are decoded together, not {max(counts)}.", "Use a smaller --parallel."
+        )
+    return tuple(sorted(counts))

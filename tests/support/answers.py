@@ -1,0 +1,16 @@
+"""Answers that must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeedge.bench.output_check import check_answers, logits_in, stop_tokens
+from moeedge.bench.samples import Sample
+from moeedge.engine.session import Session
+
+
+def assert_equal_answers(session: Session, prompt: Sequence[int], expected: list[int], tokens: list[int]) -> None:
+    """Equal token by token; a difference would have to be a near-tie of the session's target."""
+    base, own = (Sample("", "", 0, 0, 0, tokens=each, prompt_ids=list(prompt)) for each in (expected, tokens))
+    check = check_answers([own], [base], logits_in(session.target), stop_tokens(session.model))
+    assert check.passed, check
