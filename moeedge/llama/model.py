@@ -83,27 +83,39 @@ class ModelInfo:
         )
 
 
-@dataclass(eq=False)
 class Model:
     """llama.cpp's model and vocabulary, made by `load`."""
 
-    path: Path
-    handle: Any  # llama_model *
-    info: ModelInfo
-    gpu: int | None  # ggml_backend_dev_t of the first GPU in use; None: all layers are computed on the CPU
-    # layers whose experts are in host memory, where our backend computes them and sees their routing
-    host_expert_layers: tuple[int, ...]
-    storage: Storage  # of the weights in host memory
-    header_only: bool  # no weights; its contexts allocate nothing
-    dense: DenseWeights | None  # None: the experts are loaded like all weights, or nothing is (header_only)
-    has_head: bool  # the blocks that predict further tokens are loaded
-    settings: LoadSettings
-    warning: str  # of llama.cpp, about locked memory; empty: none
-
-    def __post_init__(self) -> None:
-        self.uses_gpu = self.gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
-        self.vocab = lib.llama_model_get_vocab(self.handle)  # llama_vocab *
+    def __init__(
+        self,
+        path: Path,
+        handle: Any,
+        info: ModelInfo,
+        *,
+        gpu: int | None,
+        host_expert_layers: tuple[int, ...],
+        storage: Storage,
+        header_only: bool,
+        dense: DenseWeights | None,
+        has_head: bool,
+        settings: LoadSettings,
+        warning: str,
+    ) -> None:
+        self.path = path
+        self.info = info
+        self.gpu = gpu  # ggml_backend_dev_t of the first GPU in use; None: all layers are computed on the CPU
+        self.uses_gpu = gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
+        # layers whose experts are in host memory, where our backend computes them and sees their routing
+        self.host_expert_layers = host_expert_layers
+        self.storage = storage  # of the weights in host memory
+        self.dense = dense  # None: the experts are loaded like all weights, or nothing is (header_only)
+        self.header_only = header_only  # no weights; its contexts allocate nothing
+        self.has_head = has_head  # the blocks that predict further tokens are loaded
+        self.settings = settings
+        self.warning = warning  # of llama.cpp, about locked memory; empty: none
         self._adapters: dict[Path, Any] = {}  # llama_adapter_lora *, freed with the model
+        self.handle = handle  # llama_model *
+        self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._eog: dict[int, bool] = {}
         self._chat_formats: dict[str, ChatFormat | BuiltinFormat] = {}  # by the source of the template
