@@ -63,7 +63,7 @@ COMMANDS = {
     "lab": ("", "Replay, simulate, fit and validate: what the papers describe, for research."),
     "lab trace": (
         "moeedge.lab.cli.trace",
-        "Look into routing traces (the experts that every token used), and convert them.",
+        "Look into routing traces (the experts that every token used), and import them from other tools.",
     ),
     "lab replay": (
         "moeedge.lab.cli.replay",

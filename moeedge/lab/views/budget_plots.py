@@ -41,17 +41,16 @@ def _draw_curves(axes: Any, analysis: BudgetAnalysis) -> None:
     n = np.arange(1, analysis.n_experts + 1)
     for place, curve in enumerate(analysis.curves):
         width, colour = (2.4, "black") if curve.group == "all" else (1.2, COLOURS[(place - 1) % len(COLOURS)])
-        axes.plot(n, curve.shares.mean(axis=0), color=colour, linewidth=width, label=curve.group)
+        axes.plot(n, curve.cumulative.mean(axis=0), color=colour, linewidth=width, label=curve.group)
     first = analysis.curves[0]
-    if first.cumulative is not None:
-        weights = first.cumulative_weights.mean(axis=0)
-        axes.plot(n, weights, "--", color="black", linewidth=1.2, label="all, weights of the natural top-k")
+    weights = first.cumulative_weights.mean(axis=0)
+    axes.plot(n, weights, "--", color="black", linewidth=1.2, label="all, weights of the natural top-k")
     axes.axvline(analysis.n_used, color="0.5", linestyle=":", linewidth=1)
     axes.set_ylim(0, 1.02)
     axes.set_xlim(0, analysis.n_experts)
     axes.set_xlabel("n best experts of a layer and batch")
-    axes.set_ylabel(f"share of {first.quantity}")
-    axes.set_title(f"cumulative {first.quantity}", fontsize="medium")
+    axes.set_ylabel("share of routing probability")
+    axes.set_title("cumulative routing probability", fontsize="medium")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 

@@ -30,16 +30,16 @@ def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
         style="bold",
     )
     console.print()
-    print_table(console, _curve_columns(analysis), analysis.curves, title=f"{first.quantity} on the n best experts")
+    title = "routing probability on the n best experts"
+    print_table(console, _curve_columns(analysis), analysis.curves, title=title)
     console.print(
         "n best: of each layer and batch, by the sum over its tokens. experts: distinct ones of the natural top-k. "
         "50 %, 90 %: experts that hold this share.",
         style="dim",
     )
-    if first.cumulative is not None:
-        weights = first.cumulative_weights.mean(axis=0)
-        shares = ", ".join(f"{n} best {100 * weights[n - 1]:.1f} %" for n in _best(analysis))
-        console.print(f"summed weights of the natural top-k instead, all prompts: {shares}")
+    weights = first.cumulative_weights.mean(axis=0)
+    shares = ", ".join(f"{n} best {100 * weights[n - 1]:.1f} %" for n in _best(analysis))
+    console.print(f"summed weights of the natural top-k instead, all prompts: {shares}")
     console.print()
     _print_pairs(analysis, console)
     console.print()
@@ -51,10 +51,11 @@ def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
 
 def _curve_columns(analysis: BudgetAnalysis) -> list[Column]:
     def on_best(n: int) -> Column:
-        return Column(f"n={n}", lambda curve: 100 * curve.shares[:, n - 1].mean(), "{:.1f} %".format)
+        return Column(f"n={n}", lambda curve: 100 * curve.cumulative[:, n - 1].mean(), "{:.1f} %".format)
 
     def needed(share: float) -> Column:
-        return Column(f"{share:.0%}".replace("%", " %"), lambda curve: experts_for(curve, share), ".1f")
+        title = f"{share:.0%}".replace("%", " %")
+        return Column(title, lambda curve: (curve.cumulative < share).sum(axis=-1).mean() + 1, ".1f")
 
     return [
         text_column("prompts", "group"),
@@ -69,11 +70,6 @@ def _best(analysis: BudgetAnalysis) -> tuple[int, ...]:
     """The budgets that the first table has room for."""
     budgets = analysis.budgets
     return budgets if len(budgets) <= _MOST_SHARES else budgets[::2][:_MOST_SHARES]
-
-
-def experts_for(curve: ProbabilityCurve, share: float) -> float:
-    """Experts that hold this share, mean over the layers."""
-    return float((curve.shares < share).sum(axis=-1).mean() + 1)
 
 
 def _print_pairs(analysis: BudgetAnalysis, console: Console) -> None:
@@ -91,7 +87,7 @@ def _print_pairs(analysis: BudgetAnalysis, console: Console) -> None:
 
 
 def _print_errors(errors: ErrorTable, console: Console) -> None:
-    budgets = shown_budgets(errors.budgets)
+    budgets = errors.budgets[:_MOST_BUDGETS]
     rows = [
         (_name(variant), *(errors.mean(variant, budget) for budget in budgets))
         for variant in errors.variants
@@ -114,11 +110,6 @@ def _print_errors(errors: ErrorTable, console: Console) -> None:
 def _name(variant: Variant) -> str:
     coverage = {"substitution": "subst.", "truncation": "trunc."}[variant.coverage]
     return f"{variant.ranking}, {coverage}{'' if variant.keeps_union else f' ({_LETTER})'}"
-
-
-def shown_budgets(budgets: tuple[int, ...]) -> list[int]:
-    """The budgets that a table has room for, the smallest first."""
-    return list(budgets[:_MOST_BUDGETS])
 
 
 def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, Any]:
@@ -152,10 +143,9 @@ def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
         "tokens": curve.tokens,
         "unique_experts": float(curve.unique.mean()),
         "unique_by_layer": curve.unique.tolist(),
-        "cumulative_probability": None if curve.cumulative is None else curve.cumulative.mean(axis=0).tolist(),
+        "cumulative_probability": curve.cumulative.mean(axis=0).tolist(),
         "cumulative_weights": curve.cumulative_weights.mean(axis=0).tolist(),
-        "cumulative_by_layer": curve.shares.tolist() if curve.group == "all" else None,
-        "selected_by": curve.selected_by,
+        "cumulative_by_layer": curve.cumulative.tolist() if curve.group == "all" else None,
     }
 
 
