@@ -11,27 +11,41 @@ Answers go on after a stop token up to the requested length: the model knows no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import moeedge
 from moeedge.bench.harness import GREEDY, rotated
 from moeedge.data.prompts import Prompt
 from moeedge.engine.generation import Generation
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, EngineInfo
-from moeedge.errors import ContextTooSmallError, InputError
-from moeedge.lab.analysis.step_fit import StepTimes
-from moeedge.lab.analysis.step_model import DraftCount, count_acceptance
-from moeedge.lab.experiments.fit_report import FitReport, SpeedUpSample
+from moeedge.engine.types import EngineConfig, EngineInfo, GenerationStats
+from moeedge.errors import ContextTooSmallError, InputError, MeasurementError
+from moeedge.lab.analysis.step_fit import (
+    Acceptance,
+    AmdahlRow,
+    DraftCount,
+    StepFit,
+    StepTimes,
+    amdahl,
+    count_acceptance,
+    expert_share,
+    expert_share_measured,
+    fit_steps,
+)
 from moeedge.lab.experiments.step_times import StepTimer, read_weights, this_machine
 from moeedge.llama.gguf_file import read_experts_used
 from moeedge.notifications import Notify, ignore
 
+MAX_ERROR = 0.15  # of times left out, median; with more there are no predictions
+_PREDICTED = ("target_efficiency", "predicted", "error")  # by the fit, of a speed-up
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48)
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -66,6 +80,182 @@ class FitPlan:
             raise ValueError(f"--repetitions must be at least 1, not {self.repetitions}")
 
 
+@dataclass(frozen=True)
+class SpeedUp:
+    """Speculative over plain decoding of `batch_size` sequences at one draft length."""
+
+    batch_size: int
+    gamma: int
+    tokens_per_step: float  # predicted from the acceptance of the longest drafts
+    target_efficiency: float
+    predicted: float  # by the fit
+    beyond_measured: bool  # the verification has more tokens than any batch that was measured
+    measured: float | None = None  # of one sequence; None: not asked for
+    measured_tokens_per_step: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, minus 1."""
+        return None if self.measured is None else self.predicted / self.measured - 1
+
+
+# statistics of each draft length's answers by prompt, of answers of more than one token; 0: plain
+Answers = Mapping[int, Mapping[int, GenerationStats]]
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """Everything that was measured, fitted and predicted."""
+
+    info: EngineInfo
+    times: StepTimes
+    fit: StepFit  # of the form that predicts better
+    other_fit: StepFit  # of the other form
+    acceptance: Acceptance
+    share_fitted: float  # f of the production study, by the fit
+    share_measured: float | None  # f by the slope over the active experts
+    amdahl: tuple[AmdahlRow, ...]
+    speed_ups: tuple[SpeedUp, ...]
+    outlooks: tuple[SpeedUp, ...]  # by batch size and draft length
+
+    @classmethod
+    def of(
+        cls,
+        info: EngineInfo,
+        times: StepTimes,
+        acceptance: Acceptance,
+        answers: Answers,
+        *,
+        gammas: Sequence[int],
+        batch_sizes: Sequence[int],
+    ) -> FitReport:
+        """Fits the times in both forms and predicts with the one that misses less of what it was not given."""
+        fits = [fit_steps(times, in_sequence=in_sequence) for in_sequence in (False, True)]
+        fit, other = sorted(fits, key=lambda found: found.left_out_error or found.fit_error)
+        fitted, sloped = expert_share(fit.model), expert_share_measured(times)
+        max_tokens = max(point.n_tokens for point in times.target)
+
+        def speed_up(gamma: int, batch_size: int) -> SpeedUp:
+            n_tokens, n_drafts = acceptance.tokens(gamma), acceptance.drafts(gamma)
+            return SpeedUp(
+                batch_size,
+                gamma,
+                n_tokens,
+                fit.model.target_efficiency(batch_size, gamma),
+                fit.model.speed_up(n_tokens, n_drafts, batch_size),
+                batch_size * (gamma + 1) > max_tokens,
+            )
+
+        return cls(
+            info=info,
+            times=times,
+            fit=fit,
+            other_fit=other,
+            acceptance=acceptance,
+            share_fitted=fitted,
+            share_measured=sloped,
+            amdahl=tuple(amdahl(times, fitted if sloped is None else sloped)),
+            speed_ups=tuple(_with_measured(speed_up(gamma, 1), answers) for gamma in gammas),
+            outlooks=tuple(speed_up(gamma, size) for size, gamma in itertools.product(batch_sizes, gammas)),
+        )
+
+    @property
+    def share(self) -> float:
+        """f: measured where that was possible."""
+        return self.share_fitted if self.share_measured is None else self.share_measured
+
+    @property
+    def error(self) -> float:
+        """Median error of the times left out; of those fitted where there were too few to leave any out."""
+        return self.fit.fit_error if self.fit.left_out_error is None else self.fit.left_out_error
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the fit says enough about the times to predict others."""
+        return self.error <= MAX_ERROR
+
+    def unusable(self) -> MeasurementError:
+        """Why there are no predictions."""
+        return MeasurementError(
+            f"There are no predictions: the fit misses the times left out by {self.error:.0%} (median), and more than "
+            f"{MAX_ERROR:.0%} is too much. Samples of one batch differ by a factor of {self.spread:.2f}.",
+            "Repeat it on a quiet machine, or with more repetitions (-r). -o json keeps the times.",
+        )
+
+    @property
+    def spread(self) -> float:
+        """Median over the target's times of the largest over the smallest sample: 1 on a quiet machine."""
+        return median(max(point.samples_s) / min(point.samples_s) for point in self.times.target)
+
+    @property
+    def speed_up_error(self) -> float | None:
+        """Largest absolute error of a predicted speed-up; None where none was measured."""
+        return max((abs(row.error) for row in self.speed_ups if row.error is not None), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; times in seconds. A fit that is not usable has its times and errors, and no predictions."""
+        fit, other, model = self.fit, self.other_fit, self.fit.model
+        withheld = {} if self.is_usable else dict.fromkeys(_PREDICTED)
+        return {
+            "version": moeedge.__version__,
+            "model": self.info.model,
+            "draft": self.info.draft,
+            "device": self.info.device,
+            "threads": self.info.n_threads,
+            "usable": self.is_usable,
+            "times": asdict(self.times),
+            "acceptance": asdict(self.acceptance),
+            "parameters": {name: getattr(model, name) for name in fit.lower},
+            "lower_bounds": fit.lower,
+            "upper_bounds": {name: value for name, value in fit.upper.items() if value != float("inf")},
+            "experts_in_sequence": model.in_sequence,
+            "other_form": {
+                "experts_in_sequence": other.model.in_sequence,
+                "fit_error": other.fit_error,
+                "left_out_error": other.left_out_error,
+                "parameters": {name: getattr(other.model, name) for name in fit.lower},
+            },
+            "ridge_point_tokens": model.ridge_point,
+            **{name: getattr(fit, name) for name in ("fit_error", "left_out_error", "draft_error", "reject_error")},
+            "spread": self.spread,
+            "speed_up_error": self.speed_up_error if self.is_usable else None,
+            "fitted": [asdict(point) for point in fit.fitted],
+            "left_out": [asdict(point) for point in fit.left_out],
+            "parts_s": {str(n): model.parts_s(n) for n in sorted({point.n_tokens for point in self.times.target})},
+            "expert_share_fitted": self.share_fitted,
+            "expert_share_measured": self.share_measured,
+            "amdahl": [asdict(row) for row in self.amdahl if self.is_usable],
+            "speed_up": [_speed_up_json(row) | withheld for row in self.speed_ups],
+            "outlook": [_outlook_json(row) for row in self.outlooks if self.is_usable],
+        }
+
+
+def _speed_up_json(row: SpeedUp) -> dict[str, Any]:
+    keys = ("gamma", "tokens_per_step", "target_efficiency", "predicted", "measured", "measured_tokens_per_step")
+    return {key: getattr(row, key) for key in (*keys, "error")}
+
+
+def _outlook_json(row: SpeedUp) -> dict[str, Any]:
+    keys = ("batch_size", "gamma", "tokens_per_step", "target_efficiency", "beyond_measured")
+    return {key: getattr(row, key) for key in keys} | {"speed_up": row.predicted}
+
+
+def _with_measured(row: SpeedUp, answers: Answers) -> SpeedUp:
+    """The row with the speed-up of the prompts that were answered with and without drafts."""
+    plain, own = answers.get(0, {}), answers.get(row.gamma, {})
+    both = [(own[prompt], plain[prompt]) for prompt in own if prompt in plain]
+    if not both:
+        return row
+
+    def speed(of: Sequence[GenerationStats]) -> float:
+        return sum(stats.generated_tokens - 1 for stats in of) / sum(stats.decode_s for stats in of)
+
+    drafted, undrafted = zip(*both, strict=True)
+    n_tokens = sum(stats.generated_tokens - 1 for stats in drafted)
+    per_step = n_tokens / sum(stats.steps for stats in drafted)
+    return replace(row, measured=speed(drafted) / speed(undrafted), measured_tokens_per_step=per_step)
+
+
 def run_fit(
     config: EngineConfig,
     prompts: Sequence[Prompt],
@@ -82,7 +272,7 @@ def run_fit(
     """
     most_drafts = max(plan.gammas)
     sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)
-    samples: list[SpeedUpSample] = []
+    answers: Answers = {}
     with ExitStack() as stack:
         session = stack.enter_context(_open(config, most_drafts, None, notify))
         info, weights = session.info, read_weights(config.model)
@@ -109,7 +299,7 @@ def run_fit(
         if plan.measure_speed_up:
             gammas = (0, *plan.gammas)
             on_part("decoding, plain and speculative", len(prompts) * len(gammas))
-            samples = list(_decode(session, prompts, gammas, plan.n_predict, on_pass))
+            answers = _decode(session, prompts, gammas, plan.n_predict, on_pass)
     for n_used in used[1:]:
         with _open(config, 0, n_used, notify) as other:
             alone = timer_of(other, shapes=[(1, each) for each in plan.tokens])
@@ -129,7 +319,7 @@ def run_fit(
         depth=depth,
     )
     acceptance = count_acceptance(steps, most_drafts)
-    return FitReport.of(info, times, acceptance, samples, gammas=plan.gammas, batch_sizes=plan.batch_sizes)
+    return FitReport.of(info, times, acceptance, answers, gammas=plan.gammas, batch_sizes=plan.batch_sizes)
 
 
 def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) -> Session:
@@ -218,8 +408,9 @@ def _decode(
     gammas: Sequence[int],
     n_predict: int,
     on_pass: Callable[[], None],
-) -> Iterator[SpeedUpSample]:
-    """Answers each prompt with every draft length in turn. An answer of one token gives none."""
+) -> Answers:
+    """Answers each prompt with every draft length in turn."""
+    answers: dict[int, dict[int, GenerationStats]] = {gamma: {} for gamma in gammas}
     for index, prompt in enumerate(prompts):
         for gamma in rotated(gammas, index):
             begun = _begin(session, prompt, gamma, n_predict)
@@ -230,4 +421,5 @@ def _decode(
             stats = begun[1].stats
             on_pass()
             if stats.steps and stats.generated_tokens > 1:
-                yield SpeedUpSample(index, gamma, stats.decode_s, stats.generated_tokens - 1, stats.steps)
+                answers[gamma][index] = stats
+    return answers

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -24,8 +24,7 @@ from moeedge.bench.roofline import measure_read_speed
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.errors import InputError
-from moeedge.lab.analysis.step_fit import TimePoint
-from moeedge.lab.analysis.step_model import Machine
+from moeedge.lab.analysis.step_fit import Machine, TimePoint
 from moeedge.llama import gguf_file
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart
@@ -155,17 +154,7 @@ class StepTimer:
             if context.sensor is not None:
                 unique[shape].append(np.count_nonzero(context.sensor.read_counts()) / n_layers)
             self._on_pass()
-        return [
-            TimePoint(
-                size * each,
-                median(samples),
-                context.model.info.n_expert_used,
-                size,
-                unique_experts=fmean(unique[size, each]) if unique[size, each] else None,
-                samples_s=tuple(samples),
-            )
-            for (size, each), samples in sorted(seconds.items())
-        ]
+        return _points(seconds, context.model.info.n_expert_used, unique)
 
     def draft(self) -> list[TimePoint]:
         """T_D(B): one pass of the draft model over a token of each sequence, and a choice for each."""
@@ -173,20 +162,17 @@ class StepTimer:
         if context is None:
             return []
         sampler = Sampler(GREEDY, context.model.info.n_vocab)
-        seconds: dict[int, list[float]] = defaultdict(list)
+        seconds: dict[Shape, list[float]] = defaultdict(list)
         for shape, turn in self._turns([(size, 1) for size in self._draft_sizes], context):
             self._warm_up(context, shape, turn, Phase.DRAFT)
             parts = self._parts(context, shape, turn)
             start_s = time.perf_counter()
             for logits in context.decode_parts(parts, phase=Phase.DRAFT):
                 sampler.pick(sampler.candidates(logits[0], []))
-            seconds[shape[0]].append(time.perf_counter() - start_s)
+            seconds[shape].append(time.perf_counter() - start_s)
             _take_back(parts)
             self._on_pass()
-        return [
-            TimePoint(size, median(samples), n_sequences=size, samples_s=tuple(samples))
-            for size, samples in sorted(seconds.items())
-        ]
+        return _points(seconds)
 
     def reject(self) -> list[TimePoint]:
         """T_rej(t): rejection sampling of t - 1 drafts, all of which are accepted, which takes longest."""
@@ -199,14 +185,15 @@ class StepTimer:
         (logits,) = (rows.copy() for rows in context.decode_parts([part], phase=Phase.VERIFY))
         best = [int(token) for token in logits.argmax(axis=1)]
         certain = [Candidates.certain(token) for token in best]
-        seconds: dict[int, list[float]] = defaultdict(list)
+        seconds: dict[Shape, list[float]] = defaultdict(list)
         for turn in range(self._repetitions):
-            for _, n_tokens in rotated(self._shapes, turn):
+            for shape in rotated(self._shapes, turn):
+                n_tokens = shape[1]
                 start_s = time.perf_counter()
                 sampler.accept(logits[:n_tokens], best[: n_tokens - 1], certain[: n_tokens - 1], before)
-                seconds[n_tokens].append(time.perf_counter() - start_s)
+                seconds[shape].append(time.perf_counter() - start_s)
         _take_back([part])
-        return [TimePoint(n, median(samples), samples_s=tuple(samples)) for n, samples in sorted(seconds.items())]
+        return _points(seconds)
 
     def _turns(self, shapes: Sequence[Shape], context: Context) -> Iterator[tuple[Shape, int]]:
         """(shape, repetition), the smallest batches first, with the text before them in the KV cache."""
@@ -247,6 +234,18 @@ class StepTimer:
         for n_back in range(WARM_UPS, 0, -1):
             _decode_s(context, self._parts(context, shape, turn, skip=n_back * shape[1]), phase)
         self._fill(context, shape[0], turn)
+
+
+def _points(
+    seconds: Mapping[Shape, list[float]], n_used: int = 0, unique: Mapping[Shape, list[float]] | None = None
+) -> list[TimePoint]:
+    """The samples of each shape as a time, in the order of the shapes. unique: experts, where they were counted."""
+    found = []
+    for shape, samples in sorted(seconds.items()):
+        counted = unique.get(shape) if unique else None
+        experts = fmean(counted) if counted else None
+        found.append(TimePoint(shape[0] * shape[1], median(samples), n_used, shape[0], experts, tuple(samples)))
+    return found
 
 
 def _decode_s(context: Context, parts: Sequence[BatchPart], phase: Phase) -> float:
