@@ -25,16 +25,13 @@ from moeedge.lab.policies.expert_budget import (
     Probabilities,
     Ranking,
     RouterKind,
-    kept_probability,
+    apply_budget,
     moe_output,
     oracle_order,
     pick_scores,
     router_scores,
     routing_probabilities,
-    shortlist,
     static_scores,
-    substitute,
-    truncate,
     used_experts,
 )
 from moeedge.policies.base import FloatArray, IntArray
@@ -45,28 +42,15 @@ _TOLERANCE = 2e-3  # relative, of weights that a rule must reproduce
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to apply a budget.
-
-    keeps_union: batches whose natural picks fit the budget stay as they are; else Eq. 5 by the letter.
-    """
+    """A way to apply a budget to batches whose natural picks exceed it."""
 
     ranking: Ranking
     coverage: Coverage
-    keeps_union: bool = True
 
 
-VARIANTS = (
-    Variant("router", "substitution"),  # MoE-Spec's default
-    Variant("static", "substitution"),
-    Variant("oracle", "substitution"),
-    Variant("router", "truncation"),
-    Variant("static", "truncation"),
-    Variant("oracle", "truncation"),
-    Variant("picks", "substitution"),  # the engine's
-    Variant("picks", "truncation"),
-    Variant("router", "substitution", keeps_union=False),
-    Variant("router", "truncation", keeps_union=False),
-)
+RANKINGS: tuple[Ranking, ...] = ("router", "static", "oracle", "picks")  # MoE-Spec's default first
+COVERAGES: tuple[Coverage, ...] = ("substitution", "truncation")
+VARIANTS = tuple(Variant(ranking, coverage) for coverage in COVERAGES for ranking in RANKINGS)
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -188,15 +172,14 @@ def co_activation(ids: IntArray, n_experts: int) -> NDArray[np.int64]:
 class CoActivation:
     """Pairs of experts that a layer's tokens used together (Appendix D).
 
-    counts: int64 [N, N], see `co_activation`. order: int32 [N], experts by hierarchical clustering. concentration:
-    the most frequent pair's count by its expectation under uniform selection (Eq. 9). lift: the same pair's count by
-    the expectation if its two experts were selected independently, as often as they are; None without any pair.
+    counts: int64 [N, N], see `co_activation`. concentration: the most frequent pair's count by its expectation under
+    uniform selection (Eq. 9). lift: the same pair's count by the expectation if its two experts were selected
+    independently, as often as they are; None without any pair.
     """
 
     layer: int
     tokens: int
     counts: NDArray[np.int64]
-    order: Ids
     pair: tuple[int, int] | None  # the most frequent one
     concentration: float | None
     lift: float | None
@@ -208,37 +191,11 @@ def analyse_pairs(layer: int, counts: NDArray[np.int64], tokens: int, n_used: in
     pairs = np.triu(counts, 1)
     first, second = (int(index) for index in np.unravel_index(int(np.argmax(pairs)), pairs.shape))
     most = int(pairs[first, second])
-    expected = tokens * n_used * (n_used - 1) / (n_experts * (n_experts - 1)) if n_experts > 1 else 0.0
-    independent = float(counts[first, first]) * float(counts[second, second]) / tokens if tokens else 0.0
-    return CoActivation(
-        layer=layer,
-        tokens=tokens,
-        counts=counts,
-        order=cluster_order(counts),
-        pair=(first, second) if most else None,
-        concentration=most / expected if most else None,
-        lift=most / independent if most else None,
-    )
-
-
-def cluster_order(counts: NDArray[np.int64]) -> Ids:
-    """Experts int32 [N] in the order of hierarchical clustering, average linkage, of co-activations [N, N].
-
-    The distance of two experts is 1 - (tokens that used both) / (tokens that used either).
-    """
-    from scipy.cluster.hierarchy import leaves_list, linkage  # half a second
-    from scipy.spatial.distance import squareform
-
-    n_experts = counts.shape[0]
-    if n_experts < 3:
-        return np.arange(n_experts, dtype=np.int32)
-    both = counts.astype(np.float64)
-    uses = np.diag(both)
-    either = uses[:, None] + uses[None, :] - both
-    distance = 1.0 - np.divide(both, either, out=np.zeros_like(both), where=either > 0.0)
-    np.fill_diagonal(distance, 0.0)
-    tree = linkage(squareform(distance, checks=False), method="average", optimal_ordering=True)
-    return np.asarray(leaves_list(tree), dtype=np.int32)
+    if not most:
+        return CoActivation(layer, tokens, counts, None, None, None)
+    expected = tokens * n_used * (n_used - 1) / (n_experts * (n_experts - 1))
+    independent = float(counts[first, first]) * float(counts[second, second]) / tokens
+    return CoActivation(layer, tokens, counts, (first, second), most / expected, most / independent)
 
 
 # reconstruction errors
@@ -298,8 +255,7 @@ def layer_errors(
     outputs = np.stack(batch.outputs)
     n_layers, _, n_experts = batch.values.shape
     probabilities = routing_probabilities(batch.values, router.kind)
-    natural = used_experts(batch.ids, n_experts)
-    unique = natural.sum(axis=-1)
+    unique = used_experts(batch.ids, n_experts).sum(axis=-1)
     full = moe_output(outputs, batch.ids, batch.weights)
     orders = [oracle_order(*part) for part in zip(outputs, batch.weights, batch.ids, strict=True)]
     scores = {
@@ -314,17 +270,21 @@ def layer_errors(
         ranked = scores[variant.ranking]
         if ranked is None:
             continue
-        shortlisted = shortlist(ranked, budget)
-        if variant.keeps_union:
-            shortlisted = np.where((unique <= budget)[:, None], natural, shortlisted)
-        if variant.coverage == "truncation":
-            ids, weights = truncate(batch.ids, batch.weights, shortlisted, probabilities)
-        else:
-            ids = substitute(selection, batch.ids, shortlisted, probabilities)
-            is_natural = (ids == batch.ids).all(axis=-1, keepdims=True)  # weights as the model's own kernels round them
-            weights = np.where(is_natural, batch.weights, router.mixing.of(batch.values, ids))
-        errors[:, i, j] = normalised_distance(full, moe_output(outputs, ids, weights))
-        kept[:, i, j] = kept_probability(probabilities, batch.ids, shortlisted)
+        found = apply_budget(
+            selection,
+            batch.ids,
+            probabilities,
+            budget,
+            weights=batch.weights,
+            coverage=variant.coverage,
+            scores=ranked,
+        )
+        weights = found.weights
+        if weights is None:
+            is_natural = (found.ids == batch.ids).all(axis=-1, keepdims=True)  # as the model's own kernels round them
+            weights = np.where(is_natural, batch.weights, router.mixing.of(batch.values, found.ids))
+        errors[:, i, j] = normalised_distance(full, moe_output(outputs, found.ids, weights))
+        kept[:, i, j] = found.kept_probability
     return errors, kept, unique
 
 

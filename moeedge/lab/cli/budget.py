@@ -49,8 +49,7 @@ def budget(
     from moeedge.engine.recording import check_layers, parse_layers
     from moeedge.engine.session import Session
     from moeedge.lab.analysis.budget_recording import analyse_budgets
-    from moeedge.lab.views.budget_plots import draw_budgets
-    from moeedge.lab.views.budget_views import budget_report, print_budgets
+    from moeedge.lab.views.budget_views import budget_report, draw_budgets, print_budgets
     from moeedge.scheduler.config import PlacementConfig
     from moeedge.ui.chat.greeting import print_header
     from moeedge.ui.chat.interrupt import Interrupt

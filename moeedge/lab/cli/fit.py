@@ -29,14 +29,6 @@ NExpertUsed = Annotated[
         "difference says what experts cost.",
     ),
 ]
-MeasureSpeedUp = Annotated[
-    bool,
-    option(
-        options.WORK,
-        "--measure-speed-up/--no-measure-speed-up",
-        "Decode the prompts plainly and with every draft length, next to the predictions.",
-    ),
-]
 
 
 def fit(
@@ -44,7 +36,6 @@ def fit(
     draft_max: options.DraftMaxList = "1,2,3,4,5,6,7,8",
     batch_sizes: BatchSizes = "1,2,4,8,16,32,64",
     n_expert_used: NExpertUsed = None,
-    measure_speed_up: MeasureSpeedUp = True,
     dataset: options.Dataset = None,
     limit: options.Limit = 8,
     offline_sample: options.OfflineSample = False,
@@ -90,7 +81,6 @@ def fit(
         n_used=() if n_expert_used is None else tuple(integers(n_expert_used, "--n-expert-used")),
         repetitions=repetitions,
         n_predict=n_predict,
-        measure_speed_up=measure_speed_up,
     )
     from moeedge.data import load_dataset
     from moeedge.engine.context_choice import thread_notes

@@ -3,8 +3,7 @@
 1. The prompts are answered with the longest drafts: which share is accepted, and a text to measure on.
 2. The parts of a step are timed on windows of that text (step_times.py), with as many tokens before them as the steps
    of the answers had, and once for each number of active experts.
-3. If asked for, plain and speculative decoding of the same prompts take turns: the speed-ups that are predicted.
-4. The times are fitted (analysis/step_fit.py).
+3. The times are fitted, and speed-ups predicted (analysis/step_fit.py).
 
 Answers go on after a stop token up to the requested length: the model knows no short last steps.
 """
@@ -12,7 +11,7 @@ Answers go on after a stop token up to the requested length: the model knows no 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,12 +20,11 @@ from statistics import median
 from typing import Any
 
 import moeedge
-from moeedge.bench.harness import GREEDY, rotated
+from moeedge.bench.harness import GREEDY
 from moeedge.data.prompts import Prompt
-from moeedge.engine.generation import Generation
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, EngineInfo, GenerationStats
+from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import ContextTooSmallError, InputError, MeasurementError
 from moeedge.lab.analysis.step_fit import (
     Acceptance,
@@ -45,7 +43,6 @@ from moeedge.llama.gguf_file import read_experts_used
 from moeedge.notifications import Notify, ignore
 
 MAX_ERROR = 0.15  # of times left out, median; with more there are no predictions
-_PREDICTED = ("target_efficiency", "predicted", "error")  # by the fit, of a speed-up
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48)
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -65,7 +62,6 @@ class FitPlan:
     n_used: tuple[int, ...] = ()  # experts per token; empty: the model's, and half of them
     repetitions: int = 5
     n_predict: int = 96  # tokens per answer
-    measure_speed_up: bool = True
 
     def __post_init__(self) -> None:
         if len(set(self.tokens)) < _MIN_TIMES or min(self.tokens) != 1:
@@ -82,25 +78,14 @@ class FitPlan:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """Speculative over plain decoding of `batch_size` sequences at one draft length."""
+    """Predicted speed of speculative over plain decoding in one setting."""
 
-    batch_size: int
+    batch_size: int  # sequences
     gamma: int
-    tokens_per_step: float  # predicted from the acceptance of the longest drafts
+    tokens_per_step: float  # of one sequence, from the acceptance of the longest drafts
     target_efficiency: float
-    predicted: float  # by the fit
+    speed_up: float
     beyond_measured: bool  # the verification has more tokens than any batch that was measured
-    measured: float | None = None  # of one sequence; None: not asked for
-    measured_tokens_per_step: float | None = None
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, minus 1."""
-        return None if self.measured is None else self.predicted / self.measured - 1
-
-
-# statistics of each draft length's answers by prompt, of answers of more than one token; 0: plain
-Answers = Mapping[int, Mapping[int, GenerationStats]]
 
 
 @dataclass(frozen=True)
@@ -115,8 +100,7 @@ class FitReport:
     share_fitted: float  # f of the production study, by the fit
     share_measured: float | None  # f by the slope over the active experts
     amdahl: tuple[AmdahlRow, ...]
-    speed_ups: tuple[SpeedUp, ...]
-    outlooks: tuple[SpeedUp, ...]  # by batch size and draft length
+    speed_ups: tuple[SpeedUp, ...]  # by batch size, the first 1, and draft length
 
     @classmethod
     def of(
@@ -124,7 +108,6 @@ class FitReport:
         info: EngineInfo,
         times: StepTimes,
         acceptance: Acceptance,
-        answers: Answers,
         *,
         gammas: Sequence[int],
         batch_sizes: Sequence[int],
@@ -133,6 +116,7 @@ class FitReport:
         fits = [fit_steps(times, in_sequence=in_sequence) for in_sequence in (False, True)]
         fit, other = sorted(fits, key=lambda found: found.left_out_error or found.fit_error)
         fitted, sloped = expert_share(fit.model), expert_share_measured(times)
+        sizes = dict.fromkeys((1, *batch_sizes))
         max_tokens = max(point.n_tokens for point in times.target)
 
         def speed_up(gamma: int, batch_size: int) -> SpeedUp:
@@ -155,8 +139,7 @@ class FitReport:
             share_fitted=fitted,
             share_measured=sloped,
             amdahl=tuple(amdahl(times, fitted if sloped is None else sloped)),
-            speed_ups=tuple(_with_measured(speed_up(gamma, 1), answers) for gamma in gammas),
-            outlooks=tuple(speed_up(gamma, size) for size, gamma in itertools.product(batch_sizes, gammas)),
+            speed_ups=tuple(speed_up(gamma, size) for size, gamma in itertools.product(sizes, gammas)),
         )
 
     @property
@@ -187,15 +170,9 @@ class FitReport:
         """Median over the target's times of the largest over the smallest sample: 1 on a quiet machine."""
         return median(max(point.samples_s) / min(point.samples_s) for point in self.times.target)
 
-    @property
-    def speed_up_error(self) -> float | None:
-        """Largest absolute error of a predicted speed-up; None where none was measured."""
-        return max((abs(row.error) for row in self.speed_ups if row.error is not None), default=None)
-
     def as_dict(self) -> dict[str, Any]:
         """For JSON; times in seconds. A fit that is not usable has its times and errors, and no predictions."""
         fit, other, model = self.fit, self.other_fit, self.fit.model
-        withheld = {} if self.is_usable else dict.fromkeys(_PREDICTED)
         return {
             "version": moeedge.__version__,
             "model": self.info.model,
@@ -218,42 +195,14 @@ class FitReport:
             "ridge_point_tokens": model.ridge_point,
             **{name: getattr(fit, name) for name in ("fit_error", "left_out_error", "draft_error", "reject_error")},
             "spread": self.spread,
-            "speed_up_error": self.speed_up_error if self.is_usable else None,
             "fitted": [asdict(point) for point in fit.fitted],
             "left_out": [asdict(point) for point in fit.left_out],
             "parts_s": {str(n): model.parts_s(n) for n in sorted({point.n_tokens for point in self.times.target})},
             "expert_share_fitted": self.share_fitted,
             "expert_share_measured": self.share_measured,
             "amdahl": [asdict(row) for row in self.amdahl if self.is_usable],
-            "speed_up": [_speed_up_json(row) | withheld for row in self.speed_ups],
-            "outlook": [_outlook_json(row) for row in self.outlooks if self.is_usable],
+            "speed_up": [asdict(row) for row in self.speed_ups if self.is_usable],
         }
-
-
-def _speed_up_json(row: SpeedUp) -> dict[str, Any]:
-    keys = ("gamma", "tokens_per_step", "target_efficiency", "predicted", "measured", "measured_tokens_per_step")
-    return {key: getattr(row, key) for key in (*keys, "error")}
-
-
-def _outlook_json(row: SpeedUp) -> dict[str, Any]:
-    keys = ("batch_size", "gamma", "tokens_per_step", "target_efficiency", "beyond_measured")
-    return {key: getattr(row, key) for key in keys} | {"speed_up": row.predicted}
-
-
-def _with_measured(row: SpeedUp, answers: Answers) -> SpeedUp:
-    """The row with the speed-up of the prompts that were answered with and without drafts."""
-    plain, own = answers.get(0, {}), answers.get(row.gamma, {})
-    both = [(own[prompt], plain[prompt]) for prompt in own if prompt in plain]
-    if not both:
-        return row
-
-    def speed(of: Sequence[GenerationStats]) -> float:
-        return sum(stats.generated_tokens - 1 for stats in of) / sum(stats.decode_s for stats in of)
-
-    drafted, undrafted = zip(*both, strict=True)
-    n_tokens = sum(stats.generated_tokens - 1 for stats in drafted)
-    per_step = n_tokens / sum(stats.steps for stats in drafted)
-    return replace(row, measured=speed(drafted) / speed(undrafted), measured_tokens_per_step=per_step)
 
 
 def run_fit(
@@ -272,7 +221,6 @@ def run_fit(
     """
     most_drafts = max(plan.gammas)
     sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)
-    answers: Answers = {}
     with ExitStack() as stack:
         session = stack.enter_context(_open(config, most_drafts, None, notify))
         info, weights = session.info, read_weights(config.model)
@@ -296,10 +244,6 @@ def run_fit(
             on_part(f"timing, up to {max(sizes)} sequences", together.n_passes)
             target += together.target()
             draft = together.draft()
-        if plan.measure_speed_up:
-            gammas = (0, *plan.gammas)
-            on_part("decoding, plain and speculative", len(prompts) * len(gammas))
-            answers = _decode(session, prompts, gammas, plan.n_predict, on_pass)
     for n_used in used[1:]:
         with _open(config, 0, n_used, notify) as other:
             alone = timer_of(other, shapes=[(1, each) for each in plan.tokens])
@@ -319,7 +263,7 @@ def run_fit(
         depth=depth,
     )
     acceptance = count_acceptance(steps, most_drafts)
-    return FitReport.of(info, times, acceptance, answers, gammas=plan.gammas, batch_sizes=plan.batch_sizes)
+    return FitReport.of(info, times, acceptance, gammas=plan.gammas, batch_sizes=plan.batch_sizes)
 
 
 def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) -> Session:
@@ -362,17 +306,6 @@ def _experts_used(plan: FitPlan, info: EngineInfo, path: Path) -> tuple[int, ...
     return tuple(dict.fromkeys((own, *(plan.n_used or (max(1, own // 2),)))))
 
 
-def _begin(session: Session, prompt: Prompt, gamma: int, n_predict: int) -> tuple[list[int], Generation] | None:
-    """The tokens of a prompt's first turn and its answer, with drafts of that length; None if it is too long."""
-    session.gamma = gamma
-    session.reset()
-    tokens = session.model.tokenize(session.model.render_chat([message.as_dict() for message in prompt.turns[0]]))
-    try:
-        return tokens, session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
-    except ContextTooSmallError:
-        return None
-
-
 def _answer(
     session: Session,
     prompts: Sequence[Prompt],
@@ -384,42 +317,24 @@ def _answer(
     steps: list[DraftCount] = []
     text: list[int] = []
     depths: list[int] = []
+    session.gamma = gamma
     for prompt in prompts:
-        begun = _begin(session, prompt, gamma, n_predict)
-        if begun is not None:
-            tokens, generation = begun
-            room = n_predict
-            for record in generation:
-                if record.n_verified:
-                    # the end of the answer cuts drafts; a shorter one was ended by the draft itself
-                    steps.append(DraftCount(min(gamma, room - 1), record.n_drafted, record.n_accepted))
-                    depths.append(session.target.n_past - record.n_accepted - 1)
-                room -= len(record.tokens)
-            text += [*tokens, *generation.tokens]
+        session.reset()
+        tokens = session.model.tokenize(session.model.render_chat([message.as_dict() for message in prompt.turns[0]]))
+        try:
+            generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
+        except ContextTooSmallError:
+            on_pass()
+            continue
+        room = n_predict
+        for record in generation:
+            if record.n_verified:
+                # the end of the answer cuts drafts; a shorter one was ended by the draft itself
+                steps.append(DraftCount(min(gamma, room - 1), record.n_drafted, record.n_accepted))
+                depths.append(session.target.n_past - record.n_accepted - 1)
+            room -= len(record.tokens)
+        text += [*tokens, *generation.tokens]
         on_pass()
     if not text:
         raise InputError("No prompt fits the context.", "Use a larger -c.")
     return steps, text, round(median(depths or [0]))
-
-
-def _decode(
-    session: Session,
-    prompts: Sequence[Prompt],
-    gammas: Sequence[int],
-    n_predict: int,
-    on_pass: Callable[[], None],
-) -> Answers:
-    """Answers each prompt with every draft length in turn."""
-    answers: dict[int, dict[int, GenerationStats]] = {gamma: {} for gamma in gammas}
-    for index, prompt in enumerate(prompts):
-        for gamma in rotated(gammas, index):
-            begun = _begin(session, prompt, gamma, n_predict)
-            if begun is None:
-                continue
-            for _ in begun[1]:
-                pass
-            stats = begun[1].stats
-            on_pass()
-            if stats.steps and stats.generated_tokens > 1:
-                answers[gamma][index] = stats
-    return answers

@@ -40,9 +40,7 @@ _SPEED_UP_COLUMNS = (
     Column("gamma", "gamma"),
     Column("tokens/step", "tokens_per_step", ".2f"),
     Column("target efficiency", "target_efficiency", ".3f"),
-    Column("predicted", "predicted", ".3f"),
-    Column("measured", "measured", ".3f"),
-    Column("error", "error", "+.1%"),
+    Column("predicted", "speed_up", ".3f"),
 )
 _AMDAHL_COLUMNS = (
     Column("tokens", "n_tokens"),
@@ -115,11 +113,12 @@ def _print_times(report: FitReport, console: Console) -> None:
 
 def _print_speed_ups(report: FitReport, console: Console) -> None:
     console.print()
-    print_table(console, _SPEED_UP_COLUMNS, report.speed_ups, title="Speed-up of one sequence by draft length")
-    error = "" if report.speed_up_error is None else f" Largest error: {report.speed_up_error:.1%}."
+    rows = [row for row in report.speed_ups if row.batch_size == 1]
+    print_table(console, _SPEED_UP_COLUMNS, rows, title="Speed-up of one sequence by draft length")
     _line(
         console,
-        f"Acceptance: counted in {report.acceptance.n_steps} steps. Target efficiency: T(1) / T(gamma + 1).{error}",
+        f"Acceptance: counted in {report.acceptance.n_steps} steps. Target efficiency: T(1) / T(gamma + 1). Measured "
+        "ones: moeedge bench --modes stock-ar,moeedge:1-8.",
     )
 
 
@@ -136,10 +135,11 @@ def _print_amdahl(report: FitReport, console: Console) -> None:
 
 def _print_outlooks(report: FitReport, console: Console) -> None:
     """Speed-ups by batch size and draft length."""
-    columns = [Column("batch size", 0), *value_columns([f"gamma {row.gamma}" for row in report.speed_ups], "")]
+    gammas = dict.fromkeys(row.gamma for row in report.speed_ups)
+    columns = [Column("batch size", 0), *value_columns([f"gamma {gamma}" for gamma in gammas], "")]
     rows = [
-        (size, *(f"{'~' if row.beyond_measured else ''}{row.predicted:.2f}" for row in of_size))
-        for size, of_size in groupby(report.outlooks, key=lambda row: row.batch_size)
+        (size, *(f"{'~' if row.beyond_measured else ''}{row.speed_up:.2f}" for row in of_size))
+        for size, of_size in groupby(report.speed_ups, key=lambda row: row.batch_size)
     ]
     console.print()
     print_table(console, columns, rows, title="Predicted speed-up")
