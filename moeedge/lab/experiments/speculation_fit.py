@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,9 +42,6 @@ from moeedge.llama.gguf_file import read_experts_used
 from moeedge.notifications import Notify, ignore
 
 MAX_ERROR = 0.15  # of times left out, median; with more there are no predictions
-TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48)
-GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _TOKENS_EACH = (1, 2, 3, 5, 9)  # of one of several sequences: a plain step, verifications of 1, 2, 4 and 8 drafts
 _TOKENS_MAX = 63  # of several sequences; llama.cpp's attention computes more in another way, which the fit knows not
 _MIN_TIMES = 6  # of the target, for a fit
@@ -56,9 +52,9 @@ _MAX_DEPTH = 128  # tokens before a timed batch: 32 sequences of them need 32 ti
 class FitPlan:
     """What `moeedge lab fit` measures and predicts."""
 
-    tokens: tuple[int, ...] = TOKENS  # in a batch
-    gammas: tuple[int, ...] = GAMMAS
-    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48)  # in a batch
+    gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     n_used: tuple[int, ...] = ()  # experts per token; empty: the model's, and half of them
     repetitions: int = 5
     n_predict: int = 96  # tokens per answer
@@ -219,10 +215,9 @@ def run_fit(
     on_part: called with what is measured next and the number of its passes, on_pass: after each. Raises InputError for
     a model without experts, and without a draft that has a time of its own.
     """
-    most_drafts = max(plan.gammas)
+    most_drafts, tokens = max(plan.gammas), sorted(set(plan.tokens))
     sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)
-    with ExitStack() as stack:
-        session = stack.enter_context(_open(config, most_drafts, None, notify))
+    with _open(config, most_drafts, None, notify) as session:
         info, weights = session.info, read_weights(config.model)
         _check_draft(session)
         used = _experts_used(plan, info, config.model)
@@ -232,7 +227,7 @@ def run_fit(
         depth = max(1, min(depth, _MAX_DEPTH, len(text) - max(*plan.tokens, room + 1)))
         machine = this_machine(session, weights, text)
         timer_of = partial(StepTimer, text=text, depth=depth, repetitions=plan.repetitions, on_pass=on_pass)
-        alone = timer_of(session, shapes=[(1, each) for each in plan.tokens])
+        alone = timer_of(session=session, shapes=[(1, each) for each in tokens])
         on_part(f"timing, {info.n_expert_used} experts per token", alone.n_passes)
         target, reject = alone.target(), alone.reject()
         # a session of their own on the same models, whose short contexts take little memory
@@ -240,13 +235,13 @@ def run_fit(
         many = replace(config, gamma=most_drafts, n_expert_used=None, n_parallel=max(sizes), n_ctx=depth + room)
         draft_model = session.draft_context.model if session.draft_context is not None else None
         with Session.open(many, model=session.model, draft_model=draft_model) as parallel:
-            together = timer_of(parallel, shapes=shapes, draft_sizes=sizes)
+            together = timer_of(session=parallel, shapes=shapes, draft_sizes=sizes)
             on_part(f"timing, up to {max(sizes)} sequences", together.n_passes)
             target += together.target()
             draft = together.draft()
     for n_used in used[1:]:
         with _open(config, 0, n_used, notify) as other:
-            alone = timer_of(other, shapes=[(1, each) for each in plan.tokens])
+            alone = timer_of(session=other, shapes=[(1, each) for each in tokens])
             on_part(f"timing, {n_used} experts per token", alone.n_passes)
             target += alone.target()
     times = StepTimes(

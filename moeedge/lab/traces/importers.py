@@ -46,27 +46,11 @@ def read_trace(path: Path, n_experts: int | None = None) -> Trace:
     if n_experts is not None and not 1 <= n_experts <= MAX_EXPERTS:
         raise ValueError(f"the number of experts must be in 1..{MAX_EXPERTS}, not {n_experts}")
     if path.suffix.lower() == ".csv":
-        return read_route_csv(path, n_experts)
+        return _from_csv(path, n_experts)
     if path.suffix.lower() == ".npy":
         return _from_arrays(path, {"ids": read_npy(path)}, n_experts)
     arrays = read_npz(path)
     return Trace.from_arrays(path, arrays) if "meta" in arrays else _from_arrays(path, arrays, n_experts)
-
-
-def read_route_csv(path: Path, n_experts: int | None = None) -> Trace:
-    """A trace in one of the two csv layouts. Raises InputError with the number of the row that it cannot use."""
-    comments, lines = _Comments(), []
-    with reading(path):
-        try:
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                for line in file:
-                    if line.startswith("#"):
-                        comments.add(line)
-                    else:
-                        lines.append(line)
-            return _from_csv(path, lines, comments, n_experts)
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise unusable_trace(path, f"not a csv file ({error})") from None
 
 
 @dataclass
@@ -93,15 +77,26 @@ def _parse_count(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
-def _from_csv(path: Path, lines: list[str], comments: _Comments, n_experts: int | None) -> Trace:
-    if not any(line.strip() for line in lines):
-        raise unusable_trace(path, "it is empty")
-    columns = next(csv.reader(lines[:1]), [])
-    if columns[:2] == ["pos", "layer"] and len(columns) > 2:
-        return _from_positions(path, _table(path, lines[1:], len(columns)), n_experts)
-    if columns[:7] == ["turn", "phase", "step", "layer", "slot", "expert", "weight"]:
-        return _from_slots(path, _table(path, lines[1:], len(columns)), comments, n_experts)
-    raise unusable_trace(path, "its first row is neither pos,layer,id0,... nor that of route_trace v1")
+def _from_csv(path: Path, n_experts: int | None) -> Trace:
+    """A trace in one of the two csv layouts. Raises InputError with the number of the row that it cannot use."""
+    with reading(path):
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+            comments = _Comments()
+            for line in lines:
+                if line.startswith("#"):
+                    comments.add(line)
+            lines = [line for line in lines if not line.startswith("#")]
+            if not any(line.strip() for line in lines):
+                raise unusable_trace(path, "it is empty")
+            columns = next(csv.reader(lines[:1]), [])
+            if columns[:2] == ["pos", "layer"] and len(columns) > 2:
+                return _from_positions(path, _table(path, lines[1:], len(columns)), n_experts)
+            if columns[:7] == ["turn", "phase", "step", "layer", "slot", "expert", "weight"]:
+                return _from_slots(path, _table(path, lines[1:], len(columns)), comments, n_experts)
+            raise unusable_trace(path, "its first row is neither pos,layer,id0,... nor that of route_trace v1")
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise unusable_trace(path, f"not a csv file ({error})") from None
 
 
 def _table(path: Path, lines: list[str], n_columns: int) -> NDArray[np.float64]:
