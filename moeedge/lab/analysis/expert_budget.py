@@ -173,16 +173,16 @@ class CoActivation:
     """Pairs of experts that a layer's tokens used together (Appendix D).
 
     counts: int64 [N, N], see `co_activation`. concentration: the most frequent pair's count by its expectation under
-    uniform selection (Eq. 9). lift: the same pair's count by the expectation if its two experts were selected
-    independently, as often as they are; None without any pair.
+    uniform selection (Eq. 9). lift_over_independence: the same count by the expectation if the two experts were
+    selected independently, as often as they are; None without any pair.
     """
 
     layer: int
     tokens: int
     counts: NDArray[np.int64]
-    pair: tuple[int, int] | None  # the most frequent one
+    most_frequent_pair: tuple[int, int] | None
     concentration: float | None
-    lift: float | None
+    lift_over_independence: float | None
 
 
 def analyse_pairs(layer: int, counts: NDArray[np.int64], tokens: int, n_used: int) -> CoActivation:

@@ -60,9 +60,15 @@ class TraceBudgets:
         if self.expert_budget is None:
             expect_no_companions(self, "LIST")
             return None
+        from moeedge.lab.sim.expert_budgets import StaticBudget
         from moeedge.policies.expert_budget import ExpertBudget
 
         rankings = names(self.budget_ranking or ExpertBudget.ranking, "--budget-ranking")
+        if "oracle" in rankings:
+            raise InputError(
+                "A trace lacks the experts' outputs, which the oracle ranking reads.",
+                "moeedge lab budget compares the rankings with it.",
+            )
         order = _static_order(profile) if _STATIC in rankings else None
         found: list[ExpertBudget | None] = []
         for text in names(self.expert_budget, "--expert-budget"):
@@ -72,7 +78,10 @@ class TraceBudgets:
                 continue
             policies = names(self.budget_policy or ExpertBudget.coverage, "--budget-policy")
             for ranking, policy in itertools.product(rankings, policies):
-                found.append(_budget(n_experts, ranking, policy, order))
+                budget = make_budget(n_experts, ranking=None if ranking == _STATIC else ranking, policy=policy)
+                if order is not None and ranking == _STATIC:
+                    budget = StaticBudget(budget=n_experts, coverage=budget.coverage, order=order)
+                found.append(budget)
         return tuple(found)
 
 
@@ -85,18 +94,3 @@ def _static_order(profile: NDArray[Any] | None) -> Ids:
             "moeedge lab replay --profile-texts N counts it in the first N texts of the trace.",
         )
     return static_order(profile)
-
-
-def _budget(n_experts: int, ranking: str, policy: str, order: Ids | None) -> ExpertBudget:
-    from moeedge.lab.sim.expert_budgets import StaticBudget
-
-    if ranking == "oracle":
-        raise InputError(
-            "A trace lacks the experts' outputs, which the oracle ranking reads.",
-            "moeedge lab budget compares the rankings with it.",
-        )
-    budget = make_budget(n_experts, ranking=None if ranking == _STATIC else ranking, policy=policy)
-    if ranking != _STATIC:
-        return budget
-    assert order is not None
-    return StaticBudget(budget=n_experts, coverage=budget.coverage, order=order)

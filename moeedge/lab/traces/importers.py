@@ -53,27 +53,28 @@ def read_trace(path: Path, n_experts: int | None = None) -> Trace:
     return Trace.from_arrays(path, arrays) if "meta" in arrays else _from_arrays(path, arrays, n_experts)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Comments:
     """The comment lines: `# key=value ...`, and in route_trace v1 `# layer=0 expert_bytes=4336640 ...`."""
 
     values: dict[str, str] = field(default_factory=dict)
     expert_bytes: dict[int, int] = field(default_factory=dict)  # by layer
 
-    def add(self, line: str) -> None:
-        """Reads one comment line."""
+
+def _read_comments(lines: list[str]) -> _Comments:
+    comments = _Comments()
+    for line in lines:
         found: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", line))
-        layer, size = _parse_count(found.get("layer", "")), _parse_count(found.get("expert_bytes", ""))
+        layer, size = _count(found, "layer"), _count(found, "expert_bytes")
         if layer is not None and size is not None:
-            self.expert_bytes[layer] = size
-        self.values.update(found)
-
-    def count(self, name: str) -> int | None:
-        """The count of that name; None where there is none."""
-        return _parse_count(self.values.get(name, ""))
+            comments.expert_bytes[layer] = size
+        comments.values.update(found)
+    return comments
 
 
-def _parse_count(text: str) -> int | None:
+def _count(values: dict[str, str], name: str) -> int | None:
+    """The count of that name; None where there is none."""
+    text = values.get(name, "")
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
@@ -82,10 +83,7 @@ def _from_csv(path: Path, n_experts: int | None) -> Trace:
     with reading(path):
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
-            comments = _Comments()
-            for line in lines:
-                if line.startswith("#"):
-                    comments.add(line)
+            comments = _read_comments([line for line in lines if line.startswith("#")])
             lines = [line for line in lines if not line.startswith("#")]
             if not any(line.strip() for line in lines):
                 raise unusable_trace(path, "it is empty")
@@ -182,14 +180,14 @@ def _from_slots(path: Path, table: NDArray[np.float64], comments: _Comments, n_e
     turn, phase, step, layer, slot, expert = numbers[order].T
     is_new_token = np.r_[True, (np.diff(step) != 0) | (np.diff(turn) != 0)]
     token = np.cumsum(is_new_token) - 1
-    n_layers = max(comments.count("n_layer") or 0, int(layer.max()) + 1)
+    n_layers = max(_count(comments.values, "n_layer") or 0, int(layer.max()) + 1)
     ids = _grid(path, (int(token[-1]) + 1, n_layers, int(slot.max()) + 1))
     weights = np.full(ids.shape, np.nan, dtype=np.float16)
     ids[token, layer, slot] = expert
     weights[token, layer, slot] = np.clip(table[order, 6], -60000, 60000)
     phases = _phases(path, phase, phase.size)[is_new_token]
     sequence = np.unique(turn[is_new_token], return_inverse=True)[1].astype(np.int32)
-    return _assemble(path, ids, phases, sequence, n_experts or comments.count("n_expert"), weights, comments)
+    return _assemble(path, ids, phases, sequence, n_experts or _count(comments.values, "n_expert"), weights, comments)
 
 
 def _phases(path: Path, recorded: NDArray[Any], n_rows: int) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
     from moeedge.lab.analysis.budget_recording import BudgetAnalysis
-    from moeedge.lab.analysis.expert_budget import CoActivation, ErrorTable, ProbabilityCurve
+    from moeedge.lab.analysis.expert_budget import ErrorTable, ProbabilityCurve
 
 _SHARES = (0.5, 0.9)  # of the routing probability
 _MOST_BUDGETS = 7  # columns that fit 80
@@ -81,7 +81,7 @@ def _print_pairs(analysis: BudgetAnalysis, console: Console) -> None:
         console.print("No two experts were used by the same token.")
         return
     concentration = np.array([each.concentration for each in known])
-    lift = np.array([each.lift for each in known])
+    lift = np.array([each.lift_over_independence for each in known])
     console.print(
         f"most frequent pair of experts: {concentration.mean():.1f} times as often as under uniform selection (Eq. 9; "
         f"layers {concentration.min():.1f} to {concentration.max():.1f}), {lift.mean():.2f} times as often as if its "
@@ -120,7 +120,7 @@ def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, An
         "gamma": analysis.gamma,
         "budgets": analysis.budgets,
         "routing": [_curve(curve) for curve in analysis.curves],
-        "co_activation": [_pairs(pairs) for pairs in analysis.pairs],
+        "co_activation": [vars(pairs) | {"counts": pairs.counts.tolist()} for pairs in analysis.pairs],
         "reconstruction_error": None
         if errors is None
         else {
@@ -144,17 +144,6 @@ def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
         "cumulative_probability": curve.cumulative.mean(axis=0).tolist(),
         "cumulative_weights": curve.cumulative_weights.mean(axis=0).tolist(),
         "cumulative_by_layer": curve.cumulative.tolist() if curve.group == "all" else None,
-    }
-
-
-def _pairs(pairs: CoActivation) -> dict[str, Any]:
-    return {
-        "layer": pairs.layer,
-        "tokens": pairs.tokens,
-        "concentration": pairs.concentration,
-        "lift_over_independence": pairs.lift,
-        "most_frequent_pair": pairs.pair,
-        "counts": pairs.counts.tolist(),
     }
 
 

@@ -55,10 +55,25 @@ _AMDAHL_COLUMNS = (
 def print_fit(report: FitReport, console: Console) -> None:
     """Parameters, times with their errors, speed-ups, Amdahl's law, and what was not measured."""
     _print_parameters(report, console)
-    _print_times(report, console)
-    _print_speed_ups(report, console)
-    _print_amdahl(report, console)
-    _print_outlooks(report, console)
+    console.print()
+    rows = list(zip_longest(report.fit.fitted, report.fit.left_out, report.times.target))
+    title = f"Target: t tokens of B sequences in one batch, after {report.times.depth} each; k experts per token"
+    print_table(console, _TIME_COLUMNS, rows, title=title, n_keys=3)
+    console.print()
+    alone = [row for row in report.speed_ups if row.batch_size == 1]
+    print_table(console, _SPEED_UP_COLUMNS, alone, title="Speed-up of one sequence by draft length")
+    _line(
+        console,
+        f"Acceptance: counted in {report.acceptance.n_steps} steps. Target efficiency: T(1) / T(gamma + 1). Measured "
+        "ones: moeedge bench --modes stock-ar,moeedge:1-8.",
+    )
+    if report.amdahl:
+        by_fit = f" (by fewer experts per token; by the fit {report.share_fitted:.2f})"
+        measured = "" if report.share_measured is None else by_fit
+        console.print()
+        title = f"Amdahl's law: T(K+1) / T(1), routed experts take f = {report.share:.2f} of a plain step{measured}"
+        print_table(console, _AMDAHL_COLUMNS, report.amdahl, title=title)
+    _print_by_batch_size(report, console)
 
 
 def _line(console: Console, text: str) -> None:
@@ -104,36 +119,7 @@ def _value(name: str, value: float) -> str:
     return format(value * _MS if name.endswith("_s") else value, ".4g")
 
 
-def _print_times(report: FitReport, console: Console) -> None:
-    rows = list(zip_longest(report.fit.fitted, report.fit.left_out, report.times.target))
-    console.print()
-    title = f"Target: t tokens of B sequences in one batch, after {report.times.depth} each; k experts per token"
-    print_table(console, _TIME_COLUMNS, rows, title=title, n_keys=3)
-
-
-def _print_speed_ups(report: FitReport, console: Console) -> None:
-    console.print()
-    rows = [row for row in report.speed_ups if row.batch_size == 1]
-    print_table(console, _SPEED_UP_COLUMNS, rows, title="Speed-up of one sequence by draft length")
-    _line(
-        console,
-        f"Acceptance: counted in {report.acceptance.n_steps} steps. Target efficiency: T(1) / T(gamma + 1). Measured "
-        "ones: moeedge bench --modes stock-ar,moeedge:1-8.",
-    )
-
-
-def _print_amdahl(report: FitReport, console: Console) -> None:
-    if not report.amdahl:
-        return
-    measured = (
-        "" if report.share_measured is None else f" (by fewer experts per token; by the fit {report.share_fitted:.2f})"
-    )
-    console.print()
-    title = f"Amdahl's law: T(K+1) / T(1), routed experts take f = {report.share:.2f} of a plain step{measured}"
-    print_table(console, _AMDAHL_COLUMNS, report.amdahl, title=title)
-
-
-def _print_outlooks(report: FitReport, console: Console) -> None:
+def _print_by_batch_size(report: FitReport, console: Console) -> None:
     """Speed-ups by batch size and draft length."""
     gammas = dict.fromkeys(row.gamma for row in report.speed_ups)
     columns = [Column("batch size", 0), *value_columns([f"gamma {gamma}" for gamma in gammas], "")]

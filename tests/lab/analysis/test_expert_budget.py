@@ -162,14 +162,14 @@ def test_pairs_against_loops() -> None:
     for a, b in itertools.product(range(N), repeat=2):
         assert counts[a, b] == sum({a, b} <= set(row) for row in ids.tolist())
     found = analyse_pairs(7, counts, len(ids), K)
-    assert found.pair is not None and found.pair[0] < found.pair[1]
+    assert found.most_frequent_pair is not None and found.most_frequent_pair[0] < found.most_frequent_pair[1]
     most = max(counts[a, b] for a, b in itertools.combinations(range(N), 2))
-    a, b = found.pair
+    a, b = found.most_frequent_pair
     assert counts[a, b] == most
     assert found.concentration == pytest.approx(most * N * (N - 1) / (200 * K * (K - 1)))
-    assert found.lift == pytest.approx(most * 200 / (counts[a, a] * counts[b, b]))
+    assert found.lift_over_independence == pytest.approx(most * 200 / (counts[a, a] * counts[b, b]))
     empty = analyse_pairs(0, np.zeros((N, N), dtype=np.int64), 0, K)
-    assert (empty.pair, empty.concentration, empty.lift) == (None, None, None)
+    assert (empty.most_frequent_pair, empty.concentration, empty.lift_over_independence) == (None, None, None)
 
 
 def test_budgets_by_default() -> None:
