@@ -257,6 +257,7 @@ def layer_errors(
     probabilities = routing_probabilities(batch.values, router.kind)
     unique = used_experts(batch.ids, n_experts).sum(axis=-1)
     full = moe_output(outputs, batch.ids, batch.weights)
+    norm = np.square(full).sum(axis=(-2, -1))
     orders = [oracle_order(*part) for part in zip(outputs, batch.weights, batch.ids, strict=True)]
     scores = {
         "router": router_scores(probabilities),
@@ -283,13 +284,7 @@ def layer_errors(
         if weights is None:
             is_natural = (found.ids == batch.ids).all(axis=-1, keepdims=True)  # as the model's own kernels round them
             weights = np.where(is_natural, batch.weights, router.mixing.of(batch.values, found.ids))
-        errors[:, i, j] = normalised_distance(full, moe_output(outputs, found.ids, weights))
+        distance = np.square(full - moe_output(outputs, found.ids, weights)).sum(axis=(-2, -1))
+        errors[:, i, j] = np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0)
         kept[:, i, j] = found.kept_probability
     return errors, kept, unique
-
-
-def normalised_distance(full: NDArray[np.float64], budgeted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Squared distance of outputs [..., T, D] to the full ones, by their square; 0 where these are 0."""
-    norm = np.square(full).sum(axis=(-2, -1))
-    distance = np.square(full - budgeted).sum(axis=(-2, -1))
-    return np.asarray(np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import integers, show_log
-from moeedge.cli.declare import Output, derive, flatten, option
+from moeedge.cli.declare import Output, flatten, option
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.llama_options import LlamaOptions
 from moeedge.cli.profile import Layers
@@ -25,7 +24,6 @@ Budgets = Annotated[
     str,
     option(options.WORK, "--budgets LIST|auto", "Budgets to analyse, such as 8,16,32. auto: from k to all experts."),
 ]
-Plot = Annotated[Path | None, derive(options.Plot, help="Draw the analysis (.png, .svg or .pdf).")]
 
 
 @flatten
@@ -36,7 +34,6 @@ def budget(
     texts: TextOptions,
     engine: EngineOptions,
     llama: LlamaOptions,
-    plot: Plot = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -49,15 +46,13 @@ def budget(
     from moeedge.engine.recording import check_layers, parse_layers
     from moeedge.engine.session import Session
     from moeedge.lab.analysis.budget_recording import analyse_budgets
-    from moeedge.lab.views.budget_views import budget_report, draw_budgets, print_budgets
+    from moeedge.lab.views.budget_views import budget_report, print_budgets
     from moeedge.scheduler.config import PlacementConfig
     from moeedge.ui.chat.greeting import print_header
     from moeedge.ui.chat.interrupt import Interrupt
-    from moeedge.ui.console import check_picture, notifier, say, stderr_console, stdout_console
+    from moeedge.ui.console import notifier, say, stderr_console, stdout_console
     from moeedge.ui.progress import ProfileProgress
 
-    if plot is not None:
-        check_picture(plot)
     if verbose:
         show_log()
     # on the CPU alone, where the outputs of all experts can be computed
@@ -107,8 +102,6 @@ def budget(
         typer.echo(json.dumps(budget_report(analysis, run), ensure_ascii=False))
     else:
         print_budgets(analysis, stdout_console())
-    if plot is not None:
-        draw_budgets(analysis, f"{run['model']}, {run['dataset']}, gamma {analysis.gamma}", plot)
     raise typer.Exit(interrupt.exit_code)
 
 

@@ -1,15 +1,13 @@
-"""The tables and the picture of `moeedge lab budget`, and its JSON (keys in docs/lab/expert-budget.md)."""
+"""The tables of `moeedge lab budget`, and its JSON (keys in docs/lab/expert-budget.md)."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 
 from moeedge.analysis.profile_json import rounded
-from moeedge.ui.plots import COLOURS, new_figure, save_figure
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ _SHARES = (0.5, 0.9)  # of the routing probability
 _MOST_BUDGETS = 7  # columns that fit 80
 _MOST_SHARES = 5
 _COVERAGES = {"substitution": "subst.", "truncation": "trunc."}
-_RANKINGS = {"router": "#1f77b4", "static": "#7f7f7f", "oracle": "#2ca02c", "picks": "#d62728"}
 
 
 def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
@@ -145,54 +142,3 @@ def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
         "cumulative_weights": curve.cumulative_weights.mean(axis=0).tolist(),
         "cumulative_by_layer": curve.cumulative.tolist() if curve.group == "all" else None,
     }
-
-
-def draw_budgets(analysis: BudgetAnalysis, title: str, path: Path) -> None:
-    """Draws the curves, and the errors if there are any. Raises InputError where the file cannot be written."""
-    figure = new_figure(11 if analysis.errors is not None else 5.5, 4.4)
-    figure.suptitle(title)
-    axes = figure.subplots(1, 1 if analysis.errors is None else 2, squeeze=False)[0]
-    _draw_curves(axes[0], analysis)
-    if analysis.errors is not None:
-        _draw_errors(axes[1], analysis.errors)
-    save_figure(figure, path)
-
-
-def _draw_curves(axes: Any, analysis: BudgetAnalysis) -> None:
-    n = np.arange(1, analysis.n_experts + 1)
-    for place, curve in enumerate(analysis.curves):
-        width, colour = (2.4, "black") if curve.group == "all" else (1.2, COLOURS[(place - 1) % len(COLOURS)])
-        axes.plot(n, curve.cumulative.mean(axis=0), color=colour, linewidth=width, label=curve.group)
-    first = analysis.curves[0]
-    weights = first.cumulative_weights.mean(axis=0)
-    axes.plot(n, weights, "--", color="black", linewidth=1.2, label="all, weights of the natural top-k")
-    axes.axvline(analysis.n_used, color="0.5", linestyle=":", linewidth=1)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlim(0, analysis.n_experts)
-    axes.set_xlabel("n best experts of a layer and batch")
-    axes.set_ylabel("share of routing probability")
-    axes.set_title("cumulative routing probability", fontsize="medium")
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
-
-
-def _draw_errors(axes: Any, errors: ErrorTable) -> None:
-    for variant in errors.variants:
-        values = [errors.mean(variant, budget) for budget in errors.budgets]
-        if values[0] is None:
-            continue
-        style = "-" if variant.coverage == "substitution" else "--"
-        shown = [np.nan if value is None else 100 * value for value in values]
-        axes.plot(errors.budgets, shown, style, color=_RANKINGS[variant.ranking], marker="o", markersize=3)
-    for name, colour in _RANKINGS.items():
-        axes.plot([], [], color=colour, label=name)
-    for name, style in (("substitution", "-"), ("truncation", "--")):
-        axes.plot([], [], style, color="black", label=name)
-    axes.set_yscale("symlog", linthresh=0.1)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("budget B, experts per layer")
-    axes.set_ylabel("reconstruction error, %")
-    axes.set_title(f"error of a layer's output, mean of {errors.n_batches} batches", fontsize="medium")
-    axes.legend(fontsize="small", ncols=2)
-    axes.grid(alpha=0.3)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from moeedge.errors import EngineError
-from moeedge.lab.analysis.budget_recording import BudgetAnalysis
 from moeedge.lab.analysis.expert_budget import (
     VARIANTS,
     ErrorTable,
-    ProbabilityCurve,
     RoutedBatch,
     Router,
     Variant,
@@ -28,7 +25,6 @@ from moeedge.lab.analysis.expert_budget import (
     summed_weights,
 )
 from moeedge.lab.policies.expert_budget import MixingWeights
-from moeedge.lab.views.budget_views import draw_budgets
 
 L, T, N, K, D = 3, 5, 12, 3, 4
 BUDGETS = (3, 5, 8, 12)
@@ -191,16 +187,3 @@ def test_means_of_errors() -> None:
     assert errors.mean(other, 5) == pytest.approx(errors.errors[:, :, i, 1].mean())
     assert errors.mean(Variant("static", "substitution"), 5) is None
     assert len(list(errors.rows())) == (len(VARIANTS) - 1) * len(BUDGETS)
-
-
-@pytest.mark.parametrize("has_errors", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_pictures(tmp_path: Path, has_errors: bool) -> None:
-    share = np.linspace(1 / N, 1, N)[None].repeat(L, axis=0)
-    curves = [ProbabilityCurve(name, 2, 9, share, share, np.full(L, 6.0)) for name in ("all", "code")]
-    ids = np.array([[0, 1, 2], [0, 1, 5]], dtype=np.int32)
-    pairs = [analyse_pairs(layer, co_activation(ids, N), 2, K) for layer in range(L)]
-    analysis = BudgetAnalysis(
-        (0, 1, 2), N, K, 4, BUDGETS, (), tuple(curves), tuple(pairs), table() if has_errors else None
-    )
-    draw_budgets(analysis, "a model", tmp_path / "budgets.png")
-    assert (tmp_path / "budgets.png").stat().st_size > 5000

@@ -77,15 +77,12 @@ def test_errors(pair: list[str]) -> None:
     assert rows["oracle", "truncation", 6]["error"] < rows["router", "truncation", 6]["error"]
 
 
-@pytest.mark.parametrize("plot", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_text_and_pictures(pair: list[str], tmp_path: Path, plot: bool) -> None:
-    picture = ["--plot", str(tmp_path / "b.png")] if plot else []
-    result = run("lab", "budget", *pair, "--budgets", "4,8", *picture)
+def test_text(pair: list[str]) -> None:
+    result = run("lab", "budget", *pair, "--budgets", "4,8")
     assert result.exit_code == 0
     for part in ("router, subst.", "oracle, trunc.", "B=8", "Eq. 9", "routing probability"):
         assert part in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
-    assert {path.name for path in tmp_path.glob("*.png")} == ({"b.png"} if plot else set())
 
 
 def test_what_cannot_be_analysed(pair: list[str], tiny: TinyFactory) -> None:
