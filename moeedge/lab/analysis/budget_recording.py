@@ -258,7 +258,7 @@ class _ErrorMeter:
         self._tally = tally
         self._budgets = budgets
         self._selection = _selection_of(reader.model)
-        self._measured: list[list[NDArray[Any]]] = []  # by batch: errors, kept, unique
+        self._measured: list[list[NDArray[Any]]] = []  # by batch: errors, kept
 
     def add(self, prompt: int, batch: RoutedBatch) -> None:
         """Measures a batch of that prompt whose outputs are known; the other prompts calibrate the static ranking."""
@@ -282,8 +282,8 @@ class _ErrorMeter:
         """All errors so far; None without any."""
         if not self._measured:
             return None
-        errors, kept, unique = (np.stack(parts) for parts in zip(*self._measured, strict=True))
-        return ErrorTable(VARIANTS, self._budgets, errors, kept, unique)
+        errors, kept = (np.stack(parts) for parts in zip(*self._measured, strict=True))
+        return ErrorTable(VARIANTS, self._budgets, errors, kept)
 
 
 def _selection_of(model: Model) -> Callable[[FloatArray, int], FloatArray]:

@@ -32,7 +32,6 @@ from moeedge.lab.policies.expert_budget import (
     router_scores,
     routing_probabilities,
     static_scores,
-    used_experts,
 )
 from moeedge.policies.base import FloatArray, IntArray
 from moeedge.policies.expert_budget import Coverage
@@ -207,14 +206,12 @@ class ErrorTable:
 
     errors, kept: float64 [n_batches, L, n_variants, n_budgets]. errors: squared distance to the full output, by its
     square; NaN: no static order. kept: share of the natural picks' routing probability that is on shortlisted experts.
-    unique: int [n_batches, L], experts of the natural picks.
     """
 
     variants: tuple[Variant, ...]
     budgets: tuple[int, ...]
     errors: NDArray[np.float64]
     kept: NDArray[np.float64]
-    unique: NDArray[np.int64]
 
     @property
     def n_batches(self) -> int:
@@ -246,16 +243,14 @@ def layer_errors(
     router: Router,
     budgets: Sequence[int],
     static: Ids | None = None,
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Errors, kept and unique of a batch's layers, as `ErrorTable` has them, for `VARIANTS` (Section 4.5).
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Errors and kept of a batch's layers, as `ErrorTable` has them, for `VARIANTS` (Section 4.5).
 
     selection: the values that the top-k sorts [L, T, N]. static: calibrated orders [L, N].
     """
     assert batch.outputs is not None
     outputs = np.stack(batch.outputs)
-    n_layers, _, n_experts = batch.values.shape
     probabilities = routing_probabilities(batch.values, router.kind)
-    unique = used_experts(batch.ids, n_experts).sum(axis=-1)
     full = moe_output(outputs, batch.ids, batch.weights)
     norm = np.square(full).sum(axis=(-2, -1))
     orders = [oracle_order(*part) for part in zip(outputs, batch.weights, batch.ids, strict=True)]
@@ -265,7 +260,7 @@ def layer_errors(
         "picks": pick_scores(probabilities, batch.ids),
         "static": None if static is None else static_scores(static),
     }
-    errors = np.full((n_layers, len(VARIANTS), len(budgets)), np.nan)
+    errors = np.full((len(outputs), len(VARIANTS), len(budgets)), np.nan)
     kept = np.full_like(errors, np.nan)
     for (i, variant), (j, budget) in itertools.product(enumerate(VARIANTS), enumerate(budgets)):
         ranked = scores[variant.ranking]
@@ -287,4 +282,4 @@ def layer_errors(
         distance = np.square(full - moe_output(outputs, found.ids, weights)).sum(axis=(-2, -1))
         errors[:, i, j] = np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0)
         kept[:, i, j] = found.kept_probability
-    return errors, kept, unique
+    return errors, kept

@@ -215,11 +215,6 @@ class StepTimes:
     bytes_per_weight: float
     depth: int = 0  # tokens of each sequence before a batch
 
-    @property
-    def alone(self) -> list[TimePoint]:
-        """The target's times of batches of one sequence, with the model's own experts."""
-        return [p for p in self.target if p.n_used == self.n_used and p.n_sequences == 1]
-
 
 @dataclass(frozen=True)
 class Predicted:
@@ -297,9 +292,10 @@ def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: boo
 
 def amdahl(times: StepTimes, expert_share: float) -> list[AmdahlRow]:
     """T(K + 1) / T(1) by the production study's law for every measured number of tokens above 1."""
-    single = next((point for point in times.alone if point.n_tokens == 1), None)
+    alone = [point for point in times.target if point.n_used == times.n_used and point.n_sequences == 1]
+    single = next((point for point in alone if point.n_tokens == 1), None)
     rows = []
-    for point in times.alone:
+    for point in alone:
         if single is None or point is single:
             continue
         unique = point.unique_experts or uniform_unique(times.n_experts, times.n_used, point.n_tokens)

@@ -122,7 +122,6 @@ def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, An
         if errors is None
         else {
             "batches": errors.n_batches,
-            "unique_by_layer": errors.unique.mean(axis=0).tolist(),
             "rows": list(errors.rows()),
         },
         "no_reconstruction_error": analysis.no_errors or None,

@@ -51,14 +51,13 @@ def test_errors_against_their_definition(batch: RoutedBatch) -> None:
     """Every variant and budget of every layer, token by token."""
     static = np.stack([np.random.default_rng(layer).permutation(N) for layer in range(L)]).astype(np.int32)
     router = Router("softmax", MixingWeights(normalised=True))
-    errors, kept, unique = layer_errors(batch, batch.values, router, BUDGETS, static)
+    errors, kept = layer_errors(batch, batch.values, router, BUDGETS, static)
     for layer, (i, variant), (j, budget) in itertools.product(range(L), enumerate(VARIANTS), enumerate(BUDGETS)):
         error, share = defined_error(batch, layer, variant, budget, list(static[layer]))
         assert errors[layer, i, j] == pytest.approx(error, abs=1e-5), (layer, variant, budget)
         assert kept[layer, i, j] == pytest.approx(share, abs=1e-5)
-    assert unique.tolist() == [len(set(batch.ids[layer].reshape(-1).tolist())) for layer in range(L)]
     assert (errors[:, :, -1] == 0).all()  # all experts are allowed
-    without, _, _ = layer_errors(batch, batch.values, router, BUDGETS)
+    without, _ = layer_errors(batch, batch.values, router, BUDGETS)
     is_static = [variant.ranking == "static" for variant in VARIANTS]
     assert np.isnan(without).all(axis=(0, 2)).tolist() == is_static
 
@@ -177,7 +176,7 @@ def test_budgets_by_default() -> None:
 def table() -> ErrorTable:
     errors = np.random.default_rng(6).random((4, L, len(VARIANTS), len(BUDGETS)))
     errors[:, :, VARIANTS.index(Variant("static", "substitution"))] = np.nan
-    return ErrorTable(VARIANTS, BUDGETS, errors, errors, np.full((4, L), 9))
+    return ErrorTable(VARIANTS, BUDGETS, errors, errors)
 
 
 def test_means_of_errors() -> None:
