@@ -92,7 +92,7 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
     (r"options: .* declared: 5$", "", "texts of help"),
     (r"(commands|options): trace convert", "lab trace import", "no command reads the layouts of other tools"),
-    (r"options: trace import.*: config\.", "", "the trace is saved without a layout"),
+    (r"options: trace import.*: (config|ended)\.", "", "the trace is saved without a layout"),
     (r"options: fit --(no-)?(plot|measure-speed-up)\b", "bench", "bench measures speed-ups, -o json has all figures"),
     (r"options: ablate --cutoff .*: ended\.names", "", "lists of numbers are refused in one way"),
     (r"screens: budget_views\.", "", "lab budget lost clusters, pictures of pairs and Eq. 5 to the letter"),
