@@ -37,7 +37,7 @@ COMMANDS = {
     "profile": "Show which experts a model's tokens use, and how well the next ones can be predicted.",
     "calibrate": "Measure how fast this machine computes and moves a model's experts, and keep it for later runs.",
     "lab": "Research tools: replay routing traces, predict speeds, repeat experiments of published papers.",
-    "lab trace": "Look into routing traces (the experts that every token used), and convert them.",
+    "lab trace": "Look into routing traces (the experts that every token used), and import them from other tools.",
     "lab replay": "Replay routing traces: how many of a text's experts each policy would have had on the device.",
     "lab simulate": "Predict the speed of a model on a machine that is not here, with policies of expert placement.",
     "lab budget": "Estimate the quality that a model loses with at most N experts per layer (MoE-Spec).",

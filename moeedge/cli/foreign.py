@@ -220,11 +220,11 @@ OPTIONS: dict[str, Row] = {
     "--metrics, --slots, --props, --embedding, --embeddings, --rerank, --reranking, --timeout, -to": _SERVER,
     "-cb, --cont-batching, -nocb, --no-cont-batching, --threads-http, --ui, --webui, --no-webui": _SERVER,
     "--cache-prompt, --no-cache-prompt, --cache-reuse, --slot-save-path, --models-dir, --tools": _SERVER,
-    "--budget-file, --budget-layers": Refused(
-        "experts are ranked by the router's values alone.", "moeedge lab replay ranks them by a file."
+    "--budget-file, --budget-layers, --save-ranking": Refused(
+        "experts are ranked by the router's values alone.", "moeedge lab replay also ranks them by use."
     ),
     "--budget-prefer-resident": Refused("experts on the device are not preferred: it did not pay.", "Leave it out."),
-    "--budget-analysis, --save-ranking": Refused("it has a command of its own.", "Run moeedge lab budget."),
+    "--budget-analysis": Refused("it has a command of its own.", "Run moeedge lab budget."),
     "--keepalive": Refused("a model stays loaded as long as its chat, and no longer.", "Leave it out."),
     "--insecure": Refused("downloads are encrypted and checked.", "HF_ENDPOINT names another server."),
     "--modelfile, --parameters, --system, --template, --license": Refused(

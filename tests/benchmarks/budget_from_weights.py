@@ -21,11 +21,12 @@ import numpy as np
 
 from moeedge import paths
 from moeedge.data.datasets import load_dataset
+from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.experts import count_ids
-from moeedge.lab.analysis.budget_recording import BatchReader, PromptRun, VerifiedBatch
-from moeedge.lab.analysis.expert_budget import infer_router
+from moeedge.lab.analysis.budget_recording import BatchReader
+from moeedge.lab.analysis.expert_budget import RoutedBatch, infer_router
 from moeedge.lab.policies.expert_budget import (
     Ids,
     Probabilities,
@@ -35,6 +36,7 @@ from moeedge.lab.policies.expert_budget import (
     router_scores,
     routing_probabilities,
 )
+from moeedge.scheduler.stats import StepRecord
 
 BUDGETS = (8, 12, 16, 24, 32)
 SCORES: dict[str, Callable[[Probabilities, Ids], Probabilities]] = {
@@ -49,14 +51,10 @@ class Comparison:
     def __init__(self) -> None:
         self.sums: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
-    def add(self, _prompt: int, batch: VerifiedBatch) -> None:
+    def add(self, batch: RoutedBatch) -> None:
         """Counts a batch."""
-        n_layers, n_tokens, n_experts = batch.values.shape
-        router = infer_router(
-            batch.values.reshape(-1, n_experts),
-            batch.ids.reshape(-1, batch.ids.shape[-1]),
-            batch.weights.reshape(n_layers * n_tokens, -1),
-        )
+        n_experts = batch.values.shape[-1]
+        router = infer_router(batch.values, batch.ids, batch.weights)
         full = routing_probabilities(batch.values, router.kind)
         known = np.zeros_like(full)
         np.put_along_axis(known, batch.ids, batch.weights.astype(np.float16).astype(np.float64), axis=-1)
@@ -101,8 +99,15 @@ def main() -> None:
     ) as session:
         layers = list(session.model.info.expert_layers)
         comparison = Comparison()
-        run = PromptRun(session, prompts, n_predict=asked.n_predict, sampling=SamplingConfig(temperature=0.0))
-        run.answer(BatchReader(session, layers), comparison.add)
+        reader = BatchReader(session, layers)
+
+        def observe(record: StepRecord, _session: Session) -> None:
+            batch = reader.read(record.n_verified) if record.n_verified > 1 else None
+            if batch is not None:
+                comparison.add(batch)
+
+        session.observers.append(observe)
+        record_routing(session, prompts, n_predict=asked.n_predict, sampling=SamplingConfig(temperature=0.0))
     print(json.dumps(comparison.rows(), indent=1))
 
 

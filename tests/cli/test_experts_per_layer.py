@@ -54,4 +54,3 @@ def test_a_profile_has_each_layers_own_number(puzzle: Path, tmp_path: Path) -> N
     rows = run_json("lab", "replay", trace, "--policy", "lru", "--cache-ratio", "0.4", "--expert-budget", "off,4")
     assert rows
     assert run("lab", "simulate", "--trace", trace, "--model", puzzle).exit_code == 0
-    assert run("lab", "budget", *options, "--save-ranking", tmp_path / "ranking.json").exit_code == 0

@@ -117,4 +117,9 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: bench( --trace-out|: config\.trace_out)", "profile --trace-out", "profile records the same routing"),
     (r"screens: sim_views\.print_replay (0 100: 57|0 80: 101|1 100: 26|1 80: 29)$", "", "names profile --trace-out"),
     (r"screens: sim_views\.shortcomings [01] 80: 1$", "", "the same"),
+    (r"(commands|options): trace convert", "lab trace import", "no command reads the layouts of other tools"),
+    (r"options: trace import.*: (config|ended)\.", "", "the trace is saved without a layout"),
+    (r"options: fit --(no-)?(plot|measure-speed-up)\b", "bench", "bench measures speed-ups, -o json has all figures"),
+    (r"options: ablate --cutoff .*: ended\.names", "", "lists of numbers are refused in one way"),
+    (r"screens: budget_views\.", "", "lab budget lost clusters, pictures of pairs and Eq. 5 to the letter"),
 ]  # fmt: skip

@@ -103,8 +103,6 @@ PLAIN = _table(r"""
 schema: schema
 version: --version
 trace import: trace import positions.csv imported.npz --n-experts 8 --model m
-trace convert: trace convert trace.npz positions.csv
-trace convert route: trace convert trace.npz route.csv --to route
 bench csv: bench -p 4 -n 2 -r 1 CPU -md none -o csv
 devices library: devices --library
 show template: show --template
@@ -135,7 +133,7 @@ def fast() -> Iterator[tuple[str, Any]]:
         schemas = module("moeedge.schemas")
         for name in schemas.schema_names():
             yield f"schema {name}", dict(_described(json.loads(schemas.schema_text(name))))
-        for name, arguments in sorted(PLAIN.items(), key=lambda item: item[0] == "trace import"):
+        for name, arguments in PLAIN.items():
             yield name, _plain(name, arguments, folder)
 
 
@@ -164,9 +162,13 @@ def write_files(folder: Path) -> None:
             (phases.VERIFY, text, step, place < 1 + (step + text) % 4) for step in range(1, 12) for place in range(4)
         ]
     parameters = {"expert_bytes": [1000, 2000, 3000]}
-    make_trace(rows, n_layers=3, n_used=2, gamma=3, seed=1, weights=True, parameters=parameters).save(
-        folder / "trace.npz"
-    )
+    trace = make_trace(rows, n_layers=3, n_used=2, gamma=3, seed=1, weights=True, parameters=parameters)
+    trace.save(folder / "trace.npz")
+    lines, text = ["pos,layer,id0,id1"], trace.text_rows().tolist()
+    for row in text:
+        place = sum(trace.sequence[other] == trace.sequence[row] for other in text if other < row)
+        lines += [f"{place},{layer},{a},{b}" for layer, (a, b) in enumerate(trace.ids[row].tolist())]
+    (folder / "positions.csv").write_text("\n".join(lines) + "\n")
     plain_text(64, n_layers=2, n_experts=16, n_used=4, seed=2, weights=True).save(folder / "plain.npz")
     variant = module("moeedge.hub.catalog").load_catalog().find(CACHED).variant
     model = folder / ".cache/huggingface/hub" / f"models--{variant.repo.replace('/', '--')}"

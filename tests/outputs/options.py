@@ -25,7 +25,7 @@ WORK = (
     *("moeedge.llama.draft_model:quantized", "moeedge.sim.papers:Papers", "moeedge.analysis.published:reproduced"),
     *("moeedge.sim.predictions:predict", "moeedge.widen.layout:make_wide_plan"),
     *("moeedge.bench.validation:compare_with_engine", "moeedge.trace.summary:summarize_trace"),
-    *("moeedge.trace.exporters:write_trace", "moeedge.engine.session:Session"),
+    "moeedge.engine.session:Session",
 )
 # what a command needs to get there
 BASE = {name: shlex.split(words) for name, words in (line.split(": ") for line in """\
@@ -36,7 +36,6 @@ replay: trace.npz
 simulate: -n 8 --max-steps 2
 trace info: trace.npz
 trace import: trace.npz out.npz
-trace convert: trace.npz out.csv
 widen: out.gguf
 profile: --dataset toy
 plan: --vram 8GiB --ram 16GiB

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from moeedge.errors import InputError
-from moeedge.lab.traces.exporters import write_trace
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace, TraceMeta
 from tests.support.traces import make_trace, plain_text, two_texts
@@ -92,7 +91,7 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
     with pytest.raises(KeyboardInterrupt):
-        write_trace(two_texts(), tmp_path / "other.npz", "arrays")
+        two_texts().save(tmp_path / "other.npz")
     assert list(tmp_path.iterdir()) == [file]
 
 

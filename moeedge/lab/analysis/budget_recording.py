@@ -8,8 +8,8 @@ from them reconstruction errors; a prompt's static order comes from the other pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from moeedge.lab.analysis.expert_budget import (
     VARIANTS,
     CoActivation,
     ErrorTable,
-    LayerErrors,
     ProbabilityCurve,
     RoutedBatch,
     Router,
@@ -36,19 +35,18 @@ from moeedge.lab.analysis.expert_budget import (
     selection_values,
     summed_weights,
 )
-from moeedge.lab.policies.expert_budget import Ids, router_scores, routing_probabilities, static_order
+from moeedge.lab.policies.expert_budget import router_scores, routing_probabilities, static_order
 from moeedge.llama.model import Model
 from moeedge.llama.routers import Routers
 from moeedge.native import ActivationCapture, Block, CaptureFlags
 from moeedge.native.abi import Phase
+from moeedge.policies.base import FloatArray, IntArray
 from moeedge.scheduler.routing_reader import routing
 from moeedge.scheduler.stats import StepRecord
 
 ERROR_EVERY = 4  # verification batches: one of so many has its errors measured
 _NEAR_TIE = 1e-4  # of selection values
 _LAYERS_AT_ONCE = 8  # bounds the memory of all experts' outputs in float64
-
-OnStep = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -80,7 +78,7 @@ def analyse_budgets(
     sampling: SamplingConfig,
     raw: bool = False,
     cancel: Callable[[], bool] = lambda: False,
-    on_step: OnStep = lambda _prompt, _tokens: None,
+    on_step: Callable[[int, int], None] = lambda _prompt, _tokens: None,
 ) -> BudgetAnalysis:
     """Answers the prompts twice and analyses their verification batches.
 
@@ -92,7 +90,7 @@ def analyse_budgets(
     tally = _RoutingTally(reader, prompts)
     skipped: list[str] = []
 
-    def answer(add: Callable[[int, VerifiedBatch], None], first: int) -> None:
+    def answer(add: Callable[[int, RoutedBatch], None], first: int) -> None:
         """add: called with the index of a prompt and each of its verification batches of two and more tokens."""
         for index, prompt in enumerate(prompts):
             if cancel() or prompt.id in skipped:
@@ -103,8 +101,10 @@ def analyse_budgets(
                 if batch is not None:
                     add(index, batch)
 
+            def step(_index: int, tokens: int, index: int = index) -> None:
+                on_step(first + index, tokens)
+
             session.observers.append(observe)
-            step = partial(_passed_on, on_step, first + index)
             try:
                 record_routing(
                     session, [prompt], n_predict=n_predict, sampling=sampling, raw=raw, cancel=cancel, on_step=step
@@ -138,20 +138,6 @@ def analyse_budgets(
     )
 
 
-def _passed_on(on_step: OnStep, prompt: int, _index: int, tokens: int) -> None:
-    on_step(prompt, tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class VerifiedBatch:
-    """Routing of one verification batch in the analysed layers; outputs by layer, empty: not computed."""
-
-    ids: Ids  # [n_layers, T, k]
-    weights: NDArray[np.float32]  # [n_layers, T, k]
-    values: NDArray[np.float32]  # [n_layers, T, N]
-    outputs: dict[int, NDArray[np.float32]]
-
-
 class BatchReader:
     """Reads a session's newest verification batch: its routing, the routers' values, the outputs of all experts."""
 
@@ -167,7 +153,7 @@ class BatchReader:
         self._capture: ActivationCapture = capture
         self._sensor = context.sensor
         self._serial = 0
-        self._outputs: dict[int, NDArray[np.float32]] = {}
+        self._outputs: dict[int, FloatArray] = {}
         self._n_batches = 0
         capture.enable(CaptureFlags.PROBS)
         capture.set_hook(self._before_block)
@@ -183,7 +169,7 @@ class BatchReader:
             except BackendError as error:
                 self.no_outputs = error.message
 
-    def read(self, n_tokens: int) -> VerifiedBatch | None:
+    def read(self, n_tokens: int) -> RoutedBatch | None:
         """The batch of `n_tokens` that was just verified; None where it was computed in several graphs."""
         outputs, self._outputs = self._outputs, {}
         frames = [each for each in self._sensor.frames_after(self._serial) if each.phase == Phase.VERIFY]
@@ -194,7 +180,8 @@ class BatchReader:
         if not frames or frames[-1].n_tokens != n_tokens or (captured.layer_tokens[rows] != n_tokens).any():
             return None
         ids, weights = routing(frames[-1])
-        return VerifiedBatch(ids[rows], weights[rows], captured.rows[rows, :n_tokens], outputs)
+        computed = [outputs[layer] for layer in rows] if len(outputs) == len(rows) else None
+        return RoutedBatch(ids[rows], weights[rows], captured.rows[rows, :n_tokens], computed)
 
     def close(self) -> None:
         """Ends the capture."""
@@ -222,14 +209,11 @@ class _RoutingTally:
         """Of all prompts."""
         return int(self._batches.sum())
 
-    def add(self, prompt: int, batch: VerifiedBatch) -> None:
+    def add(self, prompt: int, batch: RoutedBatch) -> None:
         """Counts a batch of that prompt."""
         n_experts = batch.values.shape[-1]
         if self.router is None:
-            flat = (-1, n_experts), (-1, self._n_used)
-            self.router = infer_router(
-                batch.values.reshape(flat[0]), batch.ids.reshape(flat[1]), batch.weights.reshape(flat[1])
-            )
+            self.router = infer_router(batch.values, batch.ids, batch.weights)
         counts = count_ids(batch.ids, n_experts)
         self.selections[prompt] += counts
         self._batches[prompt] += 1
@@ -246,18 +230,16 @@ class _RoutingTally:
         names = list(dict.fromkeys(self._groups.tolist()))
         chosen = {"all": np.ones(len(self._groups), dtype=np.bool_)}
         chosen |= {name: self._groups == name for name in names} if len(names) > 1 else {}
-        return [self._curve(name, rows) for name, rows in chosen.items() if self._batches[rows].any()]
-
-    def _curve(self, group: str, rows: NDArray[np.bool_]) -> ProbabilityCurve:
-        batches = int(self._batches[rows].sum())
-        return ProbabilityCurve(
-            group,
-            batches,
-            int(self._tokens[rows].sum()),
-            cumulative=self._cumulative[rows].sum(axis=0) / batches,
-            cumulative_weights=self._weights[rows].sum(axis=0) / batches,
-            unique=self._unique[rows].sum(axis=0) / batches,
-        )
+        return [
+            ProbabilityCurve(
+                name,
+                n_batches,
+                int(self._tokens[rows].sum()),
+                *(each[rows].sum(axis=0) / n_batches for each in (self._cumulative, self._weights, self._unique)),
+            )
+            for name, rows in chosen.items()
+            if (n_batches := int(self._batches[rows].sum()))
+        ]
 
     def pairs(self) -> list[CoActivation]:
         """Of each layer."""
@@ -276,52 +258,49 @@ class _ErrorMeter:
         self._tally = tally
         self._budgets = budgets
         self._selection = _selection_of(reader.model)
-        self._measured: list[LayerErrors] = []  # by batch
+        self._measured: list[list[NDArray[Any]]] = []  # by batch: errors, kept
 
-    def add(self, prompt: int, batch: VerifiedBatch) -> None:
+    def add(self, prompt: int, batch: RoutedBatch) -> None:
         """Measures a batch of that prompt whose outputs are known; the other prompts calibrate the static ranking."""
-        router, layers = self._tally.router, self._layers
-        if router is None or len(batch.outputs) < len(layers):
+        router = self._tally.router
+        if router is None or batch.outputs is None:
             return
         others = self._tally.selections.sum(axis=0) - self._tally.selections[prompt]
         static = static_order(others) if others.any() else None
         measured = []
-        for start in range(0, len(layers), _LAYERS_AT_ONCE):
+        for start in range(0, len(self._layers), _LAYERS_AT_ONCE):
             part = slice(start, start + _LAYERS_AT_ONCE)
-            selection = np.stack([self._selection(batch.values[i], layers[i]) for i in range(len(layers))[part]])
-            _check_selection(selection, batch.ids[part])
-            outputs = np.stack([batch.outputs[layer] for layer in layers[part]])
-            routed = RoutedBatch(batch.values[part], selection, batch.ids[part], batch.weights[part], outputs)
-            measured.append(
-                layer_errors(routed, router, self._budgets, static=None if static is None else static[part])
-            )
-        self._measured.append(
-            LayerErrors(*(np.concatenate(parts) for parts in zip(*map(astuple, measured), strict=True)))
-        )
+            routed = RoutedBatch(batch.ids[part], batch.weights[part], batch.values[part], batch.outputs[part])
+            by_layer = zip(routed.values, self._layers[part], strict=True)
+            selection = np.stack([self._selection(values, layer) for values, layer in by_layer])
+            _check_selection(selection, routed.ids)
+            order = None if static is None else static[part]
+            measured.append(layer_errors(routed, selection, router, self._budgets, order))
+        self._measured.append([np.concatenate(parts) for parts in zip(*measured, strict=True)])
 
     def table(self) -> ErrorTable | None:
         """All errors so far; None without any."""
         if not self._measured:
             return None
-        errors, kept, unique = (np.stack(parts) for parts in zip(*map(astuple, self._measured), strict=True))
-        return ErrorTable(self._layers, VARIANTS, self._budgets, errors, kept, unique)
+        errors, kept = (np.stack(parts) for parts in zip(*self._measured, strict=True))
+        return ErrorTable(VARIANTS, self._budgets, errors, kept)
 
 
-def _selection_of(model: Model) -> Callable[[NDArray[np.float32], int], NDArray[np.float32]]:
+def _selection_of(model: Model) -> Callable[[FloatArray, int], FloatArray]:
     """The function that makes a layer's selection values [T, N] of its router's values [T, N]."""
     architecture = model.info.architecture
     n_groups = int(model.metadata(f"{architecture}.expert_group_count") or 1)
     n_groups_used = int(model.metadata(f"{architecture}.expert_group_used_count") or 1)
     bias = Routers.read(model).selection_bias
 
-    def select(values: NDArray[np.float32], layer: int) -> NDArray[np.float32]:
+    def select(values: FloatArray, layer: int) -> FloatArray:
         own = None if bias is None else bias[layer]
         return selection_values(values, own, n_groups=n_groups, n_groups_used=n_groups_used)
 
     return select
 
 
-def _check_selection(selection: NDArray[np.float32], ids: Ids) -> None:
+def _check_selection(selection: FloatArray, ids: IntArray) -> None:
     """Raises EngineError where the natural picks [L, T, k] are not the highest values of selection [L, T, N]."""
     highest = -np.sort(-selection, axis=-1)[..., : ids.shape[-1]]
     picked = -np.sort(-np.take_along_axis(selection, ids, axis=-1), axis=-1)

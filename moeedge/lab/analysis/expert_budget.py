@@ -4,15 +4,16 @@
   co_activation            pairs of experts that tokens use together, and their concentration ratio (Figure 8, Eq. 9)
   layer_errors             reconstruction error per budget, ranking and coverage (Figure 6, Section 4.5)
 
-T tokens of a verification batch, N experts, k of them per token, D the model's width. Batches come from
+T tokens of a verification batch, N experts, k of them per token, D the model's width, L layers. Batches come from
 budget_recording.py; rankings and coverage from lab/policies/expert_budget.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,19 +25,15 @@ from moeedge.lab.policies.expert_budget import (
     Probabilities,
     Ranking,
     RouterKind,
-    kept_probability,
+    apply_budget,
     moe_output,
     oracle_order,
     pick_scores,
     router_scores,
     routing_probabilities,
-    shortlist,
     static_scores,
-    substitute,
-    truncate,
-    used_experts,
 )
-from moeedge.policies.base import BoolArray, FloatArray, IntArray
+from moeedge.policies.base import FloatArray, IntArray
 from moeedge.policies.expert_budget import Coverage
 
 _TOLERANCE = 2e-3  # relative, of weights that a rule must reproduce
@@ -44,35 +41,15 @@ _TOLERANCE = 2e-3  # relative, of weights that a rule must reproduce
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to apply a budget.
-
-    keeps_union: batches whose natural picks fit the budget stay as they are; else Eq. 5 by the letter.
-    """
+    """A way to apply a budget to batches whose natural picks exceed it."""
 
     ranking: Ranking
     coverage: Coverage
-    keeps_union: bool = True
-
-    @property
-    def label(self) -> str:
-        """Its name in tables and pictures."""
-        return f"{self.ranking}, {self.coverage}{'' if self.keeps_union else ', by the letter of Eq. 5'}"
 
 
-PAPER = Variant("router", "substitution")  # MoE-Spec's default
-DEFAULT = Variant("picks", "substitution")  # the engine's
-VARIANTS = (
-    PAPER,
-    Variant("static", "substitution"),
-    Variant("oracle", "substitution"),
-    Variant("router", "truncation"),
-    Variant("static", "truncation"),
-    Variant("oracle", "truncation"),
-    DEFAULT,
-    Variant("picks", "truncation"),
-    Variant("router", "substitution", keeps_union=False),
-    Variant("router", "truncation", keeps_union=False),
-)
+RANKINGS: tuple[Ranking, ...] = ("router", "static", "oracle", "picks")  # MoE-Spec's default first
+COVERAGES: tuple[Coverage, ...] = ("substitution", "truncation")
+VARIANTS = tuple(Variant(ranking, coverage) for coverage in COVERAGES for ranking in RANKINGS)
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -87,15 +64,14 @@ class Router:
 class RoutedBatch:
     """Routing of one verification batch in L layers, and what each expert gives for each of its tokens.
 
-    values: `ffn_moe_probs` [L, T, N]. selection: the values that the top-k sorts [L, T, N]. ids, weights: the natural
-    top-k [L, T, k]. outputs: [L, T, N, D].
+    ids, weights: the natural top-k [L, T, k]. values: `ffn_moe_probs` [L, T, N]. outputs: [T, N, D] of each layer;
+    None: not computed.
     """
 
-    values: FloatArray
-    selection: FloatArray
     ids: IntArray
     weights: FloatArray
-    outputs: FloatArray
+    values: FloatArray
+    outputs: Sequence[FloatArray] | None = None
 
 
 def default_budgets(n_experts: int, n_used: int) -> tuple[int, ...]:
@@ -105,7 +81,7 @@ def default_budgets(n_experts: int, n_used: int) -> tuple[int, ...]:
 
 
 def infer_router(values: FloatArray, ids: IntArray, weights: FloatArray) -> Router:
-    """The rule by which weights [T, k] come from values [T, N] at ids [T, k].
+    """The rule by which weights [..., k] come from values [..., N] at ids [..., k].
 
     Raises EngineError where no rule of llama.cpp's common MoE function reproduces the weights.
     """
@@ -160,28 +136,16 @@ def cumulative_probability(scores: Probabilities) -> Probabilities:
 class ProbabilityCurve:
     """Share of a batch's routing probability on its n best-ranked experts (Figures 2c and 7), over batches.
 
-    cumulative: float64 [n_layers, n_experts], n = 1..N; None: only the selected experts are known. cumulative_weights:
-    the same of what the natural picks have, their weights or, if those are not known, one each (`selected_by`); the
-    other experts have 0. unique: float64 [n_layers], experts of the natural picks.
+    cumulative: float64 [L, N], n = 1..N. cumulative_weights: the same of the natural picks' weights; the other experts
+    have 0. unique: float64 [L], experts of the natural picks.
     """
 
     group: str  # of prompts: a data set, or a category where there is one data set; "all"
     batches: int
     tokens: int
-    cumulative: NDArray[np.float64] | None
+    cumulative: NDArray[np.float64]
     cumulative_weights: NDArray[np.float64]
     unique: NDArray[np.float64]
-    selected_by: Literal["weights", "activations"] = "weights"
-
-    @property
-    def shares(self) -> NDArray[np.float64]:
-        """Of the routing probability where it is known, else of the natural picks."""
-        return self.cumulative_weights if self.cumulative is None else self.cumulative
-
-    @property
-    def quantity(self) -> str:
-        """What `shares` are shares of."""
-        return f"{self.selected_by} of the natural top-k" if self.cumulative is None else "routing probability"
 
 
 def summed_weights(ids: IntArray, weights: FloatArray, n_experts: int) -> Probabilities:
@@ -207,18 +171,17 @@ def co_activation(ids: IntArray, n_experts: int) -> NDArray[np.int64]:
 class CoActivation:
     """Pairs of experts that a layer's tokens used together (Appendix D).
 
-    counts: int64 [N, N], see `co_activation`. order: int32 [N], experts by hierarchical clustering. concentration:
-    the most frequent pair's count by its expectation under uniform selection (Eq. 9). lift: the same pair's count by
-    the expectation if its two experts were selected independently, as often as they are; None without any pair.
+    counts: int64 [N, N], see `co_activation`. concentration: the most frequent pair's count by its expectation under
+    uniform selection (Eq. 9). lift_over_independence: the same count by the expectation if the two experts were
+    selected independently, as often as they are; None without any pair.
     """
 
     layer: int
     tokens: int
     counts: NDArray[np.int64]
-    order: Ids
-    pair: tuple[int, int] | None  # the most frequent one
+    most_frequent_pair: tuple[int, int] | None
     concentration: float | None
-    lift: float | None
+    lift_over_independence: float | None
 
 
 def analyse_pairs(layer: int, counts: NDArray[np.int64], tokens: int, n_used: int) -> CoActivation:
@@ -227,170 +190,96 @@ def analyse_pairs(layer: int, counts: NDArray[np.int64], tokens: int, n_used: in
     pairs = np.triu(counts, 1)
     first, second = (int(index) for index in np.unravel_index(int(np.argmax(pairs)), pairs.shape))
     most = int(pairs[first, second])
-    expected = tokens * n_used * (n_used - 1) / (n_experts * (n_experts - 1)) if n_experts > 1 else 0.0
-    independent = float(counts[first, first]) * float(counts[second, second]) / tokens if tokens else 0.0
-    return CoActivation(
-        layer=layer,
-        tokens=tokens,
-        counts=counts,
-        order=cluster_order(counts),
-        pair=(first, second) if most else None,
-        concentration=most / expected if most else None,
-        lift=most / independent if most else None,
-    )
-
-
-def cluster_order(counts: NDArray[np.int64]) -> Ids:
-    """Experts int32 [N] in the order of hierarchical clustering, average linkage, of co-activations [N, N].
-
-    The distance of two experts is 1 - (tokens that used both) / (tokens that used either).
-    """
-    from scipy.cluster.hierarchy import leaves_list, linkage  # half a second
-    from scipy.spatial.distance import squareform
-
-    n_experts = counts.shape[0]
-    if n_experts < 3:
-        return np.arange(n_experts, dtype=np.int32)
-    both = counts.astype(np.float64)
-    uses = np.diag(both)
-    either = uses[:, None] + uses[None, :] - both
-    distance = 1.0 - np.divide(both, either, out=np.zeros_like(both), where=either > 0.0)
-    np.fill_diagonal(distance, 0.0)
-    tree = linkage(squareform(distance, checks=False), method="average", optimal_ordering=True)
-    return np.asarray(leaves_list(tree), dtype=np.int32)
+    if not most:
+        return CoActivation(layer, tokens, counts, None, None, None)
+    expected = tokens * n_used * (n_used - 1) / (n_experts * (n_experts - 1))
+    independent = float(counts[first, first]) * float(counts[second, second]) / tokens
+    return CoActivation(layer, tokens, counts, (first, second), most / expected, most / independent)
 
 
 # reconstruction errors
 
 
 @dataclass(frozen=True, eq=False)
-class LayerErrors:
-    """A batch's layers under several variants and budgets: errors and kept are float64 [L, n_variants, n_budgets].
-
-    errors: squared distance to the full output, by its square; NaN: no static order. kept: share of the natural
-    picks' routing probability that is on shortlisted experts. unique: int [L], experts of the natural picks.
-    """
-
-    errors: NDArray[np.float64]
-    kept: NDArray[np.float64]
-    unique: NDArray[np.int64]
-
-
-def layer_errors(
-    batch: RoutedBatch,
-    router: Router,
-    budgets: Sequence[int],
-    *,
-    static: Ids | None = None,
-    variants: Sequence[Variant] = VARIANTS,
-) -> LayerErrors:
-    """Errors of the layers' outputs per variant and budget (Section 4.5); static: calibrated orders [L, N]."""
-    n_layers, _, n_experts = batch.values.shape
-    probabilities = routing_probabilities(batch.values, router.kind)
-    natural = used_experts(batch.ids, n_experts)
-    unique = natural.sum(axis=-1)
-    full = moe_output(batch.outputs, batch.ids, batch.weights)
-    scores = _scores(batch, probabilities, static)
-    errors = np.full((n_layers, len(variants), len(budgets)), np.nan)
-    kept = np.full_like(errors, np.nan)
-    for i, variant in enumerate(variants):
-        if variant.ranking not in scores:
-            continue
-        for j, budget in enumerate(budgets):
-            shortlisted = shortlist(scores[variant.ranking], budget)
-            if variant.keeps_union:
-                shortlisted = np.where((unique <= budget)[:, None], natural, shortlisted)
-            ids, weights = _covered(batch, router, variant.coverage, shortlisted, probabilities)
-            errors[:, i, j] = normalised_distance(full, moe_output(batch.outputs, ids, weights))
-            kept[:, i, j] = kept_probability(probabilities, batch.ids, shortlisted)
-    return LayerErrors(errors, kept, unique)
-
-
-def _scores(batch: RoutedBatch, probabilities: Probabilities, static: Ids | None) -> dict[str, Probabilities]:
-    """Scores [L, N] of the experts by ranking."""
-    parts = zip(batch.outputs, batch.weights, batch.ids, strict=True)
-    scores = {
-        "router": router_scores(probabilities),
-        "oracle": static_scores(np.stack([oracle_order(*part) for part in parts])),
-        "picks": pick_scores(probabilities, batch.ids),
-    }
-    return scores if static is None else scores | {"static": static_scores(static)}
-
-
-def _covered(
-    batch: RoutedBatch, router: Router, coverage: Coverage, shortlisted: BoolArray, probabilities: Probabilities
-) -> tuple[Ids, FloatArray]:
-    """Ids and weights [L, T, k] under shortlists [L, N]."""
-    if coverage == "truncation":
-        return truncate(batch.ids, batch.weights, shortlisted, probabilities)
-    ids = substitute(batch.selection, batch.ids, shortlisted, probabilities)
-    is_natural = (ids == batch.ids).all(axis=-1, keepdims=True)  # weights as the model's own kernels round them
-    return ids, np.where(is_natural, batch.weights, router.mixing.of(batch.values, ids))
-
-
-def normalised_distance(full: NDArray[np.float64], budgeted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Squared distance of outputs [..., T, D] to the full ones, by their square; 0 where these are 0."""
-    norm = np.square(full).sum(axis=(-2, -1))
-    distance = np.square(full - budgeted).sum(axis=(-2, -1))
-    return np.asarray(np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0))
-
-
-@dataclass(frozen=True, eq=False)
 class ErrorTable:
-    """Reconstruction errors of a run.
+    """Reconstruction errors of batches under several variants and budgets.
 
-    errors, kept: float64 [n_batches, n_layers, n_variants, n_budgets], see LayerErrors. unique: int [n_batches,
-    n_layers], experts of the natural picks.
+    errors, kept: float64 [n_batches, L, n_variants, n_budgets]. errors: squared distance to the full output, by its
+    square; NaN: no static order. kept: share of the natural picks' routing probability that is on shortlisted experts.
     """
 
-    layers: tuple[int, ...]
     variants: tuple[Variant, ...]
     budgets: tuple[int, ...]
     errors: NDArray[np.float64]
     kept: NDArray[np.float64]
-    unique: NDArray[np.int64]
 
     @property
     def n_batches(self) -> int:
         """Verification batches measured."""
-        return int(self.errors.shape[0])
+        return len(self.errors)
 
     def mean(self, variant: Variant, budget: int) -> float | None:
         """Mean error over layers and batches; None: not measured."""
-        return _known(float(self._batch_means(variant, budget).mean())) if self.n_batches else None
-
-    def difference(self, variant: Variant, other: Variant, budget: int) -> tuple[float, float] | None:
-        """Mean of `variant` minus `other` over batches, and its standard error; None: not measured, or one batch."""
-        paired = self._batch_means(variant, budget) - self._batch_means(other, budget)
-        if paired.size < 2 or np.isnan(paired).any():
-            return None
-        return float(paired.mean()), float(paired.std(ddof=1) / np.sqrt(paired.size))
-
-    def _batch_means(self, variant: Variant, budget: int) -> NDArray[np.float64]:
-        """Errors float64 [n_batches], means over the layers."""
-        chosen = self.errors[:, :, self.variants.index(variant), self.budgets.index(budget)]
-        return np.asarray(chosen.mean(axis=1), dtype=np.float64)
+        mean = float(self.errors[:, :, self.variants.index(variant), self.budgets.index(budget)].mean())
+        return None if np.isnan(mean) else mean
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One JSON object per variant and budget that was measured."""
-        for i, variant in enumerate(self.variants):
-            for j, budget in enumerate(self.budgets):
-                error = self.mean(variant, budget)
-                if error is None:
-                    continue
-                against = None if variant == PAPER else self.difference(variant, PAPER, budget)
+        for (i, variant), (j, budget) in itertools.product(enumerate(self.variants), enumerate(self.budgets)):
+            error = self.mean(variant, budget)
+            if error is not None:
                 yield {
                     "budget": budget,
-                    "ranking": variant.ranking,
-                    "coverage": variant.coverage,
-                    "keeps_union": variant.keeps_union,
+                    **asdict(variant),
                     "error": error,
-                    "minus_paper": None if against is None else against[0],
-                    "minus_paper_standard_error": None if against is None else against[1],
                     "kept_probability": float(self.kept[:, :, i, j].mean()),
                     "error_by_layer": self.errors[:, :, i, j].mean(axis=0).tolist(),
                 }
 
 
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else value
+def layer_errors(
+    batch: RoutedBatch,
+    selection: FloatArray,
+    router: Router,
+    budgets: Sequence[int],
+    static: Ids | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Errors and kept of a batch's layers, as `ErrorTable` has them, for `VARIANTS` (Section 4.5).
+
+    selection: the values that the top-k sorts [L, T, N]. static: calibrated orders [L, N].
+    """
+    assert batch.outputs is not None
+    outputs = np.stack(batch.outputs)
+    probabilities = routing_probabilities(batch.values, router.kind)
+    full = moe_output(outputs, batch.ids, batch.weights)
+    norm = np.square(full).sum(axis=(-2, -1))
+    orders = [oracle_order(*part) for part in zip(outputs, batch.weights, batch.ids, strict=True)]
+    scores = {
+        "router": router_scores(probabilities),
+        "oracle": static_scores(np.stack(orders)),
+        "picks": pick_scores(probabilities, batch.ids),
+        "static": None if static is None else static_scores(static),
+    }
+    errors = np.full((len(outputs), len(VARIANTS), len(budgets)), np.nan)
+    kept = np.full_like(errors, np.nan)
+    for (i, variant), (j, budget) in itertools.product(enumerate(VARIANTS), enumerate(budgets)):
+        ranked = scores[variant.ranking]
+        if ranked is None:
+            continue
+        found = apply_budget(
+            selection,
+            batch.ids,
+            probabilities,
+            budget,
+            weights=batch.weights,
+            coverage=variant.coverage,
+            scores=ranked,
+        )
+        weights = found.weights
+        if weights is None:
+            is_natural = (found.ids == batch.ids).all(axis=-1, keepdims=True)  # as the model's own kernels round them
+            weights = np.where(is_natural, batch.weights, router.mixing.of(batch.values, found.ids))
+        distance = np.square(full - moe_output(outputs, found.ids, weights)).sum(axis=(-2, -1))
+        errors[:, i, j] = np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0)
+        kept[:, i, j] = found.kept_probability
+    return errors, kept

@@ -1,6 +1,21 @@
-"""Fits MoESD's ten parameters to measured times of a step's parts, and says how well they predict.
+"""MoESD's model of a step's time, from which speed-ups at any batch size and draft length follow, and its fit.
 
-MoESD, Appendix B.1: bounded least squares with SciPy's trust region reflective method. Departures:
+"MoESD: Unveil Speculative Decoding's Potential for Accelerating Sparse MoE", section 3.3 and Algorithm 1. For t tokens
+in one batch, E experts of which K per token are active:
+
+  T_T(t)   = bias + k1 * G(t) + k2 * N(t) + k3 * G(t * K / N(t))
+  T_D(t)   = draft_bias + draft_k * G(t)
+  T_rej(t) = reject_bias + reject_k * t
+  G(t)     = s^t up to the ridge lambda * RP, from there on its tangent: a roofline with a soft knee (Eq. 11)
+  N(t)     = E * (1 - (1 - K/E)^t), experts in use (Eq. 8)
+
+On a GPU all experts of a layer are computed at the same time, so that the busiest counts. A CPU computes one after the
+other. The form `in_sequence` is ours: its last term is k3 * N(t) * G(t * K / N(t)).
+
+RP is the ridge point of the hardware, here in tokens: how many must share a loaded weight until computing takes as long
+as loading. A plain step of B sequences has t = B, its verification t = B * (gamma + 1).
+
+The fit (Appendix B.1) is bounded least squares with SciPy's trust region reflective method. Departures:
 
 - The paper fits speed-ups of complete runs. Here target, draft and rejection sampling are timed on their own, so their
   times are fitted, by relative errors: a plain step counts as much as a batch of 64 tokens.
@@ -11,18 +26,18 @@ MoESD, Appendix B.1: bounded least squares with SciPy's trust region reflective 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import speculation
 from moeedge.analysis.expert_counts import tokens_per_expert, uniform_unique
-from moeedge.lab.analysis.step_model import Machine, StepModel, roofline
 
 PARAMETERS = (
     "bias_s", "k1_s", "k2_s", "k3_s", "draft_bias_s", "draft_k_s", "reject_bias_s", "reject_k_s", "ridge_share",
@@ -37,6 +52,139 @@ _RIDGE_GRID = (0.2, 0.5, 1.0)
 _EVALUATIONS = 100
 
 FloatArray = NDArray[np.float64]
+
+
+def roofline(n_tokens: float | FloatArray, ridge_tokens: float, growth: float) -> FloatArray:
+    """G(t) of MoESD, Eq. 11, of any shape: growth^t, and its tangent beyond `ridge_tokens`; 0 for no tokens."""
+    tokens = np.asarray(n_tokens, dtype=np.float64)
+    log_growth = math.log(growth)
+    bent = np.exp(np.minimum(tokens, ridge_tokens) * log_growth)
+    values = bent * (1 + np.maximum(tokens - ridge_tokens, 0.0) * log_growth)
+    return np.asarray(np.where(tokens > 0, values, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a model runs on."""
+
+    bytes_per_s: float  # of memory, for weights
+    flops: float  # operations per second, as its kernels reach them
+
+    def ridge_tokens(self, bytes_per_weight: float) -> float:
+        """RP: tokens at which two operations per weight and token take as long as loading the weight."""
+        return self.flops / self.bytes_per_s * bytes_per_weight / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """The fitted parameters, times in seconds, of one model with its draft on one machine."""
+
+    n_experts: int  # E
+    n_used: int  # K
+    ridge_point: float  # RP, tokens
+    bias_s: float
+    k1_s: float
+    k2_s: float
+    k3_s: float
+    draft_bias_s: float
+    draft_k_s: float
+    reject_bias_s: float
+    reject_k_s: float
+    ridge_share: float  # lambda
+    growth: float  # s
+    in_sequence: bool = False  # experts are computed one after the other; False: as MoESD prints it
+
+    @property
+    def ridge_tokens(self) -> float:
+        """lambda * RP."""
+        return self.ridge_share * self.ridge_point
+
+    def with_used(self, n_used: int) -> StepModel:
+        """The same with another number of active experts per token (MoESD, section 4.2)."""
+        return replace(self, n_used=n_used)
+
+    def parts_s(self, n_tokens: float) -> dict[str, float]:
+        """T_T(t) by its four terms: fixed, dense (k1), experts (k2), load (k3)."""
+        n_active = uniform_unique(self.n_experts, self.n_used, n_tokens)
+        load = tokens_per_expert(self.n_experts, self.n_used, n_tokens)
+        return {
+            "fixed": self.bias_s,
+            "dense": self.k1_s * self._g(n_tokens),
+            "experts": self.k2_s * n_active,
+            "load": self.k3_s * self._g(load) * (n_active if self.in_sequence else 1.0),
+        }
+
+    def _g(self, n_tokens: float) -> float:
+        return float(roofline(n_tokens, self.ridge_tokens, self.growth))
+
+    def target_s(self, n_tokens: float) -> float:
+        """T_T(t)."""
+        return sum(self.parts_s(n_tokens).values())
+
+    def draft_s(self, n_tokens: float) -> float:
+        """T_D(t): one pass of the draft over t sequences."""
+        return self.draft_bias_s + self.draft_k_s * self._g(n_tokens)
+
+    def reject_s(self, n_tokens: float) -> float:
+        """T_rej(t)."""
+        return self.reject_bias_s + self.reject_k_s * n_tokens
+
+    def target_efficiency(self, batch_size: int, gamma: int) -> float:
+        """T_T(B, 1) / T_T(B, gamma)."""
+        return speculation.target_efficiency(self.target_s(batch_size), self.target_s(batch_size * (gamma + 1)))
+
+    def speed_up(self, n_tokens: float, n_drafts: float, batch_size: int = 1) -> float:
+        """Speculative over plain decoding of `batch_size` sequences (Eq. 4).
+
+        n_tokens, n_drafts: of one sequence and step; n_drafts is gamma, or less on average where drafts end early.
+        """
+        n_verified = batch_size * (n_drafts + 1)
+        return speculation.speed_up(
+            n_tokens,
+            n_drafts,
+            target_s=self.target_s(batch_size),
+            verify_s=self.target_s(n_verified),
+            draft_s=self.draft_s(batch_size),
+            reject_s=self.reject_s(n_verified),
+        )
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How many drafts are accepted, counted on steps of the longest drafts."""
+
+    at_least: tuple[float, ...]  # [gamma]: share of steps that accept 1, 2, ... drafts, of those that ask for so many
+    drafted: tuple[float, ...]  # [gamma]: share of these steps that have so many: a draft ends with the text
+    n_steps: int
+
+    def tokens(self, gamma: int) -> float:
+        """Expected tokens of a step with `gamma` drafts, at most as many as were counted. Raises ValueError beyond."""
+        if gamma > len(self.at_least):
+            raise ValueError(f"acceptance was counted for drafts of up to {len(self.at_least)} tokens, not {gamma}")
+        return 1.0 + sum(self.at_least[:gamma])
+
+    def drafts(self, gamma: int) -> float:
+        """Expected drafts of such a step."""
+        return sum(self.drafted[:gamma])
+
+
+class DraftCount(NamedTuple):
+    """Drafts of one step."""
+
+    n_asked: int  # at most gamma; fewer at the end of an answer
+    n_drafted: int  # fewer where the draft model predicts the end of the text
+    n_accepted: int
+
+
+def count_acceptance(steps: Iterable[DraftCount], gamma: int) -> Acceptance:
+    """Counts accepted drafts by place. A draft that ends early is rejected from there on: it gives no more tokens."""
+    counted = list(steps)
+    asked = [sum(step.n_asked > place for step in counted) for place in range(gamma)]
+
+    def shares(number: Callable[[DraftCount], int]) -> tuple[float, ...]:
+        return tuple(sum(number(step) > place for step in counted) / n if n else 0.0 for place, n in enumerate(asked))
+
+    return Acceptance(shares(lambda step: step.n_accepted), shares(lambda step: step.n_drafted), len(counted))
 
 
 @dataclass(frozen=True)
@@ -67,11 +215,6 @@ class StepTimes:
     bytes_per_weight: float
     depth: int = 0  # tokens of each sequence before a batch
 
-    @property
-    def alone(self) -> list[TimePoint]:
-        """The target's times of batches of one sequence, with the model's own experts."""
-        return [p for p in self.target if p.n_used == self.n_used and p.n_sequences == 1]
-
 
 @dataclass(frozen=True)
 class Predicted:
@@ -82,11 +225,7 @@ class Predicted:
     n_sequences: int
     measured_s: float
     predicted_s: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, minus 1."""
-        return self.predicted_s / self.measured_s - 1
+    error: float  # predicted over measured, minus 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +235,7 @@ class StepFit:
     model: StepModel
     lower: dict[str, float]  # bounds by parameter
     upper: dict[str, float]
-    fitted: tuple[Predicted, ...]  # target times that were fitted
+    fitted: tuple[Predicted, ...]  # the target's times, in their order
     left_out: tuple[Predicted, ...]  # each by a fit without all times of as many tokens, begun at the complete fit
     draft_error: float | None  # median of the draft's absolute errors
     reject_error: float | None
@@ -132,40 +271,38 @@ def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: boo
         raise ValueError(f"a fit needs at least {_TARGET_PARAMETERS} times of the target, not {len(times.target)}")
     model, problem, values = _fit(times, in_sequence)
     left_out: list[Predicted] = []
-    if leave_one_out and len({point.n_tokens for point in times.target}) > _TARGET_PARAMETERS:
-        for n_tokens in dict.fromkeys(point.n_tokens for point in times.target):
-            rest = replace(times, target=tuple(point for point in times.target if point.n_tokens != n_tokens))
-            without = _fit(rest, in_sequence, values)[0]
-            left_out += [_predict(without, point) for point in times.target if point.n_tokens == n_tokens]
+    sizes = {point.n_tokens for point in times.target}
+    if leave_one_out and len(sizes) > _TARGET_PARAMETERS:
+        rest = {
+            size: replace(times, target=tuple(point for point in times.target if point.n_tokens != size))
+            for size in sizes
+        }
+        without = {size: _fit(others, in_sequence, values)[0] for size, others in rest.items()}
+        left_out = [_predict(without[point.n_tokens], point) for point in times.target]
     return StepFit(
         model=model,
         lower=dict(zip(PARAMETERS, problem.lower.tolist(), strict=True)),
         upper=dict(zip(PARAMETERS, problem.upper.tolist(), strict=True)),
         fitted=tuple(_predict(model, point) for point in times.target),
         left_out=tuple(left_out),
-        draft_error=_error(times.draft, [model.draft_s(point.n_tokens) for point in times.draft]),
-        reject_error=_error(times.reject, [model.reject_s(point.n_tokens) for point in times.reject]),
+        draft_error=_error(times.draft, model.draft_s),
+        reject_error=_error(times.reject, model.reject_s),
     )
 
 
 def amdahl(times: StepTimes, expert_share: float) -> list[AmdahlRow]:
     """T(K + 1) / T(1) by the production study's law for every measured number of tokens above 1."""
-    single = next((point for point in times.alone if point.n_tokens == 1), None)
+    alone = [point for point in times.target if point.n_used == times.n_used and point.n_sequences == 1]
+    single = next((point for point in alone if point.n_tokens == 1), None)
     rows = []
-    for point in times.alone:
+    for point in alone:
         if single is None or point is single:
             continue
         unique = point.unique_experts or uniform_unique(times.n_experts, times.n_used, point.n_tokens)
-        expert_ratio, measured = unique / times.n_used, point.seconds / single.seconds
-        rows.append(
-            AmdahlRow(
-                point.n_tokens,
-                expert_ratio,
-                speculation.verification_ratio(expert_share, expert_ratio),
-                measured,
-                speculation.expert_share_for(measured, expert_ratio) if expert_ratio > 1 else None,
-            )
-        )
+        ratio, measured = unique / times.n_used, point.seconds / single.seconds
+        predicted = speculation.verification_ratio(expert_share, ratio)
+        share = speculation.expert_share_for(measured, ratio) if ratio > 1 else None
+        rows.append(AmdahlRow(point.n_tokens, ratio, predicted, measured, share))
     return rows
 
 
@@ -187,11 +324,13 @@ def expert_share_measured(times: StepTimes) -> float | None:
 
 def _predict(model: StepModel, point: TimePoint) -> Predicted:
     predicted_s = model.with_used(point.n_used).target_s(point.n_tokens)
-    return Predicted(point.n_tokens, point.n_used, point.n_sequences, point.seconds, predicted_s)
+    error = predicted_s / point.seconds - 1
+    return Predicted(point.n_tokens, point.n_used, point.n_sequences, point.seconds, predicted_s, error)
 
 
-def _error(points: Sequence[TimePoint], predicted_s: Sequence[float]) -> float | None:
-    errors = [abs(found / point.seconds - 1) for point, found in zip(points, predicted_s, strict=True)]
+def _error(points: Sequence[TimePoint], predict: Callable[[float], float]) -> float | None:
+    """Median absolute error of the predicted times; None without any."""
+    errors = [abs(predict(point.n_tokens) / point.seconds - 1) for point in points]
     return median(errors) if errors else None
 
 
@@ -243,12 +382,11 @@ def _fit(
     if start is None:
         best_cost = math.inf
         lower, upper = (bound[:_N_LINEAR] for bound in problem.bounds)
-        for growth in (*_GROWTH_GRID, float(problem.upper[-1])):
-            for ridge_share in _RIDGE_GRID:
-                columns = problem.columns(ridge_share, growth)
-                found = lsq_linear(columns, np.ones(len(columns)), (lower, upper))
-                if found.cost < best_cost:
-                    best_cost, start = found.cost, np.array([*found.x, ridge_share, growth])
+        for growth, ridge_share in itertools.product((*_GROWTH_GRID, float(problem.upper[-1])), _RIDGE_GRID):
+            columns = problem.columns(ridge_share, growth)
+            found = lsq_linear(columns, np.ones(len(columns)), (lower, upper))
+            if found.cost < best_cost:
+                best_cost, start = found.cost, np.array([*found.x, ridge_share, growth])
         assert start is not None
     else:
         start = start / problem.scale

@@ -13,7 +13,7 @@ import typer
 
 from moeedge import paths
 from moeedge.cli import options
-from moeedge.cli.common import EXIT_FAILURE, emit, print_error, show_log
+from moeedge.cli.common import EXIT_FAILURE, emit, integers, print_error, show_log
 from moeedge.cli.declare import Output, derive, option
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.errors import InputError
@@ -96,7 +96,7 @@ def ablate(
     from moeedge.llama.draft_model import quantized
     from moeedge.ui.console import notifier, say, stderr_console
 
-    cutoffs = None if cutoff is None else _layers(cutoff)
+    cutoffs = None if cutoff is None else integers(cutoff, "--cutoff")
     if limit < 0 or repetitions < 1 or n_predict < 2:
         raise InputError("There is nothing to measure.", "Give --limit of 0 or more, -r of 1 or more, -n of 2 or more.")
     if verbose:
@@ -140,10 +140,9 @@ def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float | None) -
     if not cache_ratio:
         raise InputError("--cache-ratio must be more than 0.", "The default is 0.3.")
     n_layers = layers[-1] + 1
-    if cutoffs and max(cutoffs) > n_layers:
-        raise InputError(
-            f"--cutoff {max(cutoffs)} is beyond the last layer of {target.name}.", f"Give 0 to {n_layers}."
-        )
+    for cutoff in cutoffs or ():
+        if not 0 <= cutoff <= n_layers:
+            raise InputError(f"{target.name} has no layer for --cutoff {cutoff}.", f"Give 0 to {n_layers}.")
 
 
 def _report(rows: list[AblationRow], about: Mapping[str, object], output: Output) -> None:
@@ -155,13 +154,3 @@ def _report(rows: list[AblationRow], about: Mapping[str, object], output: Output
     if different:
         print_error(f"{different} answers differ from stock llama.cpp's by more than a near-tie.")
         raise typer.Exit(EXIT_FAILURE)
-
-
-def _layers(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [-1]
-    if min(found) < 0:
-        raise InputError(f"{text!r} is not a list of layers.", "Write for instance 12, or 0,8,16,24.")
-    return found

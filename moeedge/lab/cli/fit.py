@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ import typer
 from moeedge import paths
 from moeedge.cli import options
 from moeedge.cli.common import integers, show_log
-from moeedge.cli.declare import Output, derive, option
+from moeedge.cli.declare import Output, option
 from moeedge.cli.engine_options import EngineOptions
 
 BatchTokens = Annotated[
@@ -30,15 +29,6 @@ NExpertUsed = Annotated[
         "difference says what experts cost.",
     ),
 ]
-MeasureSpeedUp = Annotated[
-    bool,
-    option(
-        options.WORK,
-        "--measure-speed-up/--no-measure-speed-up",
-        "Decode the prompts plainly and with every draft length, next to the predictions.",
-    ),
-]
-Plot = Annotated[Path | None, derive(options.Plot, help="Draw times, fit and predictions (.png, .svg or .pdf).")]
 
 
 def fit(
@@ -46,7 +36,6 @@ def fit(
     draft_max: options.DraftMaxList = "1,2,3,4,5,6,7,8",
     batch_sizes: BatchSizes = "1,2,4,8,16,32,64",
     n_expert_used: NExpertUsed = None,
-    measure_speed_up: MeasureSpeedUp = True,
     dataset: options.Dataset = None,
     limit: options.Limit = 8,
     offline_sample: options.OfflineSample = False,
@@ -60,7 +49,6 @@ def fit(
     n_gpu_layers: options.NGpuLayers = None,
     device: options.Device = "none",
     backend: options.Backend = None,
-    plot: Plot = None,
     output: options.TextOrJson = Output.TEXT,
     verbose: options.Verbose = False,
 ) -> None:
@@ -82,11 +70,10 @@ def fit(
     )
     engine.limit_openmp_spin()
     from moeedge.lab.experiments.speculation_fit import FitPlan, run_fit
-    from moeedge.lab.views.fit_views import PartsProgress, draw_fit, print_fit
-    from moeedge.ui.console import check_picture, notifier, say, stderr_console, stdout_console
+    from moeedge.lab.views.fit_views import print_fit
+    from moeedge.ui.console import notifier, say, stderr_console, stdout_console
+    from moeedge.ui.progress import count_bar
 
-    if plot is not None:
-        check_picture(plot)
     plan = FitPlan(
         tokens=tuple(sorted(integers(batch_tokens, "--batch-tokens"))),
         gammas=tuple(sorted(integers(draft_max, "--draft-max"))),
@@ -94,7 +81,6 @@ def fit(
         n_used=() if n_expert_used is None else tuple(integers(n_expert_used, "--n-expert-used")),
         repetitions=repetitions,
         n_predict=n_predict,
-        measure_speed_up=measure_speed_up,
     )
     from moeedge.data.datasets import load_dataset
     from moeedge.engine.context_choice import thread_notes
@@ -110,13 +96,15 @@ def fit(
     err = stderr_console()
     for note in thread_notes(threads):
         say(err, note, style="yellow")
-    with PartsProgress(err) as progress:
-        report = run_fit(config, prompts, plan, notify=notifier(err), on_part=progress.part_of, on_pass=progress.one)
+    with count_bar(err, "", "passes", 0) as bar:
+
+        def begin(label: str, total: int) -> None:
+            bar.update(description=label, total=total, completed=0)
+
+        report = run_fit(config, prompts, plan, notify=notifier(err), on_part=begin, on_pass=bar.add)
     if output is Output.JSON:
         typer.echo(json.dumps(report.as_dict(), ensure_ascii=False))
     elif report.is_usable:
         print_fit(report, stdout_console())
-    if report.is_usable and plot is not None:
-        draw_fit(report, plot)
     if not report.is_usable:
         raise report.unusable()

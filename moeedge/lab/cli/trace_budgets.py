@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from moeedge.cli import budget_options, options
+from moeedge.cli import budget_options
 from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number
 from moeedge.cli.common import names
-from moeedge.cli.declare import derive, list_of, option
+from moeedge.cli.declare import derive, list_of
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,20 +36,11 @@ Rankings = Annotated[
         budget_options.BudgetRanking,
         metavar="LIST",
         help="Which experts stay: those with the highest weight over the batch, with equal votes of its tokens (picks) "
-        "or as it is (router), or the first of a fixed order (static, from --budget-file). Several, separated by "
-        "commas, are compared. Default: picks.",
+        "or as it is (router), or the most used in other texts (static, for replay). Several, separated by commas, are "
+        "compared. Default: picks.",
     ),
 ]
 Policies = Annotated[str | None, list_of(budget_options.BudgetPolicy)]
-BudgetFile = Annotated[
-    Path | None,
-    option(
-        options.BUDGET,
-        "--budget-file FILE",
-        "The model's ranking for static, as moeedge lab budget --save-ranking writes it.",
-        show_default=False,
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +50,26 @@ class TraceBudgets:
     expert_budget: Budgets = None
     budget_ranking: Rankings = None
     budget_policy: Policies = None
-    budget_file: BudgetFile = None
 
     def budgets(self, profile: NDArray[Any] | None = None) -> tuple[ExpertBudget | None, ...] | None:
         """The budgets in the order of the lists, None for "off" among them; None: none were asked for.
 
-        profile: activations [n_layers, n_experts] elsewhere, which the ranking "static" uses without a file. Raises
+        profile: activations [n_layers, n_experts] elsewhere, which order the experts of the ranking "static". Raises
         InputError.
         """
         if self.expert_budget is None:
             expect_no_companions(self, "LIST")
             return None
+        from moeedge.lab.sim.expert_budgets import StaticBudget
         from moeedge.policies.expert_budget import ExpertBudget
 
         rankings = names(self.budget_ranking or ExpertBudget.ranking, "--budget-ranking")
-        order = self._order(profile) if _STATIC in rankings else None
-        if order is None and self.budget_file is not None:
-            raise InputError("--budget-file is read for the ranking static only.", "Add --budget-ranking static.")
+        if "oracle" in rankings:
+            raise InputError(
+                "A trace lacks the experts' outputs, which the oracle ranking reads.",
+                "moeedge lab budget compares the rankings with it.",
+            )
+        order = _static_order(profile) if _STATIC in rankings else None
         found: list[ExpertBudget | None] = []
         for text in names(self.expert_budget, "--expert-budget"):
             n_experts = parse_number(text)
@@ -85,33 +78,19 @@ class TraceBudgets:
                 continue
             policies = names(self.budget_policy or ExpertBudget.coverage, "--budget-policy")
             for ranking, policy in itertools.product(rankings, policies):
-                found.append(_budget(n_experts, ranking, policy, order))
+                budget = make_budget(n_experts, ranking=None if ranking == _STATIC else ranking, policy=policy)
+                if order is not None and ranking == _STATIC:
+                    budget = StaticBudget(budget=n_experts, coverage=budget.coverage, order=order)
+                found.append(budget)
         return tuple(found)
 
-    def _order(self, profile: NDArray[Any] | None) -> Ids:
-        """That of the file, or else of the profile. Raises InputError without both."""
-        from moeedge.lab.analysis.expert_ranking import read_order
-        from moeedge.lab.policies.expert_budget import static_order
 
-        if self.budget_file is not None:
-            return read_order(self.budget_file)
-        if profile is None:
-            raise InputError(
-                "The ranking static needs the model's order of experts.",
-                "Write it with moeedge lab budget --save-ranking FILE, and give --budget-file FILE.",
-            )
-        return static_order(profile)
+def _static_order(profile: NDArray[Any] | None) -> Ids:
+    from moeedge.lab.policies.expert_budget import static_order
 
-
-def _budget(n_experts: int, ranking: str, policy: str, order: Ids | None) -> ExpertBudget:
-    from moeedge.lab.sim.expert_budgets import StaticBudget
-
-    if ranking == "oracle":
+    if profile is None:
         raise InputError(
-            "A trace lacks the experts' outputs, which the oracle ranking reads.",
-            "moeedge lab budget compares the rankings with it.",
+            "The ranking static needs the use of experts in other texts.",
+            "moeedge lab replay --profile-texts N counts it in the first N texts of the trace.",
         )
-    budget = make_budget(n_experts, ranking=None if ranking == _STATIC else ranking, policy=policy)
-    if ranking == _STATIC and order is not None:
-        return StaticBudget(budget=n_experts, coverage=budget.coverage, order=order)
-    return budget
+    return static_order(profile)

@@ -7,6 +7,7 @@ prompt, and every answer is compared with stock llama.cpp's.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,33 +24,27 @@ from moeedge.errors import InputError
 from moeedge.lab.policies.sp_moe import critical_experts, cutoff_layer
 from moeedge.notifications import Notification, Notify, ignore
 from moeedge.scheduler.config import ExecutionConfig
-from moeedge.scheduler.stats import PlacementStats
 
 POLICY = "sp-moe"
 _ENTIRE_LAYER = 1 << 16  # experts per transfer: more than any layer has
-_ON_DEMAND = ("needed", "loaded", "late")  # counters of OnDemandLoader
-_DRAFTING = ("plans", "stops")  # counters of DraftPrefetch
 
 
 def figure_12(cutoff: int) -> list[BenchMode]:
     """Returns baseline, vanilla prefetch, worker, worker with batched transfers; each adds one part."""
     baseline = ExecutionConfig(misses="load", cutoff_layer=cutoff, batch=1, drafting="off")  # no prefetch
     worker = replace(baseline, drafting="worker")  # drafting does not wait
-    return [
-        _variant("baseline", baseline),
-        _variant("vanilla", replace(baseline, drafting="vanilla")),  # each draft layer waits for its experts
-        _variant("worker", worker),
-        _variant("batched", replace(worker, batch=_ENTIRE_LAYER)),  # the experts of a layer in one transfer
-    ]
+    variants = {
+        "baseline": baseline,
+        "vanilla": replace(baseline, drafting="vanilla"),  # each draft layer waits for its experts
+        "worker": worker,
+        "batched": replace(worker, batch=_ENTIRE_LAYER),  # the experts of a layer in one transfer
+    }
+    return [BenchMode(name, "moeedge", drafts=True, execution=execution) for name, execution in variants.items()]
 
 
 def figure_14(cutoffs: Sequence[int]) -> list[BenchMode]:
     """Returns the complete system at each cutoff layer."""
     return [figure_12(cutoff)[-1] for cutoff in dict.fromkeys(cutoffs)]
-
-
-def _variant(name: str, execution: ExecutionConfig) -> BenchMode:
-    return BenchMode(name, "moeedge", drafts=True, execution=execution)
 
 
 @dataclass(frozen=True)
@@ -132,77 +127,66 @@ def run_ablation(
         expected = list(run_conversations(stock, first_turns, repetitions=1, n_predict=n_predict, ignore_eos=True))
         logits_at, end_tokens = logits_in(stock[0].session.target), stop_tokens(models[0])
         warm_up(arms, first_turns[0], n_predict=n_predict, ignore_eos=True)
-        results = {arm.mode.label: _Result(arm) for arm in arms}
+        before = {arm.mode.label: _counts(arm.session) for arm in arms}
+        samples: dict[str, list[Sample]] = {arm.mode.label: [] for arm in arms}
+        equal: Counter[str] = Counter()
         for sample in run_conversations(
             arms, first_turns, repetitions=repetitions, n_predict=n_predict, ignore_eos=True
         ):
             check = check_answers([sample], expected, logits_at, end_tokens)
-            results[sample.mode].add(sample, equal=check.passed)
+            samples[sample.mode].append(sample)
+            equal[sample.mode] += check.passed
             seconds = sample.ttft_s + sample.decode_s
             notify(Notification(f"{sample.mode}, prompt {sample.prompt}: {seconds:.1f} s"))
-        first, *others = results.values()
-        baseline = first.row(None)
-        return [baseline, *(result.row(baseline.tpot_s) for result in others)]
+        rows: list[AblationRow] = []
+        for arm in arms:
+            label = arm.mode.label
+            first_tpot_s = rows[0].tpot_s if rows else None
+            rows.append(_row(arm, samples[label], before[label], equal[label], first_tpot_s))
+        return rows
 
 
-class _Result:
-    """The samples of one variant, and its counters before the first sample."""
+def _row(
+    arm: BenchArm, samples: Sequence[Sample], before: dict[str, float], equal: int, first_tpot_s: float | None
+) -> AblationRow:
+    """The figures of a variant. before: its counters then. first_tpot_s: of the first row, None for that row itself."""
+    placement, execution = arm.session.placement, arm.mode.execution
+    assert placement is not None and execution is not None
+    steps = max(sum(sample.steps for sample in samples), 1)
+    per_step = {name: (value - before[name]) / steps for name, value in _counts(arm.session).items()}
+    waited_for = per_step["loaded"] + per_step["late"]
+    tpot_s = median(1.0 / sample.tg_ts for sample in samples if sample.tg_ts)
+    return AblationRow(
+        variant=arm.mode.name,
+        cutoff_layer=execution.cutoff_layer or 0,
+        tpot_s=tpot_s,
+        tg_ts=1.0 / tpot_s,
+        speedup=(first_tpot_s or tpot_s) / tpot_s,
+        acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
+        hit_rate_experts=1.0 - waited_for / per_step["needed"] if per_step["needed"] else None,
+        loaded_per_step=per_step["loaded"],
+        late_per_step=per_step["late"],
+        ahead_per_step=max(per_step["uploads"] - per_step["loaded"], 0.0),
+        uploads_per_step=per_step["uploads"],
+        bytes_per_step=per_step["bytes_moved"],
+        transfers_per_step=per_step["transfers"],
+        plans_per_step=per_step["plans"],
+        draft_stops_per_step=per_step["stops"],
+        predicted_right=placement.predicted_share,
+        draft_s=sum(sample.draft_s for sample in samples) / steps,
+        verify_s=sum(sample.verify_s for sample in samples) / steps,
+        equal=equal,
+        answers=len(samples),
+    )
 
-    def __init__(self, arm: BenchArm) -> None:
-        self._mode = arm.mode
-        self._session = arm.session
-        self._samples: list[Sample] = []
-        self._equal = 0
-        self._start_stats, self._start_counters = self._stats(), self._counters()
 
-    def add(self, sample: Sample, *, equal: bool) -> None:
-        """Adds an answer."""
-        self._samples.append(sample)
-        self._equal += equal
-
-    def row(self, first_tpot_s: float | None) -> AblationRow:
-        """Returns the figures so far; first_tpot_s: of the first row, None for that row itself."""
-        placement, samples = self._session.placement, self._samples
-        assert placement is not None
-        steps = max(sum(sample.steps for sample in samples), 1)
-        moved = self._stats() - self._start_stats
-        uploads = moved.uploads / steps
-        per_step = {name: (value - self._start_counters[name]) / steps for name, value in self._counters().items()}
-        waited_for = per_step["loaded"] + per_step["late"]
-        tpot_s = median(1.0 / sample.tg_ts for sample in samples if sample.tg_ts)
-        execution = self._mode.execution
-        return AblationRow(
-            variant=self._mode.name,
-            cutoff_layer=(execution.cutoff_layer or 0) if execution is not None else 0,
-            tpot_s=tpot_s,
-            tg_ts=1.0 / tpot_s,
-            speedup=(first_tpot_s or tpot_s) / tpot_s,
-            acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
-            hit_rate_experts=1.0 - waited_for / per_step["needed"] if per_step["needed"] else None,
-            loaded_per_step=per_step["loaded"],
-            late_per_step=per_step["late"],
-            ahead_per_step=max(uploads - per_step["loaded"], 0.0),
-            uploads_per_step=uploads,
-            bytes_per_step=moved.bytes_moved / steps,
-            transfers_per_step=moved.transfers / steps,
-            plans_per_step=per_step["draft_plans"],
-            draft_stops_per_step=per_step["draft_stops"],
-            predicted_right=placement.predicted_share,
-            draft_s=sum(sample.draft_s for sample in samples) / steps,
-            verify_s=sum(sample.verify_s for sample in samples) / steps,
-            equal=self._equal,
-            answers=len(samples),
-        )
-
-    def _stats(self) -> PlacementStats:
-        stats = self._session.placement_stats()
-        assert stats is not None
-        return stats
-
-    def _counters(self) -> dict[str, float]:
-        """Returns what was counted between the layers of target and draft, since the session began."""
-        placement = self._session.placement
-        assert placement is not None and placement.on_demand is not None
-        counters = {name: float(getattr(placement.on_demand, name)) for name in _ON_DEMAND}
-        drafting = placement.draft_prefetch
-        return counters | {f"draft_{name}": float(getattr(drafting, name, 0)) for name in _DRAFTING}
+def _counts(session: Session) -> dict[str, float]:
+    """What was counted since the session began: transfers, and experts between the layers of target and draft."""
+    placement, stats = session.placement, session.placement_stats()
+    assert placement is not None and placement.on_demand is not None and stats is not None
+    counters = (
+        (stats, ("uploads", "bytes_moved", "transfers")),
+        (placement.on_demand, ("needed", "loaded", "late")),
+        (placement.draft_prefetch, ("plans", "stops")),
+    )
+    return {name: float(getattr(of, name, 0)) for of, names in counters for name in names}

@@ -3,38 +3,45 @@
 1. The prompts are answered with the longest drafts: which share is accepted, and a text to measure on.
 2. The parts of a step are timed on windows of that text (step_times.py), with as many tokens before them as the steps
    of the answers had, and once for each number of active experts.
-3. If asked for, plain and speculative decoding of the same prompts take turns: the speed-ups that are predicted.
-4. The times are fitted (analysis/step_fit.py).
+3. The times are fitted, and speed-ups predicted (analysis/step_fit.py).
 
 Answers go on after a stop token up to the requested length: the model knows no short last steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from moeedge.bench.harness import GREEDY, rotated
+import moeedge
+from moeedge.bench.harness import GREEDY
 from moeedge.data.prompts import Prompt
-from moeedge.engine.answer import Generation
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, EngineInfo
-from moeedge.errors import ContextTooSmallError, InputError
-from moeedge.lab.analysis.step_fit import StepTimes
-from moeedge.lab.analysis.step_model import DraftCount, count_acceptance
-from moeedge.lab.experiments.fit_report import FitReport, SpeedUpSample
+from moeedge.errors import ContextTooSmallError, InputError, MeasurementError
+from moeedge.lab.analysis.step_fit import (
+    Acceptance,
+    AmdahlRow,
+    DraftCount,
+    StepFit,
+    StepTimes,
+    amdahl,
+    count_acceptance,
+    expert_share,
+    expert_share_measured,
+    fit_steps,
+)
 from moeedge.lab.experiments.step_times import StepTimer, read_weights, this_machine
 from moeedge.llama.gguf_file import read_experts_used
 from moeedge.notifications import Notify, ignore
 
-TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48)
-GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8)
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+MAX_ERROR = 0.15  # of times left out, median; with more there are no predictions
 _TOKENS_EACH = (1, 2, 3, 5, 9)  # of one of several sequences: a plain step, verifications of 1, 2, 4 and 8 drafts
 _TOKENS_MAX = 63  # of several sequences; llama.cpp's attention computes more in another way, which the fit knows not
 _MIN_TIMES = 6  # of the target, for a fit
@@ -45,13 +52,12 @@ _MAX_DEPTH = 128  # tokens before a timed batch: 32 sequences of them need 32 ti
 class FitPlan:
     """What `moeedge lab fit` measures and predicts."""
 
-    tokens: tuple[int, ...] = TOKENS  # in a batch
-    gammas: tuple[int, ...] = GAMMAS
-    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48)  # in a batch
+    gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     n_used: tuple[int, ...] = ()  # experts per token; empty: the model's, and half of them
     repetitions: int = 5
     n_predict: int = 96  # tokens per answer
-    measure_speed_up: bool = True
 
     def __post_init__(self) -> None:
         if len(set(self.tokens)) < _MIN_TIMES or min(self.tokens) != 1:
@@ -64,6 +70,135 @@ class FitPlan:
             raise ValueError("--batch-sizes must be at least 1")
         if self.repetitions < 1:
             raise ValueError(f"--repetitions must be at least 1, not {self.repetitions}")
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Predicted speed of speculative over plain decoding in one setting."""
+
+    batch_size: int  # sequences
+    gamma: int
+    tokens_per_step: float  # of one sequence, from the acceptance of the longest drafts
+    target_efficiency: float
+    speed_up: float
+    beyond_measured: bool  # the verification has more tokens than any batch that was measured
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """Everything that was measured, fitted and predicted."""
+
+    info: EngineInfo
+    times: StepTimes
+    fit: StepFit  # of the form that predicts better
+    other_fit: StepFit  # of the other form
+    acceptance: Acceptance
+    share_fitted: float  # f of the production study, by the fit
+    share_measured: float | None  # f by the slope over the active experts
+    amdahl: tuple[AmdahlRow, ...]
+    speed_ups: tuple[SpeedUp, ...]  # by batch size, the first 1, and draft length
+
+    @classmethod
+    def of(
+        cls,
+        info: EngineInfo,
+        times: StepTimes,
+        acceptance: Acceptance,
+        *,
+        gammas: Sequence[int],
+        batch_sizes: Sequence[int],
+    ) -> FitReport:
+        """Fits the times in both forms and predicts with the one that misses less of what it was not given."""
+        fits = [fit_steps(times, in_sequence=in_sequence) for in_sequence in (False, True)]
+        fit, other = sorted(fits, key=lambda found: found.left_out_error or found.fit_error)
+        fitted, sloped = expert_share(fit.model), expert_share_measured(times)
+        sizes = dict.fromkeys((1, *batch_sizes))
+        max_tokens = max(point.n_tokens for point in times.target)
+
+        def speed_up(gamma: int, batch_size: int) -> SpeedUp:
+            n_tokens, n_drafts = acceptance.tokens(gamma), acceptance.drafts(gamma)
+            return SpeedUp(
+                batch_size,
+                gamma,
+                n_tokens,
+                fit.model.target_efficiency(batch_size, gamma),
+                fit.model.speed_up(n_tokens, n_drafts, batch_size),
+                batch_size * (gamma + 1) > max_tokens,
+            )
+
+        return cls(
+            info=info,
+            times=times,
+            fit=fit,
+            other_fit=other,
+            acceptance=acceptance,
+            share_fitted=fitted,
+            share_measured=sloped,
+            amdahl=tuple(amdahl(times, fitted if sloped is None else sloped)),
+            speed_ups=tuple(speed_up(gamma, size) for size, gamma in itertools.product(sizes, gammas)),
+        )
+
+    @property
+    def share(self) -> float:
+        """f: measured where that was possible."""
+        return self.share_fitted if self.share_measured is None else self.share_measured
+
+    @property
+    def error(self) -> float:
+        """Median error of the times left out; of those fitted where there were too few to leave any out."""
+        return self.fit.fit_error if self.fit.left_out_error is None else self.fit.left_out_error
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the fit says enough about the times to predict others."""
+        return self.error <= MAX_ERROR
+
+    def unusable(self) -> MeasurementError:
+        """Why there are no predictions."""
+        return MeasurementError(
+            f"There are no predictions: the fit misses the times left out by {self.error:.0%} (median), and more than "
+            f"{MAX_ERROR:.0%} is too much. Samples of one batch differ by a factor of {self.spread:.2f}.",
+            "Repeat it on a quiet machine, or with more repetitions (-r). -o json keeps the times.",
+        )
+
+    @property
+    def spread(self) -> float:
+        """Median over the target's times of the largest over the smallest sample: 1 on a quiet machine."""
+        return median(max(point.samples_s) / min(point.samples_s) for point in self.times.target)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; times in seconds. A fit that is not usable has its times and errors, and no predictions."""
+        fit, other, model = self.fit, self.other_fit, self.fit.model
+        return {
+            "version": moeedge.__version__,
+            "model": self.info.model,
+            "draft": self.info.draft,
+            "device": self.info.device,
+            "threads": self.info.n_threads,
+            "usable": self.is_usable,
+            "times": asdict(self.times),
+            "acceptance": asdict(self.acceptance),
+            "parameters": {name: getattr(model, name) for name in fit.lower},
+            "lower_bounds": fit.lower,
+            "upper_bounds": {name: value for name, value in fit.upper.items() if value != float("inf")},
+            "experts_in_sequence": model.in_sequence,
+            "other_form": {
+                "experts_in_sequence": other.model.in_sequence,
+                "fit_error": other.fit_error,
+                "left_out_error": other.left_out_error,
+                "parameters": {name: getattr(other.model, name) for name in fit.lower},
+            },
+            "ridge_point_tokens": model.ridge_point,
+            **{name: getattr(fit, name) for name in ("fit_error", "left_out_error", "draft_error", "reject_error")},
+            "spread": self.spread,
+            "fitted": [asdict(point) for point in fit.fitted],
+            "left_out": [asdict(point) for point in fit.left_out],
+            "parts_s": {str(n): model.parts_s(n) for n in sorted({point.n_tokens for point in self.times.target})},
+            "expert_share_fitted": self.share_fitted,
+            "expert_share_measured": self.share_measured,
+            "amdahl": [asdict(row) for row in self.amdahl if self.is_usable],
+            "speed_up": [asdict(row) for row in self.speed_ups if self.is_usable],
+        }
 
 
 def run_fit(
@@ -80,11 +215,9 @@ def run_fit(
     on_part: called with what is measured next and the number of its passes, on_pass: after each. Raises InputError for
     a model without experts, and without a draft that has a time of its own.
     """
-    most_drafts = max(plan.gammas)
+    most_drafts, tokens = max(plan.gammas), sorted(set(plan.tokens))
     sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)
-    samples: list[SpeedUpSample] = []
-    with ExitStack() as stack:
-        session = stack.enter_context(_open(config, most_drafts, None, notify))
+    with _open(config, most_drafts, None, notify) as session:
         info, weights = session.info, read_weights(config.model)
         _check_draft(session)
         used = _experts_used(plan, info, config.model)
@@ -94,7 +227,7 @@ def run_fit(
         depth = max(1, min(depth, _MAX_DEPTH, len(text) - max(*plan.tokens, room + 1)))
         machine = this_machine(session, weights, text)
         timer_of = partial(StepTimer, text=text, depth=depth, repetitions=plan.repetitions, on_pass=on_pass)
-        alone = timer_of(session, shapes=[(1, each) for each in plan.tokens])
+        alone = timer_of(session=session, shapes=[(1, each) for each in tokens])
         on_part(f"timing, {info.n_expert_used} experts per token", alone.n_passes)
         target, reject = alone.target(), alone.reject()
         # a session of their own on the same models, whose short contexts take little memory
@@ -102,17 +235,13 @@ def run_fit(
         many = replace(config, gamma=most_drafts, n_expert_used=None, n_parallel=max(sizes), n_ctx=depth + room)
         draft_model = session.draft_context.model if session.draft_context is not None else None
         with Session.open(many, model=session.model, draft_model=draft_model) as parallel:
-            together = timer_of(parallel, shapes=shapes, draft_sizes=sizes)
+            together = timer_of(session=parallel, shapes=shapes, draft_sizes=sizes)
             on_part(f"timing, up to {max(sizes)} sequences", together.n_passes)
             target += together.target()
             draft = together.draft()
-        if plan.measure_speed_up:
-            gammas = (0, *plan.gammas)
-            on_part("decoding, plain and speculative", len(prompts) * len(gammas))
-            samples = list(_decode(session, prompts, gammas, plan.n_predict, on_pass))
     for n_used in used[1:]:
         with _open(config, 0, n_used, notify) as other:
-            alone = timer_of(other, shapes=[(1, each) for each in plan.tokens])
+            alone = timer_of(session=other, shapes=[(1, each) for each in tokens])
             on_part(f"timing, {n_used} experts per token", alone.n_passes)
             target += alone.target()
     times = StepTimes(
@@ -129,7 +258,7 @@ def run_fit(
         depth=depth,
     )
     acceptance = count_acceptance(steps, most_drafts)
-    return FitReport.of(info, times, acceptance, samples, gammas=plan.gammas, batch_sizes=plan.batch_sizes)
+    return FitReport.of(info, times, acceptance, gammas=plan.gammas, batch_sizes=plan.batch_sizes)
 
 
 def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) -> Session:
@@ -172,17 +301,6 @@ def _experts_used(plan: FitPlan, info: EngineInfo, path: Path) -> tuple[int, ...
     return tuple(dict.fromkeys((own, *(plan.n_used or (max(1, own // 2),)))))
 
 
-def _begin(session: Session, prompt: Prompt, gamma: int, n_predict: int) -> tuple[list[int], Generation] | None:
-    """The tokens of a prompt's first turn and its answer, with drafts of that length; None if it is too long."""
-    session.gamma = gamma
-    session.reset()
-    tokens = session.model.tokenize(session.model.render_chat([message.as_dict() for message in prompt.turns[0]]))
-    try:
-        return tokens, session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
-    except ContextTooSmallError:
-        return None
-
-
 def _answer(
     session: Session,
     prompts: Sequence[Prompt],
@@ -194,40 +312,24 @@ def _answer(
     steps: list[DraftCount] = []
     text: list[int] = []
     depths: list[int] = []
+    session.gamma = gamma
     for prompt in prompts:
-        begun = _begin(session, prompt, gamma, n_predict)
-        if begun is not None:
-            tokens, generation = begun
-            room = n_predict
-            for record in generation:
-                if record.n_verified:
-                    # the end of the answer cuts drafts; a shorter one was ended by the draft itself
-                    steps.append(DraftCount(min(gamma, room - 1), record.n_drafted, record.n_accepted))
-                    depths.append(session.target.n_past - record.n_accepted - 1)
-                room -= len(record.tokens)
-            text += [*tokens, *generation.tokens]
+        session.reset()
+        tokens = session.model.tokenize(session.model.render_chat([message.as_dict() for message in prompt.turns[0]]))
+        try:
+            generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
+        except ContextTooSmallError:
+            on_pass()
+            continue
+        room = n_predict
+        for record in generation:
+            if record.n_verified:
+                # the end of the answer cuts drafts; a shorter one was ended by the draft itself
+                steps.append(DraftCount(min(gamma, room - 1), record.n_drafted, record.n_accepted))
+                depths.append(session.target.n_past - record.n_accepted - 1)
+            room -= len(record.tokens)
+        text += [*tokens, *generation.tokens]
         on_pass()
     if not text:
         raise InputError("No prompt fits the context.", "Use a larger -c.")
     return steps, text, round(median(depths or [0]))
-
-
-def _decode(
-    session: Session,
-    prompts: Sequence[Prompt],
-    gammas: Sequence[int],
-    n_predict: int,
-    on_pass: Callable[[], None],
-) -> Iterator[SpeedUpSample]:
-    """Answers each prompt with every draft length in turn. An answer of one token gives none."""
-    for index, prompt in enumerate(prompts):
-        for gamma in rotated(gammas, index):
-            begun = _begin(session, prompt, gamma, n_predict)
-            if begun is None:
-                continue
-            for _ in begun[1]:
-                pass
-            stats = begun[1].stats
-            on_pass()
-            if stats.steps and stats.generated_tokens > 1:
-                yield SpeedUpSample(index, gamma, stats.decode_s, stats.generated_tokens - 1, stats.steps)

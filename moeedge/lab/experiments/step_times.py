@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -24,8 +24,7 @@ from moeedge.bench.roofline import measure_read_speed
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.errors import InputError
-from moeedge.lab.analysis.step_fit import TimePoint
-from moeedge.lab.analysis.step_model import Machine
+from moeedge.lab.analysis.step_fit import Machine, TimePoint
 from moeedge.llama import gguf_file
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart
@@ -101,6 +100,7 @@ def this_machine(session: Session, weights: ModelWeights, text: Sequence[int]) -
     return Machine(bytes_per_s=bytes_per_s, flops=flops)
 
 
+@dataclass(kw_only=True)
 class StepTimer:
     """Times passes of a session's models over windows of `text`; its KV caches are the timer's while it works.
 
@@ -109,108 +109,90 @@ class StepTimer:
     each pass.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        text: Sequence[int],
-        shapes: Sequence[Shape],
-        *,
-        draft_sizes: Sequence[int] = (),
-        depth: int,
-        repetitions: int,
-        on_pass: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._session = session
-        self._text = list(text)
-        self._shapes = sorted(set(shapes))
-        self._draft_sizes = [] if session.draft_context is None else sorted(set(draft_sizes))
-        self._repetitions = repetitions
-        self._on_pass = on_pass
-        self._depth = depth
-        self._n_sequences = max(size for size, _ in [*self._shapes, *((size, 1) for size in self._draft_sizes)])
-        self._most = max((each for _, each in self._shapes), default=1)
-        if min(len(self._text), session.target.n_ctx) < depth + self._most:
+    session: Session
+    text: Sequence[int]
+    shapes: Sequence[Shape]
+    depth: int
+    repetitions: int
+    draft_sizes: Sequence[int] = ()
+    on_pass: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        if self.session.draft_context is None:
+            self.draft_sizes = ()
+        self._n_sequences = max([*(size for size, _ in self.shapes), *self.draft_sizes])
+        self._most = max((each for _, each in self.shapes), default=1)
+        n_ctx = self.session.target.n_ctx
+        if min(len(self.text), n_ctx) < self.depth + self._most:
             raise InputError(
-                f"A batch of {self._most} tokens after {depth} needs a longer text or context: the answers have "
-                f"{len(self._text):,} tokens, and the context {session.target.n_ctx:,}.",
+                f"A batch of {self._most} tokens after {self.depth} needs a longer text or context: the answers have "
+                f"{len(self.text):,} tokens, and the context {n_ctx:,}.",
                 "Use fewer --batch-tokens, a larger -c, or longer answers (-n).",
             )
 
     @property
     def n_passes(self) -> int:
         """Timed passes of `target` and `draft`."""
-        return self._repetitions * (len(self._shapes) + len(self._draft_sizes))
+        return self.repetitions * (len(self.shapes) + len(self.draft_sizes))
 
     def target(self) -> list[TimePoint]:
         """T_T of all shapes, with the distinct experts that the batches used, per MoE layer."""
-        context = self._session.target
+        context = self.session.target
         n_layers = max(1, len(context.model.host_expert_layers))
         seconds: dict[Shape, list[float]] = defaultdict(list)
         unique: dict[Shape, list[float]] = defaultdict(list)
-        for shape, turn in self._turns(self._shapes, context):
+        for shape, turn in self._turns(self.shapes, context):
             self._warm_up(context, shape, turn, Phase.VERIFY)
             if context.sensor is not None:
                 context.sensor.read_counts()
             seconds[shape].append(_decode_s(context, self._parts(context, shape, turn), Phase.VERIFY))
             if context.sensor is not None:
                 unique[shape].append(np.count_nonzero(context.sensor.read_counts()) / n_layers)
-            self._on_pass()
-        return [
-            TimePoint(
-                size * each,
-                median(samples),
-                context.model.info.n_expert_used,
-                size,
-                unique_experts=fmean(unique[size, each]) if unique[size, each] else None,
-                samples_s=tuple(samples),
-            )
-            for (size, each), samples in sorted(seconds.items())
-        ]
+            self.on_pass()
+        return _points(seconds, context.model.info.n_expert_used, unique)
 
     def draft(self) -> list[TimePoint]:
         """T_D(B): one pass of the draft model over a token of each sequence, and a choice for each."""
-        context = self._session.draft_context
+        context = self.session.draft_context
         if context is None:
             return []
         sampler = Sampler(GREEDY, context.model.info.n_vocab)
-        seconds: dict[int, list[float]] = defaultdict(list)
-        for shape, turn in self._turns([(size, 1) for size in self._draft_sizes], context):
+        seconds: dict[Shape, list[float]] = defaultdict(list)
+        for shape, turn in self._turns([(size, 1) for size in self.draft_sizes], context):
             self._warm_up(context, shape, turn, Phase.DRAFT)
             parts = self._parts(context, shape, turn)
             start_s = time.perf_counter()
             for logits in context.decode_parts(parts, phase=Phase.DRAFT):
                 sampler.pick(sampler.candidates(logits[0], []))
-            seconds[shape[0]].append(time.perf_counter() - start_s)
+            seconds[shape].append(time.perf_counter() - start_s)
             _take_back(parts)
-            self._on_pass()
-        return [
-            TimePoint(size, median(samples), n_sequences=size, samples_s=tuple(samples))
-            for size, samples in sorted(seconds.items())
-        ]
+            self.on_pass()
+        return _points(seconds)
 
     def reject(self) -> list[TimePoint]:
         """T_rej(t): rejection sampling of t - 1 drafts, all of which are accepted, which takes longest."""
-        context = self._session.target
+        context = self.session.target
         sampler = Sampler(GREEDY, context.model.info.n_vocab)
         context.clear()
         self._fill(context, 1, 0)
-        before = self._text[: self._depth]
+        before = self.text[: self.depth]
         (part,) = self._parts(context, (1, self._most), 0)
         (logits,) = (rows.copy() for rows in context.decode_parts([part], phase=Phase.VERIFY))
         best = [int(token) for token in logits.argmax(axis=1)]
         certain = [Candidates.certain(token) for token in best]
-        seconds: dict[int, list[float]] = defaultdict(list)
-        for turn in range(self._repetitions):
-            for _, n_tokens in rotated(self._shapes, turn):
+        seconds: dict[Shape, list[float]] = defaultdict(list)
+        for turn in range(self.repetitions):
+            for shape in rotated(self.shapes, turn):
+                n_tokens = shape[1]
                 start_s = time.perf_counter()
                 sampler.accept(logits[:n_tokens], best[: n_tokens - 1], certain[: n_tokens - 1], before)
-                seconds[n_tokens].append(time.perf_counter() - start_s)
+                seconds[shape].append(time.perf_counter() - start_s)
         _take_back([part])
-        return [TimePoint(n, median(samples), samples_s=tuple(samples)) for n, samples in sorted(seconds.items())]
+        return _points(seconds)
 
     def _turns(self, shapes: Sequence[Shape], context: Context) -> Iterator[tuple[Shape, int]]:
         """(shape, repetition), the smallest batches first, with the text before them in the KV cache."""
-        for turn in range(self._repetitions):
+        for turn in range(self.repetitions):
             context.clear()
             for size in sorted({size for size, _ in shapes}):
                 for shape in rotated([shape for shape in shapes if shape[0] == size], turn):
@@ -219,17 +201,17 @@ class StepTimer:
 
     def _place(self, index: int, turn: int) -> int:
         """Where the timed tokens of a sequence begin in the text; the sequences lie apart from each other."""
-        room = len(self._text) - self._depth - self._most
-        return self._depth + (index * self._repetitions + turn) * room // (self._repetitions * self._n_sequences)
+        room = len(self.text) - self.depth - self._most
+        return self.depth + (index * self.repetitions + turn) * room // (self.repetitions * self._n_sequences)
 
     def _fill(self, context: Context, size: int, turn: int) -> None:
         """Lets the KV cache hold the `depth` tokens before each sequence's place."""
         parts = []
         for sequence in context.sequences[:size]:
             place = self._place(sequence.index, turn)
-            if sequence.n_past < self._depth:  # at first, and where a sliding window has lost some
-                begin = place - self._depth + sequence.n_past
-                parts.append(BatchPart(sequence, self._text[begin:place], "none"))
+            if sequence.n_past < self.depth:  # at first, and where a sliding window has lost some
+                begin = place - self.depth + sequence.n_past
+                parts.append(BatchPart(sequence, self.text[begin:place], "none"))
         for group in context.fitting(parts) if parts else ():
             context.decode_parts(parts[group], phase=Phase.PREFILL)
 
@@ -238,8 +220,8 @@ class StepTimer:
         size, each = shape
         parts = []
         for sequence in context.sequences[:size]:
-            start = (self._place(sequence.index, turn) + skip) % (len(self._text) - each + 1)
-            parts.append(BatchPart(sequence, self._text[start : start + each], "all"))
+            start = (self._place(sequence.index, turn) + skip) % (len(self.text) - each + 1)
+            parts.append(BatchPart(sequence, self.text[start : start + each], "all"))
         return parts
 
     def _warm_up(self, context: Context, shape: Shape, turn: int, phase: Phase) -> None:
@@ -247,6 +229,18 @@ class StepTimer:
         for n_back in range(WARM_UPS, 0, -1):
             _decode_s(context, self._parts(context, shape, turn, skip=n_back * shape[1]), phase)
         self._fill(context, shape[0], turn)
+
+
+def _points(
+    seconds: Mapping[Shape, list[float]], n_used: int = 0, unique: Mapping[Shape, list[float]] | None = None
+) -> list[TimePoint]:
+    """The samples of each shape as a time, in the order of the shapes. unique: experts, where they were counted."""
+    found = []
+    for shape, samples in sorted(seconds.items()):
+        counted = unique.get(shape) if unique else None
+        experts = fmean(counted) if counted else None
+        found.append(TimePoint(shape[0] * shape[1], median(samples), n_used, shape[0], experts, tuple(samples)))
+    return found
 
 
 def _decode_s(context: Context, parts: Sequence[BatchPart], phase: Phase) -> float:

@@ -82,25 +82,6 @@ class _Measurement:
     schedule_s: float  # per step of the first answer, median
     sample: Sample
 
-    @property
-    def tokens(self) -> int:
-        return self.sample.steps + self.sample.accepted
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds per token of text."""
-        return (self.sample.draft_s + self.sample.verify_s + self.sample.observe_s) / self.tokens
-
-    @property
-    def draft_s(self) -> float:
-        """Seconds per token of text."""
-        return self.sample.draft_s / self.tokens
-
-    @property
-    def hit_rate(self) -> float | None:
-        counters = self.sample.placement
-        return None if counters is None else quotient(counters["pairs_hit"], counters["pairs"])
-
 
 def combinations(policies: Sequence[str], ratios: Sequence[float], gammas: Sequence[int]) -> list[Combination]:
     """Returns the product of the lists."""
@@ -221,18 +202,25 @@ def _simulate(
         warm_steps=last.warm_steps,
     )
     time = execution.run()
-    measured_s = median(outcome.decode_s for outcome in outcomes)
+
+    def measured_s(seconds: Callable[[Sample], float]) -> float:
+        """Per token of text, median."""
+        samples = [outcome.sample for outcome in outcomes]
+        return median(seconds(sample) / (sample.steps + sample.accepted) for sample in samples)
+
+    tpot_s = measured_s(lambda sample: sample.draft_s + sample.verify_s + sample.observe_s)
+    counters = last.sample.placement
     return Comparison(
         **asdict(combination),
-        measured_tpot_s=measured_s,
+        measured_tpot_s=tpot_s,
         tpot_s=time.tpot_s,
         tg_ts=1 / time.tpot_s,
-        error=time.tpot_s / measured_s - 1,
-        tokens=last.tokens,
+        error=time.tpot_s / tpot_s - 1,
+        tokens=last.sample.steps + last.sample.accepted,
         steps=last.sample.steps,
-        hit_rate_pairs_measured=last.hit_rate,
+        hit_rate_pairs_measured=quotient(counters["pairs_hit"], counters["pairs"]) if counters else None,
         hit_rate_pairs=time.hits.hit_rate_pairs,
-        draft_measured_s=median(outcome.draft_s for outcome in outcomes),
+        draft_measured_s=measured_s(lambda sample: sample.draft_s),
         draft_s=time.per_token_s("draft"),
         rejected_token_model="recorded" if combination.gamma else None,
     )

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
 from moeedge.experts import count_ids
 from moeedge.lab.policies.expert_budget import Ids, apply_budget, pick_scores, router_scores, static_scores
 from moeedge.lab.traces.schedule import Batch, Chunk, Schedule
@@ -88,12 +87,6 @@ class BudgetedTrace:
             return
         self._budgets = self.budget.per_layer(self._layers, meta.n_layers, meta.n_experts, self._used)
         if isinstance(self.budget, StaticBudget):
-            if self.budget.order.shape != (meta.n_layers, meta.n_experts):
-                ranked = "{} layers of {} experts".format(*self.budget.order.shape)
-                raise InputError(
-                    f"The ranking is for {ranked}, and the model has {meta.n_layers} of {meta.n_experts}.",
-                    "Make one with this model: moeedge lab budget --save-ranking FILE.",
-                )
             self._static = static_scores(self.budget.order)
 
     @property

@@ -12,12 +12,12 @@ from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
     from moeedge.lab.analysis.budget_recording import BudgetAnalysis
-    from moeedge.lab.analysis.expert_budget import CoActivation, ErrorTable, ProbabilityCurve, Variant
+    from moeedge.lab.analysis.expert_budget import ErrorTable, ProbabilityCurve
 
 _SHARES = (0.5, 0.9)  # of the routing probability
 _MOST_BUDGETS = 7  # columns that fit 80
 _MOST_SHARES = 5
-_LETTER = "Eq. 5"
+_COVERAGES = {"substitution": "subst.", "truncation": "trunc."}
 
 
 def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
@@ -30,16 +30,16 @@ def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
         style="bold",
     )
     console.print()
-    print_table(console, _curve_columns(analysis), analysis.curves, title=f"{first.quantity} on the n best experts")
+    title = "routing probability on the n best experts"
+    print_table(console, _curve_columns(analysis), analysis.curves, title=title)
     console.print(
         "n best: of each layer and batch, by the sum over its tokens. experts: distinct ones of the natural top-k. "
         "50 %, 90 %: experts that hold this share.",
         style="dim",
     )
-    if first.cumulative is not None:
-        weights = first.cumulative_weights.mean(axis=0)
-        shares = ", ".join(f"{n} best {100 * weights[n - 1]:.1f} %" for n in _best(analysis))
-        console.print(f"summed weights of the natural top-k instead, all prompts: {shares}")
+    weights = first.cumulative_weights.mean(axis=0)
+    shares = ", ".join(f"{n} best {100 * weights[n - 1]:.1f} %" for n in _best(analysis))
+    console.print(f"summed weights of the natural top-k instead, all prompts: {shares}")
     console.print()
     _print_pairs(analysis, console)
     console.print()
@@ -51,10 +51,11 @@ def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
 
 def _curve_columns(analysis: BudgetAnalysis) -> list[Column]:
     def on_best(n: int) -> Column:
-        return Column(f"n={n}", lambda curve: 100 * curve.shares[:, n - 1].mean(), "{:.1f} %".format)
+        return Column(f"n={n}", lambda curve: 100 * curve.cumulative[:, n - 1].mean(), "{:.1f} %".format)
 
     def needed(share: float) -> Column:
-        return Column(f"{share:.0%}".replace("%", " %"), lambda curve: experts_for(curve, share), ".1f")
+        title = f"{share:.0%}".replace("%", " %")
+        return Column(title, lambda curve: (curve.cumulative < share).sum(axis=-1).mean() + 1, ".1f")
 
     return [
         text_column("prompts", "group"),
@@ -71,18 +72,13 @@ def _best(analysis: BudgetAnalysis) -> tuple[int, ...]:
     return budgets if len(budgets) <= _MOST_SHARES else budgets[::2][:_MOST_SHARES]
 
 
-def experts_for(curve: ProbabilityCurve, share: float) -> float:
-    """Experts that hold this share, mean over the layers."""
-    return float((curve.shares < share).sum(axis=-1).mean() + 1)
-
-
 def _print_pairs(analysis: BudgetAnalysis, console: Console) -> None:
     known = [each for each in analysis.pairs if each.concentration is not None]
     if not known:
         console.print("No two experts were used by the same token.")
         return
     concentration = np.array([each.concentration for each in known])
-    lift = np.array([each.lift for each in known])
+    lift = np.array([each.lift_over_independence for each in known])
     console.print(
         f"most frequent pair of experts: {concentration.mean():.1f} times as often as under uniform selection (Eq. 9; "
         f"layers {concentration.min():.1f} to {concentration.max():.1f}), {lift.mean():.2f} times as often as if its "
@@ -91,9 +87,9 @@ def _print_pairs(analysis: BudgetAnalysis, console: Console) -> None:
 
 
 def _print_errors(errors: ErrorTable, console: Console) -> None:
-    budgets = shown_budgets(errors.budgets)
+    budgets = errors.budgets[:_MOST_BUDGETS]
     rows = [
-        (_name(variant), *(errors.mean(variant, budget) for budget in budgets))
+        (f"{variant.ranking}, {_COVERAGES[variant.coverage]}", *(errors.mean(variant, budget) for budget in budgets))
         for variant in errors.variants
         if errors.mean(variant, budgets[0]) is not None
     ]
@@ -106,19 +102,9 @@ def _print_errors(errors: ErrorTable, console: Console) -> None:
     console.print(
         "Squared distance to the output without a budget, by its square. subst.: substitution; trunc.: truncation. "
         "static: calibrated on the other prompts. picks: ranked by the probabilities of the natural top-k alone. "
-        f"{_LETTER}: also where the natural top-k fit the budget. The oracle minimises the error of truncation.",
+        "The oracle minimises the error of truncation.",
         style="dim",
     )
-
-
-def _name(variant: Variant) -> str:
-    coverage = {"substitution": "subst.", "truncation": "trunc."}[variant.coverage]
-    return f"{variant.ranking}, {coverage}{'' if variant.keeps_union else f' ({_LETTER})'}"
-
-
-def shown_budgets(budgets: tuple[int, ...]) -> list[int]:
-    """The budgets that a table has room for, the smallest first."""
-    return list(budgets[:_MOST_BUDGETS])
 
 
 def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, Any]:
@@ -131,12 +117,11 @@ def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, An
         "gamma": analysis.gamma,
         "budgets": analysis.budgets,
         "routing": [_curve(curve) for curve in analysis.curves],
-        "co_activation": [_pairs(pairs) for pairs in analysis.pairs],
+        "co_activation": [vars(pairs) | {"counts": pairs.counts.tolist()} for pairs in analysis.pairs],
         "reconstruction_error": None
         if errors is None
         else {
             "batches": errors.n_batches,
-            "unique_by_layer": errors.unique.mean(axis=0).tolist(),
             "rows": list(errors.rows()),
         },
         "no_reconstruction_error": analysis.no_errors or None,
@@ -152,20 +137,7 @@ def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
         "tokens": curve.tokens,
         "unique_experts": float(curve.unique.mean()),
         "unique_by_layer": curve.unique.tolist(),
-        "cumulative_probability": None if curve.cumulative is None else curve.cumulative.mean(axis=0).tolist(),
+        "cumulative_probability": curve.cumulative.mean(axis=0).tolist(),
         "cumulative_weights": curve.cumulative_weights.mean(axis=0).tolist(),
-        "cumulative_by_layer": curve.shares.tolist() if curve.group == "all" else None,
-        "selected_by": curve.selected_by,
-    }
-
-
-def _pairs(pairs: CoActivation) -> dict[str, Any]:
-    return {
-        "layer": pairs.layer,
-        "tokens": pairs.tokens,
-        "concentration": pairs.concentration,
-        "lift_over_independence": pairs.lift,
-        "most_frequent_pair": pairs.pair,
-        "order": pairs.order.tolist(),
-        "counts": pairs.counts.tolist(),
+        "cumulative_by_layer": curve.cumulative.tolist() if curve.group == "all" else None,
     }

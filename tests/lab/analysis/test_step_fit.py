@@ -12,20 +12,16 @@ from hypothesis import strategies as st
 
 from moeedge.lab.analysis.step_fit import (
     PARAMETERS,
-    StepTimes,
-    TimePoint,
-    amdahl,
-    expert_share,
-    expert_share_measured,
-    fit_steps,
-)
-from moeedge.lab.analysis.step_model import (
-    Acceptance,
     DraftCount,
     Machine,
     StepModel,
+    StepTimes,
+    TimePoint,
+    amdahl,
     count_acceptance,
-    outlooks,
+    expert_share,
+    expert_share_measured,
+    fit_steps,
     roofline,
 )
 
@@ -191,11 +187,3 @@ def test_acceptance_counts_by_place() -> None:
     assert acceptance.drafts(3) == pytest.approx(1 + 0.8 + 0.75)
     with pytest.raises(ValueError, match="up to 4"):
         acceptance.tokens(5)
-
-
-def test_outlooks_cover_every_combination_and_mark_what_was_not_measured() -> None:
-    acceptance = Acceptance((0.8, 0.6), (1.0, 1.0), 10)
-    rows = outlooks(MODEL, acceptance, gammas=(1, 2), batch_sizes=(1, 32), max_tokens=64)
-    assert [(row.batch_size, row.gamma) for row in rows] == [(1, 1), (1, 2), (32, 1), (32, 2)]
-    assert rows[1].speed_up == pytest.approx(MODEL.speed_up(2.4, 2)) and rows[1].tokens_per_step == pytest.approx(2.4)
-    assert [row.beyond_measured for row in rows] == [False, False, False, True]

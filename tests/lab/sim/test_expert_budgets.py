@@ -128,12 +128,8 @@ def test_picks_are_shares_of_a_token() -> None:
 
 def test_budgets_that_suit_no_trace_are_refused() -> None:
     trace = one_layer(IDS, WEIGHTS)
-    for budget in (
-        ExpertBudget(budget=1, ranking="router"),
-        StaticBudget(budget=3, order=np.zeros((2, 6), dtype=np.int32)),
-    ):
-        with pytest.raises(InputError):
-            BudgetedTrace(trace, budget)
+    with pytest.raises(InputError):
+        BudgetedTrace(trace, ExpertBudget(budget=1, ranking="router"))
 
 
 def random_trace(seed: int, *, with_weights: bool = True) -> Trace:
@@ -279,7 +275,6 @@ def test_commands_take_lists(tmp_path: Path) -> None:
         ("--expert-budget", "4", "--budget-prefer-resident", "2"),
         ("--expert-budget", "4", "--curve"),
         ("--expert-budget", "4", "--budget-layers", "fitted"),
-        ("--expert-budget", "4", "--budget-file", "unread.json"),
     ],
 )
 def test_bad_budgets_are_input_errors(tmp_path: Path, arguments: tuple[str, ...]) -> None:
