@@ -191,7 +191,7 @@ REFUSED = {
         "--model x.gguf": "model file --trace",
         "--gantt /proc/none/g.png": "/proc/none/g.png cannot written",
         "--gantt g.txt": "--gantt g.txt .png",
-        "--event-log /": "error: / cannot written",
+        "--policy oracle": "'oracle' replay only",
         "--trace own.npz": "2 layers 48 model trace --model",
     },
     "lab trace": {

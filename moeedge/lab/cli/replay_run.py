@@ -14,11 +14,10 @@ from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import Output
 from moeedge.errors import InputError
 from moeedge.lab.cli import trace_options
-from moeedge.lab.cli.replay_options import ReplayOptions
+from moeedge.lab.cli.replay import ReplayOptions
 from moeedge.lab.cli.trace_budgets import TraceBudgets
 from moeedge.lab.sim.curves import LIMITS, PAIR_BOUNDS, CurveConfig, CurveInput, CurvePanel, trace_curves
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
-from moeedge.lab.sim.replay import Link as SimulatedLink
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of
 from moeedge.lab.sim.replay import replay as replay_schedule
 from moeedge.lab.traces.importers import read_trace
@@ -29,7 +28,6 @@ from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 from moeedge.trace.format import Trace
 from moeedge.ui.console import check_picture, say, stderr_console, stdout_console
 from moeedge.ui.progress import count_bar
-from moeedge.units import parse_rate
 
 _MAX_PROFILE_TEXTS = 30  # of a tenth
 
@@ -52,7 +50,9 @@ def run(
         if not curve:
             raise InputError("--plot draws the curves of --curve.", "Add --curve.")
         check_picture(plot)
-    limits = _limits(given.max_uploads, given.link, given.step_time, curve=curve)
+    limits = None if given.max_uploads is None else numbers(given.max_uploads, "--max-uploads")
+    if limits is not None and len(limits) > 1 and not curve:
+        raise InputError("Several values of --max-uploads are for --curve.", "Add --curve, or give one value.")
     if curve and expert_budgets.expert_budget is not None:
         raise InputError("--curve has no expert budgets.", "Leave out one of them.")
     ranges = _ranges(given.texts, len(traces))
@@ -93,7 +93,6 @@ def run(
             ratios=ratios,
             seed=given.seed,
             max_uploads=limits[0] if limits else None,
-            link=None if given.link is None or given.step_time is None else _link(given.link, given.step_time),
             fresh_memory=given.fresh_memory,
             accuracy=accuracy,
         ),
@@ -116,21 +115,6 @@ class _Job:
     profile: np.ndarray | None
     expert_bytes: np.ndarray | None
     budgets: tuple[ExpertBudget | None, ...] | None
-
-
-def _limits(max_uploads: str | None, link: str | None, step_time: float | None, *, curve: bool) -> list[float] | None:
-    """The values of --max-uploads. Raises InputError where the three options or --curve exclude each other."""
-    limits = None if max_uploads is None else numbers(max_uploads, "--max-uploads")
-    if limits is not None and len(limits) > 1 and not curve:
-        raise InputError("Several values of --max-uploads are for --curve.", "Add --curve, or give one value.")
-    if (link is None) != (step_time is None):
-        raise InputError(
-            "--link and --step-time need each other.",
-            "A trace has no times: give the link's speed and the time of a step.",
-        )
-    if link is not None and (curve or limits is not None):
-        raise InputError("--link replaces --max-uploads.", "Name one of them, and no --curve with --link.")
-    return limits
 
 
 def _policies(text: str) -> tuple[str, ...]:
@@ -215,23 +199,12 @@ def _accuracy(text: str | None) -> PredictorAccuracy:
     return PredictorAccuracy(draft_router=accuracies["draft-router"], next_gate=accuracies["next-gate"])
 
 
-def _link(rate: str, step_ms: float) -> SimulatedLink:
-    return SimulatedLink(parse_rate(rate), step_ms * 1e-3)
-
-
 def _run(jobs: list[_Job], config: ReplayConfig) -> list[ReplayRow]:
     rows = []
     n_steps = sum(job.schedule.prefill.size for job in jobs)
     with count_bar(stderr_console(), "replaying", "steps", n_steps) as bar:
         for job in jobs:
             own = replace(config, profile=job.profile, expert_bytes=job.expert_bytes, budgets=job.budgets)
-            if config.link is not None:
-                if job.expert_bytes is None:
-                    raise InputError(
-                        "--link needs the size of an expert.", "The trace does not say: add --expert-bytes N."
-                    )
-                layers = job.schedule.trace.expert_layers()
-                own = replace(own, max_uploads=config.link.max_uploads(job.expert_bytes, layers))
             rows += replay_schedule(job.schedule, own, on_batches=bar.part(), on_phase=bar.phase)
     return rows
 

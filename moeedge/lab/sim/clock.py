@@ -16,7 +16,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 Process = Generator["int | Signal", None, None]
-STREAMS = ("draft", "gpu", "cpu", "link", "disk", "host")
+STREAMS = ("draft", "gpu", "cpu", "link", "host")
 
 
 def to_ns(seconds: float) -> int:
@@ -98,10 +98,6 @@ class Span:
         """Duration in nanoseconds."""
         return self.end_ns - self.start_ns
 
-    def line(self) -> str:
-        """One tab-separated line of the log, without its end."""
-        return f"{self.start_ns}\t{self.end_ns}\t{self.stream}\t{self.kind}\t{self.step}\t{self.layer}\t{self.n}"
-
 
 @dataclass
 class Log:
@@ -122,11 +118,6 @@ class Log:
     def of_step(self, step: int) -> list[Span]:
         """The spans of one step, including transfers that began in it."""
         return [span for span in self.spans if span.step == step]
-
-    def text(self) -> str:
-        """The log as a tab-separated table: a header and a line per span."""
-        header = "start_ns\tend_ns\tstream\tkind\tstep\tlayer\tn\n"
-        return header + "".join(span.line() + "\n" for span in self.spans)
 
 
 class Stream:

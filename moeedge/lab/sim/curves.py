@@ -24,44 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
 from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, lacks_predictor, replay_arms
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule
 from moeedge.policies.registry import BOUNDS, TABLE
-
-# in activations; a step of gamma 8 activates an expert at most 9 times
-_SLOT_PRICES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
-_UPLOAD_PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 48.0, 96.0, 200.0)
-
-
-def pairs_found_at_most(schedule: Schedule, cache_ratio: float, limits: Sequence[float]) -> list[float]:
-    """For each limit of uploads per layer and step, pairs that no schedule of uploads exceeds."""
-    counts = (chunk.counts[chunk.counted].reshape(-1, chunk.counts[0].size) for chunk in schedule.chunks())
-    n_slots = int(cache_shape(schedule.trace, cache_ratio).capacity[0])
-    layer_steps = schedule.n_steps * len(schedule.trace.expert_layers())
-    slot_price, upload_price, surplus = _surplus([step for chunk in counts for step in chunk])
-    with_slots = surplus + slot_price * n_slots * schedule.n_steps
-    return [float((with_slots + upload_price * limit * layer_steps).min()) for limit in limits]
-
-
-def _surplus(
-    steps: Sequence[NDArray[np.int32]],
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Prices of slots and uploads [n_prices], and what the best schedule finds beyond them; steps: counts [n]."""
-    slot_price, upload_price = (prices.reshape(-1) for prices in np.meshgrid(_SLOT_PRICES, _UPLOAD_PRICES))
-    size = (slot_price.size, steps[0].size)
-    # the most so far, if the expert is on the device after the step or not, [n_prices, n]
-    resident, absent = np.full(size, -np.inf), np.zeros(size)
-    uploaded = np.empty(size)
-    for counts in steps:
-        np.subtract(absent, upload_price[:, None], out=uploaded)
-        np.maximum(absent, resident, out=absent)
-        np.maximum(resident, uploaded, out=resident)
-        resident += counts
-        resident -= slot_price[:, None]
-    return slot_price, upload_price, np.maximum(resident, absent).sum(axis=1)
-
 
 PAIR_BOUNDS = ("oracle",)  # curves are of pairs; belady bounds distinct experts
 LIMITS: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # uploads per layer and step
@@ -160,7 +126,6 @@ class CurvePanel:
     pairs: IntArray  # by unit
     points: tuple[CurvePoint, ...]
     at_most: tuple[AtMost, ...]
-    offline_bound: tuple[tuple[float, float], ...]  # uploads per layer and step, hit rate that no schedule exceeds
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sums of each text."""
@@ -169,7 +134,6 @@ class CurvePanel:
             "pairs": self.pairs.tolist(),
             "points": [_flat(point) for point in self.points],
             "at_most": [asdict(entry) for entry in self.at_most],
-            "offline_bound": [{"uploads": limit, "hit_rate_pairs": value} for limit, value in self.offline_bound],
         }
 
 
@@ -336,7 +300,6 @@ def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]])
         pairs=pairs,
         points=tuple(points),
         at_most=tuple(_at_most(points, resampled, config)),
-        offline_bound=_offline_bound(each, config, points, int(pairs.sum())),
     )
 
 
@@ -359,18 +322,6 @@ def _at_most(points: Sequence[CurvePoint], resampled: Sequence[FloatArray], conf
                 beyond = _estimate(value, resampled[index] - resampled[reference])
             found.append(AtMost(policy, limit, points[index].hit_rate_pairs, beyond, points[index].max_uploads))
     return found
-
-
-def _offline_bound(
-    each: CurveInput, config: CurveConfig, points: Sequence[CurvePoint], n_pairs: int
-) -> tuple[tuple[float, float], ...]:
-    """The bound at each limit, at most the one-step oracle's hit rate, which bounds all traffic."""
-    oracle = next(point.hit_rate_pairs.value for point in points if point.policy == "oracle")
-    found = pairs_found_at_most(each.schedule, each.cache_ratio, config.limits)
-    return tuple(
-        (limit, round(min(pairs / max(n_pairs, 1), oracle), 6))
-        for limit, pairs in zip(config.limits, found, strict=True)
-    )
 
 
 def _estimate(value: float, resampled: FloatArray) -> Estimate:

@@ -14,7 +14,6 @@ A step's time is the sum of its parts. In each of them the device works, or wait
   device  experts on the device      cpu     waiting for experts on the CPU
   load    waiting for a transfer on demand
   link    waiting for a link that is busy with other transfers, or for a prefetch that arrives late
-  disk    waiting for experts that the CPU computes, where not all fit the memory (moeedge.lab.sim.ram_tier)
   host    handing a layer to the host and back, observing and planning
 
 What the host and the device exchange for a layer is a program's handoff (moeedge.lab.sim.step_costs). While uploads are
@@ -23,7 +22,7 @@ under way its copies to the device wait for a chunk, and the CPU shares its memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,13 +34,12 @@ from moeedge.lab.sim.clock import Clock, Log, Process, Signal, Span, Stream, to_
 from moeedge.lab.sim.expert_budgets import BudgetedTrace, BudgetStats
 from moeedge.lab.sim.mover import Demand, Mover
 from moeedge.lab.sim.noisy_predictor import NoisyPredictor
-from moeedge.lab.sim.ram_tier import RamSlots
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExecutionModel, Policy
 from moeedge.scheduler.driver import StepDriver
 
-CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "disk", "host")
+CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "host")
 _DRAFT_PARTS = 16  # of drafting a batch; a policy that reads the draft's hidden states plans anew after each
 
 
@@ -69,8 +67,7 @@ class Execution:
     """Runs `batches` under one policy. The first `warm_steps` verifications are not in the time breakdown.
 
     execution_model: obeyed instead of the policy's own. n_whole_layers: so many layers more, all of whose experts are
-    on the device, use experts as the others do on average. budgeted: the expert budget of verifications. ram: makes the
-    slots in RAM where not all experts fit there, for policies that leave missing experts to the CPU.
+    on the device, use experts as the others do on average. budgeted: the expert budget of verifications.
     """
 
     def __init__(
@@ -86,7 +83,6 @@ class Execution:
         keep_log: bool = False,
         n_whole_layers: int = 0,
         budgeted: BudgetedTrace | None = None,
-        ram: Callable[[Clock, Log], RamSlots] | None = None,
     ) -> None:
         self.clock = Clock()
         self.log = Log(kept=keep_log)
@@ -95,9 +91,6 @@ class Execution:
         self.execution_model = execution_model or policy.execution_model
         self.mover = Mover(self.clock, self.log, costs, shape, batched=self.execution_model.batched_io)
         self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model)
-        self.ram = None if ram is None else ram(self.clock, self.log)
-        if self.ram is not None and self.execution_model.device_only:
-            raise ValueError("slots in RAM are for policies that leave missing experts to the CPU")
         self.time = TimeBreakdown()
         self.step_ns: list[int] = []  # of every verification in the breakdown
         self._batches, self._warm_steps, self._predictor = batches, warm_steps, predictor
@@ -112,8 +105,6 @@ class Execution:
     def run(self) -> TimeBreakdown:
         """Runs the entire simulation."""
         self.clock.start(self.mover.process())
-        if self.ram is not None:
-            self.clock.start(self.ram.process())
         self.clock.start(self._process())
         self.clock.run()
         return self.time
@@ -122,8 +113,6 @@ class Execution:
         for batch, following in zip(self._batches, [*self._batches[1:], None], strict=True):
             if batch.is_first:
                 self.driver.begin_text()
-                if self.ram is not None:
-                    self.ram.begin_text()
             if batch.prefill:
                 yield from self._end(batch, following)
             else:
@@ -149,8 +138,6 @@ class Execution:
         if self._n_verified == self._warm_steps:
             self.time = TimeBreakdown()
             self.step_ns.clear()
-            if self.ram is not None:
-                self.ram.hits = HitStats()
             if self._budgeted is not None:
                 self._budgeted.stats = BudgetStats()
 
@@ -204,14 +191,7 @@ class Execution:
         self.time.hits.add(counts[used], is_hit)
         hits, misses = used[is_hit], used[~is_hit]
         self.mover.pin(layer, hits.tolist())
-        if self.ram is None:
-            yield from self._compute(layer, counts, hits, misses)
-        else:
-            loads = self.ram.load(layer, counts, misses)
-            absent = [expert for expert, _ in loads]
-            yield from self._compute(layer, counts, hits, np.setdiff1d(misses, absent))
-            for expert, demand in loads:
-                yield from self._from_disk(layer, counts, expert, demand)
+        yield from self._compute(layer, counts, hits, misses)
         self.mover.pin(layer, [])
 
     def _compute(
@@ -231,17 +211,6 @@ class Execution:
             yield from self._on_device(layer, counts, hits, misses)
         else:
             yield from self._on_both(layer, counts, hits, misses)
-
-    def _from_disk(self, layer: int, counts: NDArray[np.int32], expert: int, demand: Demand) -> Process:
-        """Waits for an expert that is not in RAM; then the CPU computes it."""
-        since_ns = self.clock.now_ns
-        yield demand.arrived
-        now_ns = self.clock.now_ns
-        self.time.ns["disk"] += now_ns - since_ns
-        cpu_ns = _sum_ns(self.costs.cpu_ns, counts, np.array([expert]))
-        done_ns = self.cpu.submit(now_ns, cpu_ns, "experts", self._n_verified, layer, 1)
-        self.time.ns["cpu"] += done_ns - now_ns
-        yield done_ns - now_ns
 
     def _divided(
         self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
@@ -368,8 +337,6 @@ class Execution:
             yield from self._on_host(self.costs.schedule_ns)
         self._predictor.learn(batch.counts)
         self.driver.observe(observation_of(batch))
-        if self.ram is not None:
-            self.ram.observe(batch)
         self.driver.plan_next([] if following is None or following.is_first else following.known_tokens[:1])
         self.driver.push()
         self.mover.clear_staging()

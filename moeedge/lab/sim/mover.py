@@ -34,15 +34,13 @@ class Demand:
 class Mover:
     """An expert store (scheduler/driver.py) with time; `resident` is uint8 [n_layers, n_experts] of Residency."""
 
-    def __init__(
-        self, clock: Clock, log: Log, costs: StepCosts, shape: CacheShape, *, batched: bool, stream: str = "link"
-    ) -> None:
+    def __init__(self, clock: Clock, log: Log, costs: StepCosts, shape: CacheShape, *, batched: bool) -> None:
         self.shape = shape
         self.resident: NDArray[np.uint8] = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
         self.n_uploads = 0  # experts moved, on demand or not
         self.step = 0  # for the log
         self._clock, self._log, self._costs = clock, log, costs
-        self._batched, self._stream = batched, stream
+        self._batched = batched
         self._free = [int(n) for n in shape.capacity]
         self._queue: deque[Expert] = deque()
         self._victims: list[deque[Expert]] = [deque() for _ in range(shape.n_groups)]
@@ -162,7 +160,7 @@ class Mover:
 
     def _record(self, kind: str, ns: int, layer: int, n: int) -> None:
         now_ns = self._clock.now_ns
-        self._log.add(Span(self._stream, kind, now_ns, now_ns + ns, self.step, layer, n))
+        self._log.add(Span("link", kind, now_ns, now_ns + ns, self.step, layer, n))
 
     def _wake(self) -> None:
         if not self._work.fired:

@@ -13,23 +13,34 @@ the layers after it; of a layer the experts that are resident when it is compute
 states of layers; policies that read them go by their caches alone, unless noisy predictions of a stated accuracy take
 their place (sim/noisy_predictor.py), those of the next layers' gates layer by layer. Where transfers take no time, a
 predictor that is nearly always right makes any cache nearly the oracle, so such rows compare the stated accuracies.
+
+Two bounds know the future. All layers share their slots; a policy that gives every layer its own slots is bounded as
+well. A prefill is not a step: its uses are not hits, but belady may keep what it used.
+
+oracle  Before every step the slots hold the experts that most of its tokens use. No policy that moves experts between
+        steps finds more (token, expert) pairs resident. Transfers are not counted, and it looks one step ahead.
+belady  MIN with bypass (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
+        5(2), 1966): after every step, of the resident and the just used experts, the slots keep those that are used
+        again soonest. No cache that is filled by use (LRU, LFU) finds more distinct experts resident; a policy that
+        uploads experts before their use may. All experts of a step are used at once and a used expert need not stay, so
+        the choice is one of intervals between two uses, at most as many at a time as there are slots: keeping those
+        that end first is optimal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.lab.policies.bounds import NEVER, NextUse, belady_residency, oracle_residency
 from moeedge.lab.sim.batches import HitStats, observation_of
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import GatePrediction
 from moeedge.lab.traces.schedule import Batch, Chunk
-from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, check_plan
+from moeedge.policies.base import BoolArray, CacheShape, ExpertPrediction, IntArray, Plan, Policy, check_plan
 from moeedge.scheduler.driver import StepDriver
 
 IndexArray = NDArray[np.intp]
@@ -268,6 +279,73 @@ class PolicyReplay:
         right = hot[judged] == (chunk.counts[judged] > 0)
         self.stats.judged += judged.size * self._expert_layers.size * self._shape.n_experts
         self.stats.judged_right += int(np.count_nonzero(right[:, self._expert_layers]))
+
+
+NEVER = np.iinfo(np.int32).max  # the next use of an expert that is not used again
+_SPREAD = 0x9E3779B1  # Knuth's multiplicative hash: orders ids as if by chance
+
+FlatIds = NDArray[np.int32]
+
+
+class NextUse:
+    """For every batch the flat ids of the experts that it uses, and the batch that uses each of them next.
+
+    chunks: pairs of activations [n_batches, n_layers, n_experts] and bool [n_batches], whether uses by the batch count.
+    """
+
+    def __init__(self, chunks: Iterable[tuple[IntArray, BoolArray]]) -> None:
+        self._used: list[FlatIds] = []
+        counted: list[bool] = []
+        self.n_flat = 0  # flat ids
+        for counts, counts_as_use in chunks:
+            flat = counts.reshape(len(counts), -1)
+            self.n_flat = flat.shape[1]
+            self._used += [np.flatnonzero(row).astype(np.int32) for row in flat]
+            counted += counts_as_use.tolist()
+        self._next: list[NDArray[np.int32]] = [np.zeros(0, dtype=np.int32)] * len(self._used)
+        coming = np.full(self.n_flat, NEVER, dtype=np.int32)
+        for batch in range(len(self._used) - 1, -1, -1):
+            flat_ids = self._used[batch]
+            self._next[batch] = coming[flat_ids]
+            if counted[batch]:
+                coming[flat_ids] = batch
+        self.first = coming  # [n_flat], the first batch that uses each expert
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def of(self, batch: int) -> tuple[FlatIds, NDArray[np.int32]]:
+        """Flat ids [n] that the batch uses and the batch [n] that uses each of them next (NEVER: none)."""
+        return self._used[batch], self._next[batch]
+
+
+def oracle_residency(counts: IntArray, resident: BoolArray, capacity: int) -> BoolArray:
+    """The `capacity` experts with the highest `counts` [n]; of equal ones those that are `resident` [n]; bool [n].
+
+    Slots that the step does not need stay as they are.
+    """
+    kept = np.zeros(counts.size, dtype=np.bool_)
+    capacity = min(capacity, counts.size)
+    if capacity:
+        score = 2 * counts + resident
+        best = (-score).argsort(kind="stable")[:capacity]  # a partition's choice among equals depends on the processor
+        kept[best[score[best] > 0]] = True
+    return kept
+
+
+def belady_residency(resident: BoolArray, used: FlatIds, coming: NDArray[np.int32], capacity: int) -> BoolArray:
+    """Of the `resident` experts [n] and the flat ids `used` just now the `capacity` used next soonest; bool [n].
+
+    coming  [n], the batch that uses each expert next; a used expert that is NEVER used again does not stay
+    """
+    kept: BoolArray = resident.copy()
+    kept[used[coming[used] < NEVER]] = True
+    held = np.flatnonzero(kept)
+    if held.size > capacity:
+        # of experts that are used next in the same batch no layer's come first, whatever the processor
+        spread = held * _SPREAD & 0xFFFFFFFF
+        kept[held[np.lexsort((spread, coming[held]))[capacity:]]] = False
+    return kept
 
 
 class BoundReplay:

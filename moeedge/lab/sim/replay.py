@@ -5,7 +5,7 @@ All policies and cache ratios go through the trace together, chunk by chunk: win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.engine.budgets import budget_record
-from moeedge.lab.policies.bounds import NextUse
 from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import (
@@ -22,60 +21,11 @@ from moeedge.lab.sim.noisy_predictor import (
     PredictorAccuracy,
     popularity_of,
 )
-from moeedge.lab.sim.policy_replay import BoundReplay, PolicyReplay, ReplayStats
+from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule
-from moeedge.policies.base import BoolArray, IntArray, Policy, PolicyConfig
+from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
-
-_ROUNDS = 60  # of a ternary search over prices: more than a float's digits need
-
-
-def pairs_kept_at_most(chunks: Iterable[tuple[IntArray, BoolArray]], n_batches: int, n_slots: int) -> float:
-    """Pairs that no cache of `n_slots` slots finds which holds only experts that were used.
-
-    chunks: activations [n, n_layers, n_experts] and bool [n], whether a batch's uses count (a prompt's do not, but keep
-    an expert in the cache). n_batches: of all chunks.
-    """
-    value, length, n = _intervals(chunks, n_batches)
-    n_places = n_slots * max(n_batches - 1, 0)  # a slot after each step but the last
-
-    def bound(price: float) -> float:
-        return price * n_places + float(n @ np.maximum(value - price * length, 0.0))
-
-    low, high = 0.0, float(value.max(initial=0.0))
-    for _ in range(_ROUNDS):
-        first, second = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, second) if bound(first) <= bound(second) else (first, high)
-    return min(bound(0.0), bound(low), bound((low + high) / 2), bound(high))
-
-
-def _intervals(
-    chunks: Iterable[tuple[IntArray, BoolArray]], n_batches: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Of each kind of interval between two uses its pairs, its length in steps, and how many there are."""
-    found: dict[int, NDArray[np.int64]] = {}  # by pairs: number by length [n_batches]
-    last: NDArray[np.int64] | None = None  # [n], batch of the last use; -1: none
-    batch = 0
-    for counts, counted in chunks:
-        flat = counts.reshape(len(counts), -1)
-        last = np.full(flat.shape[1], -1, dtype=np.int64) if last is None else last
-        for own, is_counted in zip(flat, counted.tolist(), strict=True):
-            used = np.flatnonzero(own)
-            if is_counted:
-                again = used[last[used] >= 0]
-                for pairs in np.unique(own[again]).tolist():
-                    lengths = batch - last[again[own[again] == pairs]]
-                    number = found.setdefault(pairs, np.zeros(n_batches, dtype=np.int64))
-                    number += np.bincount(lengths, minlength=n_batches)
-            last[used] = batch
-            batch += 1
-    pairs = np.array([kind for kind, number in found.items() for _ in np.flatnonzero(number)], dtype=np.float64)
-    lengths = [np.flatnonzero(number) for number in found.values()]
-    numbers = [number[number > 0] for number in found.values()]
-    if not lengths:
-        return pairs, np.zeros(0), np.zeros(0)
-    return pairs, np.concatenate(lengths).astype(np.float64), np.concatenate(numbers).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -97,7 +47,6 @@ class ReplayRow:
     share_of_oracle: float | None  # of the one-step oracle's pairs
     oracle_hit_rate_pairs: float
     belady_hit_rate_experts: float
-    demand_bound_hit_rate_pairs: float  # no cache that holds only experts that were used finds more pairs
     slots: int
     prediction_source: str | None  # of the noisy predictions; None: the policy got none
     predictor_accuracy: float | None
@@ -112,8 +61,6 @@ class ReplayRow:
     acceptance_source: AcceptanceSource | None
     tokens_per_step: float
     max_uploads: float | None
-    link_bytes_per_s: float | None  # that max_uploads follows from
-    step_time_s: float | None  # likewise
     fresh_memory: bool  # every text began with an empty policy
     without_predictor: bool  # its predictor reads what a trace lacks, and nothing took its place: not to be ranked
     seed: int
@@ -125,22 +72,6 @@ class ReplayRow:
         """Flat, for JSON."""
         row = asdict(self)
         return row | (row.pop("expert_budget") or {})
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link and the time that it has in each step."""
-
-    bytes_per_s: float
-    step_s: float
-
-    def __post_init__(self) -> None:
-        if not (self.bytes_per_s > 0 and self.step_s > 0):
-            raise ValueError(f"a link needs a rate and a step time above 0, not {self.bytes_per_s} and {self.step_s}")
-
-    def max_uploads(self, expert_bytes: NDArray[np.int64], expert_layers: Sequence[int]) -> float:
-        """Experts of mean size per layer with experts and step; expert_bytes [n_layers]."""
-        return self.bytes_per_s * self.step_s / float(expert_bytes[list(expert_layers)].sum())
 
 
 @dataclass(frozen=True)
@@ -161,7 +92,6 @@ class ReplayConfig:
     ratios: tuple[float, ...]  # of the experts that fit the slots
     seed: int = 0
     max_uploads: float | None = None  # per layer and batch, of what plans move
-    link: Link | None = None  # that max_uploads follows from
     fresh_memory: bool = False  # every text begins with an empty policy; what is on the device stays
     expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
@@ -196,13 +126,7 @@ def replay(
         for name in (*config.policies, *BOUNDS)
     ]
     found = replay_arms(schedule, arms, config, on_batches=on_batches, on_phase=on_phase)
-    on_phase("bounding pairs")
     bounds = {(arm.cache_ratio, arm.budget, arm.policy): stats for arm, stats in zip(arms, found, strict=True)}
-    kept = {
-        (ratio, budget): _demand_bound(schedule, ratio, budget)
-        for ratio in config.ratios
-        for budget in config.budgets or (None,)
-    }
     return [
         _row(
             schedule,
@@ -211,7 +135,6 @@ def replay(
             stats,
             oracle=bounds[arm.cache_ratio, arm.budget, "oracle"],
             belady=bounds[arm.cache_ratio, arm.budget, "belady"],
-            pairs_kept=kept[arm.cache_ratio, arm.budget],
         )
         for arm, stats in zip(arms, found, strict=True)
     ]
@@ -239,7 +162,7 @@ def replay_arms(
     on_phase("reading ahead")
     for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
         if budget is None:
-            next_use[budget] = NextUse(_counts_of(schedule))
+            next_use[budget] = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
         else:
             next_use[budget] = NextUse(budgeted[budget].limited_counts(schedule))
     replays: list[PolicyReplay | BoundReplay] = []
@@ -265,19 +188,6 @@ def replay_arms(
     for arm, arm_replay in zip(arms, replays, strict=True):
         arm_replay.stats.budgeted = budgeted.get(arm.budget)
     return [arm_replay.stats for arm_replay in replays]
-
-
-def _demand_bound(schedule: Schedule, ratio: float, budget: ExpertBudget | None) -> float:
-    """Pairs that no cache of used experts finds; with a budget, of the experts that it leaves."""
-    n_slots = int(cache_shape(schedule.trace, ratio).capacity[0])
-    if budget is None:
-        return pairs_kept_at_most(_counts_of(schedule), schedule.prefill.size, n_slots)
-    limited = BudgetedTrace(schedule.trace, budget).limited_counts(schedule)
-    return pairs_kept_at_most(limited, schedule.prefill.size, n_slots)
-
-
-def _counts_of(schedule: Schedule) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-    return ((chunk.counts, chunk.counted) for chunk in schedule.chunks())
 
 
 def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> PolicyReplay:
@@ -322,7 +232,6 @@ def _row(
     *,
     oracle: ReplayStats,
     belady: ReplayStats,
-    pairs_kept: float,
 ) -> ReplayRow:
     n_layers = len(schedule.trace.expert_layers())
     layer_steps = max(schedule.n_steps * n_layers, 1)
@@ -342,8 +251,6 @@ def _row(
         share_of_oracle=round(hit_rate / oracle_hit_rate, 6) if oracle_hit_rate else None,
         oracle_hit_rate_pairs=oracle_hit_rate,
         belady_hit_rate_experts=round(belady.hits.hit_rate_experts, 6),
-        # the one-step oracle bounds such a cache as well
-        demand_bound_hit_rate_pairs=min(round(pairs_kept / max(oracle.hits.pairs, 1), 6), oracle_hit_rate),
         slots=int(cache_shape(schedule.trace, arm.cache_ratio).capacity[0]),
         prediction_source=source,
         predictor_accuracy=None if source is None else config.accuracy.of(source),
@@ -358,8 +265,6 @@ def _row(
         acceptance_source=schedule.acceptance_source,
         tokens_per_step=round(schedule.tokens_per_step, 6),
         max_uploads=config.max_uploads,
-        link_bytes_per_s=None if config.link is None else config.link.bytes_per_s,
-        step_time_s=None if config.link is None else config.link.step_s,
         fresh_memory=config.fresh_memory,
         without_predictor=lacks_predictor(arm.policy, config.accuracy),
         seed=config.seed,

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _DETAIL_LAYERS = 4
 _LEFT_EDGE = 0.05  # uploads, for policies that move less
-_BOUND = "offline bound"
 _THICK = ("spac", "lfu")  # with the interval of the bootstrap
 _STREAM_NAMES = {"draft": "draft", "gpu": "GPU", "cpu": "CPU", "link": "link", "host": "host"}
 _KINDS = {  # of spans: colour and label
@@ -52,8 +51,8 @@ def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
         if index + n_columns >= len(panels):
             axes.set_xlabel("uploads per layer and step, at most")
     figure.legend(
-        [handles[name] for name in (*names, _BOUND)],
-        [*names, _BOUND],
+        [handles[name] for name in names],
+        names,
         loc="outside lower center",
         ncols=min(len(handles), 10),
         fontsize="small",
@@ -94,7 +93,6 @@ def _draw_curve_panel(axes: Any, panel: CurvePanel, styles: dict[str, dict[str, 
         )
         if name in _THICK:
             axes.fill_between(x_values, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    (handles[_BOUND],) = axes.plot(*zip(*panel.offline_bound, strict=True), "--", color="black", linewidth=1.0)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)

@@ -15,7 +15,6 @@ from moeedge.lab.views.sim_plots import Chart
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.ui.console import visible
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
-from moeedge.units import format_rate
 
 if TYPE_CHECKING:
     from moeedge.lab.sim.curves import AtMost, CurvePanel
@@ -32,7 +31,7 @@ _MS = 1e3  # from seconds
 _ABOVE_ORACLE = {"within-step": "slots change between layers"}
 _REPLAY_COLUMNS = (
     text_column("policy", lambda row: _replay_name(row)),
-    Column("pair hits", lambda row: _pair_hits(row)),
+    Column("pair hits", lambda row: None if row.policy == "belady" else row.hit_rate_pairs, ".3f"),
     Column("expert hits", "hit_rate_experts", ".3f"),
     Column("uploads", "uploads_per_layer_step", ".2f"),
     Column("MiB/step", "bytes_per_step", ".1f", _MIB),
@@ -55,12 +54,11 @@ _WEIGHT_SOURCES = {
 }
 
 _DEFAULT = "spac"
-_UNRANKED = {*BOUNDS, "offline bound", *(f"({name})" for name in TABLE)}
+_UNRANKED = {*BOUNDS, *(f"({name})" for name in TABLE)}
 _CURVE_LEGEND = (
     "Pair hits with at most so many uploads per layer and step: the best of the points that use no more. "
     "-: every point uses more. In brackets: by the cache alone, since a trace lacks what the predictor reads; not "
-    "ranked. offline bound: no policy that plans between steps finds more, even if it knows the entire trace. Lead in "
-    "thousandths, with the interval of 95 % of the resamples."
+    "ranked. Lead in thousandths, with the interval of 95 % of the resamples."
 )
 
 
@@ -108,11 +106,6 @@ def _row_style(row: ReplayRow) -> str:
     return "dim" if row.policy in BOUNDS or row.without_predictor else ""
 
 
-def _pair_hits(row: ReplayRow) -> str:
-    """The pairs that a policy finds; in belady's row what no cache of used experts exceeds, as MIN bounds experts."""
-    return f"<= {row.demand_bound_hit_rate_pairs:.3f}" if row.policy == "belady" else f"{row.hit_rate_pairs:.3f}"
-
-
 def _replay_name(row: ReplayRow) -> str:
     if row.without_predictor:
         return f"({row.policy})"
@@ -141,8 +134,7 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
         "pair hits, expert hits: share of (token, expert) pairs, of distinct experts, resident when their step begins. "
         "uploads: per layer and step, loads on demand included. hot/cold: share of experts predicted correctly as "
         "used or unused before the step. oracle: knows each next step; no policy that plans between steps finds more "
-        "pairs. belady: MIN; no cache that holds only used experts, such as lru and lfu, finds more experts, and none "
-        "finds more pairs than at most (<=) the figure in its row."
+        "pairs. belady: MIN; no cache that holds only used experts, such as lru and lfu, finds more experts."
     ]
     stated = {(row.prediction_source, row.predictor_accuracy) for row in rows if row.prediction_source is not None}
     if stated:
@@ -186,8 +178,6 @@ def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
             )
             for name in order
         ]
-        bound = dict(panel.offline_bound)
-        lines.append(("offline bound", *(None if limit is None else bound[limit] for limit in limits)))
         console.print(_curve_title(panel), style="bold", soft_wrap=not console.is_terminal)
         print_table(console, columns, lines, style=lambda line: "dim" if line[0] in _UNRANKED else "")
         leads = [
@@ -264,12 +254,9 @@ _VARIED = {
     "gamma": "gamma",
     "utility_cap": "K",
     "link_factor": "link",
-    "ram_ratio": "RAM ratio",
-    "disk_bytes_per_s": "disk rate",
     "rejected_token_model": "rejected tokens",
     "budget": "expert budget",
 }
-_FORMS: dict[str, Callable[[Any], str]] = {"disk_bytes_per_s": format_rate}
 _PARTS = {
     "draft_s": "draft",
     "dense_s": "dense",
@@ -289,11 +276,6 @@ _SIMULATE_COLUMNS = (
     Column("expert hits", lambda row: _of_cache(row, "hit_rate_experts"), ".3f"),
     Column("uploads", lambda row: _of_cache(row, "uploads_per_layer_step"), ".2f"),
 )
-_DISK_COLUMNS = (
-    Column("disk", "stall_disk_s", ".1f", _MS),
-    Column("RAM expert hits", "ram_hit_rate_experts", ".3f"),
-    Column("MB/token", "disk_bytes_per_token", ".0f", 1e-6),
-)
 
 
 def _of_cache(row: Row, key: str) -> Any:
@@ -306,17 +288,16 @@ def print_simulation(rows: Sequence[Row], console: Console) -> None:
     from moeedge.lab.sim.simulate import STOCK_POLICY
 
     has_budgets = "budget" in rows[0]
-    has_disk = "ram_ratio" in rows[0]
     known = {key: name for key, name in _VARIED.items() if key in rows[0]}
     varied = [key for key in known if key == "policy" or len({row[key] for row in rows}) > 1]
-    same = [f"{name} {_FORMS.get(key, _short)(rows[0][key])}" for key, name in known.items() if key not in varied]
+    same = [f"{name} {_short(rows[0][key])}" for key, name in known.items() if key not in varied]
     quant, expert = rows[0]["quant"], f"{rows[0]['expert_bytes'] * _MIB:.3g} MiB per expert"
     about = [str(rows[0]["model"]), quant, expert, *(str(rows[0][key]) for key in ("hardware", "trace"))]
     assumed = dict.fromkeys(row["acceptance_chance"] for row in rows if row["acceptance_source"] == "assumed")
     same += [f"assumed chance of acceptance {chance:g}" for chance in assumed]
     title = ", ".join([*about, *(text for text in same if text not in ("without ", "link 1"))])
-    columns = [Column(_VARIED[key], key, _FORMS.get(key, _short), left=True) for key in varied]
-    columns += [*_SIMULATE_COLUMNS, *(_DISK_COLUMNS if has_disk else ()), *(_BUDGET_COLUMNS if has_budgets else ())]
+    columns = [Column(_VARIED[key], key, _short, left=True) for key in varied]
+    columns += [*_SIMULATE_COLUMNS, *(_BUDGET_COLUMNS if has_budgets else ())]
     print_table(console, columns, rows, title=title, n_keys=len(varied))
     note = "draft to host: ms per token, of which CPU, load and link are waiting; uploads: per layer and step."
     if any(row["whole_layers"] for row in rows):
@@ -324,8 +305,6 @@ def print_simulation(rows: Sequence[Row], console: Console) -> None:
             f" {STOCK_POLICY}: stock llama.cpp without drafts, with as many of the experts on the GPU, in entire "
             "layers (--n-cpu-moe)."
         )
-    if has_disk:
-        note += " disk: ms per token that the CPU waits for it; RAM expert hits: of the experts that the CPU needs."
     if has_budgets:
         note += f" {_BUDGET_LEGEND}; ranked by {_WEIGHT_SOURCES[rows[0]['budget_weights']]}."
     console.print(note, soft_wrap=not console.is_terminal)

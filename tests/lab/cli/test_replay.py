@@ -190,21 +190,6 @@ def test_curves_come_as_table_json_and_picture(tmp_path: Path, plain: Path) -> N
     assert "--curve" in refused("lab", "replay", plain, "--max-uploads", "0.5,2")
 
 
-def test_a_link_gives_the_uploads_of_a_step(plain: Path) -> None:
-    """1 MB/s for 8 ms carry eight experts of 1,000 bytes, in two layers: four for each."""
-    arguments = ("lab", "replay", plain, "--policy", "lru", "--gamma", 3, "--expert-bytes", 1000)
-    linked = run_json(*arguments, "--link", "1MB/s", "--step-time", 8)
-    assert [(row["max_uploads"], row["link_bytes_per_s"], row["step_time_s"]) for row in linked] == [
-        (4.0, 1e6, 0.008)
-    ] * len(linked)
-    limited = run_json(*arguments, "--max-uploads", 4)
-    assert [row["hit_rate_pairs"] for row in limited] == [row["hit_rate_pairs"] for row in linked]
-    assert limited[0]["link_bytes_per_s"] is None
-    for wrong in (("--link", "1MB/s"), ("--step-time", 8), ("--link", "fast", "--step-time", 8)):
-        assert refused(*arguments, *wrong)
-    assert "--expert-bytes" in refused("lab", "replay", plain, "--gamma", 3, "--link", "1MB/s", "--step-time", 8)
-
-
 def test_texts_are_chosen_by_number(tmp_path: Path) -> None:
     two_texts().save(tmp_path / "own.npz")
     both = run_json("lab", "replay", tmp_path / "own.npz", "--policy", "lru")

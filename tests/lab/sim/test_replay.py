@@ -1,4 +1,4 @@
-"""The replay against a literal one, its bounds against brute force and against the policies that know the future."""
+"""The replay against a literal one, its bounds against brute force."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.lab.policies.bounds import NextUse
 from moeedge.lab.sim.batches import HitStats, cache_shape
 from moeedge.lab.sim.noisy_predictor import GatePrediction, NoisyPredictor, PredictorAccuracy, popularity_of
-from moeedge.lab.sim.policy_replay import BoundReplay, PolicyReplay
+from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
@@ -268,28 +267,14 @@ def test_both_models_accept_the_same_drafts() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1), gamma=st.integers(0, 4))
-def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float, gamma: int) -> None:
+def test_bounds_hold(seed: int, ratio: float, gamma: int) -> None:
     schedule = cut_schedule(
         walk(24, seed), gamma=gamma, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=seed
     )
-    shape = cache_shape(schedule.trace, ratio)
-    future = np.concatenate([chunk.counts[chunk.counted] for chunk in schedule.chunks()])
-    config = PolicyConfig(gamma=gamma, future=future)
     rows = by_name(replay(schedule, ReplayConfig(policies=CACHES, ratios=(ratio,))))
-    clairvoyant = {}
-    for name in CLAIRVOYANT:
-        replayed = PolicyReplay(make_policy(name, shape, config), shape, checked_cap=4)
-        for chunk in schedule.chunks():
-            replayed.run(chunk)
-        clairvoyant[name] = replayed.stats.hits
-    oracle, belady = clairvoyant["oracle"], clairvoyant["belady"]
-    assert rows["oracle"].hit_rate_pairs == pytest.approx(oracle.hit_rate_pairs, abs=1e-6)
-    assert rows["belady"].hit_rate_experts == pytest.approx(belady.hit_rate_experts, abs=1e-6)
     for name in CACHES:
         assert rows[name].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
         assert rows[name].hit_rate_experts <= rows["belady"].hit_rate_experts
-        assert rows[name].hit_rate_pairs <= rows[name].demand_bound_hit_rate_pairs + 1e-6
-    assert rows["belady"].demand_bound_hit_rate_pairs <= rows["oracle"].hit_rate_pairs
 
 
 def test_progress_says_what_is_done_and_moves_within_a_chunk() -> None:
@@ -297,7 +282,7 @@ def test_progress_says_what_is_done_and_moves_within_a_chunk() -> None:
     phases: list[str] = []
     done: list[int] = []
     replay(schedule, ReplayConfig(policies=CACHES, ratios=(0.3, 0.5)), on_batches=done.append, on_phase=phases.append)
-    assert phases == ["reading ahead", "replaying", "bounding pairs"]
+    assert phases == ["reading ahead", "replaying"]
     n_arms = 2 * (len(CACHES) + len(CLAIRVOYANT))
     assert len(done) == len(list(schedule.chunks())) * (n_arms + 1)
     assert done == sorted(done) and done[-1] == schedule.prefill.size > done[-2]
