@@ -91,4 +91,12 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: (chat|bench) foreign --(budget-\w|save-ranking|fit)", "", "rows that say where these went"),
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
     (r"options: .* declared: 5$", "", "texts of help"),
+    (r"options: replay( --(link|step-time)\b|.*: config\.ReplayConfig\.link$)", "replay --max-uploads", "the same"),
+    (r"options: simulate --(ram-ratio|disk-rate)\b", "chat --ram, plan --ram", "the engine measures it"),
+    (r"options: simulate --event-log\b", "simulate --gantt, -o json", "nobody read it"),
+    (r"screens: sim_views\.print_(replay|curves)", "", "belady's bound of pairs, and the offline bound"),
+    (r"screens: sim_views\.print_simulation 2", "", "the tier in RAM"),
+    (r"screens: validate_views\.print_figures", "", "no hash of constants"),
+    (r"functions: scheduler\.config\.PlacementConfig: .*policy_config\.future$", "lab replay", "no policies"),
+    (r"functions: sim\.(model_shape|step_costs)\..*(memory_bytes|\.handoff\.)", "", "not read; calls of 0"),
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import Output
 from moeedge.errors import InputError
 from moeedge.lab.cli import trace_options
-from moeedge.lab.cli.replay import ReplayOptions
 from moeedge.lab.cli.trace_budgets import TraceBudgets
 from moeedge.lab.sim.curves import LIMITS, PAIR_BOUNDS, CurveConfig, CurveInput, CurvePanel, trace_curves
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
@@ -22,7 +21,7 @@ from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of
 from moeedge.lab.sim.replay import replay as replay_schedule
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cut_schedule, schedules, texts_of
-from moeedge.lab.views.sim_views import curves_json, print_curves, print_replay, replay_json, shortcomings
+from moeedge.lab.views.sim_views import print_curves, print_replay, replay_json, shortcomings
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 from moeedge.trace.format import Trace
@@ -34,7 +33,7 @@ _MAX_PROFILE_TEXTS = 30  # of a tenth
 
 def run(
     traces: Sequence[Path],
-    given: ReplayOptions,
+    given: trace_options.ReplayOptions,
     expert_budgets: TraceBudgets,
     *,
     curve: bool,
@@ -221,7 +220,7 @@ def _show_curves(panels: list[CurvePanel], output: Output, plot: Path | None) ->
     if output is Output.TEXT:
         print_curves(panels, stdout_console())
     else:
-        typer.echo(curves_json(panels), nl=False)
+        typer.echo(replay_json(panels), nl=False)
     if plot is not None:
         from moeedge.lab.views.sim_plots import draw_curves  # loads Matplotlib
 

@@ -16,9 +16,9 @@ from moeedge.cli.declare import Output
 from moeedge.errors import CatalogError, InputError
 from moeedge.hub.catalog import load_catalog
 from moeedge.lab.cli import trace_options
-from moeedge.lab.cli.simulate import SimulateOptions
 from moeedge.lab.cli.trace_budgets import TraceBudgets
 from moeedge.lab.sim import simulate as simulation
+from moeedge.lab.sim.clock import to_ns
 from moeedge.lab.sim.model_shape import SIDES, ModelShape, Side, find_model, shape_of_file
 from moeedge.lab.sim.step_costs import (
     StepCosts,
@@ -38,7 +38,7 @@ from moeedge.ui.progress import count_bar
 
 
 def run(
-    given: SimulateOptions,
+    given: trace_options.SimulateOptions,
     expert_budgets: TraceBudgets,
     *,
     gantt: Path | None,
@@ -173,6 +173,8 @@ def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Callable[[st
         file = calibration_file(hardware, Path(model).name)
         if file is not None:
             measured = read_calibration(file)
-            return lambda policy, side: measured.with_schedule(program_of(policy, side).schedule_s), file.stem
+            return lambda policy, side: replace(
+                measured, schedule_ns=to_ns(program_of(policy, side).schedule_s)
+            ), file.stem
     name = find_hardware(hardware).name
     return lambda policy, side: roofline_costs(find_hardware(hardware, side), shape, program_of(policy, side)), name

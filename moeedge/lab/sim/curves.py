@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
-from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, lacks_predictor, replay_arms
-from moeedge.lab.traces.schedule import AcceptanceSource, Schedule
+from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, Setting, lacks_predictor, replay_arms, setting_of
+from moeedge.lab.traces.schedule import Schedule
 from moeedge.policies.registry import BOUNDS, TABLE
 
 PAIR_BOUNDS = ("oracle",)  # curves are of pairs; belady bounds distinct experts
@@ -104,24 +104,14 @@ class AtMost:
     max_uploads: float | None  # the limit that its best point was told of
 
 
-@dataclass(frozen=True, eq=False)
-class CurvePanel:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CurvePanel(Setting):
     """All policies on one schedule."""
 
     trace: str
     texts: str
-    model: str
-    rejected_token_model: str
-    cache_ratio: float
-    slots: int
-    gamma: int
-    acceptance_rate: float | None
-    acceptance_chance: float | None
-    acceptance_source: AcceptanceSource | None
-    steps: int
     n_texts: int
     unit: str  # of the bootstrap: "text", or "4 steps"
-    fresh_memory: bool
     apart: tuple[str, ...]  # policies whose predictors have no input here: by their caches alone, not to be ranked
     pairs: IntArray  # by unit
     points: tuple[CurvePoint, ...]
@@ -132,7 +122,10 @@ class CurvePanel:
         about = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return about | {
             "pairs": self.pairs.tolist(),
-            "points": [_flat(point) for point in self.points],
+            "points": [
+                asdict(point) | {"pairs_hit": point.pairs_hit.tolist(), "uploads": point.uploads.tolist()}
+                for point in self.points
+            ],
             "at_most": [asdict(entry) for entry in self.at_most],
         }
 
@@ -282,20 +275,11 @@ def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]])
                 )
             )
     return CurvePanel(
+        **setting_of(schedule, each.cache_ratio, fresh_memory=config.fresh_memory),
         trace=each.trace,
         texts=each.texts,
-        model=schedule.trace.meta.model,
-        rejected_token_model=schedule.rejected_token_model,
-        cache_ratio=each.cache_ratio,
-        slots=int(each.cache_ratio * len(schedule.trace.expert_layers()) * schedule.trace.meta.n_experts + 1e-9),
-        gamma=schedule.gamma,
-        acceptance_rate=None if schedule.acceptance_rate is None else round(schedule.acceptance_rate, 6),
-        acceptance_chance=None if schedule.acceptance_chance is None else round(schedule.acceptance_chance, 6),
-        acceptance_source=schedule.acceptance_source,
-        steps=schedule.n_steps,
         n_texts=schedule.n_texts,
         unit=unit,
-        fresh_memory=config.fresh_memory,
         apart=tuple(name for name in config.policies if lacks_predictor(name, config.accuracy)),
         pairs=pairs,
         points=tuple(points),
@@ -327,14 +311,3 @@ def _at_most(points: Sequence[CurvePoint], resampled: Sequence[FloatArray], conf
 def _estimate(value: float, resampled: FloatArray) -> Estimate:
     low, high = np.percentile(resampled, _INTERVAL)
     return Estimate(round(value, 6), round(float(low), 6), round(float(high), 6))
-
-
-def _flat(point: CurvePoint) -> dict[str, Any]:
-    return {
-        "policy": point.policy,
-        "max_uploads": point.max_uploads,
-        "uploads_per_layer_step": point.uploads_per_layer_step,
-        "hit_rate_pairs": asdict(point.hit_rate_pairs),
-        "pairs_hit": point.pairs_hit.tolist(),
-        "uploads": point.uploads.tolist(),
-    }

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from moeedge.lab.sim.batches import HitStats, observation_of
 from moeedge.lab.sim.clock import Clock, Log, Process, Signal, Span, Stream, to_ns
 from moeedge.lab.sim.expert_budgets import BudgetedTrace, BudgetStats
 from moeedge.lab.sim.mover import Demand, Mover
-from moeedge.lab.sim.noisy_predictor import NoisyPredictor
+from moeedge.lab.sim.noisy_predictor import BatchPredictions, NoisyPredictor
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExecutionModel, Policy
@@ -61,6 +62,15 @@ class TimeBreakdown:
     def per_token_s(self, cause: str) -> float:
         """Seconds per token of text that one cause takes."""
         return self.ns[cause] * 1e-9 / max(self.tokens, 1)
+
+
+class _Used(NamedTuple):
+    """The experts that a batch uses of a layer."""
+
+    layer: int
+    counts: NDArray[np.int32]  # [n_experts]
+    hits: NDArray[np.intp]
+    misses: NDArray[np.intp]
 
 
 class Execution:
@@ -121,12 +131,12 @@ class Execution:
     def _step(self, batch: Batch, following: Batch | None) -> Process:
         self.mover.step = self._n_verified
         start_ns, n_uploads = self.clock.now_ns, self.mover.n_uploads
-        self._predictor.begin(batch.ids)
-        yield from self._draft(batch)
+        predicted = self._predictor.predict(batch.ids)
+        yield from self._draft(batch, predicted)
         limit = self.execution_model.cached_tokens_max
         self._n_tokens = batch.n_tokens
         self._bypasses_cache = limit is not None and batch.n_tokens > limit
-        batch = yield from self._verify(batch)
+        batch = yield from self._verify(batch, predicted)
         yield from self._end(batch, following)
         time, step_ns = self.time, self.clock.now_ns - start_ns
         time.hits.uploads += self.mover.n_uploads - n_uploads
@@ -141,7 +151,7 @@ class Execution:
             if self._budgeted is not None:
                 self._budgeted.stats = BudgetStats()
 
-    def _draft(self, batch: Batch) -> Process:
+    def _draft(self, batch: Batch, predicted: BatchPredictions) -> Process:
         """Drafts tokens one by one, and plans for the batch that they make."""
         known = batch.known_tokens
         n_drafts = batch.n_tokens - 1
@@ -152,7 +162,7 @@ class Execution:
             for part in range(1, n_parts + 1):
                 yield ns * part // n_parts - ns * (part - 1) // n_parts
                 if self._reads_draft:
-                    self.driver.plan_draft(known[:token], self._predictor.of_draft(token, part / n_parts))
+                    self.driver.plan_draft(known[:token], predicted.of_draft(token, part / n_parts))
                 elif token == n_drafts and len(known) > 1:  # without them there is no news since the plan before
                     self.driver.plan_draft(known, hidden_states=batch.hidden_states)
                 self.driver.push()
@@ -160,7 +170,7 @@ class Execution:
         if self._reads_draft:  # predicted experts must be there before verification begins (SP-MoE, section 3.2)
             yield from self._wait_for_link(self.mover.drained())
 
-    def _verify(self, batch: Batch) -> Generator[int | Signal, None, Batch]:
+    def _verify(self, batch: Batch, predicted: BatchPredictions) -> Generator[int | Signal, None, Batch]:
         """Computes the batch, and returns it under the expert budget."""
         yield from self._whole_layers(batch.counts)
         if self._budgeted is not None:
@@ -169,7 +179,7 @@ class Execution:
             yield from self._on_gpu("dense", self.costs.dense_ns, layer)
             if self.shape.group[layer] >= 0:
                 if self.driver.plans_layers:
-                    self.driver.push_layer(layer, self._predictor.of_gates(layer) if self._reads_blocks else None)
+                    self.driver.push_layer(layer, predicted.of_gates(layer) if self._reads_blocks else None)
                 yield from self._experts(layer, batch.counts[layer])
         if self.costs.head_demand_ns:
             yield from self._loaded(self.mover.demand(-1, [], self.costs.head_demand_ns))
@@ -189,41 +199,37 @@ class Execution:
         if self._bypasses_cache or (self.execution_model.layerwise and not is_hit.all()):
             is_hit = np.zeros_like(is_hit)
         self.time.hits.add(counts[used], is_hit)
-        hits, misses = used[is_hit], used[~is_hit]
-        self.mover.pin(layer, hits.tolist())
-        yield from self._compute(layer, counts, hits, misses)
+        self.mover.pin(layer, used[is_hit].tolist())
+        yield from self._compute(_Used(layer, counts, used[is_hit], used[~is_hit]))
         self.mover.pin(layer, [])
 
-    def _compute(
-        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
+    def _compute(self, used: _Used) -> Process:
         if self.costs.handoff is not None:
-            if self.execution_model.layerwise and not misses.size:  # the device needs nothing of the host
-                yield from self._on_gpu("device", self._device_ns(counts, hits, self.shape.n_experts), layer, hits.size)
+            if self.execution_model.layerwise and not used.misses.size:  # the device needs nothing of the host
+                device_ns = self._device_ns(used.counts, used.hits, self.shape.n_experts)
+                yield from self._on_gpu("device", device_ns, used.layer, used.hits.size)
                 return
             if not self.execution_model.device_only:
-                yield from self._divided(layer, counts, hits, misses)
+                yield from self._divided(used)
                 return
             yield from self._on_host(self._submit_ns())
         if self.execution_model.keeps_loads:
-            yield from self._from_cache(layer, counts, np.flatnonzero(counts), misses)
+            yield from self._from_cache(used)
         elif self.execution_model.device_only:
-            yield from self._on_device(layer, counts, hits, misses)
+            yield from self._on_device(used)
         else:
-            yield from self._on_both(layer, counts, hits, misses)
+            yield from self._on_both(used)
 
-    def _divided(
-        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
+    def _divided(self, used: _Used) -> Process:
         """Both sides compute their part of a layer, with the calls of the program's handoff around them."""
         costs, handoff, number = self.costs, self.costs.handoff, self._n_verified
         assert handoff is not None
-        n_tokens = self._n_tokens
+        n_tokens, layer, hits, misses = self._n_tokens, used.layer, used.hits, used.misses
         is_uploading = self.mover.is_uploading
         chunk_ns = costs.chunk_wait_ns if is_uploading else 0
         region_ns = to_ns(handoff.times.cpu_region_s)
         start_ns = self.clock.now_ns
-        device_ns = self._device_ns(counts, hits, self._n_slots) if hits.size else 0
+        device_ns = self._device_ns(used.counts, hits, self._n_slots) if hits.size else 0
         ready_ns = start_ns + costs.handoff_ns("down", n_tokens) + to_ns(handoff.divide_s(n_tokens))
         device_starts_ns, after_ns = start_ns, costs.handoff_ns("up", n_tokens) + chunk_ns
         if handoff.launched_ahead and misses.size:  # the device computes them with a slot of zeros
@@ -241,7 +247,7 @@ class Execution:
             device_done_ns = max(device_done_ns, done_ns)
         if misses.size:
             factor = costs.busy_link_factor if is_uploading else 1.0
-            cpu_ns = region_ns + round(factor * _sum_ns(costs.cpu_ns, counts, misses))
+            cpu_ns = region_ns + round(factor * _sum_ns(costs.cpu_ns, used.counts, misses))
             cpu_done_ns = self.cpu.submit(ready_ns, cpu_ns, "experts", number, layer, misses.size)
         done_ns = max(device_done_ns, cpu_done_ns)
         self.log.add(Span("host", "handoff", start_ns, ready_ns, number, layer))
@@ -262,15 +268,13 @@ class Execution:
         tiles = self.costs.tile_ns * n_tables if self._n_tokens > 1 else 0.0
         return self.costs.block_ns + round(tiles) + _sum_ns(self.costs.device_ns, counts, experts)
 
-    def _on_both(
-        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
-        costs, number = self.costs, self._n_verified
+    def _on_both(self, used: _Used) -> Process:
+        costs, number, layer, hits, misses = self.costs, self._n_verified, used.layer, used.hits, used.misses
         if hits.size and misses.size:
             yield from self._on_host(costs.sync_ns)
         now_ns = self.clock.now_ns
-        device_ns = costs.block_ns + _sum_ns(costs.device_ns, counts, hits) if hits.size else 0
-        cpu_ns = _sum_ns(costs.cpu_ns, counts, misses)
+        device_ns = costs.block_ns + _sum_ns(costs.device_ns, used.counts, hits) if hits.size else 0
+        cpu_ns = _sum_ns(costs.cpu_ns, used.counts, misses)
         done_ns = now_ns
         if device_ns:
             done_ns = self.gpu.submit(now_ns, device_ns, "experts", number, layer, hits.size)
@@ -280,19 +284,17 @@ class Execution:
         self.time.ns["cpu"] += done_ns - now_ns - device_ns
         yield done_ns - now_ns
 
-    def _on_device(
-        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
-        costs, mover = self.costs, self.mover
-        arrivals = {expert: mover.arrival(layer, expert) for expert in misses.tolist()}
+    def _on_device(self, used: _Used) -> Process:
+        costs, mover, layer, counts = self.costs, self.mover, used.layer, used.counts
+        arrivals = {expert: mover.arrival(layer, expert) for expert in used.misses.tolist()}
         absent = [expert for expert, arrived in arrivals.items() if arrived is None]
         if self.execution_model.layerwise and absent:  # a layer in one transfer
             moved = list(range(self.shape.n_experts)) if costs.whole_layers else absent
             demands = [(absent, mover.demand(layer, moved, costs.dense_demand_ns))]
         else:
             demands = [([expert], mover.demand(layer, [expert])) for expert in absent]
-        block_ns = costs.block_ns + _sum_ns(costs.device_ns, counts, hits)
-        yield from self._on_gpu("device", block_ns, layer, hits.size)
+        block_ns = costs.block_ns + _sum_ns(costs.device_ns, counts, used.hits)
+        yield from self._on_gpu("device", block_ns, layer, used.hits.size)
         for expert, arrived in arrivals.items():
             if arrived is not None:
                 yield from self._wait_for_link(arrived)
@@ -302,20 +304,17 @@ class Execution:
             ns = _sum_ns(costs.device_ns, counts, np.array(experts))
             yield from self._on_gpu("device", ns, layer, len(experts))
 
-    def _from_cache(
-        self, layer: int, counts: NDArray[np.int32], used: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
+    def _from_cache(self, used: _Used) -> Process:
         yield from self._on_host(self.costs.sync_ns)
-        if misses.size:
-            demand = self.mover.demand(layer, misses.tolist())
-            yield from self._loaded(demand)
-        plan = None if self._bypasses_cache else self.driver.plan_load(layer, used)
+        if used.misses.size:
+            yield from self._loaded(self.mover.demand(used.layer, used.misses.tolist()))
+        experts = np.flatnonzero(used.counts)
+        plan = None if self._bypasses_cache else self.driver.plan_load(used.layer, experts)
         if plan is not None:
             self.mover.push(plan)  # takes the experts from the staging buffer
         self.mover.clear_staging()
-        yield from self._on_gpu(
-            "device", self.costs.block_ns + _sum_ns(self.costs.device_ns, counts, used), layer, used.size
-        )
+        block_ns = self.costs.block_ns + _sum_ns(self.costs.device_ns, used.counts, experts)
+        yield from self._on_gpu("device", block_ns, used.layer, experts.size)
 
     def _wait_for_link(self, arrived: Signal) -> Process:
         since_ns = self.clock.now_ns

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from moeedge.lab.sim.batches import HitStats, observation_of
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
-from moeedge.lab.sim.noisy_predictor import GatePrediction
+from moeedge.lab.sim.noisy_predictor import BatchPredictions
 from moeedge.lab.traces.schedule import Batch, Chunk
 from moeedge.policies.base import BoolArray, CacheShape, ExpertPrediction, IntArray, Plan, Policy, check_plan
 from moeedge.scheduler.driver import StepDriver
@@ -64,13 +64,15 @@ class Slots:
 
         An upload that finds neither is left out.
         """
-        up = _flat_ids(plan.uploads, self.shape.n_experts)
+        n = self.shape.n_experts
+        up, down = _flat_ids(plan.uploads, n), _flat_ids(plan.victims, n)
         if up.size == 0:
             return up
-        down = _flat_ids(plan.victims, self.shape.n_experts)
         if self.shape.n_groups == 1:
             return self._fill(0, up, down)
-        return self._fill_groups(up, down)
+        up_group, down_group = self.shape.group[up // n], self.shape.group[down // n]
+        groups = range(self.shape.n_groups)
+        return np.concatenate([self._fill(group, up[up_group == group], down[down_group == group]) for group in groups])
 
     def _fill(self, group: int, up: IndexArray, down: IndexArray) -> IndexArray:
         free = max(int(self.shape.capacity[group]) - self._held[group], 0)
@@ -80,19 +82,6 @@ class Slots:
         self._flat[up] = 1
         self._held[group] += up.size - n_out
         return up
-
-    def _fill_groups(self, up: IndexArray, down: IndexArray) -> IndexArray:
-        """The same for several pools: the rank of an upload within its pool says whether it finds a slot."""
-        n = self.shape.n_experts
-        up_group, down_group = self.shape.group[up // n], self.shape.group[down // n]
-        fits = np.zeros(up.size, dtype=np.bool_)
-        for group, capacity in enumerate(self.shape.capacity.tolist()):
-            in_group = np.flatnonzero(up_group == group)
-            room = max(capacity - self._held[group], 0) + int(np.count_nonzero(down_group == group))
-            fits[in_group[:room]] = True
-        for group in range(self.shape.n_groups):
-            self._fill(group, up[fits & (up_group == group)], down[down_group == group])
-        return up[fits]
 
 
 def _flat_ids(pairs: NDArray[np.int32], n_experts: int) -> IndexArray:
@@ -153,6 +142,7 @@ class PolicyReplay:
         self._expert_layers = np.flatnonzero(shape.group >= 0)
         self._device_only = policy.execution_model.device_only
         self._cached_tokens_max = policy.execution_model.cached_tokens_max
+        self._reads_draft = "draft-inputs" in policy.required_inputs
         self._reads_gates = "block-inputs" in policy.required_inputs
         self._expert_bytes = expert_bytes
         self._checked_cap = checked_cap
@@ -163,7 +153,7 @@ class PolicyReplay:
         self._is_planned = True  # since the last batch, if there was one
         self._loaded: NDArray[np.bool_] | None = None  # experts that the last batch of a device-only system loaded
 
-    def run(self, chunk: Chunk, predictions: Sequence[ExpertPrediction | None] | None = None) -> None:
+    def run(self, chunk: Chunk, predictions: Sequence[BatchPredictions | None] | None = None) -> None:
         """Replays all batches of the chunk; `predictions` has an entry for each."""
         resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
         hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
@@ -236,20 +226,21 @@ class PolicyReplay:
         self._is_planned = True
         self._loaded = None  # what was not kept is dropped
 
-    def _plan_draft(self, batch: Batch, prediction: ExpertPrediction | None) -> Plan:
+    def _plan_draft(self, batch: Batch, prediction: BatchPredictions | None) -> Plan:
         """Plans for the drafts, where something is known of them; returns the plan that stands."""
-        early = None if isinstance(prediction, GatePrediction) else prediction
+        early: ExpertPrediction | None = None
+        if self._reads_draft and prediction is not None:  # the draft never computes the last token
+            early = prediction.of_draft(max(batch.n_tokens - 1, 1))
         if len(batch.known_tokens) > 1 or early is not None:
             self._plan = self._driver.plan_draft(batch.known_tokens, early, batch.hidden_states)
             self._driver.push()
         assert self._plan is not None
         return self._plan
 
-    def _plan_layers(self, resident: NDArray[np.bool_], prediction: ExpertPrediction | None) -> None:
+    def _plan_layers(self, resident: NDArray[np.bool_], prediction: BatchPredictions | None) -> None:
         """Plans and pushes before every layer; sets `resident` [n_layers, n_experts] to what each layer finds."""
         for layer in self._expert_layers.tolist():
-            gates = prediction.before(layer) if isinstance(prediction, GatePrediction) else prediction
-            self._driver.push_layer(layer, gates)
+            self._driver.push_layer(layer, None if prediction is None else prediction.of_gates(layer))
             np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
 
     def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> None:

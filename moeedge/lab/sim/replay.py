@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import (
     NO_PREDICTOR,
+    BatchPredictions,
     NoisyPredictor,
     PredictorAccuracy,
     popularity_of,
@@ -28,16 +29,47 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 
 
-@dataclass(frozen=True)
-class ReplayRow:
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What was replayed; None: not known."""
+
+    model: str
+    rejected_token_model: str  # optimistic, pessimistic or recorded
+    cache_ratio: float
+    slots: int
+    gamma: int
+    acceptance_rate: float | None  # accepted over drafted tokens
+    acceptance_chance: float | None  # of a draft, after all before it were accepted
+    acceptance_source: AcceptanceSource | None
+    steps: int
+    fresh_memory: bool  # every text began with an empty policy
+
+
+def setting_of(schedule: Schedule, cache_ratio: float, *, fresh_memory: bool) -> dict[str, Any]:
+    """The fields of a `Setting`."""
+    rate, chance = schedule.acceptance_rate, schedule.acceptance_chance
+    return {
+        "model": schedule.trace.meta.model,
+        "rejected_token_model": schedule.rejected_token_model,
+        "cache_ratio": cache_ratio,
+        "slots": int(cache_shape(schedule.trace, cache_ratio).capacity[0]),
+        "gamma": schedule.gamma,
+        "acceptance_rate": None if rate is None else round(rate, 6),
+        "acceptance_chance": None if chance is None else round(chance, 6),
+        "acceptance_source": schedule.acceptance_source,
+        "steps": schedule.n_steps,
+        "fresh_memory": fresh_memory,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayRow(Setting):
     """One policy, cache ratio and model of rejected tokens.
 
     Shares are of all batches; uploads are per layer with experts and batch. None: not known, or not of this policy.
     """
 
     policy: str
-    cache_ratio: float
-    rejected_token_model: str  # optimistic, pessimistic or recorded
     hit_rate_pairs: float
     hit_rate_experts: float
     uploads_per_layer_step: float
@@ -47,30 +79,21 @@ class ReplayRow:
     share_of_oracle: float | None  # of the one-step oracle's pairs
     oracle_hit_rate_pairs: float
     belady_hit_rate_experts: float
-    slots: int
     prediction_source: str | None  # of the noisy predictions; None: the policy got none
     predictor_accuracy: float | None
     token_ids: bool  # known before their step: the trace holds them, and its steps are the recorded ones
     draft_hidden_states: bool  # likewise
     profile: bool  # made from texts held out
-    steps: int
     texts: int
-    gamma: int
-    acceptance_rate: float | None  # accepted over drafted tokens
-    acceptance_chance: float | None  # of a draft, after all before it were accepted
-    acceptance_source: AcceptanceSource | None
     tokens_per_step: float
     max_uploads: float | None
-    fresh_memory: bool  # every text began with an empty policy
     without_predictor: bool  # its predictor reads what a trace lacks, and nothing took its place: not to be ranked
     seed: int
-    model: str
-    above_oracle: Literal["within-step"] | None  # why it finds more pairs than the one-step oracle
     expert_budget: dict[str, Any] | None = None  # the row's budget and its figures; None: no budgets were asked for
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
-        row = asdict(self)
+        row = {"policy": self.policy} | asdict(self)
         return row | (row.pop("expert_budget") or {})
 
 
@@ -175,7 +198,9 @@ def replay_arms(
     sources = [config.accuracy.source_for(TABLE[arm.policy].required_inputs) for arm in arms]
     on_phase("replaying")
     for chunk in schedule.chunks():
-        predictions = {source: predictor.predict_chunk(chunk, source) for source in sources if source is not None}
+        predictions: list[BatchPredictions | None] = []
+        if any(sources):
+            predictions = [None if batch.prefill else predictor.predict(batch.ids) for batch in chunk.batches]
         limited = {budget: trace.limited_chunk(chunk) for budget, trace in budgeted.items()}
         for n_done, (arm, source, arm_replay) in enumerate(zip(arms, sources, replays, strict=True)):
             on_batches(chunk.first + len(chunk.batches) * n_done // len(arms))
@@ -183,7 +208,7 @@ def replay_arms(
             if isinstance(arm_replay, BoundReplay):
                 arm_replay.run(own)
             else:
-                arm_replay.run(own, None if source is None else predictions[source])
+                arm_replay.run(own, None if source is None else predictions)
         on_batches(chunk.first + len(chunk.batches))
     for arm, arm_replay in zip(arms, replays, strict=True):
         arm_replay.stats.budgeted = budgeted.get(arm.budget)
@@ -239,9 +264,8 @@ def _row(
     knows_bytes = config.expert_bytes is not None and arm.policy not in BOUNDS
     source = config.accuracy.source_for(TABLE[arm.policy].required_inputs)
     return ReplayRow(
+        **setting_of(schedule, arm.cache_ratio, fresh_memory=config.fresh_memory),
         policy=arm.policy,
-        cache_ratio=arm.cache_ratio,
-        rejected_token_model=schedule.rejected_token_model,
         hit_rate_pairs=hit_rate,
         hit_rate_experts=round(stats.hits.hit_rate_experts, 6),
         uploads_per_layer_step=round(stats.hits.uploads / layer_steps, 6),
@@ -251,35 +275,17 @@ def _row(
         share_of_oracle=round(hit_rate / oracle_hit_rate, 6) if oracle_hit_rate else None,
         oracle_hit_rate_pairs=oracle_hit_rate,
         belady_hit_rate_experts=round(belady.hits.hit_rate_experts, 6),
-        slots=int(cache_shape(schedule.trace, arm.cache_ratio).capacity[0]),
         prediction_source=source,
         predictor_accuracy=None if source is None else config.accuracy.of(source),
         token_ids=schedule.has_tokens,
         draft_hidden_states=schedule.has_hidden_states,
         profile=config.profile is not None,
-        steps=schedule.n_steps,
         texts=schedule.n_texts,
-        gamma=schedule.gamma,
-        acceptance_rate=None if schedule.acceptance_rate is None else round(schedule.acceptance_rate, 6),
-        acceptance_chance=None if schedule.acceptance_chance is None else round(schedule.acceptance_chance, 6),
-        acceptance_source=schedule.acceptance_source,
         tokens_per_step=round(schedule.tokens_per_step, 6),
         max_uploads=config.max_uploads,
-        fresh_memory=config.fresh_memory,
         without_predictor=lacks_predictor(arm.policy, config.accuracy),
         seed=config.seed,
-        model=schedule.trace.meta.model,
-        above_oracle=_above_oracle(arm) if hit_rate > oracle_hit_rate else None,
         expert_budget=None
         if config.budgets is None or stats.budgeted is None
         else budget_record(arm.budget, gamma=schedule.gamma) | stats.budgeted.row(),
     )
-
-
-def _above_oracle(arm: ReplayArm) -> Literal["within-step"] | None:
-    """Why the arm may find more pairs than the best residency that does not change within a step.
-
-    A slot that changes between layers serves several of them.
-    """
-    execution = TABLE[arm.policy].execution_model
-    return "within-step" if execution.prefetch_within_step or execution.keeps_loads else None

@@ -222,10 +222,6 @@ class StepCosts:
         slower = {name: round(getattr(self, name) / factor) for name in scaled}
         return replace(self, **slower, link_bytes_per_s=self.link_bytes_per_s * factor)
 
-    def with_schedule(self, seconds: float) -> StepCosts:
-        """The same with another time of observing and planning, per step."""
-        return replace(self, schedule_ns=to_ns(seconds))
-
     def cost_model(self, cap: int) -> CostModel:
         """The costs that a policy's balancer gets, in seconds.
 
@@ -276,12 +272,8 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
 def program_of(policy: str, side: Side = "chosen") -> Framework:
     """The overheads of the program that runs a policy: this engine, llama.cpp, or that of a published system."""
     data = read_data("programs.json")
-    return find_program(data["policies"].get(policy, data["otherwise"]), side)
-
-
-def find_program(name: str, side: Side = "chosen") -> Framework:
-    """The overheads of a program of sim/data/programs.json."""
-    values = only_known(pick(entry_of(read_data("programs.json")["programs"], name), side), Framework)
+    name = data["policies"].get(policy, data["otherwise"])
+    values = only_known(pick(entry_of(data["programs"], name), side), Framework)
     if values.get("handoff") is not None:
         values["handoff"] = find_handoff(values["handoff"], side)
     return Framework(**values)

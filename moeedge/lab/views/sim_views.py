@@ -18,7 +18,7 @@ from moeedge.ui.tables import Column, json_text, print_table, text_column, value
 
 if TYPE_CHECKING:
     from moeedge.lab.sim.curves import AtMost, CurvePanel
-    from moeedge.lab.sim.replay import ReplayRow
+    from moeedge.lab.sim.replay import ReplayRow, Setting
     from moeedge.lab.sim.simulate import SimulationResult
 
 _MIB = 2.0**-20  # from bytes
@@ -27,8 +27,6 @@ _MS = 1e3  # from seconds
 
 # replay
 
-# the reason of rows that find more pairs than the one-step oracle
-_ABOVE_ORACLE = {"within-step": "slots change between layers"}
 _REPLAY_COLUMNS = (
     text_column("policy", lambda row: _replay_name(row)),
     Column("pair hits", lambda row: None if row.policy == "belady" else row.hit_rate_pairs, ".3f"),
@@ -37,7 +35,6 @@ _REPLAY_COLUMNS = (
     Column("MiB/step", "bytes_per_step", ".1f", _MIB),
     Column("hot/cold", "hot_cold_accuracy", ".3f"),
     Column("of oracle", lambda row: None if row.policy == "belady" else row.share_of_oracle, ".3f"),
-    text_column("above oracle, as", lambda row: _ABOVE_ORACLE.get(row.above_oracle, "")),
 )
 _BUDGET_COLUMNS = (
     Column("natural", "experts_natural", ".1f"),
@@ -62,17 +59,15 @@ _CURVE_LEGEND = (
 )
 
 
-def replay_json(rows: Sequence[ReplayRow]) -> str:
-    """One array, a line per row; the same rows give the same bytes."""
+def replay_json(rows: Sequence[ReplayRow] | Sequence[CurvePanel]) -> str:
+    """One array, a line per row or panel; the same ones give the same bytes."""
     return "[\n" + ",\n".join(json_text(row.as_dict(), indent=None).rstrip() for row in rows) + "\n]\n"
 
 
 def print_replay(rows: Sequence[ReplayRow], console: Console) -> None:
     """A table per model of rejected tokens and cache ratio, the best policy first and the bounds last."""
     has_bytes = any(row.bytes_per_step is not None for row in rows)
-    left_out = {"MiB/step"} if not has_bytes else set()
-    left_out |= {"above oracle, as"} if not any(row.above_oracle for row in rows) else set()
-    columns = [column for column in _REPLAY_COLUMNS if column.title not in left_out]
+    columns = [column for column in _REPLAY_COLUMNS if has_bytes or column.title != "MiB/step"]
     if any(row.expert_budget is not None for row in rows):
         columns += [replace(column, value=_of_budget(str(column.value))) for column in _BUDGET_COLUMNS]
     for (model, ratio, budget), group in groupby(
@@ -113,7 +108,7 @@ def _replay_name(row: ReplayRow) -> str:
 
 
 def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
-    acceptance = "" if row.acceptance_rate is None else f", acceptance rate {row.acceptance_rate:.2f}{_chance(row)}"
+    acceptance = _acceptance(row)
     how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if row.gamma else "one token at a time"
     return (
         f"{visible(row.model)}: {row.texts} texts, {row.steps:,} steps of {row.gamma + 1} tokens{acceptance}, {how}; "
@@ -121,12 +116,15 @@ def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
     )
 
 
-def _chance(row: ReplayRow | CurvePanel) -> str:
-    """Where the drafts' acceptance is from, unless it was recorded."""
-    if row.acceptance_source in (None, "recorded"):
+def _acceptance(row: Setting) -> str:
+    """The drafts' acceptance, and where it is from unless it was recorded; empty without drafts."""
+    if row.acceptance_rate is None:
         return ""
+    rate = f", acceptance rate {row.acceptance_rate:.2f}"
+    if row.acceptance_source in (None, "recorded"):
+        return rate
     source = "an assumed chance" if row.acceptance_source == "assumed" else "the trace's chance"
-    return f" by {source} of {row.acceptance_chance:.2f}"
+    return f"{rate} by {source} of {row.acceptance_chance:.2f}"
 
 
 def _replay_legend(rows: Sequence[ReplayRow]) -> str:
@@ -149,11 +147,6 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
 
 
 # replay --curve
-
-
-def curves_json(panels: Sequence[CurvePanel]) -> str:
-    """One array, a line per panel; the same panels give the same bytes."""
-    return "[\n" + ",\n".join(json_text(panel.as_dict(), indent=None).rstrip() for panel in panels) + "\n]\n"
 
 
 def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
@@ -200,14 +193,11 @@ def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
 def _curve_title(panel: CurvePanel) -> str:
     model = panel.rejected_token_model
     how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if panel.gamma else "token by token"
-    acceptance = (
-        "" if panel.acceptance_rate is None else f", acceptance rate {panel.acceptance_rate:.2f}{_chance(panel)}"
-    )
     memory = ", memory emptied per text" if panel.fresh_memory else ""
     slots = f"slots for {100 * panel.cache_ratio:g} % of the experts ({panel.slots})"
     return (
         f"{visible(panel.trace)} ({visible(panel.model)}), texts {panel.texts}: {panel.steps:,} steps of "
-        f"{panel.gamma + 1} tokens{acceptance}, {how}, {slots}{memory}; resampled by {panel.unit}"
+        f"{panel.gamma + 1} tokens{_acceptance(panel)}, {how}, {slots}{memory}; resampled by {panel.unit}"
     )
 
 

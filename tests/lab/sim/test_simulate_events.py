@@ -210,8 +210,8 @@ def test_gates_look_over_dense_layers() -> None:
     ids = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8
     ids[[1, 2, 4]] = -1
     predictor = NoisyPredictor(np.ones((6, 8)), PredictorAccuracy(next_gate=1.0, reach=2), 0)
-    predictor.begin(ids)
-    first, last = predictor.of_gates(0), predictor.of_gates(5)
+    predicted = predictor.predict(ids)
+    first, last = predicted.of_gates(0), predicted.of_gates(5)
     assert first is not None and last is not None
     assert np.array_equal(first.layer_ids[[3, 5]], ids[[3, 5]])
     assert (first.layer_ids[[0, 1, 2, 4]] == -1).all()
