@@ -29,11 +29,11 @@ from moeedge.lab.sim.step_costs import (
     roofline_costs,
 )
 from moeedge.lab.traces.importers import read_trace
-from moeedge.lab.views.sim_views import print_simulation, typical_step
+from moeedge.lab.views.sim_views import print_simulation
 from moeedge.policies.registry import expand_names
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import RejectedTokenModel
-from moeedge.ui.console import check_picture, stderr_console, stdout_console
+from moeedge.ui.console import stderr_console, stdout_console
 from moeedge.ui.progress import count_bar
 
 
@@ -41,14 +41,11 @@ def run(
     given: trace_options.SimulateOptions,
     expert_budgets: TraceBudgets,
     *,
-    gantt: Path | None,
     output: Output,
 ) -> None:
     """Simulates every combination of the lists and shows the rows. Raises InputError."""
     if given.seed < 0:
         raise ValueError(f"--seed must be 0 or more, not {given.seed}")
-    if gantt is not None:
-        check_picture(gantt, "--gantt")
     routing, shape = _trace(given.trace, given.model, given.n_tokens, given.seed)
     if given.hardware.endswith(":cpu") and any(numbers(given.cache_ratio, "--cache-ratio")):
         raise InputError("A machine without GPU caches no experts.", "Add --cache-ratio 0 --policy none.")
@@ -97,9 +94,7 @@ def run(
         with count_bar(stderr_console(), "simulating", "rows", len(configs)) as bar:
             for config in configs:
                 found = {
-                    side: simulation.simulate(
-                        costs_of(config.policy, side), routing, config, keep_log=gantt is not None
-                    )
+                    side: simulation.simulate(costs_of(config.policy, side), routing, config)
                     for side in dict.fromkeys(sides)
                 }
                 results.append(simulation.Range(*(found[side] for side in sides)))
@@ -111,10 +106,6 @@ def run(
             typer.echo(json.dumps(rows, indent=1))
         elif rows:
             print_simulation(rows, stdout_console())
-    if gantt is not None:
-        from moeedge.lab.views.sim_plots import draw_gantt  # loads Matplotlib
-
-        draw_gantt([typical_step(result.chosen) for result in results], gantt)
 
 
 def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Trace, ModelShape]:

@@ -233,9 +233,6 @@ LinkFactor = Annotated[
         "Link speed as a multiple of the machine's. Several, separated by commas, are compared.",
     ),
 ]
-Gantt = Annotated[
-    Path | None, option(options.OUTPUT, "--gantt FILE", "Draw one step of every row (.png, .svg or .pdf).")
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from moeedge.experts import Residency
 from moeedge.lab.sim.batches import HitStats, observation_of
-from moeedge.lab.sim.clock import Clock, Log, Process, Signal, Span, Stream, to_ns
+from moeedge.lab.sim.clock import Clock, Process, Signal, Stream, to_ns
 from moeedge.lab.sim.expert_budgets import BudgetedTrace, BudgetStats
 from moeedge.lab.sim.mover import Demand, Mover
 from moeedge.lab.sim.noisy_predictor import BatchPredictions, NoisyPredictor
@@ -90,16 +90,14 @@ class Execution:
         predictor: NoisyPredictor,
         execution_model: ExecutionModel | None = None,
         warm_steps: int = 0,
-        keep_log: bool = False,
         n_whole_layers: int = 0,
         budgeted: BudgetedTrace | None = None,
     ) -> None:
         self.clock = Clock()
-        self.log = Log(kept=keep_log)
-        self.gpu, self.cpu = Stream("gpu", self.log), Stream("cpu", self.log)
+        self.gpu, self.cpu = Stream(), Stream()
         self.costs, self.shape = costs, shape
         self.execution_model = execution_model or policy.execution_model
-        self.mover = Mover(self.clock, self.log, costs, shape, batched=self.execution_model.batched_io)
+        self.mover = Mover(self.clock, costs, shape, batched=self.execution_model.batched_io)
         self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model)
         self.time = TimeBreakdown()
         self.step_ns: list[int] = []  # of every verification in the breakdown
@@ -119,6 +117,12 @@ class Execution:
         self.clock.run()
         return self.time
 
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that GPU, CPU and link worked, from the first verification on."""
+        busy_ns = {"gpu": self.gpu.busy_ns, "cpu": self.cpu.busy_ns, "link": self.mover.busy_ns}
+        return {name: ns * 1e-9 for name, ns in busy_ns.items()}
+
     def _process(self) -> Process:
         for batch, following in zip(self._batches, [*self._batches[1:], None], strict=True):
             if batch.is_first:
@@ -129,7 +133,6 @@ class Execution:
                 yield from self._step(batch, following)
 
     def _step(self, batch: Batch, following: Batch | None) -> Process:
-        self.mover.step = self._n_verified
         start_ns, n_uploads = self.clock.now_ns, self.mover.n_uploads
         predicted = self._predictor.predict(batch.ids)
         yield from self._draft(batch, predicted)
@@ -157,8 +160,7 @@ class Execution:
         n_drafts = batch.n_tokens - 1
         n_parts = max(_DRAFT_PARTS // n_drafts, 1) if self._reads_draft and n_drafts else 1
         for token in range(1, n_drafts + 1):
-            now_ns, ns = self.clock.now_ns, self.costs.draft_ns
-            self.log.add(Span("draft", "draft", now_ns, now_ns + ns, self._n_verified, n=token))
+            ns = self.costs.draft_ns
             for part in range(1, n_parts + 1):
                 yield ns * part // n_parts - ns * (part - 1) // n_parts
                 if self._reads_draft:
@@ -176,7 +178,7 @@ class Execution:
         if self._budgeted is not None:
             batch = self._budgeted.limited(batch)
         for layer in range(self.shape.n_layers):
-            yield from self._on_gpu("dense", self.costs.dense_ns, layer)
+            yield from self._on_gpu("dense", self.costs.dense_ns)
             if self.shape.group[layer] >= 0:
                 if self.driver.plans_layers:
                     self.driver.push_layer(layer, predicted.of_gates(layer) if self._reads_blocks else None)
@@ -207,7 +209,7 @@ class Execution:
         if self.costs.handoff is not None:
             if self.execution_model.layerwise and not used.misses.size:  # the device needs nothing of the host
                 device_ns = self._device_ns(used.counts, used.hits, self.shape.n_experts)
-                yield from self._on_gpu("device", device_ns, used.layer, used.hits.size)
+                yield from self._on_gpu("device", device_ns)
                 return
             if not self.execution_model.device_only:
                 yield from self._divided(used)
@@ -222,9 +224,9 @@ class Execution:
 
     def _divided(self, used: _Used) -> Process:
         """Both sides compute their part of a layer, with the calls of the program's handoff around them."""
-        costs, handoff, number = self.costs, self.costs.handoff, self._n_verified
+        costs, handoff = self.costs, self.costs.handoff
         assert handoff is not None
-        n_tokens, layer, hits, misses = self._n_tokens, used.layer, used.hits, used.misses
+        n_tokens, hits, misses = self._n_tokens, used.hits, used.misses
         is_uploading = self.mover.is_uploading
         chunk_ns = costs.chunk_wait_ns if is_uploading else 0
         region_ns = to_ns(handoff.times.cpu_region_s)
@@ -243,15 +245,13 @@ class Execution:
         after_ns += (handoff.cpu_regions - 1) * region_ns
         device_done_ns = cpu_done_ns = ready_ns
         if device_ns:
-            done_ns = self.gpu.submit(device_starts_ns, device_ns, "experts", number, layer, hits.size)
+            done_ns = self.gpu.submit(device_starts_ns, device_ns)
             device_done_ns = max(device_done_ns, done_ns)
         if misses.size:
             factor = costs.busy_link_factor if is_uploading else 1.0
             cpu_ns = region_ns + round(factor * _sum_ns(costs.cpu_ns, used.counts, misses))
-            cpu_done_ns = self.cpu.submit(ready_ns, cpu_ns, "experts", number, layer, misses.size)
+            cpu_done_ns = self.cpu.submit(ready_ns, cpu_ns)
         done_ns = max(device_done_ns, cpu_done_ns)
-        self.log.add(Span("host", "handoff", start_ns, ready_ns, number, layer))
-        self.log.add(Span("host", "handoff", done_ns, done_ns + after_ns, number, layer))
         self.time.ns["host"] += ready_ns - start_ns + after_ns
         self.time.ns["device" if device_done_ns > cpu_done_ns else "cpu"] += done_ns - ready_ns
         yield done_ns + after_ns - start_ns
@@ -269,7 +269,7 @@ class Execution:
         return self.costs.block_ns + round(tiles) + _sum_ns(self.costs.device_ns, counts, experts)
 
     def _on_both(self, used: _Used) -> Process:
-        costs, number, layer, hits, misses = self.costs, self._n_verified, used.layer, used.hits, used.misses
+        costs, hits, misses = self.costs, used.hits, used.misses
         if hits.size and misses.size:
             yield from self._on_host(costs.sync_ns)
         now_ns = self.clock.now_ns
@@ -277,9 +277,9 @@ class Execution:
         cpu_ns = _sum_ns(costs.cpu_ns, used.counts, misses)
         done_ns = now_ns
         if device_ns:
-            done_ns = self.gpu.submit(now_ns, device_ns, "experts", number, layer, hits.size)
+            done_ns = self.gpu.submit(now_ns, device_ns)
         if cpu_ns:
-            done_ns = max(done_ns, self.cpu.submit(now_ns, cpu_ns, "experts", number, layer, misses.size))
+            done_ns = max(done_ns, self.cpu.submit(now_ns, cpu_ns))
         self.time.ns["device"] += device_ns
         self.time.ns["cpu"] += done_ns - now_ns - device_ns
         yield done_ns - now_ns
@@ -294,15 +294,14 @@ class Execution:
         else:
             demands = [([expert], mover.demand(layer, [expert])) for expert in absent]
         block_ns = costs.block_ns + _sum_ns(costs.device_ns, counts, used.hits)
-        yield from self._on_gpu("device", block_ns, layer, used.hits.size)
+        yield from self._on_gpu("device", block_ns)
         for expert, arrived in arrivals.items():
             if arrived is not None:
                 yield from self._wait_for_link(arrived)
-                yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array([expert])), layer, 1)
+                yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array([expert])))
         for experts, demand in demands:
             yield from self._loaded(demand)
-            ns = _sum_ns(costs.device_ns, counts, np.array(experts))
-            yield from self._on_gpu("device", ns, layer, len(experts))
+            yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array(experts)))
 
     def _from_cache(self, used: _Used) -> Process:
         yield from self._on_host(self.costs.sync_ns)
@@ -314,7 +313,7 @@ class Execution:
             self.mover.push(plan)  # takes the experts from the staging buffer
         self.mover.clear_staging()
         block_ns = self.costs.block_ns + _sum_ns(self.costs.device_ns, used.counts, experts)
-        yield from self._on_gpu("device", block_ns, used.layer, experts.size)
+        yield from self._on_gpu("device", block_ns)
 
     def _wait_for_link(self, arrived: Signal) -> Process:
         since_ns = self.clock.now_ns
@@ -340,17 +339,15 @@ class Execution:
         self.driver.push()
         self.mover.clear_staging()
 
-    def _on_gpu(self, cause: str, ns: int, layer: int = -1, n: int = 0) -> Process:
+    def _on_gpu(self, cause: str, ns: int) -> Process:
         if ns > 0:
-            kind = "experts" if cause == "device" else cause
-            done_ns = self.gpu.submit(self.clock.now_ns, ns, kind, self._n_verified, layer, n)
-            self.time.ns[cause] += done_ns - self.clock.now_ns
-            yield done_ns - self.clock.now_ns
+            now_ns = self.clock.now_ns
+            done_ns = self.gpu.submit(now_ns, ns)
+            self.time.ns[cause] += done_ns - now_ns
+            yield done_ns - now_ns
 
     def _on_host(self, ns: int) -> Process:
         if ns > 0:
-            now_ns = self.clock.now_ns
-            self.log.add(Span("host", "plan", now_ns, now_ns + ns, self._n_verified))
             self.time.ns["host"] += ns
             yield ns
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from moeedge.engine.budgets import budget_record
 from moeedge.lab.sim.batches import cache_shape
-from moeedge.lab.sim.clock import Log
 from moeedge.lab.sim.execution import Execution, TimeBreakdown
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.model_shape import ModelShape
@@ -73,10 +72,9 @@ class SimulationResult:
     rejected_token_model: RejectedTokenModel | Literal["recorded"] | None  # None: nothing is drafted
     time: TimeBreakdown
     step_s: NDArray[np.float64]  # of every verification in the breakdown
-    log: Log
+    busy_s: dict[str, float]  # of gpu, cpu and link, from the first verification on
     n_expert_layers: int
     experts: dict[str, Any]  # of the verifications in the breakdown (BudgetedTrace.row)
-    first_step: int = 0  # number of the first verification in the breakdown
 
     @property
     def acceptance_source(self) -> AcceptanceSource | None:
@@ -125,7 +123,7 @@ class SimulationResult:
             "uploads_per_layer_step": time.hits.uploads / max(time.steps * self.n_expert_layers, 1),
             "steps": time.steps,
             "tokens": time.tokens,
-            **{f"busy_{stream}_s": self.log.busy_ns[stream] * 1e-9 for stream in ("gpu", "cpu", "link")},
+            **{f"busy_{stream}_s": seconds for stream, seconds in self.busy_s.items()},
         }
 
     def budget_row(self) -> dict[str, Any]:
@@ -198,7 +196,7 @@ def synthetic_trace(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -
     )
 
 
-def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_log: bool = False) -> SimulationResult:
+def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> SimulationResult:
     """Runs one configuration over a trace; the same arguments give the same events.
 
     Raises ValueError for an unknown policy, InputError where no text is as long as a step.
@@ -222,7 +220,6 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
         batches,
         predictor=NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), config.accuracy, config.seed),
         warm_steps=warm_steps,
-        keep_log=keep_log,
         n_whole_layers=n_whole,
         budgeted=budgeted,
     )
@@ -233,10 +230,9 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
         rejected_token_model=None if gamma == 0 else "recorded" if recorded else config.rejected_token_model,
         time=time,
         step_s=np.array(execution.step_ns) * 1e-9,
-        log=execution.log,
+        busy_s=execution.busy_s,
         n_expert_layers=int(np.count_nonzero(shape.group >= 0)),
         experts=budgeted.row(),
-        first_step=warm_steps,
     )
 
 

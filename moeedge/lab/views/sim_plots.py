@@ -1,31 +1,19 @@
-"""The pictures of `replay --plot` and `simulate --gantt`."""
+"""The picture of `replay --plot`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeedge.lab.sim.clock import STREAMS, Span
 from moeedge.policies.registry import BOUNDS
 from moeedge.ui.plots import COLOURS, MARKERS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from moeedge.lab.sim.curves import CurvePanel, CurvePoint
 
-_DETAIL_LAYERS = 4
 _LEFT_EDGE = 0.05  # uploads, for policies that move less
 _THICK = ("spac", "lfu")  # with the interval of the bootstrap
-_STREAM_NAMES = {"draft": "draft", "gpu": "GPU", "cpu": "CPU", "link": "link", "host": "host"}
-_KINDS = {  # of spans: colour and label
-    "draft": ("#9467bd", "draft token"),
-    "dense": ("#7f7f7f", "attention and the rest"),
-    "experts": ("#1f77b4", "experts"),
-    "upload": ("#2ca02c", "prefetched expert"),
-    "demand": ("#d62728", "expert on demand"),
-    "plan": ("#ff7f0e", "synchronise, plan"),
-}
 
 
 def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
@@ -104,65 +92,3 @@ def _draw_curve_panel(axes: Any, panel: CurvePanel, styles: dict[str, dict[str, 
         fontsize="small",
     )
     return handles
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One step of one policy."""
-
-    title: str
-    spans: Sequence[Span]
-
-
-def draw_gantt(charts: Sequence[Chart], path: Path) -> None:
-    """`simulate --gantt`: the work of every stream over time, and the first layers in detail; two panels per chart.
-
-    Like MoE-SpAc, Figures 3 and 12, and SP-MoE, Figure 5. Raises InputError where the file cannot be written.
-    """
-    from matplotlib.patches import Patch
-
-    figure = new_figure(12, 3.2 * len(charts) + 0.8)
-    panels = figure.subplots(len(charts), 2, squeeze=False, width_ratios=(3, 2))
-    longest_ms = max((_length_ms(chart.spans) for chart in charts), default=0.0)
-    for (entire, detail), chart in zip(panels, charts, strict=True):
-        begin_ns = min((span.start_ns for span in chart.spans), default=0)
-        _draw_spans(entire, chart.spans, begin_ns)
-        entire.set_xlim(0, longest_ms)
-        entire.set_title(chart.title, fontsize=10)
-        _draw_spans(detail, chart.spans, begin_ns)
-        detail.set_xlim(*_detail_ms(chart.spans, begin_ns))
-        detail.set_title(f"its first {_DETAIL_LAYERS} layers", fontsize=10)
-    used = {span.kind for chart in charts for span in chart.spans}
-    patches = [Patch(color=colour, label=label) for kind, (colour, label) in _KINDS.items() if kind in used]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
-    save_figure(figure, path)
-
-
-def _draw_spans(panel: Any, spans: Sequence[Span], begin_ns: int) -> None:
-    rows = [name for name in STREAMS if any(span.stream == name for span in spans)]
-    for row, name in enumerate(rows):
-        for kind, (colour, _) in _KINDS.items():
-            bars = [
-                ((span.start_ns - begin_ns) * 1e-6, span.ns * 1e-6)
-                for span in spans
-                if span.stream == name and span.kind == kind
-            ]
-            panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
-    panel.set_yticks(range(len(rows)), [_STREAM_NAMES[name] for name in rows])
-    panel.invert_yaxis()
-    panel.set_xlabel("ms")
-
-
-def _length_ms(spans: Sequence[Span]) -> float:
-    if not spans:
-        return 0.0
-    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) * 1e-6
-
-
-def _detail_ms(spans: Sequence[Span], begin_ns: int) -> tuple[float, float]:
-    """Start of the verification and end of its first layers, in ms."""
-    of_layers = [span for span in spans if span.stream != "link" and 0 <= span.layer < _DETAIL_LAYERS]
-    if not of_layers:
-        return 0.0, max(_length_ms(spans), 1e-6)
-    start_ns, end_ns = min(span.start_ns for span in of_layers), max(span.end_ns for span in of_layers)
-    return (start_ns - begin_ns) * 1e-6, (end_ns - begin_ns) * 1e-6

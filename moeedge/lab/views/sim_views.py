@@ -7,11 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 
 from moeedge.lab.sim.curves import PAIR_BOUNDS
-from moeedge.lab.views.sim_plots import Chart
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.ui.console import visible
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
@@ -19,7 +17,6 @@ from moeedge.ui.tables import Column, json_text, print_table, text_column, value
 if TYPE_CHECKING:
     from moeedge.lab.sim.curves import AtMost, CurvePanel
     from moeedge.lab.sim.replay import ReplayRow, Setting
-    from moeedge.lab.sim.simulate import SimulationResult
 
 _MIB = 2.0**-20  # from bytes
 _MS = 1e3  # from seconds
@@ -302,15 +299,3 @@ def print_simulation(rows: Sequence[Row], console: Console) -> None:
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
-
-
-def typical_step(result: SimulationResult) -> Chart:
-    """The step whose time is the median of all steps."""
-    order = np.argsort(result.step_s, kind="stable")
-    middle = int(order[len(order) // 2])
-    config = result.config
-    title = (
-        f"{config.policy}, ratio {config.cache_ratio:g}, gamma {result.gamma}: "
-        f"{result.step_s[middle] * _MS:.0f} ms per step, {result.tg_ts:.1f} tokens/s"
-    )
-    return Chart(title, result.log.of_step(result.first_step + middle))

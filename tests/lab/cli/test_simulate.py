@@ -61,14 +61,6 @@ def test_a_speed_has_a_range() -> None:
     assert point["tg_low_ts"] == point["tg_ts"] == point["tg_high_ts"] == row["tg_ts"]
 
 
-def test_a_table_and_a_picture(tmp_path: Path) -> None:
-    model = ("--rejected-token-model", "optimistic")
-    result = run("lab", "simulate", "--policy", "sp-moe", "--gamma", 2, *model, "--gantt", tmp_path / "g.png", *SHORT)
-    assert result.exit_code == 0, result.output
-    assert "uploads" in result.stdout
-    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_file_may_describe_the_hardware(tmp_path: Path) -> None:
     from moeedge.lab.sim.model_shape import entry_of, read_data
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -65,18 +64,12 @@ def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Trace, costs
 
 @pytest.mark.parametrize("policy", ["spac", "sp-moe", "fate"])
 def test_the_same_seed_gives_the_same_events(policy: str, costs: StepCosts) -> None:
-    logs = []
+    found = []
     for seed in (0, 0, 1):
         text = synthetic_trace(SMALL, 80, 1, seed)
-        logs.append(simulate(costs, text, replace(CONFIG, policy=policy, seed=seed), keep_log=True).log.spans)
-    assert logs[0] == logs[1] != logs[2]
-
-
-def test_streams_do_one_thing_at_a_time(texts: Trace, costs: StepCosts) -> None:
-    spans = simulate(costs, texts, replace(CONFIG, policy="moe-infinity"), keep_log=True).log.spans
-    for stream in ("gpu", "cpu", "link", "draft"):
-        own = sorted((span.start_ns, span.end_ns) for span in spans if span.stream == stream)
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own)), stream
+        result = simulate(costs, text, replace(CONFIG, policy=policy, seed=seed))
+        found.append((result.row(), result.step_s.tolist()))
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_faster_link_and_a_larger_cache_help(texts: Trace, costs: StepCosts) -> None:
