@@ -15,13 +15,13 @@ from moeedge.cli.declare import Output
 from moeedge.errors import InputError
 from moeedge.lab.cli import trace_options
 from moeedge.lab.cli.trace_budgets import TraceBudgets
-from moeedge.lab.sim.curves import LIMITS, PAIR_BOUNDS, CurveConfig, CurveInput, CurvePanel, trace_curves
+from moeedge.lab.sim.curves import LIMITS, PAIR_BOUNDS, CurveConfig, CurveInput, trace_curves
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of
 from moeedge.lab.sim.replay import replay as replay_schedule
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cut_schedule, schedules, texts_of
-from moeedge.lab.views.sim_views import print_curves, print_replay, replay_json, shortcomings
+from moeedge.lab.views.sim_views import draw_curves, print_curves, print_replay, replay_json, shortcomings
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 from moeedge.trace.format import Trace
@@ -58,6 +58,10 @@ def run(
     jobs = []
     for path, chosen in zip(traces, ranges, strict=True):
         recorded = read_trace(path, given.n_experts)
+        expert_bytes = recorded.expert_bytes()
+        if given.expert_bytes is not None:
+            trace_options.check_expert_bytes(given.expert_bytes)
+            expert_bytes = np.full(recorded.meta.n_layers, given.expert_bytes, dtype=np.int64)
         profiled, replayed, about = _split(recorded, chosen, given.limit, given.profile_texts)
         profile = None
         if profiled is not None and profiled.text_rows().size:
@@ -70,7 +74,7 @@ def run(
             seed=given.seed,
         ):
             budgets = expert_budgets.budgets(profile)
-            jobs.append(_Job(path.name, about, schedule, profile, _expert_bytes(recorded, given.expert_bytes), budgets))
+            jobs.append(_Job(path.name, about, schedule, profile, expert_bytes, budgets))
     accuracy = _accuracy(given.predictor_accuracy)
     if curve:
         config = CurveConfig(
@@ -83,7 +87,7 @@ def run(
         inputs = [
             CurveInput(job.trace, job.schedule, ratio, job.texts, job.profile) for job in jobs for ratio in ratios
         ]
-        _show_curves(_curves(inputs, config, threads), output, plot)
+        _show_curves(inputs, config, threads, output, plot)
         return
     rows = _run(
         jobs,
@@ -168,14 +172,6 @@ def _split(trace: Trace, chosen: slice, limit: int, profile_texts: int | None) -
     return (profiled if n_profile else None), texts_of(trace, first, last), f"{first}:{last} of {n_texts}"
 
 
-def _expert_bytes(trace: Trace, given: int | None) -> np.ndarray | None:
-    """Bytes of an expert by layer [n_layers]; None where neither the option nor the trace says."""
-    if given is None:
-        return trace.expert_bytes()
-    trace_options.check_expert_bytes(given)
-    return np.full(trace.meta.n_layers, given, dtype=np.int64)
-
-
 def _accuracy(text: str | None) -> PredictorAccuracy:
     """The accuracies in NAME=SHARE,... or the default ones. Raises InputError."""
     if text is not None and text.strip() == "default":
@@ -208,20 +204,18 @@ def _run(jobs: list[_Job], config: ReplayConfig) -> list[ReplayRow]:
     return rows
 
 
-def _curves(inputs: list[CurveInput], config: CurveConfig, n_processes: int) -> list[CurvePanel]:
+def _show_curves(
+    inputs: list[CurveInput], config: CurveConfig, n_processes: int, output: Output, plot: Path | None
+) -> None:
     if n_processes < 0:
         raise ValueError(f"-t must be 0 (one per core) or more, not {n_processes}")
     n_tasks = len(inputs) * (len(config.policies) + len(PAIR_BOUNDS))
+    n_processes = n_processes or len(os.sched_getaffinity(0))
     with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
-        return trace_curves(inputs, config, n_processes=n_processes or len(os.sched_getaffinity(0)), on_done=bar.part())
-
-
-def _show_curves(panels: list[CurvePanel], output: Output, plot: Path | None) -> None:
+        panels = trace_curves(inputs, config, n_processes=n_processes, on_done=bar.part())
     if output is Output.TEXT:
         print_curves(panels, stdout_console())
     else:
         typer.echo(replay_json(panels), nl=False)
     if plot is not None:
-        from moeedge.lab.views.sim_plots import draw_curves  # loads Matplotlib
-
         draw_curves(panels, plot)

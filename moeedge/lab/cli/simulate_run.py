@@ -32,7 +32,6 @@ from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.views.sim_views import print_simulation
 from moeedge.policies.registry import expand_names
 from moeedge.trace.format import Trace
-from moeedge.trace.steps import RejectedTokenModel
 from moeedge.ui.console import stderr_console, stdout_console
 from moeedge.ui.progress import count_bar
 
@@ -83,10 +82,11 @@ def run(
     if not any(config.policy == simulation.STOCK_POLICY for config in configs):
         n_layers = len(routing.expert_layers())
         configs = [*dict.fromkeys(simulation.stock_config(config, n_layers) for config in configs), *configs]
+    asked = given.rejected_token_model or trace_options.RejectedTokenModel.BOTH
     configs = [
         replace(config, rejected_token_model=rejected)
         for config in configs
-        for rejected in _rejected_token_models(routing, config, given.rejected_token_model)
+        for rejected in simulation.rejected_token_models(routing, config, asked.models)
     ]
     sides = SIDES if given.ranges else ("chosen",) * 3
     results: list[simulation.Range] = []
@@ -145,14 +145,6 @@ def _named_shape(text: str) -> ModelShape:
         name, _, quant = text.rpartition(":")
         choice = catalog.find(name)
     return find_model(text if choice is None else f"{choice.entry.name}:{quant}")
-
-
-def _rejected_token_models(
-    trace: Trace, config: simulation.SimulationConfig, asked: trace_options.RejectedTokenModel | None
-) -> tuple[RejectedTokenModel, ...]:
-    """The models to simulate a configuration with: those asked for, one where the models do not differ."""
-    differing = simulation.models_that_differ(trace, config)
-    return differing if asked is None or len(differing) == 1 else asked.models
 
 
 def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Callable[[str, Side], StepCosts], str]:

@@ -68,8 +68,6 @@ class CurveConfig:
     def __post_init__(self) -> None:
         if not self.limits or not all(limit >= 0 for limit in self.limits):
             raise ValueError("the limits must be at least one number >= 0 of uploads per layer and step")
-        if self.resamples < 1:
-            raise ValueError(f"the resamples must be at least 1, not {self.resamples}")
 
 
 @dataclass(frozen=True)

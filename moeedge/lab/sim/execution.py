@@ -100,7 +100,6 @@ class Execution:
         self.mover = Mover(self.clock, costs, shape, batched=self.execution_model.batched_io)
         self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model)
         self.time = TimeBreakdown()
-        self.step_ns: list[int] = []  # of every verification in the breakdown
         self._batches, self._warm_steps, self._predictor = batches, warm_steps, predictor
         self._reads_draft = "draft-inputs" in policy.required_inputs
         self._reads_blocks = "block-inputs" in policy.required_inputs
@@ -141,16 +140,14 @@ class Execution:
         self._bypasses_cache = limit is not None and batch.n_tokens > limit
         batch = yield from self._verify(batch, predicted)
         yield from self._end(batch, following)
-        time, step_ns = self.time, self.clock.now_ns - start_ns
+        time = self.time
         time.hits.uploads += self.mover.n_uploads - n_uploads
-        time.total_ns += step_ns
+        time.total_ns += self.clock.now_ns - start_ns
         time.steps += 1
         time.tokens += batch.n_accepted + 1
-        self.step_ns.append(step_ns)
         self._n_verified += 1
         if self._n_verified == self._warm_steps:
             self.time = TimeBreakdown()
-            self.step_ns.clear()
             if self._budgeted is not None:
                 self._budgeted.stats = BudgetStats()
 

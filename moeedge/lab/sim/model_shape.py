@@ -55,12 +55,6 @@ class Routing:
     phrase: float
     phrase_tokens: float
 
-    def __post_init__(self) -> None:
-        if min(self.popularity, self.topic, self.phrase) < 0:
-            raise ValueError("variances must be >= 0")
-        if min(self.topic_tokens, self.phrase_tokens) <= 0:
-            raise ValueError("memories must be > 0 tokens")
-
     def draw(
         self, n_layers: int, n_experts: int, k: int, lengths: list[int], rng: np.random.Generator
     ) -> list[NDArray[np.int32]]:

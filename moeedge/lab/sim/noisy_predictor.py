@@ -28,9 +28,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.experts import count_ids
 from moeedge.policies.base import ExpertPrediction
-from moeedge.trace.format import Trace
 
 PredictionSource = Literal["draft-router", "next-gate"]
 _INPUTS: dict[PredictionSource, str] = {"draft-router": "draft-inputs", "next-gate": "block-inputs"}
@@ -107,8 +105,8 @@ class BatchPredictions:
 class NoisyPredictor:
     """Predicts the experts of batches with a stated accuracy.
 
-    popularity: float64 [n_layers, n_experts], activations that wrong experts are drawn by: those of the entire trace
-    (`popularity_of`) for a replay, ones for a simulation, which adds what it has seen (`learn`).
+    popularity: float64 [n_layers, n_experts], activations that wrong experts are drawn by: those of the entire
+    schedule for a replay, ones for a simulation, which adds what it has seen (`learn`).
     """
 
     def __init__(self, popularity: NDArray[np.float64], accuracy: PredictorAccuracy, seed: int) -> None:
@@ -129,9 +127,3 @@ class NoisyPredictor:
     def learn(self, counts: NDArray[np.int32]) -> None:
         """Adds the activations of a batch, [n_layers, n_experts], to the popularity."""
         self._popularity += counts
-
-
-def popularity_of(trace: Trace) -> NDArray[np.float64]:
-    """Activations of all tokens of a trace, float64 [n_layers, n_experts]."""
-    layers = [count_ids(trace.layer_ids(layer)[None], trace.meta.n_experts) for layer in range(trace.meta.n_layers)]
-    return np.concatenate(layers).astype(np.float64)

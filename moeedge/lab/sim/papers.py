@@ -287,7 +287,7 @@ class Papers:
         figure = self.data["cutoff"]
         entry = figure["models"][model]
         accuracy, options = PredictorAccuracy(critical=entry["critical"]), (("cutoff_layer", layer),)
-        table = entry | {"model": model, "gamma": figure["gamma"]}
+        table = entry | {"model": model, "gamma": figure["gamma"], "hardware": figure["hardware"]}
         row = self._row(table, figure["system"], accuracy=accuracy, options=options)
         link = find_model(model).expert_bytes / entry["expert_s"]
         return replace(row, name=name, link_bytes_per_s=link, draft_s=entry["draft_s"])

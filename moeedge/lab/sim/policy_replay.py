@@ -302,9 +302,6 @@ class NextUse:
                 coming[flat_ids] = batch
         self.first = coming  # [n_flat], the first batch that uses each expert
 
-    def __len__(self) -> int:
-        return len(self._used)
-
     def of(self, batch: int) -> tuple[FlatIds, NDArray[np.int32]]:
         """Flat ids [n] that the batch uses and the batch [n] that uses each of them next (NEVER: none)."""
         return self._used[batch], self._next[batch]

@@ -20,7 +20,6 @@ from moeedge.lab.sim.noisy_predictor import (
     BatchPredictions,
     NoisyPredictor,
     PredictorAccuracy,
-    popularity_of,
 )
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule
@@ -175,7 +174,6 @@ def replay_arms(
 
     Arms of the same expert budget go through the same experts. Predictors predict what the router chooses.
     """
-    predictor = NoisyPredictor(popularity_of(schedule.trace), config.accuracy, config.seed)
     budgeted = {
         arm.budget: BudgetedTrace(schedule.trace, arm.budget)
         for arm in arms
@@ -196,6 +194,8 @@ def replay_arms(
         else:
             replays.append(_policy_replay(schedule, arm, config))
     sources = [config.accuracy.source_for(TABLE[arm.policy].required_inputs) for arm in arms]
+    popularity = profile_of(schedule).astype(np.float64) if any(sources) else np.zeros((0, 0))
+    predictor = NoisyPredictor(popularity, config.accuracy, config.seed)
     on_phase("replaying")
     for chunk in schedule.chunks():
         predictions: list[BatchPredictions | None] = []

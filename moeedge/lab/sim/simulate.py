@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.engine.budgets import budget_record
 from moeedge.lab.sim.batches import cache_shape
@@ -17,7 +16,7 @@ from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.lab.traces.schedule import AcceptanceSource, Batch, Schedule, cut_schedule, recorded_schedule
 from moeedge.native.abi import Phase
-from moeedge.policies.base import CacheShape, Policy, PolicyConfig
+from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import make_policy
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
@@ -71,7 +70,6 @@ class SimulationResult:
     gamma: int  # in effect: 0 where the system has no draft
     rejected_token_model: RejectedTokenModel | Literal["recorded"] | None  # None: nothing is drafted
     time: TimeBreakdown
-    step_s: NDArray[np.float64]  # of every verification in the breakdown
     busy_s: dict[str, float]  # of gpu, cpu and link, from the first verification on
     n_expert_layers: int
     experts: dict[str, Any]  # of the verifications in the breakdown (BudgetedTrace.row)
@@ -213,10 +211,17 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> Simula
     shape = cache_shape(trace, cache_ratio)
     warm_steps = min(int(_WARM_SHARE * sum(not batch.prefill for batch in batches)), _WARM_STEPS_MAX)
     budgeted = BudgetedTrace(trace, config.budget)
+    policy_config = PolicyConfig(
+        gamma=gamma,
+        cap=config.cap,
+        ablations=config.ablations - {"no-sd"},
+        cost_model=costs.cost_model(config.cap),
+        **dict(config.options),
+    )
     execution = Execution(
         costs,
         shape,
-        _policy(costs, shape, config, gamma),
+        make_policy(config.policy, shape, policy_config),
         batches,
         predictor=NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), config.accuracy, config.seed),
         warm_steps=warm_steps,
@@ -229,7 +234,6 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> Simula
         gamma=gamma,
         rejected_token_model=None if gamma == 0 else "recorded" if recorded else config.rejected_token_model,
         time=time,
-        step_s=np.array(execution.step_ns) * 1e-9,
         busy_s=execution.busy_s,
         n_expert_layers=int(np.count_nonzero(shape.group >= 0)),
         experts=budgeted.row(),
@@ -242,10 +246,12 @@ def has_draft(config: SimulationConfig) -> bool:
     return config.gamma > 0 and speculates and "no-sd" not in config.ablations
 
 
-def models_that_differ(trace: Trace, config: SimulationConfig) -> tuple[RejectedTokenModel, ...]:
-    """The models of rejected tokens between which a configuration has to be told apart: one where none is rejected."""
+def rejected_token_models(
+    trace: Trace, config: SimulationConfig, asked: tuple[RejectedTokenModel, ...]
+) -> tuple[RejectedTokenModel, ...]:
+    """The models of rejected tokens to simulate a configuration with: those asked for, one where they do not differ."""
     is_known = not has_draft(config) or _recorded(trace, config.gamma) is not None
-    return ("optimistic",) if is_known else ("optimistic", "pessimistic")
+    return ("optimistic",) if is_known else asked
 
 
 def _recorded(trace: Trace, gamma: int) -> Schedule | None:
@@ -267,14 +273,3 @@ def _batches(trace: Trace, config: SimulationConfig, gamma: int, recorded: Sched
         return batches
     verifications = np.flatnonzero([not batch.prefill for batch in batches])
     return batches[: verifications[min(config.max_steps, verifications.size) - 1] + 1]
-
-
-def _policy(costs: StepCosts, shape: CacheShape, config: SimulationConfig, gamma: int) -> Policy:
-    policy_config = PolicyConfig(
-        gamma=gamma,
-        cap=config.cap,
-        ablations=config.ablations - {"no-sd"},
-        cost_model=costs.cost_model(config.cap),
-        **dict(config.options),
-    )
-    return make_policy(config.policy, shape, policy_config)

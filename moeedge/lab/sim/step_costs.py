@@ -99,16 +99,11 @@ class Handoff:
         """Dividing a block between the sides; 0 where they do not share one."""
         return n_tokens * self.times.divide_s if self.divides else 0.0
 
-    def fixed_s(self, link_bytes_per_s: float, n_tokens: int = 1) -> float:
-        """All that a layer costs apart from its experts: `m` of a divided one, `s` of one that the CPU computes."""
-        moments = sum(self.seconds(name, n_tokens, link_bytes_per_s) for name in ("down", "submit", "join", "up"))
-        return moments + self.divide_s(n_tokens) + self.cpu_regions * self.times.cpu_region_s
-
 
 def find_handoff(name: str, side: Side = "chosen") -> Handoff:
     """A program's handoff, with one side of the constants."""
     data = read_data("handoffs.json")
-    values = only_known(pick(data["programs"][name], side), Handoff)
+    values = only_known(pick(entry_of(data["programs"], name), side), Handoff)
     for tokens in ("one", "nine"):
         values[tokens] = {moment: Calls(**calls) for moment, calls in values[tokens].items()}
     return Handoff(name=name, times=CallTimes(**only_known(pick(data["calls"], side), CallTimes)), **values)
@@ -199,11 +194,6 @@ class StepCosts:
     tile_ns: float = 0.0  # see Framework
     n_layouts: int = 1  # of experts, each with a table of its own
     busy_link_factor: float = 1.0  # of the CPU's time while uploads are under way
-
-    def __post_init__(self) -> None:
-        for curve in (self.cpu_ns, self.device_ns):
-            if curve.shape != (TOKENS_MAX + 1,) or curve[0] != 0:
-                raise ValueError("a curve must reach from 0 tokens to TOKENS_MAX")
 
     def handoff_ns(self, moment: str, n_tokens: int) -> int:
         """The calls of one moment of a layer (moeedge.lab.sim.handoff)."""

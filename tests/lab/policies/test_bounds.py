@@ -123,7 +123,6 @@ def test_next_use_skips_batches_that_do_not_count() -> None:
     counts = np.array([[[1, 0]], [[2, 0]], [[0, 0]], [[1, 1]]])
     next_use = NextUse([(counts[:2], np.array([True, False])), (counts[2:], np.array([True, True]))])
     assert next_use.first.tolist() == [0, 3]
-    assert len(next_use) == 4
     assert [tuple(array.tolist() for array in next_use.of(batch)) for batch in range(4)] == [
         ([0], [3]),
         ([0], [3]),

@@ -7,6 +7,7 @@ import pytest
 from moeedge.lab.sim.model_shape import entry_of, find_model, pick, read_data
 from moeedge.lab.sim.step_costs import Framework, builtin_hardware, find_hardware, program_of, roofline_costs
 from moeedge.policies.registry import ALL_POLICIES, BOUNDS
+from tests.lab.sim.test_handoff import fixed_s
 
 LINK = 25e9  # bytes/s
 RANGE = {"low": 1.0, "chosen": 2.0, "high": 4.0}
@@ -46,7 +47,7 @@ def test_every_policy_has_a_program(policy: str) -> None:
     assert fast.schedule_s <= chosen.schedule_s <= slow.schedule_s
     if chosen.handoff is not None:
         assert fast.handoff is not None and slow.handoff is not None
-        assert fast.handoff.fixed_s(LINK) < chosen.handoff.fixed_s(LINK) < slow.handoff.fixed_s(LINK)
+        assert fixed_s(fast.handoff, LINK) < fixed_s(chosen.handoff, LINK) < fixed_s(slow.handoff, LINK)
 
 
 def test_planning_costs_time_in_this_engine_alone() -> None:

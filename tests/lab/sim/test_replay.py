@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moeedge.errors import InputError
 from moeedge.lab.sim.batches import HitStats, cache_shape
-from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy, popularity_of
+from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.lab.traces.importers import read_trace
@@ -330,7 +330,7 @@ def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -
     shape = cache_shape(schedule.trace, 0.3)
     found = []
     for _ in range(2):
-        predictor = NoisyPredictor(popularity_of(schedule.trace), PredictorAccuracy(), 0)
+        predictor = NoisyPredictor(profile_of(schedule).astype(float), PredictorAccuracy(), 0)
         replayed = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
         for chunk in schedule.chunks():
             replayed.run(chunk, [None if batch.prefill else predictor.predict(batch.ids) for batch in chunk.batches])
@@ -368,7 +368,7 @@ def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
 def test_noisy_predictions_have_the_stated_accuracy() -> None:
     trace = walk(400, 0, n_experts=64)
     schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.7)
-    predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(draft_router=0.7), 0)
+    predictor = NoisyPredictor(profile_of(schedule).astype(float), PredictorAccuracy(draft_router=0.7), 0)
     right = predicted = 0
     for chunk in schedule.chunks():
         for batch in chunk.batches:
@@ -387,7 +387,7 @@ def test_gates_tell_of_the_next_layers_alone() -> None:
     trace = walk(600, 0, n_layers=5, n_experts=64)
     trace.ids[:, 2] = trace.sentinel  # a layer without experts
     schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.7)
-    predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(next_gate=0.8, reach=2), 0)
+    predictor = NoisyPredictor(profile_of(schedule).astype(float), PredictorAccuracy(next_gate=0.8, reach=2), 0)
     right, predicted = np.zeros(3), np.zeros(3)
     for chunk in schedule.chunks():
         for batch in chunk.batches:

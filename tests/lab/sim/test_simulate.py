@@ -54,7 +54,6 @@ def costs() -> StepCosts:
 def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Trace, costs: StepCosts) -> None:
     result = simulate(costs, texts, replace(CONFIG, policy=policy))
     assert sum(result.time.ns[cause] for cause in CAUSES) == result.time.total_ns
-    assert result.step_s.sum() == pytest.approx(result.time.total_ns * 1e-9)
     row = result.row(hardware="h", model="m", trace="t")
     parts = ("draft_s", "dense_s", "device_s", "stall_cpu_s", "stall_load_s", "stall_link_s", "host_s")
     assert sum(row[part] for part in parts) == pytest.approx(row["tpot_s"])
@@ -68,7 +67,7 @@ def test_the_same_seed_gives_the_same_events(policy: str, costs: StepCosts) -> N
     for seed in (0, 0, 1):
         text = synthetic_trace(SMALL, 80, 1, seed)
         result = simulate(costs, text, replace(CONFIG, policy=policy, seed=seed))
-        found.append((result.row(), result.step_s.tolist()))
+        found.append(result.row())
     assert found[0] == found[1] != found[2]
 
 
