@@ -113,7 +113,6 @@ class PolicyConfig:
     cutoff_layer: int | None = None  # layers that sp-moe prefetches for; None: derived from the cost model
     # per step, of all layers, that the link carries; None: not limited or not known. Loads on demand are not limited
     max_uploads: float | None = None
-    future: NDArray[Any] | None = None  # [n_steps, n_layers, n_experts] activations to come, for oracle and belady
 
     def __post_init__(self) -> None:
         if self.gamma < 0:

@@ -22,7 +22,7 @@ class RunsIn(Enum):
 
     ENGINE = "engine"  # with the engine's rule for missing experts (the CPU computes them); replay and simulator, too
     SIMULATION = "simulation"  # the engine lacks the system's execution: replay and simulator only
-    BOUND = "bound"  # it reads the future (PolicyConfig.future): replay and simulator only
+    BOUND = "bound"  # it knows the future: replay only
 
 
 EVICTION_ABLATIONS = frozenset({"no-prefetch", "no-evict"})
@@ -64,8 +64,9 @@ def _simulated(policy: str, description: str) -> PolicyEntry:
     return PolicyEntry(policy, description, RunsIn.SIMULATION)
 
 
-def _bound(policy: str, description: str) -> PolicyEntry:
-    return PolicyEntry(policy, f"bound: {description}", RunsIn.BOUND, EVICTION_ABLATIONS)
+def _bound(description: str) -> PolicyEntry:
+    """A residency that the replay computes: it plans nothing."""
+    return PolicyEntry(NoCache, f"bound: {description}", RunsIn.BOUND)
 
 
 TABLE: dict[str, PolicyEntry] = {
@@ -88,7 +89,7 @@ TABLE: dict[str, PolicyEntry] = {
         "moe_infinity:MoeInfinity", "activations of the most similar earlier sequence", ablations=EVICTION_ABLATIONS
     ),
     "fate": PolicyEntry("fate:Fate", "the next layer's gate on this layer's input; ARC per layer"),
-    "adapmoe": PolicyEntry("adapmoe:AdapMoe", "the next layer's gate, one expert prefetched; LRU per layer"),
+    "adapmoe": PolicyEntry("layer_lru:AdapMoe", "the next layer's gate, one expert prefetched; LRU per layer"),
     "hybrimoe": PolicyEntry(
         "hybrimoe:HybriMoe", "averaged routing scores; a queue divides each layer between CPU and GPU"
     ),
@@ -96,13 +97,13 @@ TABLE: dict[str, PolicyEntry] = {
         "placed:Fiddler", "the most popular experts, placed once as Fiddler does", takes_profile=True
     ),
     "sp-moe": PolicyEntry(
-        "sp_moe:SpMoe", "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer"
+        "layer_lru:SpMoe", "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer"
     ),
     "none": PolicyEntry(NoCache, "no expert on the device"),
     "llama-cpp": _simulated("placed:LlamaCpp", "llama.cpp: the last layers on the GPU, no draft model"),
     "llama-cpp-sd": _simulated("placed:LlamaCppSd", "llama.cpp with a draft model"),
     "llama-cpp-cache": _simulated(
-        "llama_cpp_cache:LlamaCppCache",
+        "placed:LlamaCppCache",
         "llama.cpp's --moe-cache-mib: an LRU of all layers; misses are loaded, the GPU computes all",
     ),
     "mixtral-offloading": _simulated(
@@ -110,8 +111,8 @@ TABLE: dict[str, PolicyEntry] = {
     ),
     "vllm": _simulated("placed:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
     "accelerate": _simulated("placed:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
-    "oracle": _bound("bounds:Oracle", "the best residency for each step, known in advance"),
-    "belady": _bound("bounds:Belady", "the best that a cache filled by use can keep (MIN)"),
+    "oracle": _bound("the best residency for each step, known in advance"),
+    "belady": _bound("the best that a cache filled by use can keep (MIN)"),
 }
 
 # name -> description
@@ -122,10 +123,12 @@ POLICIES, SIMULATED, BOUNDS = (
 
 
 def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None) -> Policy:
-    """The policy of that name. Raises ValueError for an unknown name or a profile of another shape."""
+    """The policy of that name. Raises ValueError for an unknown name, a bound, or a profile of another shape."""
     config = config or PolicyConfig()
     if name not in TABLE:
         raise ValueError(f"Unknown policy '{name}'. Choose from: {', '.join(TABLE)}")
+    if name in BOUNDS:
+        raise ValueError(f"policy '{name}' knows the steps to come: it runs in a replay only")
     if config.profile is not None and np.shape(config.profile) != (shape.n_layers, shape.n_experts):
         raise ValueError(f"the profile has shape {np.shape(config.profile)}, not ({shape.n_layers}, {shape.n_experts})")
     return TABLE[name].make(shape, config)

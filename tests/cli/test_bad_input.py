@@ -186,9 +186,7 @@ REFUSED = {
         "--seed -1": "--seed 0 or more",
         "--utility-cap 0": "-K from 1 to 64",
         "--model x.gguf": "model file --trace",
-        "--gantt /proc/none/g.png": "/proc/none/g.png cannot written",
-        "--gantt g.txt": "--gantt g.txt .png",
-        "--event-log /": "error: / cannot written",
+        "--policy oracle": "'oracle' replay only",
         "--trace own.npz": "2 layers 48 model trace --model",
     },
     "lab trace": {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,8 +24,9 @@ from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import ALL_POLICIES, BOUNDS, POLICIES, SIMULATED, ignored_ablations, make_policy
 from tests.support.routing import count
 
-FAST = ("spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "sp-moe", "oracle")  # one of each kind
-EVERY_POLICY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ALL_POLICIES]
+FAST = ("spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "sp-moe")  # one of each kind
+PLANNING = [name for name in ALL_POLICIES if name not in BOUNDS]
+EVERY_POLICY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PLANNING]
 
 # whose layers have slots of their own
 LAYERWISE = ("fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
@@ -112,11 +111,6 @@ def prediction_of(shape: CacheShape, rng: np.random.Generator) -> ExpertPredicti
     return ExpertPrediction(ids, "noisy")
 
 
-def future_of(observed: list[Observation]) -> np.ndarray:
-    """PolicyConfig.future of these steps."""
-    return np.stack([each.counts for each in observed if not each.prefill] or [observed[0].counts])
-
-
 def within_capacity(slots: Slots, shape: CacheShape) -> bool:
     held = [np.count_nonzero(slots.resident[shape.group == group]) for group in range(shape.n_groups)]
     return bool((np.array(held) <= shape.capacity).all())
@@ -139,7 +133,7 @@ def slots_of_another_policy(shape: CacheShape, rng: np.random.Generator) -> Slot
 def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig, seed: int) -> None:
     """Every plan passes `check_plan`, and carried out it never fills more slots than there are."""
     observed = observations(shape, seed, 8)
-    policy = make_policy(name, shape, replace(config, future=future_of(observed)))
+    policy = make_policy(name, shape, config)
     cap = 1 if "no-spec-ue" in config.ablations and name.startswith("spac") else config.cap
     slots = Slots(shape)
     rng = np.random.default_rng(seed)
@@ -183,7 +177,7 @@ def test_an_expert_in_flight_is_no_victim(name: str, seed: int) -> None:
     """Experts in use are pinned by the native library, those in flight by their state: a plan names neither."""
     shape = CacheShape.uniform(4, 8, 9)
     observed = observations(shape, seed, 6)
-    policy = make_policy(name, shape, PolicyConfig(future=future_of(observed)))
+    policy = make_policy(name, shape, PolicyConfig())
     rng = np.random.default_rng(seed)
     slots = Slots(shape)
     for observation in observed:
@@ -229,9 +223,7 @@ def test_same_input_same_plans(name: str) -> None:
     observed = observations(shape, 1, 12)
     runs = []
     for _ in range(2):
-        policy = make_policy(
-            name, shape, PolicyConfig(cost_model=cost_model(4, 2e-5, 1e-5), future=future_of(observed))
-        )
+        policy = make_policy(name, shape, PolicyConfig(cost_model=cost_model(4, 2e-5, 1e-5)))
         slots, plans, rng = Slots(shape), [], np.random.default_rng(7)
         for observation in observed:
             policy.observe(observation)
@@ -251,7 +243,7 @@ def test_same_input_same_plans(name: str) -> None:
 def test_inputs_stay_as_they_are(name: str) -> None:
     shape = CacheShape.uniform(4, 8, 10)
     observed = observations(shape, 2, 4)
-    policy = make_policy(name, shape, PolicyConfig(future=future_of(observed)))
+    policy = make_policy(name, shape, PolicyConfig())
     resident = np.zeros((4, 8), dtype=np.uint8)
     predicted = ExpertPrediction(np.zeros((4, 3, 2), dtype=np.int32), "noisy")
     for observation in observed:
@@ -294,7 +286,7 @@ class RecordingSet(frozenset[str]):
 @pytest.mark.parametrize("name", EVERY_POLICY)
 def test_the_table_lists_the_ablations_that_each_policy_reads(name: str) -> None:
     read = RecordingSet()
-    config = PolicyConfig(future=np.zeros((1, 2, 4)))
+    config = PolicyConfig()
     object.__setattr__(config, "ablations", read)
     make_policy(name, CacheShape.uniform(2, 4, 3), config)
     listed = set(ABLATIONS) - set(ignored_ablations(name, frozenset(ABLATIONS)))
@@ -303,8 +295,8 @@ def test_the_table_lists_the_ablations_that_each_policy_reads(name: str) -> None
 
 def test_names_and_mistakes() -> None:
     shape = CacheShape.uniform(2, 4, 3)
-    for name in ALL_POLICIES:
-        policy = make_policy(name, shape, PolicyConfig(future=np.zeros((1, 2, 4))))
+    for name in PLANNING:
+        policy = make_policy(name, shape)
         assert policy.name == name
         assert policy.required_inputs <= set(REQUIRED_INPUTS)
         assert policy.execution_model.per_layer_slots == (name in LAYERWISE)
@@ -313,8 +305,6 @@ def test_names_and_mistakes() -> None:
     for name in BOUNDS:
         with pytest.raises(ValueError, match="steps to come"):
             make_policy(name, shape)
-        with pytest.raises(ValueError, match="the future"):
-            make_policy(name, shape, PolicyConfig(future=np.zeros((1, 3, 4))))
     with pytest.raises(ValueError, match="spac-paper"):
         make_policy("mru", shape)
     with pytest.raises(ValueError, match="no-evict"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moeedge.cli import options
 from moeedge.cli.declare import Output, flatten
-from moeedge.lab.cli.replay_options import Curve, Plot, Processes, ReplayOptions, Traces
 from moeedge.lab.cli.trace_budgets import TraceBudgets
+from moeedge.lab.cli.trace_options import Curve, Plot, Processes, ReplayOptions, Traces
 
 
 @flatten

@@ -14,29 +14,26 @@ from moeedge.cli.common import names, numbers
 from moeedge.cli.declare import Output
 from moeedge.errors import InputError
 from moeedge.lab.cli import trace_options
-from moeedge.lab.cli.replay_options import ReplayOptions
 from moeedge.lab.cli.trace_budgets import TraceBudgets
-from moeedge.lab.sim.curves import LIMITS, PAIR_BOUNDS, CurveConfig, CurveInput, CurvePanel, trace_curves
+from moeedge.lab.sim.curves import LIMITS, PAIR_BOUNDS, CurveConfig, CurveInput, trace_curves
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
-from moeedge.lab.sim.replay import Link as SimulatedLink
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of
 from moeedge.lab.sim.replay import replay as replay_schedule
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cut_schedule, schedules, texts_of
-from moeedge.lab.views.sim_views import curves_json, print_curves, print_replay, replay_json, shortcomings
+from moeedge.lab.views.sim_views import draw_curves, print_curves, print_replay, replay_json, shortcomings
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 from moeedge.trace.format import Trace
 from moeedge.ui.console import check_picture, say, stderr_console, stdout_console
 from moeedge.ui.progress import count_bar
-from moeedge.units import parse_rate
 
 _MAX_PROFILE_TEXTS = 30  # of a tenth
 
 
 def run(
     traces: Sequence[Path],
-    given: ReplayOptions,
+    given: trace_options.ReplayOptions,
     expert_budgets: TraceBudgets,
     *,
     curve: bool,
@@ -52,13 +49,19 @@ def run(
         if not curve:
             raise InputError("--plot draws the curves of --curve.", "Add --curve.")
         check_picture(plot)
-    limits = _limits(given.max_uploads, given.link, given.step_time, curve=curve)
+    limits = None if given.max_uploads is None else numbers(given.max_uploads, "--max-uploads")
+    if limits is not None and len(limits) > 1 and not curve:
+        raise InputError("Several values of --max-uploads are for --curve.", "Add --curve, or give one value.")
     if curve and expert_budgets.expert_budget is not None:
         raise InputError("--curve has no expert budgets.", "Leave out one of them.")
     ranges = _ranges(given.texts, len(traces))
     jobs = []
     for path, chosen in zip(traces, ranges, strict=True):
         recorded = read_trace(path, given.n_experts)
+        expert_bytes = recorded.expert_bytes()
+        if given.expert_bytes is not None:
+            trace_options.check_expert_bytes(given.expert_bytes)
+            expert_bytes = np.full(recorded.meta.n_layers, given.expert_bytes, dtype=np.int64)
         profiled, replayed, about = _split(recorded, chosen, given.limit, given.profile_texts)
         profile = None
         if profiled is not None and profiled.text_rows().size:
@@ -71,7 +74,7 @@ def run(
             seed=given.seed,
         ):
             budgets = expert_budgets.budgets(profile)
-            jobs.append(_Job(path.name, about, schedule, profile, _expert_bytes(recorded, given.expert_bytes), budgets))
+            jobs.append(_Job(path.name, about, schedule, profile, expert_bytes, budgets))
     accuracy = _accuracy(given.predictor_accuracy)
     if curve:
         config = CurveConfig(
@@ -84,7 +87,7 @@ def run(
         inputs = [
             CurveInput(job.trace, job.schedule, ratio, job.texts, job.profile) for job in jobs for ratio in ratios
         ]
-        _show_curves(_curves(inputs, config, threads), output, plot)
+        _show_curves(inputs, config, threads, output, plot)
         return
     rows = _run(
         jobs,
@@ -93,7 +96,6 @@ def run(
             ratios=ratios,
             seed=given.seed,
             max_uploads=limits[0] if limits else None,
-            link=None if given.link is None or given.step_time is None else _link(given.link, given.step_time),
             fresh_memory=given.fresh_memory,
             accuracy=accuracy,
         ),
@@ -116,21 +118,6 @@ class _Job:
     profile: np.ndarray | None
     expert_bytes: np.ndarray | None
     budgets: tuple[ExpertBudget | None, ...] | None
-
-
-def _limits(max_uploads: str | None, link: str | None, step_time: float | None, *, curve: bool) -> list[float] | None:
-    """The values of --max-uploads. Raises InputError where the three options or --curve exclude each other."""
-    limits = None if max_uploads is None else numbers(max_uploads, "--max-uploads")
-    if limits is not None and len(limits) > 1 and not curve:
-        raise InputError("Several values of --max-uploads are for --curve.", "Add --curve, or give one value.")
-    if (link is None) != (step_time is None):
-        raise InputError(
-            "--link and --step-time need each other.",
-            "A trace has no times: give the link's speed and the time of a step.",
-        )
-    if link is not None and (curve or limits is not None):
-        raise InputError("--link replaces --max-uploads.", "Name one of them, and no --curve with --link.")
-    return limits
 
 
 def _policies(text: str) -> tuple[str, ...]:
@@ -185,14 +172,6 @@ def _split(trace: Trace, chosen: slice, limit: int, profile_texts: int | None) -
     return (profiled if n_profile else None), texts_of(trace, first, last), f"{first}:{last} of {n_texts}"
 
 
-def _expert_bytes(trace: Trace, given: int | None) -> np.ndarray | None:
-    """Bytes of an expert by layer [n_layers]; None where neither the option nor the trace says."""
-    if given is None:
-        return trace.expert_bytes()
-    trace_options.check_expert_bytes(given)
-    return np.full(trace.meta.n_layers, given, dtype=np.int64)
-
-
 def _accuracy(text: str | None) -> PredictorAccuracy:
     """The accuracies in NAME=SHARE,... or the default ones. Raises InputError."""
     if text is not None and text.strip() == "default":
@@ -215,41 +194,28 @@ def _accuracy(text: str | None) -> PredictorAccuracy:
     return PredictorAccuracy(draft_router=accuracies["draft-router"], next_gate=accuracies["next-gate"])
 
 
-def _link(rate: str, step_ms: float) -> SimulatedLink:
-    return SimulatedLink(parse_rate(rate), step_ms * 1e-3)
-
-
 def _run(jobs: list[_Job], config: ReplayConfig) -> list[ReplayRow]:
     rows = []
     n_steps = sum(job.schedule.prefill.size for job in jobs)
     with count_bar(stderr_console(), "replaying", "steps", n_steps) as bar:
         for job in jobs:
             own = replace(config, profile=job.profile, expert_bytes=job.expert_bytes, budgets=job.budgets)
-            if config.link is not None:
-                if job.expert_bytes is None:
-                    raise InputError(
-                        "--link needs the size of an expert.", "The trace does not say: add --expert-bytes N."
-                    )
-                layers = job.schedule.trace.expert_layers()
-                own = replace(own, max_uploads=config.link.max_uploads(job.expert_bytes, layers))
             rows += replay_schedule(job.schedule, own, on_batches=bar.part(), on_phase=bar.phase)
     return rows
 
 
-def _curves(inputs: list[CurveInput], config: CurveConfig, n_processes: int) -> list[CurvePanel]:
+def _show_curves(
+    inputs: list[CurveInput], config: CurveConfig, n_processes: int, output: Output, plot: Path | None
+) -> None:
     if n_processes < 0:
         raise ValueError(f"-t must be 0 (one per core) or more, not {n_processes}")
     n_tasks = len(inputs) * (len(config.policies) + len(PAIR_BOUNDS))
+    n_processes = n_processes or len(os.sched_getaffinity(0))
     with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
-        return trace_curves(inputs, config, n_processes=n_processes or len(os.sched_getaffinity(0)), on_done=bar.part())
-
-
-def _show_curves(panels: list[CurvePanel], output: Output, plot: Path | None) -> None:
+        panels = trace_curves(inputs, config, n_processes=n_processes, on_done=bar.part())
     if output is Output.TEXT:
         print_curves(panels, stdout_console())
     else:
-        typer.echo(curves_json(panels), nl=False)
+        typer.echo(replay_json(panels), nl=False)
     if plot is not None:
-        from moeedge.lab.views.sim_plots import draw_curves  # loads Matplotlib
-
         draw_curves(panels, plot)

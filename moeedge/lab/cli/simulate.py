@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moeedge.cli import options
 from moeedge.cli.declare import Output, flatten
-from moeedge.lab.cli.simulate_options import EventLog, Gantt, SimulateOptions
 from moeedge.lab.cli.trace_budgets import TraceBudgets
+from moeedge.lab.cli.trace_options import SimulateOptions
 
 
 @flatten
@@ -13,8 +13,6 @@ def simulate(
     *,
     given: SimulateOptions,
     expert_budgets: TraceBudgets,
-    gantt: Gantt = None,
-    event_log: EventLog = None,
     output: options.TextOrJson = Output.TEXT,
 ) -> None:
     """Predict the speed of a model on a machine that is not here, with policies of expert placement.
@@ -27,4 +25,4 @@ def simulate(
     """
     from moeedge.lab.cli.simulate_run import run
 
-    run(given, expert_budgets, gantt=gantt, event_log=event_log, output=output)
+    run(given, expert_budgets, output=output)

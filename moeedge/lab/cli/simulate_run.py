@@ -16,38 +16,35 @@ from moeedge.cli.declare import Output
 from moeedge.errors import CatalogError, InputError
 from moeedge.hub.catalog import load_catalog
 from moeedge.lab.cli import trace_options
-from moeedge.lab.cli.simulate_options import SimulateOptions
 from moeedge.lab.cli.trace_budgets import TraceBudgets
 from moeedge.lab.sim import simulate as simulation
-from moeedge.lab.sim.constants import SIDES, Side
-from moeedge.lab.sim.model_shape import ModelShape, find_model
-from moeedge.lab.sim.ram_tier import RamTierConfig
-from moeedge.lab.sim.step_costs import StepCosts, find_hardware, program_of, roofline_costs
+from moeedge.lab.sim.clock import to_ns
+from moeedge.lab.sim.model_shape import SIDES, ModelShape, Side, find_model, shape_of_file
+from moeedge.lab.sim.step_costs import (
+    StepCosts,
+    calibration_file,
+    find_hardware,
+    program_of,
+    read_calibration,
+    roofline_costs,
+)
 from moeedge.lab.traces.importers import read_trace
-from moeedge.lab.views.sim_views import print_simulation, typical_step
+from moeedge.lab.views.sim_views import print_simulation
 from moeedge.policies.registry import expand_names
 from moeedge.trace.format import Trace
-from moeedge.trace.steps import RejectedTokenModel
-from moeedge.ui.console import check_output, check_picture, stderr_console, stdout_console
+from moeedge.ui.console import stderr_console, stdout_console
 from moeedge.ui.progress import count_bar
-from moeedge.units import parse_rate
 
 
 def run(
-    given: SimulateOptions,
+    given: trace_options.SimulateOptions,
     expert_budgets: TraceBudgets,
     *,
-    gantt: Path | None,
-    event_log: Path | None,
     output: Output,
 ) -> None:
     """Simulates every combination of the lists and shows the rows. Raises InputError."""
     if given.seed < 0:
         raise ValueError(f"--seed must be 0 or more, not {given.seed}")
-    if gantt is not None:
-        check_picture(gantt, "--gantt")
-    if event_log is not None:
-        check_output(event_log)
     routing, shape = _trace(given.trace, given.model, given.n_tokens, given.seed)
     if given.hardware.endswith(":cpu") and any(numbers(given.cache_ratio, "--cache-ratio")):
         raise InputError("A machine without GPU caches no experts.", "Add --cache-ratio 0 --policy none.")
@@ -72,34 +69,32 @@ def run(
             seed=given.seed,
             max_steps=given.max_steps,
             budget=budget,
-            ram=ram,
         )
-        for name, ratio, gamma, cap, link_factor, ram, budget in itertools.product(
+        for name, ratio, gamma, cap, link_factor, budget in itertools.product(
             expand_names(names(given.policy, "--policy")),
             numbers(given.cache_ratio, "--cache-ratio"),
             integers(given.draft_max, "--draft-max"),
             integers(given.utility_cap, "--utility-cap"),
             numbers(given.link, "--link"),
-            _ram_tiers(given.ram_ratio, given.disk_rate, shape),
             budgets or (None,),
         )
     ]
-    if not any(config.ram or config.policy == simulation.STOCK_POLICY for config in configs):
+    if not any(config.policy == simulation.STOCK_POLICY for config in configs):
         n_layers = len(routing.expert_layers())
         configs = [*dict.fromkeys(simulation.stock_config(config, n_layers) for config in configs), *configs]
+    asked = given.rejected_token_model or trace_options.RejectedTokenModel.BOTH
     configs = [
         replace(config, rejected_token_model=rejected)
         for config in configs
-        for rejected in _rejected_token_models(routing, config, given.rejected_token_model)
+        for rejected in simulation.rejected_token_models(routing, config, asked.models)
     ]
-    keep_log = gantt is not None or event_log is not None
     sides = SIDES if given.ranges else ("chosen",) * 3
     results: list[simulation.Range] = []
     try:
         with count_bar(stderr_console(), "simulating", "rows", len(configs)) as bar:
             for config in configs:
                 found = {
-                    side: simulation.simulate(costs_of(config.policy, side), routing, config, keep_log=keep_log)
+                    side: simulation.simulate(costs_of(config.policy, side), routing, config)
                     for side in dict.fromkeys(sides)
                 }
                 results.append(simulation.Range(*(found[side] for side in sides)))
@@ -111,33 +106,6 @@ def run(
             typer.echo(json.dumps(rows, indent=1))
         elif rows:
             print_simulation(rows, stdout_console())
-    if gantt is not None:
-        from moeedge.lab.views.sim_plots import draw_gantt  # loads Matplotlib
-
-        draw_gantt([typical_step(result.chosen) for result in results], gantt)
-    if event_log is not None:
-        _write_log(results[-1].chosen, event_log)
-
-
-def _write_log(result: simulation.SimulationResult, path: Path) -> None:
-    """Writes all events. Raises InputError where the file cannot be written."""
-    try:
-        path.write_text(result.log.text(), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"Cannot write {path}: {error.strerror}.", "Choose another path.") from None
-
-
-def _ram_tiers(ratios: str | None, rates: str | None, shape: ModelShape) -> list[RamTierConfig] | list[None]:
-    """Every share of the experts in RAM with every disk. Raises InputError for one without the other."""
-    if (ratios is None) != (rates is None):
-        raise InputError("--ram-ratio and --disk-rate need each other.", "Give both, or neither.")
-    if ratios is None or rates is None:
-        return [None]
-    return [
-        RamTierConfig(ratio=ratio, disk_bytes_per_s=parse_rate(rate), expert_bytes=shape.expert_bytes)
-        for ratio in numbers(ratios, "--ram-ratio")
-        for rate in names(rates, "--disk-rate")
-    ]
 
 
 def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Trace, ModelShape]:
@@ -152,8 +120,6 @@ def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Tra
         shape = _named_shape(model)
         return simulation.synthetic_trace(shape, n_tokens, 1, seed), shape
     if is_file:
-        from moeedge.lab.sim.calibrated import shape_of_file  # loads llama.cpp
-
         trace = read_trace(path, None)
         shape = shape_of_file(Path(model), trace.meta.n_expert_used)
     else:
@@ -181,25 +147,17 @@ def _named_shape(text: str) -> ModelShape:
     return find_model(text if choice is None else f"{choice.entry.name}:{quant}")
 
 
-def _rejected_token_models(
-    trace: Trace, config: simulation.SimulationConfig, asked: trace_options.RejectedTokenModel | None
-) -> tuple[RejectedTokenModel, ...]:
-    """The models to simulate a configuration with: those asked for, one where the models do not differ."""
-    differing = simulation.models_that_differ(trace, config)
-    return differing if asked is None or len(differing) == 1 else asked.models
-
-
 def _machine(hardware: str, model: str, shape: ModelShape) -> tuple[Callable[[str, Side], StepCosts], str]:
     """The costs of a policy on a machine, and its name: built in, described by a file, or calibrated.
 
     A calibration measures what a policy waits for but its planning.
     """
     if hardware == "this" or hardware.endswith(".json"):
-        from moeedge.lab.sim.calibrated import calibration_file, read_calibration  # loads llama.cpp
-
         file = calibration_file(hardware, Path(model).name)
         if file is not None:
             measured = read_calibration(file)
-            return lambda policy, side: measured.with_schedule(program_of(policy, side).schedule_s), file.stem
+            return lambda policy, side: replace(
+                measured, schedule_ns=to_ns(program_of(policy, side).schedule_s)
+            ), file.stem
     name = find_hardware(hardware).name
     return lambda policy, side: roofline_costs(find_hardware(hardware, side), shape, program_of(policy, side)), name

@@ -63,9 +63,7 @@ def papers(
     ones, and "elsewhere", figures of other publications from which no constant was chosen. Two constants are fitted
     on two rows of Table 2. Where the sources of a constant differ a prediction is a range.
     """
-    from moeedge.lab.sim.cases import Cases
-    from moeedge.lab.sim.constants import frozen
-    from moeedge.lab.sim.papers import Compared, Papers, figures
+    from moeedge.lab.sim.papers import Cases, Compared, Papers, figures
     from moeedge.lab.views import validate_views as view
     from moeedge.ui.console import notifier, stderr_console, stdout_console
 
@@ -95,9 +93,9 @@ def papers(
             rows += show(runs.cutoff() if name is Part.CUTOFF else runs.elsewhere())
     summary = figures(rows)
     if as_tables:
-        view.print_figures(summary, frozen(), console)
+        view.print_figures(summary, console)
     else:
-        found = {**asdict(frozen()), "fits": fits, "figures": [asdict(figure) for figure in summary]}
+        found = {"fits": fits, "figures": [asdict(figure) for figure in summary]}
         typer.echo(json.dumps(found | {"rows": [row.row() for row in rows]}, indent=1))
 
 

@@ -21,7 +21,7 @@ from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.lab.policies.sp_moe import critical_experts, cutoff_layer
+from moeedge.lab.policies.layer_lru import critical_experts, cutoff_layer
 from moeedge.notifications import Notification, Notify, ignore
 from moeedge.scheduler.config import ExecutionConfig
 

@@ -9,6 +9,40 @@ demand, and the GPU computes everything.
 
 In the paper a prefetched expert waits in a buffer and enters the cache only when it is used. Here it replaces the
 layer's least recently used expert at once, and is the next victim if the prediction was wrong.
+
+Policy adapmoe: LRU per layer with slots allocated by prediction accuracy, and prefetch of one expert per layer.
+
+AdapMoE (Zhong et al., ICCAD 2024, arXiv 2408.10284), by its repository (PKU-SEC-Lab/AdapMoE) and SP-MoE's account of
+it; the paper's text was not at hand:
+- prefetch: the next layer's gate, applied to this layer's input, predicts its experts; the first one that is absent is
+  loaded while this layer computes (src/custom_layers.py, SparseMoeWrapper.forward, for one token; here for all tokens
+  of a batch; SP-MoE, section 3.3).
+- cache: LRU per layer (src/expert_cache.py, EvictionGroupInfo); the layers' sizes minimise the expected loads on
+  demand by dynamic programming over the layers' prediction accuracies (src/dp.py).
+- adaptive gating, which leaves out experts of insensitive tokens, changes the model's output. It is left out here, as
+  every policy leaves the output as it is.
+
+The paper measures the accuracies offline. Here they are measured during the first steps with predictions, after which
+the sizes are set once. Expected loads of a layer that holds c of n experts, of which a token uses k, with prediction
+accuracy a: k * (1 - c/n) are absent on average, and one of them is prefetched if it was predicted and any is absent at
+all: k * (1 - c/n) - a * (1 - P(all k are resident)). For k = 2 this is the sum of dp.py's terms (without its gating).
+It is convex in c, so giving the slots one by one to the layer that gains most finds the optimum of the dynamic program.
+
+Policy sp-moe: the target's routers on the draft's attention outputs predict experts while drafting.
+
+SP-MoE (section numbers of the paper):
+- prediction, 3.2: for each draft token the k most likely experts of every layer are critical, k as many as the model
+  uses per token (fewer for Mixtral, whose experts are large). The `ExpertPrediction` comes from "draft-inputs".
+- cutoff layer, 3.2: only layers before it are prefetched. It is the deepest for which (1) the prefetched experts have
+  room and (2) all of them arrive before drafting ends. The number of experts per layer, unknown in advance, is taken as
+  k. The paper's evaluation drafts one token; with more, drafting lasts longer and more experts are critical: of gamma
+  tokens as many as k random experts each make, N (1 - (1 - k/N)^gamma), or what the layer's slots hold. See
+  `cutoff_layer`.
+- cache, 4.4: a queue per layer, least recently used first; a prefetched expert moves to its end, so that it is not the
+  next victim. A fixed number of slots per layer is reserved (3.2).
+- execution, 3.3: a worker thread moves all experts of one layer as one batch, without pause; missing experts are loaded
+  on demand at verification, and resident ones are computed first (4.3). Vanilla prefetch and single transfers are the
+  ablations of Figure 12.
 """
 
 from __future__ import annotations
@@ -17,6 +51,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moeedge.policies.base import (
     BoolArray,
@@ -31,9 +66,10 @@ from moeedge.policies.base import (
     Resident,
 )
 from moeedge.policies.lru import Recency
-from moeedge.policies.per_layer import PerLayerPolicy, layers_after, predicted_counts
+from moeedge.policies.per_layer import PerLayerPlanner, PerLayerPolicy, layers_after, predicted_counts
 
 _GUESSES = 2  # experts per layer that mixtral-offloading prefetches
+_N_MEASURED = 16  # steps of which adapmoe measures the accuracy of predictions
 
 
 class LayerLru(PerLayerPolicy, ABC):
@@ -102,3 +138,141 @@ class MixtralOffloading(LayerLru):
     def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
         """The most likely experts, resident or not."""
         return most_likely(counts, _GUESSES)
+
+
+class AdapMoe(LayerLru):
+    """Prefetches each layer's most likely expert that is absent."""
+
+    name = "adapmoe"
+    execution_model = ExecutionModel(device_only=True, per_layer_slots=True, prefetch_within_step=True)
+    required_inputs = frozenset({"block-inputs"})
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        super().__init__(shape, config)
+        self._cap = config.cap
+        self._predicted: FloatArray | None = None  # [n_layers, n_experts], tokens of the step to come
+        self._n_right = np.zeros(shape.n_layers)  # predicted pairs that came true
+        self._n_predicted = np.zeros(shape.n_layers)
+        self._steps_left = _N_MEASURED
+
+    def observe(self, observation: Observation) -> None:
+        """Takes in which experts a step used, and during the first steps the accuracy of the predictions."""
+        super().observe(observation)
+        if self._predicted is not None and not observation.prefill and self._steps_left > 0:
+            self._n_right += np.minimum(self._predicted, observation.counts).sum(axis=1)
+            self._n_predicted += self._predicted.sum(axis=1)
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self._allocate(float(observation.counts.sum()) / max(observation.n_tokens, 1))
+        self._predicted = None
+
+    def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
+        """The most likely expert of those that are absent."""
+        return most_likely(np.where(resident == 0, counts, np.float32(0.0)), 1)
+
+    def read_prediction(self, prediction: ExpertPrediction, layers: IndexArray) -> None:
+        """During the first steps records the prediction, to measure its accuracy."""
+        if self._steps_left > 0:
+            if self._predicted is None:
+                self._predicted = np.zeros(self._utility.shape, dtype=np.float32)
+            self._predicted[layers] = predicted_counts(prediction, self.shape)[layers]
+
+    def _allocate(self, pairs_per_token: float) -> None:
+        """Sets the layers' slots by the measured accuracies."""
+        n_layers = max(self.shape.expert_layers.size, 1)
+        n_used = min(max(round(pairs_per_token / n_layers), 1), self.shape.n_experts)
+        accuracy = self._n_right / np.maximum(self._n_predicted, 1.0)
+        self._planner = PerLayerPlanner(self.shape, self._cap, allocate(self.shape, accuracy, n_used))
+
+
+def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: int) -> IndexArray:
+    """Slots of each layer [n_layers] that minimise the expected loads on demand.
+
+    accuracy  [n_layers] of the predictions for each layer
+    n_used    experts per token
+    """
+    loads = expected_loads(shape.n_experts, accuracy, n_used)
+    gain = -np.diff(loads, axis=1)  # of the c-th slot of each layer
+    shares = np.zeros(shape.n_layers, dtype=np.intp)
+    for layers, capacity in shape.pools():
+        best = np.argsort(-gain[layers].T.reshape(-1), kind="stable")[:capacity]  # ties: one slot for each layer
+        shares[layers] = np.bincount(best % layers.size, minlength=layers.size)
+    return shares
+
+
+def expected_loads(n_experts: int, accuracy: NDArray[np.float64], n_used: int) -> NDArray[np.float64]:
+    """Loads on demand per token of layers that hold 0..n_experts experts, [n_layers, n_experts + 1]."""
+    held = np.arange(n_experts + 1)
+    all_resident = np.ones(n_experts + 1)  # probability that all experts of a token are resident
+    for used in range(n_used):
+        all_resident *= np.maximum(held - used, 0) / max(n_experts - used, 1)
+    absent = n_used * (1.0 - held / n_experts)
+    return np.asarray(absent[None, :] - accuracy[:, None] * (1.0 - all_resident)[None, :])
+
+
+class SpMoe(LayerLru):
+    """Prefetches every predicted expert of the layers before the cutoff."""
+
+    name = "sp-moe"
+    execution_model = ExecutionModel(device_only=True, per_layer_slots=True, batched_io=True)
+    required_inputs = frozenset({"draft-inputs"})
+    prefetch_is_use = True
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        super().__init__(shape, config)
+        self._fixed_cutoff = config.cutoff_layer
+        self._n_drafts = max(config.gamma, 1)
+        self._drafting_s, self._transfer_s = 0.0, 0.0
+        if config.cost_model is not None:
+            self._drafting_s = config.gamma * config.cost_model.draft_token_s
+            self._transfer_s = config.cost_model.transfer_expert_s
+        self._expert_layers = shape.expert_layers
+        self._cutoff = 0
+
+    def cutoff(self, n_critical: int) -> int:
+        """Layers with experts that are prefetched for, where each token has `n_critical` critical experts per layer."""
+        n_layers = self._expert_layers.size
+        if self._fixed_cutoff is not None:
+            return min(self._fixed_cutoff, n_layers)
+        n_slots = int(self._planner.shares.sum())
+        n_reserved = int(self._planner.shares.max(initial=0))
+        n_prefetched = critical_experts(n_critical, self._n_drafts, self.shape.n_experts, n_reserved)
+        return cutoff_layer(n_layers, n_prefetched, n_slots, self._drafting_s, self._transfer_s)
+
+    def read_prediction(self, prediction: ExpertPrediction, layers: IndexArray) -> None:
+        """Derives the cutoff layer from the number of predicted experts."""
+        self._cutoff = self.cutoff(prediction.layer_ids.shape[2])
+
+    def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
+        """Every predicted expert of the layers before the cutoff."""
+        chosen = counts > 0.0
+        chosen[self._expert_layers[self._cutoff :]] = False
+        return chosen
+
+
+def critical_experts(n_critical: int, n_drafts: int, n_experts: int, n_reserved: int) -> float:
+    """Experts of a layer that drafting may prefetch, where each of `n_drafts` tokens has `n_critical` random ones.
+
+    n_reserved: slots of the layer, which holds no more at once, but the experts of one token in any case.
+    """
+    n_distinct = n_experts * (1.0 - (1.0 - min(n_critical / n_experts, 1.0)) ** n_drafts)
+    return min(n_distinct, max(n_reserved, n_critical))
+
+
+def cutoff_layer(n_layers: int, n_critical: float, n_slots: int, drafting_s: float, transfer_s: float) -> int:
+    """The deepest layer that SP-MoE prefetches for (section 3.2), as a number of layers.
+
+    n_critical  experts to load per layer, k for one draft token (`critical_experts`); resident ones are not loaded,
+                so that it is an upper bound
+    n_slots     experts that fit the memory left by the rest of the model
+    drafting_s  seconds of drafting, computation per layer times layers; 0: not measured
+    transfer_s  seconds of one expert's transfer; 0: not measured
+
+    The objective, the sum of drafting, verification and loading, falls with every layer that the constraints allow, so
+    the largest number is optimal.
+    """
+    if n_critical <= 0 or n_layers < 1:
+        return max(n_layers, 0)
+    by_memory = int(n_slots / n_critical + 1e-9)
+    by_time = int(drafting_s / (n_critical * transfer_s)) if transfer_s > 0 else n_layers
+    return max(0, min(n_layers, by_memory, by_time))

@@ -1,4 +1,4 @@
-"""Discrete events: a clock, signals between processes, and streams of work with a log of what they did.
+"""Discrete events: a clock, signals between processes, and streams of work.
 
 A process is a generator. It yields the nanoseconds that it sleeps (an integer), or a Signal that it waits for:
 
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Generator
-from dataclasses import dataclass, field
 
 Process = Generator["int | Signal", None, None]
-STREAMS = ("draft", "gpu", "cpu", "link", "disk", "host")
 
 
 def to_ns(seconds: float) -> int:
@@ -81,65 +79,15 @@ class Clock:
             self.schedule(process, self.now_ns + awaited)
 
 
-@dataclass(frozen=True)
-class Span:
-    """One piece of work on a stream; -1 where no layer is concerned."""
-
-    stream: str  # of STREAMS
-    kind: str  # draft, dense, experts, upload, demand, plan
-    start_ns: int
-    end_ns: int
-    step: int
-    layer: int = -1
-    n: int = 0  # experts, or tokens of a draft
-
-    @property
-    def ns(self) -> int:
-        """Duration in nanoseconds."""
-        return self.end_ns - self.start_ns
-
-    def line(self) -> str:
-        """One tab-separated line of the log, without its end."""
-        return f"{self.start_ns}\t{self.end_ns}\t{self.stream}\t{self.kind}\t{self.step}\t{self.layer}\t{self.n}"
-
-
-@dataclass
-class Log:
-    """The busy time of each stream and, if `kept`, all spans in the order in which they were decided."""
-
-    kept: bool = True
-    spans: list[Span] = field(default_factory=list)
-    busy_ns: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0))
-
-    def add(self, span: Span) -> None:
-        """Adds one span; empty ones are left out."""
-        if span.ns <= 0:
-            return
-        self.busy_ns[span.stream] += span.ns
-        if self.kept:
-            self.spans.append(span)
-
-    def of_step(self, step: int) -> list[Span]:
-        """The spans of one step, including transfers that began in it."""
-        return [span for span in self.spans if span.step == step]
-
-    def text(self) -> str:
-        """The log as a tab-separated table: a header and a line per span."""
-        header = "start_ns\tend_ns\tstream\tkind\tstep\tlayer\tn\n"
-        return header + "".join(span.line() + "\n" for span in self.spans)
-
-
 class Stream:
-    """A device that works on one piece after the other, first in, first out: the GPU, the CPU's threads."""
+    """A device that works on one piece after the other, first in, first out: the GPU, the CPU's threads, the link."""
 
-    def __init__(self, name: str, log: Log) -> None:
-        self.name = name
+    def __init__(self) -> None:
         self.free_ns = 0
-        self._log = log
+        self.busy_ns = 0
 
-    def submit(self, now_ns: int, ns: int, kind: str, step: int, layer: int = -1, n: int = 0) -> int:
+    def submit(self, now_ns: int, ns: int) -> int:
         """Queues work of `ns` nanoseconds and returns when it ends."""
-        start_ns = max(now_ns, self.free_ns)
-        self.free_ns = start_ns + ns
-        self._log.add(Span(self.name, kind, start_ns, self.free_ns, step, layer, n))
+        self.free_ns = max(now_ns, self.free_ns) + ns
+        self.busy_ns += ns
         return self.free_ns

@@ -24,44 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
-from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, lacks_predictor, replay_arms
-from moeedge.lab.traces.schedule import AcceptanceSource, Schedule
+from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, Setting, lacks_predictor, replay_arms, setting_of
+from moeedge.lab.traces.schedule import Schedule
 from moeedge.policies.registry import BOUNDS, TABLE
-
-# in activations; a step of gamma 8 activates an expert at most 9 times
-_SLOT_PRICES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
-_UPLOAD_PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 48.0, 96.0, 200.0)
-
-
-def pairs_found_at_most(schedule: Schedule, cache_ratio: float, limits: Sequence[float]) -> list[float]:
-    """For each limit of uploads per layer and step, pairs that no schedule of uploads exceeds."""
-    counts = (chunk.counts[chunk.counted].reshape(-1, chunk.counts[0].size) for chunk in schedule.chunks())
-    n_slots = int(cache_shape(schedule.trace, cache_ratio).capacity[0])
-    layer_steps = schedule.n_steps * len(schedule.trace.expert_layers())
-    slot_price, upload_price, surplus = _surplus([step for chunk in counts for step in chunk])
-    with_slots = surplus + slot_price * n_slots * schedule.n_steps
-    return [float((with_slots + upload_price * limit * layer_steps).min()) for limit in limits]
-
-
-def _surplus(
-    steps: Sequence[NDArray[np.int32]],
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Prices of slots and uploads [n_prices], and what the best schedule finds beyond them; steps: counts [n]."""
-    slot_price, upload_price = (prices.reshape(-1) for prices in np.meshgrid(_SLOT_PRICES, _UPLOAD_PRICES))
-    size = (slot_price.size, steps[0].size)
-    # the most so far, if the expert is on the device after the step or not, [n_prices, n]
-    resident, absent = np.full(size, -np.inf), np.zeros(size)
-    uploaded = np.empty(size)
-    for counts in steps:
-        np.subtract(absent, upload_price[:, None], out=uploaded)
-        np.maximum(absent, resident, out=absent)
-        np.maximum(resident, uploaded, out=resident)
-        resident += counts
-        resident -= slot_price[:, None]
-    return slot_price, upload_price, np.maximum(resident, absent).sum(axis=1)
-
 
 PAIR_BOUNDS = ("oracle",)  # curves are of pairs; belady bounds distinct experts
 LIMITS: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # uploads per layer and step
@@ -102,8 +68,6 @@ class CurveConfig:
     def __post_init__(self) -> None:
         if not self.limits or not all(limit >= 0 for limit in self.limits):
             raise ValueError("the limits must be at least one number >= 0 of uploads per layer and step")
-        if self.resamples < 1:
-            raise ValueError(f"the resamples must be at least 1, not {self.resamples}")
 
 
 @dataclass(frozen=True)
@@ -138,38 +102,29 @@ class AtMost:
     max_uploads: float | None  # the limit that its best point was told of
 
 
-@dataclass(frozen=True, eq=False)
-class CurvePanel:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CurvePanel(Setting):
     """All policies on one schedule."""
 
     trace: str
     texts: str
-    model: str
-    rejected_token_model: str
-    cache_ratio: float
-    slots: int
-    gamma: int
-    acceptance_rate: float | None
-    acceptance_chance: float | None
-    acceptance_source: AcceptanceSource | None
-    steps: int
     n_texts: int
     unit: str  # of the bootstrap: "text", or "4 steps"
-    fresh_memory: bool
     apart: tuple[str, ...]  # policies whose predictors have no input here: by their caches alone, not to be ranked
     pairs: IntArray  # by unit
     points: tuple[CurvePoint, ...]
     at_most: tuple[AtMost, ...]
-    offline_bound: tuple[tuple[float, float], ...]  # uploads per layer and step, hit rate that no schedule exceeds
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sums of each text."""
         about = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return about | {
             "pairs": self.pairs.tolist(),
-            "points": [_flat(point) for point in self.points],
+            "points": [
+                asdict(point) | {"pairs_hit": point.pairs_hit.tolist(), "uploads": point.uploads.tolist()}
+                for point in self.points
+            ],
             "at_most": [asdict(entry) for entry in self.at_most],
-            "offline_bound": [{"uploads": limit, "hit_rate_pairs": value} for limit, value in self.offline_bound],
         }
 
 
@@ -318,25 +273,15 @@ def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]])
                 )
             )
     return CurvePanel(
+        **setting_of(schedule, each.cache_ratio, fresh_memory=config.fresh_memory),
         trace=each.trace,
         texts=each.texts,
-        model=schedule.trace.meta.model,
-        rejected_token_model=schedule.rejected_token_model,
-        cache_ratio=each.cache_ratio,
-        slots=int(each.cache_ratio * len(schedule.trace.expert_layers()) * schedule.trace.meta.n_experts + 1e-9),
-        gamma=schedule.gamma,
-        acceptance_rate=None if schedule.acceptance_rate is None else round(schedule.acceptance_rate, 6),
-        acceptance_chance=None if schedule.acceptance_chance is None else round(schedule.acceptance_chance, 6),
-        acceptance_source=schedule.acceptance_source,
-        steps=schedule.n_steps,
         n_texts=schedule.n_texts,
         unit=unit,
-        fresh_memory=config.fresh_memory,
         apart=tuple(name for name in config.policies if lacks_predictor(name, config.accuracy)),
         pairs=pairs,
         points=tuple(points),
         at_most=tuple(_at_most(points, resampled, config)),
-        offline_bound=_offline_bound(each, config, points, int(pairs.sum())),
     )
 
 
@@ -361,29 +306,6 @@ def _at_most(points: Sequence[CurvePoint], resampled: Sequence[FloatArray], conf
     return found
 
 
-def _offline_bound(
-    each: CurveInput, config: CurveConfig, points: Sequence[CurvePoint], n_pairs: int
-) -> tuple[tuple[float, float], ...]:
-    """The bound at each limit, at most the one-step oracle's hit rate, which bounds all traffic."""
-    oracle = next(point.hit_rate_pairs.value for point in points if point.policy == "oracle")
-    found = pairs_found_at_most(each.schedule, each.cache_ratio, config.limits)
-    return tuple(
-        (limit, round(min(pairs / max(n_pairs, 1), oracle), 6))
-        for limit, pairs in zip(config.limits, found, strict=True)
-    )
-
-
 def _estimate(value: float, resampled: FloatArray) -> Estimate:
     low, high = np.percentile(resampled, _INTERVAL)
     return Estimate(round(value, 6), round(float(low), 6), round(float(high), 6))
-
-
-def _flat(point: CurvePoint) -> dict[str, Any]:
-    return {
-        "policy": point.policy,
-        "max_uploads": point.max_uploads,
-        "uploads_per_layer_step": point.uploads_per_layer_step,
-        "hit_rate_pairs": asdict(point.hit_rate_pairs),
-        "pairs_hit": point.pairs_hit.tolist(),
-        "uploads": point.uploads.tolist(),
-    }

@@ -14,7 +14,6 @@ A step's time is the sum of its parts. In each of them the device works, or wait
   device  experts on the device      cpu     waiting for experts on the CPU
   load    waiting for a transfer on demand
   link    waiting for a link that is busy with other transfers, or for a prefetch that arrives late
-  disk    waiting for experts that the CPU computes, where not all fit the memory (moeedge.lab.sim.ram_tier)
   host    handing a layer to the host and back, observing and planning
 
 What the host and the device exchange for a layer is a program's handoff (moeedge.lab.sim.step_costs). While uploads are
@@ -23,25 +22,25 @@ under way its copies to the device wait for a chunk, and the CPU shares its memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import Residency
 from moeedge.lab.sim.batches import HitStats, observation_of
-from moeedge.lab.sim.clock import Clock, Log, Process, Signal, Span, Stream, to_ns
+from moeedge.lab.sim.clock import Clock, Process, Signal, Stream, to_ns
 from moeedge.lab.sim.expert_budgets import BudgetedTrace, BudgetStats
 from moeedge.lab.sim.mover import Demand, Mover
-from moeedge.lab.sim.noisy_predictor import NoisyPredictor
-from moeedge.lab.sim.ram_tier import RamSlots
+from moeedge.lab.sim.noisy_predictor import BatchPredictions, NoisyPredictor
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExecutionModel, Policy
 from moeedge.scheduler.driver import StepDriver
 
-CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "disk", "host")
+CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "host")
 _DRAFT_PARTS = 16  # of drafting a batch; a policy that reads the draft's hidden states plans anew after each
 
 
@@ -65,12 +64,20 @@ class TimeBreakdown:
         return self.ns[cause] * 1e-9 / max(self.tokens, 1)
 
 
+class _Used(NamedTuple):
+    """The experts that a batch uses of a layer."""
+
+    layer: int
+    counts: NDArray[np.int32]  # [n_experts]
+    hits: NDArray[np.intp]
+    misses: NDArray[np.intp]
+
+
 class Execution:
     """Runs `batches` under one policy. The first `warm_steps` verifications are not in the time breakdown.
 
     execution_model: obeyed instead of the policy's own. n_whole_layers: so many layers more, all of whose experts are
-    on the device, use experts as the others do on average. budgeted: the expert budget of verifications. ram: makes the
-    slots in RAM where not all experts fit there, for policies that leave missing experts to the CPU.
+    on the device, use experts as the others do on average. budgeted: the expert budget of verifications.
     """
 
     def __init__(
@@ -83,23 +90,16 @@ class Execution:
         predictor: NoisyPredictor,
         execution_model: ExecutionModel | None = None,
         warm_steps: int = 0,
-        keep_log: bool = False,
         n_whole_layers: int = 0,
         budgeted: BudgetedTrace | None = None,
-        ram: Callable[[Clock, Log], RamSlots] | None = None,
     ) -> None:
         self.clock = Clock()
-        self.log = Log(kept=keep_log)
-        self.gpu, self.cpu = Stream("gpu", self.log), Stream("cpu", self.log)
+        self.gpu, self.cpu = Stream(), Stream()
         self.costs, self.shape = costs, shape
         self.execution_model = execution_model or policy.execution_model
-        self.mover = Mover(self.clock, self.log, costs, shape, batched=self.execution_model.batched_io)
+        self.mover = Mover(self.clock, costs, shape, batched=self.execution_model.batched_io)
         self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model)
-        self.ram = None if ram is None else ram(self.clock, self.log)
-        if self.ram is not None and self.execution_model.device_only:
-            raise ValueError("slots in RAM are for policies that leave missing experts to the CPU")
         self.time = TimeBreakdown()
-        self.step_ns: list[int] = []  # of every verification in the breakdown
         self._batches, self._warm_steps, self._predictor = batches, warm_steps, predictor
         self._reads_draft = "draft-inputs" in policy.required_inputs
         self._reads_blocks = "block-inputs" in policy.required_inputs
@@ -112,60 +112,56 @@ class Execution:
     def run(self) -> TimeBreakdown:
         """Runs the entire simulation."""
         self.clock.start(self.mover.process())
-        if self.ram is not None:
-            self.clock.start(self.ram.process())
         self.clock.start(self._process())
         self.clock.run()
         return self.time
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that GPU, CPU and link worked, from the first verification on."""
+        busy_ns = {"gpu": self.gpu.busy_ns, "cpu": self.cpu.busy_ns, "link": self.mover.busy_ns}
+        return {name: ns * 1e-9 for name, ns in busy_ns.items()}
 
     def _process(self) -> Process:
         for batch, following in zip(self._batches, [*self._batches[1:], None], strict=True):
             if batch.is_first:
                 self.driver.begin_text()
-                if self.ram is not None:
-                    self.ram.begin_text()
             if batch.prefill:
                 yield from self._end(batch, following)
             else:
                 yield from self._step(batch, following)
 
     def _step(self, batch: Batch, following: Batch | None) -> Process:
-        self.mover.step = self._n_verified
         start_ns, n_uploads = self.clock.now_ns, self.mover.n_uploads
-        self._predictor.begin(batch.ids)
-        yield from self._draft(batch)
+        predicted = self._predictor.predict(batch.ids)
+        yield from self._draft(batch, predicted)
         limit = self.execution_model.cached_tokens_max
         self._n_tokens = batch.n_tokens
         self._bypasses_cache = limit is not None and batch.n_tokens > limit
-        batch = yield from self._verify(batch)
+        batch = yield from self._verify(batch, predicted)
         yield from self._end(batch, following)
-        time, step_ns = self.time, self.clock.now_ns - start_ns
+        time = self.time
         time.hits.uploads += self.mover.n_uploads - n_uploads
-        time.total_ns += step_ns
+        time.total_ns += self.clock.now_ns - start_ns
         time.steps += 1
         time.tokens += batch.n_accepted + 1
-        self.step_ns.append(step_ns)
         self._n_verified += 1
         if self._n_verified == self._warm_steps:
             self.time = TimeBreakdown()
-            self.step_ns.clear()
-            if self.ram is not None:
-                self.ram.hits = HitStats()
             if self._budgeted is not None:
                 self._budgeted.stats = BudgetStats()
 
-    def _draft(self, batch: Batch) -> Process:
+    def _draft(self, batch: Batch, predicted: BatchPredictions) -> Process:
         """Drafts tokens one by one, and plans for the batch that they make."""
         known = batch.known_tokens
         n_drafts = batch.n_tokens - 1
         n_parts = max(_DRAFT_PARTS // n_drafts, 1) if self._reads_draft and n_drafts else 1
         for token in range(1, n_drafts + 1):
-            now_ns, ns = self.clock.now_ns, self.costs.draft_ns
-            self.log.add(Span("draft", "draft", now_ns, now_ns + ns, self._n_verified, n=token))
+            ns = self.costs.draft_ns
             for part in range(1, n_parts + 1):
                 yield ns * part // n_parts - ns * (part - 1) // n_parts
                 if self._reads_draft:
-                    self.driver.plan_draft(known[:token], self._predictor.of_draft(token, part / n_parts))
+                    self.driver.plan_draft(known[:token], predicted.of_draft(token, part / n_parts))
                 elif token == n_drafts and len(known) > 1:  # without them there is no news since the plan before
                     self.driver.plan_draft(known, hidden_states=batch.hidden_states)
                 self.driver.push()
@@ -173,16 +169,16 @@ class Execution:
         if self._reads_draft:  # predicted experts must be there before verification begins (SP-MoE, section 3.2)
             yield from self._wait_for_link(self.mover.drained())
 
-    def _verify(self, batch: Batch) -> Generator[int | Signal, None, Batch]:
+    def _verify(self, batch: Batch, predicted: BatchPredictions) -> Generator[int | Signal, None, Batch]:
         """Computes the batch, and returns it under the expert budget."""
         yield from self._whole_layers(batch.counts)
         if self._budgeted is not None:
             batch = self._budgeted.limited(batch)
         for layer in range(self.shape.n_layers):
-            yield from self._on_gpu("dense", self.costs.dense_ns, layer)
+            yield from self._on_gpu("dense", self.costs.dense_ns)
             if self.shape.group[layer] >= 0:
                 if self.driver.plans_layers:
-                    self.driver.push_layer(layer, self._predictor.of_gates(layer) if self._reads_blocks else None)
+                    self.driver.push_layer(layer, predicted.of_gates(layer) if self._reads_blocks else None)
                 yield from self._experts(layer, batch.counts[layer])
         if self.costs.head_demand_ns:
             yield from self._loaded(self.mover.demand(-1, [], self.costs.head_demand_ns))
@@ -202,59 +198,37 @@ class Execution:
         if self._bypasses_cache or (self.execution_model.layerwise and not is_hit.all()):
             is_hit = np.zeros_like(is_hit)
         self.time.hits.add(counts[used], is_hit)
-        hits, misses = used[is_hit], used[~is_hit]
-        self.mover.pin(layer, hits.tolist())
-        if self.ram is None:
-            yield from self._compute(layer, counts, hits, misses)
-        else:
-            loads = self.ram.load(layer, counts, misses)
-            absent = [expert for expert, _ in loads]
-            yield from self._compute(layer, counts, hits, np.setdiff1d(misses, absent))
-            for expert, demand in loads:
-                yield from self._from_disk(layer, counts, expert, demand)
+        self.mover.pin(layer, used[is_hit].tolist())
+        yield from self._compute(_Used(layer, counts, used[is_hit], used[~is_hit]))
         self.mover.pin(layer, [])
 
-    def _compute(
-        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
+    def _compute(self, used: _Used) -> Process:
         if self.costs.handoff is not None:
-            if self.execution_model.layerwise and not misses.size:  # the device needs nothing of the host
-                yield from self._on_gpu("device", self._device_ns(counts, hits, self.shape.n_experts), layer, hits.size)
+            if self.execution_model.layerwise and not used.misses.size:  # the device needs nothing of the host
+                device_ns = self._device_ns(used.counts, used.hits, self.shape.n_experts)
+                yield from self._on_gpu("device", device_ns)
                 return
             if not self.execution_model.device_only:
-                yield from self._divided(layer, counts, hits, misses)
+                yield from self._divided(used)
                 return
             yield from self._on_host(self._submit_ns())
         if self.execution_model.keeps_loads:
-            yield from self._from_cache(layer, counts, np.flatnonzero(counts), misses)
+            yield from self._from_cache(used)
         elif self.execution_model.device_only:
-            yield from self._on_device(layer, counts, hits, misses)
+            yield from self._on_device(used)
         else:
-            yield from self._on_both(layer, counts, hits, misses)
+            yield from self._on_both(used)
 
-    def _from_disk(self, layer: int, counts: NDArray[np.int32], expert: int, demand: Demand) -> Process:
-        """Waits for an expert that is not in RAM; then the CPU computes it."""
-        since_ns = self.clock.now_ns
-        yield demand.arrived
-        now_ns = self.clock.now_ns
-        self.time.ns["disk"] += now_ns - since_ns
-        cpu_ns = _sum_ns(self.costs.cpu_ns, counts, np.array([expert]))
-        done_ns = self.cpu.submit(now_ns, cpu_ns, "experts", self._n_verified, layer, 1)
-        self.time.ns["cpu"] += done_ns - now_ns
-        yield done_ns - now_ns
-
-    def _divided(
-        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
+    def _divided(self, used: _Used) -> Process:
         """Both sides compute their part of a layer, with the calls of the program's handoff around them."""
-        costs, handoff, number = self.costs, self.costs.handoff, self._n_verified
+        costs, handoff = self.costs, self.costs.handoff
         assert handoff is not None
-        n_tokens = self._n_tokens
+        n_tokens, hits, misses = self._n_tokens, used.hits, used.misses
         is_uploading = self.mover.is_uploading
         chunk_ns = costs.chunk_wait_ns if is_uploading else 0
         region_ns = to_ns(handoff.times.cpu_region_s)
         start_ns = self.clock.now_ns
-        device_ns = self._device_ns(counts, hits, self._n_slots) if hits.size else 0
+        device_ns = self._device_ns(used.counts, hits, self._n_slots) if hits.size else 0
         ready_ns = start_ns + costs.handoff_ns("down", n_tokens) + to_ns(handoff.divide_s(n_tokens))
         device_starts_ns, after_ns = start_ns, costs.handoff_ns("up", n_tokens) + chunk_ns
         if handoff.launched_ahead and misses.size:  # the device computes them with a slot of zeros
@@ -268,15 +242,13 @@ class Execution:
         after_ns += (handoff.cpu_regions - 1) * region_ns
         device_done_ns = cpu_done_ns = ready_ns
         if device_ns:
-            done_ns = self.gpu.submit(device_starts_ns, device_ns, "experts", number, layer, hits.size)
+            done_ns = self.gpu.submit(device_starts_ns, device_ns)
             device_done_ns = max(device_done_ns, done_ns)
         if misses.size:
             factor = costs.busy_link_factor if is_uploading else 1.0
-            cpu_ns = region_ns + round(factor * _sum_ns(costs.cpu_ns, counts, misses))
-            cpu_done_ns = self.cpu.submit(ready_ns, cpu_ns, "experts", number, layer, misses.size)
+            cpu_ns = region_ns + round(factor * _sum_ns(costs.cpu_ns, used.counts, misses))
+            cpu_done_ns = self.cpu.submit(ready_ns, cpu_ns)
         done_ns = max(device_done_ns, cpu_done_ns)
-        self.log.add(Span("host", "handoff", start_ns, ready_ns, number, layer))
-        self.log.add(Span("host", "handoff", done_ns, done_ns + after_ns, number, layer))
         self.time.ns["host"] += ready_ns - start_ns + after_ns
         self.time.ns["device" if device_done_ns > cpu_done_ns else "cpu"] += done_ns - ready_ns
         yield done_ns + after_ns - start_ns
@@ -293,60 +265,52 @@ class Execution:
         tiles = self.costs.tile_ns * n_tables if self._n_tokens > 1 else 0.0
         return self.costs.block_ns + round(tiles) + _sum_ns(self.costs.device_ns, counts, experts)
 
-    def _on_both(
-        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
-        costs, number = self.costs, self._n_verified
+    def _on_both(self, used: _Used) -> Process:
+        costs, hits, misses = self.costs, used.hits, used.misses
         if hits.size and misses.size:
             yield from self._on_host(costs.sync_ns)
         now_ns = self.clock.now_ns
-        device_ns = costs.block_ns + _sum_ns(costs.device_ns, counts, hits) if hits.size else 0
-        cpu_ns = _sum_ns(costs.cpu_ns, counts, misses)
+        device_ns = costs.block_ns + _sum_ns(costs.device_ns, used.counts, hits) if hits.size else 0
+        cpu_ns = _sum_ns(costs.cpu_ns, used.counts, misses)
         done_ns = now_ns
         if device_ns:
-            done_ns = self.gpu.submit(now_ns, device_ns, "experts", number, layer, hits.size)
+            done_ns = self.gpu.submit(now_ns, device_ns)
         if cpu_ns:
-            done_ns = max(done_ns, self.cpu.submit(now_ns, cpu_ns, "experts", number, layer, misses.size))
+            done_ns = max(done_ns, self.cpu.submit(now_ns, cpu_ns))
         self.time.ns["device"] += device_ns
         self.time.ns["cpu"] += done_ns - now_ns - device_ns
         yield done_ns - now_ns
 
-    def _on_device(
-        self, layer: int, counts: NDArray[np.int32], hits: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
-        costs, mover = self.costs, self.mover
-        arrivals = {expert: mover.arrival(layer, expert) for expert in misses.tolist()}
+    def _on_device(self, used: _Used) -> Process:
+        costs, mover, layer, counts = self.costs, self.mover, used.layer, used.counts
+        arrivals = {expert: mover.arrival(layer, expert) for expert in used.misses.tolist()}
         absent = [expert for expert, arrived in arrivals.items() if arrived is None]
         if self.execution_model.layerwise and absent:  # a layer in one transfer
             moved = list(range(self.shape.n_experts)) if costs.whole_layers else absent
             demands = [(absent, mover.demand(layer, moved, costs.dense_demand_ns))]
         else:
             demands = [([expert], mover.demand(layer, [expert])) for expert in absent]
-        block_ns = costs.block_ns + _sum_ns(costs.device_ns, counts, hits)
-        yield from self._on_gpu("device", block_ns, layer, hits.size)
+        block_ns = costs.block_ns + _sum_ns(costs.device_ns, counts, used.hits)
+        yield from self._on_gpu("device", block_ns)
         for expert, arrived in arrivals.items():
             if arrived is not None:
                 yield from self._wait_for_link(arrived)
-                yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array([expert])), layer, 1)
+                yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array([expert])))
         for experts, demand in demands:
             yield from self._loaded(demand)
-            ns = _sum_ns(costs.device_ns, counts, np.array(experts))
-            yield from self._on_gpu("device", ns, layer, len(experts))
+            yield from self._on_gpu("device", _sum_ns(costs.device_ns, counts, np.array(experts)))
 
-    def _from_cache(
-        self, layer: int, counts: NDArray[np.int32], used: NDArray[np.intp], misses: NDArray[np.intp]
-    ) -> Process:
+    def _from_cache(self, used: _Used) -> Process:
         yield from self._on_host(self.costs.sync_ns)
-        if misses.size:
-            demand = self.mover.demand(layer, misses.tolist())
-            yield from self._loaded(demand)
-        plan = None if self._bypasses_cache else self.driver.plan_load(layer, used)
+        if used.misses.size:
+            yield from self._loaded(self.mover.demand(used.layer, used.misses.tolist()))
+        experts = np.flatnonzero(used.counts)
+        plan = None if self._bypasses_cache else self.driver.plan_load(used.layer, experts)
         if plan is not None:
             self.mover.push(plan)  # takes the experts from the staging buffer
         self.mover.clear_staging()
-        yield from self._on_gpu(
-            "device", self.costs.block_ns + _sum_ns(self.costs.device_ns, counts, used), layer, used.size
-        )
+        block_ns = self.costs.block_ns + _sum_ns(self.costs.device_ns, used.counts, experts)
+        yield from self._on_gpu("device", block_ns)
 
     def _wait_for_link(self, arrived: Signal) -> Process:
         since_ns = self.clock.now_ns
@@ -368,23 +332,19 @@ class Execution:
             yield from self._on_host(self.costs.schedule_ns)
         self._predictor.learn(batch.counts)
         self.driver.observe(observation_of(batch))
-        if self.ram is not None:
-            self.ram.observe(batch)
         self.driver.plan_next([] if following is None or following.is_first else following.known_tokens[:1])
         self.driver.push()
         self.mover.clear_staging()
 
-    def _on_gpu(self, cause: str, ns: int, layer: int = -1, n: int = 0) -> Process:
+    def _on_gpu(self, cause: str, ns: int) -> Process:
         if ns > 0:
-            kind = "experts" if cause == "device" else cause
-            done_ns = self.gpu.submit(self.clock.now_ns, ns, kind, self._n_verified, layer, n)
-            self.time.ns[cause] += done_ns - self.clock.now_ns
-            yield done_ns - self.clock.now_ns
+            now_ns = self.clock.now_ns
+            done_ns = self.gpu.submit(now_ns, ns)
+            self.time.ns[cause] += done_ns - now_ns
+            yield done_ns - now_ns
 
     def _on_host(self, ns: int) -> Process:
         if ns > 0:
-            now_ns = self.clock.now_ns
-            self.log.add(Span("host", "plan", now_ns, now_ns + ns, self._n_verified))
             self.time.ns["host"] += ns
             yield ns
 

@@ -1,7 +1,7 @@
-"""Sizes of a model, and synthetic routing for models of which no trace is at hand.
+"""Sizes of a model, synthetic routing for models of which no trace is at hand, and constants from data files.
 
 The models of the papers are built in (sim/data/models.json, with sources), each in several quantizations, the catalog's
-default first; sim/calibrated.py reads the sizes of a file.
+default first; `shape_of_file` reads the sizes of a file.
 
 Synthetic routing is seeded. Every layer gives each expert a score per token and picks the k best. The score is a sum of
 four Gaussian terms:
@@ -13,21 +13,36 @@ four Gaussian terms:
 
 The three variances and two memories are fitted to published figures of a model: distinct experts over B consecutive
 tokens and the overlap of adjacent tokens (sim/data/models.json names the figures and the fit).
+
+A data file writes a constant with several sources as {"low": ..., "chosen": ..., "high": ...}. A simulation takes one
+side of all of them: the chosen values, those that make every program fastest, or those that make it slowest. Rates
+(names that end in `_per_s` or `_flops`) are fast where they are high, all other constants where they are low.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
+from moeedge.llama import gguf_file
+from moeedge.llama.gguf_file import expert_tensors
+from moeedge.llama.library import ggml_function
+
+Side = Literal["fast", "chosen", "slow"]
+SIDES: tuple[Side, ...] = ("fast", "chosen", "slow")
+_RANGE = {"low", "chosen", "high"}
+_RATES = ("_per_s", "_flops")
+_EXPERT_WEIGHTS = ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight", "ffn_gate_up_exps.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +54,6 @@ class Routing:
     topic_tokens: float
     phrase: float
     phrase_tokens: float
-
-    def __post_init__(self) -> None:
-        if min(self.popularity, self.topic, self.phrase) < 0:
-            raise ValueError("variances must be >= 0")
-        if min(self.topic_tokens, self.phrase_tokens) <= 0:
-            raise ValueError("memories must be > 0 tokens")
 
     def draw(
         self, n_layers: int, n_experts: int, k: int, lengths: list[int], rng: np.random.Generator
@@ -80,7 +89,6 @@ class DraftShape:
 
     name: str
     bytes: float  # all are read for every token
-    memory_bytes: float  # on the device
     n_layers: int
 
 
@@ -111,11 +119,18 @@ class ModelShape:
 
 def builtin_models() -> dict[str, ModelShape]:
     """The models of sim/data/models.json by name."""
-    shapes = {}
-    for name, entry in read_data("models.json")["models"].items():
+    data = read_data("models.json")
+    drafts, shapes = data["drafts"], {}
+    for name, entry in data["models"].items():
         for i, (quant, sizes) in enumerate(entry.pop("quants").items()):
             full_name = f"{name}:{quant}" if i else name
-            shapes[full_name] = _shape(full_name, entry | sizes | {"quant": quant})
+            values = only_known(entry | sizes, ModelShape)
+            if "draft" in values:
+                draft = values["draft"]
+                values["draft"] = DraftShape(name=draft, **only_known(drafts[draft], DraftShape))
+            if "routing" in values:
+                values["routing"] = Routing(**only_known(values["routing"], Routing))
+            shapes[full_name] = ModelShape(name=full_name, quant=quant, **values)
     return shapes
 
 
@@ -133,11 +148,68 @@ def find_model(text: str) -> ModelShape:
     return shape
 
 
+def shape_of_file(path: Path, k: int) -> ModelShape:
+    """The sizes of a GGUF file's tensors, those of experts as means of the layers; `k` as in its trace.
+
+    A step reads all tensors but the experts and the input embedding once. Raises ModelFileError for a file that is not
+    GGUF, InputError for a model without experts.
+    """
+    of_experts, files = expert_tensors(path)
+    weights = [tensor for tensor in of_experts if tensor.role in _EXPERT_WEIGHTS]
+    if not weights:
+        raise InputError(f"{path} has no experts.", "Give a Mixture-of-Experts model.")
+    layers = sorted({tensor.layer for tensor in of_experts})
+    tensors = [tensor for file in files for tensor in gguf_file.read_tensors(file)]
+    dense = [tensor for tensor in tensors if tensor.name.startswith("blk.") and "_exps." not in tensor.name]
+    n_layers = 1 + max(int(tensor.name.split(".")[1]) for tensor in dense)
+    sizes = {tensor.name: tensor.size_bytes for tensor in tensors}
+    head_bytes = sizes.get("output.weight", sizes.get("token_embd.weight", 0))  # some models tie the two
+    types = Counter(tensor.type for tensor in weights)  # the most frequent first: "Q4_K+Q6_K"
+    type_name = ggml_function("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
+    return ModelShape(
+        name=path.stem,
+        n_layers=n_layers,
+        n_expert_layers=len(layers),
+        n_experts=of_experts[0].n_experts,
+        k=k,
+        expert_bytes=sum(tensor.stride for tensor in of_experts) / len(layers),
+        expert_flops=sum(2 * tensor.ne0 * tensor.ne1 for tensor in weights) / len(layers),
+        dense_layer_bytes=sum(tensor.size_bytes for tensor in dense) / n_layers,
+        head_bytes=float(head_bytes),
+        quant="+".join(type_name(each).decode().upper() for each, _ in types.most_common()),
+    )
+
+
 def read_data(name: str) -> dict[str, Any]:
     """The contents of a data file in moeedge/lab/sim/data."""
     text = (resources.files("moeedge.lab.sim") / "data" / name).read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
+
+
+def entry_of(table: dict[str, Any], name: str) -> dict[str, Any]:
+    """An entry of a data file, with what it does not say itself from the entry that it is "like"."""
+    entry = dict(table[name])
+    if "like" in entry:
+        base = entry_of(table, entry.pop("like"))
+        sources = {**base.get("sources", {}), **entry.get("sources", {})}
+        entry = base | entry | ({"sources": sources} if sources else {})
+    return entry
+
+
+def pick(entry: dict[str, Any], side: Side) -> dict[str, Any]:
+    """A copy of a data file's object with one value of each range. Raises ValueError for a range out of order."""
+    return {name: _value(name, value, side) for name, value in entry.items()}
+
+
+def _value(name: str, value: Any, side: Side) -> Any:
+    if not isinstance(value, dict) or set(value) != _RANGE:
+        return value
+    if not value["low"] <= value["chosen"] <= value["high"]:
+        raise ValueError(f"{name}: the chosen value is not between low and high")
+    if side == "chosen":
+        return value["chosen"]
+    return value["high" if (side == "fast") == name.endswith(_RATES) else "low"]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -161,12 +233,3 @@ def only_known(entry: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     if unknown:
         raise ValueError(f'unknown key "{unknown[0]}"')
     return kept
-
-
-def _shape(name: str, entry: dict[str, Any]) -> ModelShape:
-    values = only_known(entry, ModelShape)
-    if values.get("draft"):
-        values["draft"] = DraftShape(**only_known(values["draft"], DraftShape))
-    if values.get("routing"):
-        values["routing"] = Routing(**only_known(values["routing"], Routing))
-    return ModelShape(name=name, **values)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import Residency
-from moeedge.lab.sim.clock import Clock, Log, Process, Signal, Span
+from moeedge.lab.sim.clock import Clock, Process, Signal
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.policies.base import CacheShape, Plan
 
@@ -23,8 +23,7 @@ Expert = tuple[int, int]  # layer, expert
 class Demand:
     """One transfer that the computation waits for."""
 
-    def __init__(self, layer: int, n_experts: int, rest_ns: int) -> None:
-        self.layer = layer
+    def __init__(self, n_experts: int, rest_ns: int) -> None:
         self.n_experts = n_experts
         self.rest_ns = rest_ns  # time of what is moved in addition to the experts
         self.arrived = Signal()
@@ -34,15 +33,13 @@ class Demand:
 class Mover:
     """An expert store (scheduler/driver.py) with time; `resident` is uint8 [n_layers, n_experts] of Residency."""
 
-    def __init__(
-        self, clock: Clock, log: Log, costs: StepCosts, shape: CacheShape, *, batched: bool, stream: str = "link"
-    ) -> None:
+    def __init__(self, clock: Clock, costs: StepCosts, shape: CacheShape, *, batched: bool) -> None:
         self.shape = shape
         self.resident: NDArray[np.uint8] = np.zeros((shape.n_layers, shape.n_experts), dtype=np.uint8)
         self.n_uploads = 0  # experts moved, on demand or not
-        self.step = 0  # for the log
-        self._clock, self._log, self._costs = clock, log, costs
-        self._batched, self._stream = batched, stream
+        self.busy_ns = 0
+        self._clock, self._costs = clock, costs
+        self._batched = batched
         self._free = [int(n) for n in shape.capacity]
         self._queue: deque[Expert] = deque()
         self._victims: list[deque[Expert]] = [deque() for _ in range(shape.n_groups)]
@@ -88,7 +85,7 @@ class Mover:
 
     def demand(self, layer: int, experts: list[int], rest_ns: int = 0) -> Demand:
         """Moves the experts in one transfer, before everything that is queued."""
-        demand = Demand(layer, len(experts), rest_ns)
+        demand = Demand(len(experts), rest_ns)
         self._demands.append(demand)
         self._staged.update((layer, expert) for expert in experts)
         self._wake()
@@ -119,7 +116,7 @@ class Mover:
     def _serve(self, demand: Demand) -> Process:
         demand.start_ns = self._clock.now_ns
         ns = self._costs.latency_ns + demand.n_experts * self._costs.demand_ns + demand.rest_ns
-        self._record("demand", ns, demand.layer, demand.n_experts)
+        self.busy_ns += ns
         yield ns
         self.n_uploads += demand.n_experts
         demand.arrived.fire(self._clock)
@@ -134,7 +131,7 @@ class Mover:
         if self._is_first or not self._batched:
             ns += self._costs.latency_ns
         self._is_first = False
-        self._record("upload", ns, layer, 1)
+        self.busy_ns += ns
         yield ns
         self.resident[expert] = Residency.RESIDENT
         self.n_uploads += 1
@@ -159,10 +156,6 @@ class Mover:
                 found = True
         victims.extendleft(reversed(kept))
         return found
-
-    def _record(self, kind: str, ns: int, layer: int, n: int) -> None:
-        now_ns = self._clock.now_ns
-        self._log.add(Span(self._stream, kind, now_ns, now_ns + ns, self.step, layer, n))
 
     def _wake(self) -> None:
         if not self._work.fired:

@@ -15,9 +15,8 @@ policy and cache ratio.
 The engine measures such accuracies on real models; state its figures where there are any.
 
 The accuracy of a gate that looks n layers ahead is its accuracy to the power of n. The replay, which has no time, reads
-a draft's predictions for a batch at once, and those of gates layer by layer (`predict_chunk`, `GatePrediction`). The
-simulator reveals them as time goes by (`begin`, then `of_draft` token by token and `of_gates` layer by layer) and draws
-wrong experts by the popularity so far (`learn`).
+a draft's predictions for a batch at once, and those of gates layer by layer. The simulator reveals them as time goes
+by, token by token and layer by layer, and draws wrong experts by the popularity so far (`learn`).
 """
 
 from __future__ import annotations
@@ -29,14 +28,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.experts import count_ids
-from moeedge.lab.traces.schedule import Chunk
 from moeedge.policies.base import ExpertPrediction
-from moeedge.trace.format import Trace
 
 PredictionSource = Literal["draft-router", "next-gate"]
 _INPUTS: dict[PredictionSource, str] = {"draft-router": "draft-inputs", "next-gate": "block-inputs"}
-_RNG_STREAM: dict[PredictionSource, int] = {"draft-router": 1, "next-gate": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,128 +65,65 @@ NO_PREDICTOR = PredictorAccuracy(draft_router=None, next_gate=None)
 
 
 @dataclass(frozen=True, eq=False)
-class GatePrediction(ExpertPrediction):
-    """All predictions that gates make during a batch; `layer_ids` are those from one layer before."""
+class BatchPredictions:
+    """What is predicted of one batch; arrays [n_layers, n_tokens, k]."""
 
-    ahead_ids: tuple[NDArray[np.int32], ...] = ()  # [n][n_layers, n_tokens, k]: from the input of n + 1 layers before
+    accuracy: PredictorAccuracy
+    ids: NDArray[np.int32]  # that the batch uses, -1: not recorded
+    wrong: NDArray[np.int32]  # what takes their place where the luck is not below the accuracy
+    luck: NDArray[np.float64]
 
-    def before(self, layer: int) -> ExpertPrediction:
-        """What the gates predict from the input of `layer`: the next layers with experts."""
-        seen = np.full_like(self.layer_ids, -1)
-        for ahead, later in zip(self.ahead_ids, self._expert_layers[self._expert_layers > layer], strict=False):
-            seen[later] = ahead[later]
-        return ExpertPrediction(seen, self.source)
+    def of_draft(self, n_tokens: int, share: float = 1.0) -> ExpertPrediction | None:
+        """The draft's predictions for the first `n_tokens` tokens, for the last of them a share of the layers."""
+        if self.accuracy.draft_router is None:
+            return None
+        ids = self._mixed(slice(None), self.accuracy.draft_router)
+        ids[:, n_tokens:] = -1
+        ids[round(share * len(ids)) :, n_tokens - 1] = -1
+        if self.accuracy.critical is not None:
+            ids[:, :, self.accuracy.critical :] = -1
+        return ExpertPrediction(ids, "draft-router")
+
+    def of_gates(self, layer: int) -> ExpertPrediction | None:
+        """The predictions from the input of `layer` for the next layers with experts."""
+        if self.accuracy.next_gate is None:
+            return None
+        ids = np.full_like(self.ids, -1)
+        for ahead, later in enumerate(self._routed[self._routed > layer][: self.accuracy.reach].tolist(), start=1):
+            ids[later] = self._mixed(later, self.accuracy.next_gate**ahead)
+        return ExpertPrediction(ids, "next-gate")
 
     @cached_property
-    def _expert_layers(self) -> NDArray[np.intp]:
-        # the first layer with experts is never predicted, nor needed: no layer comes before it
-        return np.flatnonzero((self.layer_ids >= 0).any(axis=(1, 2)))
+    def _routed(self) -> NDArray[np.intp]:
+        return np.flatnonzero((self.ids >= 0).any(axis=(1, 2)))
+
+    def _mixed(self, layers: slice | int, accuracy: float) -> NDArray[np.int32]:
+        ids = self.ids[layers]
+        return np.where((self.luck[layers] < accuracy) | (ids < 0), ids, self.wrong[layers]).astype(np.int32)
 
 
 class NoisyPredictor:
     """Predicts the experts of batches with a stated accuracy.
 
-    popularity: float64 [n_layers, n_experts], activations that wrong experts are drawn by: those of the entire trace
-    (`popularity_of`) for a replay, ones for a simulation, which adds what it has seen (`learn`).
+    popularity: float64 [n_layers, n_experts], activations that wrong experts are drawn by: those of the entire
+    schedule for a replay, ones for a simulation, which adds what it has seen (`learn`).
     """
 
     def __init__(self, popularity: NDArray[np.float64], accuracy: PredictorAccuracy, seed: int) -> None:
         self._popularity = popularity.copy()
-        self._accuracy, self._seed = accuracy, seed
+        self._accuracy = accuracy
         self._rng = np.random.default_rng(seed)
-        # of the batch that was begun, [n_layers, n_tokens, k]
-        self._ids: NDArray[np.int32] = np.zeros((0, 0, 0), dtype=np.int32)
-        self._wrong: NDArray[np.int32] = self._ids
-        self._luck: NDArray[np.float64] = np.zeros((0, 0, 0))
 
-    def predict_chunk(self, chunk: Chunk, source: PredictionSource) -> list[ExpertPrediction | None]:
-        """The predictions for each batch of the chunk, None for prompts or where the source has no accuracy."""
-        accuracy = self._accuracy.of(source)
-        if accuracy is None:
-            return [None] * len(chunk.batches)
-        rng = np.random.default_rng([self._seed, _RNG_STREAM[source], chunk.first])
-        return [None if batch.prefill else self._predict(batch.ids, source, accuracy, rng) for batch in chunk.batches]
-
-    def begin(self, ids: NDArray[np.int32]) -> None:
-        """Starts a verification that uses the experts int32 [n_layers, n_tokens, k], -1: not recorded."""
-        self._ids = ids
-        self._luck = self._rng.random(ids.shape)
+    def predict(self, ids: NDArray[np.int32]) -> BatchPredictions:
+        """The predictions for a batch that uses the experts int32 [n_layers, n_tokens, k], -1: not recorded."""
+        luck = self._rng.random(ids.shape)
         cumulative = np.cumsum(self._popularity, axis=1)
         drawn = self._rng.random(ids.shape) * cumulative[:, -1][:, None, None]
         wrong = np.empty(ids.shape, dtype=np.int32)
         for layer in range(len(ids)):
             wrong[layer] = np.searchsorted(cumulative[layer], drawn[layer])
-        self._wrong = np.minimum(wrong, self._popularity.shape[1] - 1)
+        return BatchPredictions(self._accuracy, ids, np.minimum(wrong, self._popularity.shape[1] - 1), luck)
 
     def learn(self, counts: NDArray[np.int32]) -> None:
         """Adds the activations of a batch, [n_layers, n_experts], to the popularity."""
         self._popularity += counts
-
-    def of_draft(self, n_tokens: int, share: float = 1.0) -> ExpertPrediction | None:
-        """The draft's predictions for the first `n_tokens` tokens, for the last of them a share of the layers."""
-        if self._accuracy.draft_router is None:
-            return None
-        ids = self._mixed(slice(None), self._accuracy.draft_router)
-        ids[:, n_tokens:] = -1
-        ids[round(share * len(ids)) :, n_tokens - 1] = -1
-        if self._accuracy.critical is not None:
-            ids[:, :, self._accuracy.critical :] = -1
-        return ExpertPrediction(ids, "draft-router")
-
-    def of_gates(self, layer: int) -> ExpertPrediction | None:
-        """The predictions from the input of `layer` for the next layers with experts."""
-        if self._accuracy.next_gate is None:
-            return None
-        ids = np.full_like(self._ids, -1)
-        routed = np.flatnonzero((self._ids >= 0).any(axis=(1, 2)))
-        for ahead, later in enumerate(routed[routed > layer][: self._accuracy.reach].tolist(), start=1):
-            ids[later] = self._mixed(later, self._accuracy.next_gate**ahead)
-        return ExpertPrediction(ids, "next-gate")
-
-    def _mixed(self, layers: slice | int, accuracy: float) -> NDArray[np.int32]:
-        """The begun batch's experts, replaced by wrong ones where luck is not below the accuracy."""
-        ids = self._ids[layers]
-        return np.where((self._luck[layers] < accuracy) | (ids < 0), ids, self._wrong[layers]).astype(np.int32)
-
-    def _predict(
-        self, ids: NDArray[np.int32], source: PredictionSource, accuracy: float, rng: np.random.Generator
-    ) -> ExpertPrediction:
-        luck = rng.random(ids.shape, dtype=np.float32)
-        if source == "draft-router":
-            predicted = self._drawn(ids, luck, accuracy)
-            if ids.shape[1] > 1:
-                predicted[:, -1] = -1
-            return ExpertPrediction(layer_ids=predicted, source=source)
-        ahead = tuple(self._drawn(ids, luck, accuracy**n) for n in range(1, max(self._accuracy.reach, 1) + 1))
-        for predicted in ahead:
-            predicted[np.argmax(self._popularity.any(axis=1))] = -1  # the first layer with experts
-        return GatePrediction(layer_ids=ahead[0], source=source, ahead_ids=ahead[: self._accuracy.reach])
-
-    def _drawn(self, ids: NDArray[np.int32], luck: NDArray[np.float32], accuracy: float) -> NDArray[np.int32]:
-        """The experts `ids`, replaced by ones drawn by popularity where luck is not below the accuracy."""
-        n_experts = self._popularity.shape[1]
-        share = np.float32(accuracy)
-        wrong = luck >= share
-        # the rest of the luck is uniform again: one search in all layers, each of which begins 1 above the one before
-        rest = (luck - share) / np.float32(max(1.0 - float(share), 1e-6))
-        layer = np.broadcast_to(np.arange(ids.shape[0])[:, None, None], ids.shape)[wrong]
-        found = np.searchsorted(self._cumulative, layer + rest[wrong], side="right")
-        predicted: NDArray[np.int32] = ids.copy()
-        predicted[wrong] = np.minimum(found - layer * n_experts, n_experts - 1)
-        predicted[ids < 0] = -1
-        return predicted
-
-    @cached_property
-    def _cumulative(self) -> NDArray[np.float64]:
-        """Cumulative popularity, layer after layer: [n_layers * n_experts], rising from 0 to n_layers."""
-        total = self._popularity.sum(axis=1, keepdims=True)
-        uniform = 1.0 / self._popularity.shape[1]
-        share = np.where(total > 0, self._popularity / np.maximum(total, 1.0), uniform)
-        cumulative: NDArray[np.float64] = np.minimum(np.cumsum(share, axis=1), 1.0) + np.arange(len(total))[:, None]
-        return cumulative.reshape(-1)
-
-
-def popularity_of(trace: Trace) -> NDArray[np.float64]:
-    """Activations of all tokens of a trace, float64 [n_layers, n_experts]."""
-    layers = [count_ids(trace.layer_ids(layer)[None], trace.meta.n_experts) for layer in range(trace.meta.n_layers)]
-    return np.concatenate(layers).astype(np.float64)

@@ -11,23 +11,83 @@ publications from which no constant was chosen. Where the sources of a constant 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
-from moeedge.lab.sim.cases import Case, Cases
-from moeedge.lab.sim.constants import SIDES, Side, pick
-from moeedge.lab.sim.model_shape import find_model, only_known, read_data
+from moeedge.lab.sim.clock import to_ns
+from moeedge.lab.sim.model_shape import SIDES, Side, entry_of, find_model, only_known, pick, read_data
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
-from moeedge.lab.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft
-from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware
+from moeedge.lab.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft, simulate, synthetic_trace
+from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs
+from moeedge.notifications import Notification, Notify, ignore
 from moeedge.speculation import acceptance_for, expected_tokens
+from moeedge.trace.format import Trace
 from moeedge.trace.steps import RejectedTokenModel
 
 _TOKENS = 520  # of a synthetic text
 _STEPS = 80  # verifications per simulation, at most
 _ROUNDS = 4  # of the fit of the acceptance
 _CLOSE = 0.25  # the aim: predicted over published is within so much of 1
+_WORKERS_MAX = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One simulation of a built-in model; the text is drawn by the seed of `config`."""
+
+    model: str
+    n_tokens: int  # of text
+    hardware: HardwareSpec
+    framework: Framework
+    config: SimulationConfig
+    draft_s: float | None = None  # of a draft token, instead of the roofline's
+
+
+class Cases:
+    """Runs cases in several processes, each once; a context manager that ends them. notify: called once a case."""
+
+    def __init__(self, notify: Notify = ignore) -> None:
+        self._results: dict[Case, SimulationResult] = {}
+        self._notify = notify
+        n_workers = min(os.cpu_count() or 1, _WORKERS_MAX)
+        self._pool = ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn"))
+
+    def __enter__(self) -> Cases:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def all(self, cases: Iterable[Case]) -> list[SimulationResult]:
+        """The results of cases, in their order."""
+        wanted = list(cases)
+        new = [case for case in dict.fromkeys(wanted) if case not in self._results]
+        results = map(run_case, new) if len(new) == 1 else self._pool.map(run_case, new)
+        for case, result in zip(new, results, strict=True):
+            self._results[case] = result
+            config = case.config
+            where = f"{config.policy}, {case.model} on {case.hardware.name}"
+            options = f"ratio {config.cache_ratio:g}, gamma {result.gamma}"
+            self._notify(Notification(f"{where}, {options}: {result.tg_ts:.2f} tokens/s"))
+        return [self._results[case] for case in wanted]
+
+
+def run_case(case: Case) -> SimulationResult:
+    """Simulates one case."""
+    costs = roofline_costs(case.hardware, find_model(case.model), case.framework)
+    if case.draft_s is not None:
+        costs = replace(costs, draft_ns=to_ns(case.draft_s))
+    return simulate(costs, _text(case.model, case.n_tokens, case.config.seed), case.config)
+
+
+@cache
+def _text(model: str, n_tokens: int, seed: int) -> Trace:
+    return synthetic_trace(find_model(model), n_tokens, 1, seed)
 
 
 @dataclass(frozen=True)
@@ -40,7 +100,7 @@ class Compared:
     range: Range
     published_ts: float | None = None  # None: the paper has a picture or a shape, no number
     fitted: bool = False  # a constant was chosen by this figure
-    without_overheads: SimulationResult | None = None
+    without_overheads_ts: float | None = None  # tokens per second by bandwidths and operations alone
 
     @property
     def result(self) -> SimulationResult:
@@ -58,13 +118,8 @@ class Compared:
         return self._over_published(self.predicted_ts)
 
     @property
-    def without_overheads_ts(self) -> float | None:
-        """Tokens per second by bandwidths and operations alone."""
-        return None if self.without_overheads is None else self.without_overheads.tg_ts
-
-    @property
     def without_overheads_ratio(self) -> float | None:
-        """The same over published."""
+        """`without_overheads_ts` over published."""
         return self._over_published(self.without_overheads_ts)
 
     @property
@@ -77,11 +132,19 @@ class Compared:
 
     def row(self) -> dict[str, Any]:
         """Flat, as -o json prints it."""
-        about = {"table": self.table, "name": self.name, "published_ts": self.published_ts}
-        about |= {"predicted_ts": self.predicted_ts, "predicted_low_ts": self.range.low_ts}
-        about |= {"predicted_high_ts": self.range.high_ts, "ratio": self.ratio, "within_25_percent": self.close}
-        about |= {"without_overheads_ts": self.without_overheads_ts}
-        about |= {"without_overheads_ratio": self.without_overheads_ratio, "fitted": self.fitted}
+        about = {
+            "table": self.table,
+            "name": self.name,
+            "published_ts": self.published_ts,
+            "predicted_ts": self.predicted_ts,
+            "predicted_low_ts": self.range.low_ts,
+            "predicted_high_ts": self.range.high_ts,
+            "ratio": self.ratio,
+            "within_25_percent": self.close,
+            "without_overheads_ts": self.without_overheads_ts,
+            "without_overheads_ratio": self.without_overheads_ratio,
+            "fitted": self.fitted,
+        }
         return about | self.result.row() | {"rejected_token_model": self.rejected_token_model}
 
 
@@ -106,184 +169,8 @@ class Fit:
     acceptance: float
 
 
-class Papers:
-    """Runs one table after the other, with one model of rejected tokens."""
-
-    def __init__(self, cases: Cases, *, rejected_token_model: RejectedTokenModel = "optimistic", seed: int = 0) -> None:
-        self.data = read_data("papers.json")
-        self.rejected_token_model = rejected_token_model
-        self._cases = cases
-        self._seed = seed
-
-    def fit(self) -> Fit:
-        """The bandwidth of the CPU from one row of Table 2, the acceptance from another."""
-        table = self.data["table2"]
-        published_ts = table["published_ts"]
-        hardware, config = find_hardware(table["hardware"]), self._config(table)
-        name = table["fit_cpu"]
-        result = self._cases.run(self._case(name, hardware, table["model"], config))
-        cpu_s = result.time.per_token_s("cpu")  # in proportion to 1 / bandwidth
-        wanted_s = 1 / published_ts[name] - (result.tpot_s - cpu_s)
-        hardware = replace(hardware, cpu_bytes_per_s=hardware.cpu_bytes_per_s * cpu_s / wanted_s)
-        name = table["fit_acceptance"]
-        acceptance = config.acceptance
-        for _ in range(_ROUNDS):
-            result = self._cases.run(self._case(name, hardware, table["model"], replace(config, acceptance=acceptance)))
-            n_tokens = result.time.tokens / result.time.steps
-            wanted = n_tokens * published_ts[name] / result.tg_ts
-            reached = expected_tokens(config.gamma, acceptance)
-            acceptance = acceptance_for(config.gamma, reached * wanted / n_tokens)
-        return Fit(hardware.cpu_bytes_per_s, acceptance)
-
-    def table2(self, fit: Fit) -> list[Compared]:
-        """All ten rows, in the published order, with and without overheads of programs."""
-        table = self.data["table2"]
-        config = self._fitted(table, fit)
-        asked = []
-        for name, published_ts in table["published_ts"].items():
-            fitted = name in (table["fit_cpu"], table["fit_acceptance"])
-            asked.append(_Asked(name, name, table["hardware"], table["model"], config, published_ts, fitted))
-        return self._compare("table2", asked, fit, with_bare=True)
-
-    def table3(self, fit: Fit) -> list[Compared]:
-        """Another model on the same machine: no further constant is fitted."""
-        table = self.data["table3"]
-        config = replace(self._fitted(table, fit), acceptance=table["acceptance"])
-        asked = [
-            _Asked(name, name, table["hardware"], table["model"], config, published_ts)
-            for name, published_ts in table["published_ts"].items()
-        ]
-        return self._compare("table3", asked, fit)
-
-    def table4(self, fit: Fit) -> list[Compared]:
-        """MoE-SpAc without one of its parts."""
-        table, of = self.data["table4"], self.data["table2"]
-        config = self._fitted(of, fit)
-        asked = []
-        for name, published_ts in table["published_ts"].items():
-            other = table["run_as"].get(name)  # a system that the paper falls back to
-            ablations = frozenset() if other or name == "full" else frozenset({name})
-            fitted = other in (of["fit_cpu"], of["fit_acceptance"])
-            ablated = replace(config, ablations=ablations)
-            asked.append(_Asked(name, other or "MoE-SpAc", of["hardware"], of["model"], ablated, published_ts, fitted))
-        return self._compare("table4", asked, fit)
-
-    def figure5(self, fit: Fit) -> list[Compared]:
-        """Speed against the cache ratio; the paper's picture gives no numbers."""
-        figure, of = self.data["figure5"], self.data["table2"]
-        config = self._fitted(of, fit)
-        asked = [
-            _Asked(name, name, of["hardware"], of["model"], replace(config, cache_ratio=ratio))
-            for name in figure["systems"]
-            for ratio in figure["cache_ratios"]
-        ]
-        return self._compare("figure5", asked, fit)
-
-    def cutoff(self) -> list[Compared]:
-        """SP-MoE's speed against its cutoff layer, for its three pairs of models."""
-        asked = []
-        for model in self.data["cutoff"]["models"]:
-            n_layers = find_model(model).n_expert_layers
-            for layer in [*range(0, n_layers, 4), n_layers]:
-                asked.append(self._cut_at(f"{model}, layer {layer}", model, layer))
-        return self._compare("cutoff", asked)
-
-    def elsewhere(self) -> list[Compared]:
-        """The same programs in other publications: a check of their constants."""
-        figure, elsewhere = self.data["cutoff"], self.data["elsewhere"]
-        asked = []
-        for model, entry in figure["models"].items():
-            row = self._cut_at(f"{figure['system']}, baseline, {model}", model, 0)
-            asked.append(replace(row, published_ts=1 / entry["baseline_s"], fitted=True))
-        for entry in elsewhere["rows"]:
-            config = self._config(entry | {"gamma": 0})
-            name, model = entry["system"], entry["model"]
-            published_ts = 1 / entry["published_s"]
-            asked.append(
-                _Asked(f"{name}, {model}", name, elsewhere["hardware"], model, config, published_ts, entry["fed"])
-            )
-        return self._compare("elsewhere", asked)
-
-    def _cut_at(self, name: str, model: str, layer: int) -> _Asked:
-        """SP-MoE on one of its pairs, prefetching for so many layers."""
-        figure = self.data["cutoff"]
-        entry = figure["models"][model]
-        config = replace(
-            self._config(entry | {"gamma": figure["gamma"]}),
-            acceptance=entry["acceptance"],
-            accuracy=PredictorAccuracy(critical=entry["critical"]),
-            options=(("cutoff_layer", layer),),
-        )
-        link = find_model(model).expert_bytes / entry["expert_s"]
-        return _Asked(
-            name, figure["system"], entry["hardware"], model, config, link_bytes_per_s=link, draft_s=entry["draft_s"]
-        )
-
-    def _compare(
-        self, table: str, asked: Sequence[_Asked], fit: Fit | None = None, *, with_bare: bool = False
-    ) -> list[Compared]:
-        """Runs the rows of a table with all sides of the constants. with_bare: and without overheads of programs."""
-        ranges = self._cases.ranges(
-            {
-                side: self._case(row.system, row.machine(fit, side), row.model, row.config, side, draft_s=row.draft_s)
-                for side in SIDES
-            }
-            for row in asked
-        )
-        bare: list[SimulationResult | None] = [None] * len(asked)
-        if with_bare:
-            bare = list(
-                self._cases.all(
-                    self._case(row.system, row.machine(fit, "chosen"), row.model, row.config, None) for row in asked
-                )
-            )
-        return [
-            Compared(table, row.name, self.rejected_token_model, found, row.published_ts, row.fitted, alone)
-            for row, found, alone in zip(asked, ranges, bare, strict=True)
-        ]
-
-    def _case(
-        self,
-        system: str,
-        hardware: HardwareSpec,
-        model: str,
-        config: SimulationConfig,
-        side: Side | None = "chosen",
-        *,
-        draft_s: float | None = None,
-    ) -> Case:
-        """One system of the table "systems" in its own framework; side None: without the overheads of programs."""
-        entry = self.data["systems"][system]
-        overheads = self.data["frameworks"][entry["framework"]] | entry.get("transfer", {})
-        if side is None:  # what a system moves is no overhead
-            overheads = {name: value for name, value in overheads.items() if isinstance(value, bool)}
-        framework = Framework(**only_known(pick(overheads, side or "chosen"), Framework))
-        if "reach" in entry:
-            config = replace(config, accuracy=replace(config.accuracy, reach=entry["reach"]))
-        config = replace(config, policy=entry["policy"])
-        if not has_draft(config):  # so that the same simulation runs once
-            config = replace(config, gamma=0, acceptance=1.0, rejected_token_model="optimistic")
-        return Case(
-            model=model, n_tokens=_TOKENS, hardware=hardware, framework=framework, config=config, draft_s=draft_s
-        )
-
-    def _config(self, table: dict[str, Any]) -> SimulationConfig:
-        """The configuration of a table or row; `_case` adds the policy."""
-        return SimulationConfig(
-            policy="",
-            cache_ratio=table["cache_ratio"],
-            gamma=table["gamma"],
-            rejected_token_model=self.rejected_token_model,
-            seed=self._seed,
-            max_steps=_STEPS,
-        )
-
-    def _fitted(self, table: dict[str, Any], fit: Fit) -> SimulationConfig:
-        return replace(self._config(table), acceptance=fit.acceptance)
-
-
 @dataclass(frozen=True)
-class _Asked:
+class _Row:
     """A row to simulate."""
 
     name: str
@@ -302,6 +189,163 @@ class _Asked:
         if fit is not None:
             hardware = replace(hardware, cpu_bytes_per_s=fit.cpu_bytes_per_s)
         return hardware if self.link_bytes_per_s is None else replace(hardware, link_bytes_per_s=self.link_bytes_per_s)
+
+
+class Papers:
+    """Runs one table after the other, with one model of rejected tokens."""
+
+    def __init__(self, cases: Cases, *, rejected_token_model: RejectedTokenModel = "optimistic", seed: int = 0) -> None:
+        self.data = read_data("papers.json")
+        self.rejected_token_model = rejected_token_model
+        self._cases = cases
+        self._seed = seed
+
+    def fit(self) -> Fit:
+        """The bandwidth of the CPU from one row of Table 2, the acceptance from another."""
+        table = self.data["table2"]
+        hardware = find_hardware(table["hardware"])
+
+        def simulated(row: _Row) -> SimulationResult:
+            return self._cases.all([self._case(row, hardware)])[0]
+
+        row = self._row(table, table["fit_cpu"])
+        assert row.published_ts is not None
+        result = simulated(row)
+        cpu_s = result.time.per_token_s("cpu")  # in proportion to 1 / bandwidth
+        wanted_s = 1 / row.published_ts - (result.tpot_s - cpu_s)
+        hardware = replace(hardware, cpu_bytes_per_s=hardware.cpu_bytes_per_s * cpu_s / wanted_s)
+        row = self._row(table, table["fit_acceptance"])
+        assert row.published_ts is not None
+        acceptance, gamma = row.config.acceptance, row.config.gamma
+        for _ in range(_ROUNDS):
+            result = simulated(replace(row, config=replace(row.config, acceptance=acceptance)))
+            n_tokens = result.time.tokens / result.time.steps
+            wanted = n_tokens * row.published_ts / result.tg_ts
+            acceptance = acceptance_for(gamma, expected_tokens(gamma, acceptance) * wanted / n_tokens)
+        return Fit(hardware.cpu_bytes_per_s, acceptance)
+
+    def table2(self, fit: Fit) -> list[Compared]:
+        """All ten rows, in the published order, with and without overheads of programs."""
+        table = self.data["table2"]
+        rows = [self._row(table, name, fit) for name in table["published_ts"]]
+        bare = self._cases.all(self._case(row, row.machine(fit, "chosen"), None) for row in rows)
+        return [
+            replace(row, without_overheads_ts=alone.tg_ts)
+            for row, alone in zip(self._compare("table2", rows, fit), bare, strict=True)
+        ]
+
+    def table3(self, fit: Fit) -> list[Compared]:
+        """Another model on the same machine: no further constant is fitted."""
+        table = self.data["table3"]
+        return self._compare("table3", [self._row(table, name, fit) for name in table["published_ts"]], fit)
+
+    def table4(self, fit: Fit) -> list[Compared]:
+        """MoE-SpAc without one of its parts."""
+        table = self.data["table4"]
+        rows = []
+        for name, published_ts in table["published_ts"].items():
+            other = table["run_as"].get(name)  # a system that the paper falls back to
+            ablations = frozenset() if other or name == "full" else frozenset({name})
+            row = self._row(self.data["table2"], other or "MoE-SpAc", fit, ablations=ablations)
+            rows.append(replace(row, name=name, published_ts=published_ts))
+        return self._compare("table4", rows, fit)
+
+    def figure5(self, fit: Fit) -> list[Compared]:
+        """Speed against the cache ratio; the paper's picture gives no numbers."""
+        figure = self.data["figure5"]
+        rows = [
+            replace(self._row(self.data["table2"], name, fit, cache_ratio=ratio), published_ts=None, fitted=False)
+            for name in figure["systems"]
+            for ratio in figure["cache_ratios"]
+        ]
+        return self._compare("figure5", rows, fit)
+
+    def cutoff(self) -> list[Compared]:
+        """SP-MoE's speed against its cutoff layer, for its three pairs of models."""
+        rows = []
+        for model in self.data["cutoff"]["models"]:
+            n_layers = find_model(model).n_expert_layers
+            for layer in [*range(0, n_layers, 4), n_layers]:
+                rows.append(self._cut_at(f"{model}, layer {layer}", model, layer))
+        return self._compare("cutoff", rows)
+
+    def elsewhere(self) -> list[Compared]:
+        """The same programs in other publications: a check of their constants."""
+        figure, elsewhere = self.data["cutoff"], self.data["elsewhere"]
+        rows = []
+        for model, entry in figure["models"].items():
+            row = self._cut_at(f"{figure['system']}, baseline, {model}", model, 0)
+            rows.append(replace(row, published_ts=1 / entry["baseline_s"], fitted=True))
+        for entry in elsewhere["rows"]:
+            row = self._row(entry | {"gamma": 0, "hardware": elsewhere["hardware"]}, entry["system"])
+            name, published_ts = f"{row.system}, {row.model}", 1 / entry["published_s"]
+            rows.append(replace(row, name=name, published_ts=published_ts, fitted=entry["fed"]))
+        return self._compare("elsewhere", rows)
+
+    def _cut_at(self, name: str, model: str, layer: int) -> _Row:
+        """SP-MoE on one of its pairs, prefetching for so many layers."""
+        figure = self.data["cutoff"]
+        entry = figure["models"][model]
+        accuracy, options = PredictorAccuracy(critical=entry["critical"]), (("cutoff_layer", layer),)
+        table = entry | {"model": model, "gamma": figure["gamma"], "hardware": figure["hardware"]}
+        row = self._row(table, figure["system"], accuracy=accuracy, options=options)
+        link = find_model(model).expert_bytes / entry["expert_s"]
+        return replace(row, name=name, link_bytes_per_s=link, draft_s=entry["draft_s"])
+
+    def _row(self, table: dict[str, Any], system: str, fit: Fit | None = None, **changes: Any) -> _Row:
+        """A system in the setting of a table, with the table's own acceptance or the fitted one."""
+        config = SimulationConfig(
+            policy=self.data["systems"][system]["policy"],
+            cache_ratio=table["cache_ratio"],
+            gamma=table["gamma"],
+            rejected_token_model=self.rejected_token_model,
+            seed=self._seed,
+            max_steps=_STEPS,
+        )
+        if fit is not None:
+            config = replace(config, acceptance=fit.acceptance)
+        if "acceptance" in table:
+            config = replace(config, acceptance=table["acceptance"])
+        published_ts = table.get("published_ts", {}).get(system)
+        fitted = system in (table.get("fit_cpu"), table.get("fit_acceptance"))
+        hardware, model = table["hardware"], table["model"]
+        return _Row(system, system, hardware, model, replace(config, **changes), published_ts, fitted)
+
+    def _compare(self, table: str, rows: Sequence[_Row], fit: Fit | None = None) -> list[Compared]:
+        """Runs the rows of a table with all sides of the constants."""
+        results = iter(self._cases.all(self._case(row, row.machine(fit, side), side) for row in rows for side in SIDES))
+        return [
+            Compared(
+                table,
+                row.name,
+                self.rejected_token_model,
+                Range(**{side: next(results) for side in SIDES}),
+                row.published_ts,
+                row.fitted,
+            )
+            for row in rows
+        ]
+
+    def _case(self, row: _Row, hardware: HardwareSpec, side: Side | None = "chosen") -> Case:
+        """A row's system in its own framework; side None: without the overheads of programs."""
+        entry = self.data["systems"][row.system]
+        overheads = entry_of(self.data["frameworks"], entry["framework"]) | entry.get("transfer", {})
+        if side is None:  # what a system moves is no overhead
+            overheads = {name: value for name, value in overheads.items() if isinstance(value, bool)}
+        framework = Framework(**only_known(pick(overheads, side or "chosen"), Framework))
+        config = row.config
+        if "reach" in entry:
+            config = replace(config, accuracy=replace(config.accuracy, reach=entry["reach"]))
+        if not has_draft(config):  # so that the same simulation runs once
+            config = replace(config, gamma=0, acceptance=1.0, rejected_token_model="optimistic")
+        return Case(
+            model=row.model,
+            n_tokens=_TOKENS,
+            hardware=hardware,
+            framework=framework,
+            config=config,
+            draft_s=row.draft_s,
+        )
 
 
 def figures(rows: Sequence[Compared]) -> list[Figure]:

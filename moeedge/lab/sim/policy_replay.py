@@ -13,23 +13,34 @@ the layers after it; of a layer the experts that are resident when it is compute
 states of layers; policies that read them go by their caches alone, unless noisy predictions of a stated accuracy take
 their place (sim/noisy_predictor.py), those of the next layers' gates layer by layer. Where transfers take no time, a
 predictor that is nearly always right makes any cache nearly the oracle, so such rows compare the stated accuracies.
+
+Two bounds know the future. All layers share their slots; a policy that gives every layer its own slots is bounded as
+well. A prefill is not a step: its uses are not hits, but belady may keep what it used.
+
+oracle  Before every step the slots hold the experts that most of its tokens use. No policy that moves experts between
+        steps finds more (token, expert) pairs resident. Transfers are not counted, and it looks one step ahead.
+belady  MIN with bypass (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
+        5(2), 1966): after every step, of the resident and the just used experts, the slots keep those that are used
+        again soonest. No cache that is filled by use (LRU, LFU) finds more distinct experts resident; a policy that
+        uploads experts before their use may. All experts of a step are used at once and a used expert need not stay, so
+        the choice is one of intervals between two uses, at most as many at a time as there are slots: keeping those
+        that end first is optimal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.lab.policies.bounds import NEVER, NextUse, belady_residency, oracle_residency
 from moeedge.lab.sim.batches import HitStats, observation_of
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
-from moeedge.lab.sim.noisy_predictor import GatePrediction
+from moeedge.lab.sim.noisy_predictor import BatchPredictions
 from moeedge.lab.traces.schedule import Batch, Chunk
-from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, check_plan
+from moeedge.policies.base import BoolArray, CacheShape, ExpertPrediction, IntArray, Plan, Policy, check_plan
 from moeedge.scheduler.driver import StepDriver
 
 IndexArray = NDArray[np.intp]
@@ -53,13 +64,15 @@ class Slots:
 
         An upload that finds neither is left out.
         """
-        up = _flat_ids(plan.uploads, self.shape.n_experts)
+        n = self.shape.n_experts
+        up, down = _flat_ids(plan.uploads, n), _flat_ids(plan.victims, n)
         if up.size == 0:
             return up
-        down = _flat_ids(plan.victims, self.shape.n_experts)
         if self.shape.n_groups == 1:
             return self._fill(0, up, down)
-        return self._fill_groups(up, down)
+        up_group, down_group = self.shape.group[up // n], self.shape.group[down // n]
+        groups = range(self.shape.n_groups)
+        return np.concatenate([self._fill(group, up[up_group == group], down[down_group == group]) for group in groups])
 
     def _fill(self, group: int, up: IndexArray, down: IndexArray) -> IndexArray:
         free = max(int(self.shape.capacity[group]) - self._held[group], 0)
@@ -69,19 +82,6 @@ class Slots:
         self._flat[up] = 1
         self._held[group] += up.size - n_out
         return up
-
-    def _fill_groups(self, up: IndexArray, down: IndexArray) -> IndexArray:
-        """The same for several pools: the rank of an upload within its pool says whether it finds a slot."""
-        n = self.shape.n_experts
-        up_group, down_group = self.shape.group[up // n], self.shape.group[down // n]
-        fits = np.zeros(up.size, dtype=np.bool_)
-        for group, capacity in enumerate(self.shape.capacity.tolist()):
-            in_group = np.flatnonzero(up_group == group)
-            room = max(capacity - self._held[group], 0) + int(np.count_nonzero(down_group == group))
-            fits[in_group[:room]] = True
-        for group in range(self.shape.n_groups):
-            self._fill(group, up[fits & (up_group == group)], down[down_group == group])
-        return up[fits]
 
 
 def _flat_ids(pairs: NDArray[np.int32], n_experts: int) -> IndexArray:
@@ -142,6 +142,7 @@ class PolicyReplay:
         self._expert_layers = np.flatnonzero(shape.group >= 0)
         self._device_only = policy.execution_model.device_only
         self._cached_tokens_max = policy.execution_model.cached_tokens_max
+        self._reads_draft = "draft-inputs" in policy.required_inputs
         self._reads_gates = "block-inputs" in policy.required_inputs
         self._expert_bytes = expert_bytes
         self._checked_cap = checked_cap
@@ -152,7 +153,7 @@ class PolicyReplay:
         self._is_planned = True  # since the last batch, if there was one
         self._loaded: NDArray[np.bool_] | None = None  # experts that the last batch of a device-only system loaded
 
-    def run(self, chunk: Chunk, predictions: Sequence[ExpertPrediction | None] | None = None) -> None:
+    def run(self, chunk: Chunk, predictions: Sequence[BatchPredictions | None] | None = None) -> None:
         """Replays all batches of the chunk; `predictions` has an entry for each."""
         resident = np.zeros(chunk.counts.shape, dtype=np.bool_)
         hot = np.zeros(chunk.counts.shape, dtype=np.bool_)
@@ -225,20 +226,21 @@ class PolicyReplay:
         self._is_planned = True
         self._loaded = None  # what was not kept is dropped
 
-    def _plan_draft(self, batch: Batch, prediction: ExpertPrediction | None) -> Plan:
+    def _plan_draft(self, batch: Batch, prediction: BatchPredictions | None) -> Plan:
         """Plans for the drafts, where something is known of them; returns the plan that stands."""
-        early = None if isinstance(prediction, GatePrediction) else prediction
+        early: ExpertPrediction | None = None
+        if self._reads_draft and prediction is not None:  # the draft never computes the last token
+            early = prediction.of_draft(max(batch.n_tokens - 1, 1))
         if len(batch.known_tokens) > 1 or early is not None:
             self._plan = self._driver.plan_draft(batch.known_tokens, early, batch.hidden_states)
             self._driver.push()
         assert self._plan is not None
         return self._plan
 
-    def _plan_layers(self, resident: NDArray[np.bool_], prediction: ExpertPrediction | None) -> None:
+    def _plan_layers(self, resident: NDArray[np.bool_], prediction: BatchPredictions | None) -> None:
         """Plans and pushes before every layer; sets `resident` [n_layers, n_experts] to what each layer finds."""
         for layer in self._expert_layers.tolist():
-            gates = prediction.before(layer) if isinstance(prediction, GatePrediction) else prediction
-            self._driver.push_layer(layer, gates)
+            self._driver.push_layer(layer, None if prediction is None else prediction.of_gates(layer))
             np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
 
     def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> None:
@@ -268,6 +270,70 @@ class PolicyReplay:
         right = hot[judged] == (chunk.counts[judged] > 0)
         self.stats.judged += judged.size * self._expert_layers.size * self._shape.n_experts
         self.stats.judged_right += int(np.count_nonzero(right[:, self._expert_layers]))
+
+
+NEVER = np.iinfo(np.int32).max  # the next use of an expert that is not used again
+_SPREAD = 0x9E3779B1  # Knuth's multiplicative hash: orders ids as if by chance
+
+FlatIds = NDArray[np.int32]
+
+
+class NextUse:
+    """For every batch the flat ids of the experts that it uses, and the batch that uses each of them next.
+
+    chunks: pairs of activations [n_batches, n_layers, n_experts] and bool [n_batches], whether uses by the batch count.
+    """
+
+    def __init__(self, chunks: Iterable[tuple[IntArray, BoolArray]]) -> None:
+        self._used: list[FlatIds] = []
+        counted: list[bool] = []
+        self.n_flat = 0  # flat ids
+        for counts, counts_as_use in chunks:
+            flat = counts.reshape(len(counts), -1)
+            self.n_flat = flat.shape[1]
+            self._used += [np.flatnonzero(row).astype(np.int32) for row in flat]
+            counted += counts_as_use.tolist()
+        self._next: list[NDArray[np.int32]] = [np.zeros(0, dtype=np.int32)] * len(self._used)
+        coming = np.full(self.n_flat, NEVER, dtype=np.int32)
+        for batch in range(len(self._used) - 1, -1, -1):
+            flat_ids = self._used[batch]
+            self._next[batch] = coming[flat_ids]
+            if counted[batch]:
+                coming[flat_ids] = batch
+        self.first = coming  # [n_flat], the first batch that uses each expert
+
+    def of(self, batch: int) -> tuple[FlatIds, NDArray[np.int32]]:
+        """Flat ids [n] that the batch uses and the batch [n] that uses each of them next (NEVER: none)."""
+        return self._used[batch], self._next[batch]
+
+
+def oracle_residency(counts: IntArray, resident: BoolArray, capacity: int) -> BoolArray:
+    """The `capacity` experts with the highest `counts` [n]; of equal ones those that are `resident` [n]; bool [n].
+
+    Slots that the step does not need stay as they are.
+    """
+    kept = np.zeros(counts.size, dtype=np.bool_)
+    capacity = min(capacity, counts.size)
+    if capacity:
+        score = 2 * counts + resident
+        best = (-score).argsort(kind="stable")[:capacity]  # a partition's choice among equals depends on the processor
+        kept[best[score[best] > 0]] = True
+    return kept
+
+
+def belady_residency(resident: BoolArray, used: FlatIds, coming: NDArray[np.int32], capacity: int) -> BoolArray:
+    """Of the `resident` experts [n] and the flat ids `used` just now the `capacity` used next soonest; bool [n].
+
+    coming  [n], the batch that uses each expert next; a used expert that is NEVER used again does not stay
+    """
+    kept: BoolArray = resident.copy()
+    kept[used[coming[used] < NEVER]] = True
+    held = np.flatnonzero(kept)
+    if held.size > capacity:
+        # of experts that are used next in the same batch no layer's come first, whatever the processor
+        spread = held * _SPREAD & 0xFFFFFFFF
+        kept[held[np.lexsort((spread, coming[held]))[capacity:]]] = False
+    return kept
 
 
 class BoundReplay:

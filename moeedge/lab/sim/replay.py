@@ -5,89 +5,70 @@ All policies and cache ratios go through the trace together, chunk by chunk: win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.engine.budgets import budget_record
-from moeedge.lab.policies.bounds import NextUse
 from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import (
     NO_PREDICTOR,
+    BatchPredictions,
     NoisyPredictor,
     PredictorAccuracy,
-    popularity_of,
 )
-from moeedge.lab.sim.policy_replay import BoundReplay, PolicyReplay, ReplayStats
+from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule
-from moeedge.policies.base import BoolArray, IntArray, Policy, PolicyConfig
+from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 
-_ROUNDS = 60  # of a ternary search over prices: more than a float's digits need
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What was replayed; None: not known."""
+
+    model: str
+    rejected_token_model: str  # optimistic, pessimistic or recorded
+    cache_ratio: float
+    slots: int
+    gamma: int
+    acceptance_rate: float | None  # accepted over drafted tokens
+    acceptance_chance: float | None  # of a draft, after all before it were accepted
+    acceptance_source: AcceptanceSource | None
+    steps: int
+    fresh_memory: bool  # every text began with an empty policy
 
 
-def pairs_kept_at_most(chunks: Iterable[tuple[IntArray, BoolArray]], n_batches: int, n_slots: int) -> float:
-    """Pairs that no cache of `n_slots` slots finds which holds only experts that were used.
-
-    chunks: activations [n, n_layers, n_experts] and bool [n], whether a batch's uses count (a prompt's do not, but keep
-    an expert in the cache). n_batches: of all chunks.
-    """
-    value, length, n = _intervals(chunks, n_batches)
-    n_places = n_slots * max(n_batches - 1, 0)  # a slot after each step but the last
-
-    def bound(price: float) -> float:
-        return price * n_places + float(n @ np.maximum(value - price * length, 0.0))
-
-    low, high = 0.0, float(value.max(initial=0.0))
-    for _ in range(_ROUNDS):
-        first, second = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, second) if bound(first) <= bound(second) else (first, high)
-    return min(bound(0.0), bound(low), bound((low + high) / 2), bound(high))
+def setting_of(schedule: Schedule, cache_ratio: float, *, fresh_memory: bool) -> dict[str, Any]:
+    """The fields of a `Setting`."""
+    rate, chance = schedule.acceptance_rate, schedule.acceptance_chance
+    return {
+        "model": schedule.trace.meta.model,
+        "rejected_token_model": schedule.rejected_token_model,
+        "cache_ratio": cache_ratio,
+        "slots": int(cache_shape(schedule.trace, cache_ratio).capacity[0]),
+        "gamma": schedule.gamma,
+        "acceptance_rate": None if rate is None else round(rate, 6),
+        "acceptance_chance": None if chance is None else round(chance, 6),
+        "acceptance_source": schedule.acceptance_source,
+        "steps": schedule.n_steps,
+        "fresh_memory": fresh_memory,
+    }
 
 
-def _intervals(
-    chunks: Iterable[tuple[IntArray, BoolArray]], n_batches: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Of each kind of interval between two uses its pairs, its length in steps, and how many there are."""
-    found: dict[int, NDArray[np.int64]] = {}  # by pairs: number by length [n_batches]
-    last: NDArray[np.int64] | None = None  # [n], batch of the last use; -1: none
-    batch = 0
-    for counts, counted in chunks:
-        flat = counts.reshape(len(counts), -1)
-        last = np.full(flat.shape[1], -1, dtype=np.int64) if last is None else last
-        for own, is_counted in zip(flat, counted.tolist(), strict=True):
-            used = np.flatnonzero(own)
-            if is_counted:
-                again = used[last[used] >= 0]
-                for pairs in np.unique(own[again]).tolist():
-                    lengths = batch - last[again[own[again] == pairs]]
-                    number = found.setdefault(pairs, np.zeros(n_batches, dtype=np.int64))
-                    number += np.bincount(lengths, minlength=n_batches)
-            last[used] = batch
-            batch += 1
-    pairs = np.array([kind for kind, number in found.items() for _ in np.flatnonzero(number)], dtype=np.float64)
-    lengths = [np.flatnonzero(number) for number in found.values()]
-    numbers = [number[number > 0] for number in found.values()]
-    if not lengths:
-        return pairs, np.zeros(0), np.zeros(0)
-    return pairs, np.concatenate(lengths).astype(np.float64), np.concatenate(numbers).astype(np.float64)
-
-
-@dataclass(frozen=True)
-class ReplayRow:
+@dataclass(frozen=True, kw_only=True)
+class ReplayRow(Setting):
     """One policy, cache ratio and model of rejected tokens.
 
     Shares are of all batches; uploads are per layer with experts and batch. None: not known, or not of this policy.
     """
 
     policy: str
-    cache_ratio: float
-    rejected_token_model: str  # optimistic, pessimistic or recorded
     hit_rate_pairs: float
     hit_rate_experts: float
     uploads_per_layer_step: float
@@ -97,50 +78,22 @@ class ReplayRow:
     share_of_oracle: float | None  # of the one-step oracle's pairs
     oracle_hit_rate_pairs: float
     belady_hit_rate_experts: float
-    demand_bound_hit_rate_pairs: float  # no cache that holds only experts that were used finds more pairs
-    slots: int
     prediction_source: str | None  # of the noisy predictions; None: the policy got none
     predictor_accuracy: float | None
     token_ids: bool  # known before their step: the trace holds them, and its steps are the recorded ones
     draft_hidden_states: bool  # likewise
     profile: bool  # made from texts held out
-    steps: int
     texts: int
-    gamma: int
-    acceptance_rate: float | None  # accepted over drafted tokens
-    acceptance_chance: float | None  # of a draft, after all before it were accepted
-    acceptance_source: AcceptanceSource | None
     tokens_per_step: float
     max_uploads: float | None
-    link_bytes_per_s: float | None  # that max_uploads follows from
-    step_time_s: float | None  # likewise
-    fresh_memory: bool  # every text began with an empty policy
     without_predictor: bool  # its predictor reads what a trace lacks, and nothing took its place: not to be ranked
     seed: int
-    model: str
-    above_oracle: Literal["within-step"] | None  # why it finds more pairs than the one-step oracle
     expert_budget: dict[str, Any] | None = None  # the row's budget and its figures; None: no budgets were asked for
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
-        row = asdict(self)
+        row = {"policy": self.policy} | asdict(self)
         return row | (row.pop("expert_budget") or {})
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link and the time that it has in each step."""
-
-    bytes_per_s: float
-    step_s: float
-
-    def __post_init__(self) -> None:
-        if not (self.bytes_per_s > 0 and self.step_s > 0):
-            raise ValueError(f"a link needs a rate and a step time above 0, not {self.bytes_per_s} and {self.step_s}")
-
-    def max_uploads(self, expert_bytes: NDArray[np.int64], expert_layers: Sequence[int]) -> float:
-        """Experts of mean size per layer with experts and step; expert_bytes [n_layers]."""
-        return self.bytes_per_s * self.step_s / float(expert_bytes[list(expert_layers)].sum())
 
 
 @dataclass(frozen=True)
@@ -161,7 +114,6 @@ class ReplayConfig:
     ratios: tuple[float, ...]  # of the experts that fit the slots
     seed: int = 0
     max_uploads: float | None = None  # per layer and batch, of what plans move
-    link: Link | None = None  # that max_uploads follows from
     fresh_memory: bool = False  # every text begins with an empty policy; what is on the device stays
     expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
@@ -196,13 +148,7 @@ def replay(
         for name in (*config.policies, *BOUNDS)
     ]
     found = replay_arms(schedule, arms, config, on_batches=on_batches, on_phase=on_phase)
-    on_phase("bounding pairs")
     bounds = {(arm.cache_ratio, arm.budget, arm.policy): stats for arm, stats in zip(arms, found, strict=True)}
-    kept = {
-        (ratio, budget): _demand_bound(schedule, ratio, budget)
-        for ratio in config.ratios
-        for budget in config.budgets or (None,)
-    }
     return [
         _row(
             schedule,
@@ -211,7 +157,6 @@ def replay(
             stats,
             oracle=bounds[arm.cache_ratio, arm.budget, "oracle"],
             belady=bounds[arm.cache_ratio, arm.budget, "belady"],
-            pairs_kept=kept[arm.cache_ratio, arm.budget],
         )
         for arm, stats in zip(arms, found, strict=True)
     ]
@@ -229,7 +174,6 @@ def replay_arms(
 
     Arms of the same expert budget go through the same experts. Predictors predict what the router chooses.
     """
-    predictor = NoisyPredictor(popularity_of(schedule.trace), config.accuracy, config.seed)
     budgeted = {
         arm.budget: BudgetedTrace(schedule.trace, arm.budget)
         for arm in arms
@@ -239,7 +183,7 @@ def replay_arms(
     on_phase("reading ahead")
     for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
         if budget is None:
-            next_use[budget] = NextUse(_counts_of(schedule))
+            next_use[budget] = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
         else:
             next_use[budget] = NextUse(budgeted[budget].limited_counts(schedule))
     replays: list[PolicyReplay | BoundReplay] = []
@@ -250,9 +194,13 @@ def replay_arms(
         else:
             replays.append(_policy_replay(schedule, arm, config))
     sources = [config.accuracy.source_for(TABLE[arm.policy].required_inputs) for arm in arms]
+    popularity = profile_of(schedule).astype(np.float64) if any(sources) else np.zeros((0, 0))
+    predictor = NoisyPredictor(popularity, config.accuracy, config.seed)
     on_phase("replaying")
     for chunk in schedule.chunks():
-        predictions = {source: predictor.predict_chunk(chunk, source) for source in sources if source is not None}
+        predictions: list[BatchPredictions | None] = []
+        if any(sources):
+            predictions = [None if batch.prefill else predictor.predict(batch.ids) for batch in chunk.batches]
         limited = {budget: trace.limited_chunk(chunk) for budget, trace in budgeted.items()}
         for n_done, (arm, source, arm_replay) in enumerate(zip(arms, sources, replays, strict=True)):
             on_batches(chunk.first + len(chunk.batches) * n_done // len(arms))
@@ -260,24 +208,11 @@ def replay_arms(
             if isinstance(arm_replay, BoundReplay):
                 arm_replay.run(own)
             else:
-                arm_replay.run(own, None if source is None else predictions[source])
+                arm_replay.run(own, None if source is None else predictions)
         on_batches(chunk.first + len(chunk.batches))
     for arm, arm_replay in zip(arms, replays, strict=True):
         arm_replay.stats.budgeted = budgeted.get(arm.budget)
     return [arm_replay.stats for arm_replay in replays]
-
-
-def _demand_bound(schedule: Schedule, ratio: float, budget: ExpertBudget | None) -> float:
-    """Pairs that no cache of used experts finds; with a budget, of the experts that it leaves."""
-    n_slots = int(cache_shape(schedule.trace, ratio).capacity[0])
-    if budget is None:
-        return pairs_kept_at_most(_counts_of(schedule), schedule.prefill.size, n_slots)
-    limited = BudgetedTrace(schedule.trace, budget).limited_counts(schedule)
-    return pairs_kept_at_most(limited, schedule.prefill.size, n_slots)
-
-
-def _counts_of(schedule: Schedule) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-    return ((chunk.counts, chunk.counted) for chunk in schedule.chunks())
 
 
 def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> PolicyReplay:
@@ -323,7 +258,6 @@ def _row(
     *,
     oracle: ReplayStats,
     belady: ReplayStats,
-    pairs_kept: float,
 ) -> ReplayRow:
     n_layers = len(schedule.trace.expert_layers())
     layer_steps = max(schedule.n_steps * n_layers, 1)
@@ -331,9 +265,8 @@ def _row(
     knows_bytes = config.expert_bytes is not None and arm.policy not in BOUNDS
     source = config.accuracy.source_for(TABLE[arm.policy].required_inputs)
     return ReplayRow(
+        **setting_of(schedule, arm.cache_ratio, fresh_memory=config.fresh_memory),
         policy=arm.policy,
-        cache_ratio=arm.cache_ratio,
-        rejected_token_model=schedule.rejected_token_model,
         hit_rate_pairs=hit_rate,
         hit_rate_experts=round(stats.hits.hit_rate_experts, 6),
         uploads_per_layer_step=round(stats.hits.uploads / layer_steps, 6),
@@ -343,39 +276,17 @@ def _row(
         share_of_oracle=round(hit_rate / oracle_hit_rate, 6) if oracle_hit_rate else None,
         oracle_hit_rate_pairs=oracle_hit_rate,
         belady_hit_rate_experts=round(belady.hits.hit_rate_experts, 6),
-        # the one-step oracle bounds such a cache as well
-        demand_bound_hit_rate_pairs=min(round(pairs_kept / max(oracle.hits.pairs, 1), 6), oracle_hit_rate),
-        slots=int(cache_shape(schedule.trace, arm.cache_ratio).capacity[0]),
         prediction_source=source,
         predictor_accuracy=None if source is None else config.accuracy.of(source),
         token_ids=schedule.has_tokens,
         draft_hidden_states=schedule.has_hidden_states,
         profile=config.profile is not None,
-        steps=schedule.n_steps,
         texts=schedule.n_texts,
-        gamma=schedule.gamma,
-        acceptance_rate=None if schedule.acceptance_rate is None else round(schedule.acceptance_rate, 6),
-        acceptance_chance=None if schedule.acceptance_chance is None else round(schedule.acceptance_chance, 6),
-        acceptance_source=schedule.acceptance_source,
         tokens_per_step=round(schedule.tokens_per_step, 6),
         max_uploads=config.max_uploads,
-        link_bytes_per_s=None if config.link is None else config.link.bytes_per_s,
-        step_time_s=None if config.link is None else config.link.step_s,
-        fresh_memory=config.fresh_memory,
         without_predictor=lacks_predictor(arm.policy, config.accuracy),
         seed=config.seed,
-        model=schedule.trace.meta.model,
-        above_oracle=_above_oracle(arm) if hit_rate > oracle_hit_rate else None,
         expert_budget=None
         if config.budgets is None or stats.budgeted is None
         else budget_record(arm.budget, gamma=schedule.gamma) | stats.budgeted.row(),
     )
-
-
-def _above_oracle(arm: ReplayArm) -> Literal["within-step"] | None:
-    """Why the arm may find more pairs than the best residency that does not change within a step.
-
-    A slot that changes between layers serves several of them.
-    """
-    execution = TABLE[arm.policy].execution_model
-    return "within-step" if execution.prefetch_within_step or execution.keeps_loads else None

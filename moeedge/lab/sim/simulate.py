@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.engine.budgets import budget_record
-from moeedge.lab.sim.batches import HitStats, cache_shape
-from moeedge.lab.sim.clock import Clock, Log
+from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.execution import Execution, TimeBreakdown
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.model_shape import ModelShape
 from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.lab.sim.ram_tier import RamSlots, RamTierConfig
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.lab.traces.schedule import AcceptanceSource, Batch, Schedule, cut_schedule, recorded_schedule
 from moeedge.native.abi import Phase
-from moeedge.policies.base import CacheShape, Policy, PolicyConfig, ScoringPolicy
+from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.policies.registry import BOUNDS, make_policy
+from moeedge.policies.registry import make_policy
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 from moeedge.trace.steps import RejectedTokenModel
 
@@ -47,7 +43,6 @@ class SimulationConfig:
     max_steps: int | None = None  # verifications, >= 1; None: as many as the text gives
     n_whole_layers: int = 0  # whose experts are all on the device, at the cost of the cache
     budget: ExpertBudget | None = None  # of verifications
-    ram: RamTierConfig | None = None  # where not all experts fit the memory
     options: tuple[tuple[str, Any], ...] = ()  # other fields of PolicyConfig
 
     def __post_init__(self) -> None:
@@ -75,12 +70,9 @@ class SimulationResult:
     gamma: int  # in effect: 0 where the system has no draft
     rejected_token_model: RejectedTokenModel | Literal["recorded"] | None  # None: nothing is drafted
     time: TimeBreakdown
-    step_s: NDArray[np.float64]  # of every verification in the breakdown
-    log: Log
+    busy_s: dict[str, float]  # of gpu, cpu and link, from the first verification on
     n_expert_layers: int
     experts: dict[str, Any]  # of the verifications in the breakdown (BudgetedTrace.row)
-    first_step: int = 0  # number of the first verification in the breakdown
-    ram_hits: HitStats | None = None  # of experts that the CPU computed, where not all fit the memory
 
     @property
     def acceptance_source(self) -> AcceptanceSource | None:
@@ -129,15 +121,8 @@ class SimulationResult:
             "uploads_per_layer_step": time.hits.uploads / max(time.steps * self.n_expert_layers, 1),
             "steps": time.steps,
             "tokens": time.tokens,
-            **{f"busy_{stream}_s": self.log.busy_ns[stream] * 1e-9 for stream in ("gpu", "cpu", "link")},
-            **self._ram_row(),
+            **{f"busy_{stream}_s": seconds for stream, seconds in self.busy_s.items()},
         }
-
-    def _ram_row(self) -> dict[str, Any]:
-        if self.config.ram is None or self.ram_hits is None:
-            return {}
-        stalls = {"stall_disk_s": self.time.per_token_s("disk"), "busy_disk_s": self.log.busy_ns["disk"] * 1e-9}
-        return self.config.ram.row(self.ram_hits, self.time.tokens) | stalls
 
     def budget_row(self) -> dict[str, Any]:
         """The expert budget and its figures, flat."""
@@ -209,7 +194,7 @@ def synthetic_trace(shape: ModelShape, n_tokens: int, n_texts: int, seed: int) -
     )
 
 
-def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_log: bool = False) -> SimulationResult:
+def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> SimulationResult:
     """Runs one configuration over a trace; the same arguments give the same events.
 
     Raises ValueError for an unknown policy, InputError where no text is as long as a step.
@@ -226,17 +211,22 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
     shape = cache_shape(trace, cache_ratio)
     warm_steps = min(int(_WARM_SHARE * sum(not batch.prefill for batch in batches)), _WARM_STEPS_MAX)
     budgeted = BudgetedTrace(trace, config.budget)
+    policy_config = PolicyConfig(
+        gamma=gamma,
+        cap=config.cap,
+        ablations=config.ablations - {"no-sd"},
+        cost_model=costs.cost_model(config.cap),
+        **dict(config.options),
+    )
     execution = Execution(
         costs,
         shape,
-        _policy(costs, shape, config, gamma, batches),
+        make_policy(config.policy, shape, policy_config),
         batches,
         predictor=NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), config.accuracy, config.seed),
         warm_steps=warm_steps,
-        keep_log=keep_log,
         n_whole_layers=n_whole,
         budgeted=budgeted,
-        ram=None if config.ram is None else _ram_slots(costs, trace, config.ram),
     )
     time = execution.run()
     return SimulationResult(
@@ -244,35 +234,24 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig, *, keep_l
         gamma=gamma,
         rejected_token_model=None if gamma == 0 else "recorded" if recorded else config.rejected_token_model,
         time=time,
-        step_s=np.array(execution.step_ns) * 1e-9,
-        log=execution.log,
+        busy_s=execution.busy_s,
         n_expert_layers=int(np.count_nonzero(shape.group >= 0)),
         experts=budgeted.row(),
-        first_step=warm_steps,
-        ram_hits=None if execution.ram is None else execution.ram.hits,
     )
-
-
-def _ram_slots(costs: StepCosts, trace: Trace, tier: RamTierConfig) -> Callable[[Clock, Log], RamSlots]:
-    """Makes the slots in RAM. Raises ValueError for a policy without scores."""
-    shape = cache_shape(trace, tier.ratio)
-    policy = make_policy(tier.policy, shape, PolicyConfig())
-    if not isinstance(policy, ScoringPolicy):
-        raise ValueError(f"the policy {tier.policy} has no scores of experts")
-    return lambda clock, log: RamSlots(clock, log, costs, shape, policy, tier)
 
 
 def has_draft(config: SimulationConfig) -> bool:
     """Whether a configuration drafts tokens. Raises ValueError for an unknown policy."""
-    bound = PolicyConfig(future=np.zeros((1, 1, 1), dtype=np.uint32))
-    speculates = make_policy(config.policy, CacheShape.uniform(1, 1, 1), bound).execution_model.speculation
+    speculates = make_policy(config.policy, CacheShape.uniform(1, 1, 1)).execution_model.speculation
     return config.gamma > 0 and speculates and "no-sd" not in config.ablations
 
 
-def models_that_differ(trace: Trace, config: SimulationConfig) -> tuple[RejectedTokenModel, ...]:
-    """The models of rejected tokens between which a configuration has to be told apart: one where none is rejected."""
+def rejected_token_models(
+    trace: Trace, config: SimulationConfig, asked: tuple[RejectedTokenModel, ...]
+) -> tuple[RejectedTokenModel, ...]:
+    """The models of rejected tokens to simulate a configuration with: those asked for, one where they do not differ."""
     is_known = not has_draft(config) or _recorded(trace, config.gamma) is not None
-    return ("optimistic",) if is_known else ("optimistic", "pessimistic")
+    return ("optimistic",) if is_known else asked
 
 
 def _recorded(trace: Trace, gamma: int) -> Schedule | None:
@@ -294,15 +273,3 @@ def _batches(trace: Trace, config: SimulationConfig, gamma: int, recorded: Sched
         return batches
     verifications = np.flatnonzero([not batch.prefill for batch in batches])
     return batches[: verifications[min(config.max_steps, verifications.size) - 1] + 1]
-
-
-def _policy(costs: StepCosts, shape: CacheShape, config: SimulationConfig, gamma: int, batches: list[Batch]) -> Policy:
-    policy_config = PolicyConfig(
-        gamma=gamma,
-        cap=config.cap,
-        ablations=config.ablations - {"no-sd"},
-        cost_model=costs.cost_model(config.cap),
-        future=np.stack([batch.counts for batch in batches if not batch.prefill]) if config.policy in BOUNDS else None,
-        **dict(config.options),
-    )
-    return make_policy(config.policy, shape, policy_config)

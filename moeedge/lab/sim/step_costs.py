@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from moeedge.errors import InputError
 from moeedge.lab.sim.clock import to_ns
-from moeedge.lab.sim.constants import Side, pick
-from moeedge.lab.sim.model_shape import ModelShape, only_known, read_data, read_json
+from moeedge.lab.sim.model_shape import ModelShape, Side, entry_of, only_known, pick, read_data, read_json
 from moeedge.policies.cost_model import CostModel
+from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.measurement import measurement_files
 
 _COUNTED_TOKENS = 9  # of the counts for more than one token
 
@@ -72,15 +73,7 @@ class Calls:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moments:
-    """The calls of a layer with a given number of tokens."""
-
-    down: Calls = Calls()
-    submit: Calls = Calls()
-    join: Calls = Calls()
-    up: Calls = Calls()
-    hidden: Calls = Calls()  # made while the GPU computes what comes before: they cost the host no time of its own
+_NO_CALLS = Calls()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +81,8 @@ class Handoff:
     """How a program shares layers with the host, and what its calls cost."""
 
     name: str
-    one: Moments  # of one token
-    nine: Moments  # of nine tokens; other numbers in proportion to the bytes
+    one: dict[str, Calls]  # of one token, by moment: down, submit, join, up; hidden: while the GPU computes, no time
+    nine: dict[str, Calls]  # of nine tokens; other numbers in proportion to the bytes
     times: CallTimes
     cpu_regions: int = 1  # graphs that the CPU's threads compute per layer, at least one of them the missing experts
     divides: bool = False  # both sides compute a part of the same layer
@@ -100,29 +93,20 @@ class Handoff:
     def seconds(self, moment: str, n_tokens: int, link_bytes_per_s: float) -> float:
         """The time of one of the moments in a layer with so many tokens."""
         moments, scale = (self.one, 1.0) if n_tokens == 1 else (self.nine, n_tokens / _COUNTED_TOKENS)
-        calls: Calls = getattr(moments, moment)
-        return calls.seconds(self.times, link_bytes_per_s, scale)
+        return moments.get(moment, _NO_CALLS).seconds(self.times, link_bytes_per_s, scale)
 
     def divide_s(self, n_tokens: int) -> float:
         """Dividing a block between the sides; 0 where they do not share one."""
         return n_tokens * self.times.divide_s if self.divides else 0.0
 
-    def fixed_s(self, link_bytes_per_s: float, n_tokens: int = 1) -> float:
-        """All that a layer costs apart from its experts: `m` of a divided one, `s` of one that the CPU computes."""
-        moments = sum(self.seconds(name, n_tokens, link_bytes_per_s) for name in ("down", "submit", "join", "up"))
-        return moments + self.divide_s(n_tokens) + self.cpu_regions * self.times.cpu_region_s
-
 
 def find_handoff(name: str, side: Side = "chosen") -> Handoff:
     """A program's handoff, with one side of the constants."""
     data = read_data("handoffs.json")
-    values = only_known(pick(data["programs"][name], side), Handoff)
-    values |= {tokens: _moments(values[tokens]) for tokens in ("one", "nine")}
+    values = only_known(pick(entry_of(data["programs"], name), side), Handoff)
+    for tokens in ("one", "nine"):
+        values[tokens] = {moment: Calls(**calls) for moment, calls in values[tokens].items()}
     return Handoff(name=name, times=CallTimes(**only_known(pick(data["calls"], side), CallTimes)), **values)
-
-
-def _moments(entry: dict[str, Any]) -> Moments:
-    return Moments(**{name: Calls(**calls) for name, calls in entry.items()})
 
 
 TOKENS_MAX = 256  # of one expert: where the curves end
@@ -139,7 +123,6 @@ class HardwareSpec:
     name: str
     gpu_bytes_per_s: float
     gpu_flops: float
-    gpu_memory_bytes: float
     cpu_bytes_per_s: float
     cpu_flops: float
     link_bytes_per_s: float
@@ -152,7 +135,7 @@ class HardwareSpec:
         for name in ("gpu_bytes_per_s", "gpu_flops", "cpu_bytes_per_s", "cpu_flops", "link_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0")
-        for name in ("gpu_memory_bytes", "link_latency_s", "layer_overhead_s", "sync_s"):
+        for name in ("link_latency_s", "layer_overhead_s", "sync_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0")
 
@@ -163,7 +146,6 @@ class HardwareSpec:
             name=self.name + _CPU_ONLY,
             gpu_bytes_per_s=self.cpu_bytes_per_s,
             gpu_flops=self.cpu_flops,
-            gpu_memory_bytes=0.0,
             sync_s=0.0,
             has_gpu=False,
         )
@@ -213,11 +195,6 @@ class StepCosts:
     n_layouts: int = 1  # of experts, each with a table of its own
     busy_link_factor: float = 1.0  # of the CPU's time while uploads are under way
 
-    def __post_init__(self) -> None:
-        for curve in (self.cpu_ns, self.device_ns):
-            if curve.shape != (TOKENS_MAX + 1,) or curve[0] != 0:
-                raise ValueError("a curve must reach from 0 tokens to TOKENS_MAX")
-
     def handoff_ns(self, moment: str, n_tokens: int) -> int:
         """The calls of one moment of a layer (moeedge.lab.sim.handoff)."""
         assert self.handoff is not None
@@ -234,10 +211,6 @@ class StepCosts:
         scaled = ("transfer_ns", "demand_ns", "dense_demand_ns", "head_demand_ns")
         slower = {name: round(getattr(self, name) / factor) for name in scaled}
         return replace(self, **slower, link_bytes_per_s=self.link_bytes_per_s * factor)
-
-    def with_schedule(self, seconds: float) -> StepCosts:
-        """The same with another time of observing and planning, per step."""
-        return replace(self, schedule_ns=to_ns(seconds))
 
     def cost_model(self, cap: int) -> CostModel:
         """The costs that a policy's balancer gets, in seconds.
@@ -261,7 +234,7 @@ def builtin_hardware(side: Side = "chosen") -> dict[str, HardwareSpec]:
     """The machines of sim/data/hardware.json by name."""
     table = read_data("hardware.json")["hardware"]
     return {
-        name: HardwareSpec(name=name, **only_known(pick(entry, side), HardwareSpec)) for name, entry in table.items()
+        name: HardwareSpec(name=name, **only_known(pick(entry_of(table, name), side), HardwareSpec)) for name in table
     }
 
 
@@ -289,12 +262,8 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
 def program_of(policy: str, side: Side = "chosen") -> Framework:
     """The overheads of the program that runs a policy: this engine, llama.cpp, or that of a published system."""
     data = read_data("programs.json")
-    return find_program(data["policies"].get(policy, data["otherwise"]), side)
-
-
-def find_program(name: str, side: Side = "chosen") -> Framework:
-    """The overheads of a program of sim/data/programs.json."""
-    values = only_known(pick(read_data("programs.json")["programs"][name], side), Framework)
+    name = data["policies"].get(policy, data["otherwise"])
+    values = only_known(pick(entry_of(data["programs"], name), side), Framework)
     if values.get("handoff") is not None:
         values["handoff"] = find_handoff(values["handoff"], side)
     return Framework(**values)
@@ -365,3 +334,32 @@ def measured_costs(units: CostModel, *, schedule_s: float = 0.0) -> StepCosts:
         draft_ns=to_ns(units.draft_token_s),
         schedule_ns=to_ns(schedule_s),
     )
+
+
+def calibration_file(hardware: str, model: str) -> Path | None:
+    """The calibration that `--hardware` asks for, None where it asks for other hardware.
+
+    "this" is the newest calibration kept for a model file of this name; any other is named by its file. Raises
+    InputError where "this" has none.
+    """
+    if hardware != "this":
+        path = Path(hardware)
+        return path if path.suffix == ".json" and path.exists() and "units" in read_json(path) else None
+    files = measurement_files(model)
+    if not files:
+        raise InputError(f"No calibration is kept for {model}.", f"Run moeedge calibrate -m {model} first.")
+    return files[-1]
+
+
+def read_calibration(path: Path) -> StepCosts:
+    """The costs in a kept calibration. Raises InputError for a file without unit times."""
+    try:
+        calibration = Calibration.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not a calibration: {error}.", "Write one with moeedge calibrate.") from None
+    if calibration.units is None:
+        raise InputError(
+            f"{path} has no times of experts, because no layer was shared between CPU and device.",
+            "Run moeedge calibrate with a larger --cache-ratio.",
+        )
+    return measured_costs(calibration.units)

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 
 from moeedge.lab.sim.curves import PAIR_BOUNDS
-from moeedge.lab.views.sim_plots import Chart
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.ui.console import visible
+from moeedge.ui.plots import COLOURS, MARKERS, new_figure, save_figure
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
-from moeedge.units import format_rate
 
 if TYPE_CHECKING:
-    from moeedge.lab.sim.curves import AtMost, CurvePanel
-    from moeedge.lab.sim.replay import ReplayRow
-    from moeedge.lab.sim.simulate import SimulationResult
+    from moeedge.lab.sim.curves import AtMost, CurvePanel, CurvePoint
+    from moeedge.lab.sim.replay import ReplayRow, Setting
 
 _MIB = 2.0**-20  # from bytes
 _MS = 1e3  # from seconds
@@ -28,17 +26,14 @@ _MS = 1e3  # from seconds
 
 # replay
 
-# the reason of rows that find more pairs than the one-step oracle
-_ABOVE_ORACLE = {"within-step": "slots change between layers"}
 _REPLAY_COLUMNS = (
     text_column("policy", lambda row: _replay_name(row)),
-    Column("pair hits", lambda row: _pair_hits(row)),
+    Column("pair hits", lambda row: None if row.policy == "belady" else row.hit_rate_pairs, ".3f"),
     Column("expert hits", "hit_rate_experts", ".3f"),
     Column("uploads", "uploads_per_layer_step", ".2f"),
     Column("MiB/step", "bytes_per_step", ".1f", _MIB),
     Column("hot/cold", "hot_cold_accuracy", ".3f"),
     Column("of oracle", lambda row: None if row.policy == "belady" else row.share_of_oracle, ".3f"),
-    text_column("above oracle, as", lambda row: _ABOVE_ORACLE.get(row.above_oracle, "")),
 )
 _BUDGET_COLUMNS = (
     Column("natural", "experts_natural", ".1f"),
@@ -54,27 +49,26 @@ _WEIGHT_SOURCES = {
     "counts": "counts, since the trace has no weights",
 }
 
+_LEFT_EDGE = 0.05  # uploads, for policies that move less
+_THICK = ("spac", "lfu")  # with the interval of the bootstrap
 _DEFAULT = "spac"
-_UNRANKED = {*BOUNDS, "offline bound", *(f"({name})" for name in TABLE)}
+_UNRANKED = {*BOUNDS, *(f"({name})" for name in TABLE)}
 _CURVE_LEGEND = (
     "Pair hits with at most so many uploads per layer and step: the best of the points that use no more. "
     "-: every point uses more. In brackets: by the cache alone, since a trace lacks what the predictor reads; not "
-    "ranked. offline bound: no policy that plans between steps finds more, even if it knows the entire trace. Lead in "
-    "thousandths, with the interval of 95 % of the resamples."
+    "ranked. Lead in thousandths, with the interval of 95 % of the resamples."
 )
 
 
-def replay_json(rows: Sequence[ReplayRow]) -> str:
-    """One array, a line per row; the same rows give the same bytes."""
+def replay_json(rows: Sequence[ReplayRow] | Sequence[CurvePanel]) -> str:
+    """One array, a line per row or panel; the same ones give the same bytes."""
     return "[\n" + ",\n".join(json_text(row.as_dict(), indent=None).rstrip() for row in rows) + "\n]\n"
 
 
 def print_replay(rows: Sequence[ReplayRow], console: Console) -> None:
     """A table per model of rejected tokens and cache ratio, the best policy first and the bounds last."""
     has_bytes = any(row.bytes_per_step is not None for row in rows)
-    left_out = {"MiB/step"} if not has_bytes else set()
-    left_out |= {"above oracle, as"} if not any(row.above_oracle for row in rows) else set()
-    columns = [column for column in _REPLAY_COLUMNS if column.title not in left_out]
+    columns = [column for column in _REPLAY_COLUMNS if has_bytes or column.title != "MiB/step"]
     if any(row.expert_budget is not None for row in rows):
         columns += [replace(column, value=_of_budget(str(column.value))) for column in _BUDGET_COLUMNS]
     for (model, ratio, budget), group in groupby(
@@ -108,11 +102,6 @@ def _row_style(row: ReplayRow) -> str:
     return "dim" if row.policy in BOUNDS or row.without_predictor else ""
 
 
-def _pair_hits(row: ReplayRow) -> str:
-    """The pairs that a policy finds; in belady's row what no cache of used experts exceeds, as MIN bounds experts."""
-    return f"<= {row.demand_bound_hit_rate_pairs:.3f}" if row.policy == "belady" else f"{row.hit_rate_pairs:.3f}"
-
-
 def _replay_name(row: ReplayRow) -> str:
     if row.without_predictor:
         return f"({row.policy})"
@@ -120,7 +109,7 @@ def _replay_name(row: ReplayRow) -> str:
 
 
 def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
-    acceptance = "" if row.acceptance_rate is None else f", acceptance rate {row.acceptance_rate:.2f}{_chance(row)}"
+    acceptance = _acceptance(row)
     how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if row.gamma else "one token at a time"
     return (
         f"{visible(row.model)}: {row.texts} texts, {row.steps:,} steps of {row.gamma + 1} tokens{acceptance}, {how}; "
@@ -128,12 +117,15 @@ def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
     )
 
 
-def _chance(row: ReplayRow | CurvePanel) -> str:
-    """Where the drafts' acceptance is from, unless it was recorded."""
-    if row.acceptance_source in (None, "recorded"):
+def _acceptance(row: Setting) -> str:
+    """The drafts' acceptance, and where it is from unless it was recorded; empty without drafts."""
+    if row.acceptance_rate is None:
         return ""
+    rate = f", acceptance rate {row.acceptance_rate:.2f}"
+    if row.acceptance_source in (None, "recorded"):
+        return rate
     source = "an assumed chance" if row.acceptance_source == "assumed" else "the trace's chance"
-    return f" by {source} of {row.acceptance_chance:.2f}"
+    return f"{rate} by {source} of {row.acceptance_chance:.2f}"
 
 
 def _replay_legend(rows: Sequence[ReplayRow]) -> str:
@@ -141,8 +133,7 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
         "pair hits, expert hits: share of (token, expert) pairs, of distinct experts, resident when their step begins. "
         "uploads: per layer and step, loads on demand included. hot/cold: share of experts predicted correctly as "
         "used or unused before the step. oracle: knows each next step; no policy that plans between steps finds more "
-        "pairs. belady: MIN; no cache that holds only used experts, such as lru and lfu, finds more experts, and none "
-        "finds more pairs than at most (<=) the figure in its row."
+        "pairs. belady: MIN; no cache that holds only used experts, such as lru and lfu, finds more experts."
     ]
     stated = {(row.prediction_source, row.predictor_accuracy) for row in rows if row.prediction_source is not None}
     if stated:
@@ -157,11 +148,6 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
 
 
 # replay --curve
-
-
-def curves_json(panels: Sequence[CurvePanel]) -> str:
-    """One array, a line per panel; the same panels give the same bytes."""
-    return "[\n" + ",\n".join(json_text(panel.as_dict(), indent=None).rstrip() for panel in panels) + "\n]\n"
 
 
 def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
@@ -186,8 +172,6 @@ def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
             )
             for name in order
         ]
-        bound = dict(panel.offline_bound)
-        lines.append(("offline bound", *(None if limit is None else bound[limit] for limit in limits)))
         console.print(_curve_title(panel), style="bold", soft_wrap=not console.is_terminal)
         print_table(console, columns, lines, style=lambda line: "dim" if line[0] in _UNRANKED else "")
         leads = [
@@ -210,14 +194,11 @@ def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
 def _curve_title(panel: CurvePanel) -> str:
     model = panel.rejected_token_model
     how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if panel.gamma else "token by token"
-    acceptance = (
-        "" if panel.acceptance_rate is None else f", acceptance rate {panel.acceptance_rate:.2f}{_chance(panel)}"
-    )
     memory = ", memory emptied per text" if panel.fresh_memory else ""
     slots = f"slots for {100 * panel.cache_ratio:g} % of the experts ({panel.slots})"
     return (
         f"{visible(panel.trace)} ({visible(panel.model)}), texts {panel.texts}: {panel.steps:,} steps of "
-        f"{panel.gamma + 1} tokens{acceptance}, {how}, {slots}{memory}; resampled by {panel.unit}"
+        f"{panel.gamma + 1} tokens{_acceptance(panel)}, {how}, {slots}{memory}; resampled by {panel.unit}"
     )
 
 
@@ -253,6 +234,84 @@ def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     return lines
 
 
+def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
+    """`replay --curve --plot`: hits over uploads, a panel per trace and model of rejected tokens, a line per policy.
+
+    A line is what a policy reaches with at most so many uploads; a policy of one point, whose loads on demand cannot be
+    limited, is a marker; those without their predictor are hollow. Raises InputError where the file cannot be written.
+    """
+    n_columns = min(len(panels), 2 if len(panels) < 5 else 4)
+    n_rows = -(-len(panels) // n_columns)
+    figure = new_figure(5.2 * n_columns, 4.2 * n_rows + 0.9)
+    all_axes = figure.subplots(n_rows, n_columns, squeeze=False).reshape(-1)
+    names = list(dict.fromkeys(point.policy for panel in panels for point in panel.points))
+    styles = {name: _curve_style(index, name) for index, name in enumerate(names)}
+    handles: dict[str, Any] = {}
+    for axes, panel in zip(all_axes, panels, strict=False):
+        handles |= _draw_curve_panel(axes, panel, styles)
+    for axes in all_axes[len(panels) :]:
+        axes.axis("off")
+    for index, axes in enumerate(all_axes[: len(panels)]):
+        if index % n_columns == 0:
+            axes.set_ylabel("pair hits: share of (token, expert) pairs")
+        if index + n_columns >= len(panels):
+            axes.set_xlabel("uploads per layer and step, at most")
+    figure.legend(
+        [handles[name] for name in names],
+        names,
+        loc="outside lower center",
+        ncols=min(len(handles), 10),
+        fontsize="small",
+        frameon=False,
+    )
+    save_figure(figure, path)
+
+
+def _curve_style(index: int, name: str) -> dict[str, Any]:
+    style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index // len(COLOURS) % len(MARKERS)]}
+    if name in BOUNDS:
+        return {"color": "black", "marker": "*" if name == "oracle" else "+"}
+    return style
+
+
+def _draw_curve_panel(axes: Any, panel: CurvePanel, styles: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Draws one panel; returns what the legend shows of each policy."""
+    handles = {}
+    points: dict[str, list[CurvePoint]] = {}
+    for point in panel.points:
+        points.setdefault(point.policy, []).append(point)
+    for name, own in points.items():
+        style = styles[name]
+        face = "white" if name in panel.apart else style["color"]
+        if len(own) == 1:
+            x, y = max(own[0].uploads_per_layer_step, _LEFT_EDGE), own[0].hit_rate_pairs.value
+            (handles[name],) = axes.plot(x, y, linestyle="", markersize=7, markerfacecolor=face, **style)
+            continue
+        reached = [each for each in panel.at_most if each.policy == name and each.uploads is not None]
+        x_values = [each.uploads for each in reached]
+        middle, low, high = (
+            [getattr(each.hit_rate_pairs, part) for each in reached] for part in ("value", "low", "high")
+        )
+        dashes = ":" if name in panel.apart else "-"
+        width = 2.2 if name in _THICK else 1.0
+        (handles[name],) = axes.plot(
+            x_values, middle, dashes, linewidth=width, markersize=4, markerfacecolor=face, **style
+        )
+        if name in _THICK:
+            axes.fill_between(x_values, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    model = "" if panel.rejected_token_model == "recorded" else f", {panel.rejected_token_model}"
+    memory = ", memory emptied" if panel.fresh_memory else ""
+    axes.set_title(
+        f"{panel.trace}{model}{memory}\n{panel.n_texts} texts, {panel.steps:,} steps, {100 * panel.cache_ratio:g} % of "
+        "the experts",
+        fontsize="small",
+    )
+    return handles
+
+
 # simulate
 
 Row = dict[str, Any]
@@ -264,12 +323,9 @@ _VARIED = {
     "gamma": "gamma",
     "utility_cap": "K",
     "link_factor": "link",
-    "ram_ratio": "RAM ratio",
-    "disk_bytes_per_s": "disk rate",
     "rejected_token_model": "rejected tokens",
     "budget": "expert budget",
 }
-_FORMS: dict[str, Callable[[Any], str]] = {"disk_bytes_per_s": format_rate}
 _PARTS = {
     "draft_s": "draft",
     "dense_s": "dense",
@@ -289,11 +345,6 @@ _SIMULATE_COLUMNS = (
     Column("expert hits", lambda row: _of_cache(row, "hit_rate_experts"), ".3f"),
     Column("uploads", lambda row: _of_cache(row, "uploads_per_layer_step"), ".2f"),
 )
-_DISK_COLUMNS = (
-    Column("disk", "stall_disk_s", ".1f", _MS),
-    Column("RAM expert hits", "ram_hit_rate_experts", ".3f"),
-    Column("MB/token", "disk_bytes_per_token", ".0f", 1e-6),
-)
 
 
 def _of_cache(row: Row, key: str) -> Any:
@@ -306,17 +357,16 @@ def print_simulation(rows: Sequence[Row], console: Console) -> None:
     from moeedge.lab.sim.simulate import STOCK_POLICY
 
     has_budgets = "budget" in rows[0]
-    has_disk = "ram_ratio" in rows[0]
     known = {key: name for key, name in _VARIED.items() if key in rows[0]}
     varied = [key for key in known if key == "policy" or len({row[key] for row in rows}) > 1]
-    same = [f"{name} {_FORMS.get(key, _short)(rows[0][key])}" for key, name in known.items() if key not in varied]
+    same = [f"{name} {_short(rows[0][key])}" for key, name in known.items() if key not in varied]
     quant, expert = rows[0]["quant"], f"{rows[0]['expert_bytes'] * _MIB:.3g} MiB per expert"
     about = [str(rows[0]["model"]), quant, expert, *(str(rows[0][key]) for key in ("hardware", "trace"))]
     assumed = dict.fromkeys(row["acceptance_chance"] for row in rows if row["acceptance_source"] == "assumed")
     same += [f"assumed chance of acceptance {chance:g}" for chance in assumed]
     title = ", ".join([*about, *(text for text in same if text not in ("without ", "link 1"))])
-    columns = [Column(_VARIED[key], key, _FORMS.get(key, _short), left=True) for key in varied]
-    columns += [*_SIMULATE_COLUMNS, *(_DISK_COLUMNS if has_disk else ()), *(_BUDGET_COLUMNS if has_budgets else ())]
+    columns = [Column(_VARIED[key], key, _short, left=True) for key in varied]
+    columns += [*_SIMULATE_COLUMNS, *(_BUDGET_COLUMNS if has_budgets else ())]
     print_table(console, columns, rows, title=title, n_keys=len(varied))
     note = "draft to host: ms per token, of which CPU, load and link are waiting; uploads: per layer and step."
     if any(row["whole_layers"] for row in rows):
@@ -324,8 +374,6 @@ def print_simulation(rows: Sequence[Row], console: Console) -> None:
             f" {STOCK_POLICY}: stock llama.cpp without drafts, with as many of the experts on the GPU, in entire "
             "layers (--n-cpu-moe)."
         )
-    if has_disk:
-        note += " disk: ms per token that the CPU waits for it; RAM expert hits: of the experts that the CPU needs."
     if has_budgets:
         note += f" {_BUDGET_LEGEND}; ranked by {_WEIGHT_SOURCES[rows[0]['budget_weights']]}."
     console.print(note, soft_wrap=not console.is_terminal)
@@ -333,15 +381,3 @@ def print_simulation(rows: Sequence[Row], console: Console) -> None:
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
-
-
-def typical_step(result: SimulationResult) -> Chart:
-    """The step whose time is the median of all steps."""
-    order = np.argsort(result.step_s, kind="stable")
-    middle = int(order[len(order) // 2])
-    config = result.config
-    title = (
-        f"{config.policy}, ratio {config.cache_ratio:g}, gamma {result.gamma}: "
-        f"{result.step_s[middle] * _MS:.0f} ms per step, {result.tg_ts:.1f} tokens/s"
-    )
-    return Chart(title, result.log.of_step(result.first_step + middle))

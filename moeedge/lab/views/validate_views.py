@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moeedge.lab.sim.constants import Freeze
 from moeedge.lab.sim.papers import Compared, Figure, Fit, same_order
 from moeedge.trace.steps import RejectedTokenModel
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
@@ -78,7 +77,7 @@ def print_part(rows: Sequence[Compared], console: Console) -> None:
 
 def _print_compared(rows: Sequence[Compared], console: Console) -> None:
     """One table of the paper: every row, its range and ratio, and how many pairs come in the published order."""
-    table, has_bare = rows[0].table, rows[0].without_overheads is not None
+    table, has_bare = rows[0].table, rows[0].without_overheads_ts is not None
     columns = [*_COMPARED_COLUMNS[:2], *_BARE_COLUMNS, *_COMPARED_COLUMNS[2:]] if has_bare else _COMPARED_COLUMNS
     console.print()
     print_table(console, columns, rows, title=f"{_PAPER_TITLES[table]} ({_rejected(rows[0])})")
@@ -98,8 +97,8 @@ def _print_elsewhere(rows: Sequence[Compared], console: Console) -> None:
     print_table(console, _ELSEWHERE_COLUMNS, rows, title=title)
 
 
-def print_figures(figures: Sequence[Figure], freeze: Freeze, console: Console) -> None:
-    """The three figures side by side, and which constants they are of."""
+def print_figures(figures: Sequence[Figure], console: Console) -> None:
+    """The three figures side by side."""
     if figures:
         columns = [
             text_column("", lambda figure: _FIGURES[figure.figure]),
@@ -112,7 +111,6 @@ def print_figures(figures: Sequence[Figure], freeze: Freeze, console: Console) -
         ]
         console.print()
         print_table(console, columns, figures, title="What the calibration is worth")
-    _print_freeze(freeze, console)
 
 
 def _print_ratios(rows: Sequence[Compared], console: Console) -> None:
@@ -158,9 +156,3 @@ def _with_range(row: Compared) -> str:
 
 def _rejected(row: Compared) -> str:
     return f"rejected tokens: {row.rejected_token_model}"
-
-
-def _print_freeze(freeze: Freeze, console: Console) -> None:
-    console.print(
-        f"Constants frozen on {freeze.constants_frozen}, SHA-256 {freeze.constants_sha256[:12]}", soft_wrap=True
-    )

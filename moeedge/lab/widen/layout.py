@@ -19,8 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as GgmlType
 
 from moeedge.errors import InputError, ModelFileError
-from moeedge.lab.widen.blocks import RowMover
-from moeedge.lab.widen.maps import GroupedHeads, Map, Rotary, corner, product, repeated, repetitions
+from moeedge.lab.widen.maps import GroupedHeads, Map, Rotary, RowMover, corner, product, repeated, repetitions
 from moeedge.lab.widen.shape import BLOCK, RequestedSizes, Shape, read_shape, wider_shape
 from moeedge.llama import gguf_file
 

@@ -19,9 +19,8 @@ import gguf
 import numpy as np
 
 from moeedge.errors import DiskSpaceError, InputError
-from moeedge.lab.widen.blocks import Bytes, row_bytes
 from moeedge.lab.widen.layout import WidePlan, WideTensor
-from moeedge.lab.widen.maps import Map
+from moeedge.lab.widen.maps import Bytes, Map, row_bytes
 from moeedge.paths import DISK_FULL_ERRORS
 from moeedge.units import format_bytes
 

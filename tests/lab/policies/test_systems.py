@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.lab.policies.adapmoe import AdapMoe, allocate, expected_loads
 from moeedge.lab.policies.fate import Arc, shallow_shares
 from moeedge.lab.policies.hybrimoe import Queue
-from moeedge.lab.policies.sp_moe import critical_experts, cutoff_layer
+from moeedge.lab.policies.layer_lru import AdapMoe, allocate, critical_experts, cutoff_layer, expected_loads
 from moeedge.lab.sim.policy_replay import Slots
 from moeedge.policies.base import (
     CacheShape,

@@ -42,7 +42,7 @@ def tree_experts(shape: ModelShape, n_tokens: int) -> float:
 
 def step_s(shape: ModelShape, framework: Framework, n_tokens: int, experts: float) -> float:
     """A pass over `n_tokens` that uses so many experts per layer."""
-    a100 = replace(find_hardware("a100"), gpu_bytes_per_s=1.733e12, gpu_memory_bytes=80e9, layer_overhead_s=0.0)
+    a100 = replace(find_hardware("a100"), gpu_bytes_per_s=1.733e12, layer_overhead_s=0.0)
     costs = roofline_costs(a100, shape, framework)
     per_expert = min(max(round(n_tokens * shape.k / experts), 1), TOKENS_MAX)
     expert_ns = int(roofline_costs(a100, shape).device_ns[per_expert])

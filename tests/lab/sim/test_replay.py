@@ -1,4 +1,4 @@
-"""The replay against a literal one, its bounds against brute force and against the policies that know the future."""
+"""The replay against a literal one, its bounds against brute force."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.lab.policies.bounds import NextUse
 from moeedge.lab.sim.batches import HitStats, cache_shape
-from moeedge.lab.sim.noisy_predictor import GatePrediction, NoisyPredictor, PredictorAccuracy, popularity_of
-from moeedge.lab.sim.policy_replay import BoundReplay, PolicyReplay
+from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
@@ -268,28 +267,14 @@ def test_both_models_accept_the_same_drafts() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1), gamma=st.integers(0, 4))
-def test_bounds_hold_and_equal_the_clairvoyant_policies(seed: int, ratio: float, gamma: int) -> None:
+def test_bounds_hold(seed: int, ratio: float, gamma: int) -> None:
     schedule = cut_schedule(
         walk(24, seed), gamma=gamma, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=seed
     )
-    shape = cache_shape(schedule.trace, ratio)
-    future = np.concatenate([chunk.counts[chunk.counted] for chunk in schedule.chunks()])
-    config = PolicyConfig(gamma=gamma, future=future)
     rows = by_name(replay(schedule, ReplayConfig(policies=CACHES, ratios=(ratio,))))
-    clairvoyant = {}
-    for name in CLAIRVOYANT:
-        replayed = PolicyReplay(make_policy(name, shape, config), shape, checked_cap=4)
-        for chunk in schedule.chunks():
-            replayed.run(chunk)
-        clairvoyant[name] = replayed.stats.hits
-    oracle, belady = clairvoyant["oracle"], clairvoyant["belady"]
-    assert rows["oracle"].hit_rate_pairs == pytest.approx(oracle.hit_rate_pairs, abs=1e-6)
-    assert rows["belady"].hit_rate_experts == pytest.approx(belady.hit_rate_experts, abs=1e-6)
     for name in CACHES:
         assert rows[name].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
         assert rows[name].hit_rate_experts <= rows["belady"].hit_rate_experts
-        assert rows[name].hit_rate_pairs <= rows[name].demand_bound_hit_rate_pairs + 1e-6
-    assert rows["belady"].demand_bound_hit_rate_pairs <= rows["oracle"].hit_rate_pairs
 
 
 def test_progress_says_what_is_done_and_moves_within_a_chunk() -> None:
@@ -297,7 +282,7 @@ def test_progress_says_what_is_done_and_moves_within_a_chunk() -> None:
     phases: list[str] = []
     done: list[int] = []
     replay(schedule, ReplayConfig(policies=CACHES, ratios=(0.3, 0.5)), on_batches=done.append, on_phase=phases.append)
-    assert phases == ["reading ahead", "replaying", "bounding pairs"]
+    assert phases == ["reading ahead", "replaying"]
     n_arms = 2 * (len(CACHES) + len(CLAIRVOYANT))
     assert len(done) == len(list(schedule.chunks())) * (n_arms + 1)
     assert done == sorted(done) and done[-1] == schedule.prefill.size > done[-2]
@@ -343,12 +328,12 @@ def test_oracle_is_the_sum_of_the_largest_counts() -> None:
 def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -> None:
     schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance_chance=0.7, rejected_token_model="pessimistic")
     shape = cache_shape(schedule.trace, 0.3)
-    predictor = NoisyPredictor(popularity_of(schedule.trace), PredictorAccuracy(), 0)
     found = []
     for _ in range(2):
+        predictor = NoisyPredictor(profile_of(schedule).astype(float), PredictorAccuracy(), 0)
         replayed = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
         for chunk in schedule.chunks():
-            replayed.run(chunk, predictor.predict_chunk(chunk, "next-gate"))
+            replayed.run(chunk, [None if batch.prefill else predictor.predict(batch.ids) for batch in chunk.batches])
         assert np.count_nonzero(replayed.slots.resident) <= int(shape.capacity[0])
         found.append((replayed.stats, replayed.slots.resident.tolist()))
     assert found[0] == found[1]
@@ -367,7 +352,7 @@ def test_loads_on_demand_count_once() -> None:
     missed = (1.0 - row.hit_rate_experts) * sum(int(np.count_nonzero(c.counts[c.counted])) for c in schedule.chunks())
     assert row.on_demand_per_layer_step * 2 * schedule.n_steps == pytest.approx(missed, abs=0.1)
     assert row.uploads_per_layer_step >= row.on_demand_per_layer_step
-    assert row.bytes_per_step == pytest.approx(row.uploads_per_layer_step * 2 * 10, rel=1e-3)
+    assert row.bytes_per_step == pytest.approx(row.uploads_per_layer_step * 2 * 10, abs=0.06)  # rounded to tenths
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.25, 1.5])
@@ -383,17 +368,17 @@ def test_the_link_carries_no_more_than_it_can(limit: float) -> None:
 def test_noisy_predictions_have_the_stated_accuracy() -> None:
     trace = walk(400, 0, n_experts=64)
     schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.7)
-    predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(draft_router=0.7), 0)
+    predictor = NoisyPredictor(profile_of(schedule).astype(float), PredictorAccuracy(draft_router=0.7), 0)
     right = predicted = 0
     for chunk in schedule.chunks():
-        for batch, prediction in zip(chunk.batches, predictor.predict_chunk(chunk, "draft-router"), strict=True):
-            assert (prediction is None) == batch.prefill
-            if prediction is not None:
-                assert (prediction.layer_ids[:, -1] == -1).all()
+        for batch in chunk.batches:
+            if not batch.prefill:
+                predictions = predictor.predict(batch.ids)
+                prediction, gate = predictions.of_draft(batch.n_tokens - 1), predictions.of_gates(0)
+                assert prediction is not None and (prediction.layer_ids[:, -1] == -1).all()
                 right += int((prediction.layer_ids == batch.ids)[:, :-1].sum())
                 predicted += batch.ids[:, :-1].size
-        gate = predictor.predict_chunk(chunk, "next-gate")[1]
-        assert gate is not None and (gate.layer_ids[0] == -1).all() and (gate.layer_ids[1] >= 0).any()
+                assert gate is not None and (gate.layer_ids[0] == -1).all() and (gate.layer_ids[1] >= 0).any()
     assert right / predicted == pytest.approx(0.7, abs=0.03)
 
 
@@ -402,19 +387,18 @@ def test_gates_tell_of_the_next_layers_alone() -> None:
     trace = walk(600, 0, n_layers=5, n_experts=64)
     trace.ids[:, 2] = trace.sentinel  # a layer without experts
     schedule = cut_schedule(trace, gamma=3, acceptance_chance=0.7)
-    predictor = NoisyPredictor(popularity_of(trace), PredictorAccuracy(next_gate=0.8, reach=2), 0)
+    predictor = NoisyPredictor(profile_of(schedule).astype(float), PredictorAccuracy(next_gate=0.8, reach=2), 0)
     right, predicted = np.zeros(3), np.zeros(3)
     for chunk in schedule.chunks():
-        for batch, gates in zip(chunk.batches, predictor.predict_chunk(chunk, "next-gate"), strict=True):
-            if gates is None:
+        for batch in chunk.batches:
+            if batch.prefill:
                 continue
-            assert isinstance(gates, GatePrediction)
-            seen = [
-                np.flatnonzero((gates.before(layer).layer_ids >= 0).any(axis=(1, 2))).tolist() for layer in range(5)
-            ]
+            predictions = predictor.predict(batch.ids)
+            gates = [each.layer_ids for layer in range(5) if (each := predictions.of_gates(layer)) is not None]
+            seen = [np.flatnonzero((ids >= 0).any(axis=(1, 2))).tolist() for ids in gates]
             assert seen == [[1, 3], [3, 4], [3, 4], [4], []]
             for ahead, later in ((1, 1), (2, 3)):
-                right[ahead] += np.count_nonzero(gates.before(0).layer_ids[later] == batch.ids[later])
+                right[ahead] += np.count_nonzero(gates[0][later] == batch.ids[later])
                 predicted[ahead] += batch.ids[later].size
     assert right[1:] / predicted[1:] == pytest.approx([0.8, 0.64], abs=0.03)
 

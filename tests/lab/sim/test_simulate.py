@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from moeedge.errors import InputError
 from moeedge.hub.catalog import load_catalog
 from moeedge.lab.sim.execution import CAUSES
-from moeedge.lab.sim.model_shape import ModelShape, Routing, builtin_models, find_model, read_data
+from moeedge.lab.sim.model_shape import ModelShape, Routing, builtin_models, entry_of, find_model, read_data
 from moeedge.lab.sim.simulate import SimulationConfig, simulate, stock_config, synthetic_trace
 from moeedge.lab.sim.step_costs import (
     StepCosts,
@@ -22,7 +21,7 @@ from moeedge.lab.sim.step_costs import (
     program_of,
     roofline_costs,
 )
-from moeedge.policies.registry import ALL_POLICIES
+from moeedge.policies.registry import ALL_POLICIES, BOUNDS
 from moeedge.trace.format import Trace
 
 SMALL = ModelShape(
@@ -51,11 +50,10 @@ def costs() -> StepCosts:
     return roofline_costs(find_hardware("rtx4090-pcie4"), SMALL)
 
 
-@pytest.mark.parametrize("policy", ALL_POLICIES)
+@pytest.mark.parametrize("policy", [name for name in ALL_POLICIES if name not in BOUNDS])
 def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Trace, costs: StepCosts) -> None:
     result = simulate(costs, texts, replace(CONFIG, policy=policy))
     assert sum(result.time.ns[cause] for cause in CAUSES) == result.time.total_ns
-    assert result.step_s.sum() == pytest.approx(result.time.total_ns * 1e-9)
     row = result.row(hardware="h", model="m", trace="t")
     parts = ("draft_s", "dense_s", "device_s", "stall_cpu_s", "stall_load_s", "stall_link_s", "host_s")
     assert sum(row[part] for part in parts) == pytest.approx(row["tpot_s"])
@@ -64,20 +62,13 @@ def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Trace, costs
 
 
 @pytest.mark.parametrize("policy", ["spac", "sp-moe", "fate"])
-def test_the_same_seed_gives_the_same_events_byte_for_byte(policy: str, costs: StepCosts) -> None:
-    logs = []
+def test_the_same_seed_gives_the_same_events(policy: str, costs: StepCosts) -> None:
+    found = []
     for seed in (0, 0, 1):
         text = synthetic_trace(SMALL, 80, 1, seed)
-        logs.append(simulate(costs, text, replace(CONFIG, policy=policy, seed=seed), keep_log=True).log.text())
-    assert logs[0].encode() == logs[1].encode()
-    assert logs[0] != logs[2]
-
-
-def test_streams_do_one_thing_at_a_time(texts: Trace, costs: StepCosts) -> None:
-    spans = simulate(costs, texts, replace(CONFIG, policy="moe-infinity"), keep_log=True).log.spans
-    for stream in ("gpu", "cpu", "link", "draft"):
-        own = sorted((span.start_ns, span.end_ns) for span in spans if span.stream == stream)
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own)), stream
+        result = simulate(costs, text, replace(CONFIG, policy=policy, seed=seed))
+        found.append(result.row())
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_faster_link_and_a_larger_cache_help(texts: Trace, costs: StepCosts) -> None:
@@ -96,13 +87,10 @@ def test_llama_cpp_takes_as_long_as_its_bytes(texts: Trace, costs: StepCosts) ->
     assert row["gamma"] == 0  # it has no draft
 
 
-def test_the_oracle_hits_most(texts: Trace, costs: StepCosts) -> None:
-    fast = costs.with_link(1e6)
-    hits = {
-        policy: simulate(fast, texts, replace(CONFIG, policy=policy)).row()["hit_rate_pairs"]
-        for policy in ("oracle", "spac", "lru", "static", "spac-paper")
-    }
-    assert max(hits.values()) == hits["oracle"]
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_bound_has_no_time(bound: str, texts: Trace, costs: StepCosts) -> None:
+    with pytest.raises(ValueError, match="replay only"):
+        simulate(costs, texts, replace(CONFIG, policy=bound))
 
 
 def test_calibrated_times_are_taken_as_they_are(costs: StepCosts) -> None:
@@ -138,7 +126,9 @@ def test_routing_without_memory_follows_the_uniform_formula() -> None:
 
 
 def test_every_constant_of_a_machine_names_its_source() -> None:
-    for name, entry in read_data("hardware.json")["hardware"].items():
+    hardware = read_data("hardware.json")["hardware"]
+    for name in hardware:
+        entry = entry_of(hardware, name)
         assert set(entry) - {"sources"} == set(entry["sources"]), name
     for name, entry in read_data("models.json")["models"].items():
         assert entry["source"], name

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.experts import Residency
-from moeedge.lab.sim.clock import Clock, Log, Signal
+from moeedge.lab.sim.clock import Clock, Signal
 from moeedge.lab.sim.execution import CAUSES, Execution, TimeBreakdown
 from moeedge.lab.sim.mover import Mover
 from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
@@ -168,7 +168,7 @@ def test_a_batch_of_uploads_waits_once() -> None:
     times = {}
     for batched in (False, True):
         clock, shape = Clock(), CacheShape.uniform(1, 4, 4)
-        mover = Mover(clock, Log(), costs(), shape, batched=batched)
+        mover = Mover(clock, costs(), shape, batched=batched)
         mover.push(plan(shape, [(0, 0), (0, 1), (0, 2)]))
         clock.start(mover.process())
         clock.run()
@@ -186,7 +186,7 @@ def test_slots_are_never_exceeded_and_pinned_experts_stay(
     plans: list[tuple[list[tuple[int, int]], int, list[tuple[int, int]]]], capacity: int
 ) -> None:
     clock, shape = Clock(), CacheShape.uniform(3, 5, capacity)
-    mover = Mover(clock, Log(), costs(), shape, batched=False)
+    mover = Mover(clock, costs(), shape, batched=False)
 
     def driver() -> Iterator[int | Signal]:
         for uploads, wait_ns, used in plans:
@@ -210,8 +210,8 @@ def test_gates_look_over_dense_layers() -> None:
     ids = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8
     ids[[1, 2, 4]] = -1
     predictor = NoisyPredictor(np.ones((6, 8)), PredictorAccuracy(next_gate=1.0, reach=2), 0)
-    predictor.begin(ids)
-    first, last = predictor.of_gates(0), predictor.of_gates(5)
+    predicted = predictor.predict(ids)
+    first, last = predicted.of_gates(0), predicted.of_gates(5)
     assert first is not None and last is not None
     assert np.array_equal(first.layer_ids[[3, 5]], ids[[3, 5]])
     assert (first.layer_ids[[0, 1, 2, 4]] == -1).all()

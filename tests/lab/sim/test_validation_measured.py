@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from moeedge.cli.app import app
 from moeedge.errors import InputError
 from moeedge.lab.experiments.validation import median_cost_model
-from moeedge.lab.sim.calibrated import calibration_file, read_calibration, shape_of_file
+from moeedge.lab.sim.model_shape import shape_of_file
+from moeedge.lab.sim.step_costs import calibration_file, read_calibration
 from moeedge.llama import gguf_file
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeedge.lab.sim.cases import Cases
-from moeedge.lab.sim.papers import Papers, figures
+from moeedge.lab.sim.papers import Cases, Papers, figures
 
 
 @pytest.mark.slow

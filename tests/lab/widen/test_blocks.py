@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as GgmlType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeedge.lab.widen.blocks import RowMover, quantize_rows, row_bytes
+from moeedge.lab.widen.maps import RowMover, quantize_rows, row_bytes
 
 COPIED = (GgmlType.Q4_0, GgmlType.Q8_0, GgmlType.Q4_K, GgmlType.F16, GgmlType.F32)
 # half a step of each type's grid, as a share of a block's largest value, with what the scale's own rounding adds
