@@ -92,5 +92,6 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: bench --expert-budget.*: config\.plans$", "", "plans have budgets without the fields above"),
     (r"options: (.* )?--repack\b", "", "slots in the layout of llama.cpp's faster kernels were never faster"),
     (r"options: .*\.repack\b", "", "the same, in configurations"),
+    (r"(options|functions): .*\.reads_ahead\b", "", "experts read ahead by prediction were never faster"),
     (r"options: .* declared: 5$", "", "texts of help"),
 ]  # fmt: skip
