@@ -93,5 +93,6 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: (.* )?--repack\b", "", "slots in the layout of llama.cpp's faster kernels were never faster"),
     (r"options: .*\.repack\b", "", "the same, in configurations"),
     (r"(options|functions): .*\.reads_ahead\b", "", "experts read ahead by prediction were never faster"),
+    (r"options: bench .*: config\.plans$", "", "numbers of values, which count the same field"),
     (r"options: .* declared: 5$", "", "texts of help"),
 ]  # fmt: skip
