@@ -26,7 +26,8 @@ from moeedge.native.cache import ExpertCache
 from moeedge.notifications import Level, Notification
 from moeedge.units import format_bytes
 
-_INTERVAL_S = 0.5  # between two readings
+_INTERVAL_S = 0.5  # between two checks by the thread
+_READING_INTERVAL_S = 0.5  # between two readings
 _SHORT = 0.5  # of the reserve: what is left is short below this share, so that small changes free nothing
 _AMPLE = 2.0  # of the reserve: from this share on there is memory to take
 _AMPLE_READINGS = 20  # in a row: a program that comes and goes should not make the cache shrink and grow all the time
@@ -56,7 +57,7 @@ class MemoryWatch:
     ) -> None:
         self._device, self._reserve_bytes = device, reserve_bytes
         self._read, self._clock = read, clock
-        self._next_s = clock() + _INTERVAL_S
+        self._next_s = clock() + _READING_INTERVAL_S
         self._n_short = self._n_ample = 0
         self.free_bytes = 0  # at the last reading
 
@@ -67,7 +68,7 @@ class MemoryWatch:
         """
         if self._clock() < self._next_s:
             return 0
-        self._next_s = self._clock() + _INTERVAL_S
+        self._next_s = self._clock() + _READING_INTERVAL_S
         try:
             reading = self._read(self._device)
         except MoeedgeError:  # a driver that does not answer

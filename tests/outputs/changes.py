@@ -112,6 +112,8 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: habit ", "", "the reference lists every word of other programs"),
     (r"options: (.* )?--repack\b", "", "slots in the layout of llama.cpp's faster kernels were never faster"),
     (r"options: .*\.repack\b", "", "the same, in configurations"),
+    (r"(options|functions): .*\.reads_ahead\b", "", "experts read ahead by prediction were never faster"),
+    (r"options: bench .*: config\.plans$", "", "numbers of values, which count the same field"),
     (r"options: .* declared: 5$", "", "texts of help"),
     (r"options: bench.*: config\.(Budget)?Sweep\.", "", "one object compares caches, speculation and texts together"),
     (r"options: bench( --trace-out|: config\.trace_out)", "profile --trace-out", "profile records the same routing"),
