@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -113,8 +113,9 @@ def fits_json(found: FittingModels) -> str:
     """A JSON list of the models that run, the best placed first; `fit` has ratios from 0 to 1."""
     rows = []
     for row in found.rows:
-        fit = {key: getattr(row.map, key) for key in ("place", "n_ctx", "device_ratio", "ram_ratio")}
-        rows.append(dataclasses.asdict(row.model) | {"fit": fit | {"estimated": True}})
+        fit: dict[str, Any] = {"place": row.map.place, "n_ctx": row.map.n_ctx, "estimated": True}
+        fit |= {"device_ratio": row.map.device_ratio, "ram_ratio": row.map.ram_ratio}
+        rows.append(dataclasses.asdict(row.model) | {"fit": fit})
     return json_text(rows)
 
 
