@@ -131,7 +131,7 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"screens: sim_views\.print_simulation 2", "", "the tier in RAM"),
     (r"screens: validate_views\.print_figures", "", "no hash of constants"),
     (r"commands-slow: validate table2: .*constants_(frozen|sha256)$", "", "the same"),
-    (r"commands(-slow)?: replay.*\.(above_oracle|demand_bound_hit_rate_pairs|link_bytes_per_s|step_time_s)$", "", ""),
+    (r"commands(-slow)?: replay.*\.(demand_bound_hit_rate_pairs|link_bytes_per_s|step_time_s)$", "", ""),
     (r"commands-slow: replay curve: .*offline_bound", "", "the offline bound"),
     (r"commands: (replay link|simulate ram): ", "", "options that went"),
     (r"functions: scheduler\.config\.PlacementConfig: .*policy_config\.future$", "lab replay", "no policies"),

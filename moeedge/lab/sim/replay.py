@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,7 @@ class ReplayRow(Setting):
     bytes_per_step: float | None
     share_of_oracle: float | None  # of the one-step oracle's pairs
     oracle_hit_rate_pairs: float
+    above_oracle: Literal["within-step"] | None  # why it finds more: its slots change between layers
     belady_hit_rate_experts: float
     prediction_source: str | None  # of the noisy predictions; None: the policy got none
     predictor_accuracy: float | None
@@ -264,6 +265,8 @@ def _row(
     hit_rate, oracle_hit_rate = round(stats.hits.hit_rate_pairs, 6), round(oracle.hits.hit_rate_pairs, 6)
     knows_bytes = config.expert_bytes is not None and arm.policy not in BOUNDS
     source = config.accuracy.source_for(TABLE[arm.policy].required_inputs)
+    execution = TABLE[arm.policy].execution_model
+    is_within_step = execution.prefetch_within_step or execution.keeps_loads
     return ReplayRow(
         **setting_of(schedule, arm.cache_ratio, fresh_memory=config.fresh_memory),
         policy=arm.policy,
@@ -275,6 +278,7 @@ def _row(
         bytes_per_step=round(stats.bytes / max(schedule.n_steps, 1), 1) if knows_bytes else None,
         share_of_oracle=round(hit_rate / oracle_hit_rate, 6) if oracle_hit_rate else None,
         oracle_hit_rate_pairs=oracle_hit_rate,
+        above_oracle="within-step" if is_within_step and hit_rate > oracle_hit_rate else None,
         belady_hit_rate_experts=round(belady.hits.hit_rate_experts, 6),
         prediction_source=source,
         predictor_accuracy=None if source is None else config.accuracy.of(source),

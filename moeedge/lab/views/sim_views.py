@@ -34,6 +34,7 @@ _REPLAY_COLUMNS = (
     Column("MiB/step", "bytes_per_step", ".1f", _MIB),
     Column("hot/cold", "hot_cold_accuracy", ".3f"),
     Column("of oracle", lambda row: None if row.policy == "belady" else row.share_of_oracle, ".3f"),
+    text_column("above oracle, as", lambda row: "slots change between layers" if row.above_oracle else ""),
 )
 _BUDGET_COLUMNS = (
     Column("natural", "experts_natural", ".1f"),

@@ -85,6 +85,18 @@ def test_an_assumed_acceptance_is_called_so(plain: Path) -> None:
         assert "assumed chance of 0.80" in table
 
 
+def test_a_policy_above_the_oracle_has_its_reason(tmp_path: Path) -> None:
+    plain_text(60, n_layers=8).save(tmp_path / "deep.npz")
+    arguments = (tmp_path / "deep.npz", "--policy", "lru,moe-infinity", "--gamma", 3, "--cache-ratio", "0.1")
+    for row in run_json("lab", "replay", *arguments):
+        is_above = row["hit_rate_pairs"] > row["oracle_hit_rate_pairs"]
+        assert is_above == (row["policy"] == "moe-infinity")
+        assert row["above_oracle"] == ("within-step" if is_above else None)
+    lines = run("lab", "replay", *arguments).stdout.splitlines()
+    assert all(("between layers" in line) == line.startswith("moe-infinity") for line in lines if "0." in line[:40])
+    assert "between layers" not in run("lab", "replay", *arguments, "--policy", "lru").stdout
+
+
 def test_progress_without_a_terminal(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("lab", "replay", plain, "--policy", "lru", "--gamma", 3, "-o", "json")
     quiet = run(*arguments)
