@@ -26,6 +26,7 @@ _MS = 1e3  # from seconds
 
 # replay
 
+_ABOVE = "above oracle, as"
 _REPLAY_COLUMNS = (
     text_column("policy", lambda row: _replay_name(row)),
     Column("pair hits", lambda row: None if row.policy == "belady" else row.hit_rate_pairs, ".3f"),
@@ -34,7 +35,7 @@ _REPLAY_COLUMNS = (
     Column("MiB/step", "bytes_per_step", ".1f", _MIB),
     Column("hot/cold", "hot_cold_accuracy", ".3f"),
     Column("of oracle", lambda row: None if row.policy == "belady" else row.share_of_oracle, ".3f"),
-    text_column("above oracle, as", lambda row: "slots change between layers" if row.above_oracle else ""),
+    text_column(_ABOVE, lambda row: "slots change between layers" if row.above_oracle else ""),
 )
 _BUDGET_COLUMNS = (
     Column("natural", "experts_natural", ".1f"),
@@ -68,8 +69,8 @@ def replay_json(rows: Sequence[ReplayRow] | Sequence[CurvePanel]) -> str:
 
 def print_replay(rows: Sequence[ReplayRow], console: Console) -> None:
     """A table per model of rejected tokens and cache ratio, the best policy first and the bounds last."""
-    has_bytes = any(row.bytes_per_step is not None for row in rows)
-    columns = [column for column in _REPLAY_COLUMNS if has_bytes or column.title != "MiB/step"]
+    known = {"MiB/step": any(row.bytes_per_step for row in rows), _ABOVE: any(row.above_oracle for row in rows)}
+    columns = [column for column in _REPLAY_COLUMNS if known.get(column.title, True)]
     if any(row.expert_budget is not None for row in rows):
         columns += [replace(column, value=_of_budget(str(column.value))) for column in _BUDGET_COLUMNS]
     for (model, ratio, budget), group in groupby(
