@@ -155,12 +155,12 @@ def bench(
 
     Without --dataset the tests are llama-bench's: pp512 (a prompt of 512 random tokens) and tg128 (128 tokens, one by
     one). With it, prompts are answered. Modes by default: stock-ar (llama.cpp, one token at a time), stock-sd (the
-    same with drafts) and moeedge. They take turns, so that a slow moment of the machine affects all alike; ratios are
-    over stock-ar, medians of neighbours.
+    same with drafts) and moeedge. They take turns, so that a slow moment of the machine affects all alike. A ratio
+    is a mode's speed over that of the stock-ar run next to it; the median is shown.
 
     --policy and --cache-ratio compare expert caches, --expert-budget and --draft-max speed with quality, --parallel
     several texts at once. Ctrl-C prints what is measured; --resume goes on. Exit code 1: an answer differs from
-    stock-ar's by more than a near-tie (two tokens of almost equal score).
+    stock-ar's where the scores of the two tokens are not almost equal.
     """
     from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, Sweep, parse_policies, parse_ratios
 

@@ -45,8 +45,8 @@ Escape = Annotated[
     option(
         options.WORK,
         "-e, --escape/--no-escape",
-        r"Replace \n, \t, \", \', \\ and \xHH in prompt, system prompt, -r and --dry-sequence-breaker by what "
-        "they stand for, as llama.cpp does by default.",
+        r"Turn \n, \t, \", \', \\ and \xHH in prompt, system prompt, -r and --dry-sequence-breaker into the "
+        "characters that they stand for. Off by default (llama.cpp: on).",
     ),
 ]
 Interactive = Annotated[
@@ -76,7 +76,7 @@ NoAutosave = Annotated[
     option(
         options.WORK,
         "--no-autosave",
-        "Do not save the chat while it runs; nothing is left of it after an abort.",
+        "Do not save this chat to disk. By default it is saved in the cache folder, for --resume.",
     ),
 ]
 KeepCache = Annotated[

@@ -81,8 +81,8 @@ declare(
         Face hub, also written -hf OWNER/REPO:QUANT; what is not on this machine is downloaded. Default: the bundled
         model.
         also: -mu --model-url LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO LLAMA_ARG_MODEL_URL
-    -md, --model-draft FILE|NAME|mtp|ngram|auto|none  Where drafts come from, the guesses that the model checks
-        several at a time: a smaller model or an EAGLE-3 or DFlash draft of it (FILE, NAME), the head in the model's
+    -md, --model-draft FILE|NAME|mtp|ngram|auto|none  Source of drafts, tokens guessed ahead that the model
+        checks in one batch: a smaller model or an EAGLE-3 or DFlash draft of it (FILE, NAME), the head in the model's
         own file (mtp), the text so far (ngram), the best of these that is here (auto), or none. Default: auto in chat
         and bench; elsewhere the bundled or the catalog's draft, or none.
         also: --spec-draft-model LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_SPEC_DRAFT_HF_REPO

@@ -86,11 +86,11 @@ declare(
         also: LLAMA_ARG_CHAT_TEMPLATE_FILE
     --chat-template-kwargs JSON  Variables for the chat template, as a JSON object: '{"enable_thinking": false}'.
         also: LLAMA_ARG_CHAT_TEMPLATE_KWARGS
-    --think auto|on|off|low|medium|high  Whether a model with a switch for it thinks before it answers, or how much;
-        auto: as its template has it.
+    --think auto|on|off|low|medium|high  Thinking before the answer, of models that can switch it: on, off or a
+        level; auto: as the model's template has it.
         also: -rea --reasoning LLAMA_ARG_REASONING
-    --reasoning-effort LEVEL  How much a model thinks whose template has levels: low, medium, high, ...; default: as
-        its template has it.
+    --reasoning-effort LEVEL  Thinking level, of models that have levels: low, medium, high, ...; default: as the
+        model's template has it.
         also: LLAMA_ARG_REASONING_EFFORT
     """,
 )
