@@ -45,7 +45,7 @@ class DraftRequest(NamedTuple):
     """What one text asks of its source: the arguments of `DraftSource.propose`."""
 
     history: Sequence[int]
-    gamma: int  # 1 or more
+    gamma: int  # 0 or more; `_propose` gets 1 or more
     sampler: Sampler
     on_token: OnToken | None = None
     keep_hidden_states: bool = False

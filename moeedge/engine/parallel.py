@@ -23,8 +23,8 @@ class ParallelGeneration:
     A text's first record is its prompt's, with its first token. The times and experts of a record are those of the
     entire step. `answers[index]` are the answers, in the order in which they were added. `stats` are the prompts, which
     are decoded one after the other, and all steps, `of_texts[n]` the steps of n texts together; the first token of each
-    text belongs to its prompt, and stop tokens count. Texts wait until a sequence is
-    free; they take the one whose KV cache holds most of their prompt. Between two records texts may be added and
+    text belongs to its prompt and is not counted, and stop tokens are. Texts wait until a sequence is free; they take
+    the one whose KV cache holds most of their prompt. Between two records texts may be added and
     stopped. An iteration ends when no text is left, and goes on with texts that are added later. It raises EngineError
     where another answer has begun in the session.
 
@@ -40,8 +40,8 @@ class ParallelGeneration:
 
     def __post_init__(self) -> None:
         self.answers: list[Answer] = []
-        self.stats = GenerationStats()
-        self.of_texts: defaultdict[int, GenerationStats] = defaultdict(GenerationStats)
+        self.stats = GenerationStats(prefill_generated=0)
+        self.of_texts = defaultdict[int, GenerationStats](partial(GenerationStats, prefill_generated=0))
         self._waiting: deque[int] = deque()  # indices of answers
         self._joining: int | None = None  # the text whose prompt is being decoded; it has a sequence
         self._active: dict[int, Answer] = {}

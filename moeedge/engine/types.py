@@ -229,6 +229,7 @@ class GenerationStats:
     context_shifts: int = 0  # in the middle of the answer, because the context was full
     dropped_tokens: int = 0  # in all of them
     ngram_steps: int = 0  # where n-grams drafted in place of a model
+    prefill_generated: int = 1  # of the generated tokens, those that belong to prefill
 
     def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> None:
         """Adds one verification or plain decode, its generated tokens excepted."""
@@ -256,8 +257,8 @@ class GenerationStats:
 
     @property
     def tg_ts(self) -> float:
-        """Decode speed in tokens/s; the first token belongs to prefill."""
-        return max(self.generated_tokens - 1, 0) / self.decode_s if self.decode_s > 0 else 0.0
+        """Decode speed in tokens/s."""
+        return max(self.generated_tokens - self.prefill_generated, 0) / self.decode_s if self.decode_s > 0 else 0.0
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -272,7 +273,7 @@ class GenerationStats:
     @property
     def tokens_per_step(self) -> float:
         """Tokens emitted per verification step."""
-        return max(self.generated_tokens - 1, 0) / self.steps if self.steps else 0.0
+        return max(self.generated_tokens - self.prefill_generated, 0) / self.steps if self.steps else 0.0
 
     @property
     def overhead_share(self) -> float | None:

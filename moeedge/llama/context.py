@@ -420,10 +420,10 @@ class Context:
         sequence, tokens, logits, states = part
         if states is not None:
             raise ValueError(f"{len(tokens)} tokens of a draft head do not fit one batch")
-        size = min(self._batch.n_max, self._n_outputs) if logits == "all" else self._batch.n_max
+        size = min(self._batch.n_max, self._n_outputs) if logits in ("all", "states") else self._batch.n_max
         pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-        if logits == "all":
-            decoded = (sequence.decode(piece, phase=phase, logits="all", cancel=cancel) for piece in pieces)
+        if logits in ("all", "states"):
+            decoded = (sequence.decode(piece, phase=phase, logits=logits, cancel=cancel) for piece in pieces)
             return np.concatenate([rows.copy() for rows in decoded])
         for piece in pieces[:-1]:
             sequence.decode(piece, phase=phase, logits="none", cancel=cancel)

@@ -113,7 +113,7 @@ _process = _TemplateProcess()
 
 @cache
 def builtin_names() -> tuple[str, ...]:
-    """The names of all, sorted."""
+    """The names of llama.cpp's own chat templates, sorted."""
     n = lib.llama_chat_builtin_templates(None, 0)
     names = (ctypes.c_char_p * n)()
     lib.llama_chat_builtin_templates(names, n)
@@ -129,7 +129,7 @@ def check_source(source: str) -> None:
 
 
 class BuiltinFormat:
-    """One of them, as ChatFormat is for Jinja. It has no variables; its BOS is the tokenizer's."""
+    """One of llama.cpp's own templates, as ChatFormat is for Jinja. It has no variables; its BOS is the tokenizer's."""
 
     bos = ""
     variables: frozenset[str] = frozenset()

@@ -360,7 +360,7 @@ def test_texts_share_the_context_of_models_larger_than_ram(
 
 def test_no_prompts(session: Session) -> None:
     generation = start(session, prompts=[])
-    assert list(generation) == [] and generation.stats.steps == 0 and generation.stats.acceptance_rate is None
+    assert list(generation) == [] and generation.stats.tg_ts == 0 and generation.stats.acceptance_rate is None
 
 
 def test_lengths_by_measured_cost_are_for_one_text(config: EngineConfig) -> None:

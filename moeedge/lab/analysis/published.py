@@ -6,6 +6,7 @@ popularity of experts behind the production study's column "Empirical", no row e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -139,3 +140,15 @@ def _amdahl() -> Iterator[Reproduced]:
     for bound, name in ((2.0, "at least"), (4.0, "at most")):
         holds = times_independent >= bound if name == "at least" else times_independent <= bound
         yield Reproduced(_STUDY, f"overlap of step 4, {name} {bound:g} times independence", True, holds)
+
+
+def full_activation_tokens(n_experts: int, n_used: int, share: float = 0.95) -> int:
+    """The fewest tokens that use `share` of all experts: log_{1-rho}(1-tau) rounded up, rho = K/E (MoESD, Eq. 9).
+
+    Raises ValueError unless 0 < K <= E and 0 <= share < 1.
+    """
+    if not 0 <= share < 1:
+        raise ValueError(f"share must be in [0, 1), not {share}")
+    if expert_counts.uniform_overlap(n_experts, n_used) == 1:
+        return 1
+    return max(1, math.ceil(math.log(1 - share) / math.log(1 - n_used / n_experts)))

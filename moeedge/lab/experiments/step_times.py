@@ -120,7 +120,7 @@ class StepTimer:
     def __post_init__(self) -> None:
         if self.session.draft_context is None:
             self.draft_sizes = ()
-        self._n_sequences = max([*(size for size, _ in self.shapes), *self.draft_sizes])
+        self._n_sequences = max([*(size for size, _ in self.shapes), *self.draft_sizes], default=1)
         self._most = max((each for _, each in self.shapes), default=1)
         n_ctx = self.session.target.n_ctx
         if min(len(self.text), n_ctx) < self.depth + self._most:

@@ -253,6 +253,7 @@ def find_hardware(text: str, side: Side = "chosen") -> HardwareSpec:
         raise InputError(f"Unknown hardware '{text}'.", hint)
     path = Path(text)
     entry: dict[str, Any] = {"name": path.stem} | read_json(path)
+    entry.pop("gpu_memory_bytes", None)  # of files up to 0.13.0; nothing reads it
     try:
         return HardwareSpec(**only_known(pick(entry, side), HardwareSpec))
     except (TypeError, ValueError) as error:

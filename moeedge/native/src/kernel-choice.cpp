@@ -101,15 +101,17 @@ static void drop_from_caches(const void * memory, size_t size) {
 // Drops ggml's log while it lives: ggml tells of every tensor that it repacks.
 class quiet_log : no_copy {
   public:
-    quiet_log() {
+    quiet_log() : lock(one_at_a_time) {
         ggml_log_get(&callback, &data);
         ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     }
     ~quiet_log() { ggml_log_set(callback, data); }
 
   private:
-    ggml_log_callback callback = nullptr;
-    void *            data     = nullptr;
+    inline static std::mutex    one_at_a_time;  // two would restore each other's callbacks
+    std::lock_guard<std::mutex> lock;
+    ggml_log_callback           callback = nullptr;
+    void *                      data     = nullptr;
 };
 
 // MUL_MAT_ID of some tokens that use both experts, on one thread of a CPU backend of its own

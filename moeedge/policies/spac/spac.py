@@ -8,7 +8,7 @@ the long run; a fast link makes it follow the next step. Nothing needs to know t
 For the next batch the draft's tokens are known before verification. What they activated before, in similar contexts
 where a draft model gives hidden states (token_experts.py), replaces the counts' prediction of that batch, as far as it
 proved right, and as far as the next batch matters for the time that an expert stays. Whether these predictions bring
-more activations to the device than the counts alone is measured as the model runs (lookahead_judge.py); where they do
+more activations to the device than the counts alone is measured as the model runs (LookaheadJudge); where they do
 not, they are neither made nor learned, and plans follow from the counts.
 
 Utility and tau. MoE-SpAc's utilities are integers 0..K, and tau counts the same steps. Here the utility is the score in

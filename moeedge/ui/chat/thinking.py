@@ -94,7 +94,9 @@ class FoldedThinking:
 
     def news(self, *, is_last: bool = False) -> str:
         """The line of the thinking, once, as soon as it has ended; is_last: no more text comes."""
-        line = f"thought for {self._figures}, no answer yet" if is_last and self.is_thinking else self.line
+        line = self.line
+        if line and is_last and self.is_thinking:
+            line = f"thought for {self._figures}, no answer yet"
         if self._is_told or not line or (self.is_thinking and not is_last):
             return ""
         self._is_told = True

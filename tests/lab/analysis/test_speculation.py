@@ -83,6 +83,28 @@ def test_arithmetic_intensity_without_shared_experts_is_tokens_times_sparsity() 
     assert speculation.arithmetic_intensity(16, 8, 128, n_shared=2) == pytest.approx(160 / 130)
 
 
+@given(n_experts=st.integers(2, 256), data=st.data(), share=st.floats(0.1, 0.99))
+def test_full_activation_threshold_is_the_first_that_suffices(
+    n_experts: int, data: st.DataObject, share: float
+) -> None:
+    """MoESD, Eq. 9."""
+    n_used = data.draw(st.integers(1, n_experts))
+    threshold = published.full_activation_tokens(n_experts, n_used, share)
+
+    def reached(n_tokens: int) -> float:
+        return expert_counts.uniform_unique(n_experts, n_used, n_tokens) / n_experts
+
+    assert reached(threshold) >= share - 1e-9
+    assert threshold == 1 or reached(threshold - 1) <= share + 1e-9
+
+
+def test_full_activation_of_known_models() -> None:
+    """By hand: ln 0.05 / ln(1 - 8/64) = 22.4, ln 0.05 / ln(1 - 8/128) = 46.4; a dense model needs one token."""
+    assert published.full_activation_tokens(64, 8) == 23
+    assert published.full_activation_tokens(128, 8) == 47
+    assert published.full_activation_tokens(8, 8) == 1
+
+
 @given(n_tokens=st.integers(1, 200))
 def test_sparser_models_have_fewer_tokens_per_expert(n_tokens: int) -> None:
     """MoESD, Appendix A: the mean rises with rho; Eq. 10 in its other form."""
