@@ -10,6 +10,7 @@ from __future__ import annotations
 
 # module -> where it is now; the first row whose old name begins a module's name applies
 MODULES: dict[str, str] = {
+    "moeedge.llama.draft_model": "moeedge.lab.experiments.quantized_draft",
     "moeedge.policies.spac.paper": "moeedge.lab.policies.spac_paper",
     **{
         f"moeedge.policies.{name}": f"moeedge.lab.policies.{name}"

@@ -93,7 +93,7 @@ def ablate(
     )
     engine.limit_openmp_spin(emulate_bundled=True)
     from moeedge.lab.experiments.ablation import figure_12, figure_14, run_ablation, solved_cutoff
-    from moeedge.llama.draft_model import quantized
+    from moeedge.lab.experiments.quantized_draft import quantized
     from moeedge.ui.console import notifier, say, stderr_console
 
     cutoffs = None if cutoff is None else integers(cutoff, "--cutoff")

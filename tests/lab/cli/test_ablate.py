@@ -14,8 +14,8 @@ from rich.console import Console
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
 from moeedge.lab.experiments.ablation import AblationRow, figure_12, figure_14
+from moeedge.lab.experiments.quantized_draft import quantized
 from moeedge.lab.views.tables import print_ablation
-from moeedge.llama.draft_model import quantized
 from moeedge.llama.model import Model
 from moeedge.scheduler.manager import PlacementManager
 from tests.conftest import TinyFactory
