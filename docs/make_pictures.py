@@ -21,11 +21,12 @@ from moeedge.cli.engine_options import EngineOptions
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import SamplingConfig
-from moeedge.ui.chat.answer_figures import live_figures
 from moeedge.ui.chat.greeting import print_greeting
-from moeedge.ui.chat.panel import CacheMeter, render_panel
+from moeedge.ui.chat.live import render_panel
 from moeedge.ui.chat.prompt import PROMPT
+from moeedge.ui.chat.single import CacheMeter
 from moeedge.ui.chat.stream import wrap_rows
+from moeedge.ui.figures import live_figures
 
 FOLDER = Path(__file__).parent
 COLUMNS = 88

@@ -94,3 +94,9 @@ class DeviceError(InputError):
 
 class BackendFileError(DeviceError):
     """The file that the user names is missing, or no ggml backend that can be used here."""
+
+
+def require(is_valid: object, message: str) -> None:
+    """Raises ValueError with the message for a value that is not valid."""
+    if not is_valid:
+        raise ValueError(message)

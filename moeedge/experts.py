@@ -1,4 +1,4 @@
-"""Experts of a model: where each of them is, and how often a router chose each of them."""
+"""Experts of a model: arrays about them, where each of them is, and how often a router chose each of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float32]
+IndexArray = NDArray[np.intp]
+IntArray = NDArray[np.integer[Any]]
+Resident = NDArray[np.bool_] | NDArray[np.uint8]  # [n_layers, n_experts], bool or values of Residency
 
 
 class Residency:
@@ -20,10 +26,10 @@ class Residency:
 
 
 def count_ids(
-    ids: NDArray[np.integer[Any]],
+    ids: IntArray,
     n_experts: int,
     *,
-    rows: NDArray[np.integer[Any]] | None = None,
+    rows: IntArray | None = None,
     n_rows: int | None = None,
 ) -> NDArray[np.int64]:
     """Activations int64 [n_rows, n_experts] in `ids`, negative ids left out.

@@ -7,10 +7,7 @@ from typing import Any
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError with what is wrong and where.
-
-    Also for what Python reads but cannot use: nesting that is too deep, and half of a pair of UTF-16 codes (\\ud83d).
-    """
+    """The value of a JSON text. Raises ValueError, which says where, also for values that Python cannot use."""
     try:
         value = json.loads(text)
         if "\\ud" in text.lower():

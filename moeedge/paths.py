@@ -97,6 +97,25 @@ def unfinished_chats_dir() -> Path:
     return cache_dir() / "unfinished_chats"
 
 
+def children(folder: Path) -> list[Path]:
+    """Files and folders in a folder; none where it cannot be read."""
+    with suppress(OSError):
+        return list(folder.iterdir())
+    return []
+
+
+def text_of(path: Path) -> str:
+    """The text of a file of the system, without blanks around it; empty where it cannot be read."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    return ""
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
 def short(path: Path) -> str:
     """Returns the path for the screen: with ~ for the home folder."""
     home = Path.home()

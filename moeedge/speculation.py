@@ -8,7 +8,7 @@ Notation: gamma drafts per step, alpha the chance that a draft is accepted after
 the seconds of target, draft and rejection sampling. A verification computes gamma + 1 tokens: the drafts and the token
 emitted last. MoESD writes T_T(B, gamma) for it, the production study T(K + 1).
 
-More formulas of distinct experts are in `moeedge.analysis.expert_counts`.
+More formulas of distinct experts are in `moeedge.analysis.routing_curves`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,18 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
+
+from moeedge.errors import require
+from moeedge.records import quotient
+
+# of every record that counts drafted and accepted tokens
+acceptance_rate = quotient("accepted", "drafted", "Accepted over drafted tokens; null without drafts", most=1)
+
+
+def check_gamma(gamma: int, *, least: int = 0, most: int | None = None) -> None:
+    """Raises ValueError for a draft length out of its range."""
+    words = f"{least} or more" if most is None else f"from {least} to {most}"
+    require(least <= gamma <= (gamma if most is None else most), f"gamma (--draft-max) must be {words}, not {gamma}")
 
 
 def expected_tokens(gamma: int, acceptance: float) -> float:
@@ -56,10 +68,7 @@ def speed_up(
 
 
 def speed_up_by_cost(gamma: int, acceptance: float, draft_cost: float) -> float:
-    """Speculative over plain decoding where a verification takes as long as a plain step (MoE-SpAc, section 2.1).
-
-    draft_cost: c = T_D / T_V.
-    """
+    """Speculative over plain decoding where T_V = T_T and draft_cost c = T_D / T_V (MoE-SpAc, section 2.1)."""
     return expected_tokens(gamma, acceptance) / (gamma * draft_cost + 1)
 
 
@@ -69,18 +78,12 @@ def target_efficiency(target_s: float, verify_s: float) -> float:
 
 
 def speculation_pays(expert_ratio: float, gamma: int, acceptance: float) -> bool:
-    """Whether a / b < Omega, so that speculation is faster if drafting costs nothing (MoE-SpAc, Eq. 17).
-
-    expert_ratio: a / b, the distinct experts of a verification over those of a plain step.
-    """
+    """Whether a / b < Omega, with expert_ratio a / b of a verification over a plain step (MoE-SpAc, Eq. 17)."""
     return expert_ratio < expected_tokens(gamma, acceptance)
 
 
 def uniform_unique(n_experts: int, n_used: int, n_tokens: float) -> float:
-    """Expected distinct experts of B tokens: N * (1 - (1 - k/N)^B). Also MoESD's N(t), Eq. 8.
-
-    Raises ValueError unless 0 < k <= N.
-    """
+    """Expected distinct experts of B tokens: N * (1 - (1 - k/N)^B), MoESD's N(t) in Eq. 8. Raises ValueError."""
     check_expert_shape(n_experts, n_used)
     return n_experts * (1.0 - math.pow(1.0 - n_used / n_experts, n_tokens))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 
 _FACTORS = {"": 1, "b": 1} | {
     unit: base ** (power + 1)
@@ -17,10 +18,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*$")
 
 
 def parse_size(text: str) -> int:
-    """Parses a size to bytes: KB, MB, GB, TB are powers of 1,000; KiB, MiB, GiB, TiB and plain K, M, G, T of 1,024.
-
-    Raises ValueError with the expected form.
-    """
+    """Bytes of a size: KB to TB are powers of 1,000; KiB to TiB and K, M, G, T of 1,024. Raises ValueError."""
     match = _SIZE.match(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
     size = float(match[1]) * factor if match and factor else math.nan
@@ -32,10 +30,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_gpu_size(text: str) -> int:
-    """Parses the size of a GPU to the bytes that programs can use.
-
-    "12GB" is that of a card sold with 12 GB: 12 GiB less the driver's part. Other units are exact. Raises ValueError.
-    """
+    """The bytes that programs can use of a GPU: 12 GiB less the driver's part for "12GB". Raises ValueError."""
     size, match = parse_size(text), _SIZE.match(text)
     if match is None or match[2].lower() != "gb" or size < 10**9:
         return size
@@ -44,14 +39,11 @@ def parse_gpu_size(text: str) -> int:
 
 def parse_rate(text: str) -> int:
     """Parses a size followed by "/s" to bytes per second. Raises ValueError."""
-    amount, slash, second = text.rpartition("/")
-    try:
-        rate = parse_size(amount) if slash and second.strip() == "s" else 0
-    except ValueError:
-        rate = 0
-    if rate <= 0:
-        raise ValueError(f'"{text}" is not a rate; write for instance 25GB/s')
-    return rate
+    amount, _, second = text.rpartition("/")
+    with suppress(ValueError):
+        if second.strip() == "s" and (rate := parse_size(amount)) > 0:
+            return rate
+    raise ValueError(f'"{text}" is not a rate; write for instance 25GB/s')
 
 
 def format_bytes(n_bytes: int) -> str:
@@ -65,17 +57,21 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB"
 
 
+def _in_units(n: float, form: str, units: dict[str, float]) -> str:
+    """The number in the first unit that it reaches; empty where it reaches none."""
+    return next((f"{n / factor:{form}} {unit}" for unit, factor in units.items() if n >= factor), "")
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Formats a rate in powers of 1,000, as links are specified: "25 GB/s"."""
-    for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
-        if bytes_per_s >= factor:
-            return f"{bytes_per_s / factor:.3g} {unit}"
-    return f"{bytes_per_s:.3g} B/s"
+    return _in_units(bytes_per_s, ".3g", {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3}) or f"{bytes_per_s:.3g} B/s"
+
+
+def format_weights(n: int) -> str:
+    """A number of weights as models are named: "30.53 billion"."""
+    return _in_units(n, ".4g", {"trillion": 1e12, "billion": 1e9, "million": 1e6}) or f"{n:,}"
 
 
 def format_count(n: int) -> str:
     """A number of parameters as llama.cpp writes it: "42.51 M", "30.53 B"."""
-    for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if n >= factor:
-            return f"{n / factor:.2f} {unit}"
-    return str(n)
+    return _in_units(n, ".2f", {"B": 1e9, "M": 1e6, "K": 1e3}) or str(n)

@@ -92,10 +92,7 @@ class SetVariable:
 
 
 def set_variables(environment: Mapping[str, str]) -> list[SetVariable]:
-    """The variables of the table, and others with the prefixes of its names, that are set; by name.
-
-    Those that every shell sets (TERM, COLUMNS, XDG_*, TMPDIR, LD_LIBRARY_PATH) are left out.
-    """
+    """The variables that are set, by name, also unknown ones of known prefixes; not those that every shell sets."""
     found = []
     for name, value in sorted(environment.items()):
         variable = BY_NAME.get(name)
@@ -103,11 +100,7 @@ def set_variables(environment: Mapping[str, str]) -> list[SetVariable]:
         if not value or (usual and name != "NO_COLOR") or (variable is None and not name.startswith(_SHOWN_PREFIXES)):
             continue
         shown = "(set)" if any(word in name for word in _SECRET) else value
-        found.append(SetVariable(name, shown, variable, "" if variable else _similar(name)))
+        is_unknown = variable is None and name.startswith(_OWN_PREFIX)
+        similar = difflib.get_close_matches(name, BY_NAME, 1, _SIMILAR) if is_unknown else []
+        found.append(SetVariable(name, shown, variable, next(iter(similar), "")))
     return found
-
-
-def _similar(name: str) -> str:
-    if not name.startswith(_OWN_PREFIX):
-        return ""
-    return next(iter(difflib.get_close_matches(name, BY_NAME, 1, _SIMILAR)), "")

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import pytest
 
+import moeedge.cli.chat_options  # noqa: F401  its declarations make the settings of a chat
 from moeedge import paths
 from moeedge.cli.app import environment_kept
 from moeedge.errors import ModelFileError
 from moeedge.hub.remote import is_offline
-from moeedge.native.kernels import is_amx_disabled
+from moeedge.native.compute import is_amx_disabled
 from tests.support.cases import SLOW_CASES
 from tests.support.counting import CountingDevice, Unavailable, compile_device, counting_device
 from tests.support.stock import NO_AMX

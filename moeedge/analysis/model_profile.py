@@ -7,14 +7,15 @@ is a property of the routing or of the text (13 categories of Spec-Bench, seven 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from moeedge.analysis.profile import LayerProfile, profile_layers
+from moeedge.analysis.profile import LayerProfile, layer_curves, profile_layers
 from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
+from moeedge.records import figure
 from moeedge.speculation import expected_tokens
 from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.steps import DraftStats, Steps, drafts_of, recorded_steps
@@ -47,21 +48,19 @@ class SpeculationGain:
 def speculation_gain(curves: RoutingCurves, drafts: DraftStats | None, *, measured: bool) -> SpeculationGain:
     """Figure 7 from the distinct experts of consecutive tokens. measured: the drafts are a model's, not drawn."""
     alpha = PAPER_ACCEPTANCE if drafts is None else drafts.acceptance_chance
-    one = curves.unique[1]
+
+    def over_one(unique: Mapping[int, float | None]) -> list[Any]:
+        one, values = unique[1], [unique[gamma + 1] for gamma in GAMMAS]
+        return [value / one if value is not None and one else None for value in values]
+
     return SpeculationGain(
         acceptance=alpha,
         measured=measured and drafts is not None,
         omega=[expected_tokens(gamma, alpha) for gamma in GAMMAS],
-        a_over_b=[_over(curves.unique[gamma + 1], one) for gamma in GAMMAS],
-        a_over_b_independence=[
-            curves.unique_independence[gamma + 1] / curves.unique_independence[1] for gamma in GAMMAS
-        ],
-        a_over_b_uniform=[curves.unique_uniform[gamma + 1] / curves.unique_uniform[1] for gamma in GAMMAS],
+        a_over_b=over_one(curves.unique),
+        a_over_b_independence=over_one(curves.unique_independence),
+        a_over_b_uniform=over_one(curves.unique_uniform),
     )
-
-
-def _over(value: float | None, one: float | None) -> float | None:
-    return value / one if value is not None and one else None
 
 
 @dataclass(frozen=True)
@@ -92,16 +91,12 @@ def _profile_groups(trace: Trace, steps: Steps, layers: Sequence[int]) -> list[G
     for kind in KINDS:
         sequences: dict[str, list[int]] = {}
         for number, text in enumerate(described):
-            if name := _group_name(text, kind):
+            name = text.get(kind) if isinstance(text, dict) else None
+            if name and isinstance(name, str):
                 sequences.setdefault(name, []).append(number)
         if len(sequences) > 1:
             groups += [_profile_group(trace, steps, layers, kind, name, found) for name, found in sequences.items()]
     return groups
-
-
-def _group_name(text: Any, kind: Kind) -> str:
-    value = text.get(kind) if isinstance(text, dict) else None
-    return value if isinstance(value, str) else ""
 
 
 def _profile_group(
@@ -109,28 +104,19 @@ def _profile_group(
 ) -> GroupProfile:
     rows = steps.text_rows()
     rows = rows[np.isin(trace.sequence[rows], sequences)]
-    sequence = trace.sequence[rows]
-    mean = mean_curves(
-        [
-            RoutingCurves.measure(
-                layer, trace.layer_ids(layer)[rows], sequence, trace.meta.n_experts, trace.used_per_layer[layer]
-            )
-            for layer in layers
-        ]
-    )
+    mean = mean_curves([layer_curves(trace, layer, rows) for layer in layers])
     own_steps = np.isin(steps.sequence, sequences)
-    drafted = int((steps.n_tokens[own_steps] - 1).sum())
-    accepted = int((steps.n_text[own_steps] - 1).sum())
+    drafts = drafts_of(Steps(steps.rows[own_steps], steps.sequence[own_steps], steps.n_text[own_steps]))
     return GroupProfile(
         kind=kind,
         name=name,
-        texts=int(np.unique(sequence).size),
+        texts=int(np.unique(trace.sequence[rows]).size),
         tokens=rows.size,
         overlap=None if mean is None else mean.overlap[1],
         overlap_independence=None if mean is None else mean.overlap_independence,
         unique=None if mean is None else mean.unique[UNIQUE_TOKENS],
         unique_independence=None if mean is None else mean.unique_independence[UNIQUE_TOKENS],
-        acceptance_rate=accepted / drafted if drafted else None,
+        acceptance_rate=None if drafts is None else drafts.acceptance_rate,
     )
 
 
@@ -140,11 +126,11 @@ class ModelProfile:
 
     meta: TraceMeta
     layers: list[LayerProfile]  # those asked for, in detail
-    curves: list[RoutingCurves]  # of all layers with recorded experts
-    mean: RoutingCurves | None  # over these layers; None where no token of text was recorded
-    gain: SpeculationGain | None
-    groups: list[GroupProfile]
-    drafts: DraftStats | None
+    curves: list[RoutingCurves] = figure("All layers with recorded experts", key="by_layer")
+    mean: RoutingCurves | None = figure("Over these; null where no token of text was recorded", key="mean_of_layers")
+    gain: SpeculationGain | None = figure("What speculation gains", key="speculation")
+    drafts: DraftStats | None = figure("Drafts of the steps")
+    groups: list[GroupProfile] = figure("Groups of texts")
 
 
 def profile_model(
@@ -163,24 +149,21 @@ def profile_model(
     """
     is_recorded = steps is None
     steps = recorded_steps(trace) if steps is None else steps
-    detailed: list[LayerProfile] = profile_layers(trace, layers, steps=steps, gamma=gamma)
+    detailed = profile_layers(trace, layers, steps=steps, gamma=gamma)
     known = {profile.layer: profile.curves for profile in detailed}
     rows = steps.text_rows()
-    meta = trace.meta
     curves = []
     for done, layer in enumerate(trace.expert_layers()):
         if layer not in known:
             if cancel():
                 continue
-            known[layer] = RoutingCurves.measure(
-                layer, trace.layer_ids(layer)[rows], trace.sequence[rows], meta.n_experts, trace.used_per_layer[layer]
-            )
+            known[layer] = layer_curves(trace, layer, rows)
         curves.append(known[layer])
         on_layer(done + 1)
     drafts = drafts_of(steps)
     mean = mean_curves(curves)
     return ModelProfile(
-        meta=meta,
+        meta=trace.meta,
         layers=detailed,
         curves=curves,
         mean=mean,

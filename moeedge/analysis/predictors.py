@@ -23,10 +23,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.experts import BoolArray, IntArray
 from moeedge.policies.spac import utility
 
-BoolArray = NDArray[np.bool_]
-CountArray = NDArray[np.integer[Any]]
 Sensor = Literal["sd", "ar"]  # reads verification steps, or one token at a time
 Horizon = Literal["step", "token"]  # predicts the next verification step, or the next token
 
@@ -39,7 +38,7 @@ class Predictor:
 
     start: Callable[[tuple[int, ...]], Any]  # the state before the first step, from the counts' shape
     score: Callable[[Any], NDArray[Any]]  # of a state
-    observe: Callable[[Any, CountArray], Any]  # the state after a step
+    observe: Callable[[Any, IntArray], Any]  # the state after a step
     threshold: float = TAU  # experts with this score or more are predicted hot
 
 
@@ -92,7 +91,7 @@ def single_token_predictors(horizon: float) -> dict[str, Predictor]:
 
 
 def replay_scores(
-    counts: CountArray, is_first: BoolArray, predictor: Predictor, n_read: NDArray[np.integer[Any]] | None = None
+    counts: IntArray, is_first: BoolArray, predictor: Predictor, n_read: NDArray[np.integer[Any]] | None = None
 ) -> NDArray[Any]:
     """Scores before each step, [n_steps, n_layers, n_experts].
 
@@ -166,7 +165,7 @@ class UtilityCurves:
 
 
 def utility_curves(
-    predictor: str, scores: NDArray[np.int16], counts: CountArray, is_first: BoolArray, cap: int
+    predictor: str, scores: NDArray[np.int16], counts: IntArray, is_first: BoolArray, cap: int
 ) -> UtilityCurves:
     """The curves of one layer from its scores 0..cap before each step and its activations, both [n_steps, N]."""
     scores, counts = scores[~is_first], counts[~is_first].astype(np.int64)

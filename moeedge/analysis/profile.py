@@ -10,33 +10,20 @@ so that accuracy cannot be compared with the other; it is reported as well, with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.analysis.predictors import (
-    TAU,
-    BoolArray,
-    CountArray,
-    Horizon,
-    Predictor,
-    PredictorScore,
-    Sensor,
-    UtilityCurves,
-    accuracy,
-    balanced_accuracy,
-    replay_scores,
-    single_token_predictors,
-    speculative_predictors,
-    utility_config,
-    utility_curves,
-)
+from moeedge.analysis import predictors
+from moeedge.analysis.predictors import TAU, Horizon, Predictor, PredictorScore, Sensor, UtilityCurves, utility_curves
 from moeedge.analysis.routing_curves import RoutingCurves, persistence
+from moeedge.experts import BoolArray, IntArray
 from moeedge.native.abi import Phase
+from moeedge.records import derived, figure
 from moeedge.trace.format import Trace
-from moeedge.trace.steps import Steps, activation_counts, recorded_steps
+from moeedge.trace.steps import Steps, activation_counts, recorded_steps, text_steps
 
 N_HOTTEST = 10
 HEADLINE = "alg1-printed"
@@ -62,69 +49,80 @@ class LayerProfile:
     layer: int
     n_experts: int
     n_used: int
-    steps: int  # decode or verification steps
     tokens: int  # accepted tokens
-    counts: NDArray[np.uint16]  # [steps, n_experts], activations per step
-    step_tokens: NDArray[np.int64]  # [steps], tokens computed in each step
     is_first: BoolArray  # [steps], first steps of texts
     speculative: bool  # whether steps are verification steps of several tokens
-    scores: list[PredictorScore]
-    step_cold_share: float | None  # of the experts in the judged steps: the accuracy of always saying "cold"
-    token_cold_share: float | None  # the same for single tokens
-    accuracy_curve: NDArray[np.float64]  # [steps], of the first score, NaN in first steps of texts
-    curves: RoutingCurves  # of the accepted tokens
-    unique_per_step: float | None  # over the tokens of each step, rejected drafts included
-    hottest: list[HotExpert]
-    token_ids: NDArray[np.int32]  # [tokens, k], experts of the accepted tokens, -1 where not recorded
-    persistence_sd: float | None  # of activations from step to step; None without speculation
-    persistence_ar: float | None  # from token to token
-    utility: list[UtilityCurves]  # of Algorithm 1's variants; empty without speculation
+    curves: RoutingCurves = figure("", prefix="")  # of the accepted tokens
+    steps: int = figure("Decode or verification steps")
 
     def score(self, predictor: str, sensor: Sensor, predicts: str) -> PredictorScore | None:
         """The score of that predictor, None if there is none."""
         key = predictor, sensor, predicts
         return next((each for each in self.scores if (each.predictor, each.sensor, each.predicts) == key), None)
 
-    @property
-    def sd_accuracy(self) -> float | None:
-        """Accuracy of Algorithm 1 as printed, reading verification steps; None without speculation."""
-        score = self.score(HEADLINE, "sd", "step")
+    def _accuracy(self, sensor: Sensor, predicts: Horizon) -> float | None:
+        score = self.score(HEADLINE, sensor, predicts)
         return score.accuracy if score else None
 
-    @property
+    @derived("Accuracy of Algorithm 1 as printed, reading verification steps", key="hot_cold_accuracy.sd")
+    def sd_accuracy(self) -> float | None:
+        return self._accuracy("sd", "step")
+
+    @derived("The same, reading tokens; for the next token without speculation", key="hot_cold_accuracy.ar")
+    def ar_accuracy(self) -> float | None:
+        return self._accuracy("ar", "step" if self.speculative else "token")
+
+    step_cold_share: float | None = figure("Cold experts in the judged steps", key="hot_cold_accuracy.always_cold")
+
+    @derived("As ar, for the next token", key="hot_cold_accuracy.ar_next_token")
+    def next_token_accuracy(self) -> float | None:
+        return self._accuracy("ar", "token")
+
+    token_cold_share: float | None = figure("Of single tokens", key="hot_cold_accuracy.always_cold_next_token")
+    scores: list[PredictorScore] = figure("All predictors", key="hot_cold_accuracy.predictors")
+    # [steps], NaN in first steps of texts
+    accuracy_curve: NDArray[np.float64] = figure("Of the first predictor", key="hot_cold_accuracy.by_step")
+
+    @derived("Its mean over the last SMOOTHING_STEPS steps", key="hot_cold_accuracy.by_step_smoothed")
     def smoothed_accuracy(self) -> NDArray[np.float64]:
-        """Mean of `accuracy_curve` over the last SMOOTHING_STEPS steps, [steps], NaN before the first value."""
         return moving_mean(self.accuracy_curve, SMOOTHING_STEPS)
 
-    @property
-    def ar_accuracy(self) -> float | None:
-        """Accuracy of the same, reading one token at a time; for the next token without speculation."""
-        score = self.score(HEADLINE, "ar", "step" if self.speculative else "token")
-        return score.accuracy if score else None
+    @derived("Of adjacent tokens")
+    def overlap(self) -> float | None:
+        return self.curves.overlap[1]
+
+    unique_per_step: float | None = figure("Rejected drafts included", key="unique_experts_per_step")
+    hottest: list[HotExpert] = figure("The experts with the most tokens")
+    utility: list[UtilityCurves] = figure("Of Algorithm 1's variants; empty without speculation")
+    persistence_sd: float | None = figure("From step to step; null without speculation", key="persistence.sd")
+    persistence_ar: float | None = figure("From token to token", key="persistence.ar")
+    step_tokens: NDArray[np.int64] = figure("Computed in each step, [steps]", key="activation_counts.step_tokens")
+
+    @derived("Activations of each expert", key="activation_counts.total")
+    def activations(self) -> NDArray[np.int64]:
+        return np.asarray(self.counts.sum(axis=0, dtype=np.int64))
+
+    counts: NDArray[np.uint16] = figure("Activations, [steps, n_experts]", key="activation_counts.per_step")
+    token_ids: NDArray[np.int32] = figure("Of the accepted tokens [tokens, k]; -1: not recorded", key="token_experts")
 
 
 def profile_layers(
     trace: Trace, layers: Sequence[int], *, steps: Steps | None = None, gamma: int | None = None
 ) -> list[LayerProfile]:
-    """Profiles of `layers`, in their order. Layers without a recorded expert have empty statistics.
-
-    steps, gamma: other steps than the recorded ones, such as simulated verifications of gamma + 1 tokens.
-    """
+    """Profiles of `layers`, in their order. steps, gamma: simulated verifications instead of the recorded steps."""
     steps = recorded_steps(trace) if steps is None else steps
     gamma = trace.meta.gamma if gamma is None else gamma
-    speculative = gamma > 0 and bool((steps.n_tokens > 1).any() or (trace.phase == Phase.VERIFY).any())
-    rows = steps.text_rows()
-    text = Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))  # one accepted token per step
+    if not ((steps.n_tokens > 1).any() or (trace.phase == Phase.VERIFY).any()):
+        gamma = 0
+    text = text_steps(trace, steps.text_rows())
     profiles = []
     for start in range(0, len(layers), _LAYERS_AT_ONCE):
         chunk = list(layers[start : start + _LAYERS_AT_ONCE])
-        step_counts = activation_counts(trace, steps, chunk)
-        token_counts = activation_counts(trace, text, chunk)
-        replays = _replay_predictors(step_counts, token_counts, steps, text, gamma if speculative else 0)
+        step_counts, token_counts = (activation_counts(trace, each, chunk) for each in (steps, text))
+        replays = _replay_predictors(step_counts, token_counts, steps, text, gamma)
         for column, layer in enumerate(chunk):
             counts = step_counts[:, column], token_counts[:, column]
-            own = [each.of(column) for each in replays]
-            profiles.append(_profile_layer(trace, layer, steps, text, *counts, own, gamma if speculative else 0))
+            profiles.append(_profile_layer(trace, layer, steps, text, *counts, replays, column, gamma))
     return profiles
 
 
@@ -136,37 +134,36 @@ def _profile_layer(
     counts: NDArray[np.uint16],
     token_counts: NDArray[np.uint16],
     replays: list[_Replay],
+    column: int,
     gamma: int,
 ) -> LayerProfile:
-    n_experts, n_used = trace.meta.n_experts, trace.used_per_layer[layer]
     rows = text.rows[:, 0]
-    ids = trace.layer_ids(layer)[rows]
-    curves = RoutingCurves.measure(layer, ids, trace.sequence[rows], n_experts, n_used)
-    is_first = steps.is_first()
-    accuracy_curve = np.asarray((replays[0].hot == replays[0].truth).mean(axis=1), dtype=np.float64)
-    accuracy_curve[replays[0].is_first] = np.nan
+    curves = layer_curves(trace, layer, rows)
+    is_first, cap = steps.is_first(), predictors.utility_config(gamma, "floor").cap
+    right = replays[0].hot[:, column] == replays[0].truth[:, column]
+    accuracy_curve = np.where(replays[0].is_first, np.nan, right.mean(axis=1))
     return LayerProfile(
         layer=layer,
-        n_experts=n_experts,
-        n_used=n_used,
+        n_experts=trace.meta.n_experts,
+        n_used=trace.used_per_layer[layer],
         steps=len(steps),
         tokens=curves.tokens,
         counts=counts,
         step_tokens=steps.n_tokens,
         is_first=is_first,
         speculative=gamma > 0,
-        scores=[replayed.score() for replayed in replays],
+        scores=[replayed.score(column) for replayed in replays],
         step_cold_share=float((counts[~is_first] == 0).mean()) if (~is_first).any() else None,
         token_cold_share=float(1.0 - curves.popularity.mean()) if curves.tokens else None,
         accuracy_curve=accuracy_curve[: len(steps)],  # with single tokens only, steps are tokens
         curves=curves,
         unique_per_step=float((counts > 0).sum(axis=1).mean()) if len(steps) else None,
-        hottest=_hottest(trace, layer, rows, curves.popularity, curves.tokens),
-        token_ids=ids,
+        hottest=_hottest(trace, layer, rows, curves),
+        token_ids=trace.layer_ids(layer)[rows],
         persistence_sd=persistence(counts, is_first) if gamma > 0 else None,
         persistence_ar=persistence(token_counts, text.is_first()),
         utility=[
-            utility_curves(each.predictor, each.scores, counts, is_first, utility_config(gamma, "floor").cap)
+            utility_curves(each.predictor, each.scores[:, column], counts, is_first, cap)
             for each in replays
             if each.sensor == "sd" and each.predictor in CURVES_OF
         ],
@@ -175,61 +172,51 @@ def _profile_layer(
 
 @dataclass(frozen=True, eq=False)
 class _Replay:
-    """Predictions of one predictor for some layers, or one; n: steps or tokens."""
+    """Predictions of one predictor for some layers; n: steps or tokens."""
 
     predictor: str
     sensor: Sensor
     predicts: Horizon
-    threshold: float
     is_first: BoolArray  # [n], first steps of texts
     truth: BoolArray  # [n, n_layers, n_experts]
     scores: NDArray[Any]  # [n, n_layers, n_experts]
+    hot: BoolArray  # the same, predicted
 
-    def of(self, column: int) -> _Replay:
-        """The layer in `column` alone: arrays [n, n_experts]."""
-        return replace(self, truth=self.truth[:, column], scores=self.scores[:, column])
-
-    @property
-    def hot(self) -> BoolArray:
-        """The predictions."""
-        return np.asarray(self.scores >= self.threshold)
-
-    def score(self) -> PredictorScore:
-        """The score of a single layer."""
-        judged = self.hot, self.truth, ~self.is_first
-        return PredictorScore(self.predictor, self.sensor, self.predicts, accuracy(*judged), balanced_accuracy(*judged))
+    def score(self, column: int) -> PredictorScore:
+        """The score of the layer in `column`."""
+        judged = self.hot[:, column], self.truth[:, column], ~self.is_first
+        rates = predictors.accuracy(*judged), predictors.balanced_accuracy(*judged)
+        return PredictorScore(self.predictor, self.sensor, self.predicts, *rates)
 
 
 def _replay_predictors(
-    step_counts: CountArray, token_counts: CountArray, steps: Steps, text: Steps, gamma: int
+    step_counts: IntArray, token_counts: IntArray, steps: Steps, text: Steps, gamma: int
 ) -> list[_Replay]:
     """All predictors on all layers of the counts at once; gamma 0: single tokens only."""
+    runs: list[tuple[dict[str, Predictor], Sensor, Horizon, IntArray, NDArray[np.int64] | None]] = []
+    if gamma > 0:
+        by_token = predictors.single_token_predictors(float(steps.n_tokens.mean()))
+        runs.append((predictors.speculative_predictors(gamma), "sd", "step", step_counts, None))
+        runs.append((by_token, "ar", "step", token_counts, steps.n_text))
+    runs.append((predictors.single_token_predictors(1.0), "ar", "token", token_counts, None))
     replays: list[_Replay] = []
-
-    def add(
-        predictors: dict[str, Predictor],
-        sensor: Sensor,
-        predicts: Horizon,
-        read: CountArray,
-        n_read: NDArray[np.int64] | None = None,
-    ) -> None:
+    for by_name, sensor, predicts, read, n_read in runs:
         counts, horizon = (step_counts, steps) if predicts == "step" else (token_counts, text)
         is_first, truth = horizon.is_first(), counts >= TAU
-        for name, each in predictors.items():
-            scores = replay_scores(read, is_first, each, n_read)
-            replays.append(_Replay(name, sensor, predicts, each.threshold, is_first, truth, scores))
-
-    if gamma > 0:
-        add(speculative_predictors(gamma), "sd", "step", step_counts)
-        add(single_token_predictors(float(steps.n_tokens.mean())), "ar", "step", token_counts, steps.n_text)
-    add(single_token_predictors(1.0), "ar", "token", token_counts)
+        for name, each in by_name.items():
+            scores = predictors.replay_scores(read, is_first, each, n_read)
+            replays.append(_Replay(name, sensor, predicts, is_first, truth, scores, scores >= each.threshold))
     return replays
 
 
-def _hottest(
-    trace: Trace, layer: int, rows: NDArray[np.int64], p: NDArray[np.float64], n_recorded: int
-) -> list[HotExpert]:
-    ids = trace.layer_ids(layer)[rows]
+def layer_curves(trace: Trace, layer: int, rows: NDArray[np.int64]) -> RoutingCurves:
+    """The curves of a layer over these rows of a trace, tokens of text."""
+    ids, n_used = trace.layer_ids(layer)[rows], trace.used_per_layer[layer]
+    return RoutingCurves.measure(layer, ids, trace.sequence[rows], trace.meta.n_experts, n_used)
+
+
+def _hottest(trace: Trace, layer: int, rows: NDArray[np.int64], curves: RoutingCurves) -> list[HotExpert]:
+    p, ids = curves.popularity, trace.layer_ids(layer)[rows]
     weights = None if trace.weights is None else trace.weights[rows, layer].astype(np.float64)
     hottest = []
     for expert in np.argsort(-p, kind="stable")[:N_HOTTEST]:
@@ -238,7 +225,7 @@ def _hottest(
         mean_weight = None
         if weights is not None and np.isfinite(weights[ids == expert]).any():
             mean_weight = float(np.nanmean(weights[ids == expert]))
-        hottest.append(HotExpert(int(expert), round(float(p[expert]) * n_recorded), float(p[expert]), mean_weight))
+        hottest.append(HotExpert(int(expert), round(float(p[expert]) * curves.tokens), float(p[expert]), mean_weight))
     return hottest
 
 

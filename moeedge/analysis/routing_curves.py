@@ -1,7 +1,17 @@
 """Curves of one layer's routing: how skewed its experts are, and how its tokens share them.
 
-The production study of MoE speculation, section "Expert routing and verification cost", with its three views of each
-curve (`expert_counts`): measured on consecutive tokens, independence, uniform.
+The production study of MoE speculation ("Why MoE models get more from speculative decoding", section "Expert routing
+and verification cost") has three views of each curve:
+
+  uniform        every expert equally likely, tokens independent
+  independence   the measured popularity p_e of each expert, tokens independent
+  empirical      counted on consecutive tokens
+
+The gap between independence and empirical is due to temporal correlation. Notation: N experts, k of them per token,
+B tokens, p_e = P(a random token uses expert e), sum_e p_e = k.
+
+`ids` arrays are integers [T, k]: row t holds the experts of token t, a negative id was not recorded. `sequence` [T]
+numbers the texts: no pair and no window spans two of them. `p` arrays are float [..., N].
 """
 
 from __future__ import annotations
@@ -12,14 +22,70 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.analysis import expert_counts
-from moeedge.analysis.expert_counts import BoolArray, FloatArray, IntArray
+from moeedge.errors import require
+from moeedge.experts import BoolArray, IntArray
+from moeedge.records import figure
+from moeedge.speculation import check_expert_shape
+from moeedge.speculation import uniform_unique as uniform_unique  # one of the formulas of this module
 
 DISTANCES = tuple(range(1, 9))  # j, tokens apart
 BATCHES = tuple(range(1, 65))  # B, consecutive tokens
 _HOT_SHARE = 0.1  # of the experts: "the hottest tenth"
 
 Curve = dict[int, float | None]
+FloatArray = NDArray[np.float64]
+
+
+def uniform_overlap(n_experts: int, n_used: int) -> float:
+    """Expected share of a token's experts that an unrelated token uses, all equally likely: k/N. Raises ValueError."""
+    check_expert_shape(n_experts, n_used)
+    return n_used / n_experts
+
+
+def independence_overlap(p: FloatArray) -> float:
+    """The same under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
+    n_used = float(p.sum())
+    return float(np.square(p).sum() / n_used) if n_used > 0 else 0.0
+
+
+def tokens_per_expert(n_experts: int, n_used: int, n_tokens: float) -> float:
+    """Mean tokens of each expert in use, rho * t / (1 - (1 - rho)^t) (MoESD, Eq. 10)."""
+    return n_tokens * n_used / uniform_unique(n_experts, n_used, n_tokens)
+
+
+def independence_unique(p: FloatArray, n_tokens: int) -> float:
+    """Expected distinct experts of B tokens under the measured popularity p [N]: sum_e (1 - (1 - p_e)^B)."""
+    return float((1.0 - (1.0 - p) ** n_tokens).sum())
+
+
+def membership(ids: IntArray, n_experts: int) -> BoolArray:
+    """Bool [T, N]: token t uses expert e. An expert that occurs twice in a token's row counts once."""
+    used = np.zeros((ids.shape[0], n_experts), dtype=np.bool_)
+    rows, slots = np.nonzero(ids >= 0)
+    used[rows, ids[rows, slots]] = True
+    return used
+
+
+def activation_probability(ids: IntArray, n_experts: int) -> FloatArray:
+    """p_e [N] over the recorded tokens; zeros if there are none."""
+    used = membership(ids, n_experts)
+    n_recorded = int(used.any(axis=1).sum())
+    return np.asarray(used.sum(axis=0) / max(n_recorded, 1), dtype=np.float64)
+
+
+def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray | None = None, lag: int = 1) -> float | None:
+    """Mean of |experts(t) & experts(t + lag)| / |experts(t)|; None if no two recorded tokens are that far apart."""
+    require(lag >= 1, f"lag must be >= 1, not {lag}")
+    used = membership(ids, n_experts)
+    first, second = used[:-lag], used[lag:]
+    n_used = first.sum(axis=1)
+    valid = (n_used > 0) & second.any(axis=1)
+    if sequence is not None:
+        valid &= sequence[:-lag] == sequence[lag:]
+    if not valid.any():
+        return None
+    shared = (first & second).sum(axis=1)[valid]
+    return float((shared / n_used[valid]).mean())
 
 
 @dataclass(frozen=True)
@@ -57,45 +123,39 @@ class Skew:
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class RoutingCurves:
-    """The curves of one layer over the tokens of a text, or the mean of several layers (`mean_curves`).
+    """The curves of a layer over the tokens of a text, or a mean of layers; None: no text is so long."""
 
-    None: no two tokens are so far apart, or no text is so long.
-    """
-
-    layer: int | None  # None: a mean of layers
-    tokens: int  # recorded ones
-    popularity: FloatArray  # p_e [N]; in a mean, of each layer's experts from the most to the least popular
-    skew: Skew
-    overlap: Curve  # by distance j
-    overlap_independence: float
-    overlap_uniform: float
-    unique: Curve  # by number of tokens B
-    unique_independence: dict[int, float]
-    unique_uniform: dict[int, float]
+    layer: int | None = figure("Layer; null: a mean of layers")
+    tokens: int = figure("Recorded tokens")
+    overlap_independence: float = figure("Overlap with this popularity and no order")
+    overlap_uniform: float = figure("Overlap with equally popular experts")
+    overlap: Curve = figure("Overlap by distance j", key="overlap_by_distance")
+    unique: Curve = figure("Distinct experts by number of tokens B", key="unique_experts.empirical")
+    unique_uniform: dict[int, float] = figure("The same, equally popular", key="unique_experts.uniform")
+    unique_independence: dict[int, float] = figure("The same without order", key="unique_experts.independence")
+    popularity: FloatArray = figure("p_e [N]; in a mean, of each layer's experts from the most to the least popular")
+    skew: Skew = figure("How unequal the popularity is")
 
     @classmethod
     def measure(cls, layer: int, ids: IntArray, sequence: IntArray, n_experts: int, n_used: int) -> RoutingCurves:
         """The curves of the experts `ids` [T, k] of a text's tokens; `sequence` [T] numbers the texts."""
-        p = expert_counts.activation_probability(ids, n_experts)
+        p = activation_probability(ids, n_experts)
         return cls(
             layer=layer,
             tokens=int((ids >= 0).any(axis=1).sum()),
             popularity=p,
             skew=Skew.of(p, n_used),
-            overlap={j: expert_counts.empirical_overlap(ids, n_experts, sequence, lag=j) for j in DISTANCES},
-            overlap_independence=expert_counts.independence_overlap(p),
-            overlap_uniform=expert_counts.uniform_overlap(n_experts, n_used),
+            overlap={j: empirical_overlap(ids, n_experts, sequence, lag=j) for j in DISTANCES},
+            overlap_independence=independence_overlap(p),
+            overlap_uniform=uniform_overlap(n_experts, n_used),
             unique=unique_curve(ids, n_experts, BATCHES, sequence),
-            unique_independence={b: expert_counts.independence_unique(p, b) for b in BATCHES},
-            unique_uniform={b: expert_counts.uniform_unique(n_experts, n_used, b) for b in BATCHES},
+            unique_independence={b: independence_unique(p, b) for b in BATCHES},
+            unique_uniform={b: uniform_unique(n_experts, n_used, b) for b in BATCHES},
         )
 
 
 def mean_curves(curves: Sequence[RoutingCurves]) -> RoutingCurves | None:
-    """The mean over layers, each with the same weight; None without a layer that recorded tokens.
-
-    A point that some layer lacks is None.
-    """
+    """The mean over layers, None without a layer that recorded tokens; a point that some layer lacks is None."""
     recorded = [each for each in curves if each.tokens]
     if not recorded:
         return None
@@ -129,7 +189,7 @@ def unique_curve(
     last use before was at token q of the same run of recorded tokens, is the first occurrence in the windows that start
     after q, at t at the latest, and end at t at the earliest: their number follows without looking at the windows.
     """
-    used = expert_counts.membership(ids, n_experts)
+    used = membership(ids, n_experts)
     n_tokens = len(used)
     recorded: BoolArray = np.asarray(used.any(axis=1))
     same_run = recorded[1:] & recorded[:-1]

@@ -12,26 +12,18 @@ the page cache, ours load experts into slots: open at once, each would take the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
-from moeedge.bench.config import REFERENCE, BenchMode, mode_config
-from moeedge.bench.harness import BenchArm, open_arm
+from moeedge.bench import whole_layers
+from moeedge.bench.config import MODES, REFERENCE, BenchMode, mode_config
+from moeedge.bench.experiment import Work
+from moeedge.bench.harness import BenchArm, open_arm, rotated
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.perplexity import Perplexity
-from moeedge.bench.records import ArmEnd
-from moeedge.bench.samples import Sample
-from moeedge.bench.whole_layers import (
-    DeviceUse,
-    Split,
-    SplitPlanner,
-    layers_host_bytes,
-    load_whole_layers,
-    missing_reason,
-    session_use,
-)
 from moeedge.engine.layer_search import has_choice, open_session
 from moeedge.engine.loading import host_bytes
 from moeedge.engine.types import EngineConfig
@@ -43,6 +35,9 @@ from moeedge.llama.model import Model
 from moeedge.units import format_bytes
 
 Report = Callable[[Iterable[str]], None]
+# arms that take turns, their repetitions, and the place of the first of them among the modes of the pass
+Turn = tuple[Sequence[BenchArm], Sequence[int], int]
+IsDone = Callable[[BenchMode, int], bool]  # whether an interrupted run has measured a mode's repetition
 # share of the free memory; the rest is for compute buffers and other programs
 _USABLE = 0.8
 NOTE = (
@@ -53,13 +48,14 @@ NOTE = (
 
 @dataclass
 class Pass:
-    """Modes that take turns, and their samples. `repeated` is the reference of an earlier pass: it gets no row."""
+    """Modes that take turns, and their works. `repeated` is the reference of an earlier pass: it gets no row."""
 
     modes: tuple[BenchMode, ...]
     repeated: str | None = None  # label of a mode
+    works: Sequence[Work] = ()
+    is_measured: bool = False  # to its end, or until the run was cancelled
     arms: list[BenchArm] = field(default_factory=list)
-    samples: dict[str, list[Sample]] = field(default_factory=dict)  # by test
-    ends: dict[str, ArmEnd] = field(default_factory=dict)  # by label
+    ends: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of Setup, by label
     perplexity: dict[str, Perplexity] = field(default_factory=dict)  # of modes with our backend and drafts, by label
     checks: dict[str, OutputCheck] = field(default_factory=dict)  # of modes with their own target, by label
 
@@ -69,16 +65,11 @@ def split_passes(modes: Sequence[BenchMode], *, together: bool, apart: Sequence[
 
     apart: further modes, each of which needs a pass of its own.
     """
-    swept = [mode for mode in modes if mode.is_swept]
-    later = list(apart)
-    first = tuple(modes)
-    if not together and len(swept) > 1:
-        first = (*(mode for mode in modes if not mode.is_swept), swept[0])
-        later = [*swept[1:], *apart]
-    reference = tuple(mode for mode in modes if mode.name == REFERENCE)
-    repeated = REFERENCE if reference else None
-    passes = [Pass(first), *(Pass((*reference, mode), repeated) for mode in later)]
-    return [current for current in passes if current.modes]
+    alone = [] if together else [mode for mode in modes if mode.is_swept][1:]
+    first = [mode for mode in modes if mode not in alone]
+    reference = [mode for mode in modes if mode.name == REFERENCE]
+    later = [Pass((*reference, mode), REFERENCE if reference else None) for mode in (*alone, *apart)]
+    return [Pass(tuple(first)), *later] if first else later
 
 
 def largest_cache(modes: Sequence[BenchMode]) -> BenchMode:
@@ -86,171 +77,148 @@ def largest_cache(modes: Sequence[BenchMode]) -> BenchMode:
     return max(modes, key=lambda mode: 2.0 if mode.cache_ratio is None else mode.cache_ratio)
 
 
-def caches_fit(probe: BenchArm, others: Sequence[BenchMode]) -> bool:
-    """Returns whether the device has room for the caches of `others` next to that of `probe`, which is open.
+@dataclass(kw_only=True, eq=False)
+class _Sessions:
+    """What both kinds of arms have. Raises InputError on entering where no mode can run."""
 
-    The emulated device is memory of this machine. A device whose driver reports no memory counts as full.
-    """
-    stats = probe.session.placement_stats()
-    if stats is None:
-        return True
-    total = expert_bytes(expert_tensors(probe.session.model.path)[0])
-    needed = sum(stats.pool_bytes if mode.cache_ratio is None else mode.cache_ratio * total for mode in others)
-    if stats.device.startswith("emulated"):
-        free_bytes = available_memory()
-    elif stats.vram_used_bytes is not None and stats.vram_total_bytes is not None:
-        free_bytes = stats.vram_total_bytes - stats.vram_used_bytes
-    else:
-        return False
-    return needed <= _USABLE * free_bytes
+    base: EngineConfig  # with the context size of the run
+    modes: Sequence[BenchMode]
+    report: Report  # gets sentences for the user
+    passes: list[Pass] = field(default_factory=list)
+    resources: ExitStack = field(default_factory=ExitStack)
+
+    def __exit__(self, *error: object) -> None:
+        self.resources.close()
+
+    def _arm(self, mode: BenchMode, stack: ExitStack, **options: Any) -> BenchArm:
+        return open_arm(self.base, mode, stack, notify=lambda note: self.report([note]), **options)
 
 
-class Arms:
-    """A context manager: entering opens the arms of the first pass and plans the others.
+@dataclass(kw_only=True, eq=False)
+class Arms(_Sessions):
+    """A context manager: entering opens the arms of the first pass and plans the others."""
 
-    Raises InputError on entering where no mode can run.
-
-    base: with the context size of the run. models: the target that the modes share, and the draft model or None.
-    report: gets sentences for the user.
-    """
-
-    def __init__(
-        self,
-        base: EngineConfig,
-        modes: Sequence[BenchMode],
-        device: ResolvedDevice,
-        models: tuple[Model, Model | None],
-        report: Report,
-    ) -> None:
-        self._base = base
-        self._modes = modes
-        self._device = device
-        self._models = models
-        self._report = report
-        self._uses: list[tuple[BenchMode, DeviceUse]] = []  # of our modes, as they were opened
-        self._splits: dict[str, Split] = {}  # by label
-        self._divided: list[BenchMode] = []  # modes with a target of their own, whose layers they choose
-        self._stock: dict[str, BenchArm] = {}
-        self._first: dict[str, BenchArm] = {}  # the other arms of the first pass
-        self._first_resources = ExitStack()
-        self._resources = ExitStack()
-        self._left_out: list[str] = []  # a sentence for each mode that cannot run
-        self.passes: list[Pass] = []
+    device: ResolvedDevice
+    models: tuple[Model, Model | None]  # the target that the modes share, and the draft model
+    uses: list[tuple[BenchMode, whole_layers.DeviceUse]] = field(default_factory=list)  # of our modes, once open
+    splits: dict[str, whole_layers.Split] = field(default_factory=dict)  # by label
+    divided: Sequence[BenchMode] = ()  # modes with a target of their own, whose layers they choose
+    always: dict[str, BenchArm] = field(default_factory=dict)  # stock modes on the shared target, by label
+    first: dict[str, BenchArm] = field(default_factory=dict)  # the other arms of the first pass
+    first_resources: ExitStack = field(default_factory=ExitStack)
+    left_out: list[str] = field(default_factory=list)  # a sentence for each mode that cannot run
 
     def __enter__(self) -> Arms:
+        counts = dict.fromkeys(mode.n_parallel for mode in self.modes)
         with ExitStack() as stack:
-            reasons = {mode: missing_reason(mode, self._device, self._models[0]) for mode in self._modes}
-            self._left_out = [f"{mode.label} is left out: {reason}." for mode, reason in reasons.items() if reason]
+            if any(counts):  # texts together: the modes of one number take turns, since speed-ups compare them
+                self.always = self._open([MODES[REFERENCE]], stack)
+                self.passes = [Pass(tuple(mode for mode in self.modes if mode.n_parallel == n)) for n in counts]
+                self.resources = stack.pop_all()
+                return self
+            reasons = {mode: whole_layers.missing_reason(mode, self.device, self.models[0]) for mode in self.modes}
+            self.left_out = [f"{mode.label} is left out: {reason}." for mode, reason in reasons.items() if reason]
             modes = [mode for mode, reason in reasons.items() if reason is None]
             layers = [mode for mode in modes if mode.method == "ncmoe"]
             shared = [mode for mode in modes if mode.method == "shared"]
-            self._divided = self._own_targets(shared)
-            self._stock = self._open([mode for mode in shared if mode.engine == "stock"], stack)
-            self._first_resources = stack.enter_context(ExitStack())
+            self.divided = self._own_targets(shared)
+            self.always = self._open([mode for mode in shared if mode.engine == "stock"], stack)
+            self.first_resources = stack.enter_context(ExitStack())
             together = self._open_caches([mode for mode in shared if mode.engine == "moeedge"])
-            layers = self._plan_layers(layers)
-            apart = layers
+            apart = layers = self._plan_layers(layers)
             if layers and together and self._layers_fit(layers):
-                self._first |= self._open(layers, self._first_resources)
+                self.first |= self._open(layers, self.first_resources)
                 apart = []
             elif layers:
-                self._report(["Whole layers and cache do not fit the memory at once: they are measured one by one."])
-            kept = [mode for mode in modes if mode in shared or (mode in layers and mode not in apart)]
+                self.report(["Whole layers and cache do not fit the memory at once: they are measured one by one."])
+            kept = [mode for mode in modes if mode in (*shared, *layers) and mode not in apart]
             self.passes = split_passes(kept, together=together, apart=apart)
             if not self.passes:
-                raise InputError("No mode is left to measure.", " ".join(self._left_out))
-            self._report(self._left_out)
-            self._resources = stack.pop_all()
+                raise InputError("No mode is left to measure.", " ".join(self.left_out))
+            self.report(self.left_out)
+            self.resources = stack.pop_all()
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._resources.close()
 
     def stock(self, label: str) -> BenchArm:
         """The arm of a stock mode on the shared target."""
-        return self._stock[label]
+        return self.always[label]
 
     @contextmanager
     def opened(self, current: Pass) -> Iterator[None]:
         """Opens the arms of a pass, and closes them unless they are those of the only pass."""
         with ExitStack() as stack:
-            opened = self._stock | (self._first if current is self.passes[0] else {})
+            opened = self.always | (self.first if current is self.passes[0] else {})
             opened |= self._open([mode for mode in current.modes if mode.label not in opened], stack)
             current.arms = [opened[mode.label] for mode in current.modes]
             yield
         if len(self.passes) > 1:
-            self._first_resources.close()
+            self.first_resources.close()
+
+    def turns(self, current: Pass, repetitions: int, is_done: IsDone) -> Generator[Turn]:
+        """All arms take turns in all repetitions."""
+        yield current.arms, range(repetitions), 0
 
     def _open_caches(self, modes: Sequence[BenchMode]) -> bool:
         """Opens our modes for the first pass if all of their caches fit the device; returns whether they do."""
         swept = [mode for mode in modes if mode.is_swept]
-        self._first |= self._open([mode for mode in modes if mode not in swept], self._first_resources)
+        self.first |= self._open([mode for mode in modes if not mode.is_swept], self.first_resources)
         if not swept:
             return True
         largest = largest_cache(swept)
         others = [mode for mode in swept if mode is not largest]
         with ExitStack() as probing:
             probe = self._open([largest], probing)
-            if others and not caches_fit(probe[largest.label], others):
-                self._report(["The caches do not fit the device at once: they are measured one after the other."])
+            if others and not self._caches_fit(probe[largest.label], others):
+                self.report(["The caches do not fit the device at once: they are measured one after the other."])
                 return False
-            self._first |= probe | self._open(others, probing)
-            self._first_resources.enter_context(probing.pop_all())
+            self.first |= probe | self._open(others, probing)
+            self.first_resources.enter_context(probing.pop_all())
         return True
 
     def _plan_layers(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
         """Chooses the layers of each mode; returns the modes that fit the memory to fill."""
         if not modes:
             return []
-        planner = SplitPlanner(self._base, self._device, self._models[1])
-        kept = []
+        planner = whole_layers.SplitPlanner(self.base, self.device, self.models[1])
         for mode in modes:
-            budget_bytes = planner.budget_bytes(mode, self._uses)
-            split = planner.for_budget(mode, budget_bytes)
+            budget_bytes = planner.budget_bytes(mode, self.uses)
+            room, split = f"of the {format_bytes(budget_bytes)} to fill", planner.for_budget(mode, budget_bytes)
             if split is None:
-                needed, room = format_bytes(planner.least_bytes(mode)), format_bytes(budget_bytes)
-                self._left_out.append(
-                    f"{mode.label} is left out: without experts it takes {needed} of the {room} to fill."
-                )
+                left_out = f"without experts it takes {format_bytes(planner.least_bytes(mode))} {room}"
+            elif not fits(n_bytes := self._host_bytes(split)):
+                free = f"next to the other modes {format_bytes(available_memory())} are free"
+                left_out = f"its own weights take {format_bytes(n_bytes)} of RAM, and {free}"
+            else:
+                self.splits[mode.label] = split
+                how = f"{split.layers.n_whole} whole layers on the GPU (--n-cpu-moe {split.layers.n_cpu_moe})"
+                self.report([f"{mode.label} has {how}: {format_bytes(split.use.total_bytes)} {room}."])
                 continue
-            n_bytes = layers_host_bytes(self._base, self._device, split.layers.n_cpu_moe)
-            if not fits(n_bytes):
-                self._left_out.append(
-                    f"{mode.label} is left out: its own weights take {format_bytes(n_bytes)} of RAM, and next to the "
-                    f"other modes {format_bytes(available_memory())} are free."
-                )
-                continue
-            self._splits[mode.label] = split
-            layers, taken = split.layers, format_bytes(split.use.total_bytes)
-            self._report([
-                f"{mode.label} has {layers.n_whole} whole layers on the GPU (--n-cpu-moe {layers.n_cpu_moe}): "
-                f"{taken} of the {format_bytes(budget_bytes)} to fill."
-            ])  # fmt: skip
-            kept.append(mode)
-        return kept
+            self.left_out.append(f"{mode.label} is left out: {left_out}.")
+        return [mode for mode in modes if mode.label in self.splits]
+
+    def _host_bytes(self, split: whole_layers.Split) -> int:
+        return whole_layers.layers_host_bytes(self.base, self.device, split.layers.n_cpu_moe)
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> dict[str, BenchArm]:
         """Opens sessions, those with targets of their own last; `stack` closes them. Returns their arms by label."""
-        targets: dict[int, Model] = {}  # by n_cpu_moe
         opened: dict[str, BenchArm] = {}
-        for mode in sorted(modes, key=lambda mode: (mode.method == "ncmoe", mode in self._divided)):
-            model, draft = self._models
+
+        @cache
+        def target(n_cpu_moe: int) -> Model:
+            return stack.enter_context(whole_layers.load_whole_layers(self.base, self.device, n_cpu_moe))
+
+        for mode in sorted(modes, key=lambda mode: (mode.method == "ncmoe", mode in self.divided)):
+            model, draft = self.models
             how: dict[str, Any] = {"model": model, "draft_model": draft}
-            if mode in self._divided:
-                draft = draft if mode.drafts else None
-                how = {"opened": open_session, "own_target": True, "draft_model": draft}
+            if mode in self.divided:
+                how = {"opened": open_session, "own_target": True, "draft_model": draft if mode.drafts else None}
             elif mode.method == "ncmoe":
-                n_cpu_moe = self._splits[mode.label].layers.n_cpu_moe
-                if n_cpu_moe not in targets:
-                    targets[n_cpu_moe] = stack.enter_context(load_whole_layers(self._base, self._device, n_cpu_moe))
-                how |= {"model": targets[n_cpu_moe], "own_target": True}
-            arm = opened[mode.label] = open_arm(
-                self._base, mode, stack, notify=lambda note: self._report([note]), **how
-            )
+                how |= {"model": target(self.splits[mode.label].layers.n_cpu_moe), "own_target": True}
+            arm = opened[mode.label] = self._arm(mode, stack, **how)
             if mode.engine == "moeedge":
-                self._uses.append((mode, session_use(arm.session, self._device)))
+                self.uses.append((mode, whole_layers.session_use(arm.session, self.device)))
         for arm in opened.values():
-            self._report(arm.session.info.notes)
+            self.report(arm.session.info.notes)
         return {mode.label: opened[mode.label] for mode in modes}
 
     def _own_targets(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
@@ -258,89 +226,94 @@ class Arms:
 
         None where host memory lacks room for these targets next to the shared one.
         """
-        found = [
-            mode
-            for mode in modes
-            if mode.engine == "moeedge"
-            and self._models[0].host_expert_layers
-            and has_choice(mode_config(self._base, mode), self._device)
-        ]
-        n_bytes = len(found) * host_bytes(self._base, self._device)
+        ours = [mode for mode in modes if mode.engine == "moeedge" and self.models[0].host_expert_layers]
+        found = [mode for mode in ours if has_choice(mode_config(self.base, mode), self.device)]
+        n_bytes = len(found) * host_bytes(self.base, self.device)
         if fits(n_bytes):
             return found
-        self._report(
+        self.report(
             f"{mode.label} keeps no entire layers on the GPU: weights of its own could take another "
             f"{format_bytes(n_bytes // len(found))} of RAM, and {format_bytes(available_memory())} are free."
             for mode in found
         )
         return []
 
+    def _caches_fit(self, probe: BenchArm, others: Sequence[BenchMode]) -> bool:
+        """Whether the device has room for the caches of `others` next to that of `probe`, which is open."""
+        stats = probe.session.placement_stats()
+        if stats is None:
+            return True
+        total = expert_bytes(expert_tensors(probe.session.model.path)[0])
+        sizes = (stats.pool_bytes if mode.cache_ratio is None else mode.cache_ratio * total for mode in others)
+        return sum(sizes) <= self._usable_bytes(stats.pool_bytes)
+
     def _layers_fit(self, modes: Sequence[BenchMode]) -> bool:
-        """Whether GPU and host memory have room for the targets of these modes at once, next to all that is open.
+        """Whether GPU and host memory have room for the targets of these modes at once, next to all that is open."""
+        splits = [self.splits[mode.label] for mode in modes]
+        n_bytes = sum({split.layers.n_cpu_moe: self._host_bytes(split) for split in splits}.values())
+        return fits(n_bytes) and sum(split.use.total_bytes for split in splits) <= self._usable_bytes()
 
-        A GPU whose driver reports no memory counts as full.
+    def _usable_bytes(self, pool_bytes: int = 0) -> float:
+        """Of what is free on the device next to an expert cache of `pool_bytes`.
+
+        The emulated device is memory of this machine. A device whose driver reports no memory counts as full.
         """
-        splits = [self._splits[mode.label] for mode in modes]
-        sizes = {split.layers.n_cpu_moe for split in splits}
-        n_bytes = sum(layers_host_bytes(self._base, self._device, n_cpu_moe) for n_cpu_moe in sizes)
-        reading = read_memory(self._device)
-        free_bytes = 0 if reading is None else reading.free_bytes
-        return fits(n_bytes) and sum(split.use.total_bytes for split in splits) <= _USABLE * free_bytes
+        if self.device.kind == "emulated":
+            return _USABLE * available_memory()
+        reading = read_memory(self.device, pool_bytes=pool_bytes)
+        return 0.0 if reading is None else _USABLE * reading.free_bytes
 
 
-class ArmsInTurn:
-    """A context manager with the interface of `Arms`: one pass, of whose arms only one is open at a time.
+@dataclass(kw_only=True, eq=False)
+class ArmsInTurn(_Sessions):
+    """A context manager with the interface of `Arms`: one pass, of whose arms only one is open at a time."""
 
-    base: with the context size of the run. report: gets sentences for the user.
-    Raises InputError on entering where no mode can run.
-    """
-
-    def __init__(self, base: EngineConfig, modes: Sequence[BenchMode], report: Report) -> None:
-        ram = "on" if base.ram == "auto" else base.ram  # what the run begins with, whatever is free later
-        self._base = replace(base, ram=ram, placement=replace(base.placement, warm_start=False))
-        self._modes = modes
-        self._report = report
-        self._measured: dict[str, BenchArm] = {}  # as they were opened last
-        self._reference: BenchArm | None = None
-        self._resources = ExitStack()
-        self.passes: list[Pass] = []
+    measured: dict[str, BenchArm] = field(default_factory=dict)  # as they were opened last
+    reference: BenchArm | None = None
 
     def __enter__(self) -> ArmsInTurn:
-        kept = [mode for mode in self._modes if mode.method == "shared"]
-        left_out = [mode.label for mode in self._modes if mode not in kept]
+        ram = "on" if self.base.ram == "auto" else self.base.ram  # what the run begins with, whatever is free later
+        placement = replace(self.base.placement, warm_start=False)
+        self.base = replace(self.base, ram=ram, placement=placement)
+        kept = [mode for mode in self.modes if mode.method == "shared"]
+        left_out = [mode.label for mode in self.modes if mode not in kept]
         reason = "it has no meaning where experts are loaded into RAM"
-        self._report([NOTE, *(f"{label} is left out: {reason}." for label in left_out)])
+        self.report([NOTE, *(f"{label} is left out: {reason}." for label in left_out)])
         if not kept:
             raise InputError("No mode is left to measure.", "Choose from stock-ar, stock-sd, moeedge and moeedge-ar.")
         kept.sort(key=lambda mode: mode.label != REFERENCE)  # the others go on from its answers
         self.passes = [Pass(tuple(kept))]
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._resources.close()
-
     def stock(self, label: str) -> BenchArm:
         """The reference, opened again: for logits, when nothing is measured any more."""
-        if self._reference is None:
+        if self.reference is None:
             mode = next(mode for mode in self.passes[0].modes if mode.label == label)
-            self._reference = self._resources.enter_context(self.open_alone(mode))
-        return self._reference
+            self.reference = self.resources.enter_context(self.open_alone(mode))
+        return self.reference
 
     @contextmanager
     def opened(self, current: Pass) -> Iterator[None]:
         """Nothing is opened for the entire pass."""
         yield
-        current.arms = [self._measured[mode.label] for mode in current.modes if mode.label in self._measured]
+        current.arms = [self.measured[mode.label] for mode in current.modes if mode.label in self.measured]
+
+    def turns(self, current: Pass, repetitions: int, is_done: IsDone) -> Generator[Turn]:
+        """Opens and closes each mode in every repetition, in rotated order."""
+        for repetition in range(repetitions):
+            for place, mode in enumerate(rotated(current.modes, repetition)):
+                # the last repetition opens every mode, for what its row says about it
+                if repetition == repetitions - 1 or not is_done(mode, repetition):
+                    with self.open_alone(mode) as arm:
+                        yield [arm], [repetition], place
 
     @contextmanager
     def open_alone(self, mode: BenchMode) -> Iterator[BenchArm]:
         """A mode with the memory to itself."""
-        _drop_page_cache(self._base)
+        _drop_page_cache(self.base)
         with ExitStack() as stack:
-            arm = self._measured[mode.label] = open_arm(
-                self._base, mode, stack, notify=lambda note: self._report([note])
-            )
-            self._report(arm.session.info.notes)
+            arm = self.measured[mode.label] = self._arm(mode, stack)
+            self.report(arm.session.info.notes)
             yield arm
 
 

@@ -13,39 +13,37 @@ The choice is kept for later runs.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 from moeedge.bench.config import MODES
+from moeedge.bench.experiment import Conversations
 from moeedge.bench.harness import BenchArm, answer_text, rotated
 from moeedge.bench.perplexity import measure_perplexity
-from moeedge.bench.samples import Sample, quotient
-from moeedge.bench.scores import final_part
-from moeedge.data.datasets import load_calibration
-from moeedge.data.prompts import Prompt
-from moeedge.data.texts import EvaluationText, load_calibration_text
+from moeedge.bench.samples import Sample, Samples, mean_and_error
+from moeedge.bench.scores import AnswerScorer
+from moeedge.data.datasets import load_calibration, load_calibration_text
+from moeedge.data.prompts import Dataset, EvaluationText, Prompt
 from moeedge.engine.layer_choice import session_conditions
 from moeedge.engine.layer_search import open_session
 from moeedge.engine.loading import resolve_device
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
-from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
-from moeedge.scoring.answers import score_answer
+from moeedge.records import combine
+from moeedge.run import Level, Notification, Notify, ignore
+from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement, write_measurement
 
-_SCHEMA = 1
 _FASTER = 1.03  # times the unbudgeted speed, which a lossy budget must reach: less is within the noise of measuring
 _MOST_CANDIDATES = 8
 _CONTEXT = 1024  # tokens: the longest conversation of the tasks, with its answers
@@ -76,14 +74,25 @@ class BudgetTrial:
 
 @dataclass(frozen=True)
 class BudgetChoice:
-    """The trials under one set of conditions, and what the rule makes of them."""
+    """The trials under one set of conditions, and what the rule makes of them. Raises ValueError without any."""
+
+    SCHEMA: ClassVar[int] = 1
+    ALSO_KEPT: ClassVar[tuple[str, ...]] = ("budget", "least_score")
 
     trials: tuple[BudgetTrial, ...]  # the first is unbudgeted
     score_kind: ScoreKind
     calibrated_on: str  # name of the tasks or the text
     gamma: int
     seconds: float  # that measuring took
-    from_file: bool = False
+    from_file: bool = field(default=False, metadata=UNKEPT)
+
+    def __post_init__(self) -> None:
+        require(self.trials, "this measurement has no trial")
+
+    @property
+    def budget(self) -> int | None:
+        """The best budget; None: off."""
+        return self.best.budget
 
     @property
     def unbudgeted(self) -> BudgetTrial:
@@ -102,34 +111,33 @@ class BudgetChoice:
         return tuple(trial for trial in whole if trial.score >= self.least_score)
 
     @property
+    def fastest(self) -> BudgetTrial:
+        """The fastest of them; the unbudgeted trial where there is none."""
+        return max(self.kept, key=lambda trial: trial.ratio or 0.0, default=self.unbudgeted)
+
+    @property
     def best(self) -> BudgetTrial:
-        """The fastest of them, if it is clearly faster than unbudgeted verification; else the unbudgeted trial."""
-        fastest = max(self.kept, key=lambda trial: trial.ratio or 0.0, default=self.unbudgeted)
-        return fastest if (fastest.ratio or 0.0) >= _FASTER else self.unbudgeted
+        """The same, if it is clearly faster than unbudgeted verification; else the unbudgeted trial."""
+        return self.fastest if (self.fastest.ratio or 0.0) >= _FASTER else self.unbudgeted
 
     def sentence(self) -> str:
         """One line for the user: what was chosen, and why."""
         when = "measured before" if self.from_file else f"measured in {self.seconds:.0f} s"
-        best = self.best
-        if best.budget is not None:
-            found = f"{best.ratio:.2f} times the speed of verification without a budget, {self._compared(best)}"
-            return f"Expert budget {best.budget} (lossy), chosen by auto: {found}; {when}."
-        if len(self.trials) == 1:
-            reason = (
-                f"a verification uses {self.unbudgeted.experts or 0:.1f} experts per layer, too few to leave some out"
-            )
+        trial = self.fastest if self.best.budget is None else self.best
+        speed = f"{trial.ratio or 0:.2f} times the speed of verification without a budget"
+        chosen = "off"
+        if self.best.budget is not None:
+            chosen, reason = f"{trial.budget} (lossy)", f"{speed}, {self._compared(trial)}"
+        elif len(self.trials) == 1:
+            experts = self.unbudgeted.experts or 0
+            reason = f"a verification uses {experts:.1f} experts per layer, too few to leave some out"
         elif not self.kept:
             least = max(self.trials[1:], key=lambda trial: trial.score)
-            reason = (
-                f"no budget keeps the score within one standard deviation; with {least.budget} {self._compared(least)}"
-            )
+            lost = f"with {least.budget} {self._compared(least)}"
+            reason = f"no budget keeps the score within one standard deviation; {lost}"
         else:
-            fastest = max(self.kept, key=lambda trial: trial.ratio or 0.0)
-            reason = (
-                f"no budget that keeps the score is faster by {_FASTER - 1:.0%}; "
-                f"{fastest.budget} has {fastest.ratio or 0:.2f} times the speed of verification without a budget"
-            )
-        return f"Expert budget off, chosen by auto: {reason}; {when}."
+            reason = f"no budget that keeps the score is faster by {_FASTER - 1:.0%}; {trial.budget} has {speed}"
+        return f"Expert budget {chosen}, chosen by auto: {reason}; {when}."
 
     def _compared(self, trial: BudgetTrial) -> str:
         base = self.unbudgeted
@@ -138,25 +146,6 @@ class BudgetChoice:
             unbudgeted = math.exp(-base.score)
             return f"perplexity {math.exp(-trial.score):.2f}, without a budget {unbudgeted:.2f}, limit {limit:.2f}"
         return f"{trial.score:.3f} of the tasks solved, without a budget {base.score:.3f}, limit {self.least_score:.3f}"
-
-    def to_json(self) -> str:
-        """One JSON object that `from_json` reads."""
-        fields = asdict(self) | {"schema": _SCHEMA, "budget": self.best.budget, "least_score": self.least_score}
-        del fields["from_file"]
-        return json.dumps(fields, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> BudgetChoice:
-        """Reads what `to_json` wrote. Raises ValueError for anything else."""
-
-        def make(fields: dict[str, Any]) -> BudgetChoice:
-            del fields["budget"], fields["least_score"]
-            trials = tuple(BudgetTrial(**trial) for trial in fields.pop("trials"))
-            if not trials:
-                raise ValueError("this measurement has no trial")
-            return cls(trials=trials, **fields, from_file=True)
-
-        return parse_measurement(text, _SCHEMA, make)
 
 
 def candidate_budgets(n_expert_used: int, experts: float) -> tuple[int, ...]:
@@ -190,7 +179,7 @@ def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
     placement = asdict(config.placement) | {"ablations": sorted(config.placement.ablations)}
     del placement["measure_anew"], placement["calibrate"]
     conditions = session_conditions(config, device) | {
-        "schema": _SCHEMA,
+        "schema": BudgetChoice.SCHEMA,
         "n_cpu_moe": config.n_cpu_moe,
         "placement": placement,
         "ranking": template.ranking,
@@ -201,19 +190,10 @@ def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
 
 def read_choice(config: EngineConfig, template: ExpertBudget, device: ResolvedDevice) -> BudgetChoice | None:
     """What an earlier run measured under the same conditions; None without it."""
-    with suppress(OSError, ValueError):
-        return BudgetChoice.from_json(choice_file(config, template, device).read_text(encoding="utf-8"))
-    return None
+    return read_measurement(BudgetChoice, partial(choice_file, config, template, device))
 
 
-def write_choice(choice: BudgetChoice, config: EngineConfig, template: ExpertBudget, device: ResolvedDevice) -> None:
-    """Keeps the choice for later runs. Raises OSError where it cannot be written."""
-    write_measurement(choice_file(config, template, device), choice.to_json())
-
-
-def find_budget(
-    config: EngineConfig, template: ExpertBudget, *, measure_anew: bool = False, notify: Notify = ignore
-) -> ExpertBudget | None:
+def find_budget(config: EngineConfig, template: ExpertBudget, *, notify: Notify = ignore) -> ExpertBudget | None:
     """`template` with the number of experts that suits the model, its draft and the draft length; None: off.
 
     As `choose_budget`, whose choice it reports; None with a sentence where there are no experts or no drafts.
@@ -222,9 +202,9 @@ def find_budget(
         missing = "experts" if config.draft is not None and config.gamma else "drafts to verify"
         notify(Notification(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING))
         return None
-    choice = choose_budget(config, template, measure_anew=measure_anew, notify=notify)
+    choice = choose_budget(config, template, notify=notify)
     notify(Notification(choice.sentence()))
-    return None if choice.best.budget is None else replace(template, budget=choice.best.budget)
+    return None if choice.budget is None else replace(template, budget=choice.budget)
 
 
 def choose_budget(
@@ -245,20 +225,18 @@ def choose_budget(
     if choice is not None:
         return choice
     if config.draft is None or config.gamma == 0:
-        raise InputError(
-            "An expert budget limits verifications of drafts, and there are none.", "Give a draft with -md."
-        )
+        hint = "Give a draft with -md."
+        raise InputError("An expert budget limits verifications of drafts, and there are none.", hint)
     notify(Notification("Measuring the score and speed of expert budgets, once for this model: this takes minutes."))
     # the session must begin with a budget; the trials set theirs
     config_of_trials = replace(config, n_ctx=_CONTEXT, expert_budget=template, cpu_fallback=False)
     with open_session(config_of_trials, notify=notify) as session:
         if session.model.info.n_experts == 0:
-            raise InputError(
-                "The model is dense: it has no experts to leave out.", "Give a Mixture-of-Experts model with -m."
-            )
+            hint = "Give a Mixture-of-Experts model with -m."
+            raise InputError("The model is dense: it has no experts to leave out.", hint)
         choice = Trials(session, template, on_progress).run()
     try:
-        write_choice(choice, config, template, device)
+        write_measurement(choice_file(config, template, device), choice)
     except OSError:
         text = "The result cannot be saved (folder: MOEEDGE_CACHE): the next start measures expert budgets again."
         notify(Notification(text, Level.WARNING))
@@ -268,15 +246,6 @@ def choose_budget(
 def is_toy(model: Model) -> bool:
     """Whether the tasks of the bundled pair suit the model: the bundled target, or one widened from it."""
     return (model.metadata("general.name") or "").startswith(_TOY)
-
-
-@dataclass
-class _Tally:
-    """What one budget has done so far."""
-
-    budget: int | None
-    scores: list[float] = field(default_factory=list)  # of the tasks, in order
-    samples: list[Sample] = field(default_factory=list)
 
 
 class Trials:
@@ -291,52 +260,38 @@ class Trials:
     def run(self) -> BudgetChoice:
         """Measures unbudgeted verification and all candidates."""
         start_s = time.perf_counter()
-        kind: ScoreKind = "tasks" if is_toy(self._session.model) else "likelihood"
-        if kind == "tasks":
-            tasks = load_calibration()
-            trials, name = self._try_tasks(tasks.prompts, tasks.answer_tokens), tasks.name
-        else:
-            text = load_calibration_text()
-            trials, name = self._try_text(text), text.name
-        return BudgetChoice(tuple(trials), kind, name, self._session.gamma, time.perf_counter() - start_s)
+        source = load_calibration() if is_toy(self._session.model) else load_calibration_text()
+        trials = self._try_tasks(source) if isinstance(source, Dataset) else self._try_text(source)
+        kind: ScoreKind = "tasks" if isinstance(source, Dataset) else "likelihood"
+        return BudgetChoice(tuple(trials), kind, source.name, self._session.gamma, time.perf_counter() - start_s)
 
     # tasks
 
-    def _try_tasks(self, prompts: Sequence[Prompt], n_predict: int) -> list[BudgetTrial]:
+    def _try_tasks(self, tasks: Dataset) -> list[BudgetTrial]:
         self._set_budget(None)
-        warm = [s for prompt in prompts[:_WARM_UP_PROMPTS] for s in self._converse(prompt, n_predict)[1]]
-        tallies = [_Tally(None), *(_Tally(budget) for budget in self._candidates(warm))]
-        running = list(tallies)
+        model, prompts, n_predict = self._session.model, tasks.prompts, tasks.answer_tokens
+        scorer = AnswerScorer(tasks, lambda sample: answer_text(model, sample.tokens), run_code=False)
+        warm = [s for prompt in prompts[:_WARM_UP_PROMPTS] for s in self._converse(prompt, n_predict)]
+        scores: dict[int | None, list[float]] = {budget: [] for budget in (None, *self._candidates(warm))}
+        samples: dict[int | None, list[Sample]] = {budget: [] for budget in scores}
+        running = list(scores)
         end_s = time.perf_counter() + _LIMIT_S
         for index, prompt in enumerate(prompts):
-            for tally in rotated(running, index):
-                self._set_budget(tally.budget)
-                score, samples = self._converse(prompt, n_predict)
-                tally.scores.append(score)
-                tally.samples += samples
-            base = tallies[0].scores
-            running = [tally for tally in running if not lost_too_many(tally.scores, base, len(prompts))]
+            for budget in rotated(running, index):
+                self._set_budget(budget)
+                answers = [scorer.scored(sample) for sample in self._converse(prompt, n_predict)]
+                scores[budget].append(statistics.fmean(answer.score or 0.0 for answer in answers))
+                samples[budget] += answers
+            running = [each for each in running if not lost_too_many(scores[each], scores[None], len(prompts))]
             self._on_progress(index + 1, len(prompts))
             if index + 1 >= _TASKS_MIN and time.perf_counter() > end_s:
                 break
-        return [_task_trial(tally, tallies[0]) for tally in tallies]
+        return [_task_trial(budget, scores[budget], samples[budget], samples[None]) for budget in scores]
 
-    def _converse(self, prompt: Prompt, n_predict: int) -> tuple[float, list[Sample]]:
-        """The mean score of the answers of one conversation, which goes on from them, and their samples."""
-        self._session.reset()
-        messages: list[dict[str, str]] = []
-        scores, samples = [], []
-        for turn, new_messages in enumerate(prompt.turns):
-            messages += [message.as_dict() for message in new_messages]
-            tokens = self._arm.prompt_tokens(messages)
-            sample = self._arm.answer(tokens, n_predict=n_predict, prompt=prompt.id, turn=turn)
-            text = answer_text(self._session.model, sample.tokens)
-            reference = prompt.reference(turn)
-            assert reference is not None  # tests/data checks the tasks
-            scores.append(score_answer(reference, final_part(text)).value or 0.0)
-            samples.append(sample)
-            messages.append({"role": "assistant", "content": text})
-        return statistics.fmean(scores), samples
+    def _converse(self, prompt: Prompt, n_predict: int) -> list[Sample]:
+        """The answers of one conversation, which goes on from them."""
+        work = Conversations(name="", warms_up=False, prompts=[prompt], n_predict=n_predict)
+        return list(work.samples([self._arm], [0]))
 
     # a text
 
@@ -349,24 +304,20 @@ class Trials:
         trials = [base]
         candidates = self._candidates(warm)
         n_parts = len(candidates) + len(pieces)
+        least_score = base.score - base.score_stddev
         for index, budget in enumerate(reversed(candidates)):
             trials.append(self._likelihood(budget, text))
             self._on_progress(index + 1, n_parts)
-            if trials[-1].score < base.score - base.score_stddev:
+            if trials[-1].score < least_score:
                 break
-        kept = [trial for trial in trials if trial.score >= base.score - base.score_stddev]
-        tallies = {trial.budget: _Tally(trial.budget) for trial in kept}
+        samples: dict[int | None, list[Sample]] = {each.budget: [] for each in trials if each.score >= least_score}
         for index, piece in enumerate(pieces):
-            for tally in rotated(list(tallies.values()), index):
-                self._set_budget(tally.budget)
+            for kept in rotated(list(samples), index):
+                self._set_budget(kept)
                 self._session.reset()
-                tally.samples.append(self._continued(piece))
+                samples[kept].append(self._continued(piece))
             self._on_progress(len(candidates) + index + 1, n_parts)
-        base_samples = tallies[None].samples
-        timed = [
-            _timed(trial, tallies[trial.budget].samples, base_samples) if trial.budget in tallies else trial
-            for trial in trials
-        ]
+        timed = [_timed(each, samples.get(each.budget, []), samples[None]) for each in trials]
         return [timed[0], *reversed(timed[1:])]
 
     def _likelihood(self, budget: int | None, text: EvaluationText) -> BudgetTrial:
@@ -385,38 +336,32 @@ class Trials:
 
     # both
 
-    def _candidates(self, samples: Sequence[Sample]) -> tuple[int, ...]:
+    def _candidates(self, samples: Samples) -> tuple[int, ...]:
         """Budgets below the experts of an unbudgeted verification."""
-        info = self._session.model.info
-        steps = sum(sample.steps for sample in samples)
-        experts = sum(sample.experts_sum for sample in samples) / max(1, steps)
+        info, experts = self._session.model.info, combine(samples).experts_per_verification or 0.0
         return candidate_budgets(info.n_expert_used, min(experts, info.n_experts))
 
     def _set_budget(self, budget: int | None) -> None:
         self._session.set_expert_budget(None if budget is None else replace(self._template, budget=budget))
 
 
-def _task_trial(tally: _Tally, unbudgeted: _Tally) -> BudgetTrial:
-    n = len(tally.scores)
-    stddev = statistics.stdev(tally.scores) / math.sqrt(n) if n > 1 else 0.0
-    known = {sample.key for sample in tally.samples}
-    base = [sample for sample in unbudgeted.samples if sample.key in known]
-    return _timed(BudgetTrial(tally.budget, statistics.fmean(tally.scores), stddev, n), tally.samples, base)
+def _task_trial(budget: int | None, scores: Sequence[float], samples: Samples, unbudgeted: Samples) -> BudgetTrial:
+    mean, stddev = mean_and_error(scores)
+    known = {sample.key for sample in samples}
+    trial = BudgetTrial(budget, mean or 0.0, stddev or 0.0, len(scores))
+    return _timed(trial, samples, [sample for sample in unbudgeted if sample.key in known])
 
 
-def _timed(trial: BudgetTrial, samples: Sequence[Sample], unbudgeted: Sequence[Sample]) -> BudgetTrial:
-    """`trial` with the speed of its answers; `unbudgeted`: the answers to the same prompts."""
-
-    def total(own: Sequence[Sample], name: str) -> float:
-        return float(sum(getattr(sample, name) for sample in own))
-
-    tokens, steps = total(samples, "decode_tokens"), total(samples, "steps")
-    tg_ts = quotient(tokens, total(samples, "decode_s"))
-    base_ts = quotient(total(unbudgeted, "decode_tokens"), total(unbudgeted, "decode_s"))
+def _timed(trial: BudgetTrial, samples: Samples, unbudgeted: Samples) -> BudgetTrial:
+    """`trial` with the speed of its answers, if there are any; `unbudgeted`: the answers to the same prompts."""
+    if not samples:
+        return trial
+    own = combine(samples)
+    base = combine(unbudgeted).tg_ts if unbudgeted else None
     return replace(
         trial,
-        tg_ts=tg_ts,
-        ratio=tg_ts / base_ts if tg_ts and base_ts else None,
-        tokens_per_step=quotient(tokens, steps),
-        experts=quotient(total(samples, "experts_sum"), steps),
+        tg_ts=own.tg_ts,
+        ratio=own.tg_ts / base if own.tg_ts and base else None,
+        tokens_per_step=own.tokens_per_step,
+        experts=own.experts_per_verification,
     )

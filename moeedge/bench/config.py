@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from moeedge.data.prompts import Dataset
-from moeedge.data.texts import EvaluationText
+from moeedge.data.prompts import Dataset, EvaluationText
 from moeedge.engine.types import EngineConfig
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.governor import GAMMA_MAX
@@ -25,10 +24,8 @@ DEFAULT_REPETITIONS = 3
 DEFAULT_MODES = "stock-ar,stock-sd,moeedge"
 GPU_MODES = "stock-ncmoe,stock-ncmoe-sd"  # by default in addition, where a GPU can hold whole layers
 
-# what decides where a mode's experts are: the target that the modes share, llama.cpp's --n-cpu-moe or its --fit; a
-# replay runs no model
 DraftLength = int | Literal["auto"]
-Method = Literal["shared", "ncmoe"]
+Method = Literal["shared", "ncmoe"]  # where experts are: as the target that modes share has them, or by --n-cpu-moe
 
 
 @dataclass(frozen=True)
@@ -52,36 +49,33 @@ class BenchMode:
         """The name, and the choices that distinguish this column of a sweep from the others."""
         ratio = None if self.cache_ratio is None else f"{self.cache_ratio:g}"
         cutoff = None if self.execution is None else f"cutoff {self.execution.cutoff_layer}"
-        parallel = "" if self.n_parallel is None else f"parallel {self.n_parallel}"
-        parts = (self.name, self.policy, ratio, cutoff, self.speculation, parallel)
-        return " ".join(part for part in parts if part)
+        parallel = None if self.n_parallel is None else f"parallel {self.n_parallel}"
+        return " ".join(filter(None, (self.name, self.policy, ratio, cutoff, self.speculation, parallel)))
 
     @property
     def speculation(self) -> str:
         """Draft length and expert budget where they distinguish this column: "gamma 8 budget 16 (lossy)"."""
-        gamma = "" if self.gamma is None else f"gamma {self.gamma}"
-        return " ".join(part for part in (gamma, "" if self.budget is None else self.budget.label) if part)
+        gamma = None if self.gamma is None else f"gamma {self.gamma}"
+        budget = None if self.budget is None else self.budget.label
+        return " ".join(filter(None, (gamma, budget)))
 
     @property
     def is_swept(self) -> bool:
         """Whether this column has an expert cache of its own."""
-        return self.engine == "moeedge" and (
-            self.policy is not None or self.cache_ratio is not None or self.has_own_cache
-        )
+        has_choice = self.policy is not None or self.cache_ratio is not None or self.has_own_cache
+        return self.engine == "moeedge" and has_choice
 
 
-MODES = {
-    mode.name: mode
-    for mode in (
-        BenchMode("stock-ar", "stock", drafts=False),  # stock llama.cpp, one token at a time
-        BenchMode("stock-sd", "stock", drafts=True),  # stock llama.cpp with the same draft and loop
-        BenchMode("moeedge", "moeedge", drafts=True),  # our backend with the draft
-        BenchMode("moeedge-ar", "moeedge", drafts=False),  # our backend, one token at a time
-        # stock llama.cpp with as many whole layers on the GPU as fill the memory that moeedge takes there
-        BenchMode("stock-ncmoe", "stock", drafts=False, method="ncmoe"),
-        BenchMode("stock-ncmoe-sd", "stock", drafts=True, method="ncmoe"),
-    )
-}
+_MODES = (
+    BenchMode("stock-ar", "stock", drafts=False),  # stock llama.cpp, one token at a time
+    BenchMode("stock-sd", "stock", drafts=True),  # stock llama.cpp with the same draft and loop
+    BenchMode("moeedge", "moeedge", drafts=True),  # our backend with the draft
+    BenchMode("moeedge-ar", "moeedge", drafts=False),  # our backend, one token at a time
+    # stock llama.cpp with as many whole layers on the GPU as fill the memory that moeedge takes there
+    BenchMode("stock-ncmoe", "stock", drafts=False, method="ncmoe"),
+    BenchMode("stock-ncmoe-sd", "stock", drafts=True, method="ncmoe"),
+)
+MODES = {mode.name: mode for mode in _MODES}
 
 
 def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tuple[BenchMode, ...], list[str]]:
@@ -92,37 +86,29 @@ def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tu
     """
     if has_draft:
         return tuple(modes), []
-    kept: list[BenchMode] = []
-    notes = []
-    names = [mode.name for mode in modes]
+    kept, notes, names = list[BenchMode](), [], [mode.name for mode in modes]
+    plain = {"stock-sd": REFERENCE, "stock-ncmoe-sd": "stock-ncmoe"}
+    plain |= {"moeedge-ar": "moeedge"} if "moeedge" in names else {}
     for mode in modes:
-        if mode.name.endswith("-sd"):
-            plain = REFERENCE if mode.method == "shared" else mode.name.removesuffix("-sd")
-            notes.append(f"{mode.name} is left out: without a draft it is the same as {plain}.")
-        elif mode.name == "moeedge":
-            kept.append(replace(mode, drafts=False))
-            notes.append("moeedge runs without a draft.")
-        elif mode.name == "moeedge-ar" and "moeedge" in names:
-            notes.append("moeedge-ar is left out: without a draft it is the same as moeedge.")
-        else:
-            kept.append(mode)
+        if mode.name in plain:
+            notes.append(f"{mode.name} is left out: without a draft it is the same as {plain[mode.name]}.")
+            continue
+        notes += ["moeedge runs without a draft."] if mode.name == "moeedge" else []
+        kept.append(replace(mode, drafts=False))
     return tuple(kept), notes
 
 
 def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
     """Returns `base` as this mode runs it."""
-    placement = base.placement
-    if mode.policy is not None:
-        placement = replace(placement, policy=mode.policy)
+    asked = {"policy": mode.policy, "cache_ratio": mode.cache_ratio, "execution": mode.execution}
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if mode.cache_ratio is not None:
-        placement = replace(placement, cache_ratio=mode.cache_ratio, vram_bytes=None)
-    if mode.execution is not None:
-        placement = replace(placement, execution=mode.execution)
+        changes["vram_bytes"] = None
     gamma = GAMMA_MAX if mode.gamma == "auto" else mode.gamma
     config = replace(
         base,
         mode=mode.engine,
-        placement=placement,
+        placement=replace(base.placement, **changes),
         gamma=base.gamma if gamma is None else gamma,
         auto_gamma=mode.gamma == "auto" or (gamma is None and base.auto_gamma and mode.engine == "moeedge"),
         expert_budget=mode.budget,
@@ -160,22 +146,16 @@ class Sweep:
         together.
         """
         if self.has_caches and all(mode.engine == "stock" for mode in modes):
-            raise InputError(
-                "The modes of llama.cpp alone (stock-...) have no expert cache.",
-                "Add moeedge or moeedge-ar to --modes.",
-            )
+            hint = "Add moeedge or moeedge-ar to --modes."
+            raise InputError("The modes of llama.cpp alone (stock-...) have no expert cache.", hint)
         if self.budgets and not any(mode.engine == "moeedge" and mode.drafts for mode in modes):
-            raise InputError(
-                "An expert budget acts on the verification of drafts, and no mode of our backend has drafts.",
-                "Add moeedge to --modes, and a draft with -md.",
-            )
+            reason = "An expert budget acts on the verification of drafts, and no mode of our backend has drafts."
+            raise InputError(reason, "Add moeedge to --modes, and a draft with -md.")
         swept = [lane for mode in modes for cached in self._caches(mode) for lane in self._speculation(cached)]
         alone = next((mode for mode in swept if mode.method != "shared" and self.counts), None)
         if alone is not None:
-            raise InputError(
-                f"The mode {alone.name} decodes one text at a time.",
-                "With --parallel choose from stock-ar, stock-sd, moeedge and moeedge-ar.",
-            )
+            hint = "With --parallel choose from stock-ar, stock-sd, moeedge and moeedge-ar."
+            raise InputError(f"The mode {alone.name} decodes one text at a time.", hint)
         together = [replace(mode, n_parallel=count, has_own_cache=True) for count in self.counts for mode in swept]
         return tuple(together or swept)
 
@@ -197,17 +177,6 @@ class Sweep:
         lengths = [replace(mode, gamma=gamma, has_own_cache=own_cache) for gamma in gammas]
         budgets = (None, *self.budgets) if ours else (mode.budget,)
         return [replace(length, budget=budget) for length in lengths for budget in budgets]
-
-
-def parse_numbers(text: str, option: str, *, least: int) -> tuple[int, ...]:
-    """Reads a comma-separated list of integers of at least `least`, each kept once. Raises InputError."""
-    hint = f"Write for instance {option} 1,2,4."
-    numbers = []
-    for name in parse_list(text, option, hint):
-        if not name.isdecimal() or int(name) < least:
-            raise InputError(f"{option} takes integers of at least {least}, not '{name}'.", hint)
-        numbers.append(int(name))
-    return tuple(dict.fromkeys(numbers))
 
 
 def parse_modes(text: str) -> tuple[BenchMode, ...]:
@@ -247,34 +216,29 @@ def parse_policies(text: str | None, known: Iterable[str]) -> tuple[str, ...]:
     if text is None:
         return ()
     usable = [name for name in known if name != NO_POLICY]
-    hint = f"Choose from: {', '.join(usable)}, separated by commas."
+    listed = ", ".join(usable)
+    hint = f"Choose from: {listed}, separated by commas."
     names = parse_list(text, "--policy", hint)
     for name in names:
         if name == NO_POLICY:
-            raise InputError(
-                "The policy 'none' has no cache to measure.",
-                f"Use -dev none instead, or choose from: {', '.join(usable)}.",
-            )
+            instead = f"Use -dev none instead, or choose from: {listed}."
+            raise InputError("The policy 'none' has no cache to measure.", instead)
         if name not in usable:
             raise InputError(f"Unknown policy '{name}'.", hint)
     return names
 
 
-def parse_ratios(text: str | None, option: str = "--cache-ratio", quantity: str = "cache ratio") -> tuple[float, ...]:
+def parse_ratios(text: str | None) -> tuple[float, ...]:
     """Reads a comma-separated list of numbers in [0, 1], each kept once, in order; () for None. Raises InputError."""
     if text is None:
         return ()
-    hint = f"Write for instance {option} 0.1,0.3."
-    ratios = []
-    for name in parse_list(text, option, hint):
-        try:
-            ratio = float(name)
-        except ValueError:
-            ratio = math.nan
-        if not 0 <= ratio <= 1:  # also rejects NaN
-            raise InputError(f"The {quantity} must be a number from 0 to 1, not '{name}'.", hint)
-        ratios.append(ratio)
-    return tuple(dict.fromkeys(ratios))
+    hint, ratios = "Write for instance --cache-ratio 0.1,0.3.", dict[str, float]()
+    for name in parse_list(text, "--cache-ratio", hint):
+        with suppress(ValueError):
+            ratios[name] = float(name)
+        if not 0 <= ratios.get(name, -1) <= 1:  # also rejects NaN
+            raise InputError(f"The cache ratio must be a number from 0 to 1, not '{name}'.", hint)
+    return tuple(dict.fromkeys(ratios.values()))
 
 
 def parse_list(text: str, option: str, hint: str) -> tuple[str, ...]:
@@ -306,8 +270,8 @@ class SyntheticTest:
         return self.depth + self.n_prompt + self.n_gen
 
     def __post_init__(self) -> None:
-        if min(self.n_prompt, self.n_gen, self.depth) < 0 or not self.n_prompt + self.n_gen:
-            raise ValueError(f"a synthetic test needs tokens: prompt {self.n_prompt}, decoded {self.n_gen}")
+        has_tokens = min(self.n_prompt, self.n_gen, self.depth) >= 0 and self.n_prompt + self.n_gen > 0
+        require(has_tokens, f"a synthetic test needs tokens: prompt {self.n_prompt}, decoded {self.n_gen}")
 
 
 _MOST = 10**6  # tokens, repetitions, seconds, prompts: beyond what any run takes
@@ -332,6 +296,11 @@ class BenchPlan:
     warm_up: bool = True  # run every mode once before the first sample; otherwise the first repetition is cold
 
     @property
+    def decodes_together(self) -> bool:
+        """Whether modes decode several texts at a time."""
+        return any(mode.n_parallel is not None for mode in self.modes)
+
+    @property
     def compares_speculation(self) -> bool:
         """Whether rows get figures of expert budgets: budgets or draft lengths are compared, or a text is read."""
         return self.text is not None or any(mode.budget is not None or mode.gamma is not None for mode in self.modes)
@@ -343,13 +312,8 @@ class BenchPlan:
             ("the pause (--delay)", self.delay_s, 0),
             ("--limit", 1 if self.limit is None else self.limit, 1),
         ):
-            if not least <= value <= _MOST:
-                raise ValueError(f"{name} must be from {least} to {_MOST:,}, not {value:,}")
-        if self.score and self.ignore_eos:
-            raise ValueError("--score and --ignore-eos cannot be used together")
-        if self.score and self.dataset is None:
-            raise ValueError("--score needs a --dataset")
-        if self.run_code and not self.score:
-            raise ValueError("--run-code runs programs for their score: it needs --score")
-        if self.dataset is None and not self.tests:
-            raise ValueError("nothing to measure: no dataset, and -p and -n are 0")
+            require(least <= value <= _MOST, f"{name} must be from {least} to {_MOST:,}, not {value:,}")
+        require(not (self.score and self.ignore_eos), "--score and --ignore-eos cannot be used together")
+        require(not self.score or self.dataset is not None, "--score needs a --dataset")
+        require(not self.run_code or self.score, "--run-code runs programs for their score: it needs --score")
+        require(self.dataset is not None or self.tests, "nothing to measure: no dataset, and -p and -n are 0")

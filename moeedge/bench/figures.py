@@ -15,107 +15,87 @@ Texts together: both modes of a speed-up decode the same texts, with the same nu
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.config import REFERENCE, BenchMode
 from moeedge.bench.perplexity import Perplexity
-from moeedge.bench.samples import Sample, named, paired_ratio, paired_ratios, quotient
+from moeedge.bench.samples import Sample, Samples, answer_scores, mean_and_error, paired_ratio, paired_ratios, quotient
+from moeedge.records import combine, figure, filled, stored
 
 ALL = ""  # the category of all prompts together
 MEAN = "mean"  # of the categories' ratios
 _N_RESAMPLES = 2000
 _PERCENTILES = (2.5, 97.5)
 
-Answer = tuple[str, int]  # prompt and turn
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BudgetPoint:
     """One mode's quality and speed; figures of other modes without a budget are comparable with it."""
 
-    category: str  # ALL: the entire dataset
-    mode: str  # BenchMode.label
-    n_answers: int
-    n_scored: int
-    score: float | None  # mean over answers
-    score_stderr: float | None  # standard error of that mean
-    quality: float | None  # score over stock-ar's
-    score_change: float | None  # mean difference from the answers without a budget
-    score_change_stderr: float | None  # of the mean of paired differences
-    ratio: float | None  # decoding speed over stock-ar's
-    ratio_unbudgeted: float | None  # over that of the same mode without a budget
-    tokens_per_step: float | None  # the paper's acceptance length
-    acceptance_rate: float | None
-    experts_natural: float | None  # distinct experts per MoE layer and verification that the router chose
-    experts_kept: float | None  # after the budget
-    experts_max: int | None  # the most that any layer computed in any verification
-    kept_probability: float | None  # share of the natural picks' routing probability that is shortlisted
+    category: str = figure("Category of the prompts; empty: the entire dataset")
+    mode: str = figure("The mode with all that distinguishes it")
+    n_answers: int = figure("Number of answers")
+    n_scored: int = figure("Number of scored answers")
+    score: float | None = figure("Mean score", most=1)
+    score_stderr: float | None = figure("Standard error of the score")
+    quality: float | None = figure("With expert budgets: score over stock-ar's. A ratio")
+    score_change: float | None = figure("Mean difference of the score from that without a budget", least=None)
+    score_change_stderr: float | None = figure("Standard error of score_change")
+    ratio: float | None = figure("Decoding speed over stock-ar's, median of pairs. A ratio")
+    ratio_unbudgeted: float | None = figure(
+        "Decoding speed over that of the same mode without a budget, median of pairs. A ratio"
+    )
+    tokens_per_step: float | None = stored(Sample, "tokens_per_step")
+    acceptance_rate: float | None = stored(Sample, "acceptance_rate")
+    experts_natural: float | None = figure("Distinct experts per layer and verification that the router chose")
+    experts_kept: float | None = figure("Distinct experts per layer and verification under the budget")
+    experts_max: int | None = stored(Sample, "experts_max")
+    kept_probability: float | None = stored(Sample, "kept_probability")
 
 
-def budget_point(
-    category: str,
-    mode: str,
-    own: Sequence[Sample],
-    reference: Sequence[Sample],
-    unbudgeted: Sequence[Sample],
-) -> BudgetPoint:
+def budget_point(category: str, mode: str, own: Samples, reference: Samples, unbudgeted: Samples) -> BudgetPoint:
     """Returns the point of `own`, the samples of one mode, scored if scores are wanted.
 
     reference: stock-ar's samples. unbudgeted: those of the same mode without a budget, measured in turns with `own`.
     """
     scores, base = answer_scores(own), answer_scores(unbudgeted)
-    changes = [value - base[key] for key, value in scores.items() if key in base]
-    steps = sum(sample.steps for sample in own)
-    n_budgeted = sum(sample.budgeted_steps for sample in own)
-    natural, kept = (sum(getattr(s, name) for s in own) for name in ("experts_natural_sum", "experts_sum"))
-    mean = _mean(scores.values())
-    return BudgetPoint(
+    sums = combine(own) if own else Sample("", "", 0, 0, 0)
+    mean, error = mean_and_error(scores.values())
+    reference_mean, _ = mean_and_error(answer_scores(reference).values())
+    change, change_error = mean_and_error(value - base[key] for key, value in scores.items() if key in base)
+    return filled(
+        BudgetPoint,
+        sums,
         category=category,
         mode=mode,
         n_answers=len({(sample.prompt, sample.turn) for sample in own}),
         n_scored=len(scores),
         score=mean,
-        score_stderr=_stderr(scores.values()),
-        quality=quotient(mean, _mean(answer_scores(reference).values()) or 0.0) if mean is not None else None,
-        score_change=_mean(changes),
-        score_change_stderr=_stderr(changes),
-        ratio=paired_ratio(own, reference, lambda sample: sample.tg_ts),
-        ratio_unbudgeted=paired_ratio(own, unbudgeted, lambda sample: sample.tg_ts),
-        tokens_per_step=quotient(sum(sample.decode_tokens for sample in own), steps),
-        acceptance_rate=quotient(sum(s.accepted for s in own), sum(s.drafted for s in own)),
-        experts_natural=quotient(natural, steps) if natural else None,
-        experts_kept=quotient(kept, steps) if kept else None,
-        experts_max=max((sample.experts_max for sample in own), default=0) or None,
-        kept_probability=quotient(sum(s.kept_probability_sum for s in own), n_budgeted),
+        score_stderr=error,
+        quality=quotient(mean, reference_mean or 0.0) if mean is not None else None,
+        score_change=change,
+        score_change_stderr=change_error,
+        ratio=paired_ratio(own, reference),
+        ratio_unbudgeted=paired_ratio(own, unbudgeted),
+        experts_natural=quotient(sums.experts_natural_sum, sums.steps) or None,
+        experts_kept=sums.experts_per_verification,
+        experts_max=sums.experts_max or None,
     )
 
 
-def answer_scores(samples: Iterable[Sample]) -> dict[Answer, float]:
-    """Returns the score of each answer, the mean over repetitions; answers without one are left out."""
-    scores: dict[Answer, list[float]] = {}
-    for sample in samples:
-        if sample.score is not None:
-            scores.setdefault((sample.prompt, sample.turn), []).append(sample.score)
-    return {key: statistics.fmean(values) for key, values in scores.items()}
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return statistics.fmean(known) if known else None
-
-
-def _stderr(values: Iterable[float]) -> float | None:
-    """Returns the standard error of the mean; None for fewer than two values."""
-    known = list(values)
-    return statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
+# figures of a point that a row has as its own, or by another name
+_IN_OTHER_KEYS = (
+    *("category", "mode", "n_answers", "n_scored", "score", "ratio", "tokens_per_step", "acceptance_rate"),
+    "experts_kept",
+)
 
 
 @dataclass(frozen=True)
@@ -123,36 +103,18 @@ class BudgetFigures:
     """What a row says about its expert budget, and about its mode as the base of others with a budget."""
 
     mode: BenchMode
-    total: BudgetPoint
-    by_category: tuple[BudgetPoint, ...] = ()  # empty for a dataset of one category
-    perplexity: Perplexity | None = None
-
-
-_IN_ROW = (
-    "quality", "score_stderr", "score_change", "score_change_stderr", "ratio_unbudgeted", "experts_natural",
-    "experts_max", "kept_probability",
-)  # fmt: skip
-
-
-def figures_record(figures: BudgetFigures | None) -> dict[str, Any]:
-    """Returns the keys of a row: those of its point that other keys of the row lack, perplexity, and the categories."""
-    measured = None if figures is None else figures.perplexity
-    return {
-        **named(figures and figures.total, *_IN_ROW),
-        "perplexity": None if measured is None else measured.value,
-        **named(measured, "stderr", "text", "text_sha256", prefix="perplexity_"),
-        "perplexity_tokens": None if measured is None else measured.n_tokens,
-        "perplexity_batch": None if measured is None else measured.batch_tokens,
-        "points_by_category": [] if figures is None else [asdict(point) for point in figures.by_category],
-    }
+    total: BudgetPoint = figure("", prefix="", without=_IN_OTHER_KEYS)
+    perplexity: Perplexity | None = figure("", prefix="", default=None)
+    by_category: tuple[BudgetPoint, ...] = figure(
+        "With expert budgets: quality and speed of each category; empty for one category",
+        default=(),
+        absent=(),
+        key="points_by_category",
+    )
 
 
 def budget_figures(
-    mode: BenchMode,
-    own: Sequence[Sample],
-    reference: Sequence[Sample],
-    unbudgeted: Sequence[Sample],
-    perplexity: Perplexity | None,
+    mode: BenchMode, own: Samples, reference: Samples, unbudgeted: Samples, perplexity: Perplexity | None
 ) -> BudgetFigures:
     """Returns the figures of a row of scored samples, as in `budget_point`.
 
@@ -167,27 +129,22 @@ def budget_figures(
 
     categories = list(dict.fromkeys(sample.category for sample in own))
     by_category = tuple(point(category) for category in categories if category != ALL) if len(categories) > 1 else ()
-    return BudgetFigures(mode, point(ALL), by_category, perplexity)
-
-
-def unbudgeted_label(mode: BenchMode) -> str:
-    """Returns the label of the mode that `mode` is compared with: the same without a budget."""
-    return replace(mode, budget=None).label
+    return BudgetFigures(mode, point(ALL), perplexity, by_category)
 
 
 @dataclass(frozen=True)
 class StockRatio:
     """Decoding speed over that of the fastest stock mode."""
 
-    category: str  # ALL, MEAN, or a category of the prompts
-    ratio: float
-    low: float | None  # of the 95 % interval; None where a single turn says nothing of its error
-    high: float | None
-    fastest: str  # BenchMode.label of the stock mode; "" for MEAN
-    n_turns: int  # turns and repetitions that both have
+    category: str = figure('Category of the prompts, or "mean" of the categories; empty: all prompts')
+    ratio: float = figure("Decoding speed over that of the fastest stock mode. A ratio")
+    low: float | None = figure("Lower end of the ratio's 95 % interval; null where a single turn tells no error")
+    high: float | None = figure("Upper end of the ratio's 95 % interval")
+    fastest: str = figure("The fastest stock mode; empty for the mean")
+    n_turns: int = figure("Number of turns and repetitions that both modes have")
 
 
-def over_best_stock(own: Sequence[Sample], stock: Sequence[Sequence[Sample]]) -> tuple[StockRatio, ...]:
+def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio, ...]:
     """Returns the ratios of `own`, the samples of one mode: of all prompts, of each category, and the categories' mean.
 
     stock: the samples of each stock mode, of the same turns in the same run. Nothing is returned without a common turn;
@@ -236,36 +193,19 @@ def _speeds(tokens: Array, seconds: Array, turns: NDArray[np.intp]) -> Array:
     return np.asarray(tokens[:, turns].sum(axis=2) / seconds[:, turns].sum(axis=2))
 
 
-def stock_record(ratios: Sequence[StockRatio]) -> dict[str, Any]:
-    """Returns the keys of a row: ratio, interval and fastest mode of all prompts, and the parts."""
-    total = ratios[0] if ratios else None
-    return {
-        "ratio_best_stock": None if total is None else total.ratio,
-        **named(total, "low", "high", prefix="ratio_best_stock_"),
-        "best_stock": None if total is None else total.fastest,
-        "best_stock_by_category": [asdict(part) for part in ratios[1:]],
-    }
-
-
 @dataclass(frozen=True)
 class ParallelFigures:
     """What a row says about N texts that are decoded together."""
 
-    n_parallel: int  # N
-    curve: str  # the mode and what distinguishes it, as in its label, without N
-    sequence_ts: float | None  # tokens/s of one of the texts
-    plain_mode: str | None  # that speed_up is over: the same without drafts and with the same N
-    speed_up: float | None  # throughput over that of plain_mode, median of pairs
-    speed_up_samples: tuple[float, ...]  # one per repetition
-    full_batch_share: float | None  # of the decoding time: steps with N texts, which alone count
-
-
-def parallel_record(figures: ParallelFigures | None) -> dict[str, Any]:
-    """Returns the keys of a row; one text at a time where there are no figures."""
-    if figures is None:
-        empty = dict.fromkeys(ParallelFigures.__dataclass_fields__)
-        return {**empty, "n_parallel": 1, "speed_up_samples": []}
-    return {**asdict(figures), "speed_up_samples": list(figures.speed_up_samples)}
+    n_parallel: int = figure("Texts decoded together", least=1, absent=1)
+    curve: str = figure("With --parallel: what rows of one curve have in common")
+    sequence_ts: float | None = figure("Speed of one of the texts", "t/s")
+    plain_mode: str | None = figure("The mode without drafts that speed_up is over")
+    speed_up: float | None = figure("Throughput over that of plain_mode with as many texts, median. A ratio")
+    speed_up_samples: tuple[float, ...] = figure("speed_up of each repetition", absent=())
+    full_batch_share: float | None = figure(
+        "Share of the decoding time in which that many texts were decoded, which alone counts", most=1
+    )
 
 
 def plain_mode(mode: BenchMode, modes: Sequence[BenchMode]) -> BenchMode | None:
@@ -276,19 +216,13 @@ def plain_mode(mode: BenchMode, modes: Sequence[BenchMode]) -> BenchMode | None:
     if not mode.drafts:
         return None
     plain = [other for other in modes if not other.drafts and other.n_parallel == mode.n_parallel]
-    same = [other for other in plain if _cache_of(other) == _cache_of(mode)]
+    cache_of = attrgetter("engine", "policy", "cache_ratio")
+    same = [other for other in plain if cache_of(other) == cache_of(mode)]
     return next(iter([*same, *(other for other in plain if other.name == REFERENCE)]), None)
 
 
-def _cache_of(mode: BenchMode) -> tuple[object, ...]:
-    return mode.engine, mode.policy, mode.cache_ratio
-
-
 def parallel_figures(
-    mode: BenchMode,
-    own: Sequence[Sample],
-    plain: tuple[BenchMode, Sequence[Sample]] | None,
-    gamma: int,
+    mode: BenchMode, own: Samples, plain: tuple[BenchMode, Samples] | None, gamma: int
 ) -> ParallelFigures:
     """Returns the figures of a mode's samples.
 
@@ -296,7 +230,7 @@ def parallel_figures(
     """
     n_parallel = mode.n_parallel or 1
     throughput_ts = quotient(sum(s.decode_tokens for s in own), sum(s.decode_s for s in own))
-    ratios = [] if plain is None else paired_ratios(own, plain[1], lambda sample: sample.tg_ts)
+    ratios = [] if plain is None else paired_ratios(own, plain[1])
     return ParallelFigures(
         n_parallel=n_parallel,
         curve=replace(mode, gamma=gamma or None, n_parallel=None).label,

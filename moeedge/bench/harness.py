@@ -1,19 +1,15 @@
-"""The harness of every measurement: sessions side by side that answer the same prompts in turns, one sample an answer.
-
-`moeedge bench`, `ablate` and `validate measured` run their prompts through BenchArm.answer, which is the only place
-where answers are timed and samples are made.
-"""
+"""The arms of every measurement: sessions side by side. BenchArm.answer is the only place where answers are timed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moeedge.bench.config import REFERENCE, BenchMode, mode_config
+from moeedge.bench.config import BenchMode, mode_config
 from moeedge.bench.samples import Counters, Sample, counted, disk_bytes_read, from_stats
 from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import load_draft, load_target
@@ -23,26 +19,15 @@ from moeedge.errors import ContextTooSmallError, EngineError, InputError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.machine_load import LoadReading
 from moeedge.llama.model import Model
-from moeedge.notifications import Notify, ignore
+from moeedge.run import Cancel
 from moeedge.scheduler.stats import StepRecord
 
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
-# long enough to take every path once (prefill, draft, verification, plain decoding), and short
-_WARM_UP_TOKENS = 16
-# the shortest pause of a user between two turns, in which experts may still move
-_PAUSE_S = 0.5
-
-# llama.cpp pads contexts to multiples of this many tokens
-_CONTEXT_STEP = 256
-# tokens that a template puts around an answer; the exact number is not known before the answer is
-_TOKENS_AROUND_ANSWER = 16
+_PAUSE_S = 0.5  # the shortest of a user between two turns, in which experts may still move
+_CONTEXT_STEP = 256  # llama.cpp pads contexts to multiples of this many tokens
+_TOKENS_AROUND_ANSWER = 16  # that a template puts there; the exact number is not known before the answer is
 
 T = TypeVar("T")
-
-
-def never() -> bool:
-    """A `cancel` that lets everything run."""
-    return False
 
 
 class Meter:
@@ -88,7 +73,7 @@ class BenchArm:
         *,
         n_predict: int,
         ignore_eos: bool = False,
-        cancel: Callable[[], bool] = never,
+        cancel: Cancel = lambda: False,
         drain: bool = True,
         on_step: Callable[[StepRecord], None] | None = None,
         **about: Any,
@@ -155,19 +140,6 @@ def load_models(
     return target, stack.enter_context(load_draft(base, device))
 
 
-def open_arms(
-    base: EngineConfig,
-    modes: Sequence[BenchMode],
-    models: tuple[Model, Model | None],
-    stack: ExitStack,
-    *,
-    notify: Notify = ignore,
-) -> list[BenchArm]:
-    """Opens a session per mode on the shared models; `stack` closes them. notify: as for Session.open."""
-    target, draft = models
-    return [open_arm(base, mode, stack, model=target, draft_model=draft, notify=notify) for mode in modes]
-
-
 def open_arm(
     base: EngineConfig,
     mode: BenchMode,
@@ -199,78 +171,6 @@ def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
     return order[::-1] if cycle % 2 else order
 
 
-def warm_up(
-    arms: Sequence[BenchArm],
-    prompt: Prompt,
-    *,
-    n_predict: int = _WARM_UP_TOKENS,
-    ignore_eos: bool = False,
-    cancel: Callable[[], bool] = never,
-) -> None:
-    """Answers the first turn of `prompt` once in every arm: memory is touched, threads are started, caches filled."""
-    for arm in arms:
-        arm.session.reset()
-        tokens = arm.prompt_tokens([message.as_dict() for message in prompt.turns[0]])
-        arm.answer(tokens, n_predict=n_predict, ignore_eos=ignore_eos, cancel=cancel)
-
-
-def run_conversations(
-    arms: Sequence[BenchArm],
-    prompts: Sequence[Prompt],
-    *,
-    repetitions: int,
-    n_predict: int,
-    ignore_eos: bool = False,
-    warmed_up: bool = True,
-    cancel: Callable[[], bool] = never,
-    answers: dict[tuple[str, int], str] | None = None,
-    skip: Collection[tuple[str, int]] = (),
-) -> Iterator[Sample]:
-    """Yields a sample per repetition, prompt, turn and arm; ends early when `cancel` returns True.
-
-    The arms take turns within a turn of the conversation. Each has its own KV cache, which is empty at the first turn
-    and then holds the conversation so far. All continue from the reference's answer: where an arm's own answer differs,
-    which the output check reports, the next turn still asks all of them the same.
-    answers: by prompt and turn, those to go on from instead; those that are missing are added. skip: prompts' ids and
-    repetitions that were measured before.
-    """
-    answers = {} if answers is None else answers
-    reference = next((arm for arm in arms if arm.mode.label == REFERENCE), arms[0])
-    model = reference.session.model
-    for repetition in range(repetitions):
-        for index, prompt in enumerate(prompts):
-            if (prompt.id, repetition) in skip:
-                continue
-            for arm in arms:
-                arm.session.reset()
-            order = rotated(arms, repetition + index)
-            messages: list[dict[str, str]] = []
-            for turn, new_messages in enumerate(prompt.turns):
-                messages += [message.as_dict() for message in new_messages]
-                prompt_ids = reference.prompt_tokens(messages)
-                for place, arm in enumerate(order):
-                    if cancel():
-                        return
-                    sample = arm.answer(
-                        prompt_ids,
-                        n_predict=n_predict,
-                        ignore_eos=ignore_eos,
-                        cancel=cancel,
-                        prompt=prompt.id,
-                        category=prompt.category,
-                        turn=turn,
-                        repetition=repetition,
-                        order=place,
-                        warm=warmed_up or repetition > 0,
-                    )
-                    if cancel():  # the answer may be cut short: no sample
-                        return
-                    yield sample
-                    if arm is reference:
-                        answers.setdefault((prompt.id, turn), answer_text(model, sample.tokens))
-                messages.append({"role": "assistant", "content": answers[prompt.id, turn]})
-
-
 def answer_text(model: Model, tokens: Sequence[int]) -> str:
     """Returns the text of an answer, without a character that the answer's end cut.
 
@@ -282,11 +182,9 @@ def answer_text(model: Model, tokens: Sequence[int]) -> str:
 def needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:
     """Returns the tokens that the conversation can grow to, with all answers at full length."""
     messages = []
-    for index, turn in enumerate(prompt.turns):
-        if index:
-            messages.append({"role": "assistant", "content": "-"})
-        messages += [message.as_dict() for message in turn]
-    tokens = model.tokenize(model.render_chat(messages))
+    for index in range(len(prompt.turns)):
+        messages += [*prompt.messages(index), {"role": "assistant", "content": "-"}]
+    tokens = model.tokenize(model.render_chat(messages[:-1]))
     return len(tokens) + len(prompt.turns) * (n_predict + _TOKENS_AROUND_ANSWER)
 
 
@@ -303,10 +201,8 @@ def fit_context(
     limit = base.n_ctx or model.info.n_ctx_train
     kept = tuple(prompt for prompt, need in zip(prompts, needs, strict=True) if need <= limit)
     if prompts and not kept:
-        raise ContextTooSmallError(
-            f"No prompt fits: the shortest needs {min(needs):,} tokens with its answer, but the context has {limit:,}.",
-            "Use a larger -c or a smaller -n.",
-        )
+        needed = f"the shortest needs {min(needs):,} tokens with its answer, but the context has {limit:,}"
+        raise ContextTooSmallError(f"No prompt fits: {needed}.", "Use a larger -c or a smaller -n.")
     if base.n_ctx:
         return base, kept
     longest = max([n_synthetic, *(need for need in needs if need <= limit)])

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from moeedge.bench.config import BenchPlan
-from moeedge.bench.records import Environment
 from moeedge.bench.samples import Sample
 from moeedge.errors import InputError
+from moeedge.hardware.provenance import Provenance
 from moeedge.paths import cache_dir
 
 SCHEMA = "moeedge-bench-run-1"
@@ -37,28 +37,23 @@ def folder() -> Path:
     return cache_dir() / "bench_runs"
 
 
-def settings_of(plan: BenchPlan, environment: Environment) -> Settings:
+def settings_of(plan: BenchPlan, environment: Provenance) -> Settings:
     """Returns what must be the same for samples of two runs to belong together: options, models, machine, versions."""
-    base = asdict(plan.base)
+    values, dataset = asdict(plan.base), plan.dataset
     files = [path for path in (plan.base.model, plan.base.draft) if isinstance(path, Path)]
-    base["files"] = [[path.name, path.stat().st_size] for path in files]
-    del base["model"], base["draft"]
-    dataset = plan.dataset
-    values = {
-        **base,
+    del values["model"]
+    values |= {
+        "files": [[path.name, path.stat().st_size] for path in files],
         "draft": None if plan.base.draft is None else Path(plan.base.draft).name,
         "modes": [mode.label for mode in plan.modes],
         "tests": [test.name for test in plan.tests],
-        "dataset": None
-        if dataset is None
-        else [dataset.name, dataset.sha256, [prompt.id for prompt in dataset.prompts]],
-        "text": None if plan.text is None else plan.text.sha256,
-        **{
-            name: getattr(plan, name)
-            for name in ("n_predict", "repetitions", "ignore_eos", "score", "run_code", "warm_up", "delay_s")
-        },
-        **{name: getattr(environment, name) for name in ("version", "commit", "llama_cpp_version", "cpu", "os")},
+        "dataset": dataset and [dataset.name, dataset.sha256, [prompt.id for prompt in dataset.prompts]],
+        "text": plan.text and plan.text.sha256,
     }
+    for name in ("n_predict", "repetitions", "ignore_eos", "score", "run_code", "warm_up", "delay_s"):
+        values[name] = getattr(plan, name)
+    for name in ("version", "commit", "llama_cpp_version", "cpu", "os"):
+        values[name] = getattr(environment, name)
     return json.loads(json.dumps(values, default=str))  # type: ignore[no-any-return]
 
 
@@ -76,7 +71,7 @@ class Journal:
         self._settings = list(settings)
         self._done = list(done)
         self._file: TextIOWrapper | None = None
-        self._is_resumed = self._has_samples = bool(done)
+        self._has_samples = bool(done)
 
     @classmethod
     def begin(cls, settings: Sequence[Settings]) -> Journal:
@@ -107,11 +102,11 @@ class Journal:
             raise InputError(f"{path} is not the file of an interrupted bench.", _HINT)
         differences = _differences(head["settings"], list(settings))
         if differences:
-            told = ", ".join(differences[:_TOLD_DIFFERENCES])
-            raise InputError(
-                f"{path} was measured with other settings: {told}.",
+            hint, told = (
                 "Repeat the command of the interrupted run exactly.",
+                ", ".join(differences[:_TOLD_DIFFERENCES]),
             )
+            raise InputError(f"{path} was measured with other settings: {told}.", hint)
         done = {}
         for line in lines[1:]:
             with suppress(ValueError, KeyError, TypeError):  # the line that an abort cut
@@ -125,9 +120,9 @@ class Journal:
         if self.path is not None:
             try:
                 self._file = self.path.open("a", encoding="utf-8")
-                if not self._is_resumed and self._file.tell() == 0:
+                if self._file.tell() == 0:
                     self._write({"schema": SCHEMA, "settings": self._settings})
-                elif self._is_resumed:
+                else:
                     self._file.write("\n")  # after a line that an abort cut
             except OSError:
                 self._give_up()
@@ -147,11 +142,8 @@ class Journal:
 
     def samples(self, part: int, pass_index: int) -> dict[str, list[Sample]]:
         """Returns the samples of a pass that the file had when it was opened, by test."""
-        found: dict[str, list[Sample]] = {}
-        for (*where, test), sample in self._done:
-            if where == [part, pass_index]:
-                found.setdefault(test, []).append(sample)
-        return found
+        own = [(test, sample) for (*where, test), sample in self._done if where == [part, pass_index]]
+        return {test: [sample for name, sample in own if name == test] for test, _ in own}
 
     def add(self, place: Place, sample: Sample) -> None:
         """Writes a sample. A full disk ends the writing, not the run."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.samples import Sample
+from moeedge.bench.samples import Sample, Samples
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.records import derived, figure, filled
 
 # logits; rounding moved logits of scale 16 by at most 0.3 % (repacked against plain kernels), so a wider gap is no tie
 NEAR_TIE_GAP = 0.05
@@ -29,8 +31,7 @@ LogitsAt = Callable[[Sample, int], NDArray[np.float32]]
 
 def n_common(reference: Sequence[int], tokens: Sequence[int]) -> int:
     """Returns the number of tokens before the first difference."""
-    shorter = min(len(reference), len(tokens))
-    return next((i for i in range(shorter) if reference[i] != tokens[i]), shorter)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(reference, tokens, strict=False)))
 
 
 def logits_in(context: Context) -> LogitsAt:
@@ -58,44 +59,52 @@ def stop_tokens(model: Model) -> list[int]:
 class Difference:
     """The first place where a mode's answer differs from the reference's."""
 
-    prompt: str
-    turn: int
-    repetition: int
-    position: int  # in the answer, from 0
-    reference_token: int | None  # None: the reference stopped here
-    token: int | None  # None: this mode stopped here
-    gap: float  # logits by which stock-ar's context, or the mode's own split, prefers the better of the two
-    near_tie: bool
+    prompt: str = figure("Id of the prompt")
+    turn: int = figure("Turn of the conversation, from 0")
+    repetition: int = figure("Repetition, from 0")
+    position: int = figure("Position in the answer, in tokens from 0")
+    reference_token: int | None = figure("Vocabulary id of stock-ar's token; null: its answer ended here")
+    token: int | None = figure("Vocabulary id of the mode's token; null: its answer ended here")
+    gap: float = figure(
+        "Logits by which stock-ar's context, or the mode's own split, prefers the better token (no unit)", least=None
+    )
+    near_tie: bool = figure("Whether the gap is small enough for a near-tie")
 
 
 @dataclass(frozen=True)
 class OutputCheck:
     """Comparison of a mode's answers. A prompt is equal if all its turns and repetitions are."""
 
-    equal: int  # prompts
-    compared: int
-    agreement: float | None = None  # share of the reference's tokens before the first difference of each answer
+    equal: int = figure("Prompts with stock-ar's output", key="output_equal")
+    compared: int = figure("Prompts compared with stock-ar's", key="output_compared")
+    agreement: float | None = figure(
+        "Share of stock-ar's tokens before the first difference of each answer", default=None, most=1
+    )
     lossy: bool = False  # answers may differ: differences are not listed, and none is an error
-    near_ties: tuple[Difference, ...] = ()
-    different: tuple[Difference, ...] = ()
+    near_ties: tuple[Difference, ...] = figure("Differences that a near-tie explains", default=(), absent=())
+    different: tuple[Difference, ...] = figure("Other differences", default=(), absent=())
+
+    @derived("Prompts with stock-ar's output, of how many, as text", key="output_check")
+    def text(self) -> str:
+        return f"{self.equal}/{self.compared}"
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def passed(self) -> bool:
         """Whether all differences are near-ties."""
         return not self.different
 
-    def __str__(self) -> str:
-        return f"{self.equal}/{self.compared}"
-
     @property
     def summary(self) -> str:
         """The count of equal prompts, and that of near-ties."""
-        return f"{self} ({len(self.near_ties)} near-ties)" if self.near_ties else str(self)
+        return f"{self.text} ({len(self.near_ties)} near-ties)" if self.near_ties else self.text
 
 
 def check_answers(
-    samples: Sequence[Sample],
-    reference: Sequence[Sample],
+    samples: Samples,
+    reference: Samples,
     logits_at: LogitsAt,
     end_tokens: Sequence[int],
     *,
@@ -139,7 +148,6 @@ def _difference(
     sample: Sample, base: Sample, logits_at: LogitsAt, end_tokens: Sequence[int], own_split: bool
 ) -> Difference:
     """Returns the first difference of two answers that differ."""
-
     position = n_common(base.tokens, sample.tokens)
     logits = logits_at(base, position)
 
@@ -153,13 +161,5 @@ def _difference(
 
     expected, token = token_of(base), token_of(sample)
     gap = float(logits.max()) - logit(token) if own_split else abs(logit(expected) - logit(token))
-    return Difference(
-        prompt=sample.prompt,
-        turn=sample.turn,
-        repetition=sample.repetition,
-        position=position,
-        reference_token=expected,
-        token=token,
-        gap=gap,
-        near_tie=gap <= NEAR_TIE_GAP,
-    )
+    found = {"position": position, "reference_token": expected, "token": token}
+    return filled(Difference, sample, **found, gap=gap, near_tie=gap <= NEAR_TIE_GAP)

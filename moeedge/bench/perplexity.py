@@ -7,45 +7,46 @@ its batches end with drafts that may be rejected, which compete for the shortlis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.data.texts import EvaluationText
+from moeedge.data.prompts import EvaluationText
 from moeedge.errors import InputError
 from moeedge.llama.context import Context
 from moeedge.native.abi import Phase
+from moeedge.records import derived, figure
+from moeedge.run import Cancel
 
 _WINDOW_TOKENS = 512  # as llama.cpp's perplexity program by default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Perplexity:
     """How well a model predicts a text; `exp(nll)` is the perplexity."""
 
-    text: str  # its name
-    text_sha256: str
-    n_tokens: int  # predicted
-    batch_tokens: int  # decoded together, a verification of gamma + 1
+    text: str = figure("Name of the text", key="perplexity_text")
+    text_sha256: str = figure("SHA-256 of the text, hexadecimal", key="perplexity_text_sha256")
+    n_tokens: int = figure("Tokens predicted", key="perplexity_tokens")
+    batch_tokens: int = figure("Tokens per batch, a verification of gamma + 1", key="perplexity_batch")
     window_tokens: int  # after so many tokens the KV cache is emptied
     nll: float  # mean negative log-likelihood of a token, in nats
     nll_stderr: float  # standard error of that mean
 
-    @property
+    @derived("Perplexity of a text", key="perplexity")
     def value(self) -> float:
-        """The perplexity."""
         return math.exp(self.nll)
 
-    @property
+    @derived("Its standard error", key="perplexity_stderr")
     def stderr(self) -> float:
         """Its standard error, by the derivative of exp."""
         return self.value * self.nll_stderr
 
 
 def measure_perplexity(
-    context: Context, text: EvaluationText, *, batch_tokens: int, cancel: Callable[[], bool] = lambda: False
+    context: Context, text: EvaluationText, *, batch_tokens: int, cancel: Cancel = lambda: False
 ) -> Perplexity | None:
     """Decodes `text` in batches of `batch_tokens`, as the context's expert budget has them; None if cancelled.
 

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
-import moeedge
 from moeedge.bench.config import MODES, BenchMode, BenchPlan, SyntheticTest
-from moeedge.bench.figures import (
-    BudgetFigures,
-    ParallelFigures,
-    StockRatio,
-    figures_record,
-    parallel_record,
-    stock_record,
-)
+from moeedge.bench.figures import BudgetFigures, ParallelFigures, StockRatio
 from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.roofline import Roofline
@@ -28,60 +15,27 @@ from moeedge.bench.samples import (
     CacheFigures,
     Disturbance,
     Sample,
+    Samples,
     Spread,
     cache_figures,
     disturbance,
-    named,
     paired_ratio,
     quotient,
     speed,
 )
 from moeedge.bench.scores import Scores
-from moeedge.bench.whole_layers import DeviceUse, session_use
-from moeedge.engine.budgets import budget_record
+from moeedge.bench.whole_layers import session_use
 from moeedge.engine.types import EngineInfo
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.hardware.processor import cpu_name
-from moeedge.llama.settings import RopeSettings
+from moeedge.hardware.provenance import Provenance
+from moeedge.llama.settings import FlashAttention, LoadMode, RopeSettings
 from moeedge.native import devices
 from moeedge.policies.base import LookaheadStatus
+from moeedge.policies.expert_budget import BudgetFacts, budget_record
+from moeedge.records import combine, derived, figure, filled, stored
 
-SCHEMA = "moeedge-bench-4"  # changes when a key changes its meaning
+SCHEMA: Literal["moeedge-bench-4"] = "moeedge-bench-4"  # changes when a key changes its meaning
 _RATIO_ROUNDING = 0.01  # the cache has an integer number of slots
-_GIT_TIMEOUT_S = 10
-
-
-@dataclass(frozen=True)
-class Environment:
-    """What a figure depends on besides the options; recorded in every row."""
-
-    version: str  # of moeedge
-    commit: str | None  # of the checkout that contains the package; None for an installed wheel
-    dirty: bool | None  # whether tracked files differ from that commit
-    llama_cpp_version: str  # of the llama-cpp-python package
-    cpu: str
-    os: str
-    python: str
-    time: str  # UTC, ISO 8601
-
-
-def read_environment() -> Environment:
-    """Reads the versions and the machine of this process."""
-    commit, dirty = _git_state(Path(moeedge.__file__).resolve().parent)
-    try:
-        llama_cpp_version = version("llama-cpp-python")
-    except PackageNotFoundError:
-        llama_cpp_version = "unknown"
-    return Environment(
-        version=moeedge.__version__,
-        commit=commit,
-        dirty=dirty,
-        llama_cpp_version=llama_cpp_version,
-        cpu=cpu_name(),
-        os=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
 
 
 def backend_name() -> str:
@@ -90,77 +44,181 @@ def backend_name() -> str:
     return ",".join(found) or "CPU"
 
 
-def _git_state(package: Path) -> tuple[str | None, bool | None]:
-    """Returns commit and dirty flag of the checkout with `package` in its root; (None, None) elsewhere.
+@dataclass(frozen=True, kw_only=True)
+class Setup(BudgetFacts, Provenance):
+    """What the figures of a row depend on: versions, machine, models, parameters. The same keys in every row."""
 
-    A package inside another project's checkout (a virtual environment, for instance) has no commit of ours.
-    """
-    root = package.parent
-    if not (root / ".git").exists():
-        return None, None
-    command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-    lines = done.stdout.splitlines()
-    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), None)
-    return commit, any(not line.startswith("#") for line in lines)
+    schema: Literal["moeedge-bench-4"] = figure("Name of this schema; a changed meaning changes it", default=SCHEMA)
+    model: str = figure("File of the target")
+    model_description: str = figure("llama.cpp's description of the target")
+    model_bytes: int = figure("Weights of the target", "bytes")
+    model_n_params: int = figure("Number of parameters of the target")
+    architecture: str = figure("llama.cpp's name of the architecture")
+    n_layers: int = figure("Layers")
+    n_expert_layers: int = figure("Layers with experts")
+    n_experts: int = figure("Experts of a layer")
+    n_experts_used: int = figure("Experts that a token uses in a layer")
+    draft: str = figure('Source of drafts; "none" without')
+    gamma: int = figure("Most drafts of a step, in tokens")
+    auto_gamma: bool = figure("Whether each step drafted as many as paid (--draft-max auto)", default=False)
+    draft_p_min: float = figure("Probability below which a draft model's drafts end (--draft-p-min); 0: none", most=1)
+    device: str = figure('The device that holds experts; "none" without')
+    policy: str = figure('Policy of the expert cache; "none" without')
+    cache_ratio: float | None = figure("Share of all experts that have a slot", most=1)
+    lookahead_used: bool | None = figure("Whether the policy predicts experts from the draft", default=None)
+    lookahead_gain: float | None = stored(LookaheadStatus, "gain")
+    lookahead_reason: str | None = stored(LookaheadStatus, "reason")
+    cache_slots: int | None = figure("Slots of the expert cache")
+    pool_bytes: int | None = figure("The slots", "bytes")
+    vram_bytes: int | None = figure("Memory in use on the entire device at the end", "bytes")
+    whole_layers: int = figure("Layers whose experts are all on a GPU")
+    device_bytes: int | None = figure("Memory of this mode on GPUs", "bytes", default=None)
+    device_weights_bytes: int | None = figure("Weights in it", "bytes", default=None)
+    device_kv_bytes: int | None = figure("KV caches in it", "bytes", default=None)
+    device_compute_bytes: int | None = figure("Compute buffers in it", "bytes", default=None)
+    device_cache_bytes: int | None = figure("The expert cache in it", "bytes", default=None)
+    backend: str = figure("ggml backend that computes: of the GPUs, else CPU")
+    threads: int = figure("Threads of the contexts", least=1)
+    other_load_before: float | None = figure("Processors that other programs used before the run", default=None)
+    other_load: float | None = figure("The same on average while the run measured", default=None)
+    read_bytes_per_s: float | None = figure("Speed at which these threads read memory", "bytes/s", default=None)
+    bytes_per_token: int | None = figure("Weights that a token needs", "bytes", default=None)
+    limit_ts: float | None = figure("Their quotient, the limit of decoding without drafts", "t/s", default=None)
+    n_ctx: int = figure("Context size, in tokens")
+    n_batch: int = figure("Logical batch, in tokens")
+    n_ubatch: int = figure("Physical batch, in tokens")
+    threads_batch: int = figure("CPU threads of batches of several tokens (-tb)", least=1)
+    type_k: str = figure("Type of the target's K cache (-ctk)")
+    type_v: str = figure("Type of the target's V cache (-ctv)")
+    type_k_draft: str = figure("Type of the draft's K cache (-ctkd)")
+    type_v_draft: str = figure("Type of the draft's V cache (-ctvd)")
+    flash_attn: FlashAttention = figure("Flash attention as asked for (-fa)")
+    load_mode: LoadMode = figure("How the file is loaded (-lm, --mmap, --mlock)")
+    tensor_buft_overrides: str = figure("Value of -ot; empty: none")
+    lora: str = figure("LoRA adapters as FILE:SCALE, separated by commas; empty: none")
+    rope: dict[str, Any] | None = figure("Position encoding as asked for (--rope-..., --yarn-...); null: the file's")
+    n_gpu_layers: int | None = figure("Value of -ngl; -1: all; null: chosen by moeedge", least=None)
+    temperature: float = figure("Of sampling; 0: greedy", default=0.0)
+    n_predict: int | None = figure("Most tokens of an answer; null in a run without a dataset", least=None)
+    ignore_eos: bool = figure("Whether answers continued after stop tokens")
+    run_code: bool = figure("Whether programs that the model wrote ran for their score")
+    n_prompt: int = figure("Prompt of this synthetic test, in tokens; 0: none", default=0)
+    n_gen: int = figure("Tokens decoded by this synthetic test; 0: none", default=0)
+    n_depth: int = figure("Tokens in the context before the synthetic test", default=0)
+    repetitions: int = figure("Repetitions that were asked for", least=1)
+    ablations: str = figure("--ablate, separated by commas")
+    utility_cap: int = figure("--utility-cap")
+    forgetting: float = figure("--forgetting")
+    prefill_path: str = figure("--prefill-path")
+    modes: str = figure("All modes of the run, separated by commas")
+    dataset: str | None = figure("Name of the dataset", default=None)
+    dataset_variant: str | None = figure("What the prompts are", default=None)
+    dataset_place: str | None = figure("Where they were found", default=None)
+    dataset_file: str | None = figure("Name of their file", default=None)
+    dataset_sha256: str | None = figure("SHA-256 of the file, hexadecimal", default=None)
+    limit: int | None = figure("--limit; null: all prompts")
+    prompts: int | None = figure("Prompts that ran; null in a synthetic test", default=None)
+    prompts_left_out: int | None = figure("Prompts that did not fit the context", default=None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """The result of a mode in a test: figures, the set-up that they depend on, and the raw samples."""
+    """The result of a mode in a test: figures, the set-up that they depend on, and the raw samples.
 
-    mode: str
-    test: str
-    policy: str  # of the expert cache; "none" without one
-    cache_ratio: float | None  # None without an expert cache
-    pp: Spread | None  # tokens/s
-    tg: Spread | None  # tokens/s
-    tg_drained_ts: float | None  # all tokens over decoding and the drains after the answers
-    drain_s: float | None  # mean over turns and repetitions
-    ttft_s: float | None  # mean over turns and repetitions
-    acceptance_rate: float | None
-    tokens_per_step: float | None
-    experts_per_verification: float | None
-    cache: CacheFigures
-    output: OutputCheck | None
-    scores: Scores
-    ratio: float | None  # decoding speed over stock-ar's, median of pairs
-    ratio_pp: float | None  # prefill speed over stock-ar's, median of pairs
-    ratio_drained: float | None  # `ratio` with the drain after this mode's answers in its time
-    ratio_cpu: float | None  # stock-ar's CPU time over this mode's, median of pairs; robust against other programs
-    setup: dict[str, Any]
-    samples: tuple[Sample, ...]
-    read_bytes_per_token: float | None = None  # by this process from disks while decoding; None: not counted
-    asked_ratio: float | None = None  # the cache ratio that was asked for, which modes with the same memory share
-    figures: BudgetFigures | None = None  # where expert budgets, draft lengths or perplexities are compared
-    parallel: ParallelFigures | None = None  # where several texts were decoded together
-    ratio_ncmoe: float | None = None  # `ratio` over that of the fastest mode with whole layers in the same memory
-    ratio_pp_ncmoe: float | None = None  # the same of `ratio_pp`
-    best_stock: tuple[StockRatio, ...] = ()  # over the fastest stock mode; of rows with our backend
-    total: Spread | None = None  # tokens/s of prompt and decoding together, where a synthetic test has both
-    ratio_total: float | None = None  # of `total` over stock-ar's, median of pairs
-    n_planned: int | None = None  # samples of a complete run; None: as many as there are
-    disturbed: Disturbance | None = None  # why the ratios are not to be trusted
+    policy and cache_ratio: "none" and None without an expert cache. asked_ratio: the cache ratio that was asked for,
+    which modes with the same memory share. figures: where expert budgets, draft lengths or perplexities are compared.
+    parallel: where several texts were decoded together. best_stock: of rows with our backend. n_planned: samples of a
+    complete run; None: as many as there are.
+    """
+
+    mode: str = figure("The mode: stock-ar, stock-sd, moeedge, moeedge-ar, stock-ncmoe, stock-ncmoe-sd")
+    test: str = figure('The dataset, or the synthetic test: pp512, tg128, pp512+tg128, or one of these "@ d4096"')
+    policy: str
+    cache_ratio: float | None
+    pp: Spread | None = figure("Prefill speed", "t/s", prefix="pp_ts")
+    tg: Spread | None = figure("Decoding speed", "t/s", prefix="tg_ts")
+    total: Spread | None = figure(
+        "In tests ppN+tgM: tokens of both over the time of both", "t/s", prefix="total_ts", default=None
+    )
+    disturbed: Disturbance | None = figure(
+        "Why the table withholds the ratios: load (other programs took cores while the row or stock-ar was measured), "
+        "scatter (ratios of repetitions differ by more than 50 %); null: they were measured undisturbed",
+        default=None,
+    )
+    tg_drained_ts: float | None = figure("Decoding speed with the drains after the answers in its time", "t/s")
+    drain_s: float | None = figure("A drain, mean over turns and repetitions", "s")
+    ttft_s: float | None = figure(
+        "Time to the first token, mean over turns and repetitions", "s", title="TTFT ms", form=".1f", scale=1e3
+    )
+    acceptance_rate: float | None = stored(Sample, "acceptance_rate", title="accepted", form=".2f")
+    tokens_per_step: float | None = stored(Sample, "tokens_per_step", title="tokens/step", form=".2f")
+    experts_per_verification: float | None = stored(
+        Sample, "experts_per_verification", title="experts/step", form=".1f"
+    )
+    cache: CacheFigures = figure("", prefix="")
+    read_bytes_per_token: float | None = stored(
+        Sample, "read_bytes_per_token", title="MB/token", form=".1f", scale=1e-6
+    )
+    output: OutputCheck | None = figure("", prefix="", default=None)
+    scores: Scores = figure("", prefix="", default=Scores())
+    ratio: float | None = figure("Decoding speed over stock-ar's, median of pairs. A ratio")
+    ratio_pp: float | None = figure("Prefill speed over stock-ar's, median of pairs. A ratio")
+    ratio_total: float | None = figure("total_ts over stock-ar's, median of pairs. A ratio", default=None)
+    ratio_drained: float | None = figure("ratio with the drains of this mode in its time. A ratio")
+    ratio_cpu: float | None = figure("stock-ar's processor time over this mode's, median of pairs. A ratio")
+    ratio_ncmoe: float | None = figure(
+        "ratio over that of the fastest stock mode with whole layers in the same GPU memory. A ratio", default=None
+    )
+    ratio_pp_ncmoe: float | None = figure("ratio_pp over that of the fastest such mode. A ratio", default=None)
+    best_stock: tuple[StockRatio, ...] = ()
+    figures: BudgetFigures | None = figure("", prefix="", default=None)
+    parallel: ParallelFigures | None = figure("", prefix="", default=None)
+    setup: Setup = figure("", prefix="")
+    asked_ratio: float | None = None
+    n_planned: int | None = None
+    samples: tuple[Sample, ...] = figure("The raw samples")
+
+    @derived("Number of samples that the figures are from")
+    def n_samples(self) -> int:
+        return len(self.samples)
+
+    @derived("Number of samples of a complete run; more than n_samples: the run was interrupted")
+    def n_samples_planned(self) -> int:
+        return len(self.samples) if self.n_planned is None else self.n_planned
+
+    @derived("Whether the mode had run before each of these samples")
+    def warm(self) -> bool:
+        return all(sample.warm for sample in self.samples)
+
+    @derived("How much the fastest repetition is faster than the slowest (0.1: a tenth); null for a single one")
+    def scatter(self) -> float | None:
+        measured = self.total or self.tg or self.pp
+        return None if measured is None else measured.scatter
+
+    @derived("tg_ts_median over limit_ts; drafts that win more than they cost exceed 1", title="of limit", form=".2f")
+    def limit_share(self) -> float | None:
+        return self.tg.median / self.setup.limit_ts if self.tg is not None and self.setup.limit_ts else None
+
+    @derived("Decoding speed over that of the fastest stock mode, chosen in hindsight. A ratio")
+    def ratio_best_stock(self) -> float | None:
+        return self.best_stock[0].ratio if self.best_stock else None
+
+    @derived("", prefix="ratio_best_stock_", without=("category", "ratio", "fastest", "n_turns"))
+    def total_stock(self) -> StockRatio | None:
+        return self.best_stock[0] if self.best_stock else None
+
+    @derived("The fastest stock mode", key="best_stock")
+    def fastest_stock(self) -> str | None:
+        return self.best_stock[0].fastest if self.best_stock else None
+
+    @derived("The same for each category, and their mean")
+    def best_stock_by_category(self) -> tuple[StockRatio, ...]:
+        return self.best_stock[1:]
 
     @property
     def is_partial(self) -> bool:
         """Whether the run ended before all samples were measured."""
         return self.n_planned is not None and len(self.samples) < self.n_planned
-
-    @property
-    def scatter(self) -> float | None:
-        """How much the fastest repetition is faster than the slowest; None for a single one."""
-        measured = self.total or self.tg or self.pp
-        return None if measured is None else measured.scatter
-
-    @property
-    def limit_share(self) -> float | None:
-        """Decoding speed over the memory's limit without drafts; drafts that win more than they cost exceed 1."""
-        limit_ts = self.setup.get("limit_ts")
-        return self.tg.median / limit_ts if self.tg is not None and limit_ts else None
 
     @property
     def is_lossy(self) -> bool:
@@ -174,107 +232,45 @@ class BenchRow:
         cache = "" if self.cache_ratio is None else f"{policy} {self.cache_ratio:g}"
         speculation = "" if self.figures is None else self.figures.mode.speculation
         if self.parallel is not None:
-            gamma = self.setup["gamma"]
+            gamma = self.setup.gamma
             speculation = f"{f'gamma {gamma} ' if gamma else ''}parallel {self.parallel.n_parallel}"
         return f"{self.mode}{cache}{' ' if speculation else ''}{speculation}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the record: flat except for the lists, keys in the order of the documentation."""
-        output = self.output
-        return {
-            **named(self, "mode", "test"),
-            **_spread_keys("pp_ts", self.pp),
-            **_spread_keys("tg_ts", self.tg),
-            **_spread_keys("total_ts", self.total),
-            **named(self, "scatter", "disturbed"),
-            "n_samples": len(self.samples),
-            "n_samples_planned": len(self.samples) if self.n_planned is None else self.n_planned,
-            **named(self, "tg_drained_ts", "drain_s", "ttft_s", "acceptance_rate", "tokens_per_step"),
-            "experts_per_verification": self.experts_per_verification,
-            **asdict(self.cache),
-            **named(self, "read_bytes_per_token", "limit_share"),
-            "output_check": None if output is None else str(output),
-            **named(output, "equal", "compared", prefix="output_"),
-            "agreement": None if output is None else output.agreement,
-            "near_ties": [] if output is None else [asdict(difference) for difference in output.near_ties],
-            "different": [] if output is None else [asdict(difference) for difference in output.different],
-            **named(self.scores, "score", "n_scored", "n_answers", "n_cut", "scorer"),
-            "score_by_category": [asdict(category) for category in self.scores.by_category],
-            "unscored": [{"reason": reason, "n": n} for reason, n in self.scores.unscored],
-            **named(self, "ratio", "ratio_pp", "ratio_total", "ratio_drained", "ratio_cpu"),
-            **named(self, "ratio_ncmoe", "ratio_pp_ncmoe"),
-            **stock_record(self.best_stock),
-            **figures_record(self.figures),
-            **parallel_record(self.parallel),
-            "warm": all(sample.warm for sample in self.samples),
-            **self.setup,
-            "samples": [sample.as_dict() for sample in self.samples],
-        }
-
 
 def make_row(
-    mode: BenchMode,
-    test: str,
-    samples: Sequence[Sample],
-    reference: Sequence[Sample],
-    *,
-    output: OutputCheck | None,
-    scores: Scores,
-    setup: dict[str, Any],
-    figures: BudgetFigures | None = None,
-    parallel: ParallelFigures | None = None,
-    best_stock: tuple[StockRatio, ...] = (),
-    n_planned: int | None = None,
+    mode: BenchMode, test: str, samples: Samples, reference: Samples, *, setup: Setup, **others: Any
 ) -> BenchRow:
     """Returns the row of `samples`, all of one mode and test.
 
-    reference: stock-ar's samples, empty if it did not run. setup: from `describe_setup`. figures: where
-    expert budgets are compared. parallel: where texts were decoded together. best_stock: of a mode with our backend.
-    n_planned: samples of a complete run.
+    reference: stock-ar's samples, empty if it did not run. setup: from `describe_setup`. others: further fields.
     """
-    steps = sum(sample.steps for sample in samples)
-    experts_sum = sum(sample.experts_sum for sample in samples)
-    has_both = bool(setup["n_prompt"] and setup["n_gen"])  # a synthetic test ppN+tgM
+    sums = combine(samples)
+    has_both = bool(setup.n_prompt and setup.n_gen)  # a synthetic test ppN+tgM
     answered = [sample.ttft_s for sample in samples if sample.ttft_s > 0]
-    return BenchRow(
+    return filled(
+        BenchRow,
+        sums,
+        setup,
         mode=mode.name,
         test=test,
-        policy=setup["policy"],
-        cache_ratio=setup["cache_ratio"],
         pp=speed(samples, "prefill"),
         tg=speed(samples, "decode"),
-        tg_drained_ts=quotient(sum(s.decode_tokens for s in samples), sum(s.decode_s + s.drain_s for s in samples)),
-        drain_s=quotient(sum(s.drain_s for s in samples), len(samples)),
+        total=speed(samples, "prefill", "decode") if has_both else None,
+        tg_drained_ts=quotient(sums.decode_tokens, sums.decode_s + sums.drain_s),
+        drain_s=quotient(sums.drain_s, len(samples)),
         ttft_s=quotient(sum(answered), len(answered)),
-        acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
-        tokens_per_step=quotient(sum(s.decode_tokens for s in samples), steps),
-        experts_per_verification=quotient(experts_sum, steps) if experts_sum else None,
-        cache=cache_figures((sample.placement for sample in samples), setup["n_expert_layers"] - setup["whole_layers"]),
-        output=output,
-        scores=scores,
-        ratio=paired_ratio(samples, reference, lambda s: s.tg_ts),
+        cache=cache_figures(sums.placement, setup.n_expert_layers - setup.whole_layers),
+        ratio=paired_ratio(samples, reference),
         ratio_pp=paired_ratio(samples, reference, lambda s: s.pp_ts),
-        ratio_drained=paired_ratio(samples, reference, lambda s: s.tg_drained_ts),
+        ratio_total=paired_ratio(samples, reference, lambda s: s.rate_ts("prefill", "decode")) if has_both else None,
+        ratio_drained=paired_ratio(samples, reference, lambda s: s.rate_ts("decode", drained=True)),
         ratio_cpu=paired_ratio(samples, reference, lambda s: 1 / s.cpu_s if s.cpu_s > 0 else None),
+        disturbed=disturbance(samples, reference, setup.threads),
         setup=setup,
         samples=tuple(samples),
-        read_bytes_per_token=_read_per_token(samples),
         asked_ratio=mode.cache_ratio,
-        figures=figures,
-        parallel=parallel,
-        best_stock=best_stock,
-        total=speed(samples, "prefill", "decode") if has_both else None,
-        ratio_total=paired_ratio(samples, reference, lambda s: s.total_ts) if has_both else None,
-        n_planned=n_planned,
-        disturbed=disturbance(samples, reference, setup["threads"]),
+        **others,
     )
-
-
-def _read_per_token(samples: Sequence[Sample]) -> float | None:
-    """Bytes read from disks per decoded token; None where they are not counted, or no token was decoded."""
-    counted = [sample for sample in samples if sample.decode_read_bytes is not None]
-    n_bytes = sum(sample.decode_read_bytes or 0 for sample in counted)
-    return quotient(n_bytes, sum(sample.decode_tokens for sample in counted))
 
 
 def compare_with_whole_layers(rows: Sequence[BenchRow]) -> list[BenchRow]:
@@ -283,132 +279,85 @@ def compare_with_whole_layers(rows: Sequence[BenchRow]) -> list[BenchRow]:
     Both were measured next to stock-ar, not always next to each other: the quotient is that of the ratios to stock-ar.
     """
 
-    def best(row: BenchRow, values: Sequence[tuple[BenchRow, float | None]]) -> float | None:
-        equal = [value for other, value in values if other.test == row.test and other.asked_ratio == row.asked_ratio]
-        return max((value for value in equal if value), default=None)
+    def over_best(row: BenchRow, name: str) -> float | None:
+        place = row.test, row.asked_ratio
+        layered = [getattr(each, name) or 0.0 for each in whole if (each.test, each.asked_ratio) == place]
+        value = getattr(row, name)
+        return quotient(value, max(layered, default=0.0)) if value else None
 
-    layered = [row for row in rows if MODES[row.mode].method == "ncmoe"]
-    decoding = [(row, row.ratio) for row in layered]
-    prefill = [(row, row.ratio_pp) for row in layered]
+    whole = [row for row in rows if MODES[row.mode].method == "ncmoe"]
     return [
-        replace(
-            row,
-            ratio_ncmoe=quotient(row.ratio or 0.0, best(row, decoding) or 0.0) if row.ratio else None,
-            ratio_pp_ncmoe=quotient(row.ratio_pp or 0.0, best(row, prefill) or 0.0) if row.ratio_pp else None,
-        )
-        for row in rows
+        replace(row, ratio_ncmoe=over_best(row, "ratio"), ratio_pp_ncmoe=over_best(row, "ratio_pp")) for row in rows
     ]
 
 
-@dataclass(frozen=True)
-class ArmEnd:
-    """What an arm tells at the end of its measurement."""
-
-    device_use: DeviceUse = field(default_factory=DeviceUse)  # of this mode alone
-    vram_bytes: int | None = None  # in use on the entire device; None: the driver reports nothing
-    lookahead: LookaheadStatus | None = None  # as the policy judges it then
-
-
-def read_end(arm: BenchArm, device: ResolvedDevice) -> ArmEnd:
-    """Reads what the session says now."""
-    stats = arm.session.placement_stats()
-    use = session_use(arm.session, device)
-    return ArmEnd(use) if stats is None else ArmEnd(use, stats.vram_used_bytes, stats.lookahead)
+def read_end(arm: BenchArm, device: ResolvedDevice) -> dict[str, Any]:
+    """Returns the fields of Setup that the session tells at the end of its measurement: memory, lookahead."""
+    stats, use = arm.session.placement_stats(), session_use(arm.session, device)
+    found: dict[str, Any] = {f"device_{kind}": n_bytes or None for kind, n_bytes in asdict(use).items()}
+    found["device_bytes"] = use.total_bytes or None
+    if stats is not None:
+        status = {} if stats.lookahead is None else asdict(stats.lookahead)
+        found |= {f"lookahead_{name}": status.get(name) for name in ("used", "gain", "reason")}
+        found["vram_bytes"] = stats.vram_used_bytes
+    return found
 
 
 def describe_setup(
     plan: BenchPlan,
-    environment: Environment,
+    environment: Provenance,
     arm: BenchArm,
-    end: ArmEnd,
     *,
     drafts: bool,
-    prompts: int | None,
-    prompts_left_out: int | None,
     roofline: Roofline | None = None,
     test: SyntheticTest | None = None,
-    load: tuple[float | None, float | None] = (None, None),
-) -> dict[str, Any]:
-    """Returns what a figure depends on: versions, machine, models, parameters. The same keys in every row.
+    **others: Any,
+) -> Setup:
+    """Returns what a figure depends on.
 
-    drafts: whether this test uses the mode's drafts. prompts and prompts_left_out: None in a synthetic test. roofline:
-    None where several texts are decoded together, or unknown. test: None for answers. load: processors that other
-    programs used before the run, and while it measured.
+    drafts: whether this test uses the mode's drafts. roofline: None where several texts are decoded together, or
+    unknown. test: None for answers. others: further fields, as those of `read_end`.
     """
     mode, model, info, base = arm.mode, arm.session.model.info, arm.session.info, plan.base
-    settings, dataset = info.settings, plan.dataset
+    settings, dataset, requested = info.settings, plan.dataset, base.placement
     has_cache = info.cache_slots > 0
-    requested = base.placement
-    return {
-        "schema": SCHEMA,
-        **asdict(environment),
-        "model": info.model,
-        "model_description": model.description,
-        "model_bytes": model.size_bytes,
-        "model_n_params": model.n_params,
-        **named(model, "architecture", "n_layers", "n_expert_layers", "n_experts"),
-        "n_experts_used": model.n_expert_used,
-        "draft": info.draft if drafts else "none",
-        "gamma": info.gamma if drafts else 0,
-        "auto_gamma": drafts and info.auto_gamma,
-        "draft_p_min": base.draft_p_min if drafts else 0.0,
+    return filled(
+        Setup,
+        *(environment, info, model, roofline, settings, base, requested, plan, test),
+        *(("model_", model), ("dataset_", dataset), ("n_", test)),
         **budget_record(mode.budget if drafts else None, gamma=info.gamma),
-        "device": info.device,
-        "policy": info.policy if has_cache or mode.policy is None else mode.policy,
-        "cache_ratio": _ratio(mode, info) if has_cache else mode.cache_ratio,
-        **named(end.lookahead, "used", "gain", "reason", prefix="lookahead_"),
-        "cache_slots": info.cache_slots if has_cache or mode.is_swept else None,
-        "pool_bytes": info.pool_bytes if has_cache else None,
-        "vram_bytes": end.vram_bytes,
-        "whole_layers": arm.session.model.n_whole_layers,
-        "device_bytes": end.device_use.total_bytes or None,
-        **{f"device_{kind}": n_bytes or None for kind, n_bytes in asdict(end.device_use).items()},
-        "backend": backend_name(),
-        "threads": info.n_threads,
-        "other_load_before": load[0],
-        "other_load": load[1],
-        **named(roofline, "read_bytes_per_s", "bytes_per_token", "limit_ts"),
-        "n_ctx": info.n_ctx,
-        **named(base, "n_batch", "n_ubatch"),
-        "threads_batch": settings.n_threads_batch or info.n_threads,
-        **named(settings, "type_k", "type_v"),
-        "type_k_draft": base.draft_type_k,
-        "type_v_draft": base.draft_type_v,
-        "flash_attn": settings.flash_attn,
-        "load_mode": base.load.mode,
-        "tensor_buft_overrides": ",".join(f"{each.pattern}={each.buffer_type}" for each in base.load.overrides),
-        "lora": ",".join(f"{each.path.name}:{each.scale:g}" for each in settings.adapters),
-        "rope": None if settings.rope == RopeSettings() else asdict(settings.rope),
-        "n_gpu_layers": base.n_gpu_layers if mode.method == "shared" else -1,
-        "temperature": 0.0,
-        "n_predict": plan.n_predict if dataset is not None else None,
-        **named(plan, "ignore_eos", "run_code"),
-        "n_prompt": 0 if test is None else test.n_prompt,
-        "n_gen": 0 if test is None else test.n_gen,
-        "n_depth": 0 if test is None else test.depth,
-        "repetitions": plan.repetitions,
-        "ablations": ",".join(sorted(requested.ablations)),
-        **named(requested, "utility_cap", "forgetting"),
-        "prefill_path": requested.prefill,
-        "modes": ",".join(mode.label for mode in plan.modes),
-        "dataset": None if dataset is None else dataset.name,
-        **named(dataset, "variant", "place", "sha256", prefix="dataset_"),
-        "dataset_file": None if dataset is None else dataset.path.name,
-        "limit": plan.limit,
-        "prompts": prompts,
-        "prompts_left_out": prompts_left_out,
-    }
+        model_bytes=model.size_bytes,
+        n_experts_used=model.n_expert_used,
+        draft=info.draft if drafts else "none",
+        gamma=info.gamma if drafts else 0,
+        auto_gamma=drafts and info.auto_gamma,
+        draft_p_min=base.draft_p_min if drafts else 0.0,
+        policy=info.policy if has_cache or mode.policy is None else mode.policy,
+        cache_ratio=_ratio(mode, info) if has_cache else mode.cache_ratio,
+        cache_slots=info.cache_slots if has_cache or mode.is_swept else None,
+        pool_bytes=info.pool_bytes if has_cache else None,
+        whole_layers=arm.session.model.n_whole_layers,
+        backend=backend_name(),
+        threads=info.n_threads,
+        threads_batch=settings.n_threads_batch or info.n_threads,
+        type_k_draft=base.draft_type_k,
+        type_v_draft=base.draft_type_v,
+        load_mode=base.load.mode,
+        tensor_buft_overrides=",".join(f"{each.pattern}={each.buffer_type}" for each in base.load.overrides),
+        lora=",".join(f"{each.path.name}:{each.scale:g}" for each in settings.adapters),
+        rope=None if settings.rope == RopeSettings() else asdict(settings.rope),
+        n_gpu_layers=base.n_gpu_layers if mode.method == "shared" else -1,
+        n_predict=plan.n_predict if dataset is not None else None,
+        ablations=",".join(sorted(requested.ablations)),
+        prefill_path=requested.prefill,
+        modes=",".join(mode.label for mode in plan.modes),
+        dataset=None if dataset is None else dataset.name,
+        dataset_file=None if dataset is None else dataset.path.name,
+        **{"vram_bytes": None} | others,  # not that after loading
+    )
 
 
 def _ratio(mode: BenchMode, info: EngineInfo) -> float:
     """Returns the requested cache ratio, or the actual one if the cache became smaller for lack of memory."""
     ratio = mode.cache_ratio
     return ratio if ratio is not None and abs(ratio - info.cache_ratio) <= _RATIO_ROUNDING else info.cache_ratio
-
-
-def _spread_keys(name: str, spread: Spread | None) -> dict[str, Any]:
-    return {
-        name: None if spread is None else spread.mean,
-        **named(spread, "stddev", "median", prefix=f"{name}_"),
-        f"{name}_samples": [] if spread is None else list(spread.values),
-    }

@@ -13,7 +13,7 @@ from pathlib import Path
 from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
-from moeedge.native.kernels import read_speed
+from moeedge.native.compute import read_speed
 
 _BYTES_MIN = 128 << 20  # of the memory that is read
 _CACHES = 4  # it is so many times as large as the last caches of the threads' processors

@@ -1,50 +1,37 @@
-"""The run of `moeedge bench`: loads the models once, interleaves the modes, collects samples, makes rows of them."""
+"""The run of `moeedge bench`: loads the models once, lets the arms of each pass take turns, makes rows of samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.arms import Arms, ArmsInTurn, Pass
-from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan, SyntheticTest
-from moeedge.bench.figures import budget_figures, over_best_stock, unbudgeted_label
-from moeedge.bench.harness import (
-    BenchArm,
-    answer_text,
-    fit_context,
-    load_models,
-    never,
-    rotated,
-    run_conversations,
-    warm_up,
-)
+from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
+from moeedge.bench.experiment import Conversations, SyntheticWork, Together, Work, synthetic_modes
+from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
+from moeedge.bench.harness import BenchArm, answer_text, fit_context, load_models
 from moeedge.bench.journal import Journal
 from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.perplexity import measure_perplexity
-from moeedge.bench.records import (
-    ArmEnd,
-    BenchRow,
-    compare_with_whole_layers,
-    describe_setup,
-    make_row,
-    read_end,
-    read_environment,
-)
+from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_end
 from moeedge.bench.roofline import Roofline, measure_roofline
-from moeedge.bench.samples import Sample, common_samples, finished_work
-from moeedge.bench.scores import AnswerScorer, Scores, check_scoring
-from moeedge.bench.synthetic import SyntheticRun, n_samples, synthetic_modes
+from moeedge.bench.samples import Sample, Samples, common_samples, finished_work
+from moeedge.bench.scores import AnswerScorer, check_scoring
 from moeedge.data.prompts import Prompt
-from moeedge.engine.loading import load_target, resolve_device
+from moeedge.engine.loading import kv_on_gpu, load_target, memory_of, resolve_device
 from moeedge.errors import ContextTooSmallError, InputError
 from moeedge.hardware.machine_load import LoadReading, look
+from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model
+from moeedge.llama.model_memory import choose_n_ctx
+from moeedge.run import Cancel
 
 
 class Progress(Protocol):
@@ -60,63 +47,28 @@ class Progress(Protocol):
         """A sentence for the user."""
 
 
-class Run:
-    """What every run has: a context manager that loads, `run` measures, `rows` computes (call it inside)."""
+class Bench:
+    """A context manager that loads; `run` measures, `rows` computes (call both inside)."""
 
-    def __init__(self, plan: BenchPlan, progress: Progress) -> None:
+    def __init__(self, plan: BenchPlan, progress: Progress, journal: Journal | None = None, part: int = 0) -> None:
+        """journal: gets every sample, and has those of an interrupted run, as part `part`; None: nothing is kept."""
         self.plan = plan
+        self.arms: Arms | ArmsInTurn  # the sessions of the run
         self._progress = progress
+        self._journal = journal or Journal(None, ())
+        self._part = part
         self._base = plan.base  # with the context that the prompts need
         self._models: tuple[Model, Model | None]
         self._prompts: tuple[Prompt, ...] = ()
         self._n_left_out = 0  # prompts that do not fit it
+        self._alone: list[Sample] = []  # stock llama.cpp's answers, where others answer several prompts at once
         self._resources = ExitStack()
-        self._environment = read_environment()
+        self._environment = read_provenance()
         self._notes: set[str] = set()  # those that were reported
-
-    def __exit__(self, *error: object) -> None:
-        self._resources.close()
-
-    def _fit(self, asked: Sequence[Prompt], n_synthetic: int = 0) -> None:
-        """Chooses the context, and the prompts that fit it. n_synthetic: tokens of the largest synthetic test."""
-        self._base, self._prompts = fit_context(
-            self.plan.base, self._models[0], asked, self.plan.n_predict, n_synthetic
-        )
-        self._n_left_out = len(asked) - len(self._prompts)
-        if self._n_left_out:
-            self._report([f"{self._n_left_out} of {len(asked)} prompts exceed the context: left out."])
-
-    def _report(self, notes: Iterable[str]) -> None:
-        """Reports each note once."""
-        for text in notes:
-            if text not in self._notes:
-                self._notes.add(text)
-                self._progress.note(text)
-
-    @property
-    def _dataset(self) -> str | None:
-        """The name of the prompts' test."""
-        return None if self.plan.dataset is None else self.plan.dataset.name
-
-    @cached_property
-    def _end_tokens(self) -> list[int]:
-        return stop_tokens(self._models[0])
-
-
-class Bench(Run):
-    """The run of modes that decode one text at a time."""
-
-    def __init__(self, plan: BenchPlan, progress: Progress, journal: Journal | None = None, part: int = 0) -> None:
-        """journal: gets every sample, and has those of an interrupted run, as part `part`; None: nothing is kept."""
-        super().__init__(plan, progress)
-        self._journal = journal or Journal(None, ())
-        self._part = part
-        self.arms: Arms | ArmsInTurn  # the sessions of the run
         self._scorer: AnswerScorer | None = None
         self._roofline: Roofline | None = None
         self._load_before = look()
         self._load: float | None = None  # of other programs, while the run measured
-        self._is_measured = False
 
     def __enter__(self) -> Bench:
         plan = self.plan
@@ -125,157 +77,139 @@ class Bench(Run):
             self._scorer = AnswerScorer(plan.dataset, self._text_of, run_code=plan.run_code)
         n_synthetic = max((test.n_ctx for test in plan.tests), default=0)
         if 0 < plan.base.n_ctx < n_synthetic:
-            raise ContextTooSmallError(
-                f"The synthetic tests need {n_synthetic:,} tokens, but the context has {plan.base.n_ctx:,}.",
-                f"Leave out -c, or use -c {n_synthetic}.",
-            )
+            needed = f"The synthetic tests need {n_synthetic:,} tokens, but the context has {plan.base.n_ctx:,}."
+            raise ContextTooSmallError(needed, f"Leave out -c, or use -c {n_synthetic}.")
         with ExitStack() as stack:
             has_drafts = any(mode.drafts for mode in plan.modes)
-            device = resolve_device(plan.base if has_drafts else replace(plan.base, draft=None))
-            if device.loads_misses:
-                raise InputError(
-                    f"bench does not measure experts in RAM next to {device.label}.",
-                    "Measure one of them: -dev none, or --ram off.",
-                )
-            in_turn = device.kind == "ram"
-            if in_turn:  # each mode loads its own
-                self._models = stack.enter_context(load_target(plan.base, device, header_only=True)), None
+            self._device = resolve_device(plan.base if has_drafts else replace(plan.base, draft=None))
+            if self._device.loads_misses:
+                hint = "Measure one of them: -dev none, or --ram off."
+                raise InputError(f"bench does not measure experts in RAM next to {self._device.label}.", hint)
+            how: dict[str, Any] = {"modes": plan.modes, "report": self._report}
+            if self._device.kind == "ram":  # each mode loads its own
+                self._models = stack.enter_context(load_target(plan.base, self._device, header_only=True)), None
+                self._fit(n_synthetic)
+                self.arms = stack.enter_context(ArmsInTurn(base=self._base, **how))
             else:
-                self._models = load_models(plan.base, plan.modes, stack, device)
-            self._fit(() if plan.dataset is None else plan.dataset.prompts, n_synthetic)
-            if in_turn:
-                self.arms = stack.enter_context(ArmsInTurn(self._base, plan.modes, self._report))
-            else:
-                self.arms = stack.enter_context(Arms(self._base, plan.modes, device, self._models, self._report))
-            self._device = device
+                self._models = load_models(plan.base, plan.modes, stack, self._device)
+                self._fit(n_synthetic)
+                self.arms = stack.enter_context(Arms(base=self._base, device=self._device, models=self._models, **how))
+            for current in self.arms.passes:
+                current.works = self._works()
             self._resources = stack.pop_all()
         return self
 
-    def run(self, cancel: Callable[[], bool] = never) -> bool:
-        """Measures all tests; `cancel` is called often, True ends the run. Returns whether everything was measured."""
-        self._progress.begin(sum(self._n_samples(current) for current in self.arms.passes))
-        begin = LoadReading.now()
-        for index, current in enumerate(self.arms.passes):
-            if cancel():
-                break
-            with self.arms.opened(current):
-                self._measure_roofline(current)
-                self._measure(current, index, cancel)
-        self._load = LoadReading.now().others_since(begin)
-        self._is_measured = True
-        return not cancel()
+    def __exit__(self, *error: object) -> None:
+        self._resources.close()
 
-    def rows(self) -> list[BenchRow]:
-        """Returns a row per test and mode, of the work that every mode of its pass has done; none after an error."""
-        if not self._is_measured:
-            return []
-        tests = dict.fromkeys(test for current in self.arms.passes for test in current.samples)
-        rows = [row for test in tests for current in self.arms.passes for row in self._pass_rows(current, test)]
-        return compare_with_whole_layers(rows)
+    def _fit(self, n_synthetic: int) -> None:
+        """Chooses the context, and the prompts that fit it. n_synthetic: tokens of the largest synthetic test.
+
+        Raises InputError where there are fewer prompts than are to be decoded together, or no memory for their texts.
+        """
+        plan = self.plan
+        most = max((mode.n_parallel or 0 for mode in plan.modes), default=0)
+        prompts: Sequence[Prompt] = () if plan.dataset is None else plan.dataset.prompts
+        if most:
+            prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+        self._base, self._prompts = fit_context(plan.base, self._models[0], prompts, plan.n_predict, n_synthetic)
+        self._n_left_out = len(prompts) - len(self._prompts)
+        if self._n_left_out:
+            self._report([f"{self._n_left_out} of {len(prompts)} prompts exceed the context: left out."])
+        if not most:
+            return
+        if len(self._prompts) < most:
+            few = f"{most} texts are to be decoded together, and there are {len(self._prompts)} prompts."
+            raise InputError(few, "Use a larger --limit, a larger dataset or a smaller --parallel.")
+        try:
+            replace(self._base, n_parallel=most)
+        except ValueError as error:
+            raise InputError(f"Too large: {error}.", "Use a smaller -c or a smaller --parallel.") from None
+        if not kv_on_gpu(self._base, self._device, self._models[0]):
+            models = [model for model in self._models if model is not None]
+            choose_n_ctx(memory_of(self._base, models), self._base.n_ctx, n_parallel=most)
+
+    def _works(self) -> list[Work]:
+        """Returns what the modes of a pass do, one after the other."""
+        plan, works = self.plan, list[Work]()
+        if plan.dataset is not None and plan.decodes_together:
+            stock = self.arms.stock(REFERENCE)
+            prompt_ids = [stock.prompt_tokens(prompt.messages(0)) for prompt in self._prompts]
+            works.append(Together(name=plan.dataset.name, prompt_ids=prompt_ids, **self._answering))
+        elif plan.dataset is not None:
+            works.append(Conversations(name=plan.dataset.name, **self._answering))
+        for test in plan.tests:
+            works.append(SyntheticWork(name=test.name, warms_up=plan.warm_up, test=test, delay_s=plan.delay_s))
+        return works
+
+    @property
+    def _answering(self) -> dict[str, Any]:
+        """Fields of a work with prompts."""
+        lengths = {"n_predict": self.plan.n_predict, "ignore_eos": self.plan.ignore_eos}
+        return {"warms_up": self.plan.warm_up, "prompts": self._prompts, **lengths}
+
+    def _report(self, notes: Iterable[str]) -> None:
+        """Reports each note once."""
+        for text in notes:
+            if text not in self._notes:
+                self._notes.add(text)
+                self._progress.note(text)
+
+    @cached_property
+    def _end_tokens(self) -> list[int]:
+        return stop_tokens(self._models[0])
 
     # measuring
 
-    def _n_samples(self, current: Pass) -> int:
-        """Returns the samples of a finished pass."""
-        n_synthetic = len(synthetic_modes(current.modes)[0]) * sum(n_samples(test) for test in self.plan.tests)
-        return self.plan.repetitions * (self._n_turns * len(current.modes) + n_synthetic)
-
-    def _per_repetition(self, test: str) -> int:
-        """Returns the samples of a mode and repetition of a test."""
-        known = {each.name: n_samples(each) for each in self.plan.tests}
-        return known.get(test, self._n_turns)
-
-    @property
-    def _n_turns(self) -> int:
-        return sum(len(prompt.turns) for prompt in self._prompts)
-
-    def _measure(self, current: Pass, index: int, cancel: Callable[[], bool]) -> None:
-        self._take_over(current, index)
-        if isinstance(self.arms, ArmsInTurn):
-            self._measure_in_turn(self.arms, current, index, cancel)
-            return
-        for test, sample in self._samples(
-            current.arms, current.samples, cancel, repetitions=self.plan.repetitions, tests=self.plan.tests
-        ):
-            self._keep(current, index, test, sample)
-        self._read_ends(current.arms, current, cancel)
-
-    def _measure_in_turn(self, arms: ArmsInTurn, current: Pass, index: int, cancel: Callable[[], bool]) -> None:
-        """Opens, measures and closes each mode in every repetition, in rotated order."""
-        plan = self.plan
-        synthetic, notes = synthetic_modes(current.modes)
-        self._report(notes if plan.tests else [])
-        done = {test: tuple(samples) for test, samples in current.samples.items()}  # without those of this run
-        answers = {
-            (sample.prompt, sample.turn): self._text_of(sample)
-            for sample in reversed(done.get(self._dataset or "", ()))
-            if sample.mode == REFERENCE
-        }
-        for repetition in range(plan.repetitions):
-            for place, mode in enumerate(rotated(current.modes, repetition)):
+    def run(self, cancel: Cancel = lambda: False) -> bool:
+        """Measures all tests; `cancel` is called often, True ends the run. Returns whether everything was measured."""
+        passes, together = self.arms.passes, self.plan.decodes_together
+        n_samples = sum(len(work.modes(current.modes)) * work.n_samples for current in passes for work in current.works)
+        self._progress.begin(self.plan.repetitions * n_samples + len(self._prompts) * together)
+        begin = LoadReading.now()
+        try:
+            if together:
+                self._answer_alone(cancel)
+            for index, current in enumerate(passes):
                 if cancel():
-                    return
-                own = {
-                    test: [
-                        replace(s, repetition=0) for s in samples if (s.mode, s.repetition) == (mode.label, repetition)
-                    ]
-                    for test, samples in done.items()
-                }
-                tests = plan.tests if mode in synthetic else ()
-                is_done = all(own.get(test.name) for test in tests) and (
-                    self._dataset is None or len(own.get(self._dataset, ())) == self._n_turns
-                )
-                if is_done and repetition < plan.repetitions - 1:
-                    continue  # the last repetition opens every mode, for what its row says about it
-                with arms.open_alone(mode) as arm:
-                    for test, sample in self._samples([arm], own, cancel, repetitions=1, tests=tests, answers=answers):
-                        self._keep(current, index, test, replace(sample, repetition=repetition, order=place))
-                    self._read_ends([arm], current, cancel)
+                    break
+                with self.arms.opened(current):
+                    if self._roofline is None and not together and not isinstance(self.arms, ArmsInTurn):
+                        session = current.arms[0].session  # while no mode runs
+                        self._roofline = measure_roofline(session.model, session.info.n_threads)
+                    self._measure(current, index, cancel)
+                current.is_measured = True
+        finally:
+            self._load = LoadReading.now().others_since(begin)
+        return not cancel()
 
-    def _samples(
-        self,
-        arms: Sequence[BenchArm],
-        done: Mapping[str, Sequence[Sample]],
-        cancel: Callable[[], bool],
-        *,
-        repetitions: int,
-        tests: Sequence[SyntheticTest],
-        answers: dict[tuple[str, int], str] | None = None,
-    ) -> Iterator[tuple[str, Sample]]:
-        """Yields test and sample of the prompts and of `tests`, without what is done; answers: as run_conversations."""
-        plan = self.plan
-        skip = {(sample.prompt, sample.repetition) for sample in done.get(self._dataset or "", ())}
-        if self._dataset is not None and len(skip) < len(self._prompts) * repetitions:
-            if plan.warm_up:
-                warm_up(arms, self._prompts[0], cancel=cancel)
-            for sample in run_conversations(
-                arms,
-                self._prompts,
-                repetitions=repetitions,
-                n_predict=plan.n_predict,
-                ignore_eos=plan.ignore_eos,
-                warmed_up=plan.warm_up,
-                cancel=cancel,
-                answers=answers,
-                skip=skip,
-            ):
-                yield self._dataset, sample
-        if tests:
-            kept, notes = synthetic_modes([arm.mode for arm in arms])
-            self._report(notes)
-            own = [arm for arm in arms if arm.mode in kept]
-            run = SyntheticRun(own, repetitions, warm_up=plan.warm_up, cancel=cancel, delay_s=plan.delay_s)
-            for test in tests:
-                for sample in run.samples(test, {sample.repetition for sample in done.get(test.name, ())}):
-                    yield test.name, sample
+    def _answer_alone(self, cancel: Cancel) -> None:
+        """Lets stock llama.cpp answer each prompt alone, for the output check."""
+        alone = Conversations(name="alone", **self._answering | {"warms_up": False, "measured": self._alone})
+        for sample in alone.samples([self.arms.stock(REFERENCE)], [0], cancel=cancel):
+            self._progress.advance(sample, alone.name)
 
-    def _measure_roofline(self, current: Pass) -> None:
-        """Measures the read speed once, while no mode runs; not where the disk is the limit."""
-        if self._roofline is None and current.arms and not isinstance(self.arms, ArmsInTurn):
-            session = current.arms[0].session
-            self._roofline = measure_roofline(session.model, session.info.n_threads)
+    def _measure(self, current: Pass, index: int, cancel: Cancel) -> None:
+        self._report(synthetic_modes(current.modes)[1] if self.plan.tests else ())
+        self._take_over(current, index)
 
-    def _read_ends(self, arms: Sequence[BenchArm], current: Pass, cancel: Callable[[], bool]) -> None:
+        def is_done(mode: BenchMode, repetition: int) -> bool:
+            works = [work for work in current.works if mode in work.modes(current.modes)]
+            n_done = Counter((work.name, s.mode, s.repetition) for work in works for s in work.measured)
+            return all(n_done[work.name, mode.label, repetition] >= work.n_samples for work in works)
+
+        with closing(self.arms.turns(current, self.plan.repetitions, is_done)) as turns:
+            for arms, repetitions, place in turns:
+                for work in current.works:
+                    own = [arm for arm in arms if arm.mode in work.modes(current.modes)]
+                    for sample in work.samples(own, repetitions, first_place=place, cancel=cancel):
+                        self._journal.add((self._part, index, work.name), sample)
+                        self._progress.advance(sample, work.name)
+                self._read_ends(arms, current, cancel)
+                if cancel():
+                    break
+
+    def _read_ends(self, arms: Sequence[BenchArm], current: Pass, cancel: Cancel) -> None:
         """Reads what arms tell at the end, and the perplexity of those that verify drafts with our backend."""
         text = self.plan.text
         if text is not None:
@@ -290,87 +224,82 @@ class Bench(Run):
                 current.checks[label] = self._check_split(arm, current)
 
     def _take_over(self, current: Pass, index: int) -> None:
-        """Takes the samples of an interrupted run: conversations and repetitions that it finished in every mode."""
-        in_turn = isinstance(self.arms, ArmsInTurn)
-        for test, samples in self._journal.samples(self._part, index).items():
-            for sample in finished_work(samples, self._work_of(current, test), by_mode=in_turn):
-                current.samples.setdefault(test, []).append(sample)
-                self._progress.advance(sample, test)
-
-    def _work_of(self, current: Pass, test: str) -> Callable[[str], int]:
-        """Returns how many samples of a repetition belong together, by prompt ("" in a synthetic test), of all modes.
+        """Takes the samples of an interrupted run: conversations and repetitions that it finished.
 
         Modes that are measured one after the other are finished one by one.
         """
-        is_dataset = test == self._dataset
-        modes = current.modes if is_dataset else synthetic_modes(current.modes)[0]
-        n_modes = 1 if isinstance(self.arms, ArmsInTurn) else len(modes)
-        turns = {prompt.id: len(prompt.turns) for prompt in self._prompts}
-        return lambda prompt: n_modes * (turns.get(prompt, 0) if is_dataset else self._per_repetition(test))
-
-    def _keep(self, current: Pass, index: int, test: str, sample: Sample) -> None:
-        current.samples.setdefault(test, []).append(sample)
-        self._journal.add((self._part, index, test), sample)
-        self._progress.advance(sample, test)
+        in_turn, kept = isinstance(self.arms, ArmsInTurn), self._journal.samples(self._part, index)
+        for work in current.works:
+            n_modes = 1 if in_turn else len(work.modes(current.modes))
+            n_expected = Counter({part: n_modes * n for part, n in work.parts.items()})
+            work.measured = finished_work(kept.get(work.name, ()), n_expected.__getitem__, by_mode=in_turn)
+            for sample in work.measured:
+                self._progress.advance(sample, work.name)
+                if isinstance(work, Conversations) and sample.mode == REFERENCE:
+                    work.answers.setdefault((sample.prompt, sample.turn), self._text_of(sample))
 
     # rows
 
-    def _pass_rows(self, current: Pass, test: str) -> Iterator[BenchRow]:
-        samples = current.samples.get(test, [])
-        labels = list(dict.fromkeys(sample.mode for sample in samples))
-        common = common_samples(samples, labels, self._per_repetition(test))
-        for arm in current.arms:
-            label = arm.mode.label
-            if label in labels and label != current.repeated:
-                own = [sample for sample in common if sample.mode == label]
-                if own:
-                    yield self._row(arm, test, own, common, current)
+    def rows(self) -> list[BenchRow]:
+        """Returns a row per test and mode of each measured pass, of the work that every mode of the pass has done."""
+        works = [(work, each) for each in self.arms.passes if each.is_measured for work in each.works]
+        tests = list(dict.fromkeys(work.name for work, _ in works))
+        rows: list[BenchRow] = []
+        for work, current in sorted(works, key=lambda pair: tests.index(pair[0].name)):
+            labels = list(dict.fromkeys(sample.mode for sample in work.measured))
+            common = common_samples(work.measured, labels, work.n_samples)
+            for arm in current.arms:
+                own = [sample for sample in common if sample.mode == arm.mode.label != current.repeated]
+                rows += [self._row(arm, work, own, common, current)] if own else []
+        return compare_with_whole_layers(rows)
 
-    def _row(
-        self, arm: BenchArm, test: str, own: Sequence[Sample], common: Sequence[Sample], current: Pass
-    ) -> BenchRow:
+    def _row(self, arm: BenchArm, work: Work, own: Samples, common: Samples, current: Pass) -> BenchRow:
         """Returns the row of `own`; common: the samples of all modes of the pass."""
-        mode, output, scores, figures = arm.mode, None, Scores(), None
-        is_dataset = test == self._dataset
+        mode, answers = arm.mode, own
+        is_dataset, alone = not isinstance(work, SyntheticWork), isinstance(work, Conversations)
+
+        def samples_of(label: str | None) -> list[Sample]:
+            return [sample for sample in common if sample.mode == label]
+
+        reference = samples_of(next((each.label for each in current.modes if each.name == REFERENCE), None))
+        expected = reference
+        if isinstance(work, Together):
+            done = {sample.repetition for sample in common}
+            answers = [text for text in work.texts if text.mode == mode.label and text.repetition in done]
+            expected = self._alone
+        prompts = {"prompts": len({sample.prompt for sample in answers}), "prompts_left_out": self._n_left_out}
         setup = describe_setup(
             self.plan,
             self._environment,
             arm,
-            current.ends.get(mode.label, ArmEnd()),
             drafts=is_dataset and mode.drafts,
-            prompts=len({sample.prompt for sample in own}) if is_dataset else None,
-            prompts_left_out=self._n_left_out if is_dataset else None,
             roofline=self._roofline,
-            test=next((each for each in self.plan.tests if each.name == test), None),
-            load=(self._load_before, self._load),
+            test=work.test if isinstance(work, SyntheticWork) else None,
+            other_load_before=self._load_before,
+            other_load=self._load,
+            **current.ends.get(mode.label, {}) | (prompts if is_dataset else {}),
         )
-        stock = self._stock_samples(current, common) if is_dataset and mode.engine == "moeedge" else []
-        best_stock = over_best_stock(own, stock)
-        reference = [sample for sample in common if sample.mode == REFERENCE]
-        unbudgeted = [sample for sample in common if sample.mode == unbudgeted_label(mode)]
-        if is_dataset and reference:
-            output = current.checks[mode.label] if arm.own_target else self._check(own, reference, mode)
+        found: dict[str, Any] = {"setup": setup, "n_planned": self.plan.repetitions * work.n_samples}
+        if alone and mode.engine == "moeedge":
+            found["best_stock"] = over_best_stock(own, self._stock_samples(current, common))
+        if is_dataset and expected:
+            found["output"] = current.checks[mode.label] if arm.own_target else self._check(answers, expected, mode)
+        unbudgeted = samples_of(replace(mode, budget=None).label)
         if is_dataset and self._scorer is not None:
             own, reference, unbudgeted = (
                 [self._scorer.scored(sample) for sample in samples] for samples in (own, reference, unbudgeted)
             )
-            scores = self._scorer.summary(own)
-        if is_dataset and self.plan.compares_speculation:
-            figures = budget_figures(mode, own, reference, unbudgeted, current.perplexity.get(mode.label))
-        return make_row(
-            mode,
-            test,
-            own,
-            reference,
-            output=output,
-            scores=scores,
-            setup=setup,
-            figures=figures,
-            best_stock=best_stock,
-            n_planned=self.plan.repetitions * self._per_repetition(test),
-        )
+            found["scores"] = self._scorer.summary(own)
+        if alone and self.plan.compares_speculation:
+            perplexity = current.perplexity.get(mode.label)
+            found["figures"] = budget_figures(mode, own, reference, unbudgeted, perplexity)
+        if isinstance(work, Together):
+            plain = plain_mode(mode, current.modes)
+            pair = None if plain is None else (plain, samples_of(plain.label))
+            found["parallel"] = parallel_figures(mode, own, pair, setup.gamma)
+        return make_row(mode, work.name, own, reference, **found)
 
-    def _stock_samples(self, current: Pass, samples: Sequence[Sample]) -> list[list[Sample]]:
+    def _stock_samples(self, current: Pass, samples: Samples) -> list[list[Sample]]:
         """The samples of each stock mode; none where the pass lacks a stock mode, which could be the fastest."""
         stock = [mode for mode in self.plan.modes if mode.engine == "stock"]
         found = [[sample for sample in samples if sample.mode == mode.label] for mode in stock]
@@ -379,7 +308,7 @@ class Bench(Run):
     def _text_of(self, sample: Sample) -> str:
         return answer_text(self._models[0], sample.tokens)
 
-    def _check(self, own: Sequence[Sample], reference: Sequence[Sample], mode: BenchMode) -> OutputCheck:
+    def _check(self, own: Samples, reference: Samples, mode: BenchMode) -> OutputCheck:
         def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:  # only where answers differ
             return logits_in(self.arms.stock(REFERENCE).session.target)(sample, position)
 
@@ -390,7 +319,7 @@ class Bench(Run):
 
         Its own context computes the logits, so it must be open.
         """
-        samples = current.samples.get(self._dataset or "", [])
+        samples = next((work.measured for work in current.works if isinstance(work, Conversations)), [])
         own = [sample for sample in samples if sample.mode == arm.mode.label]
         reference = [sample for sample in samples if sample.mode == REFERENCE]
         arm.session.set_mode("stock")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, make_dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, TypeVar
 
 import psutil
 
-from moeedge.engine.types import GenerationStats, StopReason
+from moeedge import records
+from moeedge.engine.types import AnswerSums, GenerationStats, StopReason
 from moeedge.hardware.machine_load import takes_cores
+from moeedge.records import counter, figure, filled, stored
 from moeedge.scheduler.stats import PlacementStats
 
 # the counters of PlacementStats that a sample keeps; all of them can be added
@@ -20,8 +24,12 @@ COUNTERS = (
     "transfer_s", "cpu_s", "device_s", "wait_s", "partition_s", "schedule_s", "plan_s", "draft_s", "decode_s",
 )  # fmt: skip
 
+T = TypeVar("T")
 Counters = dict[str, float]
+_COUNTERS_RECORD: Any = make_dataclass("Counters", [(name, float, stored(PlacementStats, name)) for name in COUNTERS])
+_COUNTED: Any = {"default": None, "of": "sum", "kind": _COUNTERS_RECORD | None}
 Disturbance = Literal["load", "scatter"]
+Phase = Literal["prefill", "decode"]
 RATIO_SCATTER = 0.5  # between repetitions; in records of quiet machines it is below 0.25
 
 
@@ -33,108 +41,85 @@ def disk_bytes_read() -> int | None:
         return None
 
 
-def named(source: object, *names: str, prefix: str = "") -> dict[str, Any]:
-    """Returns attributes of `source` as keys of a record, with `prefix` before their names; null where it is None."""
-    return {f"{prefix}{name}": None if source is None else getattr(source, name) for name in names}
-
-
-@dataclass(frozen=True)
-class Sample:
+@dataclass
+class Sample(AnswerSums):
     """One timed answer, one timed run of decodes in a synthetic test, or all answers decoded together.
 
-    All figures are computed from samples.
+    All figures are computed from samples; a sum of samples (`records.combine`) has the rates of all of them.
     """
 
+    is_raw: ClassVar[bool] = True  # rates are no part of its JSON
+
     mode: str  # BenchMode.label
-    prompt: str  # the prompt's id; "" in a synthetic test
-    category: str = field(default="", kw_only=True)  # the prompt's
-    turn: int  # from 0
-    repetition: int  # from 0
-    order: int  # position of this mode among the modes that took turns, from 0
-    prompt_tokens: int = 0  # of the entire conversation
-    prefill_tokens: int = 0  # of these, decoded now; the others were in the KV cache from the previous turn
-    prefill_s: float = 0.0
-    generated_tokens: int = 0
-    decode_tokens: int = 0  # decoded in decode_s: without the first token, which ends the prefill; with a stop token
-    decode_s: float = 0.0
-    ttft_s: float = 0.0
-    drain_s: float = 0.0  # after the answer: transfers that it planned end, or are dropped; not in decode_s
-    all_decode_s: float = 0.0  # of answers decoded together: with the steps of fewer texts, which decode_s leaves out
-    steps: int = 0  # of answers decoded together: of each text
-    drafted: int = 0
-    accepted: int = 0
-    experts_sum: float = 0.0  # over steps: distinct experts per layer and verification
-    experts_natural_sum: float = 0.0  # the same before an expert budget
-    experts_max: int = 0  # the most that a layer used in a verification
-    kept_probability_sum: float = 0.0  # over budgeted steps: share of the natural picks' routing probability that stays
-    budgeted_steps: int = 0  # verifications under an expert budget
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    observe_s: float = 0.0
-    cpu_s: float = 0.0  # of all threads of this process; far below wall time x threads where other programs were busy
-    others_s: float = 0.0  # processor time of other programs; may be below 0 by the clocks' resolution
-    prefill_read_bytes: int | None = None  # by this process from disks, up to the first token
-    decode_read_bytes: int | None = None  # the same from the first token on
-    stop_reason: StopReason | None = None
-    warm: bool = True  # this mode had run before, in the warm-up or in an earlier repetition
-    prefill_placement: Counters | None = None  # the expert cache's counters up to the first token; None: no cache
-    placement: Counters | None = None  # the same from the first token on
-    answer: str | None = None  # the text; only with scores
-    score: float | None = None  # 0 to 1; None: not scored
-    score_reason: str = ""  # why the score is not 1, in one line
+    prompt: str = figure("Id of the prompt; empty in a synthetic test")
+    turn: int = figure("Turn of the conversation, from 0; in tg tests the slice of 16 tokens")
+    repetition: int = figure("Repetition, from 0")
+    order: int = figure("Place of the mode among those that took turns, from 0")
+    _: KW_ONLY
+    category: str = figure("Category of the prompt", default="")
+    decode_tokens: int = counter(
+        "tokens decoded in decode_s: without the first, which ends the prefill, with a stop token"
+    )
+    drain_s: float = counter("after the answer: transfers that it planned end, or are dropped; not in decode_s", "s")
+    all_decode_s: float = counter("of texts decoded together: decode_s with the steps of fewer texts, or 0", "s")
+    cpu_s: float = counter("processor time of all threads of this process", "s")
+    others_s: float = counter(
+        "processor time of other programs; may be below 0 by the clocks' resolution", "s", least=None
+    )
+    prefill_read_bytes: int | None = counter(
+        "read from disks by this process up to the first token", "bytes", default=None
+    )
+    decode_read_bytes: int | None = counter(
+        "read from disks by this process from the first token on", "bytes", default=None
+    )
+    stop_reason: StopReason | None = figure("Why the answer ended; null in a synthetic test", default=None)
+    warm: bool = figure("Whether the mode had run before, in the warm-up or an earlier repetition", default=True)
+    prefill_placement: Counters | None = figure(
+        "Counters of the expert cache up to the first token; null without a cache", **_COUNTED
+    )
+    placement: Counters | None = figure("The same from the first token on", **_COUNTED)
+    answer: str | None = figure("Text of the answer; only with --score", default=None)
+    score: float | None = figure("Score; null: not scored", default=None, most=1)
+    score_reason: str = figure("Why the score is not 1, in one line", default="")
     # for the output check, not in the record
     tokens: list[int] = field(default_factory=list)  # the answer, without the stop token
     prompt_ids: list[int] = field(default_factory=list)
+
+    read_bytes_per_token = records.quotient(
+        "decode_read_bytes", "decode_tokens", "Read from disks by this process per decoded token", "bytes"
+    )
 
     @property
     def key(self) -> tuple[str, int, int]:
         """Identifies the same work in other modes."""
         return (self.prompt, self.turn, self.repetition)
 
+    def rate_ts(self, *phases: Phase, drained: bool = False) -> float | None:
+        """Tokens/s of these phases together, `drained` with the drain after the answer; None without tokens or time."""
+        n_tokens = sum(getattr(self, f"{phase}_tokens") for phase in phases)
+        seconds = sum(getattr(self, f"{phase}_s") for phase in phases) + drained * self.drain_s
+        return n_tokens / seconds if n_tokens and seconds > 0 else None
+
     @property
     def pp_ts(self) -> float | None:
         """Prefill speed in tokens/s."""
-        return self.prefill_tokens / self.prefill_s if self.prefill_tokens and self.prefill_s > 0 else None
+        return self.rate_ts("prefill")
 
     @property
     def tg_ts(self) -> float | None:
         """Decode speed in tokens/s."""
-        return self.decode_tokens / self.decode_s if self.decode_tokens and self.decode_s > 0 else None
+        return self.rate_ts("decode")
 
-    @property
-    def timed_s(self) -> float:
-        """Seconds of prompt and decoding."""
-        return self.prefill_s + (self.all_decode_s or self.decode_s)
 
-    @property
-    def total_ts(self) -> float | None:
-        """Tokens/s of prompt and decoding together."""
-        seconds = self.prefill_s + self.decode_s
-        return (self.prefill_tokens + self.decode_tokens) / seconds if seconds > 0 else None
-
-    @property
-    def tg_drained_ts(self) -> float | None:
-        """Decode speed in tokens/s, the drain after the answer included."""
-        seconds = self.decode_s + self.drain_s
-        return self.decode_tokens / seconds if self.decode_tokens and seconds > 0 else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the sample for the record: without tokens, and without the mode, which the row has."""
-        record = asdict(self)
-        del record["tokens"], record["prompt_ids"], record["mode"]
-        return record
+Samples = Sequence[Sample]
+SpeedOf = Callable[[Sample], float | None]
 
 
 def from_stats(stats: GenerationStats, *, stop_reason: StopReason | None, **others: Any) -> Sample:
     """Returns a sample of an answer; `others` are the fields that are not in `stats`."""
-    shared = {item.name for item in fields(Sample)} & {item.name for item in fields(stats)}
-    return Sample(
-        stop_reason=stop_reason,
-        # the engine leaves a stop token out of the answer, but it was decoded
-        decode_tokens=max(stats.generated_tokens - 1 + (stop_reason == "eos"), 0),
-        **{name: getattr(stats, name) for name in shared},
-        **others,
-    )
+    # the engine leaves a stop token out of the answer, but it was decoded
+    decoded = max(stats.generated_tokens - 1 + (stop_reason == "eos"), 0)
+    return filled(Sample, stats, **others, stop_reason=stop_reason, decode_tokens=decoded)
 
 
 def counted(older: PlacementStats | None, newer: PlacementStats | None) -> Counters | None:
@@ -145,14 +130,20 @@ def counted(older: PlacementStats | None, newer: PlacementStats | None) -> Count
     return {name: getattr(interval, name) for name in COUNTERS}
 
 
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Returns the items by what `key` says of them, in order."""
+    groups: defaultdict[Any, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
+
+
 def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: int | None = None) -> list[Sample]:
     """Returns the samples of the work that all of `modes` have done; drops the rest of an interrupted run.
 
     expected: samples per mode and repetition; an unfinished repetition is dropped if there is a finished one.
     """
-    by_key: defaultdict[tuple[str, int, int], list[Sample]] = defaultdict(list)
-    for sample in samples:
-        by_key[sample.key].append(sample)
+    by_key = grouped(samples, attrgetter("key"))
     complete = {key: group for key, group in by_key.items() if {s.mode for s in group} >= set(modes)}
     per_repetition = Counter(repetition for _, _, repetition in complete)
     full = {repetition for repetition, n in per_repetition.items() if expected is None or n >= expected}
@@ -166,20 +157,18 @@ def finished_work(
 
     n_expected: samples of one repetition, by prompt. by_mode: of each mode alone, not of all together.
     """
-    groups: defaultdict[tuple[str, str, int], list[Sample]] = defaultdict(list)
-    for sample in samples:
-        groups[sample.mode if by_mode else "", sample.prompt, sample.repetition].append(sample)
-    return [s for (_, prompt, _), group in groups.items() if len(group) == n_expected(prompt) for s in group]
+    groups = grouped(samples, attrgetter("prompt", "repetition", *(["mode"] if by_mode else [])))
+    return [s for (prompt, *_), group in groups.items() if len(group) == n_expected(prompt) for s in group]
 
 
 @dataclass(frozen=True)
 class Spread:
     """A quantity over the repetitions."""
 
-    mean: float
-    stddev: float | None  # of the sample (n - 1); None for a single value
-    median: float
-    values: tuple[float, ...]  # one per repetition
+    mean: float = figure("mean over repetitions", key="")
+    stddev: float | None = figure("standard deviation over repetitions (n - 1); null for a single one", key="_stddev")
+    median: float = figure("median over repetitions", key="_median")
+    values: tuple[float, ...] = figure("each repetition", key="_samples", absent=())
 
     @property
     def scatter(self) -> float | None:
@@ -195,34 +184,34 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(statistics.fmean(values), stddev, statistics.median(values), tuple(values))
 
 
-def speed(samples: Sequence[Sample], *phases: Literal["prefill", "decode"]) -> Spread | None:
+def speed(samples: Samples, *phases: Phase) -> Spread | None:
     """Returns tokens/s of a phase, or of several together; of each repetition all tokens over all seconds."""
-    values = []
-    for repetition in sorted({sample.repetition for sample in samples}):
-        own = [sample for sample in samples if sample.repetition == repetition]
-        n_tokens = sum(getattr(sample, f"{phase}_tokens") for sample in own for phase in phases)
-        seconds = sum(getattr(sample, f"{phase}_s") for sample in own for phase in phases)
-        if n_tokens and seconds > 0:
-            values.append(n_tokens / seconds)
-    return spread(values)
+    by_repetition = sorted(grouped(samples, attrgetter("repetition")).items())
+    rates = (records.combine(own).rate_ts(*phases) for _, own in by_repetition)
+    return spread([rate for rate in rates if rate is not None])
 
 
-def paired_ratios(
-    samples: Sequence[Sample], reference: Sequence[Sample], speed_of: Callable[[Sample], float | None]
-) -> list[float]:
+def mean_and_error(values: Iterable[float]) -> tuple[float | None, float | None]:
+    """Returns the mean, None for no values, and its standard error, None for fewer than two."""
+    known = list(values)
+    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
+    return statistics.fmean(known) if known else None, error
+
+
+def answer_scores(samples: Iterable[Sample]) -> dict[tuple[str, int], float]:
+    """Returns the score of each answer, by prompt and turn, the mean over repetitions; unscored ones are left out."""
+    scored = grouped((sample for sample in samples if sample.score is not None), attrgetter("prompt", "turn"))
+    return {key: statistics.fmean(sample.score or 0.0 for sample in own) for key, own in scored.items()}
+
+
+def paired_ratios(samples: Samples, reference: Samples, speed_of: SpeedOf = attrgetter("tg_ts")) -> list[float]:
     """Returns the speed over the reference's speed at the same work, for each (prompt, turn, repetition) of both."""
     base = {sample.key: speed_of(sample) for sample in reference}
-    ratios = []
-    for sample in samples:
-        ours, theirs = speed_of(sample), base.get(sample.key)
-        if ours is not None and theirs:
-            ratios.append(ours / theirs)
-    return ratios
+    pairs = ((speed_of(sample), base.get(sample.key)) for sample in samples)
+    return [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
 
 
-def paired_ratio(
-    samples: Sequence[Sample], reference: Sequence[Sample], speed_of: Callable[[Sample], float | None]
-) -> float | None:
+def paired_ratio(samples: Samples, reference: Samples, speed_of: SpeedOf = attrgetter("tg_ts")) -> float | None:
     """Returns the median of `paired_ratios`.
 
     The two were measured within seconds of each other, so that slow drift cancels; a median ignores single outliers.
@@ -231,7 +220,7 @@ def paired_ratio(
     return statistics.median(ratios) if ratios else None
 
 
-def disturbance(samples: Sequence[Sample], reference: Sequence[Sample], n_threads: int) -> Disturbance | None:
+def disturbance(samples: Samples, reference: Samples, n_threads: int) -> Disturbance | None:
     """Returns why a ratio of the two is not to be trusted; None where it is, and without a reference.
 
     "load": other programs took cores while one of them was measured. "scatter": over the same work, the ratio of one
@@ -240,7 +229,8 @@ def disturbance(samples: Sequence[Sample], reference: Sequence[Sample], n_thread
     if not reference:
         return None
     for each in (samples, reference):
-        others = quotient(sum(sample.others_s for sample in each), sum(sample.timed_s for sample in each))
+        sums = records.combine(each)
+        others = quotient(sums.others_s, sums.prefill_s + (sums.all_decode_s or sums.decode_s))
         if others is not None and takes_cores(others, n_threads):
             return "load"
     own, base = speed(samples, "prefill", "decode"), speed(reference, "prefill", "decode")
@@ -258,30 +248,23 @@ def quotient(numerator: float, denominator: float) -> float | None:
 
 @dataclass(frozen=True)
 class CacheFigures:
-    """The expert cache's figures of a row; None where nothing was counted."""
+    """The expert cache's figures of a row, while decoding; None where nothing was counted."""
 
-    hit_rate_pairs: float | None = None
-    hit_rate_experts: float | None = None
-    uploads_per_layer_step: float | None = None
-    bytes_moved: int | None = None
-    link_bytes_per_s: float | None = None  # while a transfer, or a read of an expert, was under way
-    wait_share: float | None = None  # of decoding: waiting for the device, or for the disk
-
-
-def cache_figures(samples: Iterable[Counters | None], n_layers: int) -> CacheFigures:
-    """Returns rates of sums, never means of rates: every pair, expert and step has the same weight.
-
-    n_layers: whose experts share the slots.
-    """
-    known = [counters for counters in samples if counters is not None]
-    if not known:
-        return CacheFigures()
-    sums = {name: sum(counters[name] for counters in known) for name in COUNTERS}
-    return CacheFigures(
-        hit_rate_pairs=quotient(sums["pairs_hit"], sums["pairs"]),
-        hit_rate_experts=quotient(sums["unique_hit"], sums["unique"]),
-        uploads_per_layer_step=quotient(sums["uploads"], sums["steps"] * n_layers),
-        bytes_moved=int(sums["bytes_moved"]),
-        link_bytes_per_s=quotient(sums["bytes_moved"], sums["transfer_s"]),
-        wait_share=quotient(sums["wait_s"], sums["decode_s"]),
+    hit_rate_pairs: float | None = stored(PlacementStats, "hit_rate_pairs", title="pair hits", form=".3f")
+    hit_rate_experts: float | None = stored(PlacementStats, "hit_rate_experts", title="expert hits", form=".3f")
+    uploads_per_layer_step: float | None = stored(PlacementStats, "uploads_per_layer_step", title="uploads", form=".2f")
+    bytes_moved: int | None = figure(
+        "Experts moved", "bytes", default=None, title="MiB moved", form=".1f", scale=2**-20
     )
+    link_bytes_per_s: float | None = stored(
+        PlacementStats, "link_bytes_per_s", title="disk MB/s", form=".0f", scale=1e-6
+    )
+    wait_share: float | None = stored(PlacementStats, "wait_share", title="disk wait %", form=".0f", scale=100, most=1)
+
+
+def cache_figures(counters: Counters | None, n_layers: int) -> CacheFigures:
+    """The rates of counters, which may be sums of several samples'; n_layers: whose experts share the slots."""
+    if counters is None:
+        return CacheFigures()
+    stats = PlacementStats(**counters, n_layers=n_layers)  # type: ignore[arg-type]
+    return filled(CacheFigures, stats, bytes_moved=int(stats.bytes_moved))

@@ -7,12 +7,14 @@ where scores differ, answers differ, and the output check names the place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import fmean
 
-from moeedge.bench.samples import Sample
+from moeedge.bench.samples import Sample, Samples, answer_scores, grouped, mean_and_error
 from moeedge.data.prompts import Dataset
+from moeedge.records import derived, figure
 from moeedge.scoring.answers import Reference, Score, rouge_scorer, score_answer
 from moeedge.scoring.sandbox import protection
 
@@ -23,22 +25,34 @@ NO_REFERENCE = "no reference"
 class CategoryScore:
     """The mean score of one category of a dataset."""
 
-    category: str
-    score: float
-    n_scored: int  # answers
+    category: str = figure("Category of the prompts")
+    score: float = figure("Mean score", most=1)
+    n_scored: int = figure("Number of scored answers")
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """Answers without a score."""
+
+    reason: str = figure("Why they have no score")
+    n: int = figure("Number of answers")
 
 
 @dataclass(frozen=True)
 class Scores:
     """The scores of a row. An answer is one turn of one prompt, its score the mean over repetitions."""
 
-    score: float | None = None  # mean over answers; None where none was scored
-    n_scored: int | None = None  # answers; None without --score
-    n_answers: int | None = None
-    n_cut: int | None = None  # answers that the token limit or the context ended
-    scorer: str | None = None  # the scorers used, separated by commas
-    by_category: tuple[CategoryScore, ...] = ()
+    score: float | None = figure("With --score: mean score", default=None, most=1)
+    n_scored: int | None = figure("Scored answers", default=None)
+    n_answers: int | None = figure("All answers", default=None)
+    n_cut: int | None = figure("Answers that -n or the context ended", default=None)
+    scorer: str | None = figure("Scorers used, separated by commas", default=None)
+    by_category: tuple[CategoryScore, ...] = figure("Score of each category", default=(), key="score_by_category")
     unscored: tuple[tuple[str, int], ...] = ()  # reasons, with the number of answers each
+
+    @derived("Answers without a score, by reason", key="unscored")
+    def reasons(self) -> list[Unscored]:
+        return [Unscored(reason, n) for reason, n in self.unscored]
 
     def __str__(self) -> str:
         if not self.n_answers:
@@ -59,46 +73,35 @@ class AnswerScorer:
     def scored(self, sample: Sample) -> Sample:
         """Returns `sample` with its answer's text and score."""
         text = self._text_of(sample)
-        key = (sample.prompt, sample.turn, text)
+        key, reference = (sample.prompt, sample.turn, text), self._reference(sample)
         if key not in self._known:
-            self._known[key] = self._score(self._reference(sample), text)
+            self._known[key] = Score(None, self._unscored)
+            if reference is not None:
+                self._known[key] = score_answer(reference, final_part(text), run_code=self._run_code)
         score = self._known[key]
         return replace(sample, answer=text, score=score.value, score_reason=score.reason)
 
-    def summary(self, samples: Sequence[Sample]) -> Scores:
+    def summary(self, samples: Samples) -> Scores:
         """Sums up scored samples of one mode."""
-        answers: dict[tuple[str, int], list[Sample]] = {}
-        for sample in samples:
-            answers.setdefault((sample.prompt, sample.turn), []).append(sample)
-        values = {
-            key: fmean(sample.score for sample in group if sample.score is not None)
-            for key, group in answers.items()
-            if all(sample.score is not None for sample in group)
-        }
+        answers, values = grouped(samples, attrgetter("prompt", "turn")), answer_scores(samples)
         references = (self._reference(group[0]) for key, group in answers.items() if key in values)
-        categories: dict[str, list[float]] = {}
-        for (prompt, _), value in values.items():
-            categories.setdefault(self._prompts[prompt].category, []).append(value)
+        categories = grouped(values, lambda key: self._prompts[key[0]].category)
+        is_cut = [any(sample.stop_reason in ("length", "context") for sample in group) for group in answers.values()]
         reasons = Counter(group[0].score_reason for key, group in answers.items() if key not in values)
         return Scores(
-            score=fmean(values.values()) if values else None,
+            score=mean_and_error(values.values())[0],
             n_scored=len(values),
             n_answers=len(answers),
-            n_cut=sum(
-                any(sample.stop_reason in ("length", "context") for sample in group) for group in answers.values()
-            ),
+            n_cut=sum(is_cut),
             scorer=",".join(sorted({reference.scorer for reference in references if reference is not None})) or None,
-            by_category=tuple(CategoryScore(name, fmean(scores), len(scores)) for name, scores in categories.items()),
+            by_category=tuple(
+                CategoryScore(name, fmean(values[key] for key in keys), len(keys)) for name, keys in categories.items()
+            ),
             unscored=tuple(reasons.most_common()),
         )
 
     def _reference(self, sample: Sample) -> Reference | None:
         return self._prompts[sample.prompt].reference(sample.turn)
-
-    def _score(self, reference: Reference | None, text: str) -> Score:
-        if reference is None:
-            return Score(None, self._unscored)
-        return score_answer(reference, final_part(text), run_code=self._run_code)
 
 
 def final_part(answer: str) -> str:

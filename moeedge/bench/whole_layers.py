@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 from moeedge.bench.config import BenchMode
@@ -20,7 +20,8 @@ from moeedge.hardware.devices import DeviceKind, ResolvedDevice, read_memory
 from moeedge.hardware.memory import default_reserve
 from moeedge.llama.gguf_file import WholeLayers, expert_bytes, expert_tensors, most_whole_layers, whole_layers
 from moeedge.llama.model import Model
-from moeedge.planning.memory_map import draft_footprint, footprint
+from moeedge.planning.memory_map import MemoryShare, draft_footprint, footprint
+from moeedge.run import Run
 from moeedge.scheduler.sizing import in_host_memory, staging_and_scratch_bytes
 
 # Why there is no GPU to hold layers
@@ -32,15 +33,12 @@ _NO_GPU: dict[DeviceKind, str] = {
 
 
 @dataclass(frozen=True)
-class DeviceUse:
+class DeviceUse(MemoryShare):
     """Bytes on GPUs that one mode takes: llama.cpp's account of weights, KV caches and compute buffers, and the cache.
 
     Target and draft together, as if the mode ran alone: modes that share a model count its weights each.
     """
 
-    weights_bytes: int = 0
-    kv_bytes: int = 0
-    compute_bytes: int = 0
     cache_bytes: int = 0  # slots, staging slots and the columns that the cache computes at once
 
     @property
@@ -50,8 +48,7 @@ class DeviceUse:
 
 def session_use(session: Session, device: ResolvedDevice) -> DeviceUse:
     """Returns what an open session takes on GPUs; slots on the emulated device or on a worker do not count."""
-    uses = [use for use in session.memory_uses() if use.on_gpu]
-    cache_bytes = 0
+    uses, cache_bytes = [use for use in session.memory_uses() if use.on_gpu], 0
     if session.placement is not None and device.kind == "gpu":
         info = session.model.info
         tensors, _ = expert_tensors(session.model.path, n_layers=info.n_layers)
@@ -110,10 +107,10 @@ class SplitPlanner:
 
         budget_bytes: for weights, KV caches and compute buffers of target and draft.
         """
-        plain = self._tried(0, mode.drafts)
-        if plain.use.total_bytes > budget_bytes:
+        left_bytes = budget_bytes - self.least_bytes(mode)
+        if left_bytes < 0:
             return None
-        n = most_whole_layers(self._tensors, self._n_layers, budget_bytes - plain.use.total_bytes).n_whole
+        n = most_whole_layers(self._tensors, self._n_layers, left_bytes).n_whole
         # compute buffers change with the layers, and llama.cpp aligns tensors
         while n > 0 and self._tried(n, mode.drafts).use.total_bytes > budget_bytes:
             n -= 1
@@ -141,32 +138,22 @@ class SplitPlanner:
             return self.least_bytes(mode) + round(ratio * expert_bytes(self._tensors))
         if placement.vram_bytes is not None:
             return self.least_bytes(mode) + placement.vram_bytes
-        reading = read_memory(self._device)
-        free = self._device.free_bytes if reading is None else reading.free_bytes
-        total = self._device.total_bytes if reading is None else reading.total_bytes
-        return max(0, free - default_reserve(total))  # a cache would leave the reserve, too
+        memory = read_memory(self._device) or self._device
+        return max(0, memory.free_bytes - default_reserve(memory.total_bytes))  # a cache leaves the reserve, too
 
     def _try(self, n_whole: int, drafts: bool) -> Split:
         layers = whole_layers(self._tensors, self._n_layers, n_whole)
         with ExitStack() as stack:
             header = load_whole_layers(self._base, self._device, layers.n_cpu_moe, header_only=True)
-            target = stack.enter_context(header)
+            target, draft = stack.enter_context(header), None
             taken = [footprint(target, self._base.n_ctx, self._base)]
             if drafts:
-                draft = None
                 if self._has_draft:
                     draft = stack.enter_context(load_draft(self._base, self._device, header_only=True))
-                chosen = choose_draft(self._base, self._device, target, draft, [], stack)
+                chosen = choose_draft(self._base, self._device, target, draft, Run(), stack)
                 taken.append(draft_footprint(chosen, target, self._base.n_ctx, self._base))
-            shares = [share for each in taken for share in each.gpus.values()]
-        return Split(
-            layers,
-            DeviceUse(
-                weights_bytes=sum(share.weights_bytes for share in shares),
-                kv_bytes=sum(share.kv_bytes for share in shares),
-                compute_bytes=sum(share.compute_bytes for share in shares),
-            ),
-        )
+        used = sum((share for each in taken for share in each.gpus.values()), MemoryShare())
+        return Split(layers, DeviceUse(*astuple(used)))
 
 
 def layers_host_bytes(config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int) -> int:
@@ -187,7 +174,7 @@ def load_whole_layers(
         n_cpu_moe=n_cpu_moe,
         repack=False,
         header_only=header_only,
-        storage="loaded" if header_only else weight_storage(alone, device, whole_fits=False),
+        storage="loaded" if header_only else weight_storage(alone, device),
         head=config.draft == "mtp",
         settings=config.load,
     )

@@ -7,8 +7,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
+from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import moeedge
 from moeedge.cli.common import cli_errors
+from moeedge.cli.declare import short_params
 from moeedge.cli.foreign import COMMAND_NAMES
 from moeedge.cli.spelling import Setting, Speller, name_options, unknown_command
 from moeedge.errors import InputError
@@ -55,11 +56,18 @@ _PANELS = {  # of `moeedge --help`: the first command of each
     "bench": "Measuring",
     "lab": "Research",
 }
+# the modules of moeedge.cli that have another name than their commands
+_MODULES = {
+    **dict.fromkeys(("list", "show", "pull", "rm"), "models"),
+    **dict.fromkeys(("devices", "doctor", "ps", "worker"), "machine"),
+}
 _MODEL_COMMANDS = ("chat", "bench", "profile", "plan")
 _WORDS = {"run": ("-m", "-p")}  # options that words without a dash stand for
 # words of Typer's messages about values that are no numbers
 _KINDS = {"valid integer": "a whole number", "valid number": "a number", "valid float": "a number"}
 _HELP = ["-h", "--help"]
+_MANY_OPTIONS = 40  # from which --help shows the most used, and --help-all the others
+_SPELLING_WIDTH, _TEXT_WIDTH = 26, 50  # characters of the two columns of the short help
 _GROUP: dict[str, Any] = {
     "no_args_is_help": True,
     "add_completion": False,
@@ -101,12 +109,26 @@ class LazyGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Reads the options before the command."""
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, self._with_command(ctx, args))
         except _UsageError as error:
             if type(error).__name__ == "NoArgsIsHelpError":
                 raise
             with cli_errors():
                 raise _usage_error(error, None) from None
+
+    def _with_command(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments with the option for `help` or `version`, or with the word chat before options of chat."""
+        first, *rest = args or [""]
+        if first == "--help-all":
+            return ["--help"]
+        if self.prefix:
+            return args
+        if first in ("help", "version"):
+            return [*rest, f"--{first}"]
+        own = {spelling for param in self.get_params(ctx) for spelling in param.opts}
+        if first.startswith("-") and first not in own and Speller("chat", load_command("chat")).knows(first):
+            return ["chat", *args]
+        return args
 
     def get_params(self, ctx: Any) -> Any:
         """The program's own options, flags without a value's type."""
@@ -135,12 +157,14 @@ class LazyGroup(TyperGroup):
         if not hasattr(command, "commands"):
             speller = Speller(name, command, words=positions(typed), elsewhere=commands_with)
             rest = speller.translate(rest)
-            ctx.obj = _Typed(speller, tuple(rest), speller.settings(rest))
+            wants_help = rest in (["-h"], ["--help"])
+            if wants_help and not speller.all_help and len(command.params) >= _MANY_OPTIONS:
+                typer.echo(short_help(name, command))
+                raise typer.Exit
+            ctx.obj = speller
             os.environ |= speller.sets
-            if speller.warnings and not set(rest) & {"-h", "--help"}:
-                _warn(speller.warnings)
-            if ctx.obj.settings and not set(rest) & {"-h", "--help", "-q", "--quiet"}:
-                _report(ctx.obj.settings)
+            if not wants_help:
+                _report(speller.warnings, [] if {"-q", "--quiet"} & set(rest) else speller.settings)
         return own_name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -159,8 +183,8 @@ class LazyGroup(TyperGroup):
             except ValueError as error:  # a frozen configuration rejected a value
                 if ctx.obj is None:
                     raise
-                hint = f"See moeedge {ctx.obj.speller.name} --help. {ctx.obj.origin}"
-                raise InputError(f"{name_options(str(error), ctx.obj.speller.spellings)}.", hint.strip()) from None
+                hint = f"See moeedge {ctx.obj.name} --help. {ctx.obj.origin}"
+                raise InputError(f"{name_options(str(error), ctx.obj.spellings)}.", hint.strip()) from None
 
 
 class LabGroup(LazyGroup):
@@ -185,46 +209,31 @@ def environment_kept() -> Iterator[None]:
         os.environ |= {name: value for name, value in before.items() if os.environ.get(name) != value}
 
 
-@dataclass(frozen=True)
-class _Typed:
-    """The command that runs, and what the environment sets of its options."""
-
-    speller: Speller
-    arguments: tuple[str, ...]  # as the command declares them
-    settings: list[Setting]
-
-    @property
-    def origin(self) -> str:
-        """A sentence that names what the environment sets; empty without it."""
-        return f"Set in the environment: {', '.join(map(str, self.settings))}." if self.settings else ""
-
-
-def _warn(sentences: Sequence[str]) -> None:
+def _report(warnings: Sequence[str], settings: Sequence[Setting]) -> None:
+    """Says what has no effect, and what the environment sets."""
+    if not warnings and not settings:
+        return
     from moeedge.ui.console import say, stderr_console
 
-    for sentence in sentences:
+    for sentence in warnings:
         say(stderr_console(), sentence, style="yellow")
+    if settings:
+        given = ", ".join(f"{setting.spelling} ({setting})" for setting in settings)
+        say(stderr_console(), f"From the environment: {given}")
 
 
-def _report(settings: Sequence[Setting]) -> None:
-    from moeedge.ui.console import say, stderr_console
-
-    given = ", ".join(f"{setting.spelling} ({setting})" for setting in settings)
-    say(stderr_console(), f"From the environment: {given}")
-
-
-def _usage_error(error: Any, typed: _Typed | None) -> InputError:
+def _usage_error(error: Any, speller: Speller | None) -> InputError:
     """The error for what Typer cannot read, or that is missing."""
     param = getattr(error, "param", None)
     spellings = () if param is None else param.opts
-    for setting in () if typed is None else typed.settings:
+    for setting in () if speller is None else speller.settings:
         if setting.spelling in spellings:
             reason = _reworded(error.message).rstrip(".")
             message = f"{setting} in the environment is not a value for {setting.spelling}: {reason}."
             return InputError(message, f"Correct it, or unset {setting.variable}.")
     words = [] if error.ctx is None else error.ctx.command_path.split()[1:]
     hint = f"See {' '.join(['moeedge', *words])} --help."
-    given = [(a, b) for a, b in itertools.pairwise(() if typed is None else typed.arguments) if a in spellings]
+    given = [(a, b) for a, b in itertools.pairwise(() if speller is None else speller.arguments) if a in spellings]
     kind = next((kind for word, kind in _KINDS.items() if word in error.message), None)
     if given and kind is not None:
         spelling, value = given[-1]
@@ -244,8 +253,8 @@ def load_command(name: str) -> Any:
     if name == "lab":
         return typer.main.get_command(typer.Typer(cls=LabGroup, help=COMMANDS[name], callback=_lab, **_GROUP))
     group, _, module = name.rpartition(" ")
-    module = "list_models" if name == "list" else module  # "list" would hide Python's
-    entry = getattr(import_module(f"moeedge.{'lab.' if group else ''}cli.{module}"), module)
+    function = "list_models" if name == "list" else module  # "list" would hide Python's
+    entry = getattr(import_module(f"moeedge.{'lab.' if group else ''}cli.{_MODULES.get(name, module)}"), function)
     if not isinstance(entry, typer.Typer):
         command_app = typer.Typer(**_SETTINGS)
         command_app.command(name)(entry)
@@ -258,6 +267,40 @@ def load_command(name: str) -> Any:
         for param in command.params:
             param.envvar = None
     return command
+
+
+def short_help(name: str, command: Any) -> str:
+    """The most used options of a command, by panel, each in a line of at most 80 characters."""
+    lines = [f"Usage: moeedge {name} [OPTIONS]", "", *wrap(command.help.split("\n\n")[0], 80)]
+    params = short_params(command)
+    for panel in dict.fromkeys(param.rich_help_panel for param in params):
+        rows = [param for param in params if param.rich_help_panel == panel]
+        lines += [
+            "",
+            panel,
+            *(f"  {_short_spelling(row):<{_SPELLING_WIDTH}}  {_first_words(row.help)}" for row in rows),
+        ]
+    return "\n".join([*lines, "", f"moeedge {name} --help-all shows all {len(command.params)} options."])
+
+
+def _short_spelling(param: Any) -> str:
+    """The first short and the first long spelling, and the values where there is room for them."""
+    short = [word for word in param.opts if not word.startswith("--")][:1]
+    long = [word for word in param.opts if word.startswith("--")][:1]
+    flags, values = ", ".join(short + long), param.metavar or ""
+    if len(f"{flags} {values}") > _SPELLING_WIDTH:
+        first, *others = values.split("|")
+        values = next((word for word in (first, *others) if word.isupper()), f"{first}|...")
+    return f"{flags} {values}".strip()
+
+
+def _first_words(text: str) -> str:
+    """The first sentence of a help text, or its beginning up to a comma where it is too long for a line."""
+    for end in (r"\.(?= |$)", ";(?= )", ":(?= )", r",(?= )| (?=\()"):
+        places = [match.start() for match in re.finditer(end, text) if match.start() <= _TEXT_WIDTH]
+        if places:
+            return text[: places[0] if end[0] in "\\:" else places[-1]]
+    return f"{text[: _TEXT_WIDTH - 4].rsplit(' ', 1)[0]} ..."
 
 
 def _unread(ctx: Any, value: Any) -> Any:
@@ -298,13 +341,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(
-    cls=LazyGroup,
-    name="moeedge",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": _HELP},
-)
+app = typer.Typer(cls=LazyGroup, name="moeedge", **(_GROUP | {"add_completion": True}))
 
 
 @app.callback()

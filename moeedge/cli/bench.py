@@ -2,154 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from moeedge import paths
-from moeedge.cli import options
-from moeedge.cli.bench_options import (
-    SYNTHETIC_ANSWER,
-    BatchSizes,
-    BudgetSweepOptions,
-    DraftMaxima,
-    NPredict,
-    Parallel,
-    SyntheticOptions,
-    Threads,
-    UbatchSizes,
-    contexts,
-    parallel_counts,
-    parse_gammas,
-    single,
-)
-from moeedge.cli.bench_run import measure, measure_parallel
-from moeedge.cli.common import accept_any_text
-from moeedge.cli.declare import Output, derive, flatten, list_of, option, output_option
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions, layer_notes, parse_ram
-from moeedge.cli.llama_options import LlamaOptions
+from moeedge.cli.bench_options import SYNTHETIC_ANSWER, BudgetSweepOptions, SyntheticOptions, arms, single
+from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error
+from moeedge.cli.engine_options import LlamaOptions, PlacementOptions, layer_notes
+from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.bench.config import BenchPlan, Sweep
+    from moeedge.bench.records import BenchRow
     from moeedge.data.prompts import Dataset
     from moeedge.engine.types import EngineConfig
 
-Datasets = Annotated[
-    str | None,
-    derive(
-        options.Dataset,
-        metavar="LIST",
-        help="Answer prompts: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample (some of each), toy (for "
-        'the bundled pair), or a file of objects with "prompt", "turns" or "messages", one per line. Looked for in '
-        "$MOEEDGE_DATA, the cache and the hub. Several, separated by commas, are measured one after the other. "
-        "Default: none (llama-bench's tests); where caches, budgets or texts together are compared, toy or sample.",
-    ),
-]
-Limit = Annotated[int, derive(options.Limit, help="At most N prompts of each dataset, spread evenly; 0: all.")]
-Repetitions = Annotated[
-    int | None, derive(options.Repetitions, help="How often everything is measured. Default: 3; with --score 1.")
-]
-Score = Annotated[
-    bool,
-    option(
-        options.WORK,
-        "--score",
-        "Compare the answers with the dataset's references (docs/datasets.md): a column with the mean.",
-    ),
-]
-RunCode = Annotated[
-    bool,
-    option(
-        options.WORK,
-        "--run-code",
-        "With --score: run the programs that the model writes against their tests, each in a process without "
-        "network and with limits on time and memory. Without it they are not scored.",
-    ),
-]
-Modes = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "--modes LIST",
-        "Modes to compare, separated by commas: stock-ar (llama.cpp, one token at a time; the reference of the "
-        "output check), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft); with a "
-        "GPU stock-ncmoe and stock-ncmoe-sd (llama.cpp with whole layers in the same GPU memory, --n-cpu-moe). "
-        "Without a draft stock modes with drafts are left out and moeedge decodes one "
-        "token at a time. A mode with drafts may name its draft length, or several: stock-sd:1-8, moeedge:auto. "
-        "Default: stock-ar,stock-sd,moeedge, with a GPU also stock-ncmoe,stock-ncmoe-sd.",
-    ),
-]
-IgnoreEos = Annotated[bool, option(options.WORK, "--ignore-eos", "Continue answers after stop tokens, to -n tokens.")]
-NoWarmup = Annotated[
-    bool,
-    option(
-        options.WORK,
-        "--no-warmup",
-        "Do not run every mode once before the first sample: the first repetition starts with an empty cache.",
-    ),
-]
-Policies = Annotated[str | None, list_of(options.Policy)]
-CacheRatios = Annotated[str | None, list_of(options.CacheRatio)]
-OutputFormat = Annotated[
-    Output,
-    output_option(
-        Output.MD,
-        Output.TEXT,
-        Output.CSV,
-        Output.JSON,
-        Output.JSONL,
-        Output.SQL,
-        help="Format of the rows on standard output.",
-    ),
-]
-Resume = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "--resume [FILE]",
-        "Go on with an interrupted bench: the same command with --resume, and the file that it named unless it is the "
-        "newest. What it finished is not measured again.",
-    ),
-]
+declare(
+    """
+    * --dataset LIST  Answer prompts: mtbench, humaneval, gsm8k, mmlu-pro, alpaca, cnndm, qa, sample (some of each), toy
+        (for the bundled pair), or a file of objects with "prompt", "turns" or "messages", one per line. Looked for in
+        $MOEEDGE_DATA, the cache and the hub. Several, separated by commas, are measured one after the other. Default:
+        none (llama-bench's tests); where caches, budgets or texts together are compared, toy or sample.
+    * --limit N  At most N prompts of each dataset, spread evenly; 0: all.
+    * --repetitions N  How often everything is measured. Default: 3; with --score 1.
+    * --policy LIST  ... Several, separated by commas, are compared.
+    * --cache-ratio LIST  ... Several, separated by commas, are compared.
+    * --output md|text|csv|json|jsonl|sql  Format of the rows on standard output.
+    [Workload]
+    --ignore-eos  Continue answers after stop tokens, to -n tokens.
+    * --score  Compare the answers with the dataset's references (docs/datasets.md): a column with the mean.
+    --run-code  With --score: run the programs that the model writes against their tests, each in a process without
+        network and with limits on time and memory. Without it they are not scored.
+    * --modes LIST  Modes to compare, separated by commas: stock-ar (llama.cpp, one token at a time; the reference of
+        the output check), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft); with a
+        GPU stock-ncmoe and stock-ncmoe-sd (llama.cpp with whole layers in the same GPU memory, --n-cpu-moe). Without a
+        draft stock modes with drafts are left out and moeedge decodes one token at a time. A mode with drafts may name
+        its draft length, or several: stock-sd:1-8, moeedge:auto. Default: stock-ar,stock-sd,moeedge, with a GPU also
+        stock-ncmoe,stock-ncmoe-sd.
+    --no-warmup  Do not run every mode once before the first sample: the first repetition starts with an empty cache.
+    * --resume [FILE]  Go on with an interrupted bench: the same command with --resume, and the file that it named
+        unless it is the newest. What it finished is not measured again.
+    """,
+    "bench",
+)
 
 
 @flatten
 def bench(
-    dataset: Datasets = None,
-    offline_sample: options.OfflineSample = False,
-    limit: Limit = 0,
-    n_predict: NPredict = None,
-    repetitions: Repetitions = None,
-    score: Score = False,
-    run_code: RunCode = False,
-    modes: Modes = None,
-    ignore_eos: IgnoreEos = False,
-    no_warmup: NoWarmup = False,
-    resume: Resume = None,
+    dataset: str | None = None,
+    offline_sample: bool = False,
+    limit: int = 0,
+    n_predict: list[int] | None = None,
+    repetitions: int | None = None,
+    score: bool = False,
+    run_code: bool = False,
+    modes: str | None = None,
+    ignore_eos: bool = False,
+    no_warmup: bool = False,
+    resume: str | None = None,
     *,
     synthetic: SyntheticOptions,
-    parallel: Parallel = None,
-    engine: EngineOptions,
-    llama: LlamaOptions,
-    threads: Threads = None,
-    batch_size: BatchSizes = None,
-    ubatch_size: UbatchSizes = None,
-    draft_max: DraftMaxima = None,
+    parallel: tuple[int, ...] | None = None,
+    engine: LlamaOptions,
+    threads: list[int] | None = None,
+    n_batch: list[int] | None = None,
+    n_ubatch: list[int] | None = None,
+    n_gpu_layers: list[int | None] | None = None,
+    n_cpu_moe: list[int] | None = None,
+    flash_attn: list[str] | None = None,
+    type_k: list[str] | None = None,
+    type_v: list[str] | None = None,
+    draft_max: tuple[int | Literal["auto"], ...] | None = None,
     budgets: BudgetSweepOptions,
-    policy: Policies = None,
-    cache_ratio: CacheRatios = None,
-    vram: options.Vram = None,
-    ram: options.Ram = "auto",
-    ablate: options.Ablate = [],  # noqa: B006 (typer copies it)
-    utility_cap: options.UtilityCap = 4,
-    forgetting: options.Forgetting = 0.1,
-    prefill_path: options.PrefillPath = "auto",
-    no_calibrate: options.NoCalibrate = False,
-    plot: options.Plot = None,
-    output: OutputFormat = Output.MD,
-    verbose: options.Verbose = False,
+    policy: str | None = None,
+    cache_ratio: str | None = None,
+    placement: PlacementOptions,
+    ram: int | Literal["auto", "off"] = "auto",
+    plot: Path | None = None,
+    output: Output = Output.MD,
+    verbose: bool = False,
 ) -> None:
     """Measure speed next to stock llama.cpp, and check that the answers are the same.
 
@@ -172,10 +108,7 @@ def bench(
     from moeedge.ui.console import check_picture
 
     accept_any_text()
-    if limit < 0:
-        raise InputError(f"--limit must be at least 0, not {limit}.", "0: all prompts.")
-    gammas, counts = parse_gammas(draft_max), parallel_counts(parallel)
-    if counts:
+    if parallel:
         refused = {
             "--score": score,
             "-p": synthetic.is_asked,
@@ -186,31 +119,41 @@ def bench(
         }
         for name in (name for name, is_given in refused.items() if is_given):
             raise InputError(f"--parallel and {name} cannot be used together.", "Measure them in two runs.")
-    if gammas:
-        fixed = [gamma for gamma in gammas if gamma != "auto"]
-        engine = replace(engine, draft_max="auto" if len(fixed) < len(gammas) else str(max(fixed)))
-    sweep = Sweep(parse_policies(policy, POLICIES), parse_ratios(cache_ratio), gammas=gammas, counts=counts)
-    placement = PlacementOptions(
-        vram=vram,
-        ablate=ablate,
-        utility_cap=utility_cap,
-        forgetting=forgetting,
-        prefill_path=prefill_path,
-        no_calibrate=no_calibrate,
+    if draft_max:
+        fixed = [gamma for gamma in draft_max if gamma != "auto"]
+        engine = replace(engine, draft_max="auto" if len(fixed) < len(draft_max) else max(fixed))
+    sweep = Sweep(
+        parse_policies(policy, POLICIES), parse_ratios(cache_ratio), gammas=draft_max or (), counts=parallel or ()
     )
     # comparisons of caches and budgets, and texts decoded together have drafts of one length
-    auto = not (sweeps or counts or budgets.expert_budget or budgets.perplexity)
+    auto = not (sweeps or parallel or budgets.expert_budget or budgets.perplexity)
+    if engine.cpu_moe and n_cpu_moe:
+        raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
     base = engine.config(
         placement.config(),
         emulate_bundled=sweeps,
-        default_draft=None if counts else "auto",
+        default_draft=None if parallel else "auto",
         auto_gamma=True if auto else None,
     )
-    base = replace(llama.apply(base), ram=parse_ram(ram))
-    if counts:  # several texts share sessions that are open at once, so the file is mapped
+    base = replace(base, ram=ram)
+    if parallel:  # several texts share sessions that are open at once, so the file is mapped
         if isinstance(base.ram, int):
             raise InputError("--parallel does not measure experts in RAM.", "Leave out --ram: llama.cpp maps the file.")
         base = replace(base, ram="off")
+        for count in parallel:
+            replace(base, n_parallel=count)  # raises ValueError out of its range
+    bases = arms(
+        base,
+        n_threads=threads,
+        n_batch=n_batch,
+        n_ubatch=n_ubatch,
+        n_gpu_layers=None if base.device == "none" else n_gpu_layers,
+        n_cpu_moe=n_cpu_moe,
+        flash_attn=flash_attn,
+        type_k=type_k,
+        type_v=type_v,
+    )
+    base = bases[0]
     sweep = replace(sweep, budgets=budgets.parse())
     if plot is not None:
         check_picture(plot)
@@ -232,7 +175,7 @@ def bench(
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else load_datasets(dataset, offline_sample=offline_sample)
     if modes is None:
-        has_layers = not counts and resolve_device(base).kind == "gpu"
+        has_layers = not parallel and resolve_device(base).kind == "gpu"
         modes = f"{DEFAULT_MODES},{GPU_MODES}" if has_layers else DEFAULT_MODES
     plan, notes = make_bench_plan(
         base,
@@ -248,15 +191,14 @@ def bench(
         delay_s=synthetic.delay,
         warm_up=not no_warmup,
         sweep=sweep,
-        text=None if counts else budgets.text(base.model),
+        text=None if parallel else budgets.text(base.model),
     )
-    notes += layer_notes(base)
-    plans = [replace(plan, base=each) for each in contexts(plan.base, threads, batch_size, ubatch_size)]
-    if len(plans) > 1 and (counts or plot is not None):
-        option = "--parallel" if counts else "--plot"
-        raise InputError(f"{option} goes with one value of -t, -b and -ub.", "Name one of each.")
-    if counts:
-        raise typer.Exit(measure_parallel(plans[0], notes, output, verbose=verbose, plot=plot))
+    notes += dict.fromkeys(note for each in bases for note in layer_notes(each))
+    plans = [replace(plan, base=each) for each in bases]
+    if len(plans) > 1 and (parallel or plot is not None):
+        option = "--parallel" if parallel else "--plot"
+        what = f"{option} goes with one value of -t, -b and -ub, and of the options of layers and of the KV cache."
+        raise InputError(what, "Name one of each.")
     raise typer.Exit(measure(plans, notes, output, verbose=verbose, plot=plot, resume=resume))
 
 
@@ -295,3 +237,81 @@ def make_bench_plan(
         **others,
     )
     return plan, notes
+
+
+def measure(
+    plans: Sequence[BenchPlan],
+    notes: list[str],
+    output: Output,
+    *,
+    verbose: bool,
+    plot: Path | None,
+    resume: str | None = None,
+) -> int:
+    """Runs the plans, prints the rows and draws. Returns the exit code."""
+    from moeedge.bench.journal import Journal, settings_of
+    from moeedge.bench.runner import Bench
+    from moeedge.hardware.provenance import read_provenance
+    from moeedge.ui.bench_plots import draw
+    from moeedge.ui.bench_views import difference_lines, quiet_lines, render
+    from moeedge.ui.chat.interrupt import Interrupt
+    from moeedge.ui.progress import BenchProgress
+
+    environment = read_provenance()
+    settings = [settings_of(plan, environment) for plan in plans]
+    if plans[0].decodes_together:
+        journal = Journal(None, ())  # --resume knows samples of single texts
+    else:
+        journal = Journal.begin(settings) if resume is None else Journal.resume(resume, settings)
+    progress = BenchProgress(bar=not verbose)
+    for note in notes:
+        progress.note(note)
+    if resume is not None:
+        progress.note(f"{journal.n_done} samples are from {journal.path}.")
+        if plans[0].base.device != "none":
+            progress.note("An expert cache begins anew: hits of the first prompts are lower than without the break.")
+    rows: list[BenchRow] = []
+    finished = True
+    with journal, Interrupt() as interrupt:
+        try:
+            for part, plan in enumerate(plans):
+                with Bench(plan, progress, journal, part) as run:
+                    interrupt.arm()
+                    try:
+                        with progress:
+                            finished = run.run(cancel=interrupt)
+                    finally:
+                        interrupt.disarm()
+                        rows += run.rows()
+                if not finished:
+                    break
+        finally:  # the measured rows come out, whatever happens
+            for line in difference_lines(rows):
+                progress.note(line)
+            typer.echo(render(rows, output.value), nl=False)
+    if plot is not None and not draw(rows, plot):
+        reason = "No mode had an expert cache"
+        if plans[0].decodes_together:
+            reason = "No mode with drafts was measured next to plain decoding"
+        elif plans[0].compares_speculation:
+            reason = "No mode was measured next to stock-ar"
+        progress.note(f"{reason}: there is nothing to draw.")
+    for line in quiet_lines(rows):
+        progress.note(line)
+    if not finished:
+        where = "" if journal.path is None else f" Go on with the same command and --resume {journal.path}"
+        progress.note(f"Interrupted: the rows hold what every mode had done.{where}")
+        return interrupt.exit_code
+    journal.drop()
+    return exit_code(rows)
+
+
+def exit_code(rows: Sequence[BenchRow]) -> int:
+    """1, and a message on standard error, if a mode's output differs from the reference by more than a near-tie."""
+    wrong = [(row.label, row.output) for row in rows if row.output is not None and not row.output.passed]
+    if not wrong:
+        return 0
+    names = ", ".join(dict.fromkeys(label for label, _ in wrong))
+    n = sum(len(output.different) for _, output in wrong)
+    print_error(f"The output of {names} differs from stock-ar's at {n} position(s) by more than a near-tie.")
+    return EXIT_FAILURE

@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 from moeedge import paths
-from moeedge.cli import budget_options, llama_options, options
-from moeedge.cli.budget_options import expect_no_companions, make_budget, parse_number
-from moeedge.cli.declare import derive, list_of, option
+from moeedge.cli.common import names
+from moeedge.cli.engine_options import expect_no_companions, make_budget
+from moeedge.cli.foreign import SWITCH
+from moeedge.cli.options import declare, gpu_layers, parse_number
 from moeedge.errors import InputError
 
 if TYPE_CHECKING:
     from moeedge.bench.config import DraftLength, SyntheticTest
-    from moeedge.data.texts import EvaluationText
+    from moeedge.data.prompts import EvaluationText
     from moeedge.engine.types import EngineConfig
     from moeedge.policies.expert_budget import ExpertBudget
 
@@ -25,93 +26,6 @@ if TYPE_CHECKING:
 SYNTHETIC_PROMPT = 512
 SYNTHETIC_ANSWER = 128
 _MAX_VALUES = 1000  # of a range
-
-NPrompt = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "-p, --n-prompt LIST",
-        "Prompts of N random tokens: a row ppN for each N of the list (64,128 or 64-256*2); 0: none. Default: 512 "
-        "without --dataset, none with it.",
-    ),
-]
-NPredict = Annotated[
-    str | None,
-    derive(
-        options.NPredict,
-        metavar="LIST",
-        help="Without --dataset: decode N random tokens, a row tgN for each N; 0: none. With --dataset: at most N "
-        "tokens per answer. Default: 128; with --score what answers to the dataset need.",
-    ),
-]
-Pairs = Annotated[
-    list[str],
-    option(
-        options.WORK,
-        "-pg PP,TG",
-        "In addition: a prompt of PP random tokens, then TG tokens decoded, as one row ppPP+tgTG. Several times: "
-        "several rows.",
-    ),
-]
-Depths = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "-d, --n-depth LIST",
-        'Tokens in the context before each synthetic test, not timed: rows "pp512 @ d4096".',
-    ),
-]
-Threads = Annotated[
-    str | None,
-    derive(
-        options.Threads, metavar="LIST", help="CPU threads; 0: one per physical core. Several are measured one by one."
-    ),
-]
-BatchSizes = Annotated[str | None, list_of(llama_options.BatchSize)]
-UbatchSizes = Annotated[str | None, list_of(llama_options.UbatchSize)]
-Delay = Annotated[
-    float, option(options.WORK, "--delay S", "Wait S seconds before each repetition of a synthetic test.")
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyntheticOptions:
-    """Sizes of the tests with random tokens."""
-
-    n_prompt: NPrompt = None
-    pairs: Pairs = ()  # type: ignore[assignment]
-    n_depth: Depths = None
-    delay: Delay = 0.0
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a synthetic test was asked for."""
-        return self.n_prompt is not None or bool(self.pairs)
-
-    def tests(self, n_predict: str | None, *, has_dataset: bool) -> tuple[SyntheticTest, ...]:
-        """The tests as llama-bench orders them: prompts, decoding and pairs of each depth. Raises InputError."""
-        prompts = [0 if has_dataset else SYNTHETIC_PROMPT] if self.n_prompt is None else sizes(self.n_prompt, "-p")
-        answers = [] if has_dataset else [SYNTHETIC_ANSWER] if n_predict is None else sizes(n_predict, "-n")
-        pairs = [_pair(text) for text in self.pairs]
-        depths = [0] if self.n_depth is None else sizes(self.n_depth, "-d")
-        found = synthetic_tests(prompts, answers, pairs, depths)
-        if self.n_depth is not None and not found:
-            raise InputError("-d is the depth of synthetic tests, and there are none.", "Add -p 512.")
-        return found
-
-
-def synthetic_tests(
-    prompts: Sequence[int], answers: Sequence[int], pairs: Sequence[tuple[int, int]] = (), depths: Sequence[int] = (0,)
-) -> tuple[SyntheticTest, ...]:
-    """Tests of these sizes, each once; sizes of 0 are none."""
-    from moeedge.bench.config import SyntheticTest
-
-    found = []
-    for depth in depths:
-        found += [SyntheticTest(n, 0, depth) for n in prompts if n]
-        found += [SyntheticTest(0, n, depth) for n in answers if n]
-        found += [SyntheticTest(prompt, answer, depth) for prompt, answer in pairs]
-    return tuple(dict.fromkeys(found))
 
 
 def sizes(text: str, option: str) -> list[int]:
@@ -149,140 +63,173 @@ def _pair(text: str) -> tuple[int, int]:
     return int(prompt), int(answer)
 
 
-def contexts(base: EngineConfig, threads: str | None, batches: str | None, ubatches: str | None) -> list[EngineConfig]:
-    """The configuration once per number of threads and size of batches. Raises InputError, and ValueError for sizes."""
-    lists = [
-        [getattr(base, name)] if text is None else sizes(text, option)
-        for name, text, option in (
-            ("n_threads", threads, "-t"),
-            ("n_batch", batches, "-b"),
-            ("n_ubatch", ubatches, "-ub"),
-        )
-    ]
-    return [replace(base, n_threads=t, n_batch=b, n_ubatch=ub) for t, b, ub in itertools.product(*lists)]
+def _gpu_layers(text: str, option: str) -> list[int | None]:
+    words = (gpu_layers(word) if word in ("auto", "-1", "all") else sizes(word, option) for word in names(text, option))
+    return [n for found in words for n in (found if isinstance(found, list) else [found])]
 
 
-def single(text: str | None, option: str) -> int | None:
+def _switches(text: str, option: str) -> list[str]:
+    return [SWITCH.get(word.lower(), word) for word in names(text, option)]
+
+
+def _types(text: str, option: str) -> list[str]:
+    return names(text.lower(), option)
+
+
+def _draft_lengths(text: str, option: str) -> tuple[DraftLength, ...]:
+    lengths = names(text, option)
+    numbers = ",".join(length for length in lengths if length != "auto")
+    found: list[DraftLength] = [*(sizes(numbers, option) if numbers else [])]
+    found += ["auto"] if "auto" in lengths else []
+    if len(found) > 1 and 0 in found:
+        raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
+    return tuple(found)
+
+
+def _counts(text: str, option: str) -> tuple[int, ...]:
+    return tuple(sorted(sizes(text, option)))
+
+
+declare(
+    """
+    * --n-predict LIST  Tokens to decode: without --dataset N random ones, a row tgN for each N, 0: none; with
+        --dataset at most N per answer. Default: 128; with --score what answers to the dataset need.
+    * --threads LIST  CPU threads; 0: one per physical core. Several are measured one by one.
+    --batch-size LIST  ... Several, separated by commas, are compared.
+    --ubatch-size LIST  ... Several, separated by commas, are compared.
+    * --n-gpu-layers LIST  ... Several, separated by commas, are compared.
+    * --n-cpu-moe LIST  ... Several, separated by commas, are compared.
+    --flash-attn LIST  ... Several, separated by commas, are compared.
+    --cache-type-k LIST  ... Several, separated by commas, are compared.
+    --cache-type-v LIST  ... Several, separated by commas, are compared.
+    * --expert-budget LIST  Verify drafts with at most B experts per layer (MoE-Spec), for instance 16,24,32:
+        moeedge once per budget next to moeedge without. Lossy: rows say so, and the output check gives a figure of
+        quality.
+    --budget-ranking LIST  ... Several, separated by commas, are compared.
+    --budget-policy LIST  ... Several, separated by commas, are compared.
+    * --draft-max LIST  Tokens per draft (gamma); 0: no speculation; auto: as many as pay by what steps have cost.
+        Several, separated by commas, are compared. Default: auto for the mode moeedge, unless caches, budgets or texts
+        together are compared or perplexity is measured; otherwise the catalog's value for the model, or 4.
+    [Workload]
+    * -p, --n-prompt LIST  Prompts of N random tokens: a row ppN for each N of the list (64,128 or 64-256*2); 0: none.
+        Default: 512 without --dataset, none with it.
+    -pg PP,TG  In addition: a prompt of PP random tokens, then TG tokens decoded, as one row ppPP+tgTG. Several times:
+        several rows.
+        also: pairs
+    -d, --n-depth LIST  Tokens in the context before each synthetic test, not timed: rows "pp512 @ d4096".
+    --delay S  Wait S seconds before each repetition of a synthetic test.
+    * --parallel LIST  Decode N prompts of the dataset together, each with its own drafts, once per N: throughput, and
+        what speculation gains over plain decoding with the same N. First turns only.
+        also: -np
+    [Expert budget (lossy)]
+    --perplexity FILE|toy|none  A text on which the modes of our backend with drafts are compared by perplexity, decoded
+        in batches of gamma + 1 tokens. Default: toy, the bundled pair's, for that with --expert-budget, otherwise none.
+    """,
+    "bench",
+    read={
+        sizes: "n_prompt n_predict n_depth threads batch_size ubatch_size n_cpu_moe",
+        names: "expert_budget budget_ranking budget_policy",
+        _types: "cache_type_k cache_type_v",
+        _gpu_layers: "n_gpu_layers",
+        _switches: "flash_attn",
+        _draft_lengths: "draft_max",
+        _counts: "parallel",
+    },
+    pairs={"kind": list[str], "convert": lambda texts: [_pair(text) for text in texts]},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticOptions:
+    """Sizes of the tests with random tokens."""
+
+    n_prompt: list[int] | None = None
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    n_depth: list[int] | None = None
+    delay: float = 0.0
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a synthetic test was asked for."""
+        return self.n_prompt is not None or bool(self.pairs)
+
+    def tests(self, n_predict: list[int] | None, *, has_dataset: bool) -> tuple[SyntheticTest, ...]:
+        """The tests as llama-bench orders them: prompts, decoding and pairs of each depth. Raises InputError."""
+        prompts = [0 if has_dataset else SYNTHETIC_PROMPT] if self.n_prompt is None else self.n_prompt
+        answers = [] if has_dataset else [SYNTHETIC_ANSWER] if n_predict is None else n_predict
+        found = synthetic_tests(prompts, answers, self.pairs, [0] if self.n_depth is None else self.n_depth)
+        if self.n_depth is not None and not found:
+            raise InputError("-d is the depth of synthetic tests, and there are none.", "Add -p 512.")
+        return found
+
+
+def synthetic_tests(
+    prompts: Sequence[int], answers: Sequence[int], pairs: Sequence[tuple[int, int]] = (), depths: Sequence[int] = (0,)
+) -> tuple[SyntheticTest, ...]:
+    """Tests of these sizes, each once; sizes of 0 are none."""
+    from moeedge.bench.config import SyntheticTest
+
+    found = []
+    for depth in depths:
+        found += [SyntheticTest(n, 0, depth) for n in prompts if n]
+        found += [SyntheticTest(0, n, depth) for n in answers if n]
+        found += [SyntheticTest(prompt, answer, depth) for prompt, answer in pairs]
+    return tuple(dict.fromkeys(found))
+
+
+def arms(base: EngineConfig, **lists: Sequence[Any] | None) -> list[EngineConfig]:
+    """The configuration once per combination of the listed fields, of its own or of its context's settings.
+
+    Raises ValueError for values that they cannot have.
+    """
+    names = [name for name, values in lists.items() if values]
+    found = []
+    for values in itertools.product(*(lists[name] or () for name in names)):
+        given = dict(zip(names, values, strict=True))
+        own = {name: given.pop(name) for name in names if hasattr(base, name)}
+        found.append(replace(base, **own, context=replace(base.context, **given)))
+    return found
+
+
+def single(values: list[int] | None, option: str) -> int | None:
     """The value of an option that has a list without --dataset. Raises InputError."""
-    if text is None:
+    if values is None:
         return None
-    values = sizes(text, option)
     if len(values) > 1:
-        raise InputError(f"With --dataset {option} takes one number, not '{text}'.", "Leave out --dataset, or choose.")
+        given = ",".join(map(str, values))
+        raise InputError(f"With --dataset {option} takes one number, not '{given}'.", "Leave out --dataset, or choose.")
     return values[0]
 
 
 _NO_TEXT = "none"
-
-Budgets = Annotated[
-    str | None,
-    derive(
-        budget_options.BudgetList,
-        metavar="LIST",
-        help="Verify drafts with at most so many experts per layer (MoE-Spec), for instance 16,24,32: moeedge once per "
-        "budget next to moeedge without. Lossy: rows say so, and the output check gives a figure of quality.",
-    ),
-]
-BudgetRankings = Annotated[str | None, list_of(budget_options.BudgetRanking)]
-BudgetPolicies = Annotated[str | None, list_of(budget_options.BudgetPolicy)]
-DraftMaxima = Annotated[
-    str | None,
-    derive(
-        options.DraftLength,
-        metavar="LIST",
-        help="Tokens per draft (gamma); 0: no speculation; auto: as many as pay by what steps have cost. Several, "
-        "separated by commas, are compared. Default: auto for the mode moeedge, unless caches, budgets or texts "
-        "together are compared or perplexity is measured; otherwise the catalog's value for the "
-        "model, or 4.",
-    ),
-]
-PerplexityText = Annotated[
-    str | None,
-    option(
-        options.BUDGET,
-        "--perplexity FILE|toy|none",
-        "A text on which the modes of our backend with drafts are compared by perplexity, decoded in batches of "
-        "gamma + 1 tokens. Default: toy, the bundled pair's, for that with --expert-budget, otherwise none.",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSweepOptions:
     """Expert budgets to compare, and a text to compare them on."""
 
-    expert_budget: Budgets = None
-    budget_ranking: BudgetRankings = None
-    budget_policy: BudgetPolicies = None
-    perplexity: PerplexityText = None
+    expert_budget: list[str] | None = None
+    budget_ranking: list[str] | None = None
+    budget_policy: list[str] | None = None
+    perplexity: str | None = None
 
     def parse(self) -> tuple[ExpertBudget, ...]:
         """Every budget with each ranking and policy; "off" is none of them, and always measured. Raises InputError."""
-        from moeedge.bench.config import parse_list
-
-        hint = "Give experts per layer, separated by commas, for instance 16,24,32."
-        listed = () if self.expert_budget is None else parse_list(self.expert_budget, "--expert-budget", hint)
-        numbers = [number for number in map(parse_number, listed) if number is not None]
+        numbers = [number for number in map(parse_number, self.expert_budget or ()) if number is not None]
         if not numbers:
             expect_no_companions(self, "LIST")
         return tuple(
             make_budget(number, ranking=ranking, policy=policy)
-            for ranking in _listed(self.budget_ranking, "--budget-ranking")
-            for policy in _listed(self.budget_policy, "--budget-policy")
+            for ranking in self.budget_ranking or (None,)
+            for policy in self.budget_policy or (None,)
             for number in numbers
         )
 
     def text(self, model: Path) -> EvaluationText | None:
         """The text of --perplexity. Raises DatasetError."""
-        from moeedge.data.texts import TOY_TEXT, load_text
+        from moeedge.data.datasets import TOY, load_text
 
         name = self.perplexity
         if name is None and self.expert_budget is not None and paths.is_bundled(model):
-            name = TOY_TEXT
+            name = TOY
         return None if name in (None, _NO_TEXT) else load_text(name)
-
-
-def parse_gammas(text: str | None) -> tuple[DraftLength, ...]:
-    """The draft lengths of --draft-max, () for None. Raises InputError."""
-    from moeedge.bench.config import parse_list, parse_numbers
-
-    gammas: tuple[DraftLength, ...] = ()
-    if text is not None:
-        lengths = parse_list(text, "--draft-max", "Give numbers of tokens or auto, separated by commas.")
-        numbers = ",".join(length for length in lengths if length != "auto")
-        gammas = parse_numbers(numbers, "--draft-max", least=0) if numbers else ()
-        gammas += ("auto",) if "auto" in lengths else ()
-    if len(gammas) > 1 and 0 in gammas:
-        raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
-    return gammas
-
-
-def _listed(text: str | None, name: str) -> tuple[str | None, ...]:
-    from moeedge.bench.config import parse_list
-
-    return (None,) if text is None else parse_list(text, name, "Separate names by commas.")
-
-
-Parallel = Annotated[
-    str | None,
-    option(
-        options.WORK,
-        "--parallel LIST",
-        "Decode N prompts of the dataset together, each with its own drafts, once per N: throughput, and what "
-        "speculation gains over plain decoding with the same N. First turns only.",
-        also="-np",
-    ),
-]
-
-
-def parallel_counts(text: str | None) -> tuple[int, ...]:
-    """Numbers of texts, ascending; () without --parallel. Raises InputError."""
-    from moeedge.bench.config import parse_numbers
-    from moeedge.engine.types import MAX_N_PARALLEL
-
-    counts = () if text is None else parse_numbers(text, "--parallel", least=1)
-    if max(counts, default=0) > MAX_N_PARALLEL:
-        raise InputError(
-            f"At most {MAX_N_PARALLEL} texts are decoded together, not {max(counts)}.", "Use a smaller --parallel."
-        )
-    return tuple(sorted(counts))

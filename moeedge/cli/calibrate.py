@@ -4,51 +4,41 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated
 
 import typer
 
-from moeedge.cli import budget_options, options
-from moeedge.cli.budget_options import AUTO, BudgetOptions
-from moeedge.cli.common import emit, show_log
-from moeedge.cli.declare import Output, flatten, option
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions
+from moeedge.cli.common import emit
+from moeedge.cli.engine_options import AUTO, BudgetOptions, EngineOptions, PlacementOptions
+from moeedge.cli.model_files import resolve_models
+from moeedge.cli.options import Output, declare, flatten
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError
 
-ChooseBudget = Annotated[
-    bool,
-    option(
-        options.BUDGET,
-        "--expert-budget",
-        "Measure expert budgets instead, and keep the choice for --expert-budget auto: the fastest whose score on a "
-        "calibration set stays within one standard deviation.",
-    ),
-]
-MeasureDisk = Annotated[
-    bool,
-    option(
-        options.HARDWARE,
-        "--disk",
-        "Measure random reads of the model's file instead, past the page cache and read-only, and keep the figures of "
-        "the disk: what a model larger than memory can reach (moeedge plan).",
-    ),
-]
+declare(
+    """
+    * --expert-budget  Measure expert budgets instead, and keep the choice for --expert-budget auto: the fastest whose
+        score on a calibration set stays within one standard deviation.
+    [Hardware]
+    * --disk  Measure random reads of the model's file instead, past the page cache and read-only, and keep the figures
+        of the disk: what a model larger than memory can reach (moeedge plan).
+    """,
+    "calibrate",
+)
 
 
 @flatten
 def calibrate(
     engine: EngineOptions,
-    vram: str | None = None,
+    vram: int | None = None,
     cache_ratio: float | None = None,
     policy: str = "spac",
     utility_cap: int = 4,
     *,
-    disk: MeasureDisk = False,
-    expert_budget: ChooseBudget = False,
-    budget_ranking: budget_options.BudgetRanking = None,
-    budget_policy: budget_options.BudgetPolicy = None,
-    output: options.TextOrJson = Output.TEXT,
+    disk: bool = False,
+    expert_budget: bool = False,
+    budget_ranking: str | None = None,
+    budget_policy: str | None = None,
+    output: Output = Output.TEXT,
     verbose: bool = False,
 ) -> None:
     """Measure how fast this machine computes and moves a model's experts, and keep it for later runs.
@@ -71,13 +61,12 @@ def calibrate(
         return
     engine.limit_openmp_spin(emulate_bundled=True)
     from moeedge.engine.layer_search import open_session
-    from moeedge.ui.bench_views import print_calibration
+    from moeedge.scheduler.measurement import kept_fields
     from moeedge.ui.console import notifier, say, stderr_console, stdout_console
+    from moeedge.ui.machine_views import print_calibration
 
-    placement = PlacementOptions(vram=vram, cache_ratio=cache_ratio, policy=policy, utility_cap=utility_cap)
+    placement = PlacementOptions(vram_bytes=vram, cache_ratio=cache_ratio, policy=policy, utility_cap=utility_cap)
     config = engine.config(placement.config(measure_anew=True), emulate_bundled=True)
-    if verbose:
-        show_log()
     err = stderr_console()
     if expert_budget:
         budget = BudgetOptions(expert_budget=AUTO, budget_ranking=budget_ranking, budget_policy=budget_policy)
@@ -105,15 +94,15 @@ def calibrate(
         "cache_ratio": info.cache_ratio,
         "cache_slots": info.cache_slots,
     }
-    measured = {} if calibration is None else json.loads(calibration.to_json())
-    layers = None if choice is None else json.loads(choice.to_json())
+    measured = {} if calibration is None else kept_fields(calibration)
+    layers = None if choice is None else kept_fields(choice)
     typer.echo(json.dumps(about | measured | {"layer_choice": layers}))
 
 
 def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> None:
     """unused: options that were given and have no effect."""
-    from moeedge.cli.model_files import resolve_models
     from moeedge.scheduler.disk import measure
+    from moeedge.scheduler.measurement import measurement_json
     from moeedge.ui.console import say, stderr_console
     from moeedge.ui.machine_views import print_disk
     from moeedge.ui.progress import count_bar
@@ -127,13 +116,14 @@ def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> N
     model = resolve_models(engine.model, "none").target
     with count_bar(stderr_console(), "reading", "parts", 0) as bar:
         found = measure(model, on_progress=lambda done, total: bar.update(completed=done, total=total))
-    emit(output, lambda found: found.to_json(), print_disk, found)
+    emit(output, measurement_json, print_disk, found)
 
 
 def _choose_budget(config: EngineConfig, output: Output) -> None:
     from moeedge.bench.budget_choice import choose_budget
-    from moeedge.ui.bench_views import print_budget_choice
+    from moeedge.scheduler.measurement import measurement_json
     from moeedge.ui.console import notifier, stderr_console
+    from moeedge.ui.machine_views import print_budget_choice
     from moeedge.ui.progress import count_bar
 
     err = stderr_console()
@@ -146,7 +136,7 @@ def _choose_budget(config: EngineConfig, output: Output) -> None:
             notify=notifier(err),
             on_progress=lambda done, total: bar.update(completed=done, total=total),
         )
-    emit(output, lambda choice: choice.to_json(), print_budget_choice, choice)
+    emit(output, measurement_json, print_budget_choice, choice)
 
 
 def _hint(config: EngineConfig, info: EngineInfo) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -18,17 +17,12 @@ import typer
 from moeedge.cli.declare import Output
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.paths import DISK_FULL_ERRORS
-from moeedge.ui.chat.interrupt import is_sent_later
+from moeedge.ui.chat.interrupt import Ended, is_sent_later
 from moeedge.units import parse_gpu_size, parse_size
 
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived: handled wherever Ctrl-C is, but with its own exit code."""
 
 
 @contextmanager
@@ -49,10 +43,8 @@ def cli_errors() -> Iterator[None]:
     except MemoryError:
         print_error("Out of memory.", "Use a smaller context (-c N) or model.")
         raise typer.Exit(EXIT_FAILURE) from None
-    except Terminated:
-        raise typer.Exit(EXIT_TERMINATED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        raise typer.Exit(interrupted_code(error)) from None
     except BrokenPipeError:  # the reader of a pipe left, as `head` does
         raise typer.Exit(EXIT_FAILURE) from None
     except OSError as error:  # standard output on a full disk, a folder without read permission
@@ -63,6 +55,11 @@ def cli_errors() -> Iterator[None]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def interrupted_code(error: KeyboardInterrupt) -> int:
+    """The exit code after Ctrl-C, or after the signal that ended the program."""
+    return error.exit_code if isinstance(error, Ended) else EXIT_INTERRUPTED
 
 
 def print_error(message: str, hint: str = "") -> None:
@@ -82,16 +79,6 @@ def emit(output: Output, as_json: Callable[..., str], as_text: Callable[..., Non
     from moeedge.ui.console import stdout_console
 
     as_text(*found, stdout_console())
-
-
-def show_log() -> None:
-    """Sends the logs of moeedge and of llama.cpp, which does not propagate, to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))  # moeedge.llama: ...
-    for name in ("moeedge", "moeedge.llama"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)  # at DEBUG llama.cpp writes hundreds of lines per graph
 
 
 def accept_any_text() -> None:
@@ -135,14 +122,14 @@ def integers(text: str, option: str) -> list[int]:
 def text_of(text: str | None, file: Path | None, option: str, file_option: str) -> str | None:
     """The text that one of two options gives, itself or in a file, without the file's last line break.
 
-    Raises InputError where both are given, or the file has no text.
+    The file "-" is standard input. Raises InputError where both are given, or the file has no text.
     """
     if file is None:
         return None if text is None else valid_text(text)
     if text is not None:
         raise InputError(f"{option} and {file_option} cannot be used together.", "Give one of them.")
     try:
-        return file.read_text(encoding="utf-8").removesuffix("\n")
+        return (sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")).removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InputError(
             f"{file} is not UTF-8 text: byte {error.start:,} is not.", f"{file_option} takes a text file."
@@ -182,7 +169,7 @@ def _receive(signum: int, frame: FrameType | None) -> None:
     """Turns Ctrl-C and SIGTERM into exceptions; in llama.cpp's log callback, where Python drops them, later."""
     if is_sent_later(signum, frame):
         return
-    raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+    raise Ended(signum) if signum == signal.SIGTERM else KeyboardInterrupt
 
 
 def _drop_unwritten() -> None:

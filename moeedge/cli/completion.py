@@ -1,4 +1,4 @@
-"""Values that a shell completes: names of models, policies, machines, prompt sets and devices.
+"""Values that a shell completes: names of models, policies, prompt sets and devices.
 
 `moeedge --install-completion` installs it for bash, zsh or fish. A key press waits for these functions: they load
 neither llama.cpp nor NumPy.
@@ -6,21 +6,14 @@ neither llama.cpp nor NumPy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from importlib.resources import files
-from typing import Any
 
 Complete = Callable[[str], list[str]]
 
-# of moeedge.policies.registry, which needs NumPy: those that the engine runs, and all
+# of moeedge.policies.registry, which needs NumPy
 ENGINE_POLICIES = (
     *("spac", "spac-paper", "spac-program", "lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe"),
     *("fiddler", "sp-moe", "none"),
-)
-SIMULATED_POLICIES = (
-    *("llama-cpp", "llama-cpp-sd", "llama-cpp-cache", "mixtral-offloading", "accelerate", "vllm"),
-    *("oracle", "belady", "all"),
 )
 
 
@@ -58,24 +51,9 @@ def drafts() -> list[str]:
 
 def datasets() -> list[str]:
     """Names for --dataset."""
-    from moeedge.data.datasets import SAMPLE, TOY, dataset_names
+    from moeedge.data.datasets import CATALOG, SAMPLE, TOY
 
-    return [*dataset_names(), SAMPLE, TOY]
-
-
-def hardware() -> list[str]:
-    """Names for --hardware."""
-    found = list(_simulator_data("hardware.json", "hardware"))
-    return [*found, *(f"{name}:cpu" for name in found), "this"]
-
-
-def simulated_models() -> list[str]:
-    """Names for simulate -m."""
-    found = []
-    for name, entry in _simulator_data("models.json", "models").items():
-        _, *others = entry["quants"]
-        found += [name, *(f"{name}:{quant}" for quant in others)]
-    return found
+    return [*CATALOG, SAMPLE, TOY]
 
 
 def devices() -> list[str]:
@@ -83,9 +61,3 @@ def devices() -> list[str]:
     from moeedge.hardware.nvidia import cards
 
     return ["auto", "none", "emulated", *(f"CUDA{i}" for i in range(len(cards())))]
-
-
-def _simulator_data(file: str, key: str) -> dict[str, Any]:
-    text = (files("moeedge.lab.sim") / "data" / file).read_text(encoding="utf-8")
-    entries: dict[str, Any] = json.loads(text)[key]
-    return entries

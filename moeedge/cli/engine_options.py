@@ -6,25 +6,31 @@ before `EngineOptions.config` is called, so that limit_openmp_spin can come firs
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
-from moeedge.cli import options
-from moeedge.cli.common import memory_size
 from moeedge.cli.model_files import ModelFiles, resolve_models, tell
-from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DraftWord, EngineConfig
+from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, DraftWord, EngineConfig
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.hub.local import locate
 from moeedge.hub.names import all_parts
+from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
+from moeedge.run import Notify
 
 if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does not wait for it
+    from _typeshed import DataclassInstance
+
+    from moeedge.policies.expert_budget import Coverage, ExpertBudget
     from moeedge.scheduler.config import PlacementConfig
 
 _SPIN_COUNT = "1000"
+AUTO: Literal["auto"] = "auto"
+_EXPERTS_OF_TEMPLATE = 1 << 20  # of --expert-budget auto, replaced by what it finds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +39,7 @@ class EngineOptions:
 
     model: Path | None = None
     model_draft: str | None = None
-    draft_max: options.DraftLength = None
+    draft_max: int | Literal["auto"] | None = None
     draft_p_min: float = 0.0
     ctx_size: int = 0
     threads: int = 0
@@ -45,7 +51,7 @@ class EngineOptions:
     hf_token: str | None = None  # in the environment from here on, and so is the next
     offline: bool = False
 
-    def limit_openmp_spin(self, *, emulate_bundled: bool = False, ram: str = "off") -> None:
+    def limit_openmp_spin(self, *, emulate_bundled: bool = False, ram: int | str = "off") -> None:
         """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model.
 
         ram: the value of --ram.
@@ -84,7 +90,7 @@ class EngineOptions:
 
         check_device(self.device)
         files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
-        gamma = None if self.draft_max is None else parse_draft_length(self.draft_max)
+        gamma = self.draft_max
         if auto_gamma is None:
             auto_gamma = self.model_draft is None and files.draft in get_args(DraftWord)
         if gamma is None and auto_gamma and files.draft_max > 0:
@@ -107,14 +113,6 @@ class EngineOptions:
             context_shift=context_shift,
         )
 
-    @property
-    def fixed_draft_max(self) -> int | None:
-        """--draft-max where no model runs; raises InputError for auto."""
-        gamma = None if self.draft_max is None else parse_draft_length(self.draft_max)
-        if gamma == "auto":
-            raise InputError("--draft-max auto measures steps, and no model runs here.", "Give a number.")
-        return gamma
-
     def _n_cpu_moe(self) -> int | None:
         if self.cpu_moe and self.n_cpu_moe is not None:
             raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
@@ -123,54 +121,127 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions:
-    """Which experts the device holds, and who decides."""
+    """Which experts the device holds, and who decides: fields of PlacementConfig, which needs NumPy."""
 
-    vram: str | None = None
+    vram_bytes: int | None = None
     cache_ratio: float | None = None
     policy: str = "spac"
-    ablate: list[str] = field(default_factory=list)
+    ablations: frozenset[str] = frozenset()
     utility_cap: int = 4
     forgetting: float = 0.1
-    prefill_path: str = "auto"
-    no_calibrate: bool = False
-    no_warm_start: bool = False
+    prefill: str = "auto"
+    calibrate: bool = True
+    warm_start: bool = True
 
-    def config(self, *, measure_anew: bool = False) -> PlacementConfig:
+    def config(self, **others: Any) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
-        from moeedge.native.abi import PrefillPath
         from moeedge.policies.registry import POLICIES
         from moeedge.scheduler.config import PlacementConfig
 
         if self.policy not in POLICIES:
             raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
-        return PlacementConfig(
-            vram_bytes=None if self.vram is None else memory_size(self.vram, "--vram"),
-            cache_ratio=self.cache_ratio,
-            policy=self.policy,
-            ablations=options.ablations(self.ablate),
-            utility_cap=self.utility_cap,
-            forgetting=self.forgetting,
-            prefill=PrefillPath(self.prefill_path),
-            calibrate=not self.no_calibrate,
-            measure_anew=measure_anew,
-            warm_start=not self.no_warm_start,
+        return PlacementConfig(**vars(self), **others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaOptions(EngineOptions):
+    """In addition how llama.cpp loads the model, and what its context is made of."""
+
+    context: ContextSettings = field(default_factory=ContextSettings)
+    draft_type_k: str = DEFAULT_KV_TYPE
+    draft_type_v: str = DEFAULT_KV_TYPE
+    n_batch: int = 2048
+    n_ubatch: int = DEFAULT_N_UBATCH
+    load: LoadSettings = field(default_factory=LoadSettings)
+    mlock: bool = False
+    mmap: bool | None = None
+    lora: tuple[LoraAdapter, ...] = ()
+    lora_scaled: tuple[LoraAdapter, ...] = ()
+    rope_scale: float | None = None
+
+    def config(self, placement: PlacementConfig | None = None, **choices: Any) -> EngineConfig:
+        """As of the engine's options. Raises ValueError, too, for values that the settings cannot have."""
+        rope = self.context.rope
+        if self.rope_scale is not None:
+            if not 0 < self.rope_scale < math.inf:
+                raise ValueError(f"--rope-scale must be > 0 and finite, not {self.rope_scale}")
+            rope = replace(rope, freq_scale=1 / self.rope_scale)
+        return replace(
+            super().config(placement, **choices),
+            n_batch=self.n_batch,
+            n_ubatch=self.n_ubatch,
+            context=replace(self.context, rope=rope, adapters=self.lora + self.lora_scaled),
+            draft_type_k=self.draft_type_k,
+            draft_type_v=self.draft_type_v,
+            load=self._load(),
+        )
+
+    def _load(self) -> LoadSettings:
+        if not self.mlock and self.mmap is None:
+            return self.load
+        if self.load.mode != "auto":
+            raise ValueError("-lm says what --mlock and --mmap say: give one of them")
+        if self.mlock:
+            return replace(self.load, mode="mlock" if self.mmap is False else "mmap+mlock")
+        return replace(self.load, mode="mmap" if self.mmap else "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    """How many experts a verification may use per layer, and which."""
+
+    expert_budget: int | Literal["auto"] | None = None
+    budget_ranking: str | None = None
+    budget_policy: str | None = None
+
+    def config(self, base: EngineConfig) -> EngineConfig:
+        """`base` with the budget that the options ask for; with auto its number of experts is not known yet.
+
+        Raises InputError for values that exclude each other.
+        """
+        if self.expert_budget is None:
+            expect_no_companions(self, "B")
+            return base
+        # a truncated expert is not computed, which gains more than the smaller number of experts (docs/log.md)
+        policy = self.budget_policy or ("truncation" if self.expert_budget == AUTO else None)
+        n_experts = _EXPERTS_OF_TEMPLATE if self.expert_budget == AUTO else self.expert_budget
+        return replace(base, expert_budget=make_budget(n_experts, ranking=self.budget_ranking, policy=policy))
+
+    def measured(self, config: EngineConfig, *, notify: Notify) -> EngineConfig:
+        """What `config` made, with the number of experts that auto finds, measured where no earlier run did.
+
+        notify: hears that auto measures, and what it chose.
+        """
+        if config.expert_budget is None or self.expert_budget != AUTO:
+            return config
+        from moeedge.bench.budget_choice import find_budget
+
+        return replace(config, expert_budget=find_budget(config, config.expert_budget, notify=notify))
+
+
+def expect_no_companions(given: DataclassInstance, value: str) -> None:
+    """Raises InputError where one of the options --budget-... was given; value: what --expert-budget takes."""
+    names = [
+        "--" + field.name.replace("_", "-")
+        for field in fields(given)
+        if field.name.startswith("budget_") and getattr(given, field.name) is not None
+    ]
+    if names:
+        raise InputError(
+            f"{' and '.join(names)} {'needs' if len(names) == 1 else 'need'} an expert budget.",
+            f"Add --expert-budget {value}.",
         )
 
 
-def parse_ram(text: str) -> int | Literal["auto", "off"]:
-    """The value of --ram. Raises InputError for a malformed size, and for one without a unit."""
-    return text if text in ("auto", "off") else memory_size(text, "--ram")  # type: ignore[return-value]
+def make_budget(n_experts: int, *, ranking: str | None, policy: str | None) -> ExpertBudget:
+    """A budget of `n_experts` per layer; None: the default of that choice. Raises InputError."""
+    from moeedge.policies.expert_budget import ExpertBudget
 
-
-def parse_draft_length(text: str) -> int | Literal["auto"]:
-    """The value of --draft-max. Raises InputError."""
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        what = f"--draft-max takes a number of tokens or auto, not '{text}'."
-        raise InputError(what, "Write for instance --draft-max 4; 0 switches drafts off.") from None
+    return ExpertBudget(
+        budget=n_experts,
+        ranking=ranking or ExpertBudget.ranking,
+        coverage=cast("Coverage", policy or ExpertBudget.coverage),
+    )
 
 
 def check_device(text: str) -> None:
@@ -178,11 +249,11 @@ def check_device(text: str) -> None:
     spec = DeviceSpec.parse(text)
     if spec.kind != "name":
         return
-    from moeedge.hardware.devices import check_known
+    from moeedge.hardware.devices import resolve
     from moeedge.llama import library
 
     library.start()
-    check_known(spec)
+    resolve(spec)
 
 
 def limit_openmp_spin(device: str, *, may_emulate: bool = False, reads_experts: bool = False) -> None:

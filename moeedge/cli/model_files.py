@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, get_args
 from moeedge import paths
 from moeedge.engine.types import DEFAULT_GAMMA, DraftWord
 from moeedge.errors import ModelNameError
+from moeedge.hub.cache import find_variant
 from moeedge.hub.catalog import load_catalog
-from moeedge.hub.local import LocalModel, local_draft, locate
+from moeedge.hub.local import LocalModel, chat_draft, locate
 from moeedge.hub.names import find
 
 if TYPE_CHECKING:
-    from moeedge.hub.pull import MissingFile, WantedModel
+    from moeedge.hub.pull import WantedModel
+    from moeedge.hub.remote import RemoteFile
     from moeedge.ui.progress import PullProgress
 
 
@@ -40,7 +42,11 @@ def resolve_models(model: Path | None, draft: str | None, *, download: bool = Fa
     """
     if model is None or (str(model).lower() == "bundled" and not model.exists()):
         model = paths.bundled_target()
-    given = None if draft in (None, "auto") else _named_draft(str(draft), download)
+    given: Path | DraftWord | None = None
+    if draft in get_args(DraftWord):
+        given = draft  # type: ignore[assignment]
+    elif draft not in (None, "auto", "none"):
+        given = _locate(str(draft), download).path
     if paths.is_bundled(model):
         if draft in (None, "auto") and model.name == "target.gguf":
             given = paths.bundled_draft()
@@ -51,14 +57,14 @@ def resolve_models(model: Path | None, draft: str | None, *, download: bool = Fa
     entry = None if target.choice is None else target.choice.entry
     if target.choice is not None and draft in (None, "auto") and target.choice.entry.drafts:
         catalog = load_catalog()
-        found, best = local_draft(catalog, target.choice), catalog.best_draft(target.choice)
-        if found is None and best is not None:
-            name = best.name
+        found, drafts = chat_draft(catalog, target.choice), catalog.drafts(target.choice)
+        if found is None and drafts:
+            name = drafts[0].name
             without = "" if draft == "auto" else ": no drafts"
             tell(f"The model's draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
         elif found is not None:
-            given = found.path
-            tell(f"The draft is {found.name}, as the catalog says: {found.path}")
+            given = find_variant(found.variant)
+            tell(f"The draft is {found.name}, as the catalog says: {given}")
     if draft == "auto" and given is None:
         tell(
             "No draft model found: drafts come from repeated phrases of the text (n-grams). "
@@ -68,12 +74,6 @@ def resolve_models(model: Path | None, draft: str | None, *, download: bool = Fa
     if given is None or given == "mtp" or entry is None or entry.draft_max is None:
         return ModelFiles(target.path, given)
     return ModelFiles(target.path, given, entry.draft_max)
-
-
-def _named_draft(draft: str, download: bool) -> Path | DraftWord | None:
-    if draft == "none":
-        return None
-    return draft if draft in get_args(DraftWord) else _locate(draft, download).path  # type: ignore[return-value]
 
 
 def drafts_for_itself(path: Path) -> bool:
@@ -97,25 +97,21 @@ def _locate(text: str, may_download: bool, *, with_draft: bool = False) -> Local
 
         if not may_download or is_offline():
             raise
-        _fetch(text, with_draft=with_draft)
+        from moeedge.hub.pull import want_pair
+        from moeedge.ui.progress import PullProgress
+
+        progress = PullProgress()
+        progress.note(f"{text} is not on this machine and is downloaded now (not with --offline).")
+        download(want_pair(load_catalog(), text, no_draft=not with_draft), progress)
         found = locate(text)
     if found.name:
         tell(f"{found.name} is {found.path}")
     return found
 
 
-def _fetch(name: str, *, with_draft: bool) -> None:
-    from moeedge.hub.pull import want_pair
-    from moeedge.ui.progress import PullProgress
-
-    progress = PullProgress()
-    progress.note(f"{name} is not on this machine and is downloaded now (not with --offline).")
-    download(want_pair(load_catalog(), name, no_draft=not with_draft), progress)
-
-
-def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: bool = False) -> list[MissingFile]:
+def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: bool = False) -> list[RemoteFile]:
     """Fetches what is missing of these models. Returns the files that are missing then. Raises DownloadError."""
-    from moeedge.hub.pull import check_room, fetch_all, missing_files
+    from moeedge.hub.pull import check_room, fetch_file, missing_files
     from moeedge.ui.model_views import notify_downloads
 
     missing = missing_files(wanted)
@@ -125,7 +121,8 @@ def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: 
     check_room(missing)
     try:
         with progress:
-            fetch_all(missing, progress)
+            for file in missing:
+                fetch_file(file, progress.file)
     except KeyboardInterrupt:
         progress.note("Stopped; the same command continues from here.")
         raise

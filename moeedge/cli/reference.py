@@ -14,7 +14,7 @@ from typer.cli import get_docs_for_click
 
 from moeedge.cli.app import COMMANDS, LazyGroup, load_command
 from moeedge.cli.declare import hidden_spellings
-from moeedge.cli.foreign import COMMAND_NAMES, OPTIONS, Already, Ignored, Instead, Row, Sets
+from moeedge.cli.foreign import COMMAND_NAMES, OPTIONS, Row
 from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
 from moeedge.cli.spelling import HUB_FILE, off_variable
 from moeedge.ui.chat.commands import help_rows
@@ -41,7 +41,7 @@ _OTHERS_INTRODUCTION = """\
 What you know works: options have llama.cpp's names, older and newer ones, and ollama's run, ls, ps, show, pull and rm
 are here. `moeedge chat` stands for llama-cli, `moeedge bench` for llama-bench. An option that moeedge does not have
 ends with a sentence that names what to write; where answers do not depend on it, a line says that it has no effect,
-and the command goes on. `moeedge COMMAND --help` has all options. moeedge is no server: programs
+and the command goes on. `moeedge COMMAND --help-all` has all options. moeedge is no server: programs
 ask it with `moeedge chat -p TEXT -o json`, and ollama's variables (OLLAMA_HOST, OLLAMA_MODELS) have no meaning for it.
 Models are in the cache of the Hugging Face hub, which llama.cpp uses as well. Options and commands that are not the
 same here:
@@ -100,16 +100,12 @@ def _others() -> str:
 
 def _meaning(row: Row) -> str:
     """What becomes of an option of another program."""
-    if isinstance(row, Instead):
-        by_value = [f"{value}: `{words}`" for value, words in row.by_value.items()]
-        return f"`{row.words.format('VALUE')}`" if row.words else ", ".join(by_value)
-    if isinstance(row, Already):
-        return f"taken: {row.meaning}"
-    if isinstance(row, Ignored):
-        return f"no effect, which a line says: {row.reason}"
-    if isinstance(row, Sets):
-        return ", ".join(f"{name}={content}" for name, content in row.by_value.values() if name)
-    return f"{row.message} {row.hint}"
+    if row.kind == "means":
+        by_value = [f"{value}: `{words}`" for value, words in row.by_value.items() if value and words]
+        return f"`{row.text.format('VALUE')}`" if row.text else ", ".join(by_value)
+    if row.kind == "always":
+        return f"taken: {row.text}"
+    return f"no effect, which a line says: {row.text}" if row.kind == "ignored" else f"{row.text} {row.hint}"
 
 
 def llama_variables() -> dict[str, tuple[str, str, list[str]]]:
@@ -124,12 +120,9 @@ def llama_variables() -> dict[str, tuple[str, str, list[str]]]:
                     rows.setdefault(off, (off, param.secondary_opts[0], []))[2].append(name)
     rows[HUB_FILE] = (HUB_FILE, "-hff", list(rows["LLAMA_ARG_HF_REPO"][2]))
     for spellings, row in OPTIONS.items():
-        if isinstance(row, Instead) and row.env:
-            rows[row.env] = (
-                row.env,
-                row.words.split()[0] if row.words else spellings.split(",")[0],
-                ["chat", "bench", "profile", "plan"],
-            )
+        if row.variable:
+            option = row.text.split()[0] if row.text else spellings.split(",")[0]
+            rows[row.variable] = (row.variable, option, ["chat", "bench", "profile", "plan"])
     return rows
 
 

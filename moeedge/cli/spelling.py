@@ -6,7 +6,6 @@ Typer reports an unknown -xyz as -x. Here every argument is looked up as an enti
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,21 +13,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeedge.cli.declare import hidden_spellings
-from moeedge.cli.foreign import COMMANDS, OPTIONS, SWITCH, Already, Ignored, Instead, Refused, Sets, foreign_options
+from moeedge.cli.foreign import COMMANDS, JSON_OPTIONS, NAME_OPTIONS, OPTIONS, SWITCH, foreign_options
 from moeedge.errors import InputError
 
 _HELP = ("-h", "--help")
+_ALL_HELP = "--help-all"
 _SIMILAR = 0.7  # difflib's ratio from which a spelling is suggested
 _VARIABLES = "LLAMA_ARG_"
 _OFF_VARIABLES = "LLAMA_ARG_NO_"
+_VARIABLE = re.compile(r"[A-Z_]+=")
 _VALUE_ATTACHED = re.compile(r"-[A-Za-z][\d.]+[A-Za-z]*")  # -t4, -c8k
 HUB_FILE = "LLAMA_ARG_HF_FILE"
 _FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
+_TAKE_NAME = ("show", "pull", "rm")  # a model, as a word or after -m
 # options that may stand without their value, by command: what looks like one, and the value that they have otherwise
+_ANY = re.compile(r"[^-].*")
 _DEFAULT_VALUES = {
-    ("chat", "--resume"): (re.compile(r"list|\d+"), "1"),
-    ("bench", "--resume"): (re.compile(r"[^-].*"), "last"),
+    "chat": {"--resume": (re.compile(r"list|\d+"), "1")},
+    "bench": {"--resume": (_ANY, "last")},
 }
+_SWITCHED_ON = dict.fromkeys(("-fa", "--flash-attn"), (_ANY, "on"))  # without a value in earlier llama.cpp
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,10 @@ class Speller:
     ) -> None:
         self.name = name
         self.sets: dict[str, str] = {}  # of the environment, by what was translated
+        self.all_help = False  # what was typed asks for the help of every option
         self.warnings: list[str] = []  # a sentence for each option that has no effect
+        self.arguments: list[str] = []  # what was typed last, as the command declares it
+        self.settings: list[Setting] = []  # what the environment sets besides
         self._elsewhere = elsewhere
         self._params = {
             spelling: param
@@ -68,17 +75,25 @@ class Speller:
             for spelling in (*param.opts, *param.secondary_opts)
             if spelling.startswith("-")
         }
+        self._default_values = _SWITCHED_ON | _DEFAULT_VALUES.get(name, {})
         self._hidden = hidden_spellings(command)
         self._takes_words = any(param.param_type_name == "argument" for param in command.params)
         self._words = tuple(words)
-        self._foreign_settings: list[Setting] = []
-        runs_model = "-m" in self._params and self._params["-m"].envvar
-        self._foreign = foreign_options() if runs_model else {}
+        self._runs_model = "-m" in self._params and bool(self._params["-m"].envvar)
+        rows = OPTIONS if self._runs_model else NAME_OPTIONS if name in _TAKE_NAME else {}
+        if "json" in (getattr(self._params.get("-o"), "metavar", None) or ""):
+            rows = JSON_OPTIONS | rows
+        self._foreign = foreign_options(rows)
 
     @property
     def spellings(self) -> set[str]:
         """Those of the command's own options."""
         return {*self._params, *self._hidden}
+
+    def knows(self, word: str) -> bool:
+        """Whether the command takes this option, its value attached or not."""
+        attached = _VALUE_ATTACHED.fullmatch(word) is not None and _takes_value(self._params.get(word[:2]))
+        return attached or word.partition("=")[0] in self.spellings | self._foreign.keys()
 
     def translate(self, arguments: Sequence[str]) -> list[str]:
         """The arguments as the command declares them. Raises InputError for what it does not have."""
@@ -96,8 +111,9 @@ class Speller:
                 continue
             spelling, equals, value = word.partition("=")
             spelling = self._hidden.get(spelling, spelling)
-            if spelling in _HELP:
-                return [spelling]
+            if spelling in (*_HELP, _ALL_HELP):
+                self.all_help = spelling == _ALL_HELP
+                return ["--help"] if self.all_help else [spelling]
             if spelling in self._params:
                 translated.append(spelling)
                 if not _takes_value(self._params[spelling]):
@@ -105,7 +121,7 @@ class Speller:
                         raise InputError(f"{spelling} takes no value.", f"See moeedge {self.name} --help.")
                 elif equals:
                     translated.append(value)
-                elif (default := _DEFAULT_VALUES.get((self.name, spelling))) and not _may_be_value(default[0], given):
+                elif (default := self._default_values.get(spelling)) and not (given and default[0].fullmatch(given[0])):
                     translated.append(default[1])
                 elif given:
                     translated.append(given.pop(0))
@@ -113,7 +129,7 @@ class Speller:
                     raise InputError(f"{spelling} needs a value.", f"See moeedge {self.name} --help.")
             elif _VALUE_ATTACHED.fullmatch(word) and _takes_value(self._params.get(word[:2])):
                 translated += [word[:2], word[2:]]
-            elif spelling in ("-hff", "--hf-file") and self._foreign and (equals or given):
+            elif spelling in ("-hff", "--hf-file") and self._runs_model and (equals or given):
                 hub_file = value if equals else given.pop(0)
             elif spelling in self._foreign:
                 if equals:
@@ -122,114 +138,101 @@ class Speller:
             else:
                 raise self._unknown(spelling)
         self._add_foreign_settings(translated, arguments)
-        self._read_switches()
-        if hub_file:
-            _add_file(translated, hub_file, self._foreign["-hff"])
-        elif self._foreign:
-            self._add_hub_file(translated)
-        return [*translated, *self._place(plain)]
+        if self._runs_model:
+            self._add_hub_file(translated, hub_file)
+        self.arguments = [*translated, *self._place(plain)]
+        self._add_settings()
+        return self.arguments.copy()  # Typer takes it apart
 
-    def settings(self, arguments: Sequence[str]) -> list[Setting]:
-        """What the environment sets; `arguments`, which are translated, come first."""
-        given = {id(self._params[word]) for word in arguments if word in self._params}
-        found = list(self._foreign_settings)
-        for param in dict.fromkeys(self._params.values()):
-            if id(param) in given:
-                continue
-            variables = _variables_of(param)
-            off = next((off_variable(name) for name in variables if _is_switched_off(param, name)), None)
-            if off is not None:
-                found.append(Setting(off, os.environ[off], param.secondary_opts[0]))
-                continue
-            variable = next((name for name in variables if os.environ.get(name)), None)
-            if variable is not None and variable.startswith(_VARIABLES):
-                found.append(Setting(variable, os.environ[variable], param.opts[0]))
-        return found
+    @property
+    def origin(self) -> str:
+        """A sentence that names what the environment sets; empty without it."""
+        return f"Set in the environment: {', '.join(map(str, self.settings))}." if self.settings else ""
 
-    def _read_switches(self) -> None:
-        """Writes llama.cpp's values of switches in the environment as Typer reads them.
+    def _add_settings(self) -> None:
+        """Adds what the environment sets of the command's own options, and llama.cpp's values of switches to `sets`.
 
-        LLAMA_ARG_NO_X switches X off whatever its value, and comes before LLAMA_ARG_X, as in llama.cpp.
+        Arguments come first. LLAMA_ARG_NO_X switches X off whatever its value, and comes before LLAMA_ARG_X, as in
+        llama.cpp.
         """
+        given = {id(self._params[word]) for word in self.arguments if word in self._params}
         for param in dict.fromkeys(self._params.values()):
-            is_flag = not _takes_value(param)
-            if not is_flag and not {"on", "off"} <= set((param.metavar or "").split("|")):
-                continue
-            for name in _variables_of(param):
-                word = SWITCH.get(os.environ.get(name, "").lower())
-                if _is_switched_off(param, name):
-                    self.sets[name] = "off"
-                elif word is not None:
+            is_switch = not _takes_value(param) or {"on", "off"} <= set((param.metavar or "").split("|"))
+            variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+            for name in (name for name in variables if name.startswith(_VARIABLES)):
+                off, value = off_variable(name), os.environ.get(name, "")
+                if param.secondary_opts and off in os.environ:
+                    setting, word = Setting(off, os.environ[off], param.secondary_opts[0]), "off"
+                elif value:
+                    setting, word = Setting(name, value, param.opts[0]), SWITCH.get(value.lower(), "")
+                else:
+                    continue
+                if is_switch and word:
                     self.sets[name] = word
+                if id(param) not in given:
+                    self.settings.append(setting)
+                break
 
-    def _add_hub_file(self, translated: list[str]) -> None:
-        """Adds LLAMA_ARG_HF_FILE to a repository that is named without a file; another model comes before it."""
-        file = os.environ.get(HUB_FILE)
-        given = [value for word, value in itertools.pairwise(translated) if word == "-m"]
-        repository = os.environ.get("LLAMA_ARG_HF_REPO", "") if not os.environ.get("LLAMA_ARG_MODEL") else ""
-        model = given[-1] if given else f"hf:{repository.removeprefix('hf:')}"
-        if file and _FROM_HUB.fullmatch(model):
-            _add_file(translated, file, self._foreign["-hff"])
-            self._foreign_settings.append(Setting(HUB_FILE, file, "-hff"))
+    def _add_hub_file(self, translated: list[str], file: str) -> None:
+        """Adds a file to the repository of -hf, which became -m hf:OWNER/REPO.
+
+        Without a file that was typed it is LLAMA_ARG_HF_FILE's, for a repository that is named without one; another
+        model comes before it.
+        """
+        places = [i + 1 for i, word in enumerate(translated[:-1]) if word == "-m"]
+        repository = os.environ.get("LLAMA_ARG_HF_REPO", "") if file or not os.environ.get("LLAMA_ARG_MODEL") else ""
+        model = translated[places[-1]] if places else f"hf:{repository.removeprefix('hf:')}"
+        found = _FROM_HUB.match(model)
+        if file and found is None:
+            raise InputError(f"-hff: {self._foreign['-hff'].text}", self._foreign["-hff"].hint)
+        if not file and found is not None and found[0] == model and (file := os.environ.get(HUB_FILE, "")):
+            self.settings.append(Setting(HUB_FILE, file, "-hff"))
+        if file and found is not None:
+            place = slice(places[-1] - 1, places[-1] + 1) if places else slice(len(translated), None)
+            translated[place] = ["-m", f"{found[0]}:{file}"]
 
     def _add_foreign_settings(self, translated: list[str], arguments: Sequence[str]) -> None:
         """Puts the environment's values of options that are spelled otherwise here before the others."""
         given = {word.partition("=")[0] for word in arguments}
-        for spellings, row in OPTIONS.items() if self._foreign else ():
-            value = os.environ.get(row.env) if isinstance(row, Instead) and row.env else None
+        for spellings, row in OPTIONS.items() if self._runs_model else ():
+            value = os.environ.get(row.variable)
             names = spellings.split(", ")
-            if not isinstance(row, Instead) or not value or given & set(names):
+            if not value or given & set(names):
                 continue
-            spelling = names[0]
-            setting = Setting(row.env, value, spelling)
+            setting = Setting(row.variable, value, names[0])
             try:
-                words = self._replace(spelling, [value])
+                words = self._replace(names[0], [value])
             except InputError as error:
-                hint = f"Correct it, or unset {setting.variable}."
+                hint = f"Correct it, or unset {row.variable}."
                 raise InputError(f"{setting} in the environment: {error.message}", hint) from None
             if words and words[0] in self._params and words[0] not in translated:
                 translated[:0] = words
-                self._foreign_settings.append(setting)
+                self.settings.append(setting)
 
     def _replace(self, spelling: str, following: list[str]) -> list[str]:
         """What is written in place of an option of another program; its value is taken from `following`."""
         row = self._foreign[spelling]
-        if isinstance(row, Refused):
-            raise InputError(f"{spelling}: {row.message}", row.hint)
-        if isinstance(row, Sets):
-            value = following[0] if following and following[0] in row.by_value else row.default
-            if value and following and following[0] == value:
-                following.pop(0)
-            variable, content = row.by_value[value]
-            if variable:
-                self.sets[variable] = content
-            return []
-        if isinstance(row, Already) and not row.values:
-            return []
-        if isinstance(row, Ignored) and not row.has_value:
-            self._warn(f"{spelling} has no effect: {row.reason}.")
-            return []
-        needs_value = isinstance(row, Already | Ignored) or row.by_value or "{}" in row.words
-        if needs_value and not following:
+        if row.kind == "refused":
+            raise InputError(f"{spelling}: {row.text}", row.hint)
+        value = ""
+        if following and row.has_value and ("" not in row.by_value or following[0] in row.by_value):
+            value = following.pop(0)
+        elif row.has_value and "" not in row.by_value:
             raise InputError(f"{spelling} needs a value.", f"See moeedge {self.name} --help.")
-        value = following.pop(0) if needs_value else ""
-        if isinstance(row, Ignored):
-            if value not in row.same:
-                self._warn(f"{spelling} {value} has no effect: {row.reason}.")
-            return []
-        if isinstance(row, Already):
-            if value in row.values:
-                return []
-            raise InputError(f"{spelling} is always {row.values[0]}: {row.meaning}.", "Leave it out.")
-        found = row.arguments(value)
-        if found is None:
-            choices = ", ".join(row.by_value)
-            raise InputError(f'{spelling} takes one of {choices}, not "{value}".', row.hint)
-        return found
-
-    def _warn(self, sentence: str) -> None:
-        if sentence not in self.warnings:
-            self.warnings.append(sentence)
+        if row.kind == "means":
+            words = row.words(value)
+            if not words and value not in row.by_value:
+                choices = ", ".join(row.by_value)
+                raise InputError(f'{spelling} takes one of {choices}, not "{value}".', row.hint)
+            variables = [word for word in words if _VARIABLE.match(word)]
+            self.sets |= dict(word.split("=") for word in variables)
+            return [word for word in words if word not in variables]
+        if row.kind == "always" and value not in row.values and row.values:
+            raise InputError(f"{spelling} is always {row.values[0]}: {row.text}.", "Leave it out.")
+        warning = f"{f'{spelling} {value}'.strip()} has no effect: {row.text}."
+        if row.kind == "ignored" and value not in row.values and warning not in self.warnings:
+            self.warnings.append(warning)
+        return []
 
     def _place(self, plain: list[str]) -> list[str]:
         """Words without a dash, as arguments or as values of options."""
@@ -267,7 +270,7 @@ def unknown_command(name: str, known: Mapping[str, object], group: str = "", *, 
     if moved:
         return InputError(f"{name} is a command of the lab.", f"Write moeedge lab {name}.")
     if name in COMMANDS and not group:
-        return InputError(COMMANDS[name].message, COMMANDS[name].hint)
+        return InputError(COMMANDS[name].text, COMMANDS[name].hint)
     similar = difflib.get_close_matches(name, known)
     hint = f"Did you mean {group}{' or '.join(similar)}?" if similar else f"moeedge {group}--help lists the commands."
     return InputError(f"moeedge {group}has no command {name}.", hint)
@@ -288,35 +291,10 @@ def name_options(message: str, spellings: set[str]) -> str:
     return message[:1].upper() + message[1:]
 
 
-def _may_be_value(values: re.Pattern[str], given: Sequence[str]) -> bool:
-    return bool(given) and values.fullmatch(given[0]) is not None
-
-
-def _variables_of(param: Any) -> list[str]:
-    return [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
-
-
 def off_variable(name: str) -> str:
     """The variable that switches off what `name` switches on: LLAMA_ARG_NO_MMAP for LLAMA_ARG_MMAP."""
     return name.replace(_VARIABLES, _OFF_VARIABLES, 1)
 
 
-def _is_switched_off(param: Any, name: str) -> bool:
-    """Whether the environment has LLAMA_ARG_NO_X of a flag that has an opposite."""
-    return bool(param.secondary_opts) and name.startswith(_VARIABLES) and off_variable(name) in os.environ
-
-
 def _takes_value(param: Any) -> bool:
     return param is not None and not getattr(param, "is_flag", False) and not getattr(param, "count", False)
-
-
-def _add_file(translated: list[str], file: str, error: Any) -> None:
-    """Adds the file to the repository of -hf, which became -m hf:OWNER/REPO."""
-    places = [i + 1 for i, word in enumerate(translated[:-1]) if word == "-m"]
-    model = translated[places[-1]] if places else os.environ.get("LLAMA_ARG_HF_REPO", "")
-    if not places and model:
-        translated += ["-m", f"hf:{model.removeprefix('hf:').partition(':')[0]}:{file}"]
-    elif _FROM_HUB.match(model):
-        translated[places[-1]] = f"hf:{model.removeprefix('hf:').partition(':')[0]}:{file}"
-    else:
-        raise InputError(f"-hff: {error.message}", error.hint)

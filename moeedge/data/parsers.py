@@ -84,17 +84,20 @@ def read_rows(path: Path) -> list[Row]:
     Raises DatasetError for a file that is absent, unreadable, malformed (with the line) or empty.
     """
     kind = path.name.removesuffix(".gz").rpartition(".")[2].lower()
-    if kind == "parquet":
-        rows = _parquet_rows(path)
-    else:
-        read = {"csv": _csv_rows, "json": _json_rows}.get(kind, _jsonl_rows)
-        rows = list(read(_read_text(path), path.name))
+    unit, read = _READERS.get(kind, _READERS["jsonl"])
+    rows = []
+    for number, fields in read(path):
+        where = f"{path.name}, {unit} {number}"
+        if not isinstance(fields, dict):
+            raise DatasetError(f"{where}: expected a JSON object, not {type(fields).__name__}.", _HINT)
+        rows.append(Row(fields, number, where))
     if not rows:
         raise DatasetError(f"{path.name} has no prompts.", "Give a file with one JSON object per line.")
     return rows
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Returns the UTF-8 text of a file, which may be compressed (.gz). Raises DatasetError."""
     try:
         raw = path.read_bytes()
         if path.suffix == ".gz":
@@ -110,37 +113,35 @@ def _read_text(path: Path) -> str:
         raise DatasetError(f"{path.name}, line {line}: not UTF-8 text.", "Save the file as UTF-8.") from None
 
 
-def _jsonl_rows(text: str, name: str) -> Iterator[Row]:
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     # split at newlines only: str.splitlines also splits at U+2028, which JSON strings may contain
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{name}, line {number}"
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{where}: not valid JSON ({error.msg}, column {error.colno}).", _HINT) from None
-        yield _object(fields, number, where)
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            yield number, _value(line, path.name, number)
 
 
-def _json_rows(text: str, name: str) -> Iterator[Row]:
-    try:
-        records = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{name}, line {error.lineno}: not valid JSON ({error.msg}).", _HINT) from None
+def _json_array(path: Path) -> Iterator[tuple[int, Any]]:
+    records = _value(read_text(path), path.name, 1)
     if not isinstance(records, list):
-        raise DatasetError(f"{name}: the file must be an array of objects.", _HINT)
-    for number, fields in enumerate(records, start=1):
-        yield _object(fields, number, f"{name}, record {number}")
+        raise DatasetError(f"{path.name}: the file must be an array of objects.", _HINT)
+    return enumerate(records, start=1)
 
 
-def _csv_rows(text: str, name: str) -> Iterator[Row]:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    for fields in reader:
-        yield Row(dict(fields), reader.line_num, f"{name}, line {reader.line_num}")
+def _value(text: str, name: str, line: int) -> Any:
+    """Reads JSON that begins in `line` of a file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{name}, line {line + error.lineno - 1}"
+        raise DatasetError(f"{where}: not valid JSON ({error.msg}, column {error.colno}).", _HINT) from None
 
 
-def _parquet_rows(path: Path) -> list[Row]:
+def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    return ((reader.line_num, fields) for fields in reader)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         raise DatasetError(f"There is no file {path}.", _FILE_HINT)
     if not reads_parquet():
@@ -148,21 +149,23 @@ def _parquet_rows(path: Path) -> list[Row]:
     from pyarrow.parquet import read_table  # imported here: it takes a third of a second
 
     try:
-        records = read_table(path).to_pylist()
+        return enumerate(read_table(path).to_pylist(), start=1)
     except (OSError, ValueError) as error:  # bases of pyarrow's errors
         raise DatasetError(f"Cannot read {path} ({' '.join(str(error).split())[:200]}).", "Check the file.") from None
-    return [Row(fields, number, f"{path.name}, row {number}") for number, fields in enumerate(records, start=1)]
+
+
+# by the end of a file's name: what a number counts, and what reads the file
+_READERS: dict[str, tuple[str, Callable[[Path], Iterator[tuple[int, Any]]]]] = {
+    "jsonl": ("line", _json_lines),
+    "json": ("record", _json_array),
+    "csv": ("line", _csv_lines),
+    "parquet": ("row", _parquet_rows),
+}
 
 
 def reads_parquet() -> bool:
     """Whether pyarrow is installed."""
     return find_spec("pyarrow") is not None
-
-
-def _object(fields: object, number: int, where: str) -> Row:
-    if not isinstance(fields, dict):
-        raise DatasetError(f"{where}: expected a JSON object, not {type(fields).__name__}.", _HINT)
-    return Row(fields, number, where)
 
 
 def parse_custom(row: Row) -> Prompt:
@@ -179,23 +182,15 @@ def parse_custom(row: Row) -> Prompt:
         turns = user_turns(row.text("prompt"))
     else:
         raise DatasetError(f'{row.where}: none of "prompt", "turns", "messages" is present.', "Add one of them.")
-    identity = row.identity("id", "question_id", "task_id")
-    return Prompt(
-        identity,
-        str(row.fields.get("category") or "custom"),
-        turns,
-        _own_references(row, len(turns)),
-        language=str(row.fields.get("language") or ""),
-    )
+    identity, category = row.identity("id", "question_id", "task_id"), str(row.fields.get("category") or "custom")
+    references, language = _own_references(row, len(turns)), str(row.fields.get("language") or "")
+    return Prompt(identity, category, turns, references, language=language)
 
 
 def parse_turns(row: Row) -> Prompt:
     """Parses MT-bench and files in its form: "question_id", "category", "turns"."""
-    return Prompt(
-        row.identity("question_id", "prompt_id", "id"),
-        str(row.fields.get("category") or "other"),
-        user_turns(*row.strings("turns")),
-    )
+    category = str(row.fields.get("category") or "other")
+    return Prompt(row.identity("question_id", "prompt_id", "id"), category, user_turns(*row.strings("turns")))
 
 
 def parse_humaneval(row: Row) -> Prompt:
@@ -231,9 +226,7 @@ def parse_mmlu_pro(row: Row) -> Prompt:
 
 def parse_instructions(row: Row) -> Prompt:
     """Parses Alpaca and self-instruct: "instruction", its input in "input" or in the first of "instances"."""
-    text = row.text("instruction")
-    given: Any = row.fields.get("input")
-    instances = row.fields.get("instances")
+    text, given, instances = row.text("instruction"), row.fields.get("input"), row.fields.get("instances")
     if given is None and isinstance(instances, list) and instances and isinstance(instances[0], dict):
         given = instances[0].get("input")
     if isinstance(given, str) and given.strip():
@@ -283,13 +276,10 @@ def _messages(row: Row) -> tuple[PromptMessage, ...]:
         raise DatasetError(f'{row.where}: "messages" must be a non-empty list of objects.', _HINT)
     messages = []
     for entry in listed:
-        role = entry.get("role") if isinstance(entry, dict) else None
-        content = entry.get("content") if isinstance(entry, dict) else None
+        role, content = (entry.get("role"), entry.get("content")) if isinstance(entry, dict) else (None, None)
         if role not in _ROLES or not isinstance(content, str):
-            raise DatasetError(
-                f'{row.where}: every message needs a "role" ({", ".join(_ROLES)}) and a "content" string.',
-                _HINT,
-            )
+            needed = f'every message needs a "role" ({", ".join(_ROLES)}) and a "content" string'
+            raise DatasetError(f"{row.where}: {needed}.", _HINT)
         messages.append(PromptMessage(cast(Role, role), content))
     if messages[-1].role != "user" or not messages[-1].content.strip():
         raise DatasetError(f"{row.where}: the last message must be the user's and not empty.", _HINT)

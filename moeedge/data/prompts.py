@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +20,6 @@ class PromptMessage:
 
     role: Role
     content: str
-
-    def as_dict(self) -> dict[str, str]:
-        """Returns the form that chat templates and the engine take."""
-        return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,10 @@ class Prompt:
         """What a trace says about the prompt's texts: id, and category, language and dataset where they are known."""
         named = {"id": self.id, "dataset": self.dataset, "category": self.category, "language": self.language}
         return {name: value for name, value in named.items() if value}
+
+    def messages(self, turn: int) -> list[dict[str, str]]:
+        """Returns the messages before the answer to `turn` (from 0), as chat templates and the engine take them."""
+        return [asdict(message) for message in self.turns[turn]]
 
     def reference(self, turn: int) -> Reference | None:
         """Returns the reference for the answer to `turn` (from 0), or None."""
@@ -78,6 +78,15 @@ class Dataset:
             n = len(own)
             kept += own if limit >= n else [own[i * n // limit] for i in range(limit)]
         return replace(self, prompts=tuple(kept))
+
+
+@dataclass(frozen=True)
+class EvaluationText:
+    """A fixed text for perplexity, and the facts that identify it."""
+
+    name: str
+    text: str
+    sha256: str  # of the file
 
 
 def join_datasets(sets: Sequence[Dataset]) -> Dataset:

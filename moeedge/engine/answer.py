@@ -1,59 +1,52 @@
-"""One answer: its tokens, when it ends, its figures; of a text that is decoded alone or together with others."""
+"""Answers: their tokens, when they end, their figures.
+
+A text is decoded alone, or several share each step's batch: they join it between steps and leave it at their end.
+"""
 
 from __future__ import annotations
 
 import codecs
 import itertools
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar
 
 from moeedge.engine.speculative import SpeculativeLoop, TextState
-from moeedge.engine.types import GenerationStats, StopReason
-from moeedge.errors import DeviceFailedError
-from moeedge.llama.model import Model
-from moeedge.llama.reasoning import ReasoningTags, begins_in_reasoning
+from moeedge.engine.types import GenerationStats, SamplingConfig, StopReason
+from moeedge.llama.reasoning import ReasoningTags
 from moeedge.llama.sequence import Cancelled
 from moeedge.scheduler.stats import StepRecord
 
 
 class StopTexts:
-    """Looks for texts in a stream of bytes; they may begin and end within tokens."""
+    """Texts that end an answer and are no part of it; they may begin and end within tokens and pieces."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = [text.encode() for text in texts]
-        self.n_longest = max(map(len, self._texts), default=0)  # bytes
-        self._tail = b""
+        self._texts = tuple(texts)
+        self._data = [text.encode() for text in texts]
+        self.n_longest = max(map(len, self._data), default=0)  # bytes
+        self._tail, self._held = b"", ""
 
     def find(self, data: bytes) -> bool:
-        """Whether `data` completes one of the texts."""
+        """Whether the next bytes of the stream complete one of the texts."""
         if not self.n_longest:
             return False
         seen = self._tail + data
         self._tail = seen[-self.n_longest + 1 :] if self.n_longest > 1 else b""
-        return any(text in seen for text in self._texts)
+        return any(text in seen for text in self._data)
 
+    def show(self, piece: str, *, last: bool = False) -> str:
+        """What can be shown after the next `piece`: up to one of the texts, and nothing that may begin one.
 
-class StopFilter:
-    """Passes text on up to the first of the stop texts, and holds back what may be the beginning of one."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = tuple(texts)
-        self._held = ""
-        self._stopped = False
-
-    def feed(self, piece: str, *, last: bool = False) -> str:
-        """What can be shown after `piece`; last: no more text comes."""
+        last: no more text comes.
+        """
         if not self._texts:
             return piece
-        if self._stopped:
-            return ""
-        text = self._held + piece
+        text, self._held = self._held + piece, ""
         places = [place for place in (text.find(stop) for stop in self._texts) if place >= 0]
         if places:
-            self._stopped, self._held = True, ""
             return text[: min(places)]
         n_held = 0 if last else max(_n_begun(text, stop) for stop in self._texts)
         self._held = text[len(text) - n_held :]
@@ -65,61 +58,42 @@ def _n_begun(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-_Result = TypeVar("_Result")
-_TAG_TOKENS = 32  # in which a tag at the end of a prompt is looked for
-Recover = Callable[[DeviceFailedError], None]
+@dataclass(eq=False, repr=False, kw_only=True)
+class Answer:
+    """`tokens` are the visible ones so far (without a stop token), `text` is what was read of them.
 
-
-@dataclass(frozen=True)
-class AnswerLimits:
-    """What ends an answer, and how far a step may go.
-
-    n_predict: tokens, -1: no limit. gamma: drafts of a step. n_ctx: tokens of prompt and answer. n_keep: tokens at the
-    start that a context shift does not drop. ignore_eos: stop tokens do not end the answer. reasoning_tags: as of
-    `Model.reasoning_tags`.
+    `stop_reason` is None while it runs, `notes` holds a sentence for each thing to report to the user: context full,
+    context shifted. n_predict: tokens, -1: no limit. gamma: drafts of a step. n_ctx: tokens of prompt and answer.
+    n_keep: tokens at the start that a context shift does not drop. ignore_eos: stop tokens do not end the answer.
+    reasoning_tags: the texts around reasoning in `text`, control tokens included; None where the model's template knows
+    no reasoning. begins_in_reasoning: the prompt ends with their first. begun: the first tokens of the answer, if it
+    goes on where an earlier one was cut off; they are the end of the prompt.
     """
 
+    state: TextState
     n_predict: int
     gamma: int
     n_ctx: int
     n_keep: int
     context_shift: bool
     ignore_eos: bool
-    reasoning_tags: ReasoningTags | None = None
+    reasoning_tags: ReasoningTags | None
+    begins_in_reasoning: bool
+    begun: Sequence[int] = ()
 
-
-class Answer:
-    """`tokens` are the visible ones so far (without a stop token), `text` is what was read of them.
-
-    `stop_reason` is None while it runs, `notes` holds a sentence for each thing to report to the user: context full,
-    context shifted. begun: the first tokens of the answer, if it goes on where an earlier one was cut off; they are the
-    end of the prompt. reasoning_tags: the texts around reasoning in `text`, control tokens included; None where the
-    model's template knows no reasoning.
-    """
-
-    def __init__(self, state: TextState, limits: AnswerLimits, begun: Sequence[int] = ()) -> None:
-        self.tokens: list[int] = list(begun)
+    def __post_init__(self) -> None:
+        state = self.state
+        self.tokens = list(self.begun)
         self.text = ""
         self.stop_reason: StopReason | None = None
         self.notes: list[str] = []
         self.stats = GenerationStats(prompt_tokens=len(state.history), seed=state.sampler.seed)
-        self.state = state
-        self._limits = limits
-        self._n_begun = len(begun)
         self._start_s = time.perf_counter()
         # a token may end inside a character: its first bytes are held back until the rest arrives
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = StopTexts(state.sampler.config.stop)
-        self._visible = StopFilter(state.sampler.config.stop)
-        for token in begun:
+        for token in self.begun:
             self._stops.find(state.target.context.model.piece(token))
-        self.reasoning_tags = limits.reasoning_tags
-        self._prompt_end = state.history[: len(state.history) - len(begun)][-_TAG_TOKENS:]
-
-    @cached_property
-    def begins_in_reasoning(self) -> bool:
-        """Whether the prompt ends with the start tag of reasoning."""
-        return ends_with_tag(self.state.target.context.model, self._prompt_end, self.reasoning_tags)
 
     @cached_property
     def _shown(self) -> frozenset[int]:
@@ -148,7 +122,7 @@ class Answer:
         """Adds the step's tokens to the answer, cut at a stop token or at the requested length."""
         tokens, model = record.tokens, self.state.target.context.model
         for i, token in enumerate(tokens):
-            if not self._limits.ignore_eos and model.is_eog(token):
+            if not self.ignore_eos and model.is_eog(token):
                 tokens, self.stop_reason = tokens[:i], "eos"
                 break
             if self._stops.n_longest and self._stops.find(model.piece(token, special=token in self._shown)):
@@ -161,26 +135,26 @@ class Answer:
                 self.stop_reason = "length"
             tokens = tokens[:room]
         self.tokens.extend(tokens)
-        self.stats.generated_tokens = len(self.tokens) - self._n_begun
+        self.stats.generated_tokens = len(self.tokens) - len(self.begun)
         return record if tokens is record.tokens else replace(record, tokens=tokens)
 
     def _room(self) -> int | None:
         """Tokens that may still come; None: no limit."""
-        return None if self._limits.n_predict < 0 else self._limits.n_predict - len(self.tokens)
+        return None if self.n_predict < 0 else self.n_predict - len(self.tokens)
 
     @property
     def n_drafts(self) -> int:
         """The most drafts of the next step: they must fit the context and the requested length."""
-        gamma, room = min(self._limits.gamma, self._limits.n_ctx - len(self.state.history)), self._room()
+        gamma, room = min(self.gamma, self.n_ctx - len(self.state.history)), self._room()
         return max(0, gamma if room is None else min(gamma, room - 1))
 
     def make_room(self) -> bool:
         """Whether one more token fits the context, perhaps after a shift; otherwise the answer ends here."""
-        n_ctx, n_keep = self._limits.n_ctx, self._limits.n_keep
+        n_ctx, n_keep = self.n_ctx, self.n_keep
         if len(self.state.history) <= n_ctx:
             return True
         n_discard = (n_ctx - n_keep) // 2
-        if self._limits.context_shift and n_discard > 0 and self.state.shift(n_keep, n_discard):
+        if self.context_shift and n_discard > 0 and self.state.shift(n_keep, n_discard):
             if self.stats.context_shifts:
                 self.notes.pop()  # of the shifts before
             self.stats.context_shifts += 1
@@ -208,57 +182,23 @@ class Answer:
         """The text that `tokens` add, in entire characters; last: no more tokens come."""
         model = self.state.target.context.model
         data = b"".join(model.piece(token, special=token in self._shown) for token in tokens)
-        piece = self._visible.feed(self._decoder.decode(data, last), last=last)
+        piece = self._stops.show(self._decoder.decode(data, last), last=last)
         self.text += piece
         return piece
 
 
-def ends_with_tag(model: Model, prompt: Sequence[int], tags: ReasoningTags | None) -> bool:
-    """Whether the answer to a prompt begins with reasoning, by the prompt's tokens, the last of which are enough."""
-    if tags is None:
-        return False
-    end = b"".join(model.piece(token, special=True) for token in prompt[-_TAG_TOKENS:])
-    return begins_in_reasoning(end.decode("utf-8", "replace"), tags)
-
-
-def repeated(work: Callable[[], _Result], loop: SpeculativeLoop, recover: Recover | None) -> _Result:
-    """The result of `work`, which is repeated where a GPU fails and the answers can go on without it."""
-    if recover is None:
-        return work()
-    samplers = [state.sampler for state in loop.texts]
-    positions = [sampler.state for sampler in samplers]
-    try:
-        return work()
-    except DeviceFailedError as error:
-        recover(error)
-        for sampler, position in zip(samplers, positions, strict=True):
-            sampler.state = position
-        return work()
-
-
+@dataclass(eq=False, repr=False, kw_only=True)
 class Generation(Answer):
     """Iterate over it for the StepRecords, or over `pieces` for the text; a step is computed when it is requested.
 
-    `text` is all that `pieces` has yielded. begun: as of `Answer`. recover: called when a GPU has failed; it gives the
-    loop contexts without it, or raises an error. The step is then repeated, with the same random numbers.
-    Iterating raises EngineError where another answer has begun in the session.
+    `text` is all that `pieces` has yielded. Iterating raises EngineError where another answer has begun in the session.
     """
 
-    def __init__(
-        self,
-        loop: SpeculativeLoop,
-        state: TextState,
-        limits: AnswerLimits,
-        *,
-        cancel: Callable[[], bool] | None,
-        begun: Sequence[int] = (),
-        recover: Recover | None = None,
-    ) -> None:
-        super().__init__(state, limits, begun)
-        loop.texts.append(state)
-        self._loop = loop
-        self._cancel = cancel
-        self._recover = recover
+    loop: SpeculativeLoop
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.loop.texts.append(self.state)
         self._steps = self._run()
 
     def __iter__(self) -> Iterator[StepRecord]:
@@ -266,7 +206,7 @@ class Generation(Answer):
 
     def pieces(self) -> Iterator[str]:
         """The text in pieces that never split a character."""
-        for tokens in itertools.chain([self.tokens[: self._n_begun]], (step.tokens for step in self._steps)):
+        for tokens in itertools.chain([self.begun], (step.tokens for step in self._steps)):
             piece = self.read(tokens)
             if piece:
                 yield piece
@@ -278,29 +218,173 @@ class Generation(Answer):
         """Ends the answer here; what was emitted stays in `tokens` and in the KV cache."""
         self._steps.close()
         if self.stop_reason is None:
-            self.interrupt(self._loop)
+            self.interrupt(self.loop)
 
     def _run(self) -> Generator[StepRecord, None, None]:
-        loop, stats = self._loop, self.stats
+        loop = self.loop
         try:
             loop.check_owner()
             start_s = time.perf_counter()
-            record = repeated(partial(loop.prefill, self.state), loop, self._recover)
+            record = loop.run(loop.prefill, self.state)
             yield self.add_prompt(record, time.perf_counter() - start_s)
             while self.stop_reason is None:
                 loop.check_owner()
-                if self._cancel is not None and self._cancel():
+                if loop.cancel():
                     self.interrupt(loop)
                 elif self.make_room():
-                    start_s = time.perf_counter()
-                    if stats.steps == 0:
-                        repeated(partial(loop.begin, self.state), loop, self._recover)
-                        begun_s = time.perf_counter()
-                        stats.prefill_s += begun_s - start_s
-                        start_s = begun_s
-                    sense_s = loop.sense_s
-                    [record] = repeated(partial(loop.step, [self.n_drafts]), loop, self._recover)
-                    decode_s = time.perf_counter() - start_s
-                    yield self.add_step(record, decode_s=decode_s, sense_s=max(0.0, loop.sense_s - sense_s))
+                    if self.stats.steps == 0:
+                        start_s = time.perf_counter()
+                        loop.run(loop.begin, self.state)
+                        self.stats.prefill_s += time.perf_counter() - start_s
+                    [record], times = loop.timed_step([self.n_drafts])
+                    yield self.add_step(record, **times)
         except (KeyboardInterrupt, Cancelled):
             self.interrupt(loop)
+
+
+@dataclass(eq=False, repr=False)
+class ParallelGeneration:
+    """Iterate over it for (index, StepRecord) of each text and step; a step is computed when it is requested.
+
+    A text's first record is its prompt's, with its first token. The times and experts of a record are those of the
+    entire step. `answers[index]` are the answers, in the order in which they were added. `stats` are the prompts, which
+    are decoded one after the other, and all steps, `of_texts[n]` the steps of n texts together; the first token of each
+    text belongs to its prompt and is not counted, and stop tokens are. Texts wait until a sequence is free; they take
+    the one whose KV cache holds most of their prompt. Between two records texts may be added and
+    stopped. An iteration ends when no text is left, and goes on with texts that are added later. It raises EngineError
+    where another answer has begun in the session.
+
+    new_answer: makes the answer of (prompt, n_predict, sampling), and raises MoeedgeError for a prompt that does not
+    fit.
+    """
+
+    _loop: SpeculativeLoop
+    _new_answer: Callable[[Sequence[int], int, SamplingConfig], Answer]
+
+    def __post_init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.stats = GenerationStats(prefill_generated=0)
+        self.of_texts = defaultdict[int, GenerationStats](partial(GenerationStats, prefill_generated=0))
+        self._waiting: deque[int] = deque()  # indices of answers
+        self._joining: int | None = None  # the text whose prompt is being decoded; it has a sequence
+        self._active: dict[int, Answer] = {}
+        self._free = list(range(len(self._loop.target.sequences)))  # sequences without a text
+        self._ready: deque[tuple[int, StepRecord]] = deque()  # computed, and not yielded yet
+
+    def add(self, prompt: Sequence[int], *, n_predict: int = -1, sampling: SamplingConfig) -> int:
+        """Adds a text; returns its index in `answers`. Raises EmptyPromptError and ContextTooSmallError."""
+        self.answers.append(self._new_answer(prompt, n_predict, sampling))
+        self._waiting.append(len(self.answers) - 1)
+        return len(self.answers) - 1
+
+    def stop(self, index: int) -> None:
+        """Ends one answer here; what was emitted stays in its `tokens` and in the KV cache."""
+        if index in self._active or index == self._joining:
+            self.answers[index].interrupt(self._loop)
+            self._end(index)
+        elif index in self._waiting:
+            self._waiting.remove(index)
+            self.answers[index].stop_reason = "interrupted"
+
+    def close(self) -> None:
+        """Ends all answers here, and leaves the KV caches with the accepted texts only."""
+        self._waiting.clear()
+        joining = [] if self._joining is None else [self._joining]
+        for index in (*self._active, *joining):
+            self.answers[index].interrupt(self._loop)
+            self._end(index)
+        for answer in self.answers:
+            answer.stop_reason = answer.stop_reason or "interrupted"
+
+    def __iter__(self) -> Iterator[tuple[int, StepRecord]]:
+        return self
+
+    def __next__(self) -> tuple[int, StepRecord]:
+        while not self._ready:
+            if not self._active and not self._waiting and self._joining is None:
+                raise StopIteration
+            self._advance()
+        return self._ready.popleft()
+
+    def _advance(self) -> None:
+        """Decodes the prompt of a text that joins, or one step of all texts; of a long prompt a part before each."""
+        self._loop.check_owner()
+        try:
+            if self._loop.cancel():
+                self.close()
+                return
+            if self._joining is None and self._waiting and self._free:
+                state, sequences = self.answers[self._waiting[0]].state, self._loop.target.sequences
+                sequence = max(self._free, key=lambda free: sequences[free].n_common(state.history))
+                self._loop.place(state, sequence)
+                self._free.remove(sequence)
+                self._joining = self._waiting.popleft()  # last: an interrupt before it leaves the text waiting
+            if self._joining is None or not self._join(self._joining):
+                self._step()
+        except (KeyboardInterrupt, Cancelled):
+            self.close()
+
+    def _join(self, index: int) -> bool:
+        """Decodes the prompt of a text, or a part of a long one; returns whether it has joined."""
+        start_s = time.perf_counter()
+        answer, loop = self.answers[index], self._loop
+        state = answer.state
+        loop.place(state, state.target.index)  # a GPU may have failed
+        loop.texts = [*(each.state for each in self._active.values()), state]
+        if len(self._active) > 0 and loop.run(loop.prefill_part, state):
+            loop.texts.pop()
+            self._add_prefill(answer, start_s)
+            return False
+        record = loop.run(loop.prefill, state)
+        now_s = time.perf_counter()
+        self.stats.prefill_s += now_s - start_s
+        shown = answer.add_prompt(record, now_s - start_s)
+        self.stats.prefill_tokens += answer.stats.prefill_tokens
+        self._joining, self._active[index] = None, answer
+        self._hand_out(index, shown)
+        if answer.stop_reason is None:
+            loop.run(loop.begin, state)
+            self._add_prefill(answer, now_s)
+        return True
+
+    def _add_prefill(self, answer: Answer, start_s: float) -> None:
+        seconds = time.perf_counter() - start_s
+        answer.stats.prefill_s += seconds
+        self.stats.prefill_s += seconds
+
+    def _step(self) -> None:
+        for index, answer in list(self._active.items()):
+            if not answer.make_room():
+                self._end(index)
+        active = list(self._active.items())
+        if not active:
+            return
+        records, times = self._loop.timed_step([answer.n_drafts for _, answer in active])
+        n_tokens = 0
+        for (index, answer), record in zip(active, records, strict=True):
+            shown = answer.add_step(record, **times)
+            n_tokens += len(shown.tokens) + (answer.stop_reason == "eos")
+            self._hand_out(index, shown)
+        n_drafted, n_accepted = sum(r.n_drafted for r in records), sum(r.n_accepted for r in records)
+        together = replace(records[0], n_drafted=n_drafted, n_accepted=n_accepted)
+        for stats in (self.stats, self.of_texts[len(records)]):
+            stats.add_step(together, **times)
+            stats.generated_tokens += n_tokens
+
+    def _hand_out(self, index: int, record: StepRecord) -> None:
+        """Adds to the answer's text what the step has emitted, and ends the answer where it is complete."""
+        answer = self.answers[index]
+        answer.read(record.tokens)
+        self._ready.append((index, record))
+        if answer.stop_reason is not None:
+            self._end(index)
+
+    def _end(self, index: int) -> None:
+        """An answer is complete: its sequence is free for another text, which may reuse what the KV cache holds."""
+        answer = self.answers[index]
+        answer.read([], last=True)
+        if self._joining == index:
+            self._joining = None
+        self._active.pop(index, None)
+        self._free.append(answer.state.target.index)
+        self._loop.texts = [each.state for each in self._active.values()]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from moeedge.engine.conversation import Conversation, Message, read_message
 from moeedge.errors import InputError
 from moeedge.json_input import read_json
-from moeedge.notifications import Level, Notification, Notify, ignore
+from moeedge.run import Level, Notification, Notify, ignore
 
 SCHEMA = "moeedge.autosave"
 VERSION = 1
@@ -87,7 +87,7 @@ class Autosave:
         if known is None or messages[: len(known)] != known:
             known = []
             records.append({"clear": True})
-        records += [{"role": message.role, "content": message.content} for message in messages[len(known) :]]
+        records += [vars(message) for message in messages[len(known) :]]
         self._messages = None  # Ctrl-C may come in between
         self._write(records)
         self._header, self._messages = header, messages
@@ -154,16 +154,16 @@ def unfinished_chats(folder: Callable[[], Path], notify: Notify = ignore) -> lis
     chats: list[UnfinishedChat] = []
     with suppress(OSError):
         for path in sorted(folder().glob("[!.]*.jsonl"), reverse=True):
-            with suppress(OSError, _ForeignError), _locked(path):
+            with suppress(OSError), _locked(path):
                 try:
                     chat = _read(path)
-                except ValueError:
+                except (ValueError, KeyError, TypeError):
                     aside = path.rename(path.with_name(f"{path.name}.damaged"))
                     notify(Notification(f"A saved chat is damaged; its file is now {aside}.", Level.WARNING))
                     continue
-                if chat.conversation.messages and len(chats) < MAX_KEPT:
+                if chat is not None and chat.conversation.messages and len(chats) < MAX_KEPT:
                     chats.append(chat)
-                else:
+                elif chat is not None:
                     path.unlink()
     return chats
 
@@ -197,12 +197,11 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-class _ForeignError(Exception):
-    """A file of another program, or of another version of this one."""
+def _read(path: Path) -> UnfinishedChat | None:
+    """Reads a file up to its first damaged line; None for another program's, or another version's.
 
-
-def _read(path: Path) -> UnfinishedChat:
-    """Reads a file up to its first damaged line. Raises ValueError if no message is before that, or _ForeignError."""
+    Raises ValueError if no message is before the damaged line, KeyError or TypeError for a header of other fields.
+    """
     status = path.stat()
     if status.st_size > MAX_FILE_BYTES:
         raise ValueError(f"more than {MAX_FILE_BYTES:,} bytes")
@@ -211,11 +210,8 @@ def _read(path: Path) -> UnfinishedChat:
     if not isinstance(record, dict):
         raise ValueError("no header")
     if (record.get("schema"), record.get("version")) != (SCHEMA, VERSION):
-        raise _ForeignError
-    try:
-        origin = Origin(_typed(record["model"], str), _typed(record["model_bytes"], int), _typed(record["raw"], bool))
-    except (KeyError, TypeError):
-        raise ValueError("the header does not name the model") from None
+        return None
+    origin = Origin(_typed(record["model"], str), _typed(record["model_bytes"], int), _typed(record["raw"], bool))
     chat = UnfinishedChat(path, origin, status.st_mtime)
     for number, line in enumerate(lines, 1):
         try:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from moeedge.errors import EmptyPromptError, InputError
 from moeedge.json_input import read_json
-from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
-from moeedge.llama.reasoning import ReasoningTags, split_reasoning
+from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoice, split_reasoning
 from moeedge.paths import replace_file
 
 if TYPE_CHECKING:
@@ -61,26 +60,23 @@ class Conversation:
 
     def take_back(self) -> str | None:
         """Remove the open question and return its text; None when there is none."""
-        if self.has_question:
-            return self.messages.pop().content
-        return None
+        return self.messages.pop().content if self.has_question else None
 
     def reopen(self) -> str:
         """Remove the last answer, so that its question is open again, and return what was removed.
 
         Raises InputError when there is no answer yet.
         """
-        if not self.messages or self.messages[-1].role != "assistant":
+        if not self.messages or self.has_question:
             raise InputError("There is no answer to generate again.")
         return self.messages.pop().content
 
     def undo(self) -> Message:
         """Remove the last question and its answer; returns the question. Raises InputError when there is none."""
-        if not self.messages or self.messages[-1].role != "assistant":
+        if not self.messages or self.has_question:
             raise InputError("There is no message to take back.")
-        question = self.messages[-2]
-        del self.messages[-2:]
-        return question
+        self.messages.pop()
+        return self.messages.pop()
 
     def clear(self) -> None:
         """Forget all messages; the system prompt stays."""
@@ -97,12 +93,14 @@ class Conversation:
 
         tags: of the model's reasoning, which templates take apart from the content.
         """
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return system + [_template_message(message, tags) for message in self.messages]
-
-    def raw_text(self) -> str:
-        """All messages joined without a template, for --raw."""
-        return "".join(message.content for message in self.messages)
+        found = [{"role": "system", "content": self.system}] if self.system else []
+        for message in self.messages:
+            found.append(vars(message).copy())
+            if message.role == "assistant":
+                reasoning, found[-1]["content"] = split_reasoning(message.content, tags)
+                if reasoning:  # two keys are in use
+                    found[-1] |= {"reasoning_content": reasoning, "thinking": reasoning}
+        return found
 
     def to_json(self, *, model: str = "") -> str:
         """The conversation as a JSON document. model: the file name of the model that answered."""
@@ -112,7 +110,7 @@ class Conversation:
             "model": model,
             "budgets": self.budgets,
             "system": self.system,
-            "messages": [{"role": message.role, "content": message.content} for message in self.messages],
+            "messages": [vars(message) for message in self.messages],
         }
         return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
 
@@ -178,21 +176,11 @@ def read_message(item: Any, index: int) -> Message:
     return Message(expected, cast(str, item["content"]))
 
 
-def _template_message(message: Message, tags: ReasoningTags | None) -> dict[str, str]:
-    """A message as a chat template takes it; two keys for reasoning are in use."""
-    found = {"role": message.role, "content": message.content}
-    if message.role == "assistant":
-        reasoning, found["content"] = split_reasoning(message.content, tags)
-        if reasoning:
-            found |= {"reasoning_content": reasoning, "thinking": reasoning}
-    return found
-
-
 def prompt_tokens(
     model: Model, conversation: Conversation, *, raw: bool = False, template: TemplateChoice = MODEL_TEMPLATE
 ) -> list[int]:
     """The token ids that ask for the next answer: through a chat template, or the bare text with `raw`."""
     if raw:
-        return model.tokenize(conversation.raw_text())
+        return model.tokenize("".join(message.content for message in conversation.messages))
     messages = conversation.chat_messages(model.reasoning_tags(template))
     return model.tokenize(model.render_chat(messages, template=template))

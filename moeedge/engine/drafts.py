@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -11,8 +12,9 @@ import numpy as np
 from moeedge.engine.sampling import Candidates, FloatRow, Sampler
 from moeedge.llama.context import Context
 from moeedge.llama.hidden_states import StateRows
-from moeedge.llama.sequence import BatchPart, ContextSequence, WantedLogits
+from moeedge.llama.sequence import BatchPart, WantedLogits
 from moeedge.native.abi import Phase
+from moeedge.run import Cancel
 from moeedge.scheduler.stopping import DraftStop
 
 # llama.cpp computes logits for every token whose hidden state it keeps: of longer batches only the last one is kept
@@ -20,15 +22,10 @@ MAX_TOKENS_WITH_STATES = 4
 _BLOCK = 32  # values of the vocabulary, of which `confidence` uses the largest
 _SMALL_VOCABULARY = 8192  # all values of which it uses
 
-OnToken = Callable[[Sequence[int]], None]
-
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class Proposal:
-    """A chain of draft tokens and the distribution that each was drawn from.
-
-    confidences: from 0 to 1, of each token, and of one more where that was computed and left out; empty: not known.
-    """
+    """A chain of draft tokens, the distributions they were drawn from, and confidences (0 to 1) where known."""
 
     tokens: list[int] = field(default_factory=list)
     candidates: list[Candidates] = field(default_factory=list)  # one per token
@@ -42,51 +39,34 @@ class Proposal:
 
 
 class DraftRequest(NamedTuple):
-    """What one text asks of its source: the arguments of `DraftSource.propose`."""
+    """What one text asks of its source.
+
+    gamma: drafts at most. on_token: called with the last token of the history and the drafts so far, before each
+    further draft is computed. keep_hidden_states: the proposal of a draft model holds its hidden states. stop: may end
+    the draft earlier; with it, the proposal has confidences.
+    """
 
     history: Sequence[int]
     gamma: int  # 0 or more; `_propose` gets 1 or more
     sampler: Sampler
-    on_token: OnToken | None = None
+    on_token: Callable[[Sequence[int]], None] | None = None
     keep_hidden_states: bool = False
     stop: DraftStop | None = None
 
 
 class DraftSource:
-    """Proposes tokens that may follow a history, and brings its own state, if any, up to date with that history.
-
-    Each text has its own source. The methods here are those of a source that keeps no state and proposes no tokens.
-    """
+    """Proposes tokens that may follow a text; this class has no state and proposes none: plain decoding."""
 
     def for_sequence(self, index: int) -> DraftSource:
         """A source of the same kind for the text in that sequence."""
         return self
 
-    def on(self, context: Context | None) -> DraftSource:
-        """The same source with another context of the draft model, whose KV cache is empty."""
-        return self
-
-    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
+    def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
         """Takes in the prompt except its last token. The time counts as prefill."""
 
-    def propose(
-        self,
-        history: Sequence[int],
-        gamma: int,
-        sampler: Sampler,
-        *,
-        on_token: OnToken | None = None,
-        keep_hidden_states: bool = False,
-        stop: DraftStop | None = None,
-    ) -> Proposal:
-        """At most `gamma` tokens that may follow `history`.
-
-        on_token: called with the last token of the history and the drafts so far, before each further draft is
-        computed. keep_hidden_states: the proposal of a draft model holds its hidden states.
-        stop: may end the draft earlier; with it, the proposal has confidences.
-        """
-        request = DraftRequest(history, gamma, sampler, on_token, keep_hidden_states, stop)
-        return self._propose(request) if gamma > 0 else Proposal()
+    def propose(self, request: DraftRequest) -> Proposal:
+        """Tokens that may follow the text."""
+        return self._propose(request) if request.gamma > 0 else Proposal()
 
     def _propose(self, request: DraftRequest) -> Proposal:
         return Proposal()
@@ -102,10 +82,6 @@ class DraftSource:
 
     def clear(self) -> None:
         """Forgets all texts."""
-
-
-class NoDraft(DraftSource):
-    """Plain decoding."""
 
 
 def confidence(logits: FloatRow) -> float:
@@ -124,20 +100,15 @@ def confidence(logits: FloatRow) -> float:
 
 
 class Chain:
-    """The drafts of one text, as they are drawn. `pending` are the tokens that the draft's KV cache lacks.
+    """The drafts of one text, as they are drawn. `pending`: tokens that the draft's KV cache lacks."""
 
-    sequence: of the text, in the draft's context. n_vocab: ids that target and draft have.
-    """
-
-    def __init__(
-        self, sequence: ContextSequence, request: DraftRequest, *, n_vocab: int, is_eog: Callable[[int], bool]
-    ) -> None:
-        self.sequence = sequence
-        self.pending: Sequence[int] = request.history[sequence.n_past :]
+    def __init__(self, source: ContextDraft, request: DraftRequest) -> None:
+        self.sequence = source.sequence
+        self.pending: Sequence[int] = request.history[source.n_skipped + source.sequence.n_past :]
         self.proposal = Proposal()
         self._request = request
-        self._n_vocab = n_vocab
-        self._is_eog = is_eog
+        self._n_vocab = source.n_vocab
+        self._is_eog = source.is_eog
         self._seen = request.sampler.recent(request.history)
 
     def draw(self, logits: FloatRow) -> bool:
@@ -171,36 +142,49 @@ class Chain:
         return replace(self.proposal, hidden_states=np.concatenate(states[:n]))
 
 
-class ModelDraft(DraftSource):
+class ContextDraft(DraftSource):
+    """Drafts that are computed in a context of their own, whose KV cache follows the accepted text."""
+
+    n_skipped = 0  # tokens at the start of a text without an entry in that KV cache
+
+    def __init__(self, context: Context, *, n_vocab: int, is_eog: Callable[[int], bool]) -> None:
+        self.context = context
+        self.sequence = context.sequences[0]
+        self.n_vocab = n_vocab  # ids that target and draft have
+        self.is_eog = is_eog
+
+    def for_sequence(self, index: int) -> ContextDraft:
+        other = copy(self)
+        other.sequence = self.context.sequences[index]
+        return other
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        first = n_keep - self.n_skipped
+        if first >= 0 and self.context.can_shift and first + n_discard < self.sequence.n_past:
+            self.sequence.shift(first, n_discard)
+        else:
+            self.sequence.trim(max(first, 0))
+
+    def restore(self, history: Sequence[int]) -> None:
+        self.sequence.keep_prefix(history[self.n_skipped :])
+
+    def clear(self) -> None:
+        self.context.clear()
+
+
+class ModelDraft(ContextDraft):
     """A draft model that samples from its own distribution under the target's sampling settings.
 
     Between steps its KV cache holds a prefix of the accepted history. After a full acceptance it lacks the last drafted
     token, which no later token needed; the next proposal decodes it first.
     """
 
-    def __init__(self, context: Context, *, n_vocab: int, is_eog: Callable[[int], bool], sequence: int = 0) -> None:
-        self.context = context
-        self.sequence = context.sequences[sequence]
-        self.n_vocab = n_vocab  # ids that both vocabularies have
-        self.is_eog = is_eog
-
-    def for_sequence(self, index: int) -> ModelDraft:
-        return ModelDraft(self.context, n_vocab=self.n_vocab, is_eog=self.is_eog, sequence=index)
-
-    def on(self, context: Context | None) -> ModelDraft:
-        assert context is not None
-        return ModelDraft(context, n_vocab=self.n_vocab, is_eog=context.model.is_eog, sequence=self.sequence.index)
-
-    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
+    def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
         n_held = self.sequence.keep_prefix(history[:-1])
         self.sequence.prefill(history[n_held:-1], logits="none", cancel=cancel)
 
-    def chain(self, request: DraftRequest) -> Chain:
-        """The drafts of the text, none of which is drawn yet."""
-        return Chain(self.sequence, request, n_vocab=self.n_vocab, is_eog=self.is_eog)
-
     def _propose(self, request: DraftRequest) -> Proposal:
-        chain, keeps = self.chain(request), request.keep_hidden_states
+        chain, keeps = Chain(self, request), request.keep_hidden_states
         if keeps and len(chain.pending) > MAX_TOKENS_WITH_STATES:
             self.sequence.decode(chain.pending[:-1], phase=Phase.DRAFT, logits="none")
             chain.pending = chain.pending[-1:]
@@ -215,18 +199,6 @@ class ModelDraft(DraftSource):
 
     def rollback(self, n_valid: int) -> None:
         self.sequence.trim(n_valid)
-
-    def shift(self, n_keep: int, n_discard: int) -> None:
-        if self.context.can_shift and n_keep + n_discard < self.sequence.n_past:
-            self.sequence.shift(n_keep, n_discard)
-        else:
-            self.sequence.trim(n_keep)
-
-    def restore(self, history: Sequence[int]) -> None:
-        self.sequence.keep_prefix(history)
-
-    def clear(self) -> None:
-        self.context.clear()
 
 
 class NgramDraft(DraftSource):
@@ -245,7 +217,7 @@ class NgramDraft(DraftSource):
     def for_sequence(self, index: int) -> NgramDraft:
         return NgramDraft()
 
-    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
+    def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
         self._indexed = []
         self._after = {}
 
@@ -289,10 +261,10 @@ def propose_together(sources: Sequence[DraftSource], requests: Sequence[DraftReq
     for source, request in zip(sources, requests, strict=True):
         if isinstance(source, ModelDraft) and request.gamma > 0:
             context = source.context
-            chains.append(source.chain(request))
+            chains.append(Chain(source, request))
             proposals.append(chains[-1].proposal)
         else:
-            proposals.append(source.propose(request.history, request.gamma, request.sampler))
+            proposals.append(source.propose(request))
     while chains:
         parts = [BatchPart(chain.sequence, chain.pending, "last") for chain in chains]
         unfinished: list[Chain] = []

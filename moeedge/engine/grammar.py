@@ -20,7 +20,6 @@ from moeedge.engine.sampling import NOT_FINITE, SHORT, Candidates, FloatRow, Sam
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError, InputError
 from moeedge.llama.samplers import Grammar, NativeSampler, TokenArray, TokenIds, make_filter
-from moeedge.native.largest_values import LargestValues
 
 if TYPE_CHECKING:
     from moeedge.llama.model import Model
@@ -68,10 +67,7 @@ class Path(list[int]):
 
 
 class ChainSampler(Sampler):
-    """Draws tokens by the filters that `config.samplers` names, in their order, after `config.logit_bias`.
-
-    Raises InputError for a bias of a token that the model does not have.
-    """
+    """Draws by the filters of `config.samplers`, after its logit_bias. Raises InputError for an unknown token."""
 
     def __init__(self, config: SamplingConfig, model: Model) -> None:
         n_vocab = model.info.n_vocab
@@ -150,10 +146,7 @@ _NONE = Candidates([], [])
 
 
 class GrammarPath(list[int]):
-    """A draft's tokens. `seen`: as the filters take them. grammar: None where it does not hold.
-
-    It does not after a token that it refuses, and while the answer is still reasoning.
-    """
+    """A draft's tokens. `seen`: as the filters take them. grammar: None while reasoning and after a refused token."""
 
     def __init__(self, seen: list[int], grammar: Grammar | None, check: TokenArray) -> None:
         super().__init__()
@@ -184,7 +177,6 @@ class GrammarSampler(Sampler):
         self._plain._rng = self._rng  # one stream of random numbers
         self.greedy = self._plain.greedy
         self._tokens = TokenArray(model.info.n_vocab)
-        self._largest_values = LargestValues(_N_LIKELY)
         self._after = after.encode()
         self._taken: list[int] = []
         self.use(model)
@@ -222,10 +214,7 @@ class GrammarSampler(Sampler):
         return GrammarPath(self._plain.recent(history), grammar, self._tokens)
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
-        """Of a draft: drafts may have any distribution, so tokens that are refused are left out without a new draw.
-
-        None are left where all likely ones are refused: the draft ends there.
-        """
+        """Of a draft, without the tokens that are refused; none where all likely ones are: the draft ends there."""
         path = history if isinstance(history, GrammarPath) else self.recent(history)
         assert isinstance(path, GrammarPath)
         if path.grammar is None:
@@ -283,10 +272,7 @@ class GrammarSampler(Sampler):
         if grammar.allowed(self._tokens, [token])[0]:
             return token
         for n in n_checked:
-            if n == _N_LIKELY:
-                ids: TokenIds = self.largest(self._largest_values, min(n, len(logits)), logits, seen)[0]
-            else:
-                ids = self.many_largest(n, logits, seen)
+            ids = self.largest(n, logits, seen)
             allowed = grammar.allowed(self._tokens, ids)
             if allowed.any():
                 return int(ids[int(allowed.argmax())])
@@ -313,7 +299,7 @@ class GrammarSampler(Sampler):
         """The logits of the most likely allowed tokens, others -inf, where top-k drops the others anyway."""
         if self.config.needs_chain or self.config.top_k == 0:
             return None
-        ids = self.many_largest(_N_POSSIBLE, logits, seen)
+        ids = self.largest(_N_POSSIBLE, logits, seen)
         kept = ids[self._grammar.allowed(self._tokens, ids)]
         if len(kept) < self.config.top_k:
             return None

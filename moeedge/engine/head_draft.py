@@ -9,26 +9,24 @@ state alone, and all drafts of a step come from one batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, DraftRequest, DraftSource, Proposal
+from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, ContextDraft, DraftRequest, Proposal
 from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import HeadContext
 from moeedge.llama.hidden_states import StateRows
-from moeedge.llama.sequence import BatchPart, ContextSequence
+from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import Phase
+from moeedge.run import Cancel
 
 _KEPT_BYTES = 16 << 20  # of a text's states
 _KEPT_TOKENS = (64, 1024)  # at least and at most
 
 
 class StateLog:
-    """The last hidden states of one text, float32 [n_kept, width], by position.
-
-    A state that is not kept reads as zeros, as the one before the first token does: drafts get worse, no answer.
-    """
+    """The last hidden states of one text, float32 [n_kept, width], by position; zeros where one is not kept."""
 
     def __init__(self, n_kept: int, width: int) -> None:
         self._rows = np.zeros((n_kept, width), dtype=np.float32)
@@ -69,16 +67,9 @@ class StateLog:
 
 
 class DraftHead:
-    """A head, its context, and the states of the target's texts that it may still read.
-
-    `replace` goes on with other contexts of the same models.
-    """
+    """A head, its context, and the states of the target's texts that it may still read."""
 
     def __init__(self, target: Context, context: HeadContext) -> None:
-        self.replace(target, context)
-
-    def replace(self, target: Context, context: HeadContext) -> None:
-        """Reads the states of `target` from now on and drafts in `context`, whose KV cache is empty."""
         self.target, self.context = target, context
         width = len(context.kind.layers) * target.model.info.n_embd
         least, most = _KEPT_TOKENS
@@ -87,10 +78,7 @@ class DraftHead:
         target.tap_states(context.kind.layers, self._take_in)
 
     def _take_in(self, parts: Sequence[BatchPart], states: StateRows) -> None:
-        """Keeps the states of a batch that the target has decoded, and takes back entries of drafts and of other texts.
-
-        Of a long prompt the head reads what is kept before it is overwritten.
-        """
+        """Keeps the states of a batch of the target, and takes back entries of drafts and of other texts."""
         state_at, start = self.context.kind.state_at, 0
         for part in parts:
             index, n = part.sequence.index, len(part.tokens)
@@ -106,13 +94,13 @@ class DraftHead:
                 log.add(position + at, rows)
             start += n
 
-    def catch_up(self, index: int, history: Sequence[int], cancel: Callable[[], bool] | None = None) -> None:
+    def catch_up(self, index: int, history: Sequence[int], cancel: Cancel | None = None) -> None:
         """Makes the head's KV cache hold the entries of `history`, the first tokens of a text, and no others."""
         tokens = history[self.context.kind.n_skipped :]
         n_held = self.context.sequences[index].keep_prefix(tokens)
         self.extend(index, tokens[n_held:], cancel)
 
-    def extend(self, index: int, tokens: Sequence[int], cancel: Callable[[], bool] | None = None) -> None:
+    def extend(self, index: int, tokens: Sequence[int], cancel: Cancel | None = None) -> None:
         """Appends entries of `tokens`, with the target's states."""
         sequence, size = self.context.sequences[index], self.context.n_ubatch
         for start in range(0, len(tokens), size):
@@ -129,39 +117,26 @@ class DraftHead:
         return self.context.input_states(self.logs[index].read(entry + self.context.kind.state_at, n))
 
 
-class HeadDraft(DraftSource):
-    """Drafts of one text by a head, sampled as a draft model's (`ModelDraft`).
+class HeadDraft(ContextDraft):
+    """Drafts of one text by a head; between steps its KV cache holds entries with the target's states only.
 
-    Between steps the head's KV cache holds entries with the target's states only, of a prefix of the accepted history.
+    The target's decode takes back the entries of drafts, so that a rollback has nothing to do.
     """
 
-    def __init__(self, head: DraftHead, *, n_vocab: int, index: int = 0) -> None:
+    def __init__(self, head: DraftHead, *, n_vocab: int) -> None:
+        super().__init__(head.context, n_vocab=n_vocab, is_eog=head.target.model.is_eog)
         self.head = head
-        self.n_vocab = n_vocab  # ids that target and draft have
-        self._index = index
+        self.n_skipped = head.context.kind.n_skipped
 
-    @property
-    def context(self) -> Context:
-        return self.head.context
-
-    @property
-    def sequence(self) -> ContextSequence:
-        return self.head.context.sequences[self._index]
-
-    def for_sequence(self, index: int) -> HeadDraft:
-        return type(self)(self.head, n_vocab=self.n_vocab, index=index)
-
-    def begin(self, history: Sequence[int], *, cancel: Callable[[], bool] | None = None) -> None:
-        self.head.catch_up(self._index, history[:-1], cancel)
+    def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
+        self.head.catch_up(self.sequence.index, history[:-1], cancel)
 
     def _propose(self, request: DraftRequest) -> Proposal:
-        head, sequence, chain = self.head, self.sequence, self._chain(request)
-        pending = request.history[head.context.kind.n_skipped + sequence.n_past :]
-        if len(pending) > MAX_TOKENS_WITH_STATES:
-            head.extend(self._index, pending[:-1])
-            pending = pending[-1:]
-        states = head.states(self._index, sequence.n_past, len(pending))
-        chain.pending = pending
+        head, sequence, chain = self.head, self.sequence, Chain(self, request)
+        if len(chain.pending) > MAX_TOKENS_WITH_STATES:
+            head.extend(sequence.index, chain.pending[:-1])
+            chain.pending = chain.pending[-1:]
+        states = head.states(sequence.index, sequence.n_past, len(chain.pending))
         kept: list[StateRows] = []
         while True:
             n = len(chain.pending)
@@ -171,23 +146,12 @@ class HeadDraft(DraftSource):
             if not chain.draw(logits[-1]):
                 return chain.with_states(kept)
 
-    def _chain(self, request: DraftRequest) -> Chain:
-        return Chain(self.sequence, request, n_vocab=self.n_vocab, is_eog=self.head.target.model.is_eog)
-
     def shift(self, n_keep: int, n_discard: int) -> None:
-        log, n_skipped = self.head.logs[self._index], self.head.context.kind.n_skipped
-        log.shift(n_keep, n_discard)
-        first = n_keep - n_skipped
-        if first >= 0 and self.context.can_shift and first + n_discard < self.sequence.n_past:
-            self.sequence.shift(first, n_discard)
-        else:
-            self.sequence.trim(max(first, 0))
-
-    def restore(self, history: Sequence[int]) -> None:
-        self.sequence.keep_prefix(history[self.head.context.kind.n_skipped :])
+        self.head.logs[self.sequence.index].shift(n_keep, n_discard)
+        super().shift(n_keep, n_discard)
 
     def clear(self) -> None:
-        self.head.context.clear()
+        super().clear()
         for log in self.head.logs:
             log.clear()
 
@@ -202,11 +166,11 @@ class ChainDraft(HeadDraft):
     def _propose(self, request: DraftRequest) -> Proposal:
         head, sequence = self.head, self.sequence
         history = request.history
-        head.extend(self._index, history[sequence.n_past : -1])
+        head.extend(sequence.index, history[sequence.n_past : -1])
         n_held = sequence.n_past
         n_drafts = min(request.gamma, head.context.kind.n_heads)
-        chain = self._chain(request._replace(gamma=n_drafts))
-        states = head.states(self._index, n_held, 1)
+        chain = Chain(self, request._replace(gamma=n_drafts))
+        states = head.states(sequence.index, n_held, 1)
         kept: list[StateRows] = []
         for index in range(n_drafts):
             with head.context.head(index):
@@ -223,23 +187,20 @@ class ChainDraft(HeadDraft):
 
 
 class BlockDraft(HeadDraft):
-    """Drafts of one text by a DFlash draft: one decode of the last token and masks predicts them all.
-
-    The head's KV cache then holds entries of these tokens, which are taken back at once.
-    """
+    """Drafts of one text by a DFlash draft, predicted by one decode of the last token and masks."""
 
     def _propose(self, request: DraftRequest) -> Proposal:
         block = self.head.context.kind.block
         assert block is not None
         n_drafts = min(request.gamma, block.n_drafts_max)
         history, sequence = request.history, self.sequence
-        self.head.extend(self._index, history[sequence.n_past : -1])
+        self.head.extend(sequence.index, history[sequence.n_past : -1])
         n_held = sequence.n_past
         n_masks = n_drafts + block.first - 1
         try:
             tokens = [history[-1], *[block.mask] * n_masks]
             rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="all")
-            chain = self._chain(request._replace(gamma=n_drafts, on_token=None))
+            chain = Chain(self, request._replace(gamma=n_drafts, on_token=None))
             for row in rows[block.first :]:
                 if not chain.draw(row):
                     break

@@ -8,21 +8,21 @@ fastest.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moeedge import __version__
 from moeedge.engine.types import ALL_ON_CPU, EngineConfig
+from moeedge.errors import require
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.memory import default_reserve
-from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
+from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement
 
-_SCHEMA = 1
 _MORE_MEMORY = 1.1  # times what was free: other divisions are possible
 
 
@@ -58,14 +58,19 @@ class LayerSplit:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The divisions that were measured on one machine with one model."""
+    """The divisions that were measured on one machine with one model. Raises ValueError without any."""
+
+    SCHEMA: ClassVar[int] = 1
 
     device: str  # ggml's name
     n_layers: int  # with experts
     splits: tuple[LayerSplit, ...]  # at least one
     free_bytes: int  # of the device before anything was loaded
     seconds: float  # that measuring took
-    from_file: bool = False
+    from_file: bool = field(default=False, metadata=UNKEPT)
+
+    def __post_init__(self) -> None:
+        require(self.splits, "this measurement has no division")
 
     @property
     def best(self) -> LayerSplit:
@@ -80,48 +85,26 @@ class LayerChoice:
     def sentence(self) -> str:
         """One line for the user: what was chosen, and what it was compared with."""
         best, stock = self.best, self.whole_only
-        cached = max((split for split in self.splits if split.n_slots), key=lambda split: -split.step_s, default=None)
+        cached = min((split for split in self.splits if split.n_slots), key=lambda split: split.step_s, default=None)
         text = f"{self.device} holds {best.n_whole} of {self.n_layers} layers entirely"
         text += f", and a cache of {best.n_slots:,} experts of the others" if best.n_slots else ", without a cache"
         compared = []
         if stock is None:
             compared.append("entire layers without a cache did not fit or could not be measured")
         elif best is not stock:
-            compared.append(
-                f"{stock.step_s / best.step_s:.2f} times the speed of --n-cpu-moe {stock.n_cpu_moe} in the same memory"
-            )
-        if cached is not None and best is stock:
-            compared.append(
-                f"{cached.step_s / best.step_s:.2f} times the speed of {cached.n_whole} entire layers with a cache of "
-                f"{cached.n_slots:,} experts"
-            )
+            other = f"--n-cpu-moe {stock.n_cpu_moe} in the same memory"
+            compared.append(f"{stock.step_s / best.step_s:.2f} times the speed of {other}")
+        elif cached is not None:
+            other = f"{cached.n_whole} entire layers with a cache of {cached.n_slots:,} experts"
+            compared.append(f"{cached.step_s / best.step_s:.2f} times the speed of {other}")
         when = "measured before" if self.from_file else f"measured in {self.seconds:.0f} s"
         return f"{text}: {'; '.join([*compared, when])}."
 
     def suits(self, device: ResolvedDevice) -> bool:
         """Whether the device has about as much free memory as when this was measured."""
         spare = default_reserve(device.total_bytes) // 2
-        return (
-            self.free_bytes - spare <= device.free_bytes <= max(self.free_bytes * _MORE_MEMORY, self.free_bytes + spare)
-        )
-
-    def to_json(self) -> str:
-        """One JSON object that `from_json` reads."""
-        fields = asdict(self) | {"schema": _SCHEMA}
-        del fields["from_file"]
-        return json.dumps(fields, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> LayerChoice:
-        """Reads what `to_json` wrote. Raises ValueError for anything else."""
-
-        def make(fields: dict[str, Any]) -> LayerChoice:
-            splits = tuple(LayerSplit(**split) for split in fields.pop("splits"))
-            if not splits:
-                raise ValueError("this measurement has no division")
-            return cls(splits=splits, **fields, from_file=True)
-
-        return parse_measurement(text, _SCHEMA, make)
+        most = max(self.free_bytes * _MORE_MEMORY, self.free_bytes + spare)
+        return self.free_bytes - spare <= device.free_bytes <= most
 
 
 def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
@@ -129,7 +112,7 @@ def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
     placement = config.placement
     names = ("vram_bytes", "prefill", "device_path", "policy", "utility_cap", "forgetting")
     conditions = session_conditions(config, device) | {
-        "schema": _SCHEMA,
+        "schema": LayerChoice.SCHEMA,
         **{name: getattr(config, name) for name in ("n_ctx", "n_parallel", "n_batch", "n_ubatch")},
         **{name: getattr(placement, name) for name in names},
         "ablations": sorted(placement.ablations),
@@ -140,39 +123,30 @@ def choice_file(config: EngineConfig, device: ResolvedDevice) -> Path:
 
 def session_conditions(config: EngineConfig, device: ResolvedDevice) -> dict[str, Any]:
     """Programs, models and settings on which any speed of a session depends."""
+    usual = EngineConfig(model=config.model)
+    names = ("context", "draft_type_k", "draft_type_v", "load")  # llama.cpp's own settings
+    changed = {name: repr(value) for name in names if (value := getattr(config, name)) != getattr(usual, name)}
     return {
         "moeedge": __version__,
         "llama_cpp": version("llama-cpp-python"),
-        "models": [_file_identity(path) for path in (config.model, config.draft) if path is not None],
+        "models": [_identity(path) for path in (config.model, config.draft) if path is not None],
         "device": device.label,
         "threads": config.n_threads,
         "gamma": config.gamma,
         "n_gpu_layers": config.n_gpu_layers,
-        **llama_conditions(config),
+        **changed,
     }
 
 
-def llama_conditions(config: EngineConfig) -> dict[str, Any]:
-    """llama.cpp's own settings on which speeds depend; only those that are not its defaults."""
-    usual = EngineConfig(model=config.model)
-    names = ("context", "draft_type_k", "draft_type_v", "load")
-    return {name: repr(getattr(config, name)) for name in names if getattr(config, name) != getattr(usual, name)}
-
-
-def _file_identity(path: Path | str) -> list[Any]:
-    """What tells a model's file from others, without reading it; a word such as "ngram" is itself."""
-    if isinstance(path, str):
-        return [path]
-    status = path.stat()
-    return [path.name, status.st_size, status.st_mtime_ns]
+def _identity(path: Path | str) -> list[Any]:
+    """Tells a model's file from others, without reading it; a word such as "ngram" is itself."""
+    return [path] if isinstance(path, str) else [path.name, path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def read_choice(config: EngineConfig, device: ResolvedDevice) -> LayerChoice | None:
     """What an earlier run measured under the same conditions; None without it."""
-    with suppress(OSError, ValueError):
-        choice = LayerChoice.from_json(choice_file(config, device).read_text(encoding="utf-8"))
-        return choice if choice.suits(device) else None
-    return None
+    choice = read_measurement(LayerChoice, partial(choice_file, config, device))
+    return choice if choice is not None and choice.suits(device) else None
 
 
 @contextmanager
@@ -203,8 +177,3 @@ def _mark_file(split: LayerSplit, config: EngineConfig, device: ResolvedDevice) 
     file = choice_file(config, device)
     cache = "cache" if split.n_slots else "no-cache"
     return file.with_name(f"{file.stem}-{split.n_whole}-{cache}-{split.n_ubatch}.measuring")
-
-
-def write_choice(choice: LayerChoice, config: EngineConfig, device: ResolvedDevice) -> None:
-    """Keeps the choice for later runs. Raises OSError where it cannot be written."""
-    write_measurement(choice_file(config, device), choice.to_json())

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from moeedge import native
-from moeedge.engine.layer_choice import LayerChoice, LayerSplit, is_marked, mark, read_choice, write_choice
+from moeedge.engine.layer_choice import LayerChoice, LayerSplit, choice_file, is_marked, mark, read_choice
 from moeedge.engine.loading import resolve_device, whole_model_fits
 from moeedge.engine.session import Session
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_N_UBATCH, EngineConfig, SamplingConfig
@@ -27,7 +27,8 @@ from moeedge.llama.gguf_file import most_whole_layers, whole_layers
 from moeedge.llama.model import Model
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
-from moeedge.notifications import Level, Notification, Notify, ignore
+from moeedge.run import Level, Notification, Notify, ignore
+from moeedge.scheduler.measurement import write_measurement
 from moeedge.scheduler.microbench import CONTEXT_MIN, SAMPLE_TEXT
 from moeedge.scheduler.opening import check_policy
 from moeedge.scheduler.sizing import reserve_bytes
@@ -55,25 +56,18 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
     kept: list[str] = []
     choice = None if config.placement.measure_anew else read_choice(config, device)
     if choice is None and config.placement.calibrate:
-        about = (
-            f"Measuring how many layers to keep on {device.label}, with and without a cache, once for this model: this "
-            "may take minutes."
-        )
-        notify(Notification(about))
-        measured = replace(
-            config,
-            cpu_fallback=False,
-            expert_budget=None,  # the choice serves all budgets
-            placement=replace(config.placement, calibrate_later=False),
-        )
+        about = f"Measuring how many layers to keep on {device.label}, with and without a cache, once for this model"
+        notify(Notification(f"{about}: this may take minutes."))
+        placement = replace(config.placement, calibrate_later=False)
+        # without a budget: the choice serves all
+        measured = replace(config, cpu_fallback=False, expert_budget=None, placement=placement)
         choice = _Search(measured, device, draft_model, notify).run()
-        if choice is not None:
-            try:
-                write_choice(choice, config, device)
-            except OSError:
-                kept.append(
-                    "The result cannot be saved (folder: MOEEDGE_CACHE): the next start measures the layers again."
-                )
+        try:
+            if choice is not None:
+                write_measurement(choice_file(config, device), choice)
+        except OSError:
+            again = "the next start measures the layers again"
+            kept.append(f"The result cannot be saved (folder: MOEEDGE_CACHE): {again}.")
     if choice is None:
         return Session.open(config, draft_model=draft_model, notify=notify)
     config = replace(config, placement=replace(config.placement, measure_anew=False))
@@ -97,12 +91,10 @@ def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
     """
     if device.kind != "gpu" or device.loads_misses or config.mode != "moeedge" or config.n_gpu_layers == 0:
         return False
-    if (
-        config.n_cpu_moe is not None
-        or config.load.overrides
-        or config.placement.cache_ratio is not None
-        or config.placement.vram_bytes == 0
-    ):
+    placement = config.placement
+    if placement.cache_ratio is not None or placement.vram_bytes == 0:
+        return False
+    if config.n_cpu_moe is not None or config.load.overrides:
         return False
     n_gpus = sum(listed.kind == "GPU" for listed in native.devices())
     if device.llama_device == "auto" and n_gpus > 1:  # llama.cpp spreads the layers over all of them
@@ -156,6 +148,14 @@ def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float
     if not times_s:
         raise EngineError("The measured answer has no step.")
     return times_s
+
+
+def _streams_ts(session: Session) -> float:
+    """Speed of prompts through which experts are streamed; 0 where they are computed in another way."""
+    calibration = session.calibration
+    if calibration is None or calibration.prefill_path is not PrefillPath.STREAM:
+        return 0.0
+    return calibration.prefill_ts[PrefillPath.STREAM]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,16 +229,13 @@ class _Search:
             info = session.model.info
             n_slots = session.info.cache_slots
             cached = time_steps(session)
-            calibration = session.calibration
+            calibration, streams_ts = session.calibration, _streams_ts(session)
             can_widen = session.target.n_ctx >= _WIDE_UBATCH and self._config.n_ubatch == DEFAULT_N_UBATCH
             room_bytes = self._room_for_experts(session)
             session.set_mode("stock")
             plain_step_s = time_steps(session).step_s
         step_s = cached.step_s if n_slots else plain_step_s
         splits = [replace(cache_only, n_cpu_moe=info.n_layers, n_slots=n_slots, step_s=step_s)]
-        streams_ts = 0.0
-        if calibration is not None and calibration.prefill_path is PrefillPath.STREAM:
-            streams_ts = calibration.prefill_ts[PrefillPath.STREAM]
         may_stream = self._config.placement.prefill in (PrefillPath.AUTO, PrefillPath.STREAM)
         if n_slots and streams_ts and can_widen and may_stream and self._config.n_gpu_layers is None:
             wide = self._measure_wide(splits[0], streams_ts)
@@ -282,12 +279,8 @@ class _Search:
         """Whether an earlier process ended while it measured `split`, unless it is to be measured anew."""
         if self._config.placement.measure_anew or not is_marked(split, self._config, self._device):
             return False
-        self._notify(
-            Notification(
-                f"Not measured: {split}. An earlier start ended while it measured this; moeedge calibrate tries again.",
-                Level.WARNING,
-            )
-        )
+        why = "An earlier start ended while it measured this; moeedge calibrate tries again."
+        self._notify(Notification(f"Not measured: {split}. {why}", Level.WARNING))
         return True
 
     def _measure(
@@ -324,14 +317,8 @@ class _Search:
 
         The streamed experts then serve more tokens. llama.cpp's own offload is off: our backend takes these blocks.
         """
-
-        def faster(session: Session) -> bool:
-            calibration = session.calibration
-            if calibration is None or calibration.prefill_path is not PrefillPath.STREAM:
-                return False
-            return calibration.prefill_ts[PrefillPath.STREAM] >= _FASTER * streams_ts
-
-        return self._measure(replace(split, n_ubatch=_WIDE_UBATCH, op_offload=False), faster)
+        wide = replace(split, n_ubatch=_WIDE_UBATCH, op_offload=False)
+        return self._measure(wide, lambda session: _streams_ts(session) >= _FASTER * streams_ts)
 
     def _room_for_experts(self, session: Session) -> int:
         """Bytes that whole layers may take where no cache is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,24 +9,22 @@ from functools import partial
 from pathlib import Path
 
 from moeedge import paths
-from moeedge.engine.drafts import DraftSource, ModelDraft
-from moeedge.engine.head_draft import HeadDraft
+from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDraft
+from moeedge.engine.head_draft import DraftHead, head_draft
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, Storage, ram, resolve
 from moeedge.hardware.memory import fits
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
-from moeedge.llama.context_size import kv_bytes_per_token
 from moeedge.llama.dense_weights import SplitWeights
-from moeedge.llama.draft_heads import HeadContext, HeadKind, head_file, missing_head, own_head
-from moeedge.llama.draft_model import check_compatible
+from moeedge.llama.draft_heads import HeadContext, HeadKind, check_compatible, head_file, missing_head, own_head
 from moeedge.llama.model import Model
+from moeedge.llama.model_memory import ModelMemory, fit_whole
+from moeedge.run import Run
 from moeedge.scheduler.governor import GAMMA_MAX
 
 _ALL_LAYERS = -1  # of n_gpu_layers in llama.cpp's parameters
-# a model that fits with a context of this size is kept on the GPU entirely, with a smaller context
-_CONTEXT_TOKENS = 8192
 _MAX_SNAPSHOTS = 8  # recurrent states: tens of MB each
 
 
@@ -39,10 +36,7 @@ def find_device(config: EngineConfig) -> ResolvedDevice:
 
 
 def resolve_device(config: EngineConfig, model: Model | None = None) -> ResolvedDevice:
-    """As `find_device`, with the place of the weights in host memory: by `weight_storage`, or where `model` has them.
-
-    model: the target, if it is loaded already; its weights stay where they are, whatever is free now.
-    """
+    """As `find_device`, with the place of the weights: that of a loaded target `model`, or by `weight_storage`."""
     device = find_device(config)
     storage = weight_storage(config, device) if model is None else model.storage
     if storage != "on demand" or not _may_load_on_demand(config):
@@ -86,20 +80,20 @@ def _may_load_on_demand(config: EngineConfig) -> bool:
 
 
 def host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:
-    """Bytes of the models' weights in host memory: next to a GPU that takes all layers, the experts and embeddings.
-
-    Those of the draft are on the GPU then.
-    """
+    """Bytes of the models' weights in host memory; next to a GPU with all layers, those of experts and embeddings."""
     if device.kind != "gpu" or config.n_gpu_layers is not None:
-        files = [config.model]
-        if isinstance(config.draft, Path) and config.gamma > 0 and device.kind != "gpu":
-            files.append(config.draft)
+        files = _files(config) if device.kind != "gpu" else [config.model]
         return sum(gguf_file.read_summary(file).size_bytes for file in files)
     weights = SplitWeights.read(config.model)
     n_host = config.n_cpu_moe
     on_host = [tensor for tensor in weights.dense if tensor.is_on_host(0)]
     on_host += [tensor for tensor in weights.experts if n_host is None or tensor.is_on_host(n_host)]
     return sum(tensor.size_bytes for tensor in on_host)
+
+
+def _files(config: EngineConfig) -> list[Path]:
+    """The files of the target and of a draft model."""
+    return [config.model, config.draft] if isinstance(config.draft, Path) and config.gamma > 0 else [config.model]
 
 
 def load_target(
@@ -118,9 +112,24 @@ def load_target(
     model that does not fit stays on the CPU.
     """
     device = device or resolve_device(config)
-    load = partial(
-        Model.load,
+    n_gpu_layers = _ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers
+    is_split = config.n_cpu_moe is not None
+    experts_on_cpu = False
+    if device.kind == "ram":
+        n_gpu_layers = 0
+    elif device.kind != "gpu":
+        n_gpu_layers, experts_on_cpu = config.n_gpu_layers or 0, is_split
+    elif not (whole_model_fits(config, device) if whole_fits is None else whole_fits):
+        if config.n_gpu_layers is None and not gguf_file.read_summary(config.model).expert_layers:
+            n_gpu_layers = 0
+        else:  # with the cache switched off, llama.cpp takes the requested layers with their experts
+            whole_layers = config.placement.cache_ratio == 0 and config.n_gpu_layers is not None and not is_split
+            experts_on_cpu = not whole_layers
+    return Model.load(
         config.model,
+        n_gpu_layers=n_gpu_layers,
+        experts_on_cpu=experts_on_cpu,
+        n_cpu_moe=config.n_cpu_moe,
         device=device.llama_device,
         header_only=header_only,
         storage=device.storage,
@@ -128,21 +137,6 @@ def load_target(
         head=config.draft == "mtp",
         settings=config.load,
     )
-    if device.kind == "ram":
-        return load()
-    is_split = config.n_cpu_moe is not None
-    if is_split:
-        load = partial(load, n_cpu_moe=config.n_cpu_moe)
-    if device.kind != "gpu":
-        return load(n_gpu_layers=config.n_gpu_layers or 0, experts_on_cpu=is_split)
-    if whole_model_fits(config, device) if whole_fits is None else whole_fits:
-        return load(n_gpu_layers=_ALL_LAYERS)
-    if config.n_gpu_layers is None and not gguf_file.read_summary(config.model).expert_layers:
-        return load(n_gpu_layers=0)
-    # with the cache switched off, llama.cpp takes the requested layers with their experts
-    whole_layers = config.placement.cache_ratio == 0 and config.n_gpu_layers is not None and not is_split
-    n_gpu_layers = _ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers
-    return load(n_gpu_layers=n_gpu_layers, experts_on_cpu=not whole_layers)
 
 
 def load_draft(
@@ -153,18 +147,16 @@ def load_draft(
     free_bytes: int | None = None,
     total_bytes: int | None = None,
 ) -> Model:
-    """The draft model; it is entirely on the GPU for experts, unless -ngl gives fewer layers.
-
-    free_bytes, total_bytes: of host memory after the target is loaded, measured by default.
-    """
+    """The draft model, on the GPU unless -ngl gives fewer layers. free_bytes, total_bytes: of host memory, if known."""
     device = device or resolve_device(config)
-    path = _draft_path(config)
-    n_bytes = gguf_file.read_summary(path).size_bytes
+    if not isinstance(config.draft, Path):
+        raise ValueError("there is no draft model")
+    n_bytes = gguf_file.read_summary(config.draft).size_bytes
     n_gpu_layers = config.n_gpu_layers
     if n_gpu_layers is None:
         n_gpu_layers = _ALL_LAYERS if device.kind == "gpu" else 0
     return Model.load(
-        path,
+        config.draft,
         n_gpu_layers=n_gpu_layers,
         device=device.llama_device,
         header_only=header_only,
@@ -238,58 +230,51 @@ class ChosenDraft:
 
 
 def choose_draft(
-    config: EngineConfig,
-    device: ResolvedDevice,
-    model: Model,
-    shared: Model | None,
-    notes: list[str],
-    stack: ExitStack,
+    config: EngineConfig, device: ResolvedDevice, model: Model, shared: Model | None, run: Run, stack: ExitStack
 ) -> ChosenDraft:
-    """The source of drafts. model: the target.
-
-    shared: a draft model that is loaded already. notes: get the reason where there are no drafts. Raises InputError
-    where the draft does not suit the target.
-    """
-    if config.draft is None or config.gamma == 0:
-        if config.draft is not None:
-            notes.append("Speculation is off: the draft length is 0 (--draft-max).")
+    """The source of drafts for the target `model`. shared: a loaded draft. Raises InputError for an unsuitable one."""
+    if config.draft is None:
         return ChosenDraft()
-    if not model.can_reject_drafts:
-        notes.append(f"Speculation is off: {model.info.architecture} models cannot take rejected tokens back.")
+    most = _most_snapshots(config) if model.keeps_snapshots else None
+    why_off = ""
+    if config.gamma == 0:
+        why_off = "the draft length is 0 (--draft-max)"
+    elif not model.can_reject_drafts:
+        why_off = f"{model.info.architecture} models cannot take rejected tokens back"
+    elif most == 0:
+        why_off = "this model takes tokens back in batches (-b, -ub) of 3 or more"
+    if why_off:
+        run.warn(f"Speculation is off: {why_off}.")
         return ChosenDraft()
-    if model.keeps_snapshots:
-        most = _most_snapshots(config)
-        if most == 0:
-            notes.append("Speculation is off: this model takes tokens back in batches (-b, -ub) of 3 or more.")
-            return ChosenDraft()
-        if most < _MAX_SNAPSHOTS and config.gamma > most:
-            notes.append(f"Drafts are limited to {most} tokens: longer ones need larger batches (-b, -ub).")
-        elif not config.auto_gamma and config.gamma > most:
-            notes.append(f"Drafts are limited to {most} tokens: the model needs a copy of its state for each.")
+    if most is not None and config.gamma > most:
+        if most < _MAX_SNAPSHOTS:
+            run.warn(f"Drafts are limited to {most} tokens: longer ones need larger batches (-b, -ub).")
+        elif not config.auto_gamma:
+            run.warn(f"Drafts are limited to {most} tokens: the model needs a copy of its state for each.")
     if config.draft == "ngram":
         return ChosenDraft(use_ngram=True)
     if config.draft == "mtp":
         head = own_head(model)
-        _note_length(config, head, notes, "because the model has a head for each")
+        _note_length(config, head, run, "because the model has a head for each")
         return ChosenDraft(head=head, n_common=model.info.n_vocab)
     draft = shared or stack.enter_context(load_draft(config, device))
     in_file = head_file(model, draft)
     if in_file is not None:
-        _note_length(config, in_file, notes, f"because {draft.path.name} was trained for so many")
+        _note_length(config, in_file, run, f"because {draft.path.name} was trained for so many")
         return ChosenDraft(draft, draft.info.n_vocab, head=in_file)
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
         draft.close()
-        notes.append(f"Speculation is off: {draft.info.architecture} drafts cannot take rejected tokens back.")
+        run.warn(f"Speculation is off: {draft.info.architecture} drafts cannot take rejected tokens back.")
         return ChosenDraft()
     return ChosenDraft(draft, n_common)
 
 
-def _note_length(config: EngineConfig, head: HeadKind, notes: list[str], reason: str) -> None:
+def _note_length(config: EngineConfig, head: HeadKind, run: Run, reason: str) -> None:
     """A note where the draft length asked for is more than the head drafts."""
     most = head.n_drafts_max
     if most is not None and not config.auto_gamma and config.gamma > most:
-        notes.append(f"Drafts are limited to {most} tokens, {reason}.")
+        run.warn(f"Drafts are limited to {most} tokens, {reason}.")
 
 
 def drafts_for_itself(path: Path) -> bool:
@@ -306,80 +291,75 @@ def kv_on_gpu(config: EngineConfig, device: ResolvedDevice, model: Model) -> boo
     return model.uses_gpu and (all_layers or config.n_gpu_layers not in (0, None))
 
 
-def _draft_path(config: EngineConfig) -> Path:
-    if not isinstance(config.draft, Path):
-        raise ValueError("there is no draft model")
-    return config.draft
-
-
 def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequence[Model] | None = None) -> bool:
-    """Whether target, draft and their KV caches fit the GPU, so that no expert needs to be moved.
-
-    False where the options ask for an expert cache or for a number of layers.
-
-    headers: target and draft, if they are loaded already.
-    """
+    """Whether target, draft and KV caches fit the GPU; False with options for a cache or layers. headers: of both."""
     has_split = config.n_gpu_layers is not None or config.n_cpu_moe is not None or bool(config.load.overrides)
     if config.placement.has_size or has_split or device.free_bytes == 0:
         return False
     with ExitStack() as stack:
         if headers is None:
-            has_draft = isinstance(config.draft, Path) and config.gamma > 0
-            files = [config.model, _draft_path(config)] if has_draft else [config.model]
             load = partial(Model.load, device=device.llama_device, header_only=True)
-            headers = [stack.enter_context(load(path)) for path in files]
-        n_ctx = [config.n_ctx or min(header.info.n_ctx_train, _CONTEXT_TOKENS) for header in headers]
-        settings = (config.context, config.draft_context)
-        n_bytes = sum(header.info.size_bytes for header in headers)
-        n_bytes += sum(
-            math.ceil(config.n_parallel * n * kv_bytes_per_token(header, each))
-            for n, header, each in zip(n_ctx, headers, settings, strict=False)
-        )
-        return fits(n_bytes, device.free_bytes, device.total_bytes)
+            headers = [stack.enter_context(load(path)) for path in _files(config)]
+        found = memory_of(config, headers)
+        return fit_whole(found, device.free_bytes, device.total_bytes, n_ctx=config.n_ctx, n_parallel=config.n_parallel)
+
+
+def memory_of(config: EngineConfig, models: Sequence[Model]) -> list[ModelMemory]:
+    """Memory of the target and, if there is one, of the draft, with the contexts that the configuration gives them."""
+    settings = (config.context, config.draft_context)
+    return [ModelMemory.of(model, each) for model, each in zip(models, settings, strict=False)]
+
+
+def open_draft(config: EngineConfig, chosen: ChosenDraft, target: Context, resources: ExitStack) -> DraftSource:
+    """The source of drafts for the first text, with a context of its own where it is a model or a head."""
+    if chosen.head is not None:
+        head = make_head_context(config, chosen.model or target.model, chosen.head, target)
+        return head_draft(DraftHead(target, resources.enter_context(head)), n_vocab=chosen.n_common)
+    if chosen.model is not None:
+        context = resources.enter_context(make_context(config, chosen.model, target.n_ctx, is_draft=True))
+        return ModelDraft(context, n_vocab=chosen.n_common, is_eog=chosen.model.is_eog)
+    return NgramDraft() if chosen.use_ngram else DraftSource()
 
 
 def reopen_on_cpu(
     config: EngineConfig,
     target: Context,
+    chosen: ChosenDraft,
     draft: DraftSource,
     resources: ExitStack,
-    *,
-    make_room: Callable[[int], None] | None = None,
-) -> tuple[Context, Context | None, DraftSource]:
+    make_room: Callable[[int], None] | None,
+) -> tuple[Context, ChosenDraft, DraftSource]:
     """Loads the models of an answer again, for the CPU alone, where a GPU fails on which llama.cpp computes.
 
-    Returns the contexts of the target and of a draft that is a model of its own, or None, and the source of drafts.
-    They have the same size and empty KV caches. An expert cache alone needs none of this: its backend
-    computes the failed device's share again on the CPU.
+    Returns the target's context, the choice with the new draft model, and the source of drafts. The contexts have the
+    same size and empty KV caches. An expert cache alone needs none of this: its backend computes the failed device's
+    share again on the CPU.
 
     The old ones are freed first, since memory for both may not be there. Where the driver threw an exception they are
     abandoned instead: freeing them would call a driver that is in an unknown state. make_room: called in between with
     the bytes that the new ones need. Raises MoeedgeError if the models cannot be loaded; the session cannot be used any
     more then.
     """
-    old = [target, draft.context] if isinstance(draft, ModelDraft | HeadDraft) else [target]
+    old = [target, draft.context] if isinstance(draft, ContextDraft) else [target]
     models = list(dict.fromkeys(context.model for context in old))  # a head's may be the target's
     # without experts that are loaded on demand
     n_bytes = sum(model.info.size_bytes if model.dense is None else model.dense.n_bytes for model in models)
     for context in old:
-        n_bytes += round(config.n_parallel * context.n_ctx * kv_bytes_per_token(context.model, context.settings))
+        n_bytes += ModelMemory.of(context.model, context.settings).kv_bytes(context.n_ctx, config.n_parallel)
     is_abandoned = any(context.is_closed for context in old)
-    for context in old:
-        context.abandon() if is_abandoned else context.close()
-    for model in models:
-        model.abandon() if is_abandoned else model.close()
+    freed: list[Context | Model] = [*old, *models]
+    for each in freed:
+        each.abandon() if is_abandoned else each.close()
     if make_room is not None:
         make_room(n_bytes)
     again = {model: resources.enter_context(_load(model)) for model in models}
-    new_target = _reopen(config, again[target.model], target, resources)
-    if isinstance(draft, ModelDraft):
-        draft_context = _reopen(config, again[draft.context.model], draft.context, resources, is_draft=True)
-        return new_target, draft_context, draft.on(draft_context)
-    if isinstance(draft, HeadDraft):
-        kind = draft.head.context.kind
-        context = make_head_context(config, again[draft.context.model], kind, new_target)
-        draft.head.replace(new_target, resources.enter_context(context))
-    return new_target, None, draft
+    budget = target.budget
+    context = make_context(config, again[target.model], target.n_ctx, has_budget=budget is not None)
+    resources.enter_context(context)
+    if budget is not None:
+        context.set_budget(budget.budget)
+    chosen = replace(chosen, model=again[chosen.model]) if chosen.model is not None else chosen
+    return context, chosen, open_draft(config, chosen, context, resources)
 
 
 def _load(model: Model) -> Model:
@@ -388,15 +368,3 @@ def _load(model: Model) -> Model:
         storage = "loaded" if fits(model.info.size_bytes) else "mapped"
     settings = replace(model.settings, overrides=())  # they may name the GPU's memory
     return Model.load(model.path, device="none", storage=storage, head=model.has_head, settings=settings)
-
-
-def _reopen(
-    config: EngineConfig, model: Model, context: Context, resources: ExitStack, *, is_draft: bool = False
-) -> Context:
-    budget = context.budget
-    reopened = resources.enter_context(
-        make_context(config, model, context.n_ctx, has_budget=budget is not None, is_draft=is_draft)
-    )
-    if budget is not None:
-        reopened.set_budget(budget.budget)
-    return reopened

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,13 +13,16 @@ from numpy.typing import NDArray
 import moeedge
 from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineInfo, SamplingConfig
+from moeedge.engine.types import SamplingConfig
 from moeedge.errors import ContextTooSmallError, EngineError, InputError, LayerRangeError
 from moeedge.llama.gguf_file import expert_bytes_by_layer, expert_tensors
 from moeedge.native import Frame
 from moeedge.native.abi import Phase
-from moeedge.scheduler.routing_reader import routing
+from moeedge.records import filled
+from moeedge.run import Cancel
+from moeedge.scheduler.native_io import routing
 from moeedge.scheduler.stats import StepRecord
+from moeedge.speculation import acceptance_rate
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 
 _NO_ROUTING = "No routing was recorded: moeedge's backend computed no MoE layer of this model."
@@ -37,10 +39,7 @@ class Recording:
     skipped: list[str]  # ids of the prompts that do not fit the context
     conversations: list[list[int]] = field(default_factory=list)  # token ids of each prompt with all its answers
 
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted of drafted tokens; None without drafts."""
-        return self.accepted / self.drafted if self.drafted else None
+    acceptance_rate = acceptance_rate
 
 
 def record_routing(
@@ -51,18 +50,17 @@ def record_routing(
     sampling: SamplingConfig,
     raw: bool = False,
     source: dict[str, Any] | None = None,
-    command: str = "profile",
-    cancel: Callable[[], bool] = lambda: False,
+    cancel: Cancel = lambda: False,
     on_step: Callable[[int, int], None] = lambda _prompt, _tokens: None,
 ) -> Recording:
     """Answers every turn of every prompt, each prompt from empty KV caches, and returns the trace of all answers.
 
-    n_predict: tokens per answer, -1 until the model stops. raw: the text without the chat template. source and command:
-    noted in the trace. cancel: called between steps; True ends the run with the steps so far. on_step: called with the
-    index of the prompt and the number of tokens that its step emitted. Prompts that do not fit the context are skipped;
-    raises ContextTooSmallError where none fits.
+    n_predict: tokens per answer, -1 until the model stops. raw: the text without the chat template. source: noted in
+    the trace. cancel: called between steps; True ends the run with the steps so far. on_step: called with the index of
+    the prompt and the number of tokens that its step emitted. Prompts that do not fit the context are skipped; raises
+    ContextTooSmallError where none fits.
     """
-    collector = TraceCollector(_describe_run(session, n_predict, sampling, source or {}, command))
+    collector = TraceCollector(_describe_run(session, n_predict, sampling, source or {}))
     model = session.model
     answers = drafted = accepted = 0
     skipped: list[str] = []
@@ -72,8 +70,8 @@ def record_routing(
         for index, prompt in enumerate(prompts):
             session.reset()
             messages: list[dict[str, str]] = []  # as chat templates take them
-            for turn in prompt.turns:
-                messages += [message.as_dict() for message in turn]
+            for turn in range(len(prompt.turns)):
+                messages += prompt.messages(turn)
                 text = "".join(message["content"] for message in messages) if raw else model.render_chat(messages)
                 tokens = model.tokenize(text)
                 try:
@@ -106,21 +104,6 @@ def record_routing(
     return Recording(collector.trace(), answers, drafted, accepted, skipped, conversations)
 
 
-def describe(info: EngineInfo, source: str, parameters: dict[str, Any] | None = None) -> TraceMeta:
-    """The header of a session's traces; source: the command that records them."""
-    return TraceMeta(
-        model=info.model,
-        architecture=info.architecture,
-        n_layers=info.n_layers,
-        n_experts=info.n_experts,
-        n_expert_used=info.n_expert_used,
-        gamma=info.gamma,
-        draft=info.draft,
-        source=source,
-        parameters=parameters or {},
-    )
-
-
 class TraceCollector:
     """An observer that turns the sensor's frames into trace rows.
 
@@ -137,9 +120,8 @@ class TraceCollector:
         self._position = 0  # of the first row of the next step
         self.text: list[int] = []  # prompt and emitted tokens of this sequence
         self._descriptions: list[dict[str, str]] = []  # by sequence
-        # per graph: its rows, and the draft's hidden states of the first ones
-        self._hidden_states: list[tuple[int, NDArray[np.float32] | None]] = []
-        self._columns: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
+        # per graph: its rows by column, and the draft's hidden states of the first ones
+        self._parts: list[tuple[dict[str, NDArray[Any]], NDArray[np.float32] | None]] = []
 
     def begin(self, prompt: list[int], description: dict[str, str] | None = None) -> None:
         """A new text starts; the observer is called with its prefill next. description: for the trace's "texts"."""
@@ -185,7 +167,7 @@ class TraceCollector:
             n = frame.n_tokens
             stop = start + n
             ids, weights = _rows(frame, self._dtype)
-            values: dict[str, NDArray[Any]] = {
+            columns = {
                 "ids": ids,
                 "weights": weights,
                 "phase": np.full(n, frame.phase, dtype=np.uint8),
@@ -195,16 +177,15 @@ class TraceCollector:
                 "token": np.array(tokens[start:stop], dtype=np.int32),
                 "position": np.arange(position + start, position + stop, dtype=np.int32),
             }
-            for name, value in values.items():
-                self._columns[name].append(value)
-            self._hidden_states.append((n, None if hidden_states is None else hidden_states[start:stop]))
+            self._parts.append((columns, None if hidden_states is None else hidden_states[start:stop]))
             start = stop
 
     def trace(self) -> Trace:
         """All rows so far. Raises EngineError where there are none."""
-        if not self._columns:
+        if not self._parts:
             raise EngineError(_NO_ROUTING)
-        columns: dict[str, Any] = {name: np.concatenate(parts) for name, parts in self._columns.items()}
+        names = self._parts[0][0]
+        columns: dict[str, Any] = {name: np.concatenate([part[name] for part, _ in self._parts]) for name in names}
         meta = self.meta
         if any(self._descriptions):
             meta = replace(meta, parameters=meta.parameters | {"texts": self._descriptions})
@@ -215,16 +196,14 @@ class TraceCollector:
 
     def _stacked_hidden_states(self) -> NDArray[np.float16] | None:
         """[n_rows, n_embd], NaN in rows without; None where no row has any."""
-        width = next((states.shape[1] for _, states in self._hidden_states if states is not None), 0)
+        width = next((states.shape[1] for _, states in self._parts if states is not None), 0)
         if width == 0:
             return None
-        stacked = np.full((sum(n for n, _ in self._hidden_states), width), np.nan, dtype=np.float16)
-        first = 0
-        for n, states in self._hidden_states:
+        stacked = [np.full((len(part["ids"]), width), np.nan, dtype=np.float16) for part, _ in self._parts]
+        for rows, (_, states) in zip(stacked, self._parts, strict=True):
             if states is not None:
-                stacked[first : first + len(states)] = states
-            first += n
-        return stacked
+                rows[: len(states)] = states
+        return np.concatenate(stacked)
 
 
 def _rows(frame: Frame, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.float16]]:
@@ -237,9 +216,7 @@ def _rows(frame: Frame, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.
     return rows.transpose(1, 0, 2), weights.astype(np.float16).transpose(1, 0, 2)
 
 
-def _describe_run(
-    session: Session, n_predict: int, sampling: SamplingConfig, source: dict[str, Any], command: str
-) -> TraceMeta:
+def _describe_run(session: Session, n_predict: int, sampling: SamplingConfig, source: dict[str, Any]) -> TraceMeta:
     info = session.info
     tensors, _ = expert_tensors(session.model.path)
     parameters = source | {
@@ -250,23 +227,18 @@ def _describe_run(
         "n_threads": info.n_threads,
         "expert_bytes": expert_bytes_by_layer(tensors, info.n_layers),
     }
-    return describe(info, f"moeedge {moeedge.__version__} {command}", parameters)
+    return filled(TraceMeta, info, source=f"moeedge {moeedge.__version__} profile", parameters=parameters)
 
 
 def parse_layers(text: str, n_layers: int, *, single: bool = False) -> list[int]:
-    """Layers as "47", "0,5,40-47" or "all", in this order without repetition. single: one number only.
-
-    Raises InputError for a text that is no list of layers, LayerRangeError for a layer outside 0..n_layers-1.
-    """
-    if single:
-        if re.fullmatch(r"\s*-?\d{1,9}\s*", text, flags=re.ASCII) is None:
-            raise InputError(f'--layer takes one layer, not "{text}".', "Use --layers for a list or for all.")
-        return [check_layer(int(text), n_layers)]
-    if text.strip().lower() == "all":
+    """Layers as "47", "0,5,40-47" or "all"; single: one number. Raises InputError for other text, LayerRangeError."""
+    if text.strip().lower() == "all" and not single:
         return list(range(n_layers))
     chosen: list[int] = []
-    for part in text.split(","):
+    for part in [text] if single else text.split(","):
         match = re.fullmatch(r"\s*(-?\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part, flags=re.ASCII)
+        if single and (match is None or match[2]):
+            raise InputError(f'--layer takes one layer, not "{text}".', "Use --layers for a list or for all.")
         if match is None:
             raise InputError(f'"{text}" is not a list of layers.', 'Write it as 47, as 0,5,40-47 or as "all".')
         first = check_layer(int(match[1]), n_layers)
@@ -306,11 +278,7 @@ def unseen_layers(session: Session) -> str:
 
 
 def check_layers(session: Session, layers: Sequence[int]) -> list[int]:
-    """The layers of `layers` that have experts, in order.
-
-    Layers that are entirely on a GPU are left out (`unseen_layers`). Raises LayerRangeError for a dense model, for a
-    layer that does not exist, and where no layer is left.
-    """
+    """The layers of `layers` with experts in host memory, in order. Raises LayerRangeError where there is none."""
     info = session.model.info
     if info.n_experts == 0:
         raise LayerRangeError(

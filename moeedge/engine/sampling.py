@@ -15,7 +15,7 @@ import math
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,13 +24,12 @@ from numpy.typing import NDArray
 
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import EngineError
-from moeedge.native.largest_values import LargestValues
+from moeedge.native.compute import LargestValues
 
 if TYPE_CHECKING:
     from moeedge.llama.model import Model
 
 _ROWS = 64  # of the vocabulary, of whose columns the search takes the maxima
-_TOP_P_HEAD = 1024  # candidates that top-p sorts before it sorts the entire vocabulary
 SHORT = 4096  # the largest top-k of which candidates are lists
 NOT_FINITE = (
     "The model's output is not a number (NaN or infinite).",
@@ -61,10 +60,7 @@ class Candidates(NamedTuple):
 
 
 class Sampler:
-    """Draws tokens under one configuration from one seeded stream of random numbers.
-
-    Target and draft of one answer share a sampler: the same filters apply to both.
-    """
+    """Draws tokens under one configuration from one seeded stream, which target and draft of an answer share."""
 
     def __init__(self, config: SamplingConfig, n_vocab: int) -> None:
         self.config = config
@@ -93,15 +89,15 @@ class Sampler:
         """Goes on with the same model that was loaded again, as the one before is freed."""
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
-        """The candidates that `logits` float32 [n_vocab] leave; `history` is every token before this position.
-
-        Raises EngineError for logits that are not finite.
-        """
+        """The candidates of `logits` float32 [n_vocab] after `history`. Raises EngineError where none is finite."""
         if self.greedy:
             return Candidates.certain(self.argmax(logits, history))
         if self._largest is None:
             return self._wide_candidates(logits, history)
-        ids, values = self.largest(self._largest, self._top_k, logits, history)
+        with self._penalized(logits, history) as row:
+            ids, values = self._largest.find(row, self._top_k)
+        if not values or not math.isfinite(values[0]):
+            raise EngineError(*NOT_FINITE)
         best, config = values[0], self.config
         kept = [value - best for value in values]
         n = len(kept)
@@ -115,71 +111,43 @@ class Sampler:
         total = sum(weights)
         return Candidates(ids[:n], [weight / total for weight in weights])
 
-    def largest(
-        self, largest: LargestValues, k: int, logits: FloatRow, history: Sequence[int]
-    ) -> tuple[list[int], list[float]]:
-        """Ids and values of the `k` largest under the repeat penalty, descending. Raises EngineError for no numbers."""
-        with self._penalized(logits, history) as row:
-            ids, values = largest.find(row, k)
-        if not values or not math.isfinite(values[0]):
-            raise EngineError(*NOT_FINITE)
-        return ids, values
-
-    def many_largest(self, k: int, logits: FloatRow, history: Sequence[int]) -> NDArray[np.intp]:
-        """Ids of the `k` largest under the repeat penalty, descending; faster than `largest` for hundreds."""
+    def largest(self, k: int, logits: FloatRow, history: Sequence[int]) -> NDArray[np.intp]:
+        """Ids of the `k` largest under the repeat penalty, descending."""
         with self._penalized(logits, history):
-            return _largest(logits, _column_maxima(logits), k)
+            return _largest(logits, k)
 
     def _wide_candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
-        """The candidates without top-k, or with a large one."""
-        config = self.config
+        """The candidates without top-k, or with a large one; without any filter in the order of the vocabulary."""
+        config, total = self.config, 0.0
         with self._penalized(logits, history):
-            ids, kept, total = self._head(logits)
+            best = float(logits.max())
+            if not math.isfinite(best):
+                raise EngineError(*NOT_FINITE)
+            floor = self._log_min_p  # of the values that are sorted, less the largest one
+            if self._top_k:
+                ids = _largest(logits, self._top_k)
+            else:
+                if config.top_p < 1:
+                    terms = logits - best  # in float32 as llama.cpp has them: float64 takes several times as long
+                    total = float(np.exp(terms, out=terms).sum(dtype=np.float64))
+                    # all tokens below have less than 1 - top_p together
+                    floor = max(floor, math.log((1 - config.top_p) * total / len(logits)))
+                ids = np.flatnonzero(logits >= best + floor)
+                ids = ids if math.isinf(floor) else _descending(logits, ids)
+            kept = logits[ids].astype(np.float64) - best
         if config.top_p < 1:
-            n = int(np.searchsorted(np.cumsum(np.exp(kept)), config.top_p * total)) + 1
+            weights = np.exp(kept)
+            n = int(np.searchsorted(np.cumsum(weights), config.top_p * (total or weights.sum()))) + 1
             ids, kept = ids[:n], kept[:n]
-        if config.min_p > 0:
-            n = int(np.count_nonzero(kept >= self._log_min_p))
-            ids, kept = ids[:n], kept[:n]
+        kept = kept[kept >= self._log_min_p]
         weights = np.exp(kept / config.temperature)
-        return Candidates(ids, weights / weights.sum())
-
-    def _head(self, values: FloatRow) -> tuple[NDArray[np.intp], NDArray[np.float64], float]:
-        """The ids that pass top-k by descending value, their values less the largest one, and the sum for top-p.
-
-        The sum is of exp(value - largest) over all that pass top-k; 0 where top-p is off. Without top-k, ids that
-        top-p or min-p drop later may be missing already (the sum includes them); without any filter the ids are in the
-        order of the vocabulary.
-        """
-        config = self.config
-        maxima = _column_maxima(values)
-        best = float(maxima.max())
-        if not math.isfinite(best):
-            raise EngineError(*NOT_FINITE)
-        if 0 < config.top_k < len(values):
-            ids = _largest(values, maxima, config.top_k)
-            kept = _below(values[ids], best)
-            return ids, kept, float(np.exp(kept).sum())
-        total = _sum_of_exp(values, best) if config.top_p < 1 else 0.0
-        if config.min_p > 0:
-            ids = _descending(values, np.flatnonzero(values >= best + math.log(config.min_p)))
-        elif config.top_p == 1:
-            ids = np.arange(len(values))
-        else:
-            ids = _largest(values, maxima, _TOP_P_HEAD)
-            if np.exp(_below(values[ids], best)).sum() < config.top_p * total:
-                ids = _descending(values, np.arange(len(values)))
-        return ids, _below(values[ids], best), total
+        return Candidates(ids[: len(kept)], weights / weights.sum())
 
     def argmax(self, logits: FloatRow, history: Sequence[int]) -> int:
         """The greedy choice, the lowest id among equals as in llama.cpp."""
-        if not self._penalizes:
+        with self._penalized(logits, history) if self._penalizes else nullcontext():
             token = int(logits.argmax())
             value = logits[token]
-        else:
-            with self._penalized(logits, history):
-                token = int(logits.argmax())
-                value = logits[token]
         if not math.isfinite(value):
             raise EngineError(*NOT_FINITE)
         return token
@@ -275,10 +243,7 @@ class Sampler:
 
     @contextmanager
     def _penalized(self, logits: FloatRow, history: Sequence[int]) -> Iterator[CRow]:
-        """Within, `logits` have the repeat penalty, in place: a copy takes as long as a search.
-
-        The same memory as a ctypes array, whose elements are Python's own numbers.
-        """
+        """Within, `logits` have the repeat penalty, in place: a copy takes as long as a search. Yields them for C."""
         row, n = (ctypes.c_float * len(logits)).from_buffer(logits.data), len(logits)
         before: dict[int, float] = {}
         try:
@@ -293,31 +258,12 @@ class Sampler:
                 row[token] = value
 
 
-def _below(values: FloatRow, best: float) -> NDArray[np.float64]:
-    """How far each value is below the largest one, float64 and at most 0."""
-    return values.astype(np.float64) - best
-
-
-def _sum_of_exp(values: FloatRow, best: float) -> float:
-    """The sum of exp(value - best), its terms in float32 as llama.cpp has them: float64 takes several times as long."""
-    terms = values - best
-    return float(np.exp(terms, out=terms).sum(dtype=np.float64))
-
-
-def _column_maxima(values: FloatRow) -> FloatRow:
-    """The largest value of each column of the vocabulary in `_ROWS` rows; what fills no row follows. NaN where one is.
-
-    Neighbours are in neighbouring columns, so that vector instructions compare them.
-    """
-    n = len(values) // _ROWS
-    maxima: FloatRow = values[: n * _ROWS].reshape(_ROWS, n).max(axis=0)
-    return maxima if len(values) == n * _ROWS else np.concatenate((maxima, values[n * _ROWS :]))
-
-
-def _largest(values: FloatRow, maxima: FloatRow, k: int) -> NDArray[np.intp]:
+def _largest(values: FloatRow, k: int) -> NDArray[np.intp]:
     """Indices of the `k` largest values, descending, the lower index first among equals; of all if there are fewer."""
-    # the maxima are values themselves: the k-th largest of them is a lower bound of the k-th largest value
-    known = maxima if len(maxima) > k else values
+    # the largest values of the columns of a table are values themselves: the k-th largest of them is a lower bound
+    n = len(values) // _ROWS * _ROWS
+    known = np.append(values[:n].reshape(_ROWS, -1).max(axis=0), values[n:])
+    known = known if len(known) > k else values
     if len(known) <= k:
         return _descending(values, np.arange(len(values)))
     return _descending(values, np.flatnonzero(values >= np.partition(known, -k)[-k]))[:k]

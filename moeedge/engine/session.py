@@ -5,61 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Literal
 
-from moeedge.engine.answer import Answer, AnswerLimits, Generation, Recover, ends_with_tag
-from moeedge.engine.budgets import unmet_budget, usable_budget
-from moeedge.engine.context_choice import context_size, setting_notes
-from moeedge.engine.drafts import DraftSource, ModelDraft, NgramDraft, NoDraft
+from moeedge.engine.answer import Answer, Generation, ParallelGeneration
+from moeedge.engine.context_choice import context_size, setting_notes, unmet_budget, usable_budget
+from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDraft
 from moeedge.engine.grammar import new_sampler
-from moeedge.engine.head_draft import DraftHead, HeadDraft, head_draft
+from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import (
+    ChosenDraft,
     choose_draft,
     load_target,
     make_context,
-    make_head_context,
+    open_draft,
     reopen_on_cpu,
     resolve_device,
 )
-from moeedge.engine.parallel import ParallelGeneration
-from moeedge.engine.speculative import SpeculativeLoop, TextState
+from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
-from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.gguf_file import adapts_experts
 from moeedge.llama.model import Mode, Model
+from moeedge.llama.reasoning import MODEL_TEMPLATE, TemplateChoice, begins_in_reasoning
 from moeedge.llama.samplers import Grammar
 from moeedge.llama.sequence import Cancelled
 from moeedge.native.devices import MemoryUse
 from moeedge.native.sensor import Counts
-from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.records import filled
+from moeedge.run import Cancel, Closing, Level, Notification, Notify, Run, ignore
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor
 from moeedge.scheduler.manager import PlacementManager
-from moeedge.scheduler.opening import check_policy, open_placement
+from moeedge.scheduler.opening import Opening, check_policy
 from moeedge.scheduler.stats import PlacementStats, StepRecord
-
-Observer = Callable[[StepRecord, "Session"], None]
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 RESERVED_TOKENS = 4
+_TAG_TOKENS = 32  # in which a tag of reasoning at the end of a prompt is looked for
 
 
 @dataclass(eq=False, repr=False)
-class Session:
+class Session(Closing):
     """The loaded models with their contexts and placement. Made by `Session.open`; a context manager.
 
-    target, draft_context: the llama.cpp contexts; draft_context is None without a draft model, and for a draft head,
-    whose context only `draft` uses.
-    draft: the source of drafts. gamma: the draft length, may be changed between answers (0: plain decoding). governor:
-    chooses each step's length up to `gamma`; None: all have that length (`set_draft_length`).
+    target: the llama.cpp context. draft: the source of drafts. gamma: the draft length, may be changed between answers
+    (0: plain decoding). governor: chooses each step's length up to `gamma`; None: all have that length
+    (`set_draft_length`).
     n_keep: tokens at the start that a context shift never drops, e.g. the system message.
     template: the chat template of the prompts, which says how reasoning in answers is marked.
     observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0). The
@@ -67,31 +64,31 @@ class Session:
     Only the answers that began last go on: earlier ones raise EngineError when they are continued.
     placement: places experts; None without a device. calibration: what was measured for it, or None. layer_choice: how
     a GPU was divided between whole layers and cache, and what else was measured; None where there was no choice.
-    notify: called before an operation that takes a while, and when a device is lost during an answer; may be replaced.
+    run: shows that an operation takes a while, or that a device is lost in an answer; its notes are those of `info`.
     """
 
     config: EngineConfig
     target: Context
     draft: DraftSource
-    draft_context: Context | None
     info: EngineInfo
     placement: PlacementManager | None
     calibration: Calibration | None
+    _chosen: ChosenDraft
     _resources: ExitStack
-    notify: Notify
+    run: Run
 
     def __post_init__(self) -> None:
         self.gamma = self.info.gamma
         self.governor = self._new_governor() if self.info.auto_gamma else None
         self.n_keep = 1 if self.target.model.adds_bos else 0
         self.template = MODEL_TEMPLATE
-        self.observers: list[Observer] = []
+        self.observers: list[Callable[[StepRecord, Session], None]] = []
         self.layer_choice: LayerChoice | None = None
         self._loop: SpeculativeLoop | None = None
         # the GPU failed: the CPU computes everything, and placement has only its figures and slots in RAM left
         self._fell_back = False
         if self.placement is not None:
-            self.placement.notify = self._report
+            self.placement.notify = self.run.report
 
     @classmethod
     def open(
@@ -102,11 +99,7 @@ class Session:
         draft_model: Model | None = None,
         notify: Notify = ignore,
     ) -> Session:
-        """Loads the models, makes their contexts and opens the placement of experts.
-
-        model, draft_model: loaded already and shared with other sessions; they stay open afterwards. Raises
-        MoeedgeError with a hint.
-        """
+        """Loads the models, or shares those given, and opens contexts and placement. Raises MoeedgeError."""
         check_policy(config.placement)
         device = resolve_device(config, model)
         if device.kind == "ram":
@@ -125,61 +118,69 @@ class Session:
                     f"{model.info.architecture} models cannot decode several texts in one batch.",
                     "Leave out --parallel.",
                 )
-            notes: list[str] = []
+            run = Run(notify)
             if model.info.n_experts == 0:
-                notes.append(Notification(f"{config.model.name} is a dense model: it has no experts to cache."))
+                run.note(f"{config.model.name} is a dense model: it has no experts to cache.")
             elif isinstance(config.ram, int) and device.kind not in ("ram", "none") and not device.loads_misses:
-                notes.append(f"--ram has no effect: {device.label} holds the model, or it was loaded without --ram.")
-            chosen = choose_draft(config, device, model, draft_model, notes, stack)
+                run.warn(f"--ram has no effect: {device.label} holds the model, or it was loaded without --ram.")
+            chosen = choose_draft(config, device, model, draft_model, run, stack)
             models = [model] if chosen.model is None else [model, chosen.model]
-            n_ctx = context_size(config, device, models, notes)
+            n_ctx = context_size(config, device, models, run)
             has_budget = config.expert_budget is not None and config.mode == "moeedge"
             target = stack.enter_context(make_context(config, model, n_ctx, has_budget=has_budget))
-            notes.extend(setting_notes(config, target))
-            draft: DraftSource = NgramDraft() if chosen.use_ngram else NoDraft()
-            draft_context = None
-            if chosen.head is not None:
-                context = make_head_context(config, chosen.model or model, chosen.head, target)
-                draft = head_draft(DraftHead(target, stack.enter_context(context)), n_vocab=chosen.n_common)
-            elif chosen.model is not None:
-                draft_context = stack.enter_context(make_context(config, chosen.model, target.n_ctx, is_draft=True))
-                draft = ModelDraft(draft_context, n_vocab=chosen.n_common, is_eog=chosen.model.is_eog)
+            run.notes.extend(setting_notes(config, target))
+            draft = open_draft(config, chosen, target, stack)
             gamma = 0 if chosen.name == "none" else _at_most(config.gamma, target.n_drafts_max)
             usual_gamma = min(gamma, DEFAULT_GAMMA) if config.auto_gamma else gamma
             asked = config.expert_budget if has_budget else None  # stock mode has none
             budget, budget_notes = usable_budget(
                 asked, model.info, gamma=gamma, draft=chosen.name, n_parallel=config.n_parallel
             )
-            notes.extend(budget_notes)
+            run.notes.extend(budget_notes)
             placement, calibration = None, None
             no_cache = config.layers_measured and config.placement.cache_ratio == 0
             no_cache = no_cache or adapts_experts(config.context.adapters)
             if config.mode == "moeedge" and target.sensor is not None and not no_cache:
-                placement, calibration = open_placement(
-                    config.placement if device.kind != "ram" else _in_ram(config, notes),
-                    device,
-                    target,
-                    draft_context,
-                    in_ram=_next_to_device(config) if device.loads_misses else None,
-                    has_draft_states=chosen.head is not None and chosen.head.block is None,
+                opening = Opening(
+                    config=config.placement if device.kind != "ram" else _in_ram(config, run),
+                    device=device,
+                    target=target,
+                    draft=draft.context if isinstance(draft, ModelDraft) else None,
                     gamma=usual_gamma,
                     keep=config.placement.has_size or config.layers_measured,
-                    notify=notify,
-                    notes=notes,
+                    run=run,
+                    has_draft_states=chosen.head is not None and chosen.head.block is None,
                 )
+                placement, calibration = opening.open(_next_to_device(config) if device.loads_misses else None)
             if model.dense is not None and (placement is None or not placement.loads_on_demand):
                 let_experts_read_ahead(model.path)
             if placement is not None:
                 stack.callback(placement.close)
             if budget is not None:
                 target.set_budget(budget)
-            info = _describe(config, target, chosen.name, gamma, budget, placement, notes)
-            return cls(config, target, draft, draft_context, info, placement, calibration, stack.pop_all(), notify)
+            info = filled(
+                EngineInfo,
+                *(model.info, target, model),
+                model=config.model.name,
+                gamma=gamma,
+                draft=chosen.name,
+                notes=run.notes,
+                expert_budget=budget,
+                earlier_runs=placement.earlier_runs if placement is not None else None,
+                auto_gamma=gamma > 0 and bool(config.auto_gamma),
+                **_cache_fields(placement),
+            )
+            return cls(config, target, draft, info, placement, calibration, chosen, stack.pop_all(), run)
 
     @property
     def model(self) -> Model:
         """The target model."""
         return self.target.model
+
+    @property
+    def draft_context(self) -> Context | None:
+        """The context of a draft model; None without, and for a draft head, whose context only `draft` uses."""
+        return self.draft.context if isinstance(self.draft, ModelDraft) else None
 
     @property
     def counts(self) -> Counts | None:
@@ -197,10 +198,7 @@ class Session:
         self.info = replace(self.info, expert_budget=budget)
 
     def set_draft_length(self, gamma: int | Literal["auto"]) -> None:
-        """Sets the draft length of the next answers; "auto": each step's follows what steps cost. Between answers.
-
-        Raises ValueError for "auto" in a session for several texts.
-        """
+        """Sets the draft length of the next answers. Raises ValueError for "auto" in a session for several texts."""
         if gamma != "auto":
             self.gamma, self.governor = gamma, None
         elif self.config.n_parallel > 1:
@@ -234,7 +232,7 @@ class Session:
         *,
         n_predict: int = -1,
         sampling: SamplingConfig,
-        cancel: Callable[[], bool] | None = None,
+        cancel: Cancel | None = None,
         ignore_eos: bool = False,
         begun: Sequence[int] = (),
     ) -> Generation:
@@ -245,14 +243,9 @@ class Session:
         begun: the first tokens of an answer that was cut off; it goes on after them.
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
-        state = self._new_text([*prompt_tokens, *begun], sampling, begun)
+        fields = self._new_text([*prompt_tokens, *begun], sampling, begun)
         return Generation(
-            self._new_loop(cancel),
-            state,
-            self._limits(state, n_predict, ignore_eos),
-            cancel=cancel,
-            begun=begun,
-            recover=self._recover,
+            **fields, n_predict=n_predict, ignore_eos=ignore_eos, begun=begun, loop=self._new_loop(cancel)
         )
 
     def generate_parallel(
@@ -261,7 +254,7 @@ class Session:
         *,
         n_predict: int = -1,
         sampling: SamplingConfig | Sequence[SamplingConfig],
-        cancel: Callable[[], bool] | None = None,
+        cancel: Cancel | None = None,
         ignore_eos: bool = False,
     ) -> ParallelGeneration:
         """Answers several prompts, EngineConfig.n_parallel of them at a time; the others wait for one to end.
@@ -272,15 +265,14 @@ class Session:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else sampling
 
         def new_answer(prompt: Sequence[int], n_predict: int, sampling: SamplingConfig) -> Answer:
-            state = self._new_text(prompt, sampling)
-            return Answer(state, self._limits(state, n_predict, ignore_eos))
+            return Answer(**self._new_text(prompt, sampling), n_predict=n_predict, ignore_eos=ignore_eos)
 
-        generation = ParallelGeneration(self._new_loop(cancel), new_answer, self._draft_of, cancel, self._recover)
+        generation = ParallelGeneration(self._new_loop(cancel), new_answer)
         for prompt, config in zip(prompts, each, strict=True):
             generation.add(prompt, n_predict=n_predict, sampling=config)
         return generation
 
-    def _new_loop(self, cancel: Callable[[], bool] | None) -> SpeculativeLoop:
+    def _new_loop(self, cancel: Cancel | None) -> SpeculativeLoop:
         """The loop of new answers; those in progress lose the KV caches."""
         if self._loop is not None:
             self._loop.is_replaced = True
@@ -288,17 +280,19 @@ class Session:
             self.target,
             placement=None if self._fell_back else self.placement,
             observe=self._call_observers,
-            cancel=cancel,
+            cancel=cancel or (lambda: False),
+            recover=self._recover,
             governor=self.governor if self.gamma > 0 else None,
             watch=self.watch_memory,
             draft_p_min=self.config.draft_p_min,
+            draft_of=self._draft_of,
         )
         return self._loop
 
-    def _new_text(self, tokens: Sequence[int], sampling: SamplingConfig, begun: Sequence[int] = ()) -> TextState:
-        """A text in the first sequence, whose last tokens are `begun`.
+    def _new_text(self, tokens: Sequence[int], sampling: SamplingConfig, begun: Sequence[int] = ()) -> dict[str, Any]:
+        """Fields of an Answer to a text in the first sequence that ends with `begun`; n_predict and ignore_eos lack.
 
-        Raises InputError for a wrong grammar, EmptyPromptError and ContextTooSmallError.
+        Raises InputError for a wrong grammar, or length.
         """
         prompt = [int(token) for token in tokens]
         if not prompt:
@@ -310,84 +304,67 @@ class Session:
                 f"{max(limit, 0):,} of them.",
                 f"Use -c {len(prompt) + 256} or more, or a shorter prompt.",
             )
-        after = ""
-        if sampling.grammar and (tags := self.model.reasoning_tags(self.template)):
-            after = tags.end if ends_with_tag(self.model, prompt[: len(prompt) - len(begun)], tags) else ""
-        sampler = new_sampler(sampling, self.model, begun, after)
+        tags = self.model.reasoning_tags(self.template)
+        end = prompt[: len(prompt) - len(begun)][-_TAG_TOKENS:]
+        text = b"".join(self.model.piece(token, special=True) for token in end).decode("utf-8", "replace")
+        is_open = tags is not None and begins_in_reasoning(text, tags)
+        sampler = new_sampler(sampling, self.model, begun, tags.end if tags is not None and is_open else "")
         has_model = self.governor is not None and self.gamma > 0 and not isinstance(self.draft, NgramDraft)
         ngrams = NgramDraft() if has_model else None
-        return TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt, ngrams)
+        return {
+            "state": TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt, ngrams),
+            "gamma": _at_most(self.gamma, self.target.n_drafts_max),
+            "n_ctx": self.target.n_ctx,
+            "n_keep": min(self.n_keep, len(prompt)),
+            "context_shift": self.config.context_shift,
+            "reasoning_tags": tags,
+            "begins_in_reasoning": is_open,
+        }
 
     def _draft_of(self, sequence: int) -> DraftSource:
         """The source of drafts for the text in that sequence."""
         if self.gamma == 0:
-            return NoDraft()
+            return DraftSource()
         return self.draft if sequence == 0 else self.draft.for_sequence(sequence)
-
-    def _limits(self, state: TextState, n_predict: int, ignore_eos: bool) -> AnswerLimits:
-        return AnswerLimits(
-            n_predict=n_predict,
-            gamma=_at_most(self.gamma, self.target.n_drafts_max),
-            n_ctx=self.target.n_ctx,
-            n_keep=min(self.n_keep, len(state.history)),
-            context_shift=self.config.context_shift,
-            ignore_eos=ignore_eos,
-            reasoning_tags=self.model.reasoning_tags(self.template),
-        )
 
     @property
     def _recover(self) -> Recover | None:
         """What an answer calls when a GPU fails; None where it cannot go on without."""
-        draft_uses_gpu = isinstance(self.draft, ModelDraft | HeadDraft) and self.draft.context.model.uses_gpu
+        draft_uses_gpu = isinstance(self.draft, ContextDraft) and self.draft.context.model.uses_gpu
         return self._fall_back if self.config.cpu_fallback and (self.model.uses_gpu or draft_uses_gpu) else None
 
     def _call_observers(self, record: StepRecord) -> None:
         budget = self.target.budget
         if budget is not None and budget.budget is not None and self.target.mode != "stock":
             note = unmet_budget(record)
-            if note is not None and note not in self.info.notes:
-                self._report(note)
+            if note and note not in self.info.notes:
+                self.run.report(Notification(note, Level.WARNING))
         for observer in self.observers:
             observer(record, self)
 
-    def _report(self, notification: Notification) -> None:
-        self.info.notes.append(notification)
-        self.notify(notification)
-
     def _fall_back(self, error: DeviceFailedError) -> None:
         """Gives the answer in progress contexts on the CPU. Raises MoeedgeError if the models cannot be loaded."""
-        self._report(
-            Notification(
-                f"{error.message} The models are loaded again, and the answer goes on, on the CPU.", Level.WARNING
-            )
-        )
+        text = f"{error.message} The models are loaded again, and the answer goes on, on the CPU."
+        self.run.report(Notification(text, Level.WARNING))
         if self.placement is not None:
             self.placement.lose_device(context_usable=not self.target.is_closed)
-        target, draft_context, draft = reopen_on_cpu(
-            self.config,
-            self.target,
-            self.draft,
-            self._resources,
-            make_room=self.placement.make_room if self.placement is not None else None,
+        make_room = self.placement.make_room if self.placement is not None else None
+        self.target, self._chosen, self.draft = reopen_on_cpu(
+            self.config, self.target, self._chosen, self.draft, self._resources, make_room
         )
         self._fell_back = True
         if self.placement is not None:
-            self.placement.follow(target)
-        self.target, self.draft_context, self.draft = target, draft_context, draft
+            self.placement.follow(self.target)
         self.info = replace(self.info, n_whole_layers=0, layers="", **_cache_fields(None))
         assert self._loop is not None
-        self._loop.replace_contexts(self.target, self.draft_context)
+        self._loop.replace_target(self.target)
 
     def watch_memory(self) -> None:
-        """Notifies of what has happened to experts in RAM since the last answer, which does so itself.
-
-        A thread gives their memory back to other programs in the meantime, and notifies of nothing: it would print into
-        a line that the user is typing.
-        """
+        """Notifies of what has happened to experts in RAM since the last answer, which no thread does meanwhile."""
         if self.placement is not None:
             self.placement.watch_memory()
 
-    def measure_postponed(self, cancel: Callable[[], bool]) -> None:
+    def measure_postponed(self, cancel: Cancel) -> None:
         """Measures what `PlacementConfig.calibrate_later` has left for after the first answer; nothing after that.
 
         cancel: asked now and then; after True a later call measures. Between answers: the KV caches are empty then, and
@@ -396,8 +373,9 @@ class Session:
         placement = self.placement
         if placement is None or placement.postponed is None or placement.lost or self._fell_back:
             return
+        run = Run(self.run.show, cancelled=cancel)
         try:
-            self.calibration, notes, stays = placement.postponed(notify=self.notify, cancel=cancel)
+            self.calibration, stays = placement.postponed(run)
         except Cancelled:
             return
         except DeviceFailedError as error:
@@ -406,9 +384,9 @@ class Session:
             self._recover(error)
             return
         placement.postponed = None
-        self.info.notes.extend(notes)
+        self.info.notes.extend(run.notes)
         if not stays:
-            self.notify(Notification(notes[-1], Level.WARNING))
+            self.run.say(run.notes[-1], Level.WARNING)
             placement.close()  # its memory is given back
             self.placement = None
             self.info = replace(self.info, **_cache_fields(None))
@@ -420,7 +398,7 @@ class Session:
     def memory_uses(self) -> list[MemoryUse]:
         """The memory of the models and their contexts by kind; a head's weights are its own file's or the target's."""
         uses = self.target.memory_uses()
-        if isinstance(self.draft, ModelDraft | HeadDraft):
+        if isinstance(self.draft, ContextDraft):
             is_own = self.draft.context.model is not self.model
             uses += [use if is_own else replace(use, weights_bytes=0) for use in self.draft.context.memory_uses()]
         return uses
@@ -435,18 +413,8 @@ class Session:
     def close(self) -> None:
         """Frees contexts and models; closing twice is harmless."""
         self._resources.close()
-        # both hold this session: what the policy learned would stay in memory until the garbage collector runs
+        # it holds this session: what the policy learned would stay in memory until the garbage collector runs
         self._loop = None
-        if self.placement is not None:
-            self.placement.notify = ignore
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def prepare_answers(
@@ -473,10 +441,10 @@ def _at_most(n: int, limit: int | None) -> int:
     return n if limit is None else min(n, limit)
 
 
-def _in_ram(config: EngineConfig, notes: list[str]) -> PlacementConfig:
+def _in_ram(config: EngineConfig, run: Run) -> PlacementConfig:
     """The placement of experts in RAM alone, where --vram has no meaning."""
     if config.placement.vram_bytes is not None:
-        notes.append("There is no GPU for experts: --vram has no effect. --ram SIZE sets the memory for them.")
+        run.warn("There is no GPU for experts: --vram has no effect. --ram SIZE sets the memory for them.")
     placement = _next_to_device(config)
     return placement if placement.has_size else replace(placement, cache_ratio=config.placement.cache_ratio)
 
@@ -484,37 +452,6 @@ def _in_ram(config: EngineConfig, notes: list[str]) -> PlacementConfig:
 def _next_to_device(config: EngineConfig) -> PlacementConfig:
     """The placement in RAM of experts that are not on a device, whose size --vram and --cache-ratio give."""
     return replace(config.placement, vram_bytes=config.ram if isinstance(config.ram, int) else None, cache_ratio=None)
-
-
-def _describe(
-    config: EngineConfig,
-    target: Context,
-    draft_name: str,
-    gamma: int,
-    budget: ExpertBudget | None,
-    placement: PlacementManager | None,
-    notes: list[str],
-) -> EngineInfo:
-    info = target.model.info
-    return EngineInfo(
-        model=config.model.name,
-        architecture=info.architecture,
-        n_layers=info.n_layers,
-        n_expert_layers=info.n_expert_layers,
-        n_whole_layers=target.model.n_whole_layers,
-        n_experts=info.n_experts,
-        n_expert_used=info.n_expert_used,
-        n_ctx=target.n_ctx,
-        n_threads=target.n_threads,
-        gamma=gamma,
-        draft=draft_name,
-        notes=notes,
-        expert_budget=budget,
-        earlier_runs=placement.earlier_runs if placement is not None else None,
-        auto_gamma=gamma > 0 and bool(config.auto_gamma),
-        settings=target.settings,
-        **_cache_fields(placement),
-    )
 
 
 def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:

@@ -11,22 +11,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.engine.drafts import DraftRequest, DraftSource, NgramDraft, Proposal, propose_together
 from moeedge.engine.sampling import Sampler
-from moeedge.errors import EngineError
+from moeedge.errors import DeviceFailedError, EngineError
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
+from moeedge.run import Cancel
 from moeedge.scheduler.governor import DraftGovernor, StepCost
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.stats import StepRecord
 from moeedge.scheduler.stopping import ConfidentDrafts, DraftStop
+
+Recover = Callable[[DeviceFailedError], None]
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
@@ -52,12 +55,6 @@ class TextState:
         del self.history[n_keep : n_keep + n_discard]
         return True
 
-    def move(self, target: ContextSequence) -> None:
-        """Goes on in another sequence; in one of a model that was loaded again the sampler reads its vocabulary."""
-        if target.context.model is not self.target.context.model:
-            self.sampler.use(target.context.model)
-        self.target = target
-
     def begin_prompt(self) -> int:
         """Trims the target's KV cache to what it holds of the text; returns how many tokens."""
         n_held = self.target.keep_prefix(self.history[:-1])
@@ -75,6 +72,7 @@ class TextState:
 class Verified:
     """The result of one text's verification."""
 
+    proposal: Proposal
     emitted: list[int]  # accepted drafts and the target's own token
     n_accepted: int
     batch: list[int]  # tokens that were verified together: the one emitted last, and the drafts; empty after prefill
@@ -85,24 +83,27 @@ class SpeculativeLoop:
     """Prompts and steps of the texts in progress, which join and leave `texts` between steps.
 
     observe: called with the record of each step and prompt; the record of several texts' step holds their sums.
+    recover: gives the loop contexts without the GPU that has failed, or raises an error; None: it cannot.
     governor: chooses the draft length of one text's steps. draft_p_min: confidence below which the drafts of one text
-    end. watch: called now and then in the middle of computations, also once placement has ended.
+    end. watch: called now and then in the middle of computations, also once placement has ended. draft_of: the source
+    of drafts for the text in a sequence.
     """
 
     target: Context
     placement: PlacementManager | None
     observe: Callable[[StepRecord], None]
-    cancel: Callable[[], bool] | None
+    cancel: Cancel
+    recover: Recover | None
     governor: DraftGovernor | None
     watch: Callable[[], None]
     draft_p_min: float
+    draft_of: Callable[[int], DraftSource]
 
     def __post_init__(self) -> None:
         self.texts: list[TextState] = []
         self.counts: Counts | None = None  # of the last verification or prefill
         self.is_replaced = False  # the KV caches belong to the texts of a later loop
         self._prompt: tuple[list[int], StepRecord] | None = None  # decoded, but not shown to the policy yet
-        self._found: Proposal | None = None  # by n-grams, which draft in this step
         self._n_expert_layers = len(self.target.model.host_expert_layers)
 
     def check_owner(self) -> None:
@@ -116,24 +117,43 @@ class SpeculativeLoop:
     def _should_stop(self) -> bool:
         """Whether the answer is cancelled; long computations ask now and then. Calls `watch` as well."""
         self.watch()
-        return self.cancel is not None and self.cancel()
+        return self.cancel()
+
+    def run(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        """The result of `work`, repeated with the same random numbers where a GPU fails and the answers can go on."""
+        if self.recover is None:
+            return work(*arguments)
+        samplers = [text.sampler for text in self.texts]
+        positions = [sampler.state for sampler in samplers]
+        try:
+            return work(*arguments)
+        except DeviceFailedError as error:
+            self.recover(error)
+            for sampler, position in zip(samplers, positions, strict=True):
+                sampler.state = position
+            return work(*arguments)
+
+    def timed_step(self, gammas: Sequence[int]) -> tuple[list[StepRecord], dict[str, float]]:
+        """The records of a step that may be repeated (`run`), and its "decode_s" and "sense_s"."""
+        start_s, sensed_s = time.perf_counter(), self._sense_s
+        records = self.run(self.step, gammas)
+        sense_s = max(0.0, self._sense_s - sensed_s)
+        return records, {"decode_s": time.perf_counter() - start_s, "sense_s": sense_s}
 
     def step(self, gammas: Sequence[int]) -> list[StepRecord]:
-        """One verification with at most so many drafts of each text; they must fit the context with one more token.
-
-        Returns a record of each text; times and experts are those of the entire step.
-        """
+        """One verification of at most so many drafts of each text. Returns a record of each, with the step's times."""
         if self.governor is None:
             return self._step(gammas)
         [most], [text] = gammas, self.texts
         is_usual = self.placement is None or not self.placement.in_trial
         waited_s, start_s = self._loading_wait_s, time.perf_counter()
-        found = Proposal() if text.ngrams is None else text.ngrams.propose(text.history, most, text.sampler)
+        found = Proposal()
+        if text.ngrams is not None:
+            found = text.ngrams.propose(DraftRequest(text.history, most, text.sampler))
         choice = self.governor.choose(found.confidences[0] if found.confidences else None)
         gamma = min(choice.gamma, most)
         by_ngrams = choice.source == "ngram"
-        self._found = found.first(gamma) if by_ngrams else None
-        [record] = self._step([gamma])
+        [record] = self._step([gamma], found.first(gamma) if by_ngrams else None)
         record.choice = choice
         n_compared = min(len(found.tokens), len(record.tokens))
         n_equal = next((i for i in range(n_compared) if found.tokens[i] != record.tokens[i]), n_compared)
@@ -145,7 +165,7 @@ class SpeculativeLoop:
                 target_s=time.perf_counter() - start_s - record.draft_s if is_usual else 0.0,
                 loading_s=max(0.0, self._loading_wait_s - waited_s),
                 by_ngrams=by_ngrams,
-                confidences=record.confidences,
+                confidences=[] if by_ngrams else record.confidences,
                 ngram_confidences=found.confidences[:n_compared],
                 ngram_accepted=n_equal,
             )
@@ -156,15 +176,15 @@ class SpeculativeLoop:
     def _loading_wait_s(self) -> float:
         return 0.0 if self.placement is None else self.placement.loading_wait_s
 
-    def _step(self, gammas: Sequence[int]) -> list[StepRecord]:
-        """With placement, experts move to the device during drafting and between the target's layers."""
+    def _step(self, gammas: Sequence[int], proposal: Proposal | None = None) -> list[StepRecord]:
+        """Experts move to the device while drafts and layers are computed. proposal: by n-grams, for the one text."""
         placement = self.placement
         start_s = time.perf_counter()
         if placement is not None:
             # the experts that the last step pushed arrive meanwhile; a draft token may push those predicted by now
             placement.begin_step()
             placement.share(len(self.texts))
-        proposals = self._propose(gammas)
+        proposals = self._propose(gammas) if proposal is None else [proposal]
         drafted_s = time.perf_counter()
         if placement is not None and any(proposal.tokens for proposal in proposals):
             batch = [token for text, found in zip(self.texts, proposals, strict=True) for token in _batch(text, found)]
@@ -174,7 +194,7 @@ class SpeculativeLoop:
         # it may load missing experts and push those of the next layers
         verified = self._verify(proposals)
         verified_s = time.perf_counter()
-        record = self._observe(proposals, verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
+        record = self._observe(verified, draft_s=drafted_s - start_s, verify_s=verified_s - planned_s)
         if placement is not None:
             assert self.counts is not None  # a model with placement has a sensor
             batch = [token for result in verified for token in result.batch]
@@ -184,7 +204,7 @@ class SpeculativeLoop:
         record.observe_s = time.perf_counter() - verified_s + planned_s - drafted_s
         if placement is not None and len(verified) == 1:
             placement.end_step(record.n_verified, time.perf_counter() - start_s)
-        return _by_text(record, proposals, verified)
+        return _by_text(record, verified)
 
     def _propose(self, gammas: Sequence[int]) -> list[Proposal]:
         if len(self.texts) > 1:
@@ -192,24 +212,18 @@ class SpeculativeLoop:
             requests = [DraftRequest(text.history, gamma, text.sampler) for text, gamma in texts]
             return propose_together([text.draft for text in self.texts], requests)
         text, placement = self.texts[0], self.placement
-        if self._found is not None:
-            return [self._found]
-        proposal = text.draft.propose(
+        stop: DraftStop | None = None if self.governor is None else self.governor.stop
+        if self.draft_p_min > 0 and not isinstance(text.draft, NgramDraft):  # whose confidences are no probabilities
+            stop = ConfidentDrafts(self.draft_p_min, stop)
+        request = DraftRequest(
             text.history,
             gammas[0],
             text.sampler,
             on_token=None if placement is None else placement.on_draft_token,
             keep_hidden_states=placement is not None and placement.wants_hidden_states,
-            stop=self._stop_of(text),
+            stop=stop,
         )
-        return [proposal]
-
-    def _stop_of(self, text: TextState) -> DraftStop | None:
-        """What ends the next draft early; the confidences of n-grams are no probabilities."""
-        stop = None if self.governor is None else self.governor.stop
-        if self.draft_p_min == 0 or isinstance(text.draft, NgramDraft):
-            return stop
-        return ConfidentDrafts(self.draft_p_min, stop)
+        return [text.draft.propose(request)]
 
     def _verify(self, proposals: Sequence[Proposal]) -> list[Verified]:
         """Decodes the batch and takes back the rejected drafts."""
@@ -234,68 +248,48 @@ class SpeculativeLoop:
                 n_valid = len(text.history) + n_accepted
                 text.target.trim(n_valid)
                 text.draft.rollback(n_valid)
-                verified.append(Verified([*drafts[:n_accepted], token], n_accepted, list(part.tokens)))
+                verified.append(Verified(proposal, [*drafts[:n_accepted], token], n_accepted, list(part.tokens)))
         for text, result in zip(self.texts, verified, strict=True):  # all or none: a failed step may be repeated
             text.history.extend(result.emitted)
         return verified
 
-    def _observe(
-        self, proposals: Sequence[Proposal], verified: Sequence[Verified], *, draft_s: float, verify_s: float
-    ) -> StepRecord:
+    def _observe(self, verified: Sequence[Verified], *, draft_s: float, verify_s: float) -> StepRecord:
         """Reads the sensor and calls the observers, before another graph overwrites the frames of this step."""
         start_s = time.perf_counter()
         self.counts = self._read_counts()
-        emitted = [token for result in verified for token in result.emitted]
-        drafts = [token for proposal in proposals for token in proposal.tokens]
-        n_verified = sum(len(result.batch) for result in verified)
-        experts_unique = experts_natural = 0.0
-        experts_max, kept_probability, substituted_layers = 0, None, 0
-        if n_verified and self.counts is not None and self._n_expert_layers:
-            experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
-        layers = self._read_budget()
-        if layers is not None:
-            experts_natural = float((layers["unique_natural"] / layers["batches"]).mean())
-            experts_max = int(layers["unique_max"].max())
-            kept_probability = float((layers["kept"] / layers["batches"]).mean())
-            substituted_layers = int(np.count_nonzero(layers["substituted"]))
+        drafts = [token for result in verified for token in result.proposal.tokens]
         record = StepRecord(
-            tokens=emitted,
+            tokens=[token for result in verified for token in result.emitted],
             n_drafted=len(drafts),
             n_accepted=sum(result.n_accepted for result in verified),
-            n_verified=n_verified,
-            experts_unique=experts_unique,
-            experts_natural=experts_natural,
-            experts_max=experts_max,
-            kept_probability=kept_probability,
-            substituted_layers=substituted_layers,
+            n_verified=sum(len(result.batch) for result in verified),
             draft_s=draft_s,
             verify_s=verify_s,
-            observe_s=time.perf_counter() - start_s,
             drafts=drafts,
-            hidden_states=proposals[0].hidden_states,
-            confidences=proposals[0].confidences if self.governor is not None and self._found is None else [],
+            hidden_states=verified[0].proposal.hidden_states,
+            confidences=[] if self.governor is None else verified[0].proposal.confidences,
         )
+        if record.n_verified and self.counts is not None and self._n_expert_layers:
+            record.experts_unique = float(np.count_nonzero(self.counts) / self._n_expert_layers)
+        if self.target.budget is not None:
+            layers = self.target.budget.read()
+            layers = layers[layers["batches"] > 0]  # that kept to the budget in this step
+            if len(layers):
+                record.experts_natural = float((layers["unique_natural"] / layers["batches"]).mean())
+                record.experts_max = int(layers["unique_max"].max())
+                record.kept_probability = float((layers["kept"] / layers["batches"]).mean())
+                record.substituted_layers = int(np.count_nonzero(layers["substituted"]))
+        record.observe_s = time.perf_counter() - start_s
         self.observe(record)
         return record
 
     def _read_counts(self) -> Counts | None:
         return None if self.target.sensor is None else self.target.sensor.read_counts()
 
-    def _read_budget(self) -> NDArray[Any] | None:
-        """Figures of the layers that kept to a budget in this step (BUDGET_LAYER); None where none did."""
-        if self.target.budget is None:
-            return None
-        layers = self.target.budget.native.read()
-        layers = layers[layers["batches"] > 0]
-        return layers if len(layers) else None
-
     # between the steps
 
     def prefill_part(self, text: TextState) -> bool:
-        """Decodes as much of a long prompt as one graph computes; False where `prefill` needs no more than one graph.
-
-        Other texts can go on between the parts.
-        """
+        """Decodes a part of a long prompt between steps of other texts; False where `prefill` needs one graph."""
         n_held = text.begin_prompt()
         part = text.history[n_held : n_held + self.target.n_ubatch]
         if n_held + len(part) == len(text.history):
@@ -324,15 +318,12 @@ class SpeculativeLoop:
         _, token = text.sampler.accept(logits, [], [], text.history)
         verify_s = time.perf_counter() - start_s
         text.history.append(token)
-        record = self._observe([Proposal()], [Verified([token], 0, [])], draft_s=0.0, verify_s=verify_s)
+        record = self._observe([Verified(Proposal(), [token], 0, [])], draft_s=0.0, verify_s=verify_s)
         self._prompt = (prompt, record)
         return record
 
     def begin(self, text: TextState) -> None:
-        """Prepares placement and draft for the text's first step, after its prompt and before any other computation.
-
-        Called after the first token, which does not wait for it.
-        """
+        """Prepares placement and draft for a text's first step; the first token does not wait for it."""
         if self._prompt is not None and self.placement is not None:
             assert self.counts is not None
             self.placement.after_verification(self.counts, *self._prompt)
@@ -343,16 +334,21 @@ class SpeculativeLoop:
             self.placement.begin_answer()
         text.draft.begin(text.history, cancel=self._should_stop)
 
-    def replace_contexts(self, target: Context, draft: Context | None) -> None:
+    def place(self, text: TextState, index: int) -> None:
+        """Goes on with a text in that sequence; where the model was loaded again the sampler reads its vocabulary."""
+        if self.target.model is not text.target.context.model:
+            text.sampler.use(self.target.model)
+        text.target, text.draft = self.target.sequences[index], self.draft_of(index)
+
+    def replace_target(self, target: Context) -> None:
         """Goes on with contexts whose KV caches are empty, and without placement; the next step fills them."""
         self.target, self.placement = target, None
         self._n_expert_layers = len(target.model.host_expert_layers)
         for text in self.texts:
-            text.move(target.sequences[text.target.index])
-            text.draft = text.draft.on(draft)
+            self.place(text, text.target.index)
 
     @property
-    def sense_s(self) -> float:
+    def _sense_s(self) -> float:
         """Time that the target's native sensor has taken so far."""
         return 0.0 if self.target.sensor is None else self.target.sensor.stats().sense_s
 
@@ -362,7 +358,7 @@ def _batch(text: TextState, proposal: Proposal) -> list[int]:
     return [text.history[-1], *proposal.tokens]
 
 
-def _by_text(record: StepRecord, proposals: Sequence[Proposal], verified: Sequence[Verified]) -> list[StepRecord]:
+def _by_text(record: StepRecord, verified: Sequence[Verified]) -> list[StepRecord]:
     """The records of the texts of a step."""
     if len(verified) == 1:
         return [record]
@@ -370,10 +366,10 @@ def _by_text(record: StepRecord, proposals: Sequence[Proposal], verified: Sequen
         replace(
             record,
             tokens=result.emitted,
-            n_drafted=len(proposal.tokens),
+            n_drafted=len(result.proposal.tokens),
             n_accepted=result.n_accepted,
             n_verified=len(result.batch),
-            drafts=proposal.tokens,
+            drafts=result.proposal.tokens,
         )
-        for proposal, result in zip(proposals, verified, strict=True)
+        for result in verified
     ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from moeedge.errors import require
 from moeedge.hardware.spec import MAX_N_THREADS
 from moeedge.llama.settings import DEFAULT_KV_TYPE, MAX_N_BATCH, ContextSettings, LoadSettings
+from moeedge.records import counter, derived, figure, quotient
+from moeedge.speculation import acceptance_rate, check_gamma
 
 if TYPE_CHECKING:  # this module is imported for --help, which must not load llama.cpp, and not wait for NumPy
     from moeedge.llama.model import Mode
@@ -60,31 +63,37 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 class SamplingConfig:
     """How the next token is drawn, named and ordered as in llama.cpp; temperature 0 is greedy."""
 
-    temperature: float = 0.8
-    top_k: int = 40  # 0: all
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0  # 1: none
-    repeat_last_n: int = 64  # tokens of history that the penalty covers; -1: all
+    temperature: float = figure("Sampling temperature; 0: greedy", default=0.8)
+    top_k: int = figure("Only so many of the most likely tokens; 0: all", default=40)
+    top_p: float = figure("Only the most likely tokens with this probability together", default=0.95, most=1)
+    min_p: float = figure("Only tokens with this share of the most likely one's probability", default=0.05, most=1)
+    repeat_penalty: float = figure("Divides the logits of repeated tokens; 1: off", default=1.0)
+    repeat_last_n: int = figure("Last tokens that the penalties consider; -1: all", default=64, least=-1)
     seed: int | None = None  # None: a random one, reported in the stats
-    presence_penalty: float = 0.0  # 0: none
-    frequency_penalty: float = 0.0  # 0: none
-    typical_p: float = 1.0  # 1: none
-    top_n_sigma: float = -1.0  # -1: none
-    xtc_probability: float = 0.0  # 0: none
-    xtc_threshold: float = 0.1
-    dry_multiplier: float = 0.0  # 0: none
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2  # tokens
-    dry_penalty_last_n: int = 64  # tokens
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    dynatemp_range: float = 0.0  # 0: none
-    dynatemp_exponent: float = 1.0
-    samplers: tuple[str, ...] = DEFAULT_SAMPLERS
-    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens and what is added to their logits
-    ignore_eos: bool = False  # tokens that end an answer are never drawn
-    grammar: str = ""  # GBNF that answers follow; empty: none
-    stop: tuple[str, ...] = ()  # texts that end an answer and are no part of it
+    presence_penalty: float = figure("Subtracted from the logits of tokens that have occurred", default=0.0, least=None)
+    frequency_penalty: float = figure("The same, once per occurrence", default=0.0, least=None)
+    typical_p: float = figure("Locally typical sampling; 1: off", default=1.0)
+    top_n_sigma: float = figure(
+        "Within so many standard deviations of the largest logit; -1: all", default=-1.0, least=None
+    )
+    xtc_probability: float = figure("Chance that the most likely tokens are left out (XTC)", default=0.0, most=1)
+    xtc_threshold: float = figure("Least probability of those", default=0.1)
+    dry_multiplier: float = figure("Strength of the penalty of repeated sequences (DRY); 0: off", default=0.0)
+    dry_base: float = figure("Its base", default=1.75)
+    dry_allowed_length: int = figure("Length of repetitions that DRY does not penalize, in tokens", default=2)
+    dry_penalty_last_n: int = figure("Last tokens that DRY considers", default=64)
+    dry_sequence_breakers: tuple[str, ...] = figure(
+        "Texts at which a repeated sequence ends", default=("\n", ":", '"', "*")
+    )
+    dynatemp_range: float = figure("The temperature varies by so much with the entropy; 0: fixed", default=0.0)
+    dynatemp_exponent: float = figure("How it varies", default=1.0, least=None)
+    samplers: tuple[str, ...] = figure("The samplers in their order", default=DEFAULT_SAMPLERS)
+    logit_bias: tuple[tuple[int, float], ...] = figure(
+        "Tokens and what is added to their logits", default=(), kind=tuple[tuple[Any, ...], ...]
+    )
+    ignore_eos: bool = figure("Whether the answer goes on after a token that ends one", default=False)
+    grammar: str = figure("The GBNF grammar that the answer follows; empty: none", default="")
+    stop: tuple[str, ...] = figure("Texts that end an answer and are no part of it", default=())
 
     def __post_init__(self) -> None:
         for name in ("dry_sequence_breakers", "samplers", "stop"):  # lists, where they come from JSON
@@ -92,17 +101,13 @@ class SamplingConfig:
         object.__setattr__(self, "logit_bias", tuple((int(token), float(bias)) for token, bias in self.logit_bias))
         for names, is_valid, rule in _RULES:
             for name in names:
-                value = getattr(self, name)
-                if not is_valid(value):
-                    option = " (--temp)" if name == "temperature" else ""
-                    raise ValueError(f"{name}{option} must be {rule}, not {value:g}")
+                value, option = getattr(self, name), " (--temp)" if name == "temperature" else ""
+                require(is_valid(value), f"{name}{option} must be {rule}, not {value:g}")
         if self.dry_penalty_last_n < 0 or self.dry_allowed_length < 0:
             raise ValueError("dry_penalty_last_n and dry_allowed_length must be 0 or more")
         for name in self.samplers:
-            if name not in SAMPLERS:
-                raise ValueError(f"unknown sampler {name!r}; choose from {', '.join(SAMPLERS)}")
-        if any(not text for text in self.stop):
-            raise ValueError("a stop text must not be empty")
+            require(name in SAMPLERS, f"unknown sampler {name!r}; choose from {', '.join(SAMPLERS)}")
+        require(all(self.stop), "a stop text must not be empty")
 
     @property
     def needs_chain(self) -> bool:
@@ -114,6 +119,12 @@ class SamplingConfig:
     def is_random(self) -> bool:
         """Whether answers depend on random numbers."""
         return self.temperature > 0 or "temperature" not in self.samplers or self.xtc_probability > 0
+
+
+def seed_or_random(value: int) -> int | None:
+    """None for -1, which draws a new seed for every answer as in llama.cpp. Raises ValueError below -1."""
+    require(value >= -1, f"seed must be -1 (random) or at least 0, not {value}")
+    return None if value == -1 else value
 
 
 def _default_placement() -> PlacementConfig:
@@ -157,8 +168,7 @@ class EngineConfig:
     expert_budget: ExpertBudget | None = None  # of verifications (MoE-Spec); None: answers are the model's own
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gamma <= MAX_GAMMA:
-            raise ValueError(f"gamma (--draft-max) must be from 0 to {MAX_GAMMA}, not {self.gamma}")
+        check_gamma(self.gamma, most=MAX_GAMMA)
         if not 0 <= self.draft_p_min <= 1:
             raise ValueError(f"draft_p_min (--draft-p-min) must be from 0 to 1, not {self.draft_p_min:g}")
         if self.auto_gamma and self.n_parallel > 1:
@@ -170,7 +180,7 @@ class EngineConfig:
         for n_tokens, option in ((self.n_batch, "-b"), (self.n_ubatch, "-ub")):
             if not 1 <= n_tokens <= MAX_N_BATCH:
                 raise ValueError(f"a batch ({option}) must be from 1 to {MAX_N_BATCH:,} tokens, not {n_tokens:,}")
-        self.context.with_types(self.draft_type_k, self.draft_type_v)
+        _ = self.draft_context  # whose types are checked
         if self.load.overrides and isinstance(self.ram, int):
             raise ValueError("-ot and --ram cannot be used together: experts in RAM are loaded from the file as needed")
         if not 1 <= self.n_parallel <= MAX_N_PARALLEL:
@@ -190,45 +200,63 @@ class EngineConfig:
     @property
     def draft_context(self) -> ContextSettings:
         """The settings of the draft's context."""
-        return self.context.with_types(self.draft_type_k, self.draft_type_v)
+        return replace(self.context, type_k=self.draft_type_k, type_v=self.draft_type_v, adapters=())
 
     @property
     def n_outputs(self) -> int:
-        """Tokens of a graph whose logits a session reads: those of a verification.
-
-        A session may change its draft length; a larger verification of several texts is computed in parts.
-        """
+        """Tokens of a graph whose logits a session reads; a larger verification is computed in parts."""
         return max(MAX_GAMMA + 1, min(self.n_parallel * (self.gamma + 1), self.n_ubatch))
 
 
-@dataclass
-class GenerationStats:
-    """Sums over one answer; rates are computed from them, never stored."""
+@dataclass(kw_only=True)
+class AnswerSums:
+    """Sums over one answer, or over several (`records.combine`), and the rates that are computed from them."""
 
-    prompt_tokens: int = 0  # of the entire prompt
-    cached_tokens: int = 0  # of these, still in the KV cache
-    prefill_tokens: int = 0  # of these, decoded now; fewer than the others where the answer was stopped before the end
-    generated_tokens: int = 0
-    prefill_s: float = 0.0  # of both models; the draft's part runs after the first token
-    decode_s: float = 0.0
-    ttft_s: float = 0.0  # from the call to the first token
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    experts_sum: float = 0.0  # of StepRecord.experts_unique
-    experts_natural_sum: float = 0.0  # of what experts_unique were without an expert budget
-    budgeted_steps: int = 0  # steps under an expert budget; the next two are theirs
-    experts_max: int = 0  # the largest of StepRecord.experts_max
-    kept_probability_sum: float = 0.0  # of StepRecord.kept_probability
-    observe_s: float = 0.0
-    sense_s: float = 0.0  # part of verify_s: the native sensor's
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    seed: int | None = None
+    prompt_tokens: int = counter("tokens of the entire prompt or conversation")
+    prefill_tokens: int = counter("of these, tokens that were decoded now; the KV cache held the others")
+    generated_tokens: int = counter("tokens of the answer")
+    prefill_s: float = counter("time of reading the prompt, the draft's included", "s")
+    decode_s: float = counter("decoding time", "s")
+    ttft_s: float = counter("time to the first token", "s")
+    steps: int = counter("verifications and plain decodes; of texts decoded together those of each text")
+    drafted: int = counter("drafted tokens")
+    accepted: int = counter("drafted tokens that became text")
+    experts_sum: float = counter("distinct experts per layer and verification, summed over steps")
+    experts_natural_sum: float = counter("the same before an expert budget")
+    experts_max: int = figure("Most distinct experts of a layer in a verification under a budget", default=0, of="max")
+    kept_probability_sum: float = counter(
+        "share of the natural experts' routing probability that stays, summed over budgeted steps"
+    )
+    budgeted_steps: int = counter("verifications under an expert budget")
+    draft_s: float = counter("part of decode_s in which drafts were made", "s")
+    verify_s: float = counter("part of decode_s in which the model computed", "s")
+    observe_s: float = counter("part of decode_s that observing and scheduling took", "s")
+
+    acceptance_rate = acceptance_rate
+    drafts_per_step = quotient("drafted", "steps", "Drafted tokens per step")
+    tokens_per_step = quotient("decode_tokens", "steps", "Tokens of text per step, without the first; of one text")
+    kept_probability = quotient(
+        "kept_probability_sum", "budgeted_steps", "Share of the natural experts' routing probability that stays", most=1
+    )
+
+    @derived("Distinct experts per layer and verification; null where our backend takes no operations")
+    def experts_per_verification(self) -> float | None:
+        return self.experts_sum / self.steps if self.steps and self.experts_sum else None
+
+
+@dataclass(kw_only=True)
+class GenerationStats(AnswerSums):
+    """Figures of one answer while it is generated."""
+
+    pp_ts = quotient("prefill_tokens", "prefill_s", "Speed of reading the prompt; 0: none was read", "t/s", empty=0.0)
+    tg_ts = quotient("decode_tokens", "decode_s", "Decoding speed without the first token", "t/s", empty=0.0)
+    cached_tokens: int = counter("tokens of the prompt that the KV cache still held")
+    sense_s: float = counter("part of verify_s that counting experts took", "s")
+    ngram_steps: int = counter("steps in which n-grams drafted in place of a draft model or head")
+    context_shifts: int = counter("how often the context was full and its older half was dropped")
+    dropped_tokens: int = counter("tokens dropped in all of these")
+    seed: int | None = figure("Seed of the random numbers, also where it was drawn", default=None)
     choice: DraftChoice | None = None  # the last, of the draft length; None where it is fixed
-    context_shifts: int = 0  # in the middle of the answer, because the context was full
-    dropped_tokens: int = 0  # in all of them
-    ngram_steps: int = 0  # where n-grams drafted in place of a model
     prefill_generated: int = 1  # of the generated tokens, those that belong to prefill
 
     def add_step(self, record: StepRecord, *, decode_s: float, sense_s: float) -> None:
@@ -251,76 +279,45 @@ class GenerationStats:
         self.sense_s += sense_s
 
     @property
-    def pp_ts(self) -> float:
-        """Prefill speed in tokens/s."""
-        return self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+    def decode_tokens(self) -> int:
+        """Generated tokens that decode_s is the time of."""
+        return max(self.generated_tokens - self.prefill_generated, 0)
 
-    @property
-    def tg_ts(self) -> float:
-        """Decode speed in tokens/s."""
-        return max(self.generated_tokens - self.prefill_generated, 0) / self.decode_s if self.decode_s > 0 else 0.0
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None without drafts."""
-        return self.accepted / self.drafted if self.drafted else None
-
-    @property
-    def drafts_per_step(self) -> float:
-        """Mean draft length."""
-        return self.drafted / self.steps if self.steps else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens emitted per verification step."""
-        return max(self.generated_tokens - self.prefill_generated, 0) / self.steps if self.steps else 0.0
-
-    @property
+    @derived("(observe_s + sense_s) / decode_s; null before the first step")
     def overhead_share(self) -> float | None:
-        """Share of decoding that sensing and scheduling took."""
         return (self.observe_s + self.sense_s) / self.decode_s if self.decode_s > 0 else None
 
-    @property
-    def experts_per_verification(self) -> float | None:
-        """Distinct experts per MoE layer and verification step; None without a sensor."""
-        return self.experts_sum / self.steps if self.steps and self.experts_sum else None
-
-    @property
+    @derived("Distinct experts per layer and verification that the router chose; null without an expert budget")
     def experts_natural(self) -> float | None:
-        """`experts_per_verification` as it were without the expert budget; None where no step had one."""
         return self.experts_natural_sum / self.steps if self.budgeted_steps else None
-
-    @property
-    def kept_probability(self) -> float | None:
-        """Share of the selected experts' routing probability that the budget kept, mean of steps; None without one."""
-        return self.kept_probability_sum / self.budgeted_steps if self.budgeted_steps else None
 
 
 @dataclass(frozen=True)
 class EngineInfo:
     """The models of a session and where they run; all of it is shown at default verbosity."""
 
-    model: str  # file name
-    architecture: str
-    n_layers: int
-    n_expert_layers: int  # layers with experts
-    n_experts: int  # 0: dense
-    n_expert_used: int
-    n_ctx: int
-    n_threads: int
-    gamma: int  # 0 when speculation is off; the longest draft where auto_gamma chooses
-    draft: str  # file name, "mtp", "ngram" or "none"
-    device: str  # the label of the device that holds experts, or "none"
-    policy: str  # "none" without placement
-    hit_rate: float | None = None
-    notes: list[str] = field(default_factory=list)  # sentences: the choices made, and why something is off
-    n_whole_layers: int = 0  # of the layers with experts; on a GPU entirely
+    model: str = figure("File name of the model")
+    architecture: str = figure("Architecture of the model, as llama.cpp names it")
+    n_layers: int = figure("Layers of the model", key="layers")
+    n_expert_layers: int = figure("Layers with experts", key="expert_layers")
+    n_experts: int = figure("Experts per layer; 0 for a model without experts", key="experts")
+    n_expert_used: int = figure("Experts per token", key="experts_used")
+    n_ctx: int = figure("Size of the context, in tokens")
+    n_threads: int = figure("Threads of the CPU", key="threads")
+    gamma: int = figure("Tokens per draft; the most where auto_gamma; 0 without speculation")
+    draft: str = figure("File name of the draft model, or mtp, ngram, none")
+    device: str = figure("Label of the device that holds experts, or none")
+    policy: str = figure("Policy of expert placement, or none")
+    notes: list[str] = figure("What was chosen, and what is off or slower, in sentences", default_factory=list)
+    n_whole_layers: int = figure("Of the layers with experts, those on a GPU entirely", default=0, key="whole_layers")
     layers: str = ""  # how a GPU was divided between them and the cache, and what that beat; empty: nothing to choose
-    cache_ratio: float = 0.0  # share of all experts that have a slot
-    cache_slots: int = 0
-    pool_bytes: int = 0  # of the slots on the device
-    vram_bytes: int | None = None  # used on the entire device after loading, as its driver says; None: unknown
+    cache_ratio: float = figure("Share of all experts that have a slot", default=0.0, most=1)
+    cache_slots: int = figure("Slots for experts", default=0)
+    pool_bytes: int = figure("Memory of the slots", "bytes", default=0)
+    vram_bytes: int | None = figure(
+        "Memory in use on the entire device after loading, as its driver says; null: unknown", "bytes", default=None
+    )
     expert_budget: ExpertBudget | None = None  # None: the model's own answers, or a model without experts
     earlier_runs: EarlierRuns | None = None  # experts in RAM: what these have left for a warm start
-    auto_gamma: bool = False  # each step's draft length follows what steps cost
+    auto_gamma: bool = figure("Whether each step's draft length follows what steps cost", default=False)
     settings: ContextSettings = field(default_factory=ContextSettings)  # of the target's context

@@ -11,7 +11,7 @@ from moeedge.hardware import nvidia, rpc
 from moeedge.hardware.gpus import unused_gpus
 from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.hardware.spec import EMULATED, DeviceSpec
-from moeedge.notifications import Level, Notification
+from moeedge.run import Level, Notification
 from moeedge.units import format_rate
 
 DeviceKind = Literal["none", "emulated", "gpu", "rpc", "ram"]
@@ -79,20 +79,17 @@ def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
     rpc:// if llama.cpp was built without RPC.
     """
     native.attach()
-    if spec.kind == "none":
-        return ResolvedDevice("none")
     if spec.kind == "emulated":
         return _emulated(spec)
     if spec.kind == "rpc":
         return _worker(spec.endpoint)
     if spec.kind == "auto":
         return _automatic(bundled)
-    device = _find(spec.name)
-    if device.kind == "CPU":
-        return ResolvedDevice(
-            "none", notes=[f"-dev {device.name} means no GPU: experts stay on the CPU, as with -dev none."]
-        )
-    return _gpu(device, llama_device=device.name)
+    device = _find(spec.name) if spec.kind == "name" else None
+    if device is not None and device.kind != "CPU":
+        return _gpu(device, llama_device=device.name)
+    note = f"-dev {spec.name} means no GPU: experts stay on the CPU, as with -dev none."
+    return ResolvedDevice("none", notes=[] if device is None else [note])
 
 
 def ram(other: ResolvedDevice) -> ResolvedDevice:
@@ -110,13 +107,6 @@ def ram(other: ResolvedDevice) -> ResolvedDevice:
         storage="on demand",
         notes=[note for note in other.notes if other.kind == "none" and not isinstance(note, Notification)],
     )
-
-
-def check_known(spec: DeviceSpec) -> None:
-    """Raises DeviceError for the name of a device that llama.cpp does not list; does not use the device."""
-    if spec.kind == "name":
-        native.attach()
-        _find(spec.name)
 
 
 def _automatic(bundled: bool) -> ResolvedDevice:
@@ -161,12 +151,10 @@ def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDe
 
 def _worker(endpoint: str) -> ResolvedDevice:
     name, worker = rpc.add_worker(endpoint)
-    free, total = (worker.free_bytes, worker.total_bytes) if worker else (0, 0)
+    n_devices, free, total = worker or (1, 0, 0)
     if free == total:  # a worker on a CPU reports all memory as free, including that of other programs
         free = total // 2
-    notes = []
-    if worker and worker.n_devices > 1:
-        notes.append(f"rpc://{endpoint} serves {worker.n_devices} devices; moeedge uses the first one.")
+    note = f"rpc://{endpoint} serves {n_devices} devices; moeedge uses the first one."
     return ResolvedDevice(
         "rpc",
         ggml_name=name,
@@ -175,7 +163,7 @@ def _worker(endpoint: str) -> ResolvedDevice:
         endpoint=endpoint,
         free_bytes=free,
         total_bytes=total,
-        notes=notes,
+        notes=[note] if n_devices > 1 else [],
     )
 
 
@@ -215,25 +203,13 @@ def list_devices() -> list[DeviceRow]:
         DeviceRow(gpu.name, "GPU", gpu.vendor, None, gpu.total_bytes, False, f"not used. {gpu.advice}")
         for gpu in unused_gpus(devices)
     ]
-    rows.append(
-        DeviceRow(
-            EMULATED,
-            "emulated",
-            "a second CPU instance",
-            available_memory(),
-            total_memory(),
-            True,
-            "the CPU plays a GPU, to try everything without one; emulated:link=25GB/s,threads=2 sets its speed",
-        )
-    )
+    remark = "the CPU plays a GPU, to try everything without one; emulated:link=25GB/s,threads=2 sets its speed"
+    sizes = available_memory(), total_memory()
+    rows.append(DeviceRow(EMULATED, "emulated", "a second CPU instance", *sizes, True, remark))
     has_rpc = rpc.is_built_in()
-    remark = (
-        "start moeedge worker there first"
-        if has_rpc
-        else f"the installed llama.cpp was built without RPC: {rpc.build_command()}"
-    )
-    rows.append(DeviceRow(_RPC_FORM, "RPC", "another machine's device", None, None, has_rpc, remark))
-    return rows
+    remark = f"the installed llama.cpp was built without RPC: {rpc.build_command()}"
+    remark = "start moeedge worker there first" if has_rpc else remark
+    return [*rows, DeviceRow(_RPC_FORM, "RPC", "another machine's device", None, None, has_rpc, remark)]
 
 
 def _row(device: native.Device) -> DeviceRow:
@@ -246,18 +222,13 @@ def _row(device: native.Device) -> DeviceRow:
         remark = "has no memory of its own; -dev auto does not choose it"
     else:
         remark = "holds experts, and layers with -ngl"
-    free: int | None = device.free_bytes
-    total: int | None = device.total_bytes
-    if device.kind == "CPU":
-        free = available_memory()  # llama.cpp reports all memory as free
-    if not total:
-        free = total = None
-    file = None
-    if device.loaded is not None:
-        file = str(device.loaded.file)
-        if not device.loaded.states_ggml:
-            remark += "; its file does not tell ggml's version, which must be llama.cpp's (docs/devices.md)"
-    return DeviceRow(device.name, device.kind, device.description, free, total, usable, remark, file)
+    # llama.cpp reports all memory of the CPU as free
+    free = available_memory() if device.kind == "CPU" else device.free_bytes
+    free_bytes, total_bytes = (free, device.total_bytes) if device.total_bytes else (None, None)
+    file = None if device.loaded is None else str(device.loaded.file)
+    if device.loaded is not None and not device.loaded.states_ggml:
+        remark += "; its file does not tell ggml's version, which must be llama.cpp's (docs/devices.md)"
+    return DeviceRow(device.name, device.kind, device.description, free_bytes, total_bytes, usable, remark, file)
 
 
 def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: int | None = None) -> VramReading | None:
@@ -278,10 +249,8 @@ def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: in
     if device.kind == "rpc":
         free = max(0, device.free_bytes - pool_bytes)
         return VramReading(device.total_bytes - free, free, device.total_bytes, "worker")
-    card = nvidia.memory(device.pci_id) if device.pci_id else None
-    if card and abs(card.total_bytes - device.total_bytes) <= _MAX_TOTAL_DIFFERENCE * card.total_bytes:
-        return VramReading(card.used_bytes, card.free_bytes, card.total_bytes, "nvml")
-    for gpu in native.devices():
-        if gpu.name == device.ggml_name:
-            return VramReading(gpu.total_bytes - gpu.free_bytes, gpu.free_bytes, gpu.total_bytes, "ggml")
-    return None
+    card = nvidia.memory(device.pci_id)
+    if card and abs(card[2] - device.total_bytes) <= _MAX_TOTAL_DIFFERENCE * card[2]:
+        return VramReading(*card, "nvml")
+    sizes = ((gpu.free_bytes, gpu.total_bytes) for gpu in native.devices() if gpu.name == device.ggml_name)
+    return next((VramReading(total - free, free, total, "ggml") for free, total in sizes), None)

@@ -6,20 +6,21 @@ A list that is absent, as in a container without /sys, has no GPUs; no function 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 from moeedge import native
 from moeedge.hardware import nvidia
+from moeedge.hardware.processor import value_in
 from moeedge.hardware.rpc import build_command
+from moeedge.paths import children, text_of
 
 ROOT = Path("/")  # of the system's files
-_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # others drive screens only
-_DISPLAY_CLASS = "0x03"  # PCI class of display controllers: 0x0300 VGA, 0x0302 3D, 0x0380 other
+_VENDORS = {"10de": "NVIDIA", "1002": "AMD", "8086": "Intel"}  # others drive screens only
+_DISPLAY_CLASS = "03"  # PCI class of display controllers: 0300 VGA, 0302 3D, 0380 other
 _DRIVERS = {"NVIDIA": ("nvidia",), "AMD": ("amdgpu",), "Intel": ("i915", "xe")}  # those that compute
 _BUILD_OPTIONS = {"NVIDIA": "-DGGML_CUDA=on", "AMD": "-DGGML_HIP=on", "Intel": "-DGGML_VULKAN=on"}
 _APPLE_OPTION = "-DGGML_METAL=on"
@@ -83,16 +84,13 @@ def unused_gpus(devices: list[native.Device]) -> list[PresentGpu]:
     usable = [device for device in devices if device.kind in ("GPU", "IGPU")]
     unknown = []
     for device in usable:
-        same = [gpu for gpu in left if gpu.pci_id and gpu.pci_id == device.pci_id.lower()]
-        if same:
-            left.remove(same[0])
-        else:
-            unknown.append(device)
+        same = next((gpu for gpu in left if gpu.pci_id and gpu.pci_id == device.pci_id.lower()), None)
+        unknown += [] if same else [device]
+        left = [gpu for gpu in left if gpu is not same]
     for device in unknown:  # backends that do not tell the address
         text = f"{device.registry} {device.name} {device.description}".lower()
-        same = [gpu for gpu in left if any(word in text for word in _WORDS[gpu.vendor])]
-        if same:
-            left.remove(same[0])
+        same = next((gpu for gpu in left if any(word in text for word in _WORDS[gpu.vendor])), None)
+        left = [gpu for gpu in left if gpu is not same]
     return left
 
 
@@ -100,93 +98,45 @@ def present_gpus() -> list[PresentGpu]:
     """Every GPU of this machine that could compute, in the order of the bus."""
     found = list(_on_pci())
     cards = list(nvidia.cards())  # with the names that the driver gives, in the order of the bus
-    named = []
-    for gpu in found:
+    for i, gpu in enumerate(found):
         if gpu.vendor == "NVIDIA" and gpu.is_driven:
-            gpu = replace(gpu, name=cards.pop(0)) if cards else replace(gpu, reachable=False)
-        named.append(gpu)
-    named += [PresentGpu("NVIDIA", card) for card in cards]  # as in WSL, which has no bus
-    if sys.platform == "darwin":
-        named.append(PresentGpu("Apple", "the Mac's GPU", in_processor=True))
-    return named
+            found[i] = replace(gpu, name=cards.pop(0)) if cards else replace(gpu, reachable=False)
+    found += [PresentGpu("NVIDIA", card) for card in cards]  # as in WSL, which has no bus
+    return found + [PresentGpu("Apple", "the Mac's GPU", in_processor=True)] * (sys.platform == "darwin")
 
 
 def _on_pci() -> Iterator[PresentGpu]:
-    for folder in sorted(_children(ROOT / "sys/bus/pci/devices")):
-        vendor = _VENDORS.get(_text(folder / "vendor").lower())
-        if vendor is None or not _text(folder / "class").lower().startswith(_DISPLAY_CLASS):
+    for folder in sorted(children(ROOT / "sys/bus/pci/devices")):
+        vendor_id, device_id, kind = (text_of(folder / name).lower()[2:] for name in ("vendor", "device", "class"))
+        vendor = _VENDORS.get(vendor_id)
+        if vendor is None or not kind.startswith(_DISPLAY_CLASS):
             continue
         pci_id = folder.name.lower()
         driver = folder / "driver"
-        total = _number(folder / "mem_info_vram_total")  # amdgpu's
+        total_text = text_of(folder / "mem_info_vram_total")  # amdgpu's
+        total = int(total_text) if total_text.isdigit() else None
+        # programs compute through the render nodes
+        names = sorted(each.name for each in children(folder / "drm") if each.name.startswith("renderD"))
+        nodes = [node for name in names if (node := ROOT / "dev/dri" / name).exists()]
+        # Intel's own are always at 00:02.0; AMD's tell little memory of their own
+        amd_own = vendor == "AMD" and total is not None and total < _SMALL_BYTES
+        in_processor = pci_id.split(":")[1] == "00" if vendor == "Intel" else amd_own
         yield PresentGpu(
             vendor,
-            _name(pci_id, _text(folder / "vendor"), _text(folder / "device"), vendor),
+            _name(pci_id, vendor_id, device_id, vendor),
             pci_id,
             os.path.basename(os.path.realpath(driver)) if driver.exists() else "",
             total,
-            in_processor=_in_processor(vendor, pci_id, total),
-            reachable=vendor == "NVIDIA" or any(_nodes(folder)),
-            blocked=next((str(node) for node in _nodes(folder) if not os.access(node, os.R_OK | os.W_OK)), ""),
+            in_processor=in_processor,
+            reachable=vendor == "NVIDIA" or bool(nodes),
+            blocked=next((str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)), ""),
         )
-
-
-def _in_processor(vendor: str, pci_id: str, total_bytes: int | None) -> bool:
-    """Intel's own are always at 00:02.0; AMD's tell little memory of their own."""
-    if vendor == "Intel":
-        return pci_id.split(":")[1] == "00"
-    return vendor == "AMD" and total_bytes is not None and total_bytes < _SMALL_BYTES
-
-
-def _nodes(folder: Path) -> Iterator[Path]:
-    """The render nodes of a PCI device, through which programs compute."""
-    for node in sorted(_children(folder / "drm")):
-        path = ROOT / "dev/dri" / node.name
-        if node.name.startswith("renderD") and path.exists():
-            yield path
 
 
 def _name(pci_id: str, vendor_id: str, device_id: str, vendor: str) -> str:
     """Its name by NVIDIA's driver or the system's list of PCI devices, else its numbers."""
-    for line in _text(ROOT / "proc/driver/nvidia/gpus" / pci_id / "information").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "Model":
-            return value.strip()
-    listed = _listed_name(vendor_id.lower().removeprefix("0x"), device_id.lower().removeprefix("0x"))
-    number = f"{vendor_id.removeprefix('0x')}:{device_id.removeprefix('0x')}"
-    return f"{vendor} {listed}" if listed else f"{vendor} GPU {number}"
-
-
-def _listed_name(vendor_id: str, device_id: str) -> str:
-    """From pci.ids: lines of vendors, below each a tab and a device."""
-    for place in _NAME_LISTS:
-        inside = False
-        for line in _lines(ROOT / place):
-            if not line.startswith("\t"):
-                inside = line.startswith(vendor_id)
-            elif inside and line.startswith(f"\t{device_id}"):
-                return line[len(device_id) + 1 :].strip()
-    return ""
-
-
-@cache
-def _lines(path: Path) -> tuple[str, ...]:
-    return tuple(_text(path).splitlines())
-
-
-def _children(folder: Path) -> list[Path]:
-    with suppress(OSError):
-        return list(folder.iterdir())
-    return []
-
-
-def _text(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace").strip("\n ")
-    return ""
-
-
-def _number(path: Path) -> int | None:
-    with suppress(ValueError):
-        return int(_text(path))
-    return None
+    if by_driver := value_in(ROOT / "proc/driver/nvidia/gpus" / pci_id / "information", "model"):
+        return by_driver
+    listed = re.compile(rf"^{vendor_id}.*\n(?:\t.*\n)*?\t{device_id}(.+)", re.MULTILINE)  # below a vendor its devices
+    found = next(filter(None, (listed.search(text_of(ROOT / place)) for place in _NAME_LISTS)), None)
+    return f"{vendor} {found[1].strip()}" if found else f"{vendor} GPU {vendor_id}:{device_id}"

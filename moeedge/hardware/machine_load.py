@@ -33,13 +33,9 @@ class LoadReading:
         return (self.machine_s - older.machine_s) - (self.own_s - older.own_s)
 
     def others_since(self, older: LoadReading) -> float:
-        """Returns the processors that other programs used on average since `older`; 0.5: half of one."""
+        """Returns the processors that other programs used on average since `older`; 0 where that is too short ago."""
         elapsed_s = self.at_s - older.at_s
-        return max(self.others_s_since(older), 0.0) / elapsed_s if elapsed_s > 0 else 0.0
-
-    def busy_note(self, older: LoadReading, n_threads: int) -> str | None:
-        """As the function of that name, of the time since `older`; None where that is too short to tell."""
-        return busy_note(self.others_since(older), n_threads) if self.at_s - older.at_s >= _LOOK_S else None
+        return max(self.others_s_since(older), 0.0) / elapsed_s if elapsed_s >= _LOOK_S else 0.0
 
 
 def look() -> float:

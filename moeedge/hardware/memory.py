@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from moeedge.paths import text_of
+
 _RESERVE_MIN_BYTES, _RESERVE_MAX_BYTES = 256 * 2**20, 2**30
 _MEMBERSHIP = Path("/proc/self/cgroup")  # Linux only
 _GROUPS = Path("/sys/fs/cgroup")
@@ -22,8 +24,10 @@ def available_memory() -> int:
     """Bytes that programs can take without swapping."""
     free = [psutil.virtual_memory().available]
     for limit, version, folder in _limits():
-        with suppress(OSError, ValueError, KeyError):
-            free.append(max(0, limit - _used(version, folder)))
+        with suppress(ValueError, KeyError):
+            stat = dict(line.split() for line in text_of(folder / "memory.stat").splitlines())
+            cached = sum(int(stat[name]) for name in _CACHED[version])
+            free.append(max(0, limit - max(0, _number(folder / _USED[version]) - cached)))
     return min(free)
 
 
@@ -46,17 +50,10 @@ def fits(n_bytes: int, free_bytes: int | None = None, total_bytes: int | None = 
 def _limits() -> Iterator[tuple[int, int, Path]]:
     """The control groups of this process that limit its memory: bytes, version and folder."""
     for version, folder in control_groups("memory"):
-        with suppress(OSError, ValueError):  # a group without this controller
+        with suppress(ValueError):  # a group without this controller
             limit = min(_number(folder / name) for name in _LIMITS[version])
             if limit < _NO_LIMIT:
                 yield limit, version, folder
-
-
-def _used(version: int, folder: Path) -> int:
-    """Bytes of a control group that are in use, without the page cache."""
-    lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
-    stat = dict(line.split() for line in lines)
-    return max(0, _number(folder / _USED[version]) - sum(int(stat[name]) for name in _CACHED[version]))
 
 
 def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
@@ -64,11 +61,7 @@ def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
 
     Each with its folder, and 0 for version 2 of control groups or 1 for version 1.
     """
-    try:
-        lines = _MEMBERSHIP.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of(_MEMBERSHIP).splitlines():
         number, controllers, name = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
             continue
@@ -79,5 +72,5 @@ def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _number(file: Path) -> int:
-    text = file.read_text(encoding="ascii").strip()
+    text = text_of(file)
     return _NO_LIMIT if text == "max" else int(text)

@@ -2,67 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
-
-
-@dataclass(frozen=True)
-class CardMemory:
-    """Bytes of one card, all processes together."""
-
-    used_bytes: int
-    free_bytes: int
-    total_bytes: int
 
 
 @cache
 def cards() -> tuple[str, ...]:
     """Returns the names of the cards that the driver knows, also those that llama.cpp was not built for."""
-    nvml = _nvml()
-    if nvml is None:
-        return ()
-    try:
-        names = [nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
-    except nvml.NVMLError:
-        return ()
-    return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
+    return tuple(filter(None, (_ask("nvmlDeviceGetName", card) for card in _cards())))
 
 
-def memory(pci_id: str) -> CardMemory | None:
-    """Returns the memory of the card at a PCI address (domain:bus:device.function); takes microseconds."""
-    handle, nvml = _handle(pci_id), _nvml()
-    if handle is None:
-        return None
-    try:
-        found = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except nvml.NVMLError:  # a slice of a card (MIG) may not read the full card's memory
-        return None
-    return CardMemory(int(found.used), int(found.free), int(found.total))
+def memory(pci_id: str) -> tuple[int, int, int] | None:
+    """Returns used, free and total bytes of the card at a PCI address, all processes together; takes microseconds.
+
+    pci_id: domain:bus:device.function. None, too, for a slice of a card (MIG), which may not read the card's memory.
+    """
+    handle = _handle(pci_id) if pci_id else None
+    found = None if handle is None else _ask("nvmlDeviceGetMemoryInfo", handle)
+    return None if found is None else (int(found.used), int(found.free), int(found.total))
 
 
 def process_bytes() -> dict[int, int]:
     """Returns the bytes that processes have on all cards together, by process id, where the driver says so."""
-    nvml = _nvml()
     found: dict[int, int] = {}
-    if nvml is None:
-        return found
-    try:
-        for i in range(nvml.nvmlDeviceGetCount()):
-            for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(i)):
-                found[process.pid] = found.get(process.pid, 0) + (process.usedGpuMemory or 0)
-    except nvml.NVMLError:
-        return {}
+    for card in _cards():
+        for process in _ask("nvmlDeviceGetComputeRunningProcesses", card) or ():
+            found[process.pid] = found.get(process.pid, 0) + (process.usedGpuMemory or 0)
     return {pid: n_bytes for pid, n_bytes in found.items() if n_bytes}
+
+
+def _cards() -> Iterator[Any]:
+    for i in range(_ask("nvmlDeviceGetCount") or 0):
+        handle = _ask("nvmlDeviceGetHandleByIndex", i)
+        if handle is not None:
+            yield handle
 
 
 @cache
 def _handle(pci_id: str) -> Any:
+    return _ask("nvmlDeviceGetHandleByPciBusId", pci_id.encode())
+
+
+def _ask(question: str, *arguments: Any) -> Any:
+    """The driver's answer, or None."""
     nvml = _nvml()
-    if nvml is None or not pci_id:
+    if nvml is None:
         return None
     try:
-        return nvml.nvmlDeviceGetHandleByPciBusId(pci_id.encode())
+        return getattr(nvml, question)(*arguments)
     except nvml.NVMLError:
         return None
 

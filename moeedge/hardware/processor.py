@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 
 from moeedge.hardware.memory import control_groups
+from moeedge.paths import text_of
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux only
-_CFS = ("quota", "period")  # of version 1 of control groups
+_QUOTA = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # of version 2 and 1 of control groups
 # flag in /proc/cpuinfo: the instructions' name; those that kernels of llama.cpp or ours use
 _INSTRUCTIONS = {
     "avx2": "AVX2",
@@ -33,14 +34,15 @@ def cpu_name() -> str:
 
     Virtual machines name a brand alone ("AMD EPYC"): family and model tell generations apart.
     """
-    name = _value("model name") or _value("hardware") or platform.processor() or platform.machine()
-    family, model = _value("cpu family"), _value("model")
+    known = {key: value_in(CPU_INFO, key) for key in ("model name", "hardware", "cpu family", "model")}
+    name = known["model name"] or known["hardware"] or platform.processor() or platform.machine()
+    family, model = known["cpu family"], known["model"]
     return f"{name} (family {family}, model {model})" if family and model else name
 
 
 def instruction_sets() -> list[str]:
     """Returns the vector instructions that the system reports; empty where it reports none."""
-    flags = set((_value("flags") or _value("features")).lower().split())
+    flags = set((value_in(CPU_INFO, "flags") or value_in(CPU_INFO, "features")).lower().split())
     return [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
 
 
@@ -67,21 +69,14 @@ def core_limit() -> float | None:
     """Returns the processor time that the control groups of this process allow, in cores; None: no limit."""
     limits = []
     for version, folder in control_groups("cpu"):
-        with suppress(OSError, ValueError):  # a group without this controller
-            if version == 0:
-                quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-            else:
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in _CFS)
+        with suppress(ValueError):  # a group without this controller
+            quota, period = " ".join(text_of(folder / name) for name in _QUOTA[version]).split()
             if quota != "max" and int(quota) > 0:
                 limits.append(int(quota) / int(period))
     return min(limits, default=None)
 
 
-def _value(key: str) -> str:
-    """The first value of a key in /proc/cpuinfo; empty without one."""
-    with suppress(OSError):
-        for line in CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip().lower() == key and value.strip():
-                return value.strip()
-    return ""
+def value_in(file: Path, key: str) -> str:
+    """The first value of a key, in lower case, in a file of lines "Key: value"; empty without one."""
+    pairs = (line.partition(":") for line in text_of(file).splitlines())
+    return next((value.strip() for name, _, value in pairs if name.strip().lower() == key and value.strip()), "")

@@ -15,9 +15,8 @@ import threading
 import time
 from contextlib import suppress
 from ctypes import c_char_p, c_size_t, c_void_p
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -38,8 +37,7 @@ _spellings: dict[str, str] = {}  # endpoint -> its latest spelling in llama.cpp
 _lost: set[str] = set()  # endpoints whose last connection is dead
 
 
-@dataclass(frozen=True)
-class Worker:
+class Worker(NamedTuple):
     """A worker's answer about the first device that it serves."""
 
     n_devices: int
@@ -80,43 +78,34 @@ def greet(endpoint: str) -> Worker:
     with connection:
         connection.settimeout(_ANSWER_S)
         try:
-            major, minor = struct.unpack_from("<BB", _ask(connection, _HELLO, _CAPABILITIES, 4 + len(_CAPABILITIES)))
+            major, minor = _ask(connection, _HELLO, _CAPABILITIES, f"<BB{2 + len(_CAPABILITIES)}x")
             if major != _PROTOCOL[0] or minor > _PROTOCOL[1]:
                 raise DeviceError(
                     f"The worker at rpc://{endpoint} speaks RPC {major}.{minor}, llama.cpp here {_PROTOCOL[0]}.x.",
                     f"Run moeedge with llama-cpp-python {version('llama-cpp-python')} on both sides.",
                 )
-            (n_devices,) = struct.unpack("<I", _ask(connection, _DEVICE_COUNT, b"", 4))
-            free, total = struct.unpack("<QQ", _ask(connection, _GET_DEVICE_MEMORY, struct.pack("<I", 0), 16))
+            (n_devices,) = _ask(connection, _DEVICE_COUNT, b"", "<I")
+            free, total = _ask(connection, _GET_DEVICE_MEMORY, struct.pack("<I", 0), "<QQ")
         except TimeoutError as error:
             raise DeviceError(
                 f"The worker at rpc://{endpoint} is busy with another session.",
                 "End the other session, or start a second worker on another port: each serves one session.",
             ) from error
-        except (OSError, EOFError) as error:
+        except (OSError, struct.error) as error:
             raise DeviceError(
                 f"The server at {endpoint} is not a moeedge worker.", "Check the port; moeedge worker prints it."
             ) from error
     return Worker(n_devices, free, total)
 
 
-def _ask(connection: socket.socket, command: int, request: bytes, n_answer: int) -> bytes:
-    """Sends one request and returns its answer of `n_answer` bytes; raises EOFError for any other answer."""
+def _ask(connection: socket.socket, command: int, request: bytes, form: str) -> tuple[int, ...]:
+    """Sends one request and returns its answer, of a form for `struct`; raises struct.error for any other answer."""
     connection.sendall(struct.pack("<BQ", command, len(request)) + request)
-    size = int.from_bytes(_receive(connection, 8), "little")
-    if size != n_answer:
-        raise EOFError
-    return _receive(connection, n_answer)
-
-
-def _receive(connection: socket.socket, n_bytes: int) -> bytes:
-    data = b""
-    while len(data) < n_bytes:
-        piece = connection.recv(n_bytes - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return data
+    with connection.makefile("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        if size != struct.calcsize(form):
+            raise struct.error
+        return struct.unpack(form, stream.read(size))
 
 
 def add_worker(endpoint: str) -> tuple[str, Worker | None]:

@@ -34,10 +34,8 @@ class DeviceSpec:
         Raises DeviceError for a malformed value; `devices.resolve` checks whether a name exists.
         """
         text = text.strip()
-        if text == "auto":
-            return cls("auto")
-        if text == "none":
-            return cls("none")
+        if text in ("auto", "none"):
+            return cls("auto" if text == "auto" else "none")
         if text == EMULATED or text.startswith(f"{EMULATED}:"):
             return _parse_emulated(text)
         if text.startswith(RPC_SCHEME):

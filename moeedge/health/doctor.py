@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.hardware.processor import core_limit, cpu_name, instruction_sets, physical_cores, usable_cores
 from moeedge.hub.cache import cached_models, hub_cache, unfinished_downloads
 from moeedge.hub.catalog import load_catalog
+from moeedge.native import compute
 from moeedge.native.abi import ABI_VERSION
 from moeedge.native.backends import LLAMA_CPP_RELEASE
 from moeedge.scheduler.measurement import measurement_dir
@@ -30,69 +32,9 @@ from moeedge.variables import OPTION_PREFIX, SetVariable, set_variables
 
 _LITTLE_DISK_BYTES = 2 * 2**30  # of free disk
 _SLOW_BYTES_PER_S = 200e6  # a hard disk or a network's: experts that are read from it take most of the time
-
-
-def models() -> Iterator[Finding]:
-    """The folder of downloads, and the disk that holds it."""
-    folder = hub_cache()
-    there = _existing(folder)
-    free = shutil.disk_usage(there).free
-    found = list(cached_models())
-    text = f"{paths.short(folder)}: {len(found)} here, {format_bytes(free)} free"
-    if unfinished := len(list(unfinished_downloads())):
-        text += f", {unfinished} unfinished"
-    if not os.access(there, os.W_OK):
-        yield Finding("models", "warning", f"{text}, not writable", "Set HF_HUB_CACHE to a folder that you may write.")
-    elif free < _LITTLE_DISK_BYTES:
-        yield Finding("models", "warning", text, "Free some space (moeedge rm NAME), or set HF_HUB_CACHE elsewhere.")
-    else:
-        yield Finding("models", "ok", text)
-    yield _disk([model.path for model in found])
-
-
-def _disk(files: list[Path]) -> Finding:
-    """The speed of the disk with the largest model, as it was measured, or by a glance."""
-    try:
-        from moeedge.scheduler import disk  # which needs llama.cpp
-
-        files = sorted(files, key=lambda file: -file.stat().st_size) or [paths.bundled_target()]
-        kept = disk.read_kept(files[0])
-        if kept is not None:
-            speed, how = kept.best.bytes_per_s, "measured"
-        else:
-            speed, direct = disk.quick_rate(files[0])
-            how = "at a glance" if direct else "at a glance, the page cache may have helped"
-    except (ModelFileError, ImportError, OSError) as error:
-        return Finding("disk", "info", f"its speed is unknown: {error}")
-    text = f"random reads of {format_rate(speed)}, {how}"
-    if speed < _SLOW_BYTES_PER_S:
-        return Finding("disk", "info", text, "Store models that are larger than RAM on a faster disk (HF_HUB_CACHE).")
-    return Finding("disk", "ok", text)
-
-
-def kept_files() -> Iterator[Finding]:
-    """The folder of what moeedge keeps, and the measurements in it."""
-    try:
-        folder = paths.cache_dir()
-    except OSError as error:
-        hint = "Set MOEEDGE_CACHE to a folder that you may write; until then nothing is kept between runs."
-        yield Finding("kept files", "warning", f"no cache folder: {error.strerror or error}", hint)
-        return
-    kept = list(measurement_dir().glob("*.json")) if measurement_dir().is_dir() else []
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if not os.access(folder, os.W_OK):
-        hint = "Make it writable, or set MOEEDGE_CACHE to another folder: every run measures anew."
-        yield Finding("kept files", "warning", f"{paths.short(folder)} is not writable", hint)
-        return
-    measured = f"{len(kept)} measurements" if kept else "nothing measured yet: the first chat measures"
-    yield Finding("kept files", "ok", f"{paths.short(folder)}, {format_bytes(size)}: {measured}")
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
-
-
+_LITTLE_BYTES = 2**30  # of free memory
+_LONG_SPIN = 10**6  # turns of an idle thread that keeps its core: milliseconds
+_READ_BYTES = 2**27  # to read once, for the memory's speed
 Status = Literal["ok", "info", "warning", "broken"]
 
 
@@ -118,6 +60,64 @@ class Report:
         return any(finding.status == "broken" for finding in self.findings)
 
 
+def _warn_if(topic: str, text: str, *hints: str | Literal[False], status: Status = "warning") -> Finding:
+    """A warning, or a finding of that status, with the first hint that applies; all is well without one."""
+    hint = next((hint for hint in hints if hint), "")
+    return Finding(topic, status if hint else "ok", text, hint)
+
+
+def models() -> Iterator[Finding]:
+    """The folder of downloads, and the disk that holds it."""
+    folder = hub_cache()
+    there = paths.existing(folder)
+    free = shutil.disk_usage(there).free
+    found, read_only = list(cached_models()), not os.access(there, os.W_OK)
+    text = f"{paths.short(folder)}: {len(found)} here, {format_bytes(free)} free"
+    if unfinished := len(list(unfinished_downloads())):
+        text += f", {unfinished} unfinished"
+    text += ", not writable" if read_only else ""
+    little = free < _LITTLE_DISK_BYTES and "Free some space (moeedge rm NAME), or set HF_HUB_CACHE elsewhere."
+    yield _warn_if("models", text, read_only and "Set HF_HUB_CACHE to a folder that you may write.", little)
+    yield _disk([model.path for model in found])
+
+
+def _disk(files: list[Path]) -> Finding:
+    """The speed of the disk with the largest model, as it was measured, or by a glance."""
+    try:
+        from moeedge.scheduler import disk  # which needs llama.cpp
+
+        files = sorted(files, key=lambda file: -file.stat().st_size) or [paths.bundled_target()]
+        kept = disk.read_kept(files[0])
+        if kept is not None:
+            speed, how = kept.best.bytes_per_s, "measured"
+        else:
+            speed, direct = disk.quick_rate(files[0])
+            how = "at a glance" if direct else "at a glance, the page cache may have helped"
+    except (ModelFileError, ImportError, OSError) as error:
+        return Finding("disk", "info", f"its speed is unknown: {error}")
+    hint = "Store models that are larger than RAM on a faster disk (HF_HUB_CACHE)."
+    text = f"random reads of {format_rate(speed)}, {how}"
+    return _warn_if("disk", text, speed < _SLOW_BYTES_PER_S and hint, status="info")
+
+
+def kept_files() -> Iterator[Finding]:
+    """The folder of what moeedge keeps, and the measurements in it."""
+    try:
+        folder = paths.cache_dir()
+    except OSError as error:
+        hint = "Set MOEEDGE_CACHE to a folder that you may write; until then nothing is kept between runs."
+        yield Finding("kept files", "warning", f"no cache folder: {error.strerror or error}", hint)
+        return
+    kept = list(measurement_dir().glob("*.json")) if measurement_dir().is_dir() else []
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    if not os.access(folder, os.W_OK):
+        hint = "Make it writable, or set MOEEDGE_CACHE to another folder: every run measures anew."
+        yield Finding("kept files", "warning", f"{paths.short(folder)} is not writable", hint)
+        return
+    measured = f"{len(kept)} measurements" if kept else "nothing measured yet: the first chat measures"
+    yield Finding("kept files", "ok", f"{paths.short(folder)}, {format_bytes(size)}: {measured}")
+
+
 def checked(topic: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """The findings of a check; an error that it raises on purpose is one: something is broken."""
     found: list[Finding] = []
@@ -130,29 +130,20 @@ def checked(topic: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]
     return found
 
 
-_LITTLE_BYTES = 2**30  # of free memory
-_LONG_SPIN = 10**6  # turns of an idle thread that keeps its core: milliseconds
-_READ_BYTES = 2**27  # to read once, for the memory's speed
-
-
 def processor() -> Iterator[Finding]:
     """Name and instructions. An x86 processor without AVX2 is slow."""
     found = instruction_sets()
     text = f"{cpu_name()}; {', '.join(found) or 'no vector instructions that matter here'}"
     slow = not found and platform.machine() in ("x86_64", "amd64")
-    hint = "Expect slow answers: kernels in plain C++ compute." if slow else ""
-    yield Finding("processor", "info" if slow else "ok", text, hint)
+    yield _warn_if("processor", text, slow and "Expect slow answers: kernels in plain C++ compute.", status="info")
 
 
 def kernels() -> Iterator[Finding]:
     """Which of our kernels compute experts; each was compared with ggml's. Needs the native library."""
-    from moeedge.native.kernels import Kernel, is_amx_disabled
-    from moeedge.native.kernels import kernels as native_kernels
-
-    if is_amx_disabled():
+    if compute.is_amx_disabled():
         yield Finding("AMX", "info", "off: llama.cpp's AMX kernels fail as they are compiled here; others compute")
-    found = native_kernels()
-    best: dict[str, Kernel] = {}
+    found = compute.kernels()
+    best: dict[str, compute.Kernel] = {}
     for kernel in found:  # the newest instructions first
         if kernel.is_equal:
             best.setdefault(kernel.layout, kernel)
@@ -175,35 +166,27 @@ def threads() -> Iterator[Finding]:
     if limit is not None and limit < n_usable:
         text += f", a container's limit is {limit:g}"
     busy = busy_note(look(), n_threads)
-    if busy is not None:
-        yield Finding("threads", "warning", f"{text}. {busy}", "End other programs before you measure.")
-        return
+    text += f". {busy}" if busy else ""
     spin = os.environ.get("GOMP_SPINCOUNT", "0")
-    if not spin.isdigit() or int(spin) > _LONG_SPIN or os.environ.get("OMP_WAIT_POLICY", "").lower() == "active":
-        hint = "Unset GOMP_SPINCOUNT and OMP_WAIT_POLICY: idle threads that keep their cores slow drafts and reads."
-        yield Finding("threads", "warning", text, hint)
-        return
-    yield Finding("threads", "ok", text)
+    spins = not spin.isdigit() or int(spin) > _LONG_SPIN or os.environ.get("OMP_WAIT_POLICY", "").lower() == "active"
+    hint = "Unset GOMP_SPINCOUNT and OMP_WAIT_POLICY: idle threads that keep their cores slow drafts and reads."
+    yield _warn_if("threads", text, busy is not None and "End other programs before you measure.", spins and hint)
 
 
 def memory() -> Iterator[Finding]:
     """Free memory, and how fast it is read. Needs the native library."""
-    from moeedge.native.kernels import read_speed
-
     free, total = available_memory(), total_memory()
     text = f"{format_bytes(free)} of {format_bytes(total)} free"
     if total < psutil.virtual_memory().total:
         text += " (a container's limit)"
     if free > 4 * _READ_BYTES:
-        speed = read_speed(_READ_BYTES, physical_cores(), repetitions=1)
+        speed = compute.read_speed(_READ_BYTES, physical_cores(), repetitions=1)
         text += f", read at about {format_rate(speed)}"
     swapped = psutil.swap_memory().used
     if swapped > _LITTLE_BYTES and free < total / 4:
         text += f", {format_bytes(swapped)} swapped out"
-    if free < _LITTLE_BYTES:
-        yield Finding("memory", "warning", text, "End other programs, or choose a smaller model (moeedge plan).")
-    else:
-        yield Finding("memory", "ok", text)
+    little = free < _LITTLE_BYTES
+    yield _warn_if("memory", text, little and "End other programs, or choose a smaller model (moeedge plan).")
 
 
 def library() -> Iterator[Finding]:
@@ -211,8 +194,6 @@ def library() -> Iterator[Finding]:
     python = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     yield Finding("moeedge", "ok", f"{moeedge.__version__}, {python}")
     native.load()  # raises
-    from importlib.metadata import version
-
     llama = f"llama.cpp {LLAMA_CPP_RELEASE} (llama-cpp-python {version('llama-cpp-python')})"
     yield Finding("library", "ok", f"{native.library_path().name}, interface {ABI_VERSION}, fits {llama}")
 
@@ -270,21 +251,20 @@ def environment(values: Mapping[str, str] = os.environ, *, honoured: Collection[
 
 
 def _wrong(found: SetVariable, honoured: Collection[str]) -> Finding | None:
-    text = f"{found.name}={found.value}"
-    if found.name in _FOLDERS and not Path(found.value).is_dir():
-        return Finding("variables", "warning", f"{text}: no such folder", f"Unset {found.name}, or name a folder.")
-    if found.name in _FILES and not Path(found.value).expanduser().is_file():
-        return Finding("variables", "broken", f"{text}: no such file", f"Unset {found.name}, or name a file.")
-    if found.variable is None and found.name.startswith("MOEEDGE_"):
-        meant = f"Did you mean {found.suggestion}?" if found.suggestion else f"{_REFERENCE} lists those that do."
-        return Finding("variables", "warning", f"{text} has no effect", meant)
-    if found.name.startswith(OPTION_PREFIX) and found.name not in honoured:
-        return Finding("variables", "info", f"{text} has no effect here", f"{_REFERENCE} lists those that have.")
-    if found.name == "HF_HUB_OFFLINE" and found.value.upper() in ("1", "TRUE", "YES", "ON"):
-        return Finding("variables", "info", f"{text}: nothing is downloaded", "Unset it before moeedge pull.")
-    if found.name == "GGML_CPU_DISABLE_FUSION":
-        return Finding("variables", "info", f"{text}: the CPU computes slower", "Unset it.")
-    return None
+    name, value, unset = found.name, found.value, f"Unset {found.name}, or name a"
+    meant = f"Did you mean {found.suggestion}?" if found.suggestion else f"{_REFERENCE} lists those that do."
+    have = f"{_REFERENCE} lists those that have."
+    offline = name == "HF_HUB_OFFLINE" and value.upper() in ("1", "TRUE", "YES", "ON")
+    wrong: tuple[tuple[bool, Status, str, str], ...] = (
+        (name in _FOLDERS and not Path(value).is_dir(), "warning", ": no such folder", f"{unset} folder."),
+        (name in _FILES and not Path(value).expanduser().is_file(), "broken", ": no such file", f"{unset} file."),
+        (found.variable is None and name.startswith("MOEEDGE_"), "warning", " has no effect", meant),
+        (name.startswith(OPTION_PREFIX) and name not in honoured, "info", " has no effect here", have),
+        (offline, "info", ": nothing is downloaded", "Unset it before moeedge pull."),
+        (name == "GGML_CPU_DISABLE_FUSION", "info", ": the CPU computes slower", "Unset it."),
+    )
+    rows = (Finding("variables", status, f"{name}={value}{text}", hint) for is_so, status, text, hint in wrong if is_so)
+    return next(rows, None)
 
 
 def examine(honoured: Collection[str] = ()) -> Report:
@@ -293,17 +273,19 @@ def examine(honoured: Collection[str] = ()) -> Report:
     honoured: the variables of llama.cpp's options (LLAMA_ARG_*) that act here.
     """
     found = checked("library", library)
-    if not any(finding.status == "broken" for finding in found):
-        found += checked("GPU", gpu)
-    works = not any(finding.status == "broken" and finding.topic == "library" for finding in found)
-    found += checked("toy pair", bundled_files)
-    found += checked("processor", processor)
-    if works:
-        found += checked("kernels", kernels)
-    found += checked("threads", threads)
-    if works:
-        found += checked("memory", memory)
-    found += checked("models", models)
-    found += checked("kept files", kept_files)
-    found += checked("variables", partial(environment, honoured=honoured))
+    works = not Report(tuple(found)).is_broken
+    checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
+        ("GPU", gpu),
+        ("toy pair", bundled_files),
+        ("processor", processor),
+        ("kernels", kernels),
+        ("threads", threads),
+        ("memory", memory),
+        ("models", models),
+        ("kept files", kept_files),
+        ("variables", partial(environment, honoured=honoured)),
+    )
+    for topic, check in checks:
+        if works or check not in (gpu, kernels, memory):  # these need the library
+            found += checked(topic, check)
     return Report(tuple(found))

@@ -33,11 +33,12 @@ def list_running() -> list[RunningProcess]:
             command = command_of(words)
             if command is None or process.uids().real != os.getuid():
                 continue
+            files = {region.path for region in process.memory_maps()} | {file.path for file in process.open_files()}
             found.append(
                 RunningProcess(
                     pid=process.pid,
                     command=command,
-                    models=_models(process),
+                    models=tuple(sorted(path for path in files if path.endswith(".gguf"))),
                     memory_bytes=process.memory_info().rss,
                     gpu_bytes=on_gpus.get(process.pid),
                     started_s=process.create_time(),
@@ -55,9 +56,3 @@ def command_of(words: Sequence[str]) -> str | None:
         if is_program or (word == "moeedge" and words[i - 1] == "-m"):
             return words[i + 1] if i + 1 < len(words) else ""
     return None
-
-
-def _models(process: psutil.Process) -> tuple[str, ...]:
-    mapped = [region.path for region in process.memory_maps()]
-    opened = [file.path for file in process.open_files()]
-    return tuple(sorted({path for path in (*mapped, *opened) if path.endswith(".gguf")}))

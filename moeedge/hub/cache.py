@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from moeedge.hub.catalog import SHA256, HubFile, Variant
 from moeedge.hub.names import HubReference, all_parts, has_quant, is_first_part
+from moeedge.paths import children, text_of
 
 INCOMPLETE = ".incomplete"
 _FOLDER = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>.+)")
@@ -37,13 +39,9 @@ class CachedModel:
 
 def hub_cache() -> Path:
     """Returns the cache's folder: the environment variables that huggingface_hub reads, in its order, at call time."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(variable):
-            return Path(os.path.expandvars(os.environ[variable])).expanduser()
-    home = os.environ.get("HF_HOME")
-    if home:
-        return Path(os.path.expandvars(home)).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface" / "hub"
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(os.path.expandvars(named or f"{home}/hub")).expanduser()
 
 
 def repo_folder(repo: str) -> Path:
@@ -51,22 +49,21 @@ def repo_folder(repo: str) -> Path:
     return hub_cache() / f"models--{repo.replace('/', '--')}"
 
 
-def blob_file(repo: str, etag: str) -> Path:
-    """Returns the path of a complete file's bytes."""
-    return repo_folder(repo) / "blobs" / etag
+def blob_file(repo: str, etag: str, suffix: str = "") -> Path:
+    """Returns the path of a file's bytes, of an unfinished download with the suffix INCOMPLETE."""
+    return repo_folder(repo) / "blobs" / f"{etag}{suffix}"
 
 
-def partial_file(repo: str, etag: str) -> Path:
-    """Returns the path of an unfinished download's bytes."""
-    return repo_folder(repo) / "blobs" / f"{etag}{INCOMPLETE}"
+def have_bytes(repo: str, etag: str) -> int:
+    """Returns the bytes of a file that are here: all of a complete one, else those of an unfinished download."""
+    return size_of(blob_file(repo, etag)) or size_of(blob_file(repo, etag, INCOMPLETE))
 
 
 def size_of(path: Path) -> int:
     """Returns the bytes of a file, 0 if there is none."""
-    try:
+    with suppress(OSError):
         return path.stat().st_size
-    except OSError:
-        return 0
+    return 0
 
 
 def find_variant(variant: Variant) -> Path | None:
@@ -95,10 +92,7 @@ def find_reference(reference: HubReference) -> list[CachedModel]:
 
 def partial_bytes(variant: Variant) -> int:
     """Returns the bytes of `variant` that are cached, complete parts included; 0 without the catalog's hashes."""
-    hashes = [file.sha256 for file in variant.files if file.sha256 is not None]
-    return sum(
-        size_of(blob_file(variant.repo, sha256)) + size_of(partial_file(variant.repo, sha256)) for sha256 in hashes
-    )
+    return sum(have_bytes(variant.repo, file.sha256) for file in variant.files if file.sha256 is not None)
 
 
 def cached_models() -> Iterator[CachedModel]:
@@ -116,7 +110,7 @@ def cached_models() -> Iterator[CachedModel]:
 def unfinished_downloads() -> Iterator[tuple[str, Path]]:
     """Yields the repository and path of every unfinished download."""
     for repo, folder in _repos():
-        for blob in sorted(_children(folder / "blobs")):
+        for blob in sorted(children(folder / "blobs")):
             if blob.name.endswith(INCOMPLETE) and SHA256.fullmatch(blob.name.removesuffix(INCOMPLETE)):
                 yield repo, blob
 
@@ -127,18 +121,15 @@ def snapshots(repo: str, revision: str = "main") -> list[Path]:
     ordered = []
     for name in (revision, "main"):
         ordered.append(folder / "snapshots" / name)
-        try:
-            commit = (folder / "refs" / name).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
-            continue
+        commit = text_of(folder / "refs" / name)
         if re.fullmatch(r"[0-9a-f]+", commit):
             ordered.append(folder / "snapshots" / commit)
-    ordered += sorted(_children(folder / "snapshots"), key=lambda path: path.stat().st_mtime, reverse=True)
+    ordered += sorted(children(folder / "snapshots"), key=lambda path: path.stat().st_mtime, reverse=True)
     return [path for path in dict.fromkeys(ordered) if path.is_dir()]
 
 
 def _repos() -> Iterator[tuple[str, Path]]:
-    for folder in sorted(_children(hub_cache())):
+    for folder in sorted(children(hub_cache())):
         match = _FOLDER.fullmatch(folder.name)
         if match is not None:
             yield f"{match['owner']}/{match['name']}", folder
@@ -163,10 +154,3 @@ def _matches(path: Path, file: HubFile) -> bool:
     if SHA256.fullmatch(blob):
         return file.sha256 in (None, blob)
     return file.size_bytes is None or size_of(path) == file.size_bytes
-
-
-def _children(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []

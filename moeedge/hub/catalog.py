@@ -9,14 +9,19 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from moeedge import paths
 from moeedge.errors import CatalogError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 BUNDLED = "bundled"  # the name of the pair that comes with the package
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -94,10 +99,6 @@ class ModelEntry:
     starter: bool = False  # offered as the first real model
     own: bool = False  # from the user's file
 
-    def variant(self, quant: str) -> Variant | None:
-        """Returns the variant of that quantization, ignoring case."""
-        return next((variant for variant in self.variants if variant.quant.lower() == quant.lower()), None)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -137,21 +138,18 @@ class Catalog:
     def find(self, text: str) -> Choice | None:
         """Returns the entry for NAME, an alias or NAME:QUANT. Raises CatalogError if only the quantization is
         unknown."""
-        name = self._names.get(text.lower())
-        if name is not None:
-            return Choice(self.entries[name], self.entries[name].variants[0])
-        prefix, colon, quant = text.rpartition(":")
-        name = self._names.get(prefix.lower()) if colon else None
+        prefix, colon, quant = ("", "", "") if text.lower() in self._names else text.rpartition(":")
+        name = self._names.get(prefix.lower() if colon else text.lower())
         if name is None:
             return None
         entry = self.entries[name]
-        variant = entry.variant(quant)
-        if variant is None:
-            raise CatalogError(
-                f"Unknown quantization '{quant}' of {entry.name}.",
-                f"Choose from: {', '.join(known.quant for known in entry.variants)}.",
-            )
-        return Choice(entry, variant)
+        for variant in entry.variants:
+            if not colon or variant.quant.lower() == quant.lower():
+                return Choice(entry, variant)
+        raise CatalogError(
+            f"Unknown quantization '{quant}' of {entry.name}.",
+            f"Choose from: {', '.join(known.quant for known in entry.variants)}.",
+        )
 
     def similar(self, text: str) -> list[str]:
         """Returns names similar to `text`: those that contain it first, then by similarity."""
@@ -163,16 +161,10 @@ class Catalog:
         similar = [self._names[name] for name in order if wanted in name or ratio[name] >= _SIMILAR]
         return list(dict.fromkeys(similar))[:_MAX_SUGGESTIONS]
 
-    def drafts(self, entry: ModelEntry) -> Iterator[Choice]:
-        """Yields the drafts that go with `entry`, the best first."""
-        for name in entry.drafts:
-            choice = self.find(name)
-            assert choice is not None  # checked by load_catalog
-            yield choice
-
-    def best_draft(self, choice: Choice) -> Choice | None:
-        """Returns the draft that is downloaded with `choice`: the first of its entry that is another file."""
-        return next((draft for draft in self.drafts(choice.entry) if draft.variant != choice.variant), None)
+    def drafts(self, choice: Choice) -> list[Choice]:
+        """Returns the drafts that go with `choice`, the best first, which is downloaded with it; not the same file."""
+        found = (self.find(name) for name in choice.entry.drafts)
+        return [draft for draft in found if draft is not None and draft.variant != choice.variant]
 
     def starter(self) -> Starter | None:
         """Returns the first real model to try, the user's own choice before ours; None if no entry is marked."""
@@ -182,10 +174,6 @@ class Catalog:
         entry = next((entry for entry in marked if entry.own), marked[0])
         size_bytes = entry.variants[0].size_bytes or entry.variants[0].about_bytes
         return Starter(entry.name, size_bytes, f"moeedge pull {entry.name} && moeedge chat -m {entry.name}")
-
-    def targets_of(self, name: str) -> list[str]:
-        """Returns the names of the entries that list `name` (NAME or NAME:QUANT) as a draft."""
-        return [entry.name for entry in self.entries.values() if name in entry.drafts]
 
 
 def load_catalog() -> Catalog:
@@ -205,7 +193,8 @@ def load_catalog() -> Catalog:
 
 def _read(path: Path, *, own: bool) -> dict[str, ModelEntry]:
     try:
-        data = _parse_toml(path)
+        with path.open("rb") as file:
+            data: dict[str, Any] = tomllib.load(file)
     except OSError as error:
         raise CatalogError(f"Cannot read the catalog {path}: {error.strerror}.") from None
     except ValueError as error:  # not TOML, or not UTF-8
@@ -215,81 +204,59 @@ def _read(path: Path, *, own: bool) -> dict[str, ModelEntry]:
     entries: dict[str, ModelEntry] = {}
     for table in data.get("model", []):
         entry = reader.entry(table, own=own)
-        if entry.name in entries:
-            reader.fail(f"there are two entries {entry.name}")
+        reader.require(entry.name not in entries, f"there are two entries {entry.name}")
         entries[entry.name] = entry
     return entries
 
 
-def _parse_toml(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    with path.open("rb") as file:
-        tables: dict[str, Any] = tomllib.load(file)
-    return tables
+# what a value must be: its types, a further test, and both in words
+_Rule = tuple[tuple[type, ...], Callable[[Any], bool], str]
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _rule(kind: type | tuple[type, ...], words: str, test: Callable[[Any], bool] = lambda value: True) -> _Rule:
+    return (kind if isinstance(kind, tuple) else (kind,)), test, words
 
 
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _is_tables(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+def _list(kind: type, words: str, test: Callable[[Any], bool] = lambda item: True) -> _Rule:
+    return (list,), lambda value: all(type(item) is kind and test(item) for item in value), words
 
 
 def _is_repo_path(value: str) -> bool:
     return not value.startswith("/") and ".." not in value.split("/") and value.endswith(".gguf")
 
 
-# what a value must be: a test and its description
-_Rule = tuple[Callable[[Any], bool], str]
-_TEXT: _Rule = (lambda value: isinstance(value, str), "a text")
-_TEXTS: _Rule = (_is_texts, "a list of texts")
-_FILE: dict[str, _Rule] = {"model": (_is_tables, "tables: [[model]]")}
+_TEXT, _YES_OR_NO = _rule(str, "a text"), _rule(bool, "true or false")
+_FILE: dict[str, _Rule] = {"model": _list(dict, "tables: [[model]]")}
 _MODEL: dict[str, _Rule] = {
-    "name": (
-        lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+", value)) and value.lower() != BUNDLED,
+    "name": _rule(
+        str,
         f'letters, digits, ".", "-" and "_", and not "{BUNDLED}"',
+        lambda value: bool(re.fullmatch(r"[\w.-]+", value)) and value.lower() != BUNDLED,
     ),
     **dict.fromkeys(("about", "licence", "note", "source"), _TEXT),
-    **dict.fromkeys(("aliases", "drafts"), _TEXTS),
-    "draft_max": (lambda value: _is_whole(value) and value >= 0, "a whole number, 0 or more"),
-    "starter": (lambda value: isinstance(value, bool), "true or false"),
-    "variant": (_is_tables, "tables: [[model.variant]]"),
-    "shape": (lambda value: isinstance(value, dict), "a table: [model.shape]"),
+    **dict.fromkeys(("aliases", "drafts"), _list(str, "a list of texts")),
+    "draft_max": _rule(int, "a whole number, 0 or more", lambda value: value >= 0),
+    "starter": _YES_OR_NO,
+    "variant": _list(dict, "tables: [[model.variant]]"),
+    "shape": _rule(dict, "a table: [model.shape]"),
 }
 _SHAPE_EXPERTS = ("expert_layers", "experts", "used", "expert_weights")  # a dense model has none of them
 _SHAPE_NEEDS = ("weights", "kv_bytes_per_token")
 _SHAPE: dict[str, _Rule] = {
     **dict.fromkeys(
         (*_SHAPE_EXPERTS, *_SHAPE_NEEDS, "window_bytes", "vocabulary", "context"),
-        (lambda value: _is_whole(value) and value > 0, "a whole number above 0"),
+        _rule(int, "a whole number above 0", lambda value: value > 0),
     ),
     "source": _TEXT,
 }
 _VARIANT: dict[str, _Rule] = {
     **dict.fromkeys(("quant", "revision", "path", "source"), _TEXT),
-    "repo": (lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)), '"owner/name"'),
-    "files": (lambda value: _is_texts(value) and all(map(_is_repo_path, value)), "paths of GGUF files in the repo"),
-    "size_bytes": (
-        lambda value: isinstance(value, list) and all(_is_whole(size) and size > 0 for size in value),
-        "a list of whole numbers above 0",
-    ),
-    "sha256": (
-        lambda value: _is_texts(value) and all(map(SHA256.fullmatch, value)),
-        "a list of hashes of 64 hexadecimal digits",
-    ),
-    "about_gb": (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6,
-        "a number above 0",
-    ),
-    "verified": (lambda value: isinstance(value, bool), "true or false"),
+    "repo": _rule(str, '"owner/name"', lambda value: bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value))),
+    "files": _list(str, "paths of GGUF files in the repo", _is_repo_path),
+    "size_bytes": _list(int, "a list of whole numbers above 0", lambda size: size > 0),
+    "sha256": _list(str, "a list of hashes of 64 hexadecimal digits", lambda digits: bool(SHA256.fullmatch(digits))),
+    "about_gb": _rule((int, float), "a number above 0", lambda value: 0 < value < 1e6),
+    "verified": _YES_OR_NO,
 }
 
 
@@ -302,59 +269,57 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def fail(self, why: str) -> NoReturn:
-        raise CatalogError(f"Cannot use the catalog {self._path}: {why}.", "docs/models.md describes the format.")
+    def require(self, is_valid: object, why_not: str) -> None:
+        if not is_valid:
+            hint = "docs/models.md describes the format."
+            raise CatalogError(f"Cannot use the catalog {self._path}: {why_not}.", hint)
 
     def check(self, table: dict[str, Any], rules: dict[str, _Rule], where: str) -> None:
         """Fails for an unknown key and for a value that breaks its rule."""
+        unknown = next((key for key in table if key not in rules), None)
+        known = ", ".join(sorted(rules))
+        self.require(unknown is None, f'{where} has an unknown key "{unknown}" (known: {known})')
         for key, value in table.items():
-            if key not in rules:
-                self.fail(f'{where} has an unknown key "{key}" (known: {", ".join(sorted(rules))})')
-            is_valid, expected = rules[key]
-            if not is_valid(value):
-                self.fail(f'{key} of {where} must be {expected}, not "{value}"')
+            kinds, test, expected = rules[key]
+            if type(value) not in kinds or not test(value):
+                self.require(False, f'{key} of {where} must be {expected}, not "{value}"')
 
     def entry(self, table: dict[str, Any], *, own: bool) -> ModelEntry:
         where = f"model {table.get('name', '')}".rstrip()
-        if "name" not in table:
-            self.fail("a [[model]] has no name")
+        self.require("name" in table, "a [[model]] has no name")
         self.check(table, _MODEL, where)
         variants = tuple(self.variant(variant, f"a variant of {where}") for variant in table.get("variant", []))
-        if not variants:
-            self.fail(f"{where} has no [[model.variant]]")
-        if len({variant.quant.lower() for variant in variants}) < len(variants):
-            self.fail(f"{where} has two variants of one quant")
-        optional: dict[str, Any] = {key: table.get(key, "") for key in ("about", "licence", "note", "source")}
-        optional |= {key: tuple(table.get(key, ())) for key in ("aliases", "drafts")}
-        optional |= {"draft_max": table.get("draft_max"), "starter": table.get("starter", False)}
-        shape = self.shape(table["shape"], f"[model.shape] of {where}") if "shape" in table else None
-        return ModelEntry(name=table["name"], variants=variants, shape=shape, own=own, **optional)
+        self.require(variants, f"{where} has no [[model.variant]]")
+        quants = {variant.quant.lower() for variant in variants}
+        self.require(len(quants) == len(variants), f"{where} has two variants of one quant")
+        given: dict[str, Any] = {"about": "", "licence": ""}
+        given |= {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        given["shape"] = self.shape(table["shape"], f"[model.shape] of {where}") if "shape" in table else None
+        del given["variant"]
+        return ModelEntry(**given, variants=variants, own=own)
 
     def shape(self, table: dict[str, Any], where: str) -> Shape:
         self.check(table, _SHAPE, where)
         is_dense = not set(_SHAPE_EXPERTS) & table.keys()
         missing = [key for key in (*(() if is_dense else _SHAPE_EXPERTS), *_SHAPE_NEEDS) if key not in table]
-        if missing:
-            self.fail(f"{where} lacks {', '.join(missing)}")
+        self.require(not missing, f"{where} lacks {', '.join(missing)}")
         shape = Shape(**(dict.fromkeys(_SHAPE_EXPERTS, 0) | table))
-        if not is_dense and not (0 < shape.expert_share < 1 and shape.used <= shape.experts):
-            self.fail(f"{where} has experts that are more than its weights, or fewer than a token uses")
+        is_possible = is_dense or (0 < shape.expert_share < 1 and shape.used <= shape.experts)
+        self.require(is_possible, f"{where} has experts that are more than its weights, or fewer than a token uses")
         return shape
 
     def variant(self, table: dict[str, Any], where: str) -> Variant:
         self.check(table, _VARIANT, where)
         quant = table.get("quant") or "default"
         if table.get("path"):
-            if "repo" in table or "files" in table:
-                self.fail(f"{where} has a path and a repo: give one of them")
+            self.require(not {"repo", "files"} & table.keys(), f"{where} has a path and a repo: give one of them")
             return Variant(quant, local=(self._path.parent / Path(table["path"]).expanduser()).absolute())
         names = table.get("files", [])
         sizes = table.get("size_bytes", [None] * len(names))
         hashes = table.get("sha256") or [None] * len(names)
-        if "repo" not in table or not names:
-            self.fail(f"{where} has neither a path nor a repo and files")
-        if not len(names) == len(sizes) == len(hashes):
-            self.fail(f"{where} needs as many size_bytes and sha256 as files")
+        self.require("repo" in table and names, f"{where} has neither a path nor a repo and files")
+        as_many = len(names) == len(sizes) == len(hashes)
+        self.require(as_many, f"{where} needs as many size_bytes and sha256 as files")
         return Variant(
             quant,
             repo=table["repo"],

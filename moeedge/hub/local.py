@@ -6,7 +6,7 @@ downloads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,21 +64,21 @@ class Removal:
     size_bytes: int  # freed
 
 
-def locate(text: str, catalog: Catalog | None = None) -> LocalModel:
+def locate(text: str) -> LocalModel:
     """Returns the model file that `text` means: a path that exists, else a name of the catalog, else a file of the hub.
 
     Text that looks like a path is one, whether it exists or not. Raises ModelNameError for an unknown name and for a
     model that is not on this machine, InputError for an ambiguous name.
     """
     path = Path(text)
-    if path.exists() or _looks_like_path(text):
+    looks_like_path = text.startswith(("/", "./", "../", "~")) or (text.lower().endswith(".gguf") and ":" not in text)
+    if path.exists() or looks_like_path:
         return LocalModel(path)
-    catalog = catalog or load_catalog()
-    choice = find(catalog, text)
+    choice = find(load_catalog(), text)
     if isinstance(choice, Choice):
         found = find_variant(choice.variant)
         if found is None:
-            raise _absent(choice)
+            raise absent(choice)
         return LocalModel(found, choice, choice.name)
     models = find_reference(choice)
     if not models:
@@ -91,54 +91,31 @@ def locate(text: str, catalog: Catalog | None = None) -> LocalModel:
     return LocalModel(models[0].path, name=str(choice))
 
 
-def local_draft(catalog: Catalog, choice: Choice) -> LocalModel | None:
-    """Returns the best draft of the catalog's entry that is on this machine."""
-    for draft in catalog.drafts(choice.entry):
-        path = find_variant(draft.variant)
-        if path is not None and draft.variant != choice.variant:
-            return LocalModel(path, draft, draft.name)
-    return None
-
-
 def chat_draft(catalog: Catalog, choice: Choice) -> Choice | None:
     """Returns the draft that a chat with `choice` takes without -md.
 
     Of a model on this machine the best that is here, too; of another the one that is downloaded with it.
     """
-    if find_variant(choice.variant) is None:
-        return catalog.best_draft(choice)
-    found = local_draft(catalog, choice)
-    return None if found is None else found.choice
+    is_here = find_variant(choice.variant) is not None
+    drafts = (draft for draft in catalog.drafts(choice) if not is_here or find_variant(draft.variant))
+    return next(drafts, None)
 
 
-def missing_local_file(choice: Choice) -> ModelNameError:
-    """Returns the error for an entry of the user's catalog whose file does not exist."""
-    return ModelNameError(
-        f"Your catalog says that {choice.name} is {choice.variant.local}, which does not exist.",
-        "Correct its path in your catalog.",
-    )
-
-
-def _looks_like_path(text: str) -> bool:
-    return text.startswith(("/", "./", "../", "~")) or (text.lower().endswith(".gguf") and ":" not in text)
-
-
-def _absent(choice: Choice) -> ModelNameError:
+def absent(choice: Choice) -> ModelNameError:
+    """Returns the error for an entry of the catalog whose files are not here."""
     variant = choice.variant
     if variant.local is not None:
-        return missing_local_file(choice)
+        why = f"Your catalog says that {choice.name} is {variant.local}, which does not exist."
+        return ModelNameError(why, "Correct its path in your catalog.")
     n_bytes, n_here = variant.size_bytes or variant.about_bytes, cache.partial_bytes(variant)
+    size = format_bytes(n_bytes) if n_bytes else ""
     if n_here:
-        of = f" of {format_bytes(n_bytes)}" if n_bytes else ""
-        return ModelNameError(
-            f"{choice.name} is incomplete on this machine: {format_bytes(n_here)}{of}.",
-            f"Fetch the rest with moeedge pull {choice.name}.",
-        )
-    about = f" ({format_bytes(n_bytes)})" if n_bytes else ""
-    return ModelNameError(
-        f"{choice.name}{about} is not on this machine.",
-        f"Download it{' and its draft' if choice.entry.drafts else ''} with moeedge pull {choice.name}.",
-    )
+        have = f"{format_bytes(n_here)} of {size}" if size else format_bytes(n_here)
+        why, fetch = f"{choice.name} is incomplete on this machine: {have}.", "Fetch the rest"
+    else:
+        why = f"{choice.name}{f' ({size})' if size else ''} is not on this machine."
+        fetch = f"Download it{' and its draft' if choice.entry.drafts else ''}"
+    return ModelNameError(why, f"{fetch} with moeedge pull {choice.name}.")
 
 
 def list_models(catalog: Catalog, *, everything: bool) -> list[ListedModel]:
@@ -148,20 +125,19 @@ def list_models(catalog: Catalog, *, everything: bool) -> list[ListedModel]:
     """
     rows = list(_bundled())
     known: set[Path] = set()
-    for entry in catalog.entries.values():
-        for variant in entry.variants:
-            row = _catalog_row(catalog, Choice(entry, variant))
-            if row.path is not None:
-                known.add(Path(row.path).resolve())
-            if everything or row.state != "absent":
-                rows.append(row)
+    choices = [Choice(entry, variant) for entry in catalog.entries.values() for variant in entry.variants]
+    for choice in choices:
+        row = _catalog_row(catalog, choice)
+        if row.path is not None:
+            known.add(Path(row.path).resolve())
+        if everything or row.state != "absent":
+            rows.append(row)
     for model in cache.cached_models():
         if model.path.resolve() not in known:
             name = str(HubReference(model.repo, file=model.files[0]))
             size = model.size_bytes
             rows.append(ListedModel(name, "", "complete", size, size, str(model.path), repo=model.repo))
-    variants = (variant for entry in catalog.entries.values() for variant in entry.variants)
-    hashes = {file.sha256 for variant in variants for file in variant.files}
+    hashes = {file.sha256 for choice in choices for file in choice.variant.files}
     for repo, blob in cache.unfinished_downloads():
         if blob.name.removesuffix(cache.INCOMPLETE) not in hashes:
             rows.append(ListedModel(f"hf:{repo}", "", "partial", None, size_of(blob), None, repo=repo))
@@ -169,13 +145,11 @@ def list_models(catalog: Catalog, *, everything: bool) -> list[ListedModel]:
 
 
 def _bundled() -> Iterator[ListedModel]:
-    try:
+    with suppress(ModelFileError):
         files = paths.bundled_target(), paths.bundled_draft()
-    except ModelFileError:
-        return
-    size = sum(size_of(file) for file in files)
-    about = "the toy pair that comes with moeedge: target and draft"
-    yield ListedModel(BUNDLED, about, "complete", size, size, str(files[0]))
+        size = sum(size_of(file) for file in files)
+        about = "the toy pair that comes with moeedge: target and draft"
+        yield ListedModel(BUNDLED, about, "complete", size, size, str(files[0]))
 
 
 def _catalog_row(catalog: Catalog, choice: Choice) -> ListedModel:
@@ -185,22 +159,18 @@ def _catalog_row(catalog: Catalog, choice: Choice) -> ListedModel:
     if path is not None and size is None:
         size = sum(size_of(path.with_name(Path(file.path).name)) for file in variant.files) or size_of(path)
     n_here = size or 0 if path is not None else cache.partial_bytes(variant)
+    shared = {name: getattr(entry, name) for name in ("about", "licence", "draft_max", "note")}
+    shared |= {name: getattr(variant, name) for name in ("about_bytes", "repo", "verified")}
     return ListedModel(
+        **shared,
         name=choice.name,
-        about=entry.about,
         state="complete" if path is not None else "partial" if n_here else "absent",
         size_bytes=size,
         have_bytes=n_here,
         path=None if path is None else str(path),
-        about_bytes=variant.about_bytes,
-        licence=entry.licence,
         drafts=tuple(draft for draft in entry.drafts if draft != choice.name),
-        draft_of=tuple(catalog.targets_of(choice.name)),
-        draft_max=entry.draft_max,
-        repo=variant.repo,
+        draft_of=tuple(each.name for each in catalog.entries.values() if choice.name in each.drafts),
         revision=variant.revision if variant.repo else "",
-        verified=variant.verified,
-        note=entry.note,
         source=variant.source or entry.source,
     )
 
@@ -217,14 +187,14 @@ def plan_removal(catalog: Catalog, name: str) -> Removal:
         )
     choice = find(catalog, name)
     if isinstance(choice, Choice):
-        if choice.variant.local is not None:
+        variant, label = choice.variant, choice.name
+        if variant.local is not None:
             raise InputError(
-                f"{choice.name} is a file of your own catalog, which moeedge does not delete.",
-                f"Delete {choice.variant.local} and its entry in the catalog.",
+                f"{label} is a file of your own catalog, which moeedge does not delete.",
+                f"Delete {variant.local} and its entry in the catalog.",
             )
-        repo, label = choice.variant.repo, choice.name
-        files = [file.path for file in choice.variant.files]
-        unfinished = [cache.partial_file(repo, file.sha256) for file in choice.variant.files if file.sha256]
+        repo, files = variant.repo, [file.path for file in variant.files]
+        unfinished = [cache.blob_file(repo, file.sha256, cache.INCOMPLETE) for file in variant.files if file.sha256]
     else:
         repo, label = choice.repo, str(choice)
         files = [file for model in find_reference(choice) for file in model.files]
@@ -232,16 +202,11 @@ def plan_removal(catalog: Catalog, name: str) -> Removal:
         unfinished = [blob for owner, blob in cache.unfinished_downloads() if is_entire_repo and owner == repo]
     links = [link for folder in snapshots(repo) for file in files if (link := folder / file).exists()]
     blobs = {link.resolve() for link in links} | {blob for blob in unfinished if blob.is_file()}
-    removable = [blob for blob in blobs if not _is_shared(blob, links, repo)]
+    others = {path for folder in snapshots(repo) for path in folder.rglob("*") if path.is_symlink()} - set(links)
+    removable = list(blobs - {path.resolve() for path in others})  # no other file is a link to these
     if not links and not removable:
         raise ModelNameError(f"{label} is not on this machine.", "moeedge list shows those that are.")
     return Removal(label, tuple(links), tuple(removable), sum(size_of(blob) for blob in removable))
-
-
-def _is_shared(blob: Path, links: Sequence[Path], repo: str) -> bool:
-    """Whether a link other than `links` points to the blob."""
-    others = (path for folder in snapshots(repo) for path in folder.rglob("*") if path not in links)
-    return any(path.is_symlink() and path.resolve() == blob for path in others)
 
 
 def remove(removal: Removal) -> None:

@@ -1,24 +1,38 @@
-"""What `moeedge pull` downloads: the files of a target and its draft, those that are missing, and the room for them."""
+"""Downloads of `moeedge pull`: files of a target and its draft that are not on this machine, checked by their hashes.
+
+huggingface_hub's hf_hub_download deletes the partial file of an interrupted download, so that 20 GB start anew, and
+does not check the hash. Therefore the bytes come through its http_get into `blobs/<etag>.incomplete`, which stays, and
+hf_hub_download only links the complete blob into the cache.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from moeedge.errors import DownloadError, InputError
 from moeedge.hub import cache
 from moeedge.hub.catalog import BUNDLED, Catalog, Choice, HubFile, Variant
-from moeedge.hub.download import ProgressReporter, download
-from moeedge.hub.local import missing_local_file
+from moeedge.hub.local import absent
 from moeedge.hub.names import choose_files, find
-from moeedge.hub.remote import RemoteFile, ask_file, list_files
+from moeedge.hub.remote import NoAnswerError, RemoteFile, ask_file, hub_endpoint, hub_errors, list_files
+from moeedge.paths import DISK_FULL_ERRORS, existing
 from moeedge.units import format_bytes
 
 Role = Literal["target", "draft"]
+At = Callable[[int, str], None]  # bytes of a file on the disk; "checking" while cached ones are hashed, "downloading"
+ShowFile = Callable[[str, int], AbstractContextManager[At]]  # its name and size
 _RESERVE_BYTES = 256 * 2**20  # of the disk stays free
+_BLOCK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 2**19  # a broken connection loses up to one chunk: huggingface_hub's 10 MB are too many on a slow link
+_MAX_HTTP_BYTES = 50 * 1000**3  # the hub serves larger files by its own protocol only
 
 
 @dataclass(frozen=True)
@@ -28,39 +42,25 @@ class WantedModel:
     role: Role
     name: str  # as the user or the catalog calls it
     licence: str
-    repo: str
-    revision: str
-    files: tuple[HubFile, ...]  # from the catalog or the hub's listing
+    variant: Variant  # from the catalog or the hub's listing
     local: Path | None  # the first file, if all are on this machine
-    verified: bool = True
-
-
-@dataclass(frozen=True)
-class MissingFile:
-    """One file to download."""
-
-    file: RemoteFile
-    sha256: str | None  # the catalog's
-    have_bytes: int  # from an earlier attempt
 
 
 def want(catalog: Catalog, name: str, role: Role, *, quant: str | None = None) -> WantedModel:
     """Returns the model that `name` means, in the catalog or on the hub. Raises InputError and DownloadError."""
     choice = find(catalog, name, quant=quant)
     if isinstance(choice, Choice):
-        entry, variant = choice.entry, choice.variant
-        local = cache.find_variant(variant)
-        if variant.local is not None and local is None:
-            raise missing_local_file(choice)
-        return WantedModel(
-            role, choice.name, entry.licence, variant.repo, variant.revision, variant.files, local, variant.verified
-        )
+        local = cache.find_variant(choice.variant)
+        if choice.variant.local is not None and local is None:
+            raise absent(choice)
+        return WantedModel(role, choice.name, choice.entry.licence, choice.variant, local)
     models = cache.find_reference(choice)
     if (choice.file or choice.quant) and len(models) == 1:  # no need to ask the hub
-        files = tuple(HubFile(path) for path in models[0].files)
-        return WantedModel(role, str(choice), "", choice.repo, models[0].commit, files, models[0].path)
+        variant = Variant("", choice.repo, models[0].commit, tuple(HubFile(path) for path in models[0].files))
+        return WantedModel(role, str(choice), "", variant, models[0].path)
     files = choose_files(choice, list_files(choice.repo, choice.revision))
-    return _with_path(WantedModel(role, str(choice), "", choice.repo, choice.revision, files, None))
+    variant = Variant("", choice.repo, choice.revision, files)
+    return WantedModel(role, str(choice), "", variant, cache.find_variant(variant))
 
 
 def want_pair(
@@ -70,51 +70,41 @@ def want_pair(
     if name.lower() == BUNDLED:
         raise InputError("The bundled pair comes with moeedge.", "Run moeedge chat without -m.")
     wanted = [want(catalog, name, "target", quant=quant)]
-    if no_draft:
-        return wanted
     choice = find(catalog, name, quant=quant)
     if draft is None and isinstance(choice, Choice):
-        best = catalog.best_draft(choice)
-        draft = None if best is None else best.name
-    if draft is not None:
+        draft = next((best.name for best in catalog.drafts(choice)), None)
+    if draft is not None and not no_draft:
         wanted.append(want(catalog, draft, "draft"))
     return wanted
 
 
 def refresh(wanted: Sequence[WantedModel]) -> list[WantedModel]:
     """Returns `wanted` with the paths of files that have arrived since."""
-    return [_with_path(model) if model.local is None else model for model in wanted]
+    return [replace(model, local=model.local or cache.find_variant(model.variant)) for model in wanted]
 
 
-def _with_path(model: WantedModel) -> WantedModel:
-    return replace(model, local=cache.find_variant(Variant("", model.repo, model.revision, model.files)))
-
-
-def missing_files(wanted: Sequence[WantedModel]) -> list[MissingFile]:
+def missing_files(wanted: Sequence[WantedModel]) -> list[RemoteFile]:
     """Returns the files to download, with sizes and hashes as the hub serves them now. Raises DownloadError."""
-    found: dict[tuple[str, str], MissingFile] = {}
-    for model in wanted:
-        for file in model.files if model.local is None else ():
-            remote = ask_file(model.repo, file.path, model.revision)
+    found: dict[tuple[str, str], RemoteFile] = {}
+    for variant in (model.variant for model in wanted if model.local is None):
+        for file in variant.files:
+            remote = ask_file(variant.repo, file.path, variant.revision)
             if file.sha256 is not None and remote.sha256 not in (None, file.sha256):
                 raise DownloadError(
                     f"The hub serves another {file.path} than the catalog lists: its SHA-256 is "
                     f"{(remote.sha256 or '')[:12]}..., not {file.sha256[:12]}....",
-                    f"If you trust {model.repo}: moeedge pull hf:{model.repo}:{file.path}",
+                    f"If you trust {variant.repo}: moeedge pull hf:{variant.repo}:{file.path}",
                 )
-            have = cache.size_of(cache.blob_file(model.repo, remote.etag)) or cache.size_of(
-                cache.partial_file(model.repo, remote.etag)
-            )
-            found[model.repo, remote.etag] = MissingFile(remote, file.sha256, min(have, remote.size_bytes))
+            have = min(cache.have_bytes(variant.repo, remote.etag), remote.size_bytes)
+            found[variant.repo, remote.etag] = replace(remote, sha256=remote.sha256 or file.sha256, have_bytes=have)
     return list(found.values())
 
 
-def check_room(missing: Sequence[MissingFile]) -> None:
+def check_room(missing: Sequence[RemoteFile]) -> None:
     """Raises DownloadError if the disk cannot hold the missing bytes."""
-    needed = sum(file.file.size_bytes - file.have_bytes for file in missing)
+    needed = sum(file.size_bytes - file.have_bytes for file in missing)
     folder = cache.hub_cache()
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing(folder)).free
     if needed and needed + _RESERVE_BYTES > free:
         raise DownloadError(
             f"The download needs {format_bytes(needed)}, and {folder} has {format_bytes(free)} free.",
@@ -122,7 +112,161 @@ def check_room(missing: Sequence[MissingFile]) -> None:
         )
 
 
-def fetch_all(missing: Sequence[MissingFile], reporter: ProgressReporter) -> None:
-    """Downloads the files one by one. Raises DownloadError; bytes that have arrived by then stay."""
-    for file in missing:
-        download(file.file, reporter, sha256=file.sha256)
+def fetch_file(file: RemoteFile, show: ShowFile) -> None:
+    """Downloads the missing bytes of `file` into the cache; one process at a time appends to a partial file.
+
+    Raises DownloadError; bytes that have arrived stay on any exception (KeyboardInterrupt included), unless their hash
+    is wrong.
+    """
+    from filelock import FileLock, Timeout
+
+    blob, partial = (cache.blob_file(file.repo, file.etag, suffix) for suffix in ("", cache.INCOMPLETE))
+    locks = cache.hub_cache() / ".locks" / cache.repo_folder(file.repo).name
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        with FileLock(locks / f"{partial.name}.lock", timeout=0):
+            if not blob.is_file():
+                blob.parent.mkdir(parents=True, exist_ok=True)
+                with show(file.path, file.size_bytes) as at:
+                    _check(file, partial, _fetch(file, partial, at))
+                    os.replace(partial, blob)
+            _link(file)
+    except Timeout:
+        raise DownloadError(
+            f"Another process is downloading {file.path}.", "Wait until it ends, then run the command again."
+        ) from None
+    except OSError as error:
+        if error.errno not in DISK_FULL_ERRORS:
+            raise
+        have = format_bytes(cache.size_of(partial))
+        raise DownloadError(
+            f"The disk of {cache.hub_cache()} is full: {have} of {format_bytes(file.size_bytes)} of {file.path} have "
+            "arrived.",
+            "Free some space and run the same command again, or download to another disk ($HF_HUB_CACHE).",
+        ) from None
+
+
+class _EnoughError(DownloadError):
+    """As many bytes as wanted; a DownloadError, because those pass through huggingface_hub unchanged."""
+
+
+def fetch_start(file: RemoteFile, target: Path, n_bytes: int) -> None:
+    """Appends bytes of `file` to `target` until it has `n_bytes`. Raises DownloadError."""
+
+    def stop(have_bytes: int, _phase: str) -> None:
+        if have_bytes >= n_bytes:
+            raise _EnoughError("as many bytes as requested")
+
+    with _HashedFile(target, stop) as sink, suppress(_EnoughError):
+        _fetch_range(file, sink, sink.seek(0, os.SEEK_END))
+    os.truncate(target, n_bytes)  # a chunk may have more
+
+
+def _fetch_range(file: RemoteFile, sink: _HashedFile, start: int) -> None:
+    """Writes the bytes of `file` from `start` on to `sink`. Raises DownloadError."""
+    from huggingface_hub import constants, file_download, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    for module in (constants, file_download):  # which of them http_get reads differs by version
+        vars(module).update(DOWNLOAD_CHUNK_SIZE=_CHUNK_BYTES)
+    with hub_errors(f"{file.path} of {file.repo}", file.repo, file.commit):
+        file_download.http_get(
+            hf_hub_url(file.repo, file.path, revision=file.commit, endpoint=hub_endpoint()),
+            cast(BinaryIO, sink),
+            resume_size=start,
+            headers=build_hf_headers(),
+            expected_size=file.size_bytes,
+        )
+
+
+def _fetch(file: RemoteFile, partial: Path, at: At) -> str:
+    """Appends the missing bytes of `file` to `partial`; returns the SHA-256 of all."""
+    if cache.size_of(partial) > file.size_bytes:  # of another program
+        partial.unlink()
+    if file.size_bytes > _MAX_HTTP_BYTES:
+        raise DownloadError(
+            f"{file.path} of {file.repo} is larger than the hub serves by plain HTTP (50 GB).",
+            f"Fetch it with hf download {file.repo} {file.path}; moeedge finds it in the same cache.",
+        )
+    with _HashedFile(partial, at) as sink:
+        sink.hash_existing()
+        while (have := sink.tell()) < file.size_bytes:
+            try:
+                _fetch_range(file, sink, have)
+            except NoAnswerError:
+                if sink.tell() <= have:  # which broken connections http_get itself resumes differs by version
+                    raise
+        return sink.hexdigest()
+
+
+def _check(file: RemoteFile, partial: Path, digest: str) -> None:
+    """Raises DownloadError for a wrong size or hash, and deletes damaged bytes."""
+    size = cache.size_of(partial)
+    if size != file.size_bytes:
+        if size > file.size_bytes:
+            partial.unlink()
+        raise DownloadError(
+            f"The download of {file.path} stopped after {size:,} of {file.size_bytes:,} bytes.",
+            "Run the same command again: it continues there.",
+        )
+    if file.sha256 not in (None, digest):
+        partial.unlink(missing_ok=True)
+        raise DownloadError(
+            f"{file.path} of {file.repo} arrived damaged and was deleted: its SHA-256 is {digest[:12]}..., not "
+            f"{(file.sha256 or '')[:12]}....",
+            "Download it again; if that happens twice, the server or a proxy alters it.",
+        )
+
+
+def _link(file: RemoteFile) -> None:
+    """Links the complete blob into its snapshot: one more request to the hub, no download."""
+    from huggingface_hub import hf_hub_download
+
+    with hub_errors(f"{file.path} of {file.repo}", file.repo, file.commit):
+        folder, endpoint = cache.hub_cache(), hub_endpoint()
+        hf_hub_download(file.repo, file.path, revision=file.commit, cache_dir=folder, endpoint=endpoint)
+    if file.revision != file.commit:  # a branch: readers of the cache look up its commit there
+        reference = cache.repo_folder(file.repo) / "refs" / file.revision
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(file.commit, encoding="utf-8")
+
+
+class _HashedFile(io.FileIO):
+    """A file that http_get writes to: hashes the bytes of earlier attempts, then every byte written.
+
+    Unbuffered, so that a disk error is raised by its own write and a killed process keeps every byte.
+    """
+
+    def __init__(self, path: Path, at: At) -> None:
+        super().__init__(path, "r+" if path.exists() else "w+")
+        self._at = at
+        self._digest = hashlib.sha256()
+
+    def hash_existing(self) -> None:
+        """Hashes the file's content and leaves the position at its end."""
+        self._digest = hashlib.sha256()
+        self.seek(0)
+        while block := self.read(_BLOCK_BYTES):
+            self._digest.update(block)
+            self._at(self.tell(), "checking")
+
+    def write(self, data: Any) -> int:
+        """Writes all of `data`, or raises OSError."""
+        view = memoryview(data)
+        while view:
+            n = super().write(view) or 0
+            self._digest.update(view[:n])
+            view = view[n:]
+        self._at(self.tell(), "downloading")
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Drops the bytes after the position, when the server starts from the beginning."""
+        size = super().truncate(size)
+        self.hash_existing()
+        return size
+
+    def hexdigest(self) -> str:
+        """The SHA-256 of the content, which is then on the disk: a blob's name promises its content."""
+        os.fsync(self.fileno())
+        return self._digest.hexdigest()

@@ -19,8 +19,9 @@ from moeedge.hub.catalog import SHA256, HubFile
 from moeedge.units import format_bytes
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
-_ANSWER_TIMEOUT_S = 10.0  # huggingface_hub's default; $HF_HUB_ETAG_TIMEOUT replaces it
-_DATASET_TIMEOUT_S = 5.0  # shorter: further sources follow; the download itself has the library's limits
+_DATASET_TIMEOUT_S = (
+    5.0  # shorter than $HF_HUB_ETAG_TIMEOUT: further sources follow; the download itself has the library's limits
+)
 _ETAG = re.compile(r"[\w.-]+")
 _ERRNO = re.compile(r"\[Errno -?\d+\] ")
 
@@ -39,11 +40,8 @@ class RemoteFile:
     path: str
     size_bytes: int
     etag: str  # name of its blob in the cache
-
-    @property
-    def sha256(self) -> str | None:
-        """Hash of the content; None for a small file in git itself, whose ETag is another hash."""
-        return self.etag if SHA256.fullmatch(self.etag) else None
+    sha256: str | None  # of the content; None for a small file in git itself, whose ETag is another hash
+    have_bytes: int = 0  # on this machine, from an earlier attempt
 
 
 def hub_endpoint() -> str:
@@ -58,33 +56,30 @@ def is_offline() -> bool:
 
 def ask_file(repo: str, path: str, revision: str) -> RemoteFile:
     """Returns size, hash and commit of one file. Raises DownloadError."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     endpoint = hub_endpoint()
     with hub_errors(f"{path} of {repo}", repo, revision):
         url = hf_hub_url(repo, path, revision=revision, endpoint=endpoint)
-        meta = get_hf_file_metadata(url, timeout=_timeout_s())
+        meta = get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     if meta.commit_hash is None or meta.size is None or meta.etag is None or not _ETAG.fullmatch(meta.etag):
         raise DownloadError(
             f"{endpoint} does not answer as a Hugging Face hub: it sent no commit, size or ETag for {path} of {repo}.",
             "Check $HF_ENDPOINT and your proxy.",
         )
-    return RemoteFile(repo, revision, meta.commit_hash, path, meta.size, meta.etag)
+    sha256 = meta.etag if SHA256.fullmatch(meta.etag) else None
+    return RemoteFile(repo, revision, meta.commit_hash, path, meta.size, meta.etag, sha256)
 
 
 def list_files(repo: str, revision: str) -> list[HubFile]:
     """Returns all files of a model repository. Raises DownloadError."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     with hub_errors(repo, repo, revision):
-        api = HfApi(endpoint=hub_endpoint())
-        info = api.model_info(repo, revision=revision, files_metadata=True, timeout=_timeout_s())
-    files = []
-    for sibling in info.siblings or ():
-        lfs = sibling.lfs  # a dict or an object, by version of huggingface_hub
-        digest = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
-        files.append(HubFile(sibling.rfilename, sibling.size, digest))
-    return files
+        limit_s = constants.HF_HUB_ETAG_TIMEOUT
+        info = HfApi(hub_endpoint()).model_info(repo, revision=revision, files_metadata=True, timeout=limit_s)
+    siblings = info.siblings or ()
+    return [HubFile(each.rfilename, each.size, each.lfs.sha256 if each.lfs else None) for each in siblings]
 
 
 def fetch_dataset_file(repo: str, file: str, revision: str, folder: Path) -> Path:
@@ -93,7 +88,7 @@ def fetch_dataset_file(repo: str, file: str, revision: str, folder: Path) -> Pat
 
     endpoint = hub_endpoint()
     try:
-        with hub_errors(f"{file} of {repo}", repo, revision), no_bars():
+        with hub_errors(f"{file} of {repo}", repo, revision):
             # hf_hub_download retries an unreachable server for most of a minute; this request does not
             url = hf_hub_url(repo, file, repo_type="dataset", revision=revision, endpoint=endpoint)
             get_hf_file_metadata(url, timeout=_DATASET_TIMEOUT_S)
@@ -105,35 +100,21 @@ def fetch_dataset_file(repo: str, file: str, revision: str, folder: Path) -> Pat
     return Path(path)
 
 
-def _timeout_s() -> float:
-    return float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or _ANSWER_TIMEOUT_S)
-
-
-@contextmanager
-def no_bars() -> Iterator[None]:
-    """Switches off huggingface_hub's own progress bars."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    had_bars = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if had_bars:
-            enable_progress_bars()
-
-
 @contextmanager
 def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
     """Turns errors of huggingface_hub and its HTTP library into a DownloadError about `what`; disk errors pass.
 
-    Raises DownloadError at once when HF_HUB_OFFLINE is set, as --offline does.
+    Raises DownloadError at once when HF_HUB_OFFLINE is set, as --offline does. Shows no bars of huggingface_hub's.
     """
     if is_offline():
         raise DownloadError(
             f"{what} was not downloaded: --offline or HF_HUB_OFFLINE=1 forbids it.",
             "Leave out --offline, or unset HF_HUB_OFFLINE, and run the command again.",
         )
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    had_bars = not are_progress_bars_disabled()
+    disable_progress_bars()
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)  # its warnings of retries would break the progress bar
@@ -142,16 +123,14 @@ def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
     except DownloadError:
         raise
     except Exception as error:  # the HTTP library and its errors differ by version of huggingface_hub
-        if isinstance(error, OSError) and _is_of_disk(error):
-            raise
+        is_network = isinstance(error, ConnectionError | TimeoutError)
+        if isinstance(error, OSError) and (error.filename or (error.errno is not None and not is_network)):
+            raise  # of the disk
         raise _explain(error, what, repo, revision) from None
     finally:
         logger.setLevel(level)
-
-
-def _is_of_disk(error: OSError) -> bool:
-    is_network = isinstance(error, ConnectionError | TimeoutError)
-    return error.filename is not None or (error.errno is not None and not is_network)
+        if had_bars:
+            enable_progress_bars()
 
 
 def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadError:
@@ -166,32 +145,24 @@ def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadE
             f"Check the network, $HF_ENDPOINT and your proxy.{_kept(repo)}",
         )
     code = response.headers.get("X-Error-Code", "")
-    if code == "GatedRepo" or status == 403:
-        return DownloadError(
-            f"{repo} is gated at {endpoint} (HTTP status {status}).",
-            f"Accept its terms at {endpoint}/{repo} and set HF_TOKEN to a token of that account (or: hf auth login).",
-        )
-    if code == "EntryNotFound":
-        return DownloadError(
-            f"There is no {what} at {endpoint}, revision {revision} (HTTP status {status}).",
+    gated, unknown = code == "GatedRepo" or status == 403, status in (401, 404)
+    terms = f"Accept its terms at {endpoint}/{repo} and set HF_TOKEN to a token of that account (or: hf auth login)."
+    newest = f"Its owner may have rewritten it: take the newest with moeedge pull hf:{repo}."
+    private = "Check the name; for a private one set HF_TOKEN (or: hf auth login)."
+    answers = (  # the first that applies
+        (gated, f"{repo} is gated at {endpoint}", terms),
+        (
+            code == "EntryNotFound",
+            f"There is no {what} at {endpoint}, revision {revision}",
             f"See {endpoint}/{repo}/tree/main for its files.",
-        )
-    if code == "RevisionNotFound":
-        return DownloadError(
-            f"{repo} has no revision {revision} at {endpoint} (HTTP status {status}).",
-            f"Its owner may have rewritten it: take the newest with moeedge pull hf:{repo}.",
-        )
-    if status in (401, 404):
-        return DownloadError(
-            f"There is no repository {repo} at {endpoint}, or it is private (HTTP status {status}).",
-            "Check the name; for a private one set HF_TOKEN (or: hf auth login).",
-        )
-    if status == 429:
-        return DownloadError(f"{endpoint} limits requests (HTTP status 429).", "Try again later, or set HF_TOKEN.")
-    return DownloadError(
-        f"{endpoint} does not serve {what} (HTTP status {status}).",
-        f"Try again later.{_kept(repo)}",
+        ),
+        (code == "RevisionNotFound", f"{repo} has no revision {revision} at {endpoint}", newest),
+        (unknown, f"There is no repository {repo} at {endpoint}, or it is private", private),
+        (status == 429, f"{endpoint} limits requests", "Try again later, or set HF_TOKEN."),
+        (True, f"{endpoint} does not serve {what}", f"Try again later.{_kept(repo)}"),
     )
+    message, hint = next((message, hint) for applies, message, hint in answers if applies)
+    return DownloadError(f"{message} (HTTP status {status}).", hint)
 
 
 def _kept(repo: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
@@ -12,17 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import DeviceFailedError, EngineError, InputError
+from moeedge.errors import DeviceFailedError, EngineError
 from moeedge.llama import library
+from moeedge.llama.context_budget import ContextBudget
 from moeedge.llama.hidden_states import StateRows, StateTap
-from moeedge.llama.model import Mode, Model, ModelInfo
+from moeedge.llama.model import Mode, Model
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
 from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
-from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase
-from moeedge.native.budget import NativeBudget
-from moeedge.native.decoding import Decoder, DriverThrewError
+from moeedge.native.abi import Phase, view
+from moeedge.native.compute import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
+from moeedge.native.library import keep_activations_near, newest_instance
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.run import Cancel, Closing
 
 _UNREAD = "could not be loaded"  # an expert, from its file (native/src/expert-loader.cpp)
 _WITHOUT_GPU = "Start without the GPU: -dev none."
@@ -35,11 +36,7 @@ _FLASH_ATTENTION = {
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
 }
-_ROPE_SCALING = {
-    "none": lib.LLAMA_ROPE_SCALING_TYPE_NONE,
-    "linear": lib.LLAMA_ROPE_SCALING_TYPE_LINEAR,
-    "yarn": lib.LLAMA_ROPE_SCALING_TYPE_YARN,
-}
+_SECTION_ROPES = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)  # with four numbers for a position
 
 # (the parts of a batch that was decoded, the hidden states of its tokens: valid until the next decode)
 ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
@@ -48,56 +45,7 @@ ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
 
 
-_TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
-
-
-class ContextBudget:
-    """Made before its llama.cpp context, whose parameters it changes, and closed after it."""
-
-    def __init__(self, info: ModelInfo, parameters: Any) -> None:
-        self.native = NativeBudget(info.n_experts, info.used_per_layer)
-        self._info = info
-        self.budget: ExpertBudget | None = None  # of verifications; None: they use all experts that the router selects
-        parameters.cb_eval = ctypes.cast(self.native.callback, lib.ggml_backend_sched_eval_callback)
-        parameters.cb_eval_user_data = self.native.user_data
-
-    def set(self, budget: ExpertBudget | None) -> None:
-        """Raises InputError if the budget does not suit the model."""
-        if budget is not None:
-            info = self._info
-            if info.architecture == _TWO_BLOCKS:
-                raise InputError(
-                    "Expert budgets do not support GroveMoE, whose layers select two kinds of experts.",
-                    "Leave the expert budget out.",
-                )
-            layers = np.asarray(info.expert_layers, dtype=np.intp)
-            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)
-            budgets[budgets == 0] = info.n_experts  # layers without experts
-            self.native.configure(
-                budgets,
-                ranking=BudgetRanking[budget.ranking.upper()],
-                coverage=BudgetCoverage[budget.coverage.upper()],
-            )
-        self.budget = budget
-
-    @contextmanager
-    def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
-        """Around a decode: a verification of more than one token keeps to the budget, everything else is exact."""
-        if self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
-            yield
-            return
-        try:  # Ctrl-C may come at any time
-            self.native.set_active(True)
-            yield
-        finally:
-            self.native.set_active(False)
-
-    def close(self) -> None:
-        """Frees the native budget; closing twice is harmless."""
-        self.native.close()
-
-
-class Context:
+class Context(Closing):
     """The KV cache and compute buffers of one model, for one text, or for several that are decoded together.
 
     `sequences` are its texts (`ContextSequence`). `decode`, `n_past` and `trim` are those of the first.
@@ -125,14 +73,13 @@ class Context:
         """Makes the context.
 
         n_ctx: tokens of each sequence; 0: the length that the model was trained with. n_parallel: sequences. They
-        share one KV cache (llama.cpp's kv_unified), so that one graph computes a batch of all of them.
-
+            share one KV cache (llama.cpp's kv_unified), so that one graph computes a batch of all of them.
         n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. With fewer,
-        `decode` computes a longer batch with all logits in pieces. op_offload: llama.cpp's own, of large batches to
-            a GPU, for weights in host memory; it reserves room for them there. has_budget: verifications can keep to
-            an expert budget (`set_budget`), for which llama.cpp asks about each node of a graph. n_snapshots: tokens of
-            a batch that a recurrent memory can take back (`Model.keeps_snapshots`). Raises EngineError where memory
-            is short.
+            `decode` computes a longer batch with all logits in pieces.
+        op_offload: llama.cpp's own, of large batches to a GPU, for weights in host memory, with room for them there.
+        has_budget: verifications can keep to an expert budget (`set_budget`), for which llama.cpp asks about each node.
+        n_snapshots: tokens of a batch that a recurrent memory can take back (`Model.keeps_snapshots`).
+        Raises EngineError where memory is short.
         """
         self.model = model
         self.settings = settings = settings or ContextSettings()
@@ -160,7 +107,7 @@ class Context:
             self.budget = ContextBudget(model.info, parameters)
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
-        native.keep_activations_near(None if model.header_only else model.gpu)
+        keep_activations_near(None if model.header_only else model.gpu)
         # llama_context *; None once it is closed
         self.handle = lib.llama_init_from_model(model.handle, parameters)
         if not self.handle:
@@ -175,8 +122,7 @@ class Context:
             )
         if adapters:
             scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in settings.adapters))
-            kind = lib.llama_adapter_lora_p_ctypes
-            pointers = (kind * len(adapters))(*(ctypes.cast(adapter, kind) for adapter in adapters))
+            pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
             lib.llama_set_adapters_lora(self.handle, pointers, len(adapters), scales)
         self._decoder = Decoder(lib._lib, self.handle)
         # llama.cpp rounds the context up; the user's limit still holds
@@ -188,18 +134,14 @@ class Context:
         self._n_outputs = n_outputs or lib.llama_n_batch(self.handle)
         self.memory = lib.llama_get_memory(self.handle)
         self.sequences = tuple(ContextSequence(self, index) for index in range(n_parallel))
-        self._batch = TokenBatch(
-            lib.llama_n_batch(self.handle),
-            n_parallel,
-            self.state_width,
-            states_alone=self.states_alone,
-            n_positions=model.n_positions if self.states_alone else 1,
-        )
+        n_positions = 4 if lib.llama_model_rope_type(model.handle) in _SECTION_ROPES else 1
+        n_positions = n_positions if self.states_alone else 0
+        self._batch = TokenBatch(lib.llama_n_batch(self.handle), n_parallel, self.state_width, n_positions)
         self._view: Logits | None = None
         self._view_key = (0, 0)
         self.mode: Mode = "stock"
         self.sensor: native.Sensor | None = None
-        self._instance = native.newest_instance()
+        self._instance = newest_instance()
         self._capture: native.ActivationCapture | None = None
         self._keeps_hidden_states = False
         self._tap: StateTap | None = None
@@ -219,9 +161,7 @@ class Context:
         if info.n_experts == 0:
             return None
         # attached with scope NONE, so that llama.cpp decides on flash attention as without our backend
-        return native.Sensor.newest(
-            info.n_layers, info.n_experts, info.n_expert_used, self.n_ubatch, native.OffloadScope.NONE
-        )
+        return native.Sensor(info.n_layers, info.n_experts, info.n_expert_used, self.n_ubatch, native.OffloadScope.NONE)
 
     def set_mode(self, mode: Mode) -> None:
         """Sets what our backend computes from the next decode on: no operations in "stock", nor for a dense model."""
@@ -239,17 +179,11 @@ class Context:
         return True
 
     def _invalidate_graph(self) -> None:
-        """Makes llama.cpp build the next graph anew instead of reusing one with the old device assignment.
-
-        Clearing the control vector does that; removing a sampler does it only if there is one.
-        """
+        """Makes llama.cpp build the next graph anew, without reusing the old device assignment."""
         lib.llama_set_adapter_cvec(self.handle, None, 0, 0, 0, 0)
 
     def capture_activations(self) -> native.ActivationCapture | None:
-        """Captures the layers' inputs for expert predictors; from then on our backend also computes a dense model.
-
-        None if llama.cpp computes a dense model on a GPU.
-        """
+        """Captures inputs of layers for predictors, of a dense model too; None if llama.cpp computes that on a GPU."""
         if self._capture is None and (self.sensor is not None or not self.model.uses_gpu):
             info = self.model.info
             self._capture = native.ActivationCapture(
@@ -267,10 +201,7 @@ class Context:
         self._read_states = read
 
     def set_budget(self, budget: ExpertBudget | None) -> None:
-        """Sets what verifications keep to from now on: at most so many experts per layer, or all (None).
-
-        Raises InputError if the budget does not suit the model, and ValueError for a context without `budget`.
-        """
+        """Sets the most experts of a verification per layer; None: all. Raises InputError for an unsuitable one."""
         if self.budget is None:
             raise ValueError("the context was made without has_budget, or its model has no experts")
         self.budget.set(budget)
@@ -283,12 +214,7 @@ class Context:
         return len(self.sequences[0].tokens)
 
     def decode(
-        self,
-        tokens: Sequence[int],
-        *,
-        phase: Phase,
-        logits: WantedLogits = "last",
-        cancel: Callable[[], bool] | None = None,
+        self, tokens: Sequence[int], *, phase: Phase, logits: WantedLogits = "last", cancel: Cancel | None = None
     ) -> Logits:
         """Appends `tokens` to the first sequence and computes their logits.
 
@@ -300,17 +226,8 @@ class Context:
         """
         return self.sequences[0].decode(tokens, phase=phase, logits=logits, cancel=cancel)
 
-    def decode_parts(
-        self,
-        parts: Sequence[BatchPart],
-        *,
-        phase: Phase,
-        cancel: Callable[[], bool] | None = None,
-    ) -> list[Logits]:
-        """Appends tokens to several sequences in one batch; each sequence has one part. As `decode`.
-
-        Several parts must fit one batch (`fitting`). Returns the rows of each part.
-        """
+    def decode_parts(self, parts: Sequence[BatchPart], *, phase: Phase, cancel: Cancel | None = None) -> list[Logits]:
+        """As `decode`, of several sequences in one batch (`fitting`), one part each. Returns the rows of each part."""
         if not self.handle:
             raise EngineError("The context is closed.")
         n = n_out = 0
@@ -415,7 +332,7 @@ class Context:
     def _full(self) -> EngineError:
         return EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
 
-    def _decode_in_pieces(self, part: BatchPart, phase: Phase, cancel: Callable[[], bool] | None) -> Logits:
+    def _decode_in_pieces(self, part: BatchPart, phase: Phase, cancel: Cancel | None) -> Logits:
         """Decodes more tokens than one llama_batch or its logits have room for, so many at a time."""
         sequence, tokens, logits, states = part
         if states is not None:
@@ -436,8 +353,7 @@ class Context:
             return np.empty((0, n_vocab), dtype=np.float32)
         address = _get_logits(self.handle)
         if self._view is None or (address, n_out) != self._view_key:
-            pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-            self._view = np.ctypeslib.as_array(pointer, (n_out, n_vocab))
+            self._view = view(address, (n_out, n_vocab), np.float32)
             self._view_key = (address, n_out)
         return self._view
 
@@ -447,10 +363,7 @@ class Context:
         return int(lib.llama_pooling_type(self.handle)) == int(lib.LLAMA_POOLING_TYPE_NONE)
 
     def last_hidden_state(self) -> NDArray[np.float32]:
-        """Returns the last token's state after the final norm: a float32 [n_embd] view, valid until the next decode.
-
-        Requires `has_hidden_states` and a decode with logits="states".
-        """
+        """The last token's state after the final norm, a float32 [n_embd] view, after a decode with logits="states"."""
         pointer = lib.llama_get_embeddings_ith(self.handle, -1)
         return np.ctypeslib.as_array(pointer, (self.model.info.n_embd,))
 
@@ -497,12 +410,6 @@ class Context:
             if self.budget is not None:
                 self.budget.close()  # llama.cpp's context, which would call it, is gone
 
-    def __enter__(self) -> Context:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
 
 def _apply(settings: ContextSettings, parameters: Any) -> None:
     """Sets the fields of llama_context_params; those at llama.cpp's own defaults stay as they are."""
@@ -511,7 +418,7 @@ def _apply(settings: ContextSettings, parameters: Any) -> None:
     parameters.flash_attn_type = _FLASH_ATTENTION[settings.flash_attn]
     rope = settings.rope
     if rope.scaling is not None:
-        parameters.rope_scaling_type = _ROPE_SCALING[rope.scaling]
+        parameters.rope_scaling_type = getattr(lib, f"LLAMA_ROPE_SCALING_TYPE_{rope.scaling.upper()}")
     parameters.rope_freq_base, parameters.rope_freq_scale = rope.freq_base, rope.freq_scale
     parameters.yarn_orig_ctx = rope.yarn_orig_ctx
     for name in YARN_FACTORS:

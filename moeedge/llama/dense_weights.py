@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from moeedge.errors import ModelFileError
 from moeedge.hardware.memory import fits
 from moeedge.llama import gguf_file
+from moeedge.llama.gguf_file import LAYER, GgufTensor
 from moeedge.native.mapping import (
     N_READERS,
     PIECE_BYTES,
@@ -31,7 +31,6 @@ from moeedge.native.mapping import (
 )
 
 _PADDING_BYTES = 4096  # tensors are aligned by less
-_LAYER = re.compile(r"^blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -52,26 +51,11 @@ class DenseWeights:
 
 
 @dataclass(frozen=True)
-class FileTensor:
-    """Where a tensor is."""
-
-    file: Path
-    offset: int
-    size_bytes: int
-    name: str
-
-    def is_on_host(self, n_layers: int | None) -> bool:
-        """Whether it is in host memory, where the first `n_layers` layers and the token embeddings are; None: all."""
-        layer = _LAYER.match(self.name)
-        return n_layers is None or (int(layer[1]) < n_layers if layer else self.name.startswith("token_embd."))
-
-
-@dataclass(frozen=True)
 class SplitWeights:
     """The tensors of a model's files: dense ones, and experts, which routers choose."""
 
-    dense: tuple[FileTensor, ...]
-    experts: tuple[FileTensor, ...]
+    dense: tuple[GgufTensor, ...]
+    experts: tuple[GgufTensor, ...]
     files: Mapping[Path, FileVersion]
 
     @classmethod
@@ -81,23 +65,15 @@ class SplitWeights:
         n_layers: experts of blocks after so many layers (MTP heads) are dense weights; no cache holds them.
         """
         versions = {file: _version(file) for file in gguf_file.parts(path)}
-        experts, files = gguf_file.expert_tensors(path, n_layers=n_layers)
-        names = {tensor.name for tensor in experts}
-        tensors = [
-            FileTensor(file, tensor.offset, tensor.size_bytes, tensor.name)
-            for file in files
-            for tensor in gguf_file.read_tensors(file)
-        ]
-        return cls(
-            dense=tuple(tensor for tensor in tensors if tensor.name not in names),
-            experts=tuple(tensor for tensor in tensors if tensor.name in names),
-            files=versions,
-        )
+        experts, _ = gguf_file.expert_tensors(path, n_layers=n_layers)
+        names, tensors = {tensor.name for tensor in experts}, gguf_file.read_all_tensors(path)
+        dense = tuple(tensor for tensor in tensors if tensor.name not in names)
+        return cls(dense, tuple(tensor for tensor in tensors if tensor.name in names), versions)
 
     @property
     def n_layers(self) -> int:
         """Layers of the files, those included that predict further tokens."""
-        layers = (_LAYER.match(tensor.name) for tensor in (*self.dense, *self.experts))
+        layers = (LAYER.match(tensor.name) for tensor in (*self.dense, *self.experts))
         return max((1 + int(layer[1]) for layer in layers if layer), default=0)
 
     def read_ahead(self, n_host_experts: int | None = None) -> None:
@@ -135,7 +111,11 @@ class SplitWeights:
                 _read_ahead(file, on_host[file])
         for of_file in pages.values():
             locked_bytes += lock_in_memory(of_file)
-        self._drop_pages()
+        if hasattr(os, "posix_fadvise"):  # pages of experts that came with the headers leave the page cache
+            for path, ranges in ranges_by_file(self.experts).items():
+                with path.open("rb", buffering=0) as opened:
+                    for offset, n_bytes in ranges:
+                        os.posix_fadvise(opened.fileno(), offset, n_bytes, os.POSIX_FADV_DONTNEED)
         return DenseWeights(
             n_bytes=sum(tensor.size_bytes for tensor in self.dense),
             host_bytes=n_pages_bytes or sum(size for ranges in on_host.values() for _offset, size in ranges),
@@ -143,14 +123,6 @@ class SplitWeights:
             locked_bytes=locked_bytes,
             files=self.files,
         )
-
-    def _drop_pages(self) -> None:
-        """Drops pages of experts that came with the headers from the page cache."""
-        if hasattr(os, "posix_fadvise"):
-            for path, ranges in ranges_by_file(self.experts).items():
-                with path.open("rb", buffering=0) as file:
-                    for offset, n_bytes in ranges:
-                        os.posix_fadvise(file.fileno(), offset, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def let_experts_read_ahead(path: Path) -> None:
@@ -182,13 +154,12 @@ def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
             descriptor = file.fileno()
             if hasattr(os, "posix_fadvise"):  # the kernel reads no more than what is asked for
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            for _n_bytes in pool.map(lambda piece: len(os.pread(descriptor, piece[1], piece[0])), pieces):
-                pass
+            list(pool.map(lambda piece: len(os.pread(descriptor, piece[1], piece[0])), pieces))
     except OSError as error:
         raise _cannot_read(path, error) from error
 
 
-def ranges_by_file(tensors: Sequence[FileTensor]) -> dict[Path, list[tuple[int, int]]]:
+def ranges_by_file(tensors: Sequence[GgufTensor]) -> dict[Path, list[tuple[int, int]]]:
     """Offset and bytes of the tensors, adjacent ones together; what is between these is padding."""
     found: dict[Path, list[tuple[int, int]]] = {}
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):

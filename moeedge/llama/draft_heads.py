@@ -1,4 +1,4 @@
-"""Draft heads: small drafts that continue from the target's hidden states, and the checks that one suits a target.
+"""The checks that a draft suits a target, and draft heads, which continue from the target's hidden states.
 
 MTP     blocks that some models ship after their last layer (DeepSeek-V3, "DeepSeek-V3 Technical Report", section 2.2).
 EAGLE-3 a one-layer draft in a file of its own (Li et al., "EAGLE-3: Scaling up inference acceleration of large language
@@ -16,6 +16,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
@@ -23,18 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import EngineError, InputError
+from moeedge.errors import EngineError, InputError, VocabularyMismatchError
 from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
-from moeedge.llama.hidden_states import (
-    StateRows,
-    choose_head,
-    keep_final,
-    own_states,
-    read_target_layers,
-)
+from moeedge.llama.hidden_states import StateRows, choose_head, keep_final, own_states, read_target_layers
 from moeedge.llama.model import Model
-from moeedge.llama.settings import ContextSettings
 
 EAGLE, DFLASH = "eagle3", "dflash"  # architectures of drafts' files
 _CHAINED = frozenset({"hy_v3", "mimo2", "step35"})  # may have several heads, of which each predicts one token further
@@ -115,14 +109,11 @@ def own_head(model: Model) -> HeadKind:
 
 
 def _tensor_names(model: Model) -> set[str]:
-    return {tensor.name for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)}
+    return {tensor.name for tensor in gguf_file.read_all_tensors(model.path)}
 
 
 def head_file(target: Model, draft: Model) -> HeadKind | None:
-    """The head that a draft's file is; None for a model that drafts by itself.
-
-    Raises InputError where it was made for another target, or is of a kind that is not supported.
-    """
+    """The head that a draft's file is; None for one without. Raises InputError for an unsupported kind or target."""
     if draft.info.architecture == EAGLE:
         layers = _checked_layers(target, draft, int(draft.metadata(f"{EAGLE}.target_hidden_size") or 0), "EAGLE-3")
         return HeadKind("eagle3", layers, n_skipped=1, state_at=0, encodes=True)
@@ -134,23 +125,22 @@ def head_file(target: Model, draft: Model) -> HeadKind | None:
 
 def _checked_layers(target: Model, draft: Model, width: int, kind: str) -> tuple[int, ...]:
     """The target's layers whose inputs of `width` the draft reads. Raises InputError where it has others."""
-    info, name = target.info, draft.path.name
+    info = target.info
     if info.architecture not in _STATES_TARGETS:
         raise InputError(f"{kind} drafts for {info.architecture} models are not supported.", _OTHER_DRAFT)
     layers = read_target_layers(draft.handle)
     if width != info.n_embd or not layers or not all(0 <= layer < info.n_layers for layer in layers):
-        raise InputError(
-            f"{name} is a draft for another target: it reads states of width {width:,} of the layers "
-            f"{', '.join(map(str, layers))}; {target.path.name} has {info.n_layers} layers of width {info.n_embd:,}.",
-            "Name the target that it was trained for, or another draft.",
+        difference = (
+            f"it reads states of width {width:,} of the layers {', '.join(map(str, layers))}; {target.path.name} has "
+            f"{info.n_layers} layers of width {info.n_embd:,}."
         )
-    if draft.info.n_vocab != info.n_vocab:  # it may lack embeddings and output, and use the target's
-        raise InputError(
-            f"{name} is a draft for another target: its vocabulary has {draft.info.n_vocab:,} tokens, that of "
-            f"{target.path.name} {info.n_vocab:,}.",
-            "Name the target that it was trained for, or another draft.",
-        )
-    return layers
+    elif draft.info.n_vocab != info.n_vocab:  # it may lack embeddings and output, and use the target's
+        sizes = draft.info.n_vocab, info.n_vocab
+        difference = f"its vocabulary has {sizes[0]:,} tokens, that of {target.path.name} {sizes[1]:,}."
+    else:
+        return layers
+    hint = "Name the target that it was trained for, or another draft."
+    raise InputError(f"{draft.path.name} is a draft for another target: {difference}", hint)
 
 
 def _block_layout(draft: Model) -> BlockLayout:
@@ -162,8 +152,8 @@ def _block_layout(draft: Model) -> BlockLayout:
 
     if value("hyper_connection.count") not in ("", "0"):
         raise InputError(f"{name} is a DSpark draft of DeepSeek-V4's layers, which is not supported.", _OTHER_DRAFT)
-    mask = draft.mask_token
-    if mask is None:
+    mask = int(lib.llama_vocab_mask(draft.vocab))
+    if mask < 0:
         raise InputError(f"{name} names no mask token, which a DFlash draft needs.", _OTHER_DRAFT)
     names = _tensor_names(draft)
     if "selector_hidden.weight" in names:
@@ -173,12 +163,53 @@ def _block_layout(draft: Model) -> BlockLayout:
     n_tokens = int(value("block_size") or _BLOCK_TOKENS)
     if n_tokens < 2:
         raise InputError(f"{name} has blocks of {n_tokens} tokens; drafting needs two or more.", _OTHER_DRAFT)
-    return BlockLayout(
-        mask=mask,
-        n_tokens=n_tokens,
-        first=0 if samples_last else 1,
-        causal=value("attention.causal") == "true",
-    )
+    return BlockLayout(mask, n_tokens, first=0 if samples_last else 1, causal=value("attention.causal") == "true")
+
+
+# the rules of llama.cpp's speculative programs (common/speculative.cpp)
+_MAX_SIZE_DIFFERENCE = 128  # tokens; padding differs between models of a family
+_FIRST_COMPARED_TOKEN = 5  # special tokens at the start may be spelled differently
+_SHOWN_DIFFERENCES = 3
+_HINT = "Choose a draft of the same model family, -md ngram, or -md none."
+
+
+def check_compatible(target: Model, draft: Model) -> int:
+    """Returns the number of token ids that both models have; raises VocabularyMismatchError naming the differences."""
+    names = f"The draft {draft.path.name} does not share the vocabulary of {target.path.name}"
+    kinds = lib.llama_vocab_type(target.vocab), lib.llama_vocab_type(draft.vocab)
+    if kinds[0] != kinds[1]:
+        raise VocabularyMismatchError(f"{names}: the tokenizers are of types {kinds[1]} and {kinds[0]}.", _HINT)
+    _check_special(names, "bos", target, draft)
+    _check_special(names, "eos", target, draft)
+
+    sizes = target.info.n_vocab, draft.info.n_vocab
+    n_common = min(sizes)
+    differences: list[str] = []
+    if abs(sizes[0] - sizes[1]) > _MAX_SIZE_DIFFERENCE:
+        differences.append(f"it has {sizes[1]:,} tokens instead of {sizes[0]:,}")
+    tokens = range(_FIRST_COMPARED_TOKEN, n_common)
+    of_target, of_draft = (map(lib.llama_vocab_get_text, repeat(model.vocab), tokens) for model in (target, draft))
+    differing = (token for token, one, other in zip(tokens, of_target, of_draft, strict=True) if one != other)
+    for token, _ in zip(differing, range(_SHOWN_DIFFERENCES), strict=False):
+        differences.append(
+            f"token {token} is {draft.token_text(token)!r} in the draft and {target.token_text(token)!r} in the model"
+        )
+    if differences:
+        raise VocabularyMismatchError(f"{names}: {'; '.join(differences)}.", _HINT)
+    return n_common
+
+
+def _check_special(names: str, kind: str, target: Model, draft: Model) -> None:
+    """Compares the token "bos" or "eos", which matters only if the tokenizer adds it."""
+    adds, token_of = getattr(lib, f"llama_vocab_get_add_{kind}"), getattr(lib, f"llama_vocab_{kind}")
+    tokens = [token_of(model.vocab) if adds(model.vocab) else None for model in (draft, target)]
+    if tokens[0] != tokens[1]:
+        of_draft, of_target = (
+            "not added" if token is None else f"token {token} ({model.token_text(token)!r})"
+            for model, token in zip((draft, target), tokens, strict=True)
+        )
+        message = f"{names}: {kind.upper()} is {of_draft} in the draft and {of_target} in the model."
+        raise VocabularyMismatchError(message, _HINT)
 
 
 # llama.cpp reserves logits for each token that is encoded, and for each of a graph of such a model
@@ -193,21 +224,12 @@ class HeadContext(Context):
     """
 
     def __init__(
-        self,
-        model: Model,
-        kind: HeadKind,
-        target: Context,
-        *,
-        n_threads: int = 0,
-        n_ubatch: int = 512,
-        n_outputs: int = 0,
-        op_offload: bool = True,
-        settings: ContextSettings | None = None,
+        self, model: Model, kind: HeadKind, target: Context, *, n_ubatch: int = 512, n_outputs: int = 0, **options: Any
     ) -> None:
         """Makes the context, for as many sequences of as many tokens as the target's.
 
         model: of the target for a head in its own file, else the draft's. n_outputs: most tokens with logits.
-        Raises EngineError where memory is short.
+        options: n_threads, op_offload and settings of a `Context`. Raises EngineError where memory is short.
         """
         self.kind = kind
         self.states_alone = kind.block is not None
@@ -217,14 +239,12 @@ class HeadContext(Context):
         super().__init__(
             model,
             n_ctx=target.n_ctx,
-            n_threads=n_threads,
             n_batch=n_ubatch,
             n_ubatch=n_ubatch,
             n_outputs=0 if kind.encodes else min(n_outputs, n_ubatch),
             n_parallel=target.n_parallel,
-            op_offload=op_offload,
             mode="stock",
-            settings=settings,
+            **options,
         )
         if kind.block is None:
             keep_final(self.handle, True, True)  # `last_state`
@@ -240,9 +260,6 @@ class HeadContext(Context):
 
     def _attach_sensor(self) -> native.Sensor | None:
         return None
-
-    def __enter__(self) -> HeadContext:
-        return self
 
     def last_state(self, n_rows: int) -> NDArray[np.float32]:
         """The last token's own state after a decode of `n_rows` tokens with all logits: a float32 [1, n_embd] copy."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from moeedge.native.cache import ExpertTensor
 MAGIC = b"GGUF"
 _ROUTER = re.compile(r"^blk\.(\d+)\.ffn_gate_inp\.weight$")
 _HEAD = re.compile(r"^blk\.(\d+)\.nextn\.eh_proj\.weight$")
+LAYER = re.compile(r"^blk\.(\d+)\.")
 _REPLACE_HINT = "Download or copy it again."
 # not shared experts (_shexp) and the norm before the experts (ffn_norm_exps), which no router chooses
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)_exps\.(?P<part>weight|bias|scale|input_scale)$")
@@ -50,6 +51,12 @@ class GgufTensor:
     shape: tuple[int, int, int, int]  # ggml's ne: the innermost dimension first, 1 where there is none
     offset: int  # bytes from the start of the file
     size_bytes: int
+    file: Path = field(compare=False)
+
+    def is_on_host(self, n_layers: int | None) -> bool:
+        """Whether it is in host memory, where the first `n_layers` layers and the token embeddings are; None: all."""
+        layer = LAYER.match(self.name)
+        return n_layers is None or (int(layer[1]) < n_layers if layer else self.name.startswith("token_embd."))
 
 
 class _InitParams(ctypes.Structure):
@@ -60,12 +67,9 @@ class _InitParams(ctypes.Structure):
 
 def read_summary(path: Path) -> GgufSummary:
     """Reads the headers of all parts of the model at `path`. Raises ModelFileError for a missing or truncated part."""
-    routers: set[int] = set()
-    heads: set[int] = set()
     size_bytes = 0
     for part in parts(path):
-        tensors = read_tensors(part)
-        promised = promised_bytes(tensors)
+        promised = promised_bytes(read_tensors(part))
         actual_bytes = part.stat().st_size
         if actual_bytes < promised:
             raise ModelFileError(
@@ -73,9 +77,9 @@ def read_summary(path: Path) -> GgufSummary:
                 _REPLACE_HINT,
             )
         size_bytes += actual_bytes
-        routers.update(int(match[1]) for tensor in tensors if (match := _ROUTER.match(tensor.name)))
-        heads.update(int(match[1]) for tensor in tensors if (match := _HEAD.match(tensor.name)))
-    return GgufSummary(size_bytes=size_bytes, expert_layers=tuple(sorted(routers)), head_layers=tuple(sorted(heads)))
+    names = [tensor.name for tensor in read_all_tensors(path)]
+    layers = [{int(match[1]) for name in names if (match := of.match(name))} for of in (_ROUTER, _HEAD)]
+    return GgufSummary(size_bytes, *(tuple(sorted(each)) for each in layers))
 
 
 def promised_bytes(tensors: list[GgufTensor]) -> int:
@@ -109,22 +113,21 @@ def _check_readable(path: Path) -> None:
 
 
 @contextmanager
-def _open_header(path: Path) -> Iterator[Any]:
-    """A gguf_context * of one file. Raises ModelFileError for an unreadable header."""
+def _open_header(path: Path) -> Iterator[tuple[Any, Any]]:
+    """ggml's functions, and the gguf_context * of one file. Raises ModelFileError for an unreadable header."""
     _check_readable(path)
     library.start()
-    c_gguf = ctypes.c_void_p
-    read: Callable[..., Any] = library.ggml_function("gguf_init_from_file", c_gguf, ctypes.c_char_p, _InitParams)
-    free = library.ggml_function("gguf_free", None, c_gguf)
+    ggml = library.ggml_functions()
+    read = library.ggml_function("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParams)
     library.clear_errors()
     header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
     if not header:
         reason = library.first_error("its header is malformed")
         raise ModelFileError(f"Cannot read {path}: {reason}.", f"It may be truncated. {_REPLACE_HINT}")
     try:
-        yield header
+        yield ggml, header
     finally:
-        free(header)
+        ggml.gguf_free(header)
 
 
 def read_experts_used(path: Path) -> tuple[str, list[int]]:
@@ -132,27 +135,19 @@ def read_experts_used(path: Path) -> tuple[str, list[int]]:
 
     Raises ModelFileError.
     """
-    c_gguf, c_key = ctypes.c_void_p, ctypes.c_int64
-    find = library.ggml_function("gguf_find_key", c_key, c_gguf, ctypes.c_char_p)
-    text = library.ggml_function("gguf_get_val_str", ctypes.c_char_p, c_gguf, c_key)
-    type_of = library.ggml_function("gguf_get_kv_type", ctypes.c_int, c_gguf, c_key)
-    number = library.ggml_function("gguf_get_val_u32", ctypes.c_uint32, c_gguf, c_key)
-    item_type_of = library.ggml_function("gguf_get_arr_type", ctypes.c_int, c_gguf, c_key)
-    n_items = library.ggml_function("gguf_get_arr_n", ctypes.c_size_t, c_gguf, c_key)
-    items = library.ggml_function("gguf_get_arr_data", ctypes.POINTER(ctypes.c_uint32), c_gguf, c_key)
-    with _open_header(path) as header:
-        architecture = find(header, b"general.architecture")
-        if architecture < 0 or type_of(header, architecture) != _STRING:
+    with _open_header(path) as (ggml, header):
+        architecture = ggml.gguf_find_key(header, b"general.architecture")
+        if architecture < 0 or ggml.gguf_get_kv_type(header, architecture) != _STRING:
             raise ModelFileError(f"{path} does not name its architecture.", _REPLACE_HINT)
-        name = f"{text(header, architecture).decode('utf-8', 'replace')}.expert_used_count"
-        key = find(header, name.encode())
+        name = f"{ggml.gguf_get_val_str(header, architecture).decode('utf-8', 'replace')}.expert_used_count"
+        key = ggml.gguf_find_key(header, name.encode())
         if key < 0:
             return name, []
-        kind = type_of(header, key)
+        kind = ggml.gguf_get_kv_type(header, key)
         if kind == _UINT32:
-            return name, [int(number(header, key))]
-        if kind == _ARRAY and item_type_of(header, key) in (_UINT32, _INT32):
-            return name, items(header, key)[: n_items(header, key)]
+            return name, [int(ggml.gguf_get_val_u32(header, key))]
+        if kind == _ARRAY and ggml.gguf_get_arr_type(header, key) in (_UINT32, _INT32):
+            return name, ggml.gguf_get_arr_data(header, key)[: ggml.gguf_get_arr_n(header, key)]
         raise ModelFileError(f"{path} has {name} as a value of another type than numbers.", _REPLACE_HINT)
 
 
@@ -169,27 +164,24 @@ def read_tensors(path: Path) -> list[GgufTensor]:
 @lru_cache(maxsize=64)
 def _parse_tensors(path: Path, _identity: tuple[int, int, int]) -> tuple[GgufTensor, ...]:
     """All tensors; _identity: changes with the file."""
-    c_gguf, c_index = ctypes.c_void_p, ctypes.c_int64
-    n_tensors = library.ggml_function("gguf_get_n_tensors", ctypes.c_int64, c_gguf)
-    data_offset = library.ggml_function("gguf_get_data_offset", ctypes.c_size_t, c_gguf)
-    name = library.ggml_function("gguf_get_tensor_name", ctypes.c_char_p, c_gguf, c_index)
-    kind = library.ggml_function("gguf_get_tensor_type", ctypes.c_int, c_gguf, c_index)
-    shape = library.ggml_function("gguf_get_tensor_ne", ctypes.POINTER(ctypes.c_int64), c_gguf, c_index)
-    offset = library.ggml_function("gguf_get_tensor_offset", ctypes.c_size_t, c_gguf, c_index)
-    size = library.ggml_function("gguf_get_tensor_size", ctypes.c_size_t, c_gguf, c_index)
-
-    with _open_header(path) as header:
-        start = data_offset(header)
+    with _open_header(path) as (ggml, header):
+        start = ggml.gguf_get_data_offset(header)
         return tuple(
             GgufTensor(
-                name=name(header, i).decode("utf-8", "replace"),
-                type=kind(header, i),
-                shape=tuple(shape(header, i)[:4]),
-                offset=start + offset(header, i),
-                size_bytes=size(header, i),
+                name=ggml.gguf_get_tensor_name(header, i).decode("utf-8", "replace"),
+                type=ggml.gguf_get_tensor_type(header, i),
+                shape=tuple(ggml.gguf_get_tensor_ne(header, i)[:4]),
+                offset=start + ggml.gguf_get_tensor_offset(header, i),
+                size_bytes=ggml.gguf_get_tensor_size(header, i),
+                file=path,
             )
-            for i in range(n_tensors(header))
+            for i in range(ggml.gguf_get_n_tensors(header))
         )
+
+
+def read_all_tensors(path: Path) -> list[GgufTensor]:
+    """Returns the tensors of all parts of the model at `path`. Raises ModelFileError."""
+    return [tensor for part in parts(path) for tensor in read_tensors(part)]
 
 
 def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[ExpertTensor], list[Path]]:
@@ -199,26 +191,25 @@ def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[Exp
     """
     files = parts(path)
     found = []
-    for index, part in enumerate(files):
-        for tensor in read_tensors(part):
-            match = _EXPERTS.match(tensor.name)
-            if match is None or (n_layers is not None and int(match[1]) >= n_layers):
-                continue
-            dimension = _EXPERT_DIMENSION[match["part"]]
-            n_experts = max(tensor.shape[dimension], 1)  # a malformed header may say 0
-            found.append(
-                ExpertTensor(
-                    layer=int(match[1]),
-                    type=tensor.type,
-                    ne0=tensor.shape[0] if dimension > 0 else 1,
-                    ne1=tensor.shape[1] if dimension > 1 else 1,
-                    n_experts=n_experts,
-                    file=index,
-                    offset=tensor.offset,
-                    stride=tensor.size_bytes // n_experts,
-                    name=tensor.name,
-                )
+    for tensor in read_all_tensors(path):
+        match = _EXPERTS.match(tensor.name)
+        if match is None or (n_layers is not None and int(match[1]) >= n_layers):
+            continue
+        dimension = _EXPERT_DIMENSION[match["part"]]
+        n_experts = max(tensor.shape[dimension], 1)  # a malformed header may say 0
+        found.append(
+            ExpertTensor(
+                layer=int(match[1]),
+                type=tensor.type,
+                ne0=tensor.shape[0] if dimension > 0 else 1,
+                ne1=tensor.shape[1] if dimension > 1 else 1,
+                n_experts=n_experts,
+                file=files.index(tensor.file),
+                offset=tensor.offset,
+                stride=tensor.size_bytes // n_experts,
+                name=tensor.name,
             )
+        )
     return sorted(found, key=lambda tensor: (tensor.layer, tensor.name)), files
 
 
@@ -241,11 +232,7 @@ def bytes_per_token(tensors: list[GgufTensor], experts: list[ExpertTensor], used
 
 def expert_bytes_by_layer(tensors: list[ExpertTensor], n_layers: int) -> list[int]:
     """Returns the bytes of one expert of each layer, [n_layers]; 0 for a layer without experts."""
-    sizes = [0] * n_layers
-    for tensor in tensors:
-        if tensor.layer < n_layers:
-            sizes[tensor.layer] += tensor.stride
-    return sizes
+    return [sum(tensor.stride for tensor in tensors if tensor.layer == layer) for layer in range(n_layers)]
 
 
 def adapts_experts(adapters: Iterable[LoraAdapter]) -> bool:

@@ -19,19 +19,45 @@ ANY_OBJECT = '{"type": "object"}'
 _ANY: dict[str, Any] = {"type": ["object", "array", "string", "number", "boolean", "null"]}
 _HINT = f"For any object give {ANY_OBJECT}."
 _IGNORED = frozenset(
-    {
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "uniqueItems", "contains"),
-        *("minContains", "maxContains", "minProperties", "maxProperties", "patternProperties", "propertyNames"),
-        *("dependentRequired", "dependentSchemas", "not", "if", "then", "else"),
-        *("unevaluatedProperties", "unevaluatedItems"),
-    }
+    [
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "minProperties",
+        "maxProperties",
+        "patternProperties",
+        "propertyNames",
+        "dependentRequired",
+        "dependentSchemas",
+        "not",
+        "if",
+        "then",
+        "else",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+    ]
 )
-_FORMATS = frozenset({"date", "time", "date-time", "uuid", "uuid1", "uuid2", "uuid3", "uuid4", "uuid5"})
+_FORMATS = frozenset(["date", "time", "date-time", "uuid", "uuid1", "uuid2", "uuid3", "uuid4", "uuid5"])
 _ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$schema", "$id", "$comment", "$anchor"),
-    }
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$schema",
+        "$id",
+        "$comment",
+        "$anchor",
+    ]
 )
 _MAPS = ("properties", "$defs", "definitions")  # names of their own, each with a schema
 _PARTS = ("items", "additionalProperties")  # with a schema

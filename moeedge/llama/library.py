@@ -12,13 +12,14 @@ import logging
 import re
 import threading
 from collections import deque
-from typing import Any
 
 import llama_cpp.llama_cpp as lib
 
 from moeedge import native
 from moeedge.hardware.processor import physical_cores as physical_cores
 from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
+from moeedge.native.library import ggml_function as ggml_function
+from moeedge.native.library import ggml_functions as ggml_functions
 
 logger = logging.getLogger("moeedge.llama")
 logger.addHandler(logging.NullHandler())
@@ -55,10 +56,7 @@ _log_callback = lib.llama_log_callback(_on_log)
 
 
 def start() -> None:
-    """Registers the log callback, our backend and those that the user names; must run before a model is loaded.
-
-    Further calls do nothing unless more backends are named.
-    """
+    """Registers the log callback, our backend and those that the user names; must run before a model is loaded."""
     global _started
     with _lock:
         if not _started:
@@ -73,19 +71,8 @@ def clear_errors() -> None:
 
 
 def first_error(default: str = "it gave no reason") -> str:
-    """Returns llama.cpp's first warning or error since `clear_errors`; later ones only repeat that it failed.
-
-    Without a full stop, as llama.cpp's have none.
-    """
+    """llama.cpp's first warning or error since `clear_errors`; later ones only repeat that it failed."""
     return _error_lines[0].rstrip(".") if _error_lines else default
-
-
-def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
-    """Returns a function of libggml or libggml-base with its result and argument types set."""
-    function = getattr(lib._lib, name)
-    function.restype = result
-    function.argtypes = list(arguments)
-    return function
 
 
 def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
@@ -104,8 +91,7 @@ def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
         chosen = [name]
     else:
         chosen = local_gpus()
-    by_name = ggml_function("ggml_backend_dev_by_name", ctypes.c_void_p, ctypes.c_char_p)
-    pointers = [by_name(gpu.encode()) for gpu in chosen]
+    pointers = [ggml_functions().ggml_backend_dev_by_name(gpu.encode()) for gpu in chosen]
     return (ctypes.c_void_p * (len(pointers) + 1))(*pointers, None)
 
 
@@ -116,15 +102,9 @@ def local_gpus() -> list[str]:
     return discrete or [name for name, kind in kinds.items() if kind == "IGPU"]
 
 
-def buffer_type_of(device: Any) -> int:
-    """A ggml_backend_dev_t's own type of memory, a ggml_backend_buffer_type_t."""
-    return int(ggml_function("ggml_backend_dev_buffer_type", ctypes.c_void_p, ctypes.c_void_p)(device))
-
-
 def buffer_types() -> dict[str, int]:
     """The types of memory in which weights can be kept, as -ot names them: ggml_backend_buffer_type_t by name."""
-    count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
-    device = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    type_name = ggml_function("ggml_backend_buft_name", ctypes.c_char_p, ctypes.c_void_p)
-    found = (buffer_type_of(device(index)) for index in range(count()))
-    return {type_name(each).decode(): each for each in found if each}
+    ggml = ggml_functions()
+    devices = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
+    found = [int(ggml.ggml_backend_dev_buffer_type(device)) for device in devices]
+    return {ggml.ggml_backend_buft_name(each).decode(): each for each in found if each}

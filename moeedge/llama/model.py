@@ -16,13 +16,13 @@ import llama_cpp.llama_cpp as lib
 from moeedge.errors import EngineError, InputError, ModelFileError, MoeedgeError
 from moeedge.hardware.devices import Storage
 from moeedge.llama import gguf_file, library
-from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
-from moeedge.llama.reasoning import ReasoningTags, find_reasoning_tags
+from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoice, find_reasoning_tags
 from moeedge.llama.settings import LoadSettings, LoraAdapter
 from moeedge.llama.text import BuiltinFormat, ChatFormat, builtin_names
 from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
 from moeedge.native.mapping import map_lazily
+from moeedge.run import Closing
 
 # moeedge: our backend computes; stock: the same process and loop, but our backend claims no operations
 Mode = Literal["moeedge", "stock"]
@@ -31,17 +31,6 @@ Mode = Literal["moeedge", "stock"]
 _EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 
 HOST = "CPU"  # ggml's name of host memory
-_LOAD_MODES = {
-    "auto": lib.LLAMA_LOAD_MODE_AUTO,
-    "none": lib.LLAMA_LOAD_MODE_NONE,
-    "mmap": lib.LLAMA_LOAD_MODE_MMAP,
-    "mlock": lib.LLAMA_LOAD_MODE_MLOCK,
-    "mmap+mlock": lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
-    "dio": lib.LLAMA_LOAD_MODE_DIRECT_IO,
-}
-
-_SECTION_ROPES = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
-
 # with a recurrent state, and tested to go back to earlier ones (llama.cpp: llm_arch_supports_rs_rollback)
 _SNAPSHOT_ARCHITECTURES = frozenset({"qwen35moe"})
 
@@ -83,39 +72,26 @@ class ModelInfo:
         )
 
 
-class Model:
+@dataclass(eq=False, repr=False, kw_only=True)
+class Model(Closing):
     """llama.cpp's model and vocabulary, made by `load`."""
 
-    def __init__(
-        self,
-        path: Path,
-        handle: Any,
-        info: ModelInfo,
-        *,
-        gpu: int | None,
-        host_expert_layers: tuple[int, ...],
-        storage: Storage,
-        header_only: bool,
-        dense: DenseWeights | None,
-        has_head: bool,
-        settings: LoadSettings,
-        warning: str,
-    ) -> None:
-        self.path = path
-        self.info = info
-        self.gpu = gpu  # ggml_backend_dev_t of the first GPU in use; None: all layers are computed on the CPU
-        self.uses_gpu = gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
-        # layers whose experts are in host memory, where our backend computes them and sees their routing
-        self.host_expert_layers = host_expert_layers
-        self.storage = storage  # of the weights in host memory
-        self.dense = dense  # None: the experts are loaded like all weights, or nothing is (header_only)
-        self.header_only = header_only  # no weights; its contexts allocate nothing
-        self.has_head = has_head  # the blocks that predict further tokens are loaded
-        self.settings = settings
-        self.warning = warning  # of llama.cpp, about locked memory; empty: none
+    path: Path
+    handle: Any  # llama_model *
+    info: ModelInfo
+    gpu: int | None  # ggml_backend_dev_t of the first GPU in use; None: all layers are computed on the CPU
+    host_expert_layers: tuple[int, ...]  # whose experts are in host memory: our backend computes and sees their routing
+    storage: Storage  # of the weights in host memory
+    header_only: bool  # no weights; its contexts allocate nothing
+    dense: DenseWeights | None  # None: the experts are loaded like all weights, or nothing is (header_only)
+    has_head: bool  # the blocks that predict further tokens are loaded
+    settings: LoadSettings
+    warning: str  # of llama.cpp, about locked memory; empty: none
+
+    def __post_init__(self) -> None:
+        self.uses_gpu = self.gpu is not None  # llama.cpp computes large batches on a GPU even without layers there
+        self.vocab = lib.llama_model_get_vocab(self.handle)  # llama_vocab *
         self._adapters: dict[Path, Any] = {}  # llama_adapter_lora *, freed with the model
-        self.handle = handle  # llama_model *
-        self.vocab = lib.llama_model_get_vocab(handle)  # llama_vocab *
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._eog: dict[int, bool] = {}
         self._chat_formats: dict[str, ChatFormat | BuiltinFormat] = {}  # by the source of the template
@@ -179,12 +155,9 @@ class Model:
             parameters.no_host = storage == "loaded" and repack
         if n_expert_used is not None:
             parameters.kv_overrides = _override_experts_used(path, n_expert_used)
-        if is_lazy:
-            parameters.load_mode = lib.LLAMA_LOAD_MODE_MMAP
-        elif header_only:  # llama.cpp maps no weights that it does not load
-            parameters.load_mode = lib.LLAMA_LOAD_MODE_NONE
-        else:
-            parameters.load_mode = _LOAD_MODES[settings.mode]
+        # llama.cpp maps no weights that it does not load
+        mode = "mmap" if is_lazy else "none" if header_only else settings.mode.replace("dio", "direct_io")
+        parameters.load_mode = getattr(lib, f"LLAMA_LOAD_MODE_{mode.upper().replace('+', '_')}")
         n_layers = min(summary.head_layers) if has_head else None
         weights = SplitWeights.read(path, n_layers=n_layers) if is_lazy else None
         uses_gpu = chosen[0] is not None
@@ -217,9 +190,9 @@ class Model:
             in_ram = max(in_ram, n_cpu_moe)
         warning = library.first_error("")
         return cls(
-            path,
-            handle,
-            info,
+            path=path,
+            handle=handle,
+            info=info,
             gpu=chosen[0],
             host_expert_layers=_in_host_memory(path, info, in_ram, settings, device),
             storage=storage,
@@ -250,27 +223,6 @@ class Model:
         """Whether the drafts of the last batch can be taken back."""
         return self.can_roll_back or self.keeps_snapshots
 
-    @property
-    def n_heads(self) -> int:
-        """Attention heads of the first layer."""
-        return int(lib.llama_model_n_head(self.handle))
-
-    @property
-    def n_heads_kv(self) -> int:
-        """Key-value heads of the first layer."""
-        return int(lib.llama_model_n_head_kv(self.handle))
-
-    @property
-    def mask_token(self) -> int | None:
-        """The token that stands for one to be predicted; None without."""
-        token = int(lib.llama_vocab_mask(self.vocab))
-        return token if token >= 0 else None
-
-    @property
-    def n_positions(self) -> int:
-        """Numbers that llama.cpp wants for the position of a hidden state: 4 where it rotates by sections (M-RoPE)."""
-        return 4 if lib.llama_model_rope_type(self.handle) in _SECTION_ROPES else 1
-
     def metadata(self, key: str) -> str | None:
         """Returns a metadata value as text; None without the key."""
         return _read_metadata(self.handle, key)
@@ -293,14 +245,11 @@ class Model:
         key = (token, special)
         found = self._pieces.get(key)
         if found is None:
-            room = 64
-            buffer = ctypes.create_string_buffer(room)
-            count = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
-            if count < 0:
-                room = -count
-                buffer = ctypes.create_string_buffer(room)
-                count = lib.llama_token_to_piece(self.vocab, token, buffer, room, 0, special)
-            found = self._pieces[key] = buffer.raw[: max(count, 0)]
+            count = -64
+            while count < 0:  # the room that it takes
+                buffer = ctypes.create_string_buffer(-count)
+                count = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+            found = self._pieces[key] = buffer.raw[:count]
         return found
 
     def token_text(self, token: int) -> str:
@@ -341,16 +290,9 @@ class Model:
         return self._chat_formats[source]
 
     def render_chat(
-        self,
-        messages: list[dict[str, str]],
-        *,
-        add_assistant: bool = True,
-        template: TemplateChoice = MODEL_TEMPLATE,
+        self, messages: list[dict[str, str]], *, add_assistant: bool = True, template: TemplateChoice = MODEL_TEMPLATE
     ) -> str:
-        """Returns the prompt of a conversation by a chat template.
-
-        A BOS written by the template is dropped when `tokenize` adds one.
-        """
+        """Returns the prompt of a conversation, without a BOS of the template where `tokenize` adds one."""
         chat_format = self.chat_format(template.source)
         arguments = template.variables(chat_format.variables)
         text = chat_format.render(messages, add_assistant=add_assistant, arguments=arguments)
@@ -382,10 +324,7 @@ class Model:
         return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
     def load_adapters(self, adapters: Sequence[LoraAdapter]) -> list[Any]:
-        """llama_adapter_lora * of each, loaded once; none where the model has no weights.
-
-        Raises ModelFileError for a file that is no adapter of this model, or that acts only after certain tokens.
-        """
+        """llama_adapter_lora * of each, none without weights. Raises ModelFileError for an unusable file."""
         return [] if self.header_only else [self._load_adapter(adapter.path) for adapter in adapters]
 
     def _load_adapter(self, path: Path) -> Any:
@@ -420,12 +359,6 @@ class Model:
             self.handle = None
             self.vocab = None
 
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
 
 def _n_host_layers(n_layers: int, n_gpu_layers: int) -> int | None:
     """llama.cpp's first layers, which are in host memory next to a GPU; None: all tensors are, the output included.
@@ -442,7 +375,7 @@ def _in_host_memory(path: Path, info: ModelInfo, n_first: int, settings: LoadSet
     found = {layer for layer in info.expert_layers if layer < n_first}
     if not settings.overrides:
         return tuple(sorted(found))
-    is_host = library.ggml_function("ggml_backend_buft_is_host", ctypes.c_bool, ctypes.c_void_p)
+    is_host = library.ggml_functions().ggml_backend_buft_is_host
     places = [(re.compile(pattern), bool(is_host(buffer_type(name, device)))) for pattern, name in settings.overrides]
     experts, _ = gguf_file.expert_tensors(path, n_layers=info.n_layers)
     on_host: dict[int, list[bool]] = {}
@@ -482,13 +415,10 @@ def _override_experts_used(path: Path, n_expert_used: int) -> Any:
 
 
 def buffer_type(name: str, device: str = "auto") -> int:
-    """The ggml_backend_buffer_type_t of that name; of a GPU that is only planned for, by whatever name it has.
-
-    Raises InputError, whose hint names those of this machine.
-    """
+    """The ggml_backend_buffer_type_t of that name; of a dry-run GPU for any. Raises InputError, naming those here."""
     found = library.buffer_types()
     if name not in found and device == DRY_RUN_GPU:
-        return library.buffer_type_of(dry_run_gpu())
+        return int(library.ggml_functions().ggml_backend_dev_buffer_type(dry_run_gpu()))
     if name not in found:
         raise InputError(f"There is no memory of the type {name!r} here (-ot).", f"Choose from: {', '.join(found)}.")
     return found[name]

@@ -1,4 +1,4 @@
-"""Which texts begin and end a model's reasoning ("thinking"), as its chat template says.
+"""The chat template that writes prompts, and the texts that begin and end a model's reasoning, as it says.
 
 The template is rendered once with an answer that has reasoning; the text around it are the tags. Templates that leave
 earlier reasoning out often name the end tag to cut it off, which is read from their source.
@@ -7,13 +7,48 @@ earlier reasoning out often name the end tag to cut it off, which is read from t
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moeedge.errors import MoeedgeError
+from moeedge.records import figure
 
 if TYPE_CHECKING:
     from moeedge.llama.text import BuiltinFormat, ChatFormat
 
+Think = Literal["auto", "on", "off", "low", "medium", "high"]
+THINK_WORDS: dict[str, Think] = {
+    **{"auto": "auto", "on": "on", "off": "off", "low": "low", "medium": "medium", "high": "high"},
+    **{"true": "on", "false": "off"},
+}
+_SWITCHES = ("enable_thinking", "thinking")
+_EFFORT = "reasoning_effort"
+
+
+@dataclass(frozen=True)
+class TemplateChoice:
+    """A chat template and what it is given beyond the messages; the template's own variable tells a model to think."""
+
+    source: str = figure("Jinja, or the name of one of llama.cpp's templates; empty: the model's own", default="")
+    arguments: dict[str, Any] = figure("Variables of the template, JSON values", default_factory=dict)
+    think: Think = figure("Whether, or how much, the model is told to think before it answers", default="auto")
+
+    def variables(self, known: Set[str]) -> dict[str, Any]:
+        """The variables for a template that uses those in `known`."""
+        if self.think == "auto":
+            return self.arguments
+        if self.think not in ("on", "off"):
+            return {_EFFORT: self.think, **self.arguments}
+        return dict.fromkeys((name for name in _SWITCHES if name in known), self.think == "on") | self.arguments
+
+    def can_think_so(self, known: Set[str]) -> bool:
+        """Whether a template that uses the variables in `known` can do what `think` asks for."""
+        wanted = {_EFFORT} if self.think in ("low", "medium", "high") else set(_SWITCHES)
+        return self.think == "auto" or bool(wanted & known)
+
+
+MODEL_TEMPLATE = TemplateChoice()
 _THOUGHT, _ANSWER = "moeedge-thought", "moeedge-answer"
 _QUESTION = {"role": "user", "content": "moeedge-question"}
 _TAG = r"<[^<>\s]+>|\[[A-Z_]+\]"
@@ -50,7 +85,9 @@ def find_reasoning_tags(template: ChatFormat | BuiltinFormat) -> ReasoningTags |
         text = before = ""
     head, found, tail = text.partition(_THOUGHT)
     if found and _ANSWER in tail:
-        start = head[_common_length(head, before) :].strip()
+        pairs = enumerate(zip(head, before, strict=False))
+        n_common = next((i for i, (one, other) in pairs if one != other), min(len(head), len(before)))
+        start = head[n_common:].strip()
         if not (start and before.strip() and head.startswith(before[: len(before.rstrip())])):
             start = _first(_LAST_TAG.search(head))  # the prompt contains the start tag, or ends in another way
         end = tail[: tail.index(_ANSWER)].strip()
@@ -69,10 +106,7 @@ def begins_in_reasoning(prompt: str, tags: ReasoningTags | None) -> bool:
 
 
 def split_reasoning(text: str, tags: ReasoningTags | None, *, is_open: bool = False) -> SplitAnswer:
-    """The parts of an answer. is_open: it began with reasoning (`begins_in_reasoning`).
-
-    Reasoning that has not ended takes the rest of the text; an end tag without a start also ends it.
-    """
+    """The parts of an answer. is_open: it began with reasoning. An end tag without a start also ends reasoning."""
     if tags is None:
         return SplitAnswer("", text)
     head, started, rest = text.partition(tags.start)
@@ -82,10 +116,6 @@ def split_reasoning(text: str, tags: ReasoningTags | None, *, is_open: bool = Fa
         rest = text
     reasoning, _, content = rest.partition(tags.end)
     return SplitAnswer(reasoning.strip(), content.lstrip())
-
-
-def _common_length(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _first(match: re.Match[str] | None) -> str:

@@ -11,10 +11,10 @@ Only the order of experts matters: the router's bias and the bias that some mode
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,8 @@ _TENSOR = re.compile(r"^blk\.(\d+)\.(.+)$")
 _WEIGHT, _BIAS, _SELECTION = "ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias"
 _NORMS = ("ffn_norm.weight", "post_attention_norm.weight")  # before the router; the first one present is used
 _ROLES = frozenset((_WEIGHT, _BIAS, _SELECTION, *_NORMS))
-_F32, _F16, _BF16 = 0, 1, 30  # enum ggml_type
+_BF16 = 30  # enum ggml_type
+_TYPES = {0: "<f4", 1: "<f2", _BF16: "<u2"}
 _SIGMOID = "2"  # enum llama_expert_gating_func_type
 _IMPLICIT_SIGMOID = frozenset({"llama4"})  # architectures with sigmoid routers whose files do not say so
 _MIN_NORM_WEIGHT = 1e-12  # a channel with a smaller weight carries no information
@@ -67,10 +68,7 @@ class Routers:
         )
 
     def ratio(self, layers: NDArray[np.intp], read_norm: FloatArray | None) -> FloatArray | None:
-        """Returns factors [n, n_embd] that rescale inputs from a norm `read_norm` [n, n_embd] to that of `layers` [n].
-
-        None if either norm is unknown.
-        """
+        """Factors [n, n_embd] from a norm `read_norm` [n, n_embd] to that of `layers`; None if either is unknown."""
         if self.norm is None or read_norm is None:
             return None
         known = np.abs(read_norm) > _MIN_NORM_WEIGHT
@@ -115,26 +113,23 @@ def _norm_weights(found: dict[tuple[int, str], FloatArray], n_layers: int, n_emb
 def _read_layer_tensors(path: Path, roles: frozenset[str]) -> dict[tuple[int, str], FloatArray]:
     """Returns the tensors of `roles` ("ffn_norm.weight") as float32 by layer and role, the innermost dimension last."""
     found = {}
-    for part in gguf_file.parts(path):
-        for tensor in gguf_file.read_tensors(part):
-            match = _TENSOR.match(tensor.name)
-            if match is not None and match[2] in roles:
-                found[int(match[1]), match[2]] = _read(part, tensor)
+    for tensor in gguf_file.read_all_tensors(path):
+        match = _TENSOR.match(tensor.name)
+        if match is not None and match[2] in roles:
+            found[int(match[1]), match[2]] = _read(tensor)
     return found
 
 
-def _read(path: Path, tensor: gguf_file.GgufTensor) -> FloatArray:
-    types: dict[int, np.dtype[Any]] = {_F32: np.dtype("<f4"), _F16: np.dtype("<f2"), _BF16: np.dtype("<u2")}
-    if tensor.type not in types:
+def _read(tensor: gguf_file.GgufTensor) -> FloatArray:
+    if tensor.type not in _TYPES:
         raise ModelFileError(
-            f"{tensor.name} of {path} is quantized; only F32, F16 and BF16 can be read.",
+            f"{tensor.name} of {tensor.file} is quantized; only F32, F16 and BF16 can be read.",
             "Use a file whose routers are F32.",
         )
-    shape = tuple(reversed(tensor.shape))
-    raw = np.fromfile(path, dtype=types[tensor.type], count=int(np.prod(shape)), offset=tensor.offset)
+    raw = np.fromfile(tensor.file, _TYPES[tensor.type], count=math.prod(tensor.shape), offset=tensor.offset)
     if tensor.type == _BF16:
         raw = (raw.astype(np.uint32) << 16).view(np.float32)
-    return np.asarray(raw, dtype=np.float32).reshape(shape)
+    return np.asarray(raw, dtype=np.float32).reshape(tensor.shape[::-1])
 
 
 def _stacked(found: dict[tuple[int, str], FloatArray], role: str, shape: tuple[int, ...]) -> FloatArray | None:

@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as lib
@@ -42,6 +43,7 @@ class TokenArray:
     def __init__(self, n_max: int) -> None:
         self._data = np.zeros(n_max, dtype=_TOKEN)
         self._start = self._data.ctypes.data
+        self._first = ctypes.cast(self._start, ctypes.POINTER(lib.llama_token_data))
         self._ids = np.arange(n_max, dtype=np.int32)
         self.array = lib.llama_token_data_array()
         self.reference = ctypes.byref(self.array)
@@ -51,14 +53,10 @@ class TokenArray:
         n = len(logits)
         self._data["id"][:n] = self._ids[:n] if ids is None else ids
         self._data["logit"][:n] = logits
-        self.array.data = ctypes.cast(self._start, ctypes.POINTER(lib.llama_token_data))
-        self.array.size, self.array.selected, self.array.sorted = n, -1, False
+        self.array.data, self.array.size, self.array.selected, self.array.sorted = self._first, n, -1, False
 
     def drop_excluded(self) -> None:
-        """Leaves out tokens with a logit of -inf: with them some filters compute 0 log 0, or keep nothing else.
-
-        Sorted tokens whose first is not finite either, as a temperature next to 0 makes them, leave that one.
-        """
+        """Leaves out tokens of -inf, with which some filters compute 0 log 0; of sorted ones the first may stay."""
         ids, logits = self.read()
         kept = logits > -np.inf
         if self.array.sorted and len(logits) and not np.isfinite(logits[0]):
@@ -67,8 +65,7 @@ class TokenArray:
         n = int(np.count_nonzero(kept))
         if n < len(logits):
             self._data["id"][:n], self._data["logit"][:n] = ids[kept], logits[kept]
-            self.array.data = ctypes.cast(self._start, ctypes.POINTER(lib.llama_token_data))
-            self.array.size, self.array.selected = n, -1
+            self.array.data, self.array.size, self.array.selected = self._first, n, -1
 
     def read(self) -> tuple[IntRow, FloatRow]:
         """Ids and logits of the tokens that are left; views until the next `fill`."""
@@ -101,27 +98,21 @@ class NativeSampler:
 
 
 class Grammar(NativeSampler):
-    """A grammar in llama.cpp's GBNF and the tokens of an answer that it has accepted.
-
-    Accept only tokens that are `allowed`: llama.cpp ends the process at others.
-    """
+    """A GBNF grammar and the tokens that it has accepted; at others than `allowed` llama.cpp ends the process."""
 
     @classmethod
     def parse(cls, text: str, vocab: Any = None) -> Grammar:
-        """The grammar with start symbol root. vocab: llama_vocab *; without one it can only be checked.
-
-        Raises InputError that names the place of what is wrong.
-        """
+        """The grammar of a text; without `vocab` (llama_vocab *) only for a check. Raises InputError with a place."""
         if not text.strip():
             raise InputError("The grammar is empty.", "It needs at least a rule for root.")
         for match in _BOUNDS.finditer(text):
             if match[1] and int(match[1]) > int(match[2]):
                 raise InputError(f"The grammar is wrong: {match[0]} repeats no times{_place(text, match.start())}.")
         library.clear_errors()
-        with _StandardError() as printed:
+        with _standard_error() as printed:
             pointer = lib.llama_sampler_init_grammar(vocab, text.encode(), _ROOT)
         if not pointer:
-            raise InputError(f"The grammar is wrong: {_reason(text, printed.text)}.")
+            raise InputError(f"The grammar is wrong: {_reason(text, printed[0])}.")
         return cls(pointer)
 
     def allowed(self, tokens: TokenArray, ids: TokenIds) -> NDArray[np.bool_]:
@@ -148,24 +139,21 @@ def make_filter(name: str, vocab: Any, *values: Any) -> NativeSampler:
     return NativeSampler(init(vocab) if name == "infill" else init(*values))
 
 
-class _StandardError:
+@contextmanager
+def _standard_error() -> Iterator[list[str]]:
     """Collects what native code prints on standard error within; llama.cpp's parser does not log its errors."""
-
-    text = ""
-
-    def __enter__(self) -> _StandardError:
-        sys.stderr.flush()
-        self._file = tempfile.TemporaryFile()
-        self._before = os.dup(2)
-        os.dup2(self._file.fileno(), 2)
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        os.dup2(self._before, 2)
-        os.close(self._before)
-        self._file.seek(0)
-        self.text = self._file.read().decode("utf-8", "replace")
-        self._file.close()
+    printed: list[str] = []
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield printed
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            printed.append(file.read().decode("utf-8", "replace"))
 
 
 def _reason(text: str, printed: str) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.llama.hidden_states import StateRows
-from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.run import Cancel
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
 # "states": of all tokens, whose hidden states are kept too (`Context.last_hidden_state`)
@@ -24,10 +24,7 @@ class Cancelled(Exception):
 
 
 class BatchPart(NamedTuple):
-    """Tokens that one batch appends to one sequence, and which of them get logits.
-
-    states: where the model is a draft head, the hidden state that comes with each token, or instead of it.
-    """
+    """Tokens of one sequence, which of them get logits, and the hidden states that a draft head takes."""
 
     sequence: ContextSequence
     tokens: Sequence[int]
@@ -46,37 +43,25 @@ class TokenBatch:
     Arrays of ctypes, which a list or a range of a few tokens fills faster than an array of NumPy.
 
     `c_batch` points into the arrays, which must live as long as it does. state_width: of the hidden states that come
-    with the tokens of a draft head; 0: none do. states_alone: a batch has states or tokens, not both. n_positions: of
-    a state alone (`Model.n_positions`).
+    with the tokens of a draft head; 0: none do. n_positions: numbers for the position of a state without a token; a
+    batch has states or tokens then, not both. 0: none comes alone.
     """
 
-    def __init__(
-        self,
-        n_max: int,
-        n_sequences: int,
-        state_width: int = 0,
-        *,
-        states_alone: bool = False,
-        n_positions: int = 1,
-    ) -> None:
+    def __init__(self, n_max: int, n_sequences: int, state_width: int = 0, n_positions: int = 0) -> None:
         self.n_max = n_max
-        self._states_alone = states_alone
         self._n_positions = n_positions
         self._states = np.zeros((n_max, state_width), dtype=np.float32)
         self._tokens = (ctypes.c_int32 * n_max)()
-        self._positions = (ctypes.c_int32 * (n_positions * n_max))()
+        self._positions = (ctypes.c_int32 * (max(n_positions, 1) * n_max))()
         self._sequences = np.arange(n_sequences, dtype=np.int32)
         # addresses of their ids
         self._addresses = [self._sequences[i:].ctypes.data for i in range(n_sequences)]
         self._n_sequences = np.ones(n_max, dtype=np.int32)
         self._sequence_pointers = np.full(n_max, self._addresses[0], dtype=np.uintp)
         self._outputs = (ctypes.c_int8 * n_max)()
-        self.c_batch = lib.llama_batch()
-        self.c_batch.token = ctypes.cast(self._tokens, ctypes.POINTER(lib.llama_token))
-        self.c_batch.pos = ctypes.cast(self._positions, ctypes.POINTER(lib.llama_pos))
+        self.c_batch = lib.llama_batch(token=self._tokens, pos=self._positions, logits=self._outputs)
         self.c_batch.n_seq_id = _pointer(self._n_sequences, ctypes.c_int32)
         self.c_batch.seq_id = _pointer(self._sequence_pointers, ctypes.POINTER(lib.llama_seq_id))
-        self.c_batch.logits = ctypes.cast(self._outputs, ctypes.POINTER(ctypes.c_int8))
         if state_width:
             self.c_batch.embd = _pointer(self._states, ctypes.c_float)
 
@@ -97,9 +82,9 @@ class TokenBatch:
                 self._states[start:stop] = part.states
             start = stop
         self.c_batch.n_tokens = start
-        if self._states_alone:
+        if self._n_positions:
             n, has_states = start, parts[0].states is not None
-            self.c_batch.token = None if has_states else ctypes.cast(self._tokens, ctypes.POINTER(lib.llama_token))
+            self.c_batch.token = None if has_states else self._tokens
             self.c_batch.embd = _pointer(self._states, ctypes.c_float) if has_states else None
             if has_states and self._n_positions == 4:  # time, height, width, and one that text has not
                 self._positions[n : 4 * n] = [*self._positions[:n], *self._positions[:n], *bytes(n)]
@@ -109,33 +94,6 @@ def _pointer(array: np.ndarray[Any, Any], kind: Any) -> Any:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
 
 
-class SequenceContext(Protocol):
-    """What a sequence asks of its `Context`."""
-
-    model: Model
-    n_ubatch: int
-    n_parallel: int  # sequences
-    memory: Any  # llama_memory_t
-    n_snapshots: int  # tokens of a batch that a recurrent memory can take back; 0 for other memories
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the context was freed or abandoned."""
-
-    @property
-    def can_shift(self) -> bool:
-        """Whether positions can be renumbered."""
-
-    def decode_parts(
-        self,
-        parts: Sequence[BatchPart],
-        *,
-        phase: Phase,
-        cancel: Callable[[], bool] | None = None,
-    ) -> list[Logits]:
-        """Appends tokens to sequences in one batch."""
-
-
 class ContextSequence:
     """One of a context's sequences: a text with its own positions, which attends to itself alone.
 
@@ -143,8 +101,8 @@ class ContextSequence:
     a decode (KeyboardInterrupt included) both are as before the call.
     """
 
-    def __init__(self, context: SequenceContext, index: int) -> None:
-        self.context = context
+    def __init__(self, context: Any, index: int) -> None:
+        self.context = context  # `Context`
         self.index = index  # llama.cpp's llama_seq_id
         self.tokens: list[int] = []
         self._memory = context.memory
@@ -168,10 +126,12 @@ class ContextSequence:
         phase: Phase,
         logits: WantedLogits = "last",
         states: StateRows | None = None,
-        cancel: Callable[[], bool] | None = None,
+        cancel: Cancel | None = None,
     ) -> Logits:
         """Appends `tokens` and computes their logits; as `Context.decode`. states: as of `BatchPart`."""
-        return self.context.decode_parts([BatchPart(self, tokens, logits, states)], phase=phase, cancel=cancel)[0]
+        part = BatchPart(self, tokens, logits, states)
+        decoded: list[Logits] = self.context.decode_parts([part], phase=phase, cancel=cancel)
+        return decoded[0]
 
     def prefill(
         self,
@@ -179,12 +139,9 @@ class ContextSequence:
         *,
         logits: Literal["last", "none"],
         states: StateRows | None = None,
-        cancel: Callable[[], bool] | None = None,
+        cancel: Cancel | None = None,
     ) -> Logits:
-        """Decodes a prompt in pieces of n_ubatch (llama.cpp's largest computation), so that Ctrl-C acts between them.
-
-        Raises Cancelled once `cancel` returns True; decoded pieces stay in the KV cache.
-        """
+        """Decodes a prompt in pieces of n_ubatch. Raises Cancelled between them; what is decoded stays."""
         size = self.context.n_ubatch
         rows = np.empty((0, self.context.model.info.n_vocab), dtype=np.float32)
         for start in range(0, len(tokens), size):
@@ -197,14 +154,9 @@ class ContextSequence:
         return rows
 
     def trim(self, n_keep: int) -> None:
-        """Drops the tokens from position `n_keep` on.
-
-        If the memory cannot drop single positions (recurrent models, or a sliding window that has already lost the
-        tokens that `n_keep` would attend to), it drops all tokens: check `n_past` afterwards.
-        """
-        if n_keep >= len(self.tokens):
-            return
-        self._truncate_memory(n_keep)
+        """Drops the tokens from `n_keep` on; all where the memory cannot drop single ones: check `n_past`."""
+        if n_keep < len(self.tokens):
+            self._truncate_memory(n_keep)
 
     def _truncate_memory(self, n_keep: int) -> None:
         """Drops positions from `n_keep` on from llama.cpp's memory and `tokens`, or all of them if it cannot."""
@@ -230,7 +182,7 @@ class ContextSequence:
         if self.context.n_snapshots:
             held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
             return held - n_keep <= self._n_reversible
-        n_swa = self.context.model.info.n_swa
+        n_swa: int = self.context.model.info.n_swa
         if n_swa == 0:
             return True
         oldest_needed = max(0, n_keep - n_swa + 1)
@@ -238,12 +190,8 @@ class ContextSequence:
 
     def n_common(self, tokens: Sequence[int]) -> int:
         """Returns the length of the longest common prefix with `tokens`."""
-        common = 0
-        for cached, token in zip(self.tokens, tokens, strict=False):
-            if cached != token:
-                break
-            common += 1
-        return common
+        pairs = enumerate(zip(self.tokens, tokens, strict=False))
+        return next((i for i, (cached, token) in pairs if cached != token), min(len(self.tokens), len(tokens)))
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
         """Trims to the longest common prefix with `tokens`; returns how many tokens remain in the cache."""
@@ -262,10 +210,7 @@ class ContextSequence:
         self._shifting = False
 
     def resync(self, *, failed: bool = False) -> None:
-        """Makes llama.cpp's memory hold exactly `tokens` again after an interruption between the two.
-
-        failed: a decode has. llama.cpp then takes a batch back, of which a recurrent memory may have no snapshots.
-        """
+        """Makes llama.cpp's memory hold exactly `tokens` after an interruption. failed: of a decode."""
         if self.context.is_closed:
             self.tokens.clear()
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -97,10 +97,6 @@ class ContextSettings:
             raise ValueError(
                 f"the threads for batches (-tb) must be from 0 to {MAX_N_THREADS}, not {self.n_threads_batch}"
             )
-
-    def with_types(self, type_k: str, type_v: str) -> ContextSettings:
-        """The same for a draft model, which has its own types and no adapters."""
-        return replace(self, type_k=type_k, type_v=type_v, adapters=())
 
     @property
     def kv_label(self) -> str:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from moeedge.native.abi import CaptureFlags, OffloadScope
-from moeedge.native.backends import LoadedBackend, attach, load_backend
-from moeedge.native.capture import CAPTURED_TOKENS, ActivationCapture, Activations, Block
-from moeedge.native.devices import Device, devices
-from moeedge.native.library import keep_activations_near, library_path, load, newest_instance
-from moeedge.native.sensor import Frame, Sensor, SensorStats
-
-__all__ = [
-    "CAPTURED_TOKENS",
-    "ActivationCapture",
-    "Activations",
-    "Block",
-    "CaptureFlags",
-    "Device",
-    "Frame",
-    "LoadedBackend",
-    "OffloadScope",
-    "Sensor",
-    "SensorStats",
-    "attach",
-    "devices",
-    "keep_activations_near",
-    "library_path",
-    "load",
-    "load_backend",
-    "newest_instance",
-]
+from moeedge.native.abi import CaptureFlags as CaptureFlags
+from moeedge.native.abi import OffloadScope as OffloadScope
+from moeedge.native.backends import attach as attach
+from moeedge.native.backends import load_backend as load_backend
+from moeedge.native.devices import Device as Device
+from moeedge.native.devices import devices as devices
+from moeedge.native.library import library_path as library_path
+from moeedge.native.library import load as load
+from moeedge.native.sensor import CAPTURED_TOKENS as CAPTURED_TOKENS
+from moeedge.native.sensor import ActivationCapture as ActivationCapture
+from moeedge.native.sensor import Block as Block
+from moeedge.native.sensor import Frame as Frame
+from moeedge.native.sensor import Sensor as Sensor

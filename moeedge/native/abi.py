@@ -1,16 +1,24 @@
-"""The C interface of include/moeedge.h in ctypes: enums, structures with pointers, signatures.
+"""The C interface of include/moeedge.h in ctypes: enums, structures, signatures, also of ggml's functions.
 
-Structures without pointers are dataclasses (see structs.py) next to the code that uses them.
+Structures without pointers are dataclasses next to the code that uses them: each field is declared once, with its C
+type in its metadata. Statistics are figures of records.py, float64 for seconds and int64 for all else.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
 from enum import Enum, IntEnum, IntFlag
-from typing import Any
+from functools import cache, partial
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import numpy as np
+
+Record = TypeVar("Record")
 
 ABI_VERSION = 22  # MOEEDGE_ABI_VERSION that this module is written for
 
@@ -121,8 +129,6 @@ class Status(IntEnum):
 
 
 DECODE_THREW = -1000  # MOEEDGE_DECODE_THREW
-
-
 STOP_CALL = CFUNCTYPE(c_int)  # moeedge_stop_call
 
 
@@ -132,182 +138,182 @@ class StopStruct(ctypes.Structure):
     _fields_ = [("call", STOP_CALL), ("interval_ns", c_int64), ("next_ns", c_int64), ("stopped", c_int32)]
 
 
-class FrameStruct(ctypes.Structure):
-    """struct moeedge_frame."""
+def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
-    _fields_ = [
-        ("serial", c_int64),
-        ("phase", c_int32),
-        ("n_tokens", c_int32),
-        ("layer_tokens", c_void_p),  # int32
-        ("ids", c_void_p),  # int32
-        ("weights", c_void_p),  # float
-    ]
+
+class FrameStruct(ctypes.Structure):
+    """struct moeedge_frame, whose arrays are int32, int32 and float."""
+
+    _fields_ = [*_all(c_int64, "serial"), *_all(c_int32, "phase n_tokens"), *_all(c_void_p, "layer_tokens ids weights")]
 
 
 class ActivationsStruct(ctypes.Structure):
-    """struct moeedge_activations."""
+    """struct moeedge_activations, whose arrays are int32 and float."""
 
-    _fields_ = [
-        ("serial", c_int64),
-        ("n_layers", c_int32),
-        ("stride", c_int32),
-        ("width", c_int32),
-        ("layer_tokens", POINTER(c_int32)),
-        ("rows", POINTER(c_float)),
-    ]
+    _fields_ = [*_all(c_int64, "serial"), *_all(c_int32, "n_layers stride width"), *_all(c_void_p, "layer_tokens rows")]
 
 
 class BlockStruct(ctypes.Structure):
-    """struct moeedge_block."""
+    """struct moeedge_block, whose arrays are int32 and float."""
 
-    _fields_ = [
-        ("layer", c_int32),
-        ("phase", c_int32),
-        ("n_tokens", c_int32),
-        ("n_used", c_int32),
-        ("n_embd", c_int32),
-        ("ids", POINTER(c_int32)),
-        ("input", POINTER(c_float)),
-    ]
+    _fields_ = [*_all(c_int32, "layer phase n_tokens n_used n_embd"), *_all(c_void_p, "ids input")]
 
 
 class BudgetConfigStruct(ctypes.Structure):
-    """struct moeedge_budget_config."""
+    """struct moeedge_budget_config, whose budgets are int32."""
 
-    _fields_ = [
-        ("ranking", c_int32),
-        ("coverage", c_int32),
-        ("budgets", c_void_p),  # int32
-    ]
+    _fields_ = [*_all(c_int32, "ranking coverage"), ("budgets", c_void_p)]
 
 
 class BudgetRoutingStruct(ctypes.Structure):
-    """struct moeedge_budget_routing."""
+    """struct moeedge_budget_routing, whose arrays are float, float, int32 and int32."""
 
-    _fields_ = [
-        ("n_tokens", c_int32),
-        ("kind", c_int32),
-        ("values", c_void_p),  # float
-        ("selection", c_void_p),  # float
-        ("natural_ids", c_void_p),  # int32
-        ("ids", c_void_p),  # int32
-    ]
+    _fields_ = [*_all(c_int32, "n_tokens kind"), *_all(c_void_p, "values selection natural_ids ids")]
 
 
 BLOCK_HOOK = CFUNCTYPE(None, c_void_p, POINTER(BlockStruct))  # moeedge_block_hook
-
-
-# struct moeedge_block_record
-BLOCK_RECORD = np.dtype(
+BLOCK_RECORD = np.dtype(  # struct moeedge_block_record
     [
-        ("serial", np.int64),
-        ("layer", np.int32),
-        ("phase", np.int32),
-        ("n_tokens", np.int32),
-        ("pairs_cpu", np.int32),
-        ("pairs_device", np.int32),
-        ("unique_cpu", np.int32),
-        ("unique_device", np.int32),
-        ("path", np.int32),
-        ("partition_ns", np.int64),
-        ("cpu_ns", np.int64),
-        ("device_ns", np.int64),
-        ("wait_ns", np.int64),
-        ("wait_bytes", np.int64),
+        *_all("i8", "serial"),
+        *_all("i4", "layer phase n_tokens pairs_cpu pairs_device unique_cpu unique_device path"),
+        *_all("i8", "partition_ns cpu_ns device_ns wait_ns wait_bytes"),
     ]
 )
-
-
-# struct moeedge_budget_layer
-BUDGET_LAYER = np.dtype(
-    [
-        ("batches", np.int64),
-        ("unique_natural", np.int64),
-        ("unique", np.int64),
-        ("unique_max", np.int64),
-        ("substituted", np.int64),
-        ("kept", np.float64),
-    ]
+BUDGET_LAYER = np.dtype(  # struct moeedge_budget_layer
+    [*_all("i8", "batches unique_natural unique unique_max substituted"), ("kept", "f8")]
 )
 
-
-# Result and argument types. Arrays and output structures are passed by address (c_void_p), which is cheap enough for
-# every step.
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "ggml_version": (c_char_p,),
-    "llama_cpp_version": (c_char_p,),
-    "backend_api_version": (c_int,),
-    "abi_version": (c_int,),
-    "register": (c_int,),
-    "last_error": (c_char_p,),
-    "set_default_offload_scope": (c_int, c_int),
-    "set_default_host_buffer": (c_int, c_void_p),
-    "newest_instance": (c_int64,),
-    "live_instances": (c_int,),
-    "instance_set_offload_scope": (c_int, c_int64, c_int),
-    "instance_set_phase": (c_int, c_int64, c_int),
-    "instance_configure": (c_int, c_int64, c_int, c_int, c_int, c_int),
-    "instance_read_counts": (c_int, c_int64, c_void_p),
-    "instance_frames": (c_int, c_int64, c_int64, POINTER(FrameStruct), c_int),
-    "instance_get_stats": (c_int, c_int64, c_void_p),
-    "instance_threads": (c_int, c_int64),
-    "instance_set_capture": (c_int, c_int64, c_int, c_int, c_int, c_int),
-    "instance_get_activations": (c_int, c_int64, c_int, POINTER(ActivationsStruct)),
-    "instance_set_hook": (c_int, c_int64, BLOCK_HOOK, c_void_p),
-    "instance_expert_outputs": (c_int, c_int64, c_void_p, c_int64),
-    "instance_set_cache": (c_int, c_int64, c_int64),
-    "instance_remove_cache": (c_int, c_int64, c_int64),
-    "instance_skip_unweighted": (c_int, c_int64, c_int),
-    "cache_create": (c_int64, c_void_p),
-    "cache_destroy": (c_int, c_int64),
-    "cache_get_info": (c_int, c_int64, c_void_p),
-    "cache_groups": (c_int, c_int64, c_void_p, c_void_p, c_void_p),
-    "cache_set_utilities": (c_int, c_int64, c_void_p),
-    "cache_read_ahead": (c_int, c_int64, c_int, c_void_p, c_int),
-    "cache_plan": (c_int, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int),
-    "cache_demand": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_double),
-    "cache_set_batch": (c_int, c_int64, c_int),
-    "cache_residency": (c_int, c_int64, c_void_p),
-    "cache_get_stats": (c_int, c_int64, c_void_p),
-    "cache_blocks": (c_int, c_int64, c_int64, c_void_p, c_int),
-    "cache_limit": (c_int, c_int64, c_int),
-    "cache_drain": (c_int, c_int64, c_double),
-    "cache_clear": (c_int, c_int64, c_double),
-    "cache_set_prefill": (c_int, c_int64, c_int, c_int),
-    "cache_set_ram": (c_int, c_int64, c_int64),
-    "cache_set_readers": (c_int, c_int64, c_int, c_int64),
-    "cache_get_reader": (c_int, c_int64, c_void_p),
-    "cache_set_read_faults": (c_int, c_int64, c_int, c_int, c_double),
-    "cache_set_timing": (c_int, c_int64, c_int),
-    "cache_set_device_path": (c_int, c_int64, c_int),
-    "cache_acquire": (c_int, c_int64, c_int, c_void_p, c_int, c_void_p),
-    "cache_release": (c_int, c_int64, c_int, c_void_p, c_int),
-    "cache_read": (c_int, c_int64, c_int, c_int, c_char_p, c_void_p, c_int64),
-    "budget_create": (c_void_p, c_int, c_int, c_void_p),
-    "budget_destroy": (None, c_void_p),
-    "budget_on_node": (c_bool, c_void_p, c_bool, c_void_p),
-    "budget_configure": (c_int, c_void_p, POINTER(BudgetConfigStruct)),
-    "budget_set_active": (c_int, c_void_p, c_int),
-    "budget_read": (c_int, c_void_p, c_void_p),
-    "budget_set_capture": (c_int, c_void_p, c_int),
-    "budget_get_routing": (c_int, c_void_p, c_int, POINTER(BudgetRoutingStruct)),
-    "set_kernel_choice": (c_int, c_int),
-    "kernels": (c_int, c_void_p, c_int),
-    "read_speed": (c_double, c_void_p, c_int64, c_int, c_int),
-    "disable_broken_amx": (c_int,),
-    "set_lazy_mapping": (c_int, c_int),
-    "dry_run_gpu": (c_void_p,),
-    "memory_uses": (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int),
-    "decode": (c_int, c_void_p, c_void_p, c_void_p, c_void_p),
-    "largest_values": (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
-    "should_stop": (c_bool, c_void_p),
+# Names of functions by their result and argument types. Arrays and output structures are passed by address (c_void_p),
+# which is cheap enough for every step.
+SIGNATURES: dict[tuple[Any, ...], str] = {
+    (c_char_p,): "ggml_version llama_cpp_version last_error",
+    (c_int,): "backend_api_version abi_version register live_instances disable_broken_amx",
+    (c_int, c_int): "set_default_offload_scope set_kernel_choice set_lazy_mapping",
+    (c_int, c_void_p): "set_default_host_buffer",
+    (c_int64,): "newest_instance",
+    (c_int, c_int64, c_int): (
+        "instance_set_offload_scope instance_set_phase instance_skip_unweighted cache_set_batch cache_limit "
+        "cache_set_timing cache_set_device_path"
+    ),
+    (c_int, c_int64, c_int, c_int, c_int, c_int): "instance_configure instance_set_capture",
+    (c_int, c_int64, c_void_p): (
+        "instance_read_counts instance_get_stats cache_get_info cache_set_utilities cache_residency "
+        "cache_get_stats cache_get_reader"
+    ),
+    (c_int, c_int64, c_int64, POINTER(FrameStruct), c_int): "instance_frames",
+    (c_int, c_int64): "instance_threads cache_destroy",
+    (c_int, c_int64, c_int, POINTER(ActivationsStruct)): "instance_get_activations",
+    (c_int, c_int64, BLOCK_HOOK, c_void_p): "instance_set_hook",
+    (c_int, c_int64, c_void_p, c_int64): "instance_expert_outputs",
+    (c_int, c_int64, c_int64): "instance_set_cache instance_remove_cache cache_set_ram",
+    (c_int64, c_void_p): "cache_create",
+    (c_int, c_int64, c_void_p, c_void_p, c_void_p): "cache_groups",
+    (c_int, c_int64, c_int, c_void_p, c_int): "cache_read_ahead cache_release",
+    (c_int, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int): "cache_plan",
+    (c_int, c_int64, c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_double): "cache_demand",
+    (c_int, c_int64, c_int64, c_void_p, c_int): "cache_blocks",
+    (c_int, c_int64, c_double): "cache_drain cache_clear",
+    (c_int, c_int64, c_int, c_int): "cache_set_prefill",
+    (c_int, c_int64, c_int, c_int64): "cache_set_readers",
+    (c_int, c_int64, c_int, c_int, c_double): "cache_set_read_faults",
+    (c_int, c_int64, c_int, c_void_p, c_int, c_void_p): "cache_acquire",
+    (c_int, c_int64, c_int, c_int, c_char_p, c_void_p, c_int64): "cache_read",
+    (c_void_p, c_int, c_int, c_void_p): "budget_create",
+    (None, c_void_p): "budget_destroy",
+    (c_bool, c_void_p, c_bool, c_void_p): "budget_on_node",
+    (c_int, c_void_p, POINTER(BudgetConfigStruct)): "budget_configure",
+    (c_int, c_void_p, c_int): "budget_set_active budget_set_capture kernels",
+    (c_int, c_void_p, c_void_p): "budget_read",
+    (c_int, c_void_p, c_int, POINTER(BudgetRoutingStruct)): "budget_get_routing",
+    (c_double, c_void_p, c_int64, c_int, c_int): "read_speed",
+    (c_void_p,): "dry_run_gpu",
+    (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int): "memory_uses",
+    (c_int, c_void_p, c_void_p, c_void_p, c_void_p): "decode",
+    (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p): "largest_values",
+    (c_bool, c_void_p): "should_stop",
 }
 
 
-def declare(library: ctypes.CDLL) -> None:
+# Those of the libggml that llama_cpp has loaded. Objects are addresses.
+GGML_SIGNATURES: dict[tuple[Any, ...], str] = {
+    (c_char_p,): "ggml_version",
+    (c_size_t,): "ggml_backend_dev_count",
+    (c_void_p, c_size_t): "ggml_backend_dev_get",
+    (c_char_p, c_void_p): (
+        "ggml_backend_dev_name ggml_backend_dev_description ggml_backend_reg_name ggml_backend_buft_name"
+    ),
+    (c_void_p, c_void_p): "ggml_backend_dev_backend_reg ggml_backend_dev_buffer_type",
+    (c_bool, c_void_p): "ggml_backend_buft_is_host",
+    (c_void_p, c_char_p): "ggml_backend_dev_by_name ggml_backend_reg_by_name",
+    (None, c_void_p): "ggml_backend_register gguf_free",
+    (None, c_void_p, c_void_p): "ggml_backend_dev_get_props",
+    (c_size_t, c_void_p): "ggml_backend_reg_dev_count gguf_get_data_offset",
+    (c_int64, c_void_p): "gguf_get_n_tensors",
+    (c_int64, c_void_p, c_char_p): "gguf_find_key",
+    (c_int, c_void_p, c_int64): "gguf_get_kv_type gguf_get_arr_type gguf_get_tensor_type",
+    (c_char_p, c_void_p, c_int64): "gguf_get_val_str gguf_get_tensor_name",
+    (ctypes.c_uint32, c_void_p, c_int64): "gguf_get_val_u32",
+    (c_size_t, c_void_p, c_int64): "gguf_get_arr_n gguf_get_tensor_offset gguf_get_tensor_size",
+    (POINTER(ctypes.c_uint32), c_void_p, c_int64): "gguf_get_arr_data",
+    (POINTER(c_int64), c_void_p, c_int64): "gguf_get_tensor_ne",
+}
+
+
+def declare(library: ctypes.CDLL, signatures: Mapping[tuple[Any, ...], str], prefix: str = "") -> ctypes.CDLL:
     """Give the library's functions their signatures. Raises AttributeError for a library that lacks one."""
-    for name, (result, *arguments) in _SIGNATURES.items():
-        function = getattr(library, f"moeedge_{name}")
-        function.restype = result
-        function.argtypes = arguments
+    for (result, *arguments), names in signatures.items():
+        for name in names.split():
+            function = getattr(library, prefix + name)
+            function.restype, function.argtypes = result, arguments
+    return library
+
+
+def c_field(ctype: Any = c_int64, default: Any = dataclasses.MISSING) -> Any:
+    """A field of a structure, int64 unless said otherwise."""
+    return dataclasses.field(default=default, metadata={"ctype": ctype})
+
+
+def c_struct(record: Any, **further: Any) -> type[ctypes.Structure]:
+    """The ctypes structure with the fields of a dataclass, in their order, and further ones."""
+    members = [(field.name, _ctype(field)) for field in dataclasses.fields(record)] + [*further.items()]
+    return type(record.__name__ + "Struct", (ctypes.Structure,), {"_fields_": members})
+
+
+def _ctype(field: dataclasses.Field[Any]) -> Any:
+    statistic = field.metadata.get("figure")
+    return field.metadata["ctype"] if statistic is None else c_double if statistic.unit == "s" else c_int64
+
+
+def from_c(record: type[Record], raw: ctypes.Structure) -> Record:
+    """The dataclass `record` with the values of its structure: flags as bool, text as str."""
+    read, conversions = _reader(record)  # type: ignore[arg-type]
+    values = read(raw)
+    if conversions:
+        converted = list(values)
+        for index, convert in conversions:
+            converted[index] = convert(converted[index])
+        return record(*converted)
+    return record(*values)
+
+
+@cache
+def _reader(record: Any) -> tuple[Callable[[Any], tuple[Any, ...]], list[tuple[int, Any]]]:
+    """What `from_c` needs of a dataclass, once for all calls: a getter of all fields, and conversions by index."""
+    fields = dataclasses.fields(record)
+    convert = {"bool": bool, "str": partial(str, encoding="utf-8", errors="replace")}
+    conversions = [(i, convert[str(field.type)]) for i, field in enumerate(fields) if str(field.type) in convert]
+    return attrgetter(*(field.name for field in fields)), conversions
+
+
+def fill(raw: ctypes.Structure, record: Any) -> None:
+    """Copy the values of a dataclass into its structure."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        setattr(raw, field.name, value.encode() if isinstance(value, str) else value)
+
+
+def view(address: int, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray[Any, Any]:
+    """An array of native memory, of 4-byte values; np.ctypeslib.as_array takes five times as long."""
+    memory = (c_int32 * math.prod(shape)).from_address(address)
+    return np.frombuffer(memoryview(memory), dtype).reshape(shape)

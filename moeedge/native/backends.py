@@ -15,14 +15,14 @@ import re
 import struct
 import sys
 import threading
-from ctypes import c_char_p, c_int, c_size_t, c_void_p
+from ctypes import c_int, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from moeedge.errors import BackendFileError, VersionMismatchError
 from moeedge.native.abi import OffloadScope
-from moeedge.native.library import ggml, ggml_function, installed_api_version, llama_cpp, load
+from moeedge.native.library import ggml, ggml_functions, installed_api_version, llama_cpp, load
 
 _MACOS = platform.system() == "Darwin"
 _ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
@@ -43,16 +43,6 @@ class SharedLibrary:
     needed: tuple[str, ...]  # sonames of the libraries that it is loaded with (Mach-O: unknown, none)
 
 
-@dataclass(frozen=True)
-class _Section:
-    """struct Elf64_Shdr, as far as it matters."""
-
-    kind: int
-    offset: int
-    n_bytes: int
-    link: int  # of a table of symbols or dynamic entries: the section with its strings
-
-
 def read_shared_library(path: Path) -> SharedLibrary:
     """Reads the file. Raises OSError, and ValueError for one that cannot be loaded here: the rest of "it is ..."."""
     with path.open("rb") as file:
@@ -64,19 +54,15 @@ def read_shared_library(path: Path) -> SharedLibrary:
             raise ValueError("not a shared library")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if start.startswith(_MACH_O):
-                return _read_mach_o(content)
+                if not _MACOS:
+                    raise ValueError("a library of macOS")
+                return SharedLibrary(frozenset(name.decode() for name in _C_NAME.findall(content)), ())
             if not start.startswith(_ELF64_LITTLE_ENDIAN) or _MACOS:
                 raise ValueError("not a shared library of this system")
             try:
                 return _read_elf(content)
             except (struct.error, IndexError, OverflowError, UnicodeDecodeError):
                 raise ValueError("damaged or incomplete") from None
-
-
-def _read_mach_o(content: mmap.mmap) -> SharedLibrary:
-    if not _MACOS:
-        raise ValueError("a library of macOS")
-    return SharedLibrary(frozenset(name.decode() for name in _C_NAME.findall(content)), ())
 
 
 def _read_elf(content: mmap.mmap) -> SharedLibrary:
@@ -88,25 +74,24 @@ def _read_elf(content: mmap.mmap) -> SharedLibrary:
     (table,) = struct.unpack_from("<Q", content, 40)
     entry_bytes, n_sections = struct.unpack_from("<HH", content, 58)
     # the table is at the end: reading it fails where a download stopped
-    sections = [
-        _Section(*struct.unpack_from("<4xI16xQQI", content, table + index * entry_bytes)) for index in range(n_sections)
-    ]
+    # struct Elf64_Shdr: type, offset, bytes, and for symbols and dynamic entries the section with their strings
+    places = (table + index * entry_bytes for index in range(n_sections))
+    sections = [struct.unpack_from("<4xI16xQQI", content, place) for place in places]
     defined, needed = set(), []
-    for section in sections:
-        entries = content[section.offset : section.offset + section.n_bytes]
-        if section.kind == _DYNAMIC_SYMBOLS:
+    for section_kind, offset, n_bytes, link in sections:
+        entries = content[offset : offset + n_bytes]
+        if section_kind == _DYNAMIC_SYMBOLS:
             for name, in_section in struct.iter_unpack("<I2xH16x", entries):
                 if in_section:  # 0: expected from another library
-                    defined.add(_text(content, sections[section.link], name))
-        elif section.kind == _DYNAMIC:
+                    defined.add(_text(content, sections[link][1] + name))
+        elif section_kind == _DYNAMIC:
             for tag, value in struct.iter_unpack("<QQ", entries):
                 if tag == _NEEDED:
-                    needed.append(_text(content, sections[section.link], value))
+                    needed.append(_text(content, sections[link][1] + value))
     return SharedLibrary(frozenset(defined), tuple(needed))
 
 
-def _text(content: mmap.mmap, strings: _Section, offset: int) -> str:
-    start = strings.offset + offset
+def _text(content: mmap.mmap, start: int) -> str:
     end = content.find(b"\0", start)
     if end < 0:
         raise IndexError(start)
@@ -123,6 +108,7 @@ def _own_machine() -> int:
 
 PATH_VARIABLE = "GGML_BACKEND_PATH"  # as llama.cpp, which takes one file; here several, separated by os.pathsep
 LLAMA_CPP_RELEASE = "b11312"  # build of llama.cpp at the commit that the pinned llama-cpp-python has
+_SAME_BUILD = f"Use the file of llama.cpp's release {LLAMA_CPP_RELEASE} (docs/devices.md)."
 RPC_REGISTRY = "RPC"
 _INIT = "ggml_backend_init"
 _REGISTRATION = re.compile(r"ggml_backend_[a-z0-9]+_reg")
@@ -130,9 +116,12 @@ _OURS = "moeedge_register"  # only moeedge's own library has it
 _GGML = re.compile(r"lib(ggml[a-z-]*)\.so\.(\d+)")  # soname; the number changes with ggml's binary interface
 _VERSIONED = re.compile(r"\.so\.(\d+\.\d+\.\d+)$")
 _ANY_OF_BASE = "ggml_backend_buffer_init"  # a function of libggml-base that every backend calls
-_MISSING = re.compile(r"(?P<name>[^:\s]+): cannot open shared object file")
-_UNDEFINED = re.compile(r"undefined symbol: (?P<name>\w+)")
-_OLD_SYSTEM = re.compile(r"version [`'](?P<name>\w+)' not found")
+_OTHER_SYSTEM = "Use a build for an older system, or compile llama.cpp with the backend (docs/devices.md)."
+_NEEDS = (  # what the system says where it does not load a file, what the file needs, and a hint
+    (re.compile(r"([^:\s]+): cannot open shared object file"), "{}, which is not on this machine", ""),
+    (re.compile(r"undefined symbol: (\w+)"), "the function {}, which llama.cpp here does not have", _SAME_BUILD),
+    (re.compile(r"version [`'](\w+)' not found"), "{}, and this system's is older", _OTHER_SYSTEM),
+)
 _INSTALL = {  # what brings the libraries that backends need
     "libvulkan.so": "Install the Vulkan loader (Debian and Ubuntu: libvulkan1).",
     "libcudart.so": "Install NVIDIA's CUDA runtime of that version, or put the library next to the file.",
@@ -142,7 +131,7 @@ _INSTALL = {  # what brings the libraries that backends need
 
 _lock = threading.Lock()
 _loaded: dict[Path, LoadedBackend] = {}
-_registered: dict[int, LoadedBackend] = {}  # by ggml_backend_reg_t
+registered: dict[int, LoadedBackend] = {}  # by ggml_backend_reg_t; those of files
 
 
 @dataclass(frozen=True)
@@ -160,12 +149,6 @@ def requested_files() -> list[Path]:
     value = os.environ.get(PATH_VARIABLE, "")
     names = [value] if Path(value).is_file() else value.split(os.pathsep)
     return [path for path in map(Path, filter(None, names)) if not _is_ours(path)]
-
-
-def load_requested() -> None:
-    """Load the files that $GGML_BACKEND_PATH names and that are not loaded yet. Errors as in `load_backend`."""
-    for path in requested_files():
-        load_backend(path)
 
 
 def load_backend(path: Path | str) -> LoadedBackend:
@@ -189,7 +172,8 @@ def attach() -> None:
     automatic choices (flash attention, fused operations) as in stock; the engine raises the scope afterwards.
     """
     _register_ours()
-    load_requested()
+    for path in requested_files():
+        load_backend(path)
 
 
 @cache
@@ -203,11 +187,6 @@ def _register_ours() -> None:
             "Install moeedge again with the llama-cpp-python that it names.",
         )
     library.moeedge_set_default_offload_scope(int(OffloadScope.NONE))
-
-
-def loaded_as(registry: int) -> LoadedBackend | None:
-    """The file's backend with this ggml_backend_reg_t; None for those that llama.cpp was compiled with."""
-    return _registered.get(registry)
 
 
 def _is_ours(path: Path) -> bool:
@@ -234,19 +213,20 @@ def _load(file: Path) -> LoadedBackend:
     api_version, expected = c_int.from_address(registry).value, installed_api_version(ggml())  # its first member
     if api_version != expected:
         raise BackendFileError(
-            f"{file} was built for ggml's backend API {api_version}, and llama.cpp here has {expected}.", _same_build()
+            f"{file} was built for ggml's backend API {api_version}, and llama.cpp here has {expected}.", _SAME_BUILD
         )
-    name = ggml_function("ggml_backend_reg_name", c_char_p, c_void_p)(registry).decode()
-    same_name = ggml_function("ggml_backend_reg_by_name", c_void_p, c_char_p)(name.encode())
+    functions = ggml_functions()
+    name = functions.ggml_backend_reg_name(registry).decode()
+    same_name = functions.ggml_backend_reg_by_name(name.encode())
     if same_name not in (None, registry):
-        origin = f"from {_registered[same_name].file}" if same_name in _registered else "as part of llama.cpp"
+        origin = f"from {registered[same_name].file}" if same_name in registered else "as part of llama.cpp"
         raise BackendFileError(f"{file} is not needed: the backend {name} is here already, {origin}.", "Leave it out.")
-    n_devices = ggml_function("ggml_backend_reg_dev_count", c_size_t, c_void_p)(registry)
+    n_devices = functions.ggml_backend_reg_dev_count(registry)
     if not n_devices and name != RPC_REGISTRY:  # RPC has no devices until a worker is added
         raise _no_device(file, name)
-    ggml_function("ggml_backend_register", None, c_void_p)(registry)
-    _registered[registry] = LoadedBackend(file, name, n_devices, states_ggml)
-    return _registered[registry]
+    functions.ggml_backend_register(registry)
+    registered[registry] = LoadedBackend(file, name, n_devices, states_ggml)
+    return registered[registry]
 
 
 def _read(file: Path) -> SharedLibrary:
@@ -275,21 +255,18 @@ def _entry(file: Path, content: SharedLibrary) -> str:
 
 
 def _check_ggml(file: Path, content: SharedLibrary) -> bool:
-    """Compares ggml's version with what the file's name and neighbours and the names of its libraries tell.
-
-    Returns whether the entire version was found. Raises BackendFileError where it is another.
-    """
-    ours = ggml_function("ggml_version", c_char_p)().decode()
+    """Whether name, neighbours and libraries of the file tell its ggml version. Raises BackendFileError for another."""
+    ours = ggml_functions().ggml_version().decode()
     for soname in content.needed:
         named = _GGML.fullmatch(soname)
         if named and named[2] != ours.split(".")[0]:
-            raise BackendFileError(f"{file} was built for {soname}, and llama.cpp here has ggml {ours}.", _same_build())
+            raise BackendFileError(f"{file} was built for {soname}, and llama.cpp here has ggml {ours}.", _SAME_BUILD)
     resolved = file.resolve()
     named_versions = (_VERSIONED.search(path.name) for path in (resolved, *resolved.parent.glob("libggml-base.so.*")))
     versions = {found[1] for found in named_versions if found}
     if versions and ours not in versions:
         raise BackendFileError(
-            f"{file} was built for ggml {', '.join(sorted(versions))}, and llama.cpp here has {ours}.", _same_build()
+            f"{file} was built for ggml {', '.join(sorted(versions))}, and llama.cpp here has {ours}.", _SAME_BUILD
         )
     return bool(versions)
 
@@ -301,21 +278,12 @@ def _open(file: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(file))
     except OSError as error:
         text = str(error)
-    if missing := _MISSING.search(text):
-        install = next((hint for name, hint in _INSTALL.items() if missing["name"].startswith(name)), "")
-        raise BackendFileError(
-            f"{file} needs {missing['name']}, which is not on this machine.", install or "Install that library."
-        )
-    if undefined := _UNDEFINED.search(text):
-        raise BackendFileError(
-            f"{file} needs the function {undefined['name']}, which llama.cpp here does not have.", _same_build()
-        )
-    if old := _OLD_SYSTEM.search(text):
-        raise BackendFileError(
-            f"{file} needs {old['name']}, and this system's is older.",
-            "Use a build for an older system, or compile llama.cpp with the backend (docs/devices.md).",
-        )
-    raise BackendFileError(f"{file} cannot be loaded: {text.removeprefix(f'{file}: ')}.", _same_build())
+    for pattern, need, hint in _NEEDS:
+        if found := pattern.search(text):
+            installs = (each for name, each in _INSTALL.items() if found[1].startswith(name))
+            hint = hint or next(installs, "Install that library.")
+            raise BackendFileError(f"{file} needs {need.format(found[1])}.", hint)
+    raise BackendFileError(f"{file} cannot be loaded: {text.removeprefix(f'{file}: ')}.", _SAME_BUILD)
 
 
 def _check_one_ggml(file: Path, library: ctypes.CDLL) -> None:
@@ -325,7 +293,7 @@ def _check_one_ggml(file: Path, library: ctypes.CDLL) -> None:
         return
     address, ours = (ctypes.cast(function, c_void_p).value for function in (theirs, getattr(ggml(), _ANY_OF_BASE)))
     if address != ours:
-        raise BackendFileError(f"{file} brings a ggml of its own instead of using llama.cpp's.", _same_build())
+        raise BackendFileError(f"{file} brings a ggml of its own instead of using llama.cpp's.", _SAME_BUILD)
 
 
 def _no_device(file: Path, name: str = "") -> BackendFileError:
@@ -336,7 +304,3 @@ def _no_device(file: Path, name: str = "") -> BackendFileError:
             "GGML_VK_VISIBLE_DEVICES names it, for instance GGML_VK_VISIBLE_DEVICES=0.",
         )
     return BackendFileError(f"{file} finds no device on this machine.", "Install the driver of the device.")
-
-
-def _same_build() -> str:
-    return f"Use the file of llama.cpp's release {LLAMA_CPP_RELEASE} (docs/devices.md)."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import c_char_p, c_double, c_int32, c_int64, c_void_p
+from ctypes import c_char, c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, DevicePath, PrefillPath, ReadFault, Status
+from moeedge.native.abi import BLOCK_RECORD, DevicePath, PrefillPath, ReadFault, Status, c_field, c_struct, fill, from_c
 from moeedge.native.library import load
 from moeedge.native.mapping import FileVersion
 from moeedge.native.sensor import Sensor
-from moeedge.native.structs import (
-    TEXT_64,
-    TEXT_128,
-    TEXT_512,
-    c_field,
-    c_struct,
-    counter,
-    counters,
-    fill,
-    from_c,
-    gauge,
-)
+from moeedge.records import counter, counters, gauge
+from moeedge.run import Closing
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class ExpertTensor:
     file: int = c_field(c_int32)  # index into the parts of a split model
     offset: int = c_field()  # bytes from the start of the file to expert 0
     stride: int = c_field()  # bytes from one expert to the next
-    name: str = c_field(TEXT_64)  # in the GGUF file: blk.3.ffn_up_exps.weight
+    name: str = c_field(c_char * 64)  # in the GGUF file: blk.3.ffn_up_exps.weight
 
     @property
     def role(self) -> str:
@@ -94,29 +87,25 @@ class CacheInfo:
     unpinned: bool = c_field(c_int32)  # pinned staging memory was not available: transfers are slower
     is_host: bool = c_field(c_int32)  # the device's memory is the host's
     lost: bool = c_field(c_int32)
-    device: str = c_field(TEXT_64)
-    description: str = c_field(TEXT_128)
+    device: str = c_field(c_char * 64)
+    description: str = c_field(c_char * 128)
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """struct moeedge_cache_stats: figures since the cache was opened.
-
-    This is the one table of these statistics: the ctypes structure and the records of the layers above are made from
-    it. Times are in seconds.
-    """
+    """struct moeedge_cache_stats: figures since the cache was opened, from which all records of them are made."""
 
     uploads: int = counter("experts that have arrived; uploads - evictions = slots_used", "experts")
     evictions: int = counter("experts that gave their slot to another one", "experts")
     cancelled: int = counter("uploads that a newer plan dropped before they began", "experts")
-    failed: int = counter("uploads whose file could not be read", "experts")
+    failed: int = counter("uploads whose file could not be read", "experts", in_json=False)
     bytes_moved: int = counter("bytes of the uploads that have arrived", "bytes")
     transfers: int = counter("transfers that have begun, each of one expert or of several")
     transfer_s: float = counter("time in which a transfer was under way", "s")
-    plans: int = counter("plans that were taken over")
+    plans: int = counter("plans that were taken over", in_json=False)
     slots_used: int = gauge("slots that hold an expert", "slots")
-    in_flight: int = gauge("experts under way", "experts")
-    queued: int = gauge("uploads of the plan that have not begun", "experts")
+    in_flight: int = gauge("experts under way", "experts", in_json=False)
+    queued: int = gauge("uploads of the plan that have not begun", "experts", in_json=False)
     blocks: int = counter("MoE blocks computed")
     blocks_unknown: int = counter("MoE blocks that were not recognised and stayed on the CPU")
     pairs: int = counter("(token, expert) pairs of batches of at most 64 tokens", "pairs")
@@ -130,7 +119,7 @@ class CacheStats:
     wait_bytes: int = counter("bytes that a cache in RAM has read while a computation waited", "bytes")
     ahead: int = counter("uploads that began before their layer's turn, by prediction", "experts")
     ahead_used: int = counter("of these, those that their layer needed", "experts")
-    pinned: int = gauge("slots in use by a computation", "slots")
+    pinned: int = gauge("slots in use by a computation", "slots", in_json=False)
     lost: bool = gauge("the device failed and is no longer used")
 
 
@@ -143,7 +132,9 @@ class ReaderInfo:
     piece_bytes: int = c_field()  # of a read, about
     bytes_read: int = c_field()  # since the cache was opened; direct reads are of whole blocks
     retries: int = c_field()  # of reads that failed
-    error: str = c_field(TEXT_512)  # what went wrong with the newest expert that could not be loaded; empty: nothing
+    error: str = c_field(
+        c_char * 512
+    )  # what went wrong with the newest expert that could not be loaded; empty: nothing
 
 
 _ExpertTensorStruct = c_struct(ExpertTensor)
@@ -153,7 +144,7 @@ _CacheInfoStruct = c_struct(CacheInfo)
 _CacheStatsStruct = c_struct(CacheStats)
 
 
-class ExpertCache:
+class ExpertCache(Closing):
     """An open expert cache; `close` (or leaving the context) ends it."""
 
     def __init__(self, config: CacheConfig) -> None:
@@ -174,13 +165,19 @@ class ExpertCache:
         self._open()
 
     def _open(self) -> None:
-        raw, _referenced = _to_struct(self._config)
-        in_ram = self._config.device == "ram"
-        self._cache = _check(self._library.moeedge_cache_create(ctypes.byref(raw)), in_ram=in_ram)
+        config = self._config
+        files = (c_char_p * len(config.files))(*(str(path).encode() for path in config.files))
+        tensors = (_ExpertTensorStruct * len(config.tensors))()
+        for each, tensor in zip(tensors, config.tensors, strict=True):
+            fill(each, tensor)
+        raw = _CacheConfigStruct(n_files=len(files), n_tensors=len(tensors))
+        addresses: Any = ctypes.addressof(files), ctypes.addressof(tensors)
+        fill(raw, replace(config, files=addresses[0], tensors=addresses[1]))
+        self._cache = _check(self._library.moeedge_cache_create(ctypes.byref(raw)), in_ram=config.device == "ram")
         # the mover must end before the interpreter does
         self._finalizer = weakref.finalize(self, self._library.moeedge_cache_destroy, self._cache)
         self._last_block = 0
-        self.info = self._read_info()
+        self.info = from_c(CacheInfo, self._filled("get_info", _CacheInfoStruct()))
         for name, arguments in self._settings.items():
             self._set(name, *arguments)
         if self._ram is not None:
@@ -209,41 +206,29 @@ class ExpertCache:
         for sensor in attached:
             self.attach(sensor)
 
-    def __enter__(self) -> ExpertCache:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Detach, end the mover, free the device's memory. No decode may run. May be called twice."""
         self._finalizer()
 
     def _call(self, name: str, *arguments: Any) -> int:
-        """The result of moeedge_cache_`name`; raises the error of a negative one."""
-        return _check(getattr(self._library, f"moeedge_cache_{name}")(self._cache, *arguments))
+        """The result of moeedge_cache_`name`, which gets arrays by address; raises the error of a negative one."""
+        raw = [each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments]
+        return _check(getattr(self._library, f"moeedge_cache_{name}")(self._cache, *raw))
 
-    def _read_info(self) -> CacheInfo:
-        raw = _CacheInfoStruct()
-        self._call("get_info", ctypes.byref(raw))
-        return from_c(CacheInfo, raw)
+    def _filled(self, name: str, raw: Any) -> Any:
+        """A structure that moeedge_cache_`name` has filled: a new one each time, as several threads may ask."""
+        self._call(name, ctypes.byref(raw))
+        return raw
 
-    def groups(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    def groups(self) -> tuple[Ints, Ints, NDArray[np.int64]]:
         """Group of each layer int32 [n_layers] (-1: no experts); slots int32 and bytes per expert int64 [n_groups]."""
         layer_group = np.zeros(self.info.n_layers, dtype=np.int32)
         capacity = np.zeros(self.info.n_groups, dtype=np.int32)
         expert_bytes = np.zeros(self.info.n_groups, dtype=np.int64)
-        addresses = (array.ctypes.data for array in (layer_group, capacity, expert_bytes))
-        self._call("groups", *addresses)
+        self._call("groups", layer_group, capacity, expert_bytes)
         return layer_group, capacity, expert_bytes
 
-    def plan(
-        self,
-        uploads: NDArray[np.int32],
-        priority: NDArray[np.uint8],
-        victims: NDArray[np.int32],
-        victim_utility: NDArray[np.float32],
-    ) -> None:
+    def plan(self, uploads: Ints, priority: NDArray[np.uint8], victims: Ints, victim_utility: Floats) -> None:
         """Replace the queue; transfers under way continue.
 
         uploads: int32 [n, 2] (layer, expert), moved by priority, highest first, then by layer, then in this order;
@@ -256,40 +241,13 @@ class ExpertCache:
         victims, victim_utility = _victims(victims, victim_utility)
         if uploads.size != 2 * priority.size:
             raise ValueError("A plan needs one priority per upload.")
-        self._call(
-            "plan",
-            uploads.ctypes.data,
-            priority.ctypes.data,
-            priority.size,
-            victims.ctypes.data,
-            victim_utility.ctypes.data,
-            victim_utility.size,
-        )
+        self._call("plan", uploads, priority, priority.size, victims, victim_utility, victim_utility.size)
 
-    def demand(
-        self,
-        layer: int,
-        experts: NDArray[np.int32],
-        victims: NDArray[np.int32],
-        victim_utility: NDArray[np.float32],
-        timeout_s: float,
-    ) -> int:
-        """Load the absent ones of a layer's experts [n] before the queue and wait; returns how many are resident.
-
-        None of the experts is evicted; victims int32 [m, 2] and those of the last plan are, the lowest utility first.
-        """
+    def demand(self, layer: int, experts: Ints, victims: Ints, victim_utility: Floats, timeout_s: float) -> int:
+        """Load a layer's absent experts [n] first and wait; returns how many are resident. victims: as of `plan`."""
         experts = np.ascontiguousarray(experts, np.int32)
-        victims, victim_utility = _victims(victims, victim_utility)
-        return self._call(
-            "demand",
-            layer,
-            experts.ctypes.data,
-            experts.size,
-            victims.ctypes.data,
-            victim_utility.ctypes.data,
-            victim_utility.size,
-            timeout_s,
-        )
+        victims, utility = _victims(victims, victim_utility)
+        return self._call("demand", layer, experts, experts.size, victims, utility, utility.size, timeout_s)
 
     def set_batch(self, n_experts: int) -> None:
         """Set the most experts of a layer in one transfer.
@@ -299,15 +257,11 @@ class ExpertCache:
         """
         self._set("batch", n_experts)
 
-    def set_utilities(self, utilities: NDArray[np.float32]) -> None:
-        """Set by what an expert on the device "ram" goes for one that is loaded on demand: the lowest utility.
-
-        utilities: float32 [n_layers, n_experts], zeros at first; of equal ones the expert used longest ago goes.
-        """
+    def set_utilities(self, utilities: Floats) -> None:
+        """Set utilities float32 [n_layers, n_experts]: RAM keeps the highest, of equal ones the last used."""
         if utilities.shape != self._residency.shape:
             raise ValueError("Each expert needs a utility.")
-        utilities = np.ascontiguousarray(utilities, np.float32)
-        self._call("set_utilities", utilities.ctypes.data)
+        self._call("set_utilities", np.ascontiguousarray(utilities, np.float32))
 
     def limit(self, n_slots: int) -> None:
         """Use about `n_slots` slots of a cache in RAM from now on, at least one per group, at most as at first.
@@ -316,16 +270,12 @@ class ExpertCache:
         during a decode. Other caches raise BackendError.
         """
         self._call("limit", n_slots)
-        self.info = self._read_info()
+        self.info = from_c(CacheInfo, self._filled("get_info", _CacheInfoStruct()))
 
-    def read_ahead(self, layer: int, experts: NDArray[np.int32]) -> None:
-        """Queue the absent ones of a coming layer's experts [n] after what a computation waits for.
-
-        For the device "ram", as large batches do by themselves. They stay until that layer's turn, the next one after
-        the layer that was computed last.
-        """
+    def read_ahead(self, layer: int, experts: Ints) -> None:
+        """Queue absent experts [n] of a coming layer for RAM, after what a computation waits for."""
         experts = np.ascontiguousarray(experts, np.int32)
-        self._call("read_ahead", layer, experts.ctypes.data, experts.size)
+        self._call("read_ahead", layer, experts, experts.size)
 
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
@@ -335,37 +285,30 @@ class ExpertCache:
     def copy_residency(self) -> NDArray[np.uint8]:
         """The same in an array of its own, for another thread than the one that plans."""
         copy = np.empty_like(self._residency)
-        self._call("residency", copy.ctypes.data)
+        self._call("residency", copy)
         return copy
 
     def stats(self) -> CacheStats:
         """The figures since the cache was opened."""
-        now = from_c(CacheStats, self._read_stats())
-        earlier = self._earlier
+        now, earlier = from_c(CacheStats, self._filled("get_stats", _CacheStatsStruct())), self._earlier
         if earlier is None:
             return now
-        return replace(now, **{name: getattr(earlier, name) + getattr(now, name) for name in counters(now)})
+        return replace(now, **{name: getattr(earlier, name) + getattr(now, name) for name in counters(CacheStats)})
 
     def waited_s(self) -> float:
         """`CacheStats.wait_s` since the cache was opened last: cheap enough for every step."""
-        return float(self._read_stats().wait_s)
+        return float(self._filled("get_stats", _CacheStatsStruct()).wait_s)
 
     def trouble(self) -> tuple[bool, int]:
         """Whether the device is lost, and the number of unrecognised blocks: cheap enough for every step."""
-        stats = self._read_stats()
+        stats = self._filled("get_stats", _CacheStatsStruct())
         n_earlier = 0 if self._earlier is None else self._earlier.blocks_unknown
         return bool(stats.lost), n_earlier + stats.blocks_unknown
-
-    def _read_stats(self) -> Any:
-        """In a structure of its own: several threads may ask."""
-        stats = _CacheStatsStruct()
-        self._call("get_stats", ctypes.byref(stats))
-        return stats
 
     def blocks(self) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         """Records (BLOCK_RECORD) of the blocks computed since the last call, oldest first, at most the newest 4096."""
         records = np.zeros(MAX_BLOCKS, dtype=BLOCK_RECORD)
-        n_records = self._call("blocks", self._last_block, records.ctypes.data, MAX_BLOCKS)
+        n_records = self._call("blocks", self._last_block, records, MAX_BLOCKS)
         if n_records:
             self._last_block = int(records["serial"][n_records - 1])
         return records[:n_records]
@@ -376,10 +319,7 @@ class ExpertCache:
         return status != Status.TIMEOUT and _check(status) == 0
 
     def clear(self, timeout_s: float = 30.0) -> None:
-        """Empty the queue, and all slots after transfers under way and slots in use.
-
-        Raises BackendError if these take longer; the slots stay as they are then.
-        """
+        """Empty the queue and all slots. Raises BackendError if transfers and slots in use take longer."""
         self._call("clear", timeout_s)
 
     def set_prefill(self, path: PrefillPath, n_tokens_min: int) -> None:
@@ -387,17 +327,12 @@ class ExpertCache:
         self._set("prefill", path.code, n_tokens_min)
 
     def set_readers(self, n_threads: int, piece_bytes: int = 0) -> None:
-        """Set how many threads read experts from the model's files; 1 at first. The emulated device uses one.
-
-        In RAM as many reads are under way, each of about `piece_bytes` (0: unchanged); 4 of 1 MiB at first.
-        """
+        """Set how many threads read files, or reads are under way for RAM, of `piece_bytes` (0: unchanged)."""
         self._set("readers", n_threads, piece_bytes)
 
     def reader(self) -> ReaderInfo:
         """How a cache in RAM reads its files; other caches raise BackendError."""
-        raw = _ReaderInfoStruct()
-        self._call("get_reader", ctypes.byref(raw))
-        return from_c(ReaderInfo, raw)
+        return from_c(ReaderInfo, self._filled("get_reader", _ReaderInfoStruct()))
 
     def set_read_faults(self, kind: ReadFault, every: int, delay_s: float = 0.0) -> None:
         """Tests: let every `every`-th read of a cache in RAM fail from now on; 0: none."""
@@ -426,11 +361,7 @@ class ExpertCache:
         self._ram = ram
 
     def attach(self, sensor: Sensor) -> None:
-        """Let the sensor's context compute with this cache, from its next graph on.
-
-        A context computes with a cache in RAM, with one on another device, or with both: experts that are not on the
-        device are then loaded into RAM.
-        """
+        """Let the sensor's context compute with this cache from its next graph on: in RAM, on a device, or both."""
         _check(self._library.moeedge_instance_set_cache(sensor.instance, self._cache))
         self._attached.append(sensor)
 
@@ -441,17 +372,17 @@ class ExpertCache:
 
     # checks: pin experts as a computation does and read their bytes
 
-    def acquire(self, layer: int, experts: Sequence[int]) -> NDArray[np.int32]:
+    def acquire(self, layer: int, experts: Sequence[int]) -> Ints:
         """Pin resident experts; returns their slots int32 [n], -1: not resident."""
         wanted = np.asarray(experts, dtype=np.int32)
         slots = np.empty(wanted.size, dtype=np.int32)
-        self._call("acquire", layer, wanted.ctypes.data, wanted.size, slots.ctypes.data)
+        self._call("acquire", layer, wanted, wanted.size, slots)
         return slots
 
-    def release(self, layer: int, slots: NDArray[np.int32]) -> None:
+    def release(self, layer: int, slots: Ints) -> None:
         """Unpin the slots of `acquire`."""
         slots = np.ascontiguousarray(slots, np.int32)
-        self._call("release", layer, slots.ctypes.data, slots.size)
+        self._call("release", layer, slots, slots.size)
 
     def read(self, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
         """Bytes of one role ("ffn_up_exps.weight") of a resident expert, from the device."""
@@ -468,24 +399,12 @@ def _version(path: Path) -> FileVersion | None:
         return None
 
 
-def _victims(victims: NDArray[np.int32], utility: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _victims(victims: Ints, utility: Floats) -> tuple[Ints, Floats]:
     """The arrays as C reads them: int32 [m, 2] and float32 [m]."""
     victims, utility = np.ascontiguousarray(victims, np.int32), np.ascontiguousarray(utility, np.float32)
     if victims.size != 2 * utility.size:
         raise ValueError("Each victim needs a utility.")
     return victims, utility
-
-
-def _to_struct(config: CacheConfig) -> tuple[ctypes.Structure, tuple[object, ...]]:
-    """The C structure, and the arrays that it points to."""
-    files = (ctypes.c_char_p * len(config.files))(*(str(path).encode() for path in config.files))
-    tensors = (_ExpertTensorStruct * len(config.tensors))()
-    for raw, tensor in zip(tensors, config.tensors, strict=True):
-        fill(raw, tensor)
-    raw_config = _CacheConfigStruct(n_files=len(files), n_tensors=len(tensors))
-    addresses = (ctypes.addressof(files), ctypes.addressof(tensors))
-    fill(raw_config, replace(config, files=addresses[0], tensors=addresses[1]))  # type: ignore[arg-type]
-    return raw_config, (files, tensors)
 
 
 def _check(status: int, *, in_ram: bool = False) -> int:

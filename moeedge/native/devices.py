@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from ctypes import c_bool, c_char_p, c_int, c_int32, c_size_t, c_void_p
+from ctypes import c_bool, c_char, c_char_p, c_int, c_int32, c_size_t
 from dataclasses import dataclass
 from typing import Any
 
 from moeedge.errors import BackendError
-from moeedge.native.backends import RPC_REGISTRY, LoadedBackend, loaded_as
-from moeedge.native.library import ggml_function, load
-from moeedge.native.structs import TEXT_64, c_field, c_struct, from_c
+from moeedge.native.abi import c_field, c_struct, from_c
+from moeedge.native.backends import RPC_REGISTRY, LoadedBackend, registered
+from moeedge.native.library import ggml_functions, load
 
 _KINDS = {0: "CPU", 1: "GPU", 2: "IGPU", 3: "ACCEL"}  # enum ggml_backend_dev_type
 _OUR_DEVICE = "MOEEDGE"
@@ -37,61 +36,37 @@ class _Properties(ctypes.Structure):
     """struct ggml_backend_dev_props of ggml-backend.h."""
 
     _fields_ = [
-        ("name", c_char_p),
-        ("description", c_char_p),
-        ("memory_free", c_size_t),
-        ("memory_total", c_size_t),
-        ("type", c_int),
-        ("device_id", c_char_p),
-        ("caps", c_bool * 5),
+        *((name, c_char_p) for name in ("name", "description")),
+        *((name, c_size_t) for name in ("memory_free", "memory_total")),
+        *(("type", c_int), ("device_id", c_char_p), ("caps", c_bool * 5)),
     ]
 
 
 def devices() -> list[Device]:
-    """The devices that the installed llama.cpp offers, without ours, in its order.
-
-    Those of workers are listed without memory: querying a worker that has ended would end this process.
-    """
-    return list(_devices())
-
-
-def _devices() -> Iterator[Device]:
-    count = ggml_function("ggml_backend_dev_count", c_size_t)
-    get = ggml_function("ggml_backend_dev_get", c_void_p, c_size_t)
-    name_of = ggml_function("ggml_backend_dev_name", c_char_p, c_void_p)
-    registry_of = ggml_function("ggml_backend_dev_backend_reg", c_void_p, c_void_p)
-    registry_name = ggml_function("ggml_backend_reg_name", c_char_p, c_void_p)
-    description_of = ggml_function("ggml_backend_dev_description", c_char_p, c_void_p)
-    get_properties = ggml_function("ggml_backend_dev_get_props", None, c_void_p, ctypes.POINTER(_Properties))
-    for index in range(count()):
-        device = get(index)
-        name = name_of(device).decode()
+    """llama.cpp's devices without ours; workers without memory: to ask one that has ended ends this process."""
+    found = []
+    ggml = ggml_functions()
+    for index in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(index)
+        name = ggml.ggml_backend_dev_name(device).decode()
         if name == _OUR_DEVICE:
             continue
-        registry_address = registry_of(device)
-        registry = registry_name(registry_address).decode()
+        registry_address = ggml.ggml_backend_dev_backend_reg(device)
+        registry = ggml.ggml_backend_reg_name(registry_address).decode()
         if registry == RPC_REGISTRY:
-            yield Device(name, "RPC", description_of(device).decode(), 0, 0, registry)
+            text = ggml.ggml_backend_dev_description(device).decode()
+            found.append(Device(name, "RPC", text, 0, 0, registry))
             continue
         properties = _Properties()
-        get_properties(device, ctypes.byref(properties))
-        yield Device(
-            name,
-            _KINDS.get(properties.type, "other"),
-            properties.description.decode(),
-            properties.memory_free,
-            properties.memory_total,
-            registry,
-            (properties.device_id or b"").decode(),
-            _shares_host_memory(properties),
-            loaded_as(registry_address),
-        )
-
-
-def _shares_host_memory(properties: _Properties) -> bool:
-    """Metal calls every device a GPU. Its devices, and no GPU with memory of its own, take host memory as buffers."""
-    kind = _KINDS.get(properties.type)
-    return kind == "IGPU" or (kind == "GPU" and bool(properties.caps[_BUFFER_FROM_HOST_POINTER]))
+        ggml.ggml_backend_dev_get_props(device, ctypes.byref(properties))
+        kind = _KINDS.get(properties.type, "other")
+        # Metal calls every device a GPU. Its devices, and no GPU with memory of its own, take host memory as buffers.
+        is_shared = kind == "IGPU" or (kind == "GPU" and bool(properties.caps[_BUFFER_FROM_HOST_POINTER]))
+        memory = properties.memory_free, properties.memory_total, registry
+        pci_id = (properties.device_id or b"").decode()
+        text = properties.description.decode()
+        found.append(Device(name, kind, text, *memory, pci_id, is_shared, registered.get(registry_address)))
+    return found
 
 
 _BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"  # of llama-ext.h; it has no C interface
@@ -104,8 +79,8 @@ DRY_RUN_GPU = "dry-run"  # device name by which the planner asks for it
 class MemoryUse:
     """struct moeedge_memory_use: bytes that a context and its model have in buffers of one type."""
 
-    buffer_type: str = c_field(TEXT_64)  # llama.cpp's name: CPU, CPU_REPACK, CUDA0, ...
-    device: str = c_field(TEXT_64)  # the GPU's name; empty: the CPU's
+    buffer_type: str = c_field(c_char * 64)  # llama.cpp's name: CPU, CPU_REPACK, CUDA0, ...
+    device: str = c_field(c_char * 64)  # the GPU's name; empty: the CPU's
     on_gpu: bool = c_field(c_int32)  # False: in host memory
     weights_bytes: int = c_field()
     memory_bytes: int = c_field()  # KV cache and recurrent states

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from moeedge.errors import BackendError, VersionMismatchError
-from moeedge.native.abi import ABI_VERSION, declare
+from moeedge.native.abi import ABI_VERSION, GGML_SIGNATURES, SIGNATURES, declare
 
 
 def library_path() -> Path:
-    """Path of the compiled library; $MOEEDGE_LIBRARY names another build of it (with a sanitizer, for instance).
-
-    Raises BackendError if there is none.
-    """
+    """Path of the compiled library, or of another build ($MOEEDGE_LIBRARY). Raises BackendError if there is none."""
     named = os.environ.get("MOEEDGE_LIBRARY")
     if named:
         candidates = [Path(named)]
@@ -58,35 +55,34 @@ def llama_cpp() -> Any:
 @cache
 def ggml() -> ctypes.CDLL:
     """The ggml library that llama_cpp has loaded."""
-    llama_cpp()
+    folder = Path(llama_cpp().__file__).parent / "lib"
     for name in ("libggml.so.0", "libggml.so", "libggml.dylib"):
         try:
             # by soname first: that names the copy in this process, not another one on disk
-            return ctypes.CDLL(name if name.endswith(".0") else str(_llama_lib_dir() / name))
+            return ctypes.CDLL(name if name.endswith(".0") else str(folder / name))
         except OSError:
             continue
     raise BackendError("llama-cpp-python's ggml library was not found.", "Install llama-cpp-python again.")
 
 
+@cache
+def ggml_functions() -> Any:
+    """Those functions of the libggml that llama_cpp has loaded whose signatures abi.py has; objects are addresses."""
+    # a handle of its own: a function's signature is that of its handle
+    return declare(ctypes.CDLL(llama_cpp().llama_cpp._lib._name), GGML_SIGNATURES)
+
+
 def ggml_function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the ggml that llama_cpp has loaded."""
-    function = getattr(ggml(), name)
+    """A function of the libllama or libggml that llama_cpp has loaded, with its result and argument types set."""
+    function = getattr(llama_cpp().llama_cpp._lib, name)
     function.restype = result
     function.argtypes = list(arguments)
     return function
 
 
-def _llama_lib_dir() -> Path:
-    return Path(llama_cpp().__file__).parent / "lib"
-
-
 @cache
 def load() -> ctypes.CDLL:
-    """Load the native library and check it against the installed llama.cpp, without registering it.
-
-    Raises VersionMismatchError if llama-cpp-python or ggml's backend API is not the one it was compiled against, and
-    BackendError if either cannot be loaded.
-    """
+    """Load the native library. Raises BackendError, and VersionMismatchError where it is for another llama.cpp."""
     llama_cpp()
     ggml_library = ggml()
     try:
@@ -94,7 +90,7 @@ def load() -> ctypes.CDLL:
     except OSError as error:
         raise BackendError(f"moeedge's native library cannot be loaded: {error}.", "Install moeedge again.") from error
     try:
-        declare(library)
+        declare(library, SIGNATURES, "moeedge_")
         built_for = int(library.moeedge_abi_version())
     except AttributeError:  # older than the number
         built_for = 1
@@ -103,10 +99,8 @@ def load() -> ctypes.CDLL:
             f"moeedge's native library has interface version {built_for}, but moeedge needs {ABI_VERSION}.",
             "Install moeedge again with pip install . to compile it.",
         )
-    compiled_for, installed = (
-        library.moeedge_llama_cpp_version().decode(),
-        importlib.metadata.version("llama-cpp-python"),
-    )
+    compiled_for = library.moeedge_llama_cpp_version().decode()
+    installed = importlib.metadata.version("llama-cpp-python")
     if compiled_for != installed:
         raise VersionMismatchError(
             f"moeedge was compiled for llama-cpp-python {compiled_for}, but {installed} is installed.",
@@ -134,8 +128,5 @@ def newest_instance() -> int:
 
 
 def keep_activations_near(gpu: int | None) -> None:
-    """Let our backend keep the activations of contexts made from now on where `gpu` (ggml_backend_dev_t) copies fast.
-
-    That is pinned memory, if the GPU's backend has it; None: ordinary memory.
-    """
+    """Keep activations of new contexts in memory that `gpu` (ggml_backend_dev_t) copies fast; None: ordinary memory."""
     load().moeedge_set_default_host_buffer(gpu)

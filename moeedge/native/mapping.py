@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moeedge.native.abi import declare
 from moeedge.native.library import load
 
 _MAPS = Path("/proc/self/maps")  # Linux only
@@ -96,10 +97,7 @@ def advise_normal(pages: Iterable[Mapped]) -> None:
 
 
 def lock_in_memory(pages: Iterable[Mapped]) -> int:
-    """Locks pages into memory as long as the mapping lives; returns the locked bytes.
-
-    Stops where the limit of locked memory (ulimit -l) is reached.
-    """
+    """Locks pages into memory, up to the limit of locked memory (ulimit -l); returns the locked bytes."""
     n_locked = 0
     for each in pages:
         address, end, piece_bytes = each.address, each.address + each.n_bytes, each.n_bytes
@@ -152,10 +150,7 @@ def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -
 
 
 def _check_version(file: Path, descriptor: int, version: FileVersion) -> None:
-    """Raises OSError unless the path and the open file are of that version.
-
-    Every writer changes the time of modification before it changes a byte, so what was read before this is of it.
-    """
+    """Raises OSError unless path and open file are of that version: what was read before is of it, too."""
     if not FileVersion.of(descriptor) == FileVersion.of(file) == version:
         raise OSError(errno.ESTALE, "it was changed while it was being loaded")
 
@@ -174,8 +169,7 @@ def _read(pool: ThreadPoolExecutor, descriptor: int, to: Mapped, file_bytes: int
     pieces = [
         Mapped(to.address + at, to.offset + at, min(PIECE_BYTES, n_bytes - at)) for at in range(0, n_bytes, PIECE_BYTES)
     ]
-    for _done in pool.map(lambda piece: _read_piece(descriptor, piece), pieces):
-        pass
+    list(pool.map(lambda piece: _read_piece(descriptor, piece), pieces))
 
 
 def _read_piece(descriptor: int, piece: Mapped) -> None:
@@ -190,10 +184,7 @@ def _read_piece(descriptor: int, piece: Mapped) -> None:
 
 
 def open_direct(file: Path) -> tuple[int, bool]:
-    """A descriptor for reading, and whether its reads go past the page cache: not all file systems have such reads.
-
-    Raises OSError.
-    """
+    """A descriptor for reading, and whether its reads go past the page cache. Raises OSError."""
     with suppress(OSError, AttributeError):
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
         try:
@@ -208,13 +199,11 @@ def open_direct(file: Path) -> tuple[int, bool]:
 @cache
 def _libc() -> Any:
     library = ctypes.CDLL(None)
-    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    library.madvise.argtypes = [address, size, number]
-    library.mlock.argtypes = library.munmap.argtypes = [address, size]
-    library.mprotect.argtypes = [address, size, number]
-    library.mmap.argtypes = [address, size, number, number, number, ctypes.c_ssize_t]  # the last is an off_t
-    library.mmap.restype = address
-    if hasattr(library, "mremap"):  # Linux
-        library.mremap.argtypes = [address, size, size, number, address]
-        library.mremap.restype = address
-    return library
+    place, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    signatures: dict[tuple[Any, ...], str] = {
+        (number, place, size): "mlock munmap",
+        (number, place, size, number): "madvise mprotect",
+        (place, place, size, number, number, number, ctypes.c_ssize_t): "mmap",  # the last is an off_t
+        (place, place, size, size, number, place): "mremap" if hasattr(library, "mremap") else "",  # Linux
+    }
+    return declare(library, signatures)

@@ -1,8 +1,15 @@
-"""The routing sensor of one llama.cpp context: activation counts and routing, read without a copy per layer."""
+"""What our backend sees of one llama.cpp context: activation counts, routing, the activations of its layers.
+
+Counts and routing are read without a copy per layer. Activations are captured after each small batch, or passed to a
+hook before each block of it; predictors of experts read the input of a layer's router (in a dense model, of its FFN).
+Both work where our backend computes the layers: with an offload scope other than NONE, and with the weights in host
+memory.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError
-from moeedge.native.abi import FrameStruct, OffloadScope
+from moeedge.native.abi import (
+    BLOCK_HOOK,
+    ActivationsStruct,
+    BlockStruct,
+    CaptureFlags,
+    FrameStruct,
+    OffloadScope,
+    c_struct,
+    from_c,
+    view,
+)
 from moeedge.native.library import load, newest_instance
-from moeedge.native.structs import c_struct, counter, from_c, view
+from moeedge.records import counter
 
 Counts = NDArray[np.uint32]  # [n_layers, n_experts] activations
 
 _MAX_VIEWS = 256  # of frames, kept
 MAX_FRAMES = 8  # size of the native ring (routing-sensor.h)
+CAPTURED_TOKENS = 32  # the largest batch that is captured and for which the hook is called (activation-capture.h)
 
 _REASONS = {-1: "its context is closed", -2: "bad argument", -3: "out of memory", -4: "not configured"}
 
@@ -54,13 +72,37 @@ class SensorStats:
 _StatsStruct = c_struct(SensorStats)
 
 
-class Sensor:
-    """The sensor of the llama.cpp context that the calling thread made last."""
+class Instance:
+    """Our backend's part of one llama.cpp context. instance: its id, for calls of the C interface."""
 
-    def __init__(self, library: ctypes.CDLL, instance: int, shape: tuple[int, int, int, int]) -> None:
-        self.n_layers, self.n_experts, self.n_used, self.n_tokens_max = shape
-        self.instance = instance  # id of the backend's instance, for calls of the C interface
-        self._library = library
+    def __init__(self, instance: int) -> None:
+        self.instance = instance
+        self._library = load()
+
+    def set_offload_scope(self, scope: OffloadScope) -> None:
+        """Change the operations that the backend takes, from the next graph that llama.cpp builds on."""
+        _check(self._library.moeedge_instance_set_offload_scope(self.instance, int(scope)))
+
+    def set_phase(self, phase: int) -> None:
+        """Tag the next graphs with a `Phase`."""
+        _check(self._library.moeedge_instance_set_phase(self.instance, int(phase)))
+
+
+class Sensor(Instance):
+    """The sensor of the llama.cpp context that the calling thread made last, whose offload scope it sets.
+
+    n_ubatch: the most tokens that one graph computes. Raises BackendError where our backend has no such context.
+    """
+
+    def __init__(self, n_layers: int, n_experts: int, n_used: int, n_ubatch: int, scope: OffloadScope) -> None:
+        super().__init__(newest_instance())
+        if self.instance == 0:
+            raise BackendError(
+                "moeedge's backend is not part of this context.", "Call moeedge.native.attach() before making it."
+            )
+        self.n_layers, self.n_experts, self.n_used, self.n_tokens_max = n_layers, n_experts, n_used, n_ubatch
+        _check(self._library.moeedge_instance_configure(self.instance, n_layers, n_experts, n_used, n_ubatch))
+        self.set_offload_scope(scope)
         self._counts = np.zeros((self.n_layers, self.n_experts), dtype=np.uint32)
         self._counts_address = self._counts.ctypes.data
         self._frames = (FrameStruct * MAX_FRAMES)()
@@ -68,40 +110,12 @@ class Sensor:
         # arrays by address and tokens: making them takes longer than all else of reading a frame
         self._views: dict[tuple[int, int, int, int], tuple[Any, Any, Any]] = {}
 
-    @classmethod
-    def newest(cls, n_layers: int, n_experts: int, n_used: int, n_ubatch: int, scope: OffloadScope) -> Sensor:
-        """Bind to the context that this thread created last and set its offload scope.
-
-        n_ubatch: the most tokens that one graph computes. Raises BackendError where our backend has no such context.
-        """
-        instance = newest_instance()
-        if instance == 0:
-            raise BackendError(
-                "moeedge's backend is not part of this context.", "Call moeedge.native.attach() before making it."
-            )
-        library = load()
-        sensor = cls(library, instance, (n_layers, n_experts, n_used, n_ubatch))
-        _check(library.moeedge_instance_configure(instance, n_layers, n_experts, n_used, n_ubatch))
-        sensor.set_offload_scope(scope)
-        return sensor
-
-    def set_offload_scope(self, scope: OffloadScope) -> None:
-        """Change the operations that the backend takes, from the next graph that llama.cpp builds on."""
-        _check(self._library.moeedge_instance_set_offload_scope(self.instance, int(scope)))
-
     def skip_unweighted(self, on: bool) -> None:
         """Whether experts with weight 0 are left out of verifications where our backend computes them on the CPU."""
         _check(self._library.moeedge_instance_skip_unweighted(self.instance, int(on)))
 
-    def set_phase(self, phase: int) -> None:
-        """Tag the next graphs with a `Phase`."""
-        _check(self._library.moeedge_instance_set_phase(self.instance, int(phase)))
-
     def read_counts(self) -> Counts:
-        """Activations since the last read, uint32 [n_layers, n_experts], then cleared.
-
-        The next call reuses the array: copy it to keep it.
-        """
+        """Activations since the last read, uint32 [n_layers, n_experts]; the next call reuses the array."""
         _check(self._library.moeedge_instance_read_counts(self.instance, self._counts_address))
         return self._counts
 
@@ -144,8 +158,116 @@ class Sensor:
         return _check(self._library.moeedge_instance_threads(self.instance))
 
 
+@dataclass(frozen=True)
+class Activations:
+    """One kind of activations of the newest small batch; views of native memory that the next one overwrites.
+
+    layer_tokens: int32 [n_layers], rows of each layer; 0: the layer was not captured.
+    rows: float32 [n_layers, CAPTURED_TOKENS, n_embd or n_experts].
+    """
+
+    serial: int  # 1, 2, ...; 0: none yet
+    layer_tokens: NDArray[np.int32]
+    rows: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A MoE block that is computed next (in a dense model: an FFN); copies.
+
+    ids: int32 [n_tokens, n_used], the selected experts; None in a dense model.
+    inputs: float32 [n_tokens, n_embd], the router's input; None where it is not known.
+    """
+
+    layer: int
+    phase: int
+    ids: NDArray[np.int32] | None
+    inputs: NDArray[np.float32] | None
+
+
+class ActivationCapture(Instance):
+    """Capture and hook of one context, named by the id of its instance; `close` may be called twice.
+
+    Set it up before the context's first decode, or have llama.cpp build its next graph anew: llama.cpp would reuse the
+    last graph, whose memory layout does not keep the activations.
+    """
+
+    def __init__(self, instance: int, *, n_layers: int, n_embd: int, n_experts: int) -> None:
+        super().__init__(instance)
+        self._shape = (n_layers, n_embd, n_experts)
+        self._activations = ActivationsStruct()
+        self._hook: object = None  # a function that native code calls must not be collected
+        self._error: BaseException | None = None  # raised by the hook
+
+    def enable(self, flags: CaptureFlags) -> None:
+        """Capture these activations of each small batch from now on."""
+        _check(self._library.moeedge_instance_set_capture(self.instance, int(flags), *self._shape))
+
+    def read(self, flag: CaptureFlags) -> Activations:
+        """One kind of activations of the newest small batch."""
+        raw = self._activations
+        _check(self._library.moeedge_instance_get_activations(self.instance, int(flag), ctypes.byref(raw)))
+        return Activations(
+            serial=raw.serial,
+            layer_tokens=view(raw.layer_tokens, (raw.n_layers,), np.int32),
+            rows=view(raw.rows, (raw.n_layers, raw.stride, raw.width), np.float32),
+        )
+
+    def set_hook(self, hook: Callable[[Block], None] | None) -> None:
+        """Call `hook`, which must not decode, before each block of a small batch; `raise_error` has its exception."""
+        raw = BLOCK_HOOK() if hook is None else BLOCK_HOOK(self._guarded(hook))
+        _check(self._library.moeedge_instance_set_hook(self.instance, raw, None))
+        self._hook = raw
+
+    def _guarded(self, hook: Callable[[Block], None]) -> Callable[[int, object], None]:
+        def called(_user: int, raw: ctypes._Pointer[BlockStruct]) -> None:
+            if self._error is not None:
+                return
+            try:
+                hook(_block(raw.contents))
+            except BaseException as error:  # Ctrl-C, too: no exception may pass through native code
+                self._error = error
+
+        return called  # type: ignore[return-value]
+
+    def expert_outputs(self, block: Block) -> NDArray[np.float32]:
+        """What each expert of `block` gives for each token, selected or not: float32 [n_tokens, n_experts, n_embd].
+
+        Before the router's weights. Only within the hook's call for that block. Raises BackendError where the block
+        cannot be computed for all experts: it applies the router's weights before the experts (llama4), has a LoRA, or
+        is of a dense model.
+        """
+        if block.ids is None:
+            raise BackendError("A dense model has no experts.")
+        _, n_embd, n_experts = self._shape
+        outputs = np.empty((len(block.ids), n_experts, n_embd), dtype=np.float32)
+        status = self._library.moeedge_instance_expert_outputs(self.instance, outputs.ctypes.data, outputs.size)
+        if status < 0:
+            reason = self._library.moeedge_last_error().decode(errors="replace")
+            raise BackendError(f"The outputs of layer {block.layer}'s experts are not available: {reason}")
+        return outputs
+
+    def raise_error(self) -> None:
+        """Raise the exception that the hook has raised since the last call."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Remove the hook and end the capture; the context may be closed already."""
+        self._library.moeedge_instance_set_hook(self.instance, BLOCK_HOOK(), None)
+        self._library.moeedge_instance_set_capture(self.instance, 0, *self._shape)
+        self._hook = None
+
+
+def _block(raw: BlockStruct) -> Block:
+    ids = view(raw.ids, (raw.n_tokens, raw.n_used), np.int32).copy() if raw.ids else None
+    inputs = view(raw.input, (raw.n_tokens, raw.n_embd), np.float32).copy() if raw.input else None
+    return Block(raw.layer, raw.phase, ids, inputs)
+
+
 def _check(status: int) -> int:
     """The status if it is not negative, else raises BackendError."""
     if status < 0:
-        raise BackendError(f"moeedge's sensor failed: {_REASONS.get(status, status)}.")
+        raise BackendError(f"moeedge's part of the context failed: {_REASONS.get(status, status)}.")
     return status

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.hardware.memory import default_reserve
+from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap
-from moeedge.scheduler.sizing import plan_budget
+from moeedge.scheduler.disk import read_kept
+from moeedge.scheduler.kept_activations import KeptActivations
+from moeedge.scheduler.sizing import CacheBudget, plan_budget
 
 ASSUMED_DISK_BYTES_PER_S = 1e9
 ASSUMED_RAM_BYTES_PER_S = 20e9  # of a CPU that computes from memory, two channels of DDR4
@@ -54,6 +58,23 @@ class RamTierRequest:
     source: RoutingSource = "assumed"
     n_tokens: float = 0.0  # that the activations of earlier runs are of
     sizes: tuple[int, ...] = ()  # free bytes of other machines; empty: MORE_RAM
+
+
+def known_tier(
+    facts: ModelFacts, file: Path, disk_rates: Sequence[float] | None, sizes: tuple[int, ...]
+) -> RamTierRequest:
+    """What was given or measured of the disk, and what earlier runs of this file have used.
+
+    disk_rates: bytes/s; None: what was measured. sizes: free bytes of other machines.
+    """
+    measured = read_kept(file) if facts.is_here else None
+    rates = [ASSUMED_DISK_BYTES_PER_S] if measured is None else [measured.best.bytes_per_s]
+    source: Source = "given" if disk_rates is not None else "assumed" if measured is None else "measured"
+    disks = tuple(Disk(rate, source) for rate in (rates if disk_rates is None else disk_rates))
+    kept = KeptActivations.open(file, facts.n_layers, facts.n_experts) if facts.is_here and facts.n_experts else None
+    if kept is None or kept.earlier_runs is None:
+        return RamTierRequest(disks, sizes=sizes)
+    return RamTierRequest(disks, kept_hits(kept.counts), "kept", kept.earlier_runs.n_tokens, sizes)
 
 
 @dataclass(frozen=True)
@@ -121,11 +142,11 @@ def plan_ram_tier(
     """
     ram = found.places[-1]
     n_all = n_expert_layers * n_experts
-    others_bytes = sum(line.n_bytes for line in ram.lines if not line.spare) - expert_bytes  # KV cache, dense weights
+    others_bytes = ram.used_bytes - expert_bytes  # KV cache, dense weights
     more = request.sizes or tuple(round(ram.free_bytes * factor) for factor in MORE_RAM)
     sizes = list(dict.fromkeys((ram.free_bytes, *more)))
-    budgets = {
-        size: plan_budget(
+    budgets = [
+        plan_budget(
             expert_bytes_total=expert_bytes,
             n_expert_layers=n_expert_layers,
             n_experts=n_experts,
@@ -133,36 +154,31 @@ def plan_ram_tier(
             reserve_bytes=default_reserve(size),
         )
         for size in sizes
-    }
-    if budgets[sizes[0]].n_slots == 0:
+    ]
+    if budgets[0].n_slots == 0:
         return None
+    machines = list(zip(sizes, budgets, strict=True))
     if not request.sizes:  # enough is enough
-        sizes = [size for i, size in enumerate(sizes) if i == 0 or budgets[sizes[i - 1]].n_slots < n_all]
-    ratios = [budgets[size].n_slots / n_all for size in sizes]
-    hits = (request.hits or assumed_hits)(ratios)
+        machines = [machine for i, machine in enumerate(machines) if i == 0 or budgets[i - 1].n_slots < n_all]
+    hits = (request.hits or assumed_hits)([budget.ratio for _, budget in machines])
     dense_bytes = sum(line.n_bytes for line in ram.lines if line.what == "dense weights")
-
     used_bytes = n_expert_layers * n_expert_used * expert_bytes / n_all
 
-    def row(i: int, size: int, disk: Disk) -> RamTierRow:
-        read_bytes = used_bytes * (1 - float(hits[i]))
+    def row(size: int, budget: CacheBudget, hit_rate: float, disk: Disk) -> RamTierRow:
+        read_bytes = used_bytes * (1 - hit_rate)
         compute_s, read_s = used_bytes / ASSUMED_RAM_BYTES_PER_S, read_bytes / disk.bytes_per_s
         return RamTierRow(
             ram_free_bytes=size,
             disk=disk,
-            n_slots=budgets[size].n_slots,
-            slots_bytes=budgets[size].pool_bytes,
-            ratio=ratios[i],
-            hit_rate_experts=float(hits[i]),
+            n_slots=budget.n_slots,
+            slots_bytes=budget.pool_bytes,
+            ratio=budget.ratio,
+            hit_rate_experts=hit_rate,
             bytes_per_token=read_bytes,
             limit_ts=1 / (dense_bytes / ASSUMED_RAM_BYTES_PER_S + max(compute_s, read_s)),
             limited_by="disk" if read_s > compute_s else "memory",
         )
 
-    return RamTierPlan(
-        n_ctx=found.n_ctx,
-        n_experts=n_all,
-        rows=tuple(row(i, size, disk) for i, size in enumerate(sizes) for disk in request.disks),
-        source=request.source,
-        n_kept_tokens=request.n_tokens,
-    )
+    pairs = list(zip(machines, hits.tolist(), strict=True))
+    rows = tuple(row(*machine, hit_rate, disk) for machine, hit_rate in pairs for disk in request.disks)
+    return RamTierPlan(found.n_ctx, n_all, rows, request.source, request.n_tokens)

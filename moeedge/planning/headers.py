@@ -1,4 +1,4 @@
-"""Headers of models, all that a plan needs: of incomplete files, of files on the hub, and the facts in them.
+"""Headers of models, all that `plan` and `show` need: of incomplete files, of files on the hub, and the facts in them.
 
 llama.cpp rejects a file that is shorter than its header says. For such a file it gets a copy of the header in a
 temporary folder, extended to full length by a hole that takes no room on the disk.
@@ -11,22 +11,23 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, cast
+from typing import Any
 
 from moeedge.errors import DownloadError, EngineError, ModelFileError, ModelNameError
-from moeedge.hub.catalog import load_catalog
-from moeedge.hub.download import fetch_range
+from moeedge.hub.catalog import Choice, load_catalog
 from moeedge.hub.local import locate
 from moeedge.hub.names import find
-from moeedge.hub.pull import want
+from moeedge.hub.pull import fetch_start, want
 from moeedge.hub.remote import RemoteFile, ask_file, hub_endpoint, is_offline
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.cache import ExpertTensor
+from moeedge.run import Notification, Notify
 
 _ALIGNMENT = 32  # bytes; the data section starts at a multiple of it
 _FIRST_BYTES = 2**22  # of a header on the hub; enough for most vocabularies
@@ -49,8 +50,9 @@ def loadable(path: Path) -> Iterator[LoadableModel]:
     Raises ModelFileError for an incomplete header, EngineError if no temporary file can be written.
     """
     with ExitStack() as stack:
+        make_folder = cache(lambda: Path(stack.enter_context(TemporaryDirectory(prefix="moeedge-plan-"))))
         try:
-            found = _prepare(path, lambda: Path(stack.enter_context(TemporaryDirectory(prefix="moeedge-plan-"))))
+            found = _prepare(path, make_folder)
         except OSError as error:
             raise EngineError(
                 f"Cannot copy the header of {path} to a temporary file: {error.strerror or error}.",
@@ -59,9 +61,8 @@ def loadable(path: Path) -> Iterator[LoadableModel]:
         yield found
 
 
-def _prepare(path: Path, make_folder: Callable[[], Path]) -> LoadableModel:
+def _prepare(path: Path, folder: Callable[[], Path]) -> LoadableModel:
     files = gguf_file.parts(path)
-    folder: Path | None = None
     read, missing = [], 0
     for file in files:
         try:
@@ -69,23 +70,21 @@ def _prepare(path: Path, make_folder: Callable[[], Path]) -> LoadableModel:
         except ModelFileError:
             if not file.is_file() or not 0 < file.stat().st_size <= _HEADER_MAX_BYTES:
                 raise
-            folder = folder or make_folder()
-            tensors = _read_padded(file, folder / file.name)
+            tensors = _read_padded(file, folder() / file.name)
         promised = gguf_file.promised_bytes(tensors)
         read.append((min((tensor.offset for tensor in tensors), default=promised), promised))
         missing += max(0, promised - file.stat().st_size)
     if not missing:
         return LoadableModel(path, path)
-    folder = folder or make_folder()
     for file, (data_offset, promised) in zip(files, read, strict=True):
-        copy = folder / file.name
+        copy = folder() / file.name
         if file.stat().st_size >= promised:
             copy.symlink_to(file.resolve())
             continue
         with file.open("rb") as source, copy.open("wb") as target:
             target.write(source.read(data_offset))
             target.truncate(promised)  # a hole: it takes no room on the disk
-    return LoadableModel(folder / files[0].name, path, missing)
+    return LoadableModel(folder() / files[0].name, path, missing)
 
 
 def _read_padded(file: Path, copy: Path) -> list[gguf_file.GgufTensor]:
@@ -105,16 +104,15 @@ def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> t
     With its name for moeedge pull, which is empty for a model on this machine.
     Raises ModelNameError for an unknown name, DownloadError if the hub does not answer.
     """
-    try:
+    with suppress(ModelNameError):
         return locate(text).path, ""
-    except ModelNameError:
-        find(load_catalog(), text)  # raises for an unknown name
     wanted = want(load_catalog(), text, "target")
     if wanted.local is not None:
         return wanted.local, ""
     if not is_offline():
         notify(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
-    paths = [_fetch_header(ask_file(wanted.repo, file.path, wanted.revision), folder) for file in wanted.files]
+    variant = wanted.variant
+    paths = [_fetch_header(ask_file(variant.repo, file.path, variant.revision), folder) for file in variant.files]
     return paths[0], wanted.name
 
 
@@ -123,7 +121,7 @@ def _fetch_header(file: RemoteFile, folder: Path) -> Path:
     target = folder / PurePosixPath(file.path).name
     n_bytes = _FIRST_BYTES
     while True:
-        _fetch(file, target, min(n_bytes, file.size_bytes))
+        fetch_start(file, target, min(n_bytes, file.size_bytes))
         try:
             gguf_file.read_tensors(target)
             return target
@@ -133,32 +131,6 @@ def _fetch_header(file: RemoteFile, folder: Path) -> Path:
             if not is_gguf or n_bytes >= min(file.size_bytes, _HEADER_MAX_BYTES):
                 raise DownloadError(f"{file.path} of {file.repo} has no GGUF header.", "Name another file.") from error
         n_bytes *= 4
-
-
-class _EnoughError(DownloadError):
-    """The sink is full. A DownloadError, because those pass through huggingface_hub unchanged."""
-
-
-class _LimitedSink:
-    """A file for http_get that ends the transfer at `n_max` bytes."""
-
-    def __init__(self, file: BinaryIO, n_max: int) -> None:
-        self._file, self._n_max = file, n_max
-
-    def write(self, data: bytes) -> int:
-        self._file.write(data[: max(0, self._n_max - self._file.tell())])
-        if self._file.tell() >= self._n_max:
-            raise _EnoughError("as many bytes as requested")
-        return len(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-
-def _fetch(file: RemoteFile, target: Path, n_bytes: int) -> None:
-    """Appends bytes of `file` to `target` until it has `n_bytes`."""
-    with target.open("ab") as kept, suppress(_EnoughError):
-        fetch_range(file, cast(BinaryIO, _LimitedSink(kept, n_bytes)), kept.tell())
 
 
 @dataclass(frozen=True)
@@ -200,22 +172,17 @@ class ModelFacts:
 def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> tuple[ModelFacts, list[ExpertTensor]]:
     """Returns the facts and the expert tensors for the cache; names: pull names of models not on this machine."""
     info = model.info
-    tensors = [tensor for part in gguf_file.parts(file.path) for tensor in gguf_file.read_tensors(part)]
+    name = names.get(file.original)
+    tensors = gguf_file.read_all_tensors(file.path)
     experts, _ = expert_tensors(file.path, n_layers=info.n_layers)
     total = sum(tensor.size_bytes for tensor in tensors)
     routed = expert_bytes(experts)
+    names_of_both = [each.name for each in fields(ModelFacts) if hasattr(info, each.name)]
+    shared: dict[str, Any] = {each: getattr(info, each) for each in names_of_both}
     facts = ModelFacts(
-        file=names.get(file.original, str(file.original)),
-        is_here=file.original not in names,
-        description=info.description,
-        architecture=info.architecture,
-        n_layers=info.n_layers,
-        n_expert_layers=info.n_expert_layers,
-        n_experts=info.n_experts,
-        n_expert_used=info.n_expert_used,
-        n_expert_used_by_layer=info.n_expert_used_by_layer,
-        n_ctx_train=info.n_ctx_train,
-        n_vocab=info.n_vocab,
+        **shared,
+        file=name or str(file.original),
+        is_here=name is None,
         n_weights=sum(math.prod(tensor.shape) for tensor in tensors),
         file_bytes=info.size_bytes,
         missing_bytes=file.missing_bytes,
@@ -238,3 +205,45 @@ def _memory(model: Model) -> str:
         limit = "" if model.can_reject_drafts else ", so that drafts are impossible"
         kinds.append(f"recurrent: some layers keep a state of fixed size{limit}")
     return "; ".join(kinds)
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """One model. Texts are empty where neither file nor catalog has them."""
+
+    facts: ModelFacts
+    name: str  # general.name of the file
+    quantization: str  # of most weights, as "Q4_K - Medium"
+    n_embd: int
+    licence: str
+    licence_source: str  # "file" or "catalog"
+    template: str  # the chat template's source
+    drafts: tuple[str, ...]  # the catalog's
+    has_head: bool  # predicts further tokens itself (-md mtp)
+
+
+def read_card(text: str, notify: Notify) -> ModelCard:
+    """Reads the header of the model that `text` means; from the hub where it is not on this machine.
+
+    Raises ModelNameError for an unknown name, ModelFileError for an unreadable file, DownloadError.
+    """
+    with TemporaryDirectory(prefix="moeedge-show-") as folder:
+        path, name = locate_or_fetch(text, Path(folder), lambda line: notify(Notification(line)))
+        with loadable(path) as file:
+            names = {path: name} if name else {}
+            with Model.load(file.path, device="none", header_only=True) as model:
+                facts, _ = read_facts(model, file, names)
+                choice = None if Path(text).exists() else find(load_catalog(), text)
+                entry = choice.entry if isinstance(choice, Choice) else None
+                in_file = model.metadata("general.license") or ""
+                return ModelCard(
+                    facts=facts,
+                    name=model.metadata("general.name") or "",
+                    quantization=facts.description.removeprefix(facts.architecture).strip(),
+                    n_embd=model.info.n_embd,
+                    licence=in_file or (entry.licence if entry else ""),
+                    licence_source="file" if in_file else "catalog" if entry else "",
+                    template=model.metadata("tokenizer.chat_template") or "",
+                    drafts=entry.drafts if entry else (),
+                    has_head=model.info.n_head_layers > 0,
+                )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 from moeedge import native
-from moeedge.engine.loading import ChosenDraft, find_device, make_head_context, n_snapshots
+from moeedge.engine.loading import ChosenDraft, find_device, make_context, make_head_context
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice, Storage
@@ -32,16 +32,8 @@ class MemoryShare:
     kv_bytes: int = 0  # with recurrent states
     compute_bytes: int = 0
 
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.compute_bytes
-
     def __add__(self, other: MemoryShare) -> MemoryShare:
-        return MemoryShare(
-            self.weights_bytes + other.weights_bytes,
-            self.kv_bytes + other.kv_bytes,
-            self.compute_bytes + other.compute_bytes,
-        )
+        return MemoryShare(*(mine + more for mine, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -73,26 +65,13 @@ def draft_footprint(chosen: ChosenDraft, target: Model, n_ctx: int, config: Engi
             make_head_context(config, chosen.model or target, chosen.head, context) as head,
         ):
             return _read(head, has_weights=chosen.model is not None)
-    return (
-        Footprint({}, MemoryShare(), 0)
-        if chosen.model is None
-        else footprint(chosen.model, n_ctx, config, is_draft=True)
-    )
+    if chosen.model is None:
+        return Footprint({}, MemoryShare(), 0)
+    return footprint(chosen.model, n_ctx, config, is_draft=True)
 
 
 def _dry_context(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bool = False) -> Context:
-    return Context(
-        model,
-        n_ctx=n_ctx,
-        n_threads=1,
-        n_batch=config.n_batch,
-        n_ubatch=config.n_ubatch,
-        n_outputs=config.n_outputs,
-        n_parallel=config.n_parallel,
-        op_offload=config.op_offload or model.info.n_experts == 0,
-        n_snapshots=n_snapshots(config, model),
-        settings=config.draft_context if is_draft else config.context,
-    )
+    return make_context(replace(config, n_threads=1), model, n_ctx, is_draft=is_draft)
 
 
 def _read(context: Context, *, has_weights: bool) -> Footprint:
@@ -103,10 +82,9 @@ def _read(context: Context, *, has_weights: bool) -> Footprint:
         share = MemoryShare(weights, use.memory_bytes, use.compute_bytes)
         if use.on_gpu:
             gpus[use.device] = gpus.get(use.device, MemoryShare()) + share
-            continue
-        ram += share
-        if not use.device and use.buffer_type not in PLAIN_BUFFERS:
-            repacked += weights
+        else:
+            ram += share
+            repacked += weights if not use.device and use.buffer_type not in PLAIN_BUFFERS else 0
     return Footprint(gpus, ram, repacked)
 
 
@@ -215,14 +193,8 @@ def this_machine(
             f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, but only {device.ggml_name} "
             f"caches experts. Use it alone with -dev {device.ggml_name}."
         )
-    return PlannedMachine(
-        device,
-        ram_total_bytes=total_memory() if ram_bytes is None else ram_bytes,
-        ram_free_bytes=available_memory() if ram_bytes is None else ram_bytes,
-        vram_given=vram_bytes is not None,
-        ram_given=ram_bytes is not None,
-        notes=tuple(notes),
-    )
+    total, free = (total_memory(), available_memory()) if ram_bytes is None else (ram_bytes, ram_bytes)
+    return PlannedMachine(device, total, free, vram_bytes is not None, ram_bytes is not None, tuple(notes))
 
 
 def _with_memory(config: EngineConfig, device: ResolvedDevice, vram_bytes: int) -> ResolvedDevice:
@@ -230,17 +202,9 @@ def _with_memory(config: EngineConfig, device: ResolvedDevice, vram_bytes: int) 
         raise InputError("--vram must be more than 0.", "Plan without a GPU with -dev none.")
     size = format_bytes(vram_bytes)
     if device.kind == "gpu":
-        label = f"{device.label}, planned with {size}"
-        return replace(device, label=label, free_bytes=vram_bytes, total_bytes=vram_bytes, notes=[])
-    if config.device == "auto":
-        return ResolvedDevice(
-            "gpu",
-            ggml_name=DRY_RUN_GPU,
-            label=f"a GPU of {size}",
-            llama_device=DRY_RUN_GPU,
-            free_bytes=vram_bytes,
-            total_bytes=vram_bytes,
-        )
-    if device.kind == "none":
+        device = replace(device, label=f"{device.label}, planned with {size}")
+    elif config.device == "auto":
+        device = ResolvedDevice("gpu", ggml_name=DRY_RUN_GPU, label=f"a GPU of {size}", llama_device=DRY_RUN_GPU)
+    elif device.kind == "none":
         raise InputError(f"-dev {config.device} has no memory for experts.", "Leave out --vram, or -dev.")
     return replace(device, free_bytes=vram_bytes, total_bytes=vram_bytes, notes=[])

@@ -1,6 +1,6 @@
 """Computes how much memory of each kind a session takes, from headers alone.
 
-Every decision is the session's own: the place of layers (engine/loading.py), the context size (llama/context_size.py),
+Every decision is the session's own: the place of layers (engine/loading.py), the context size (llama/model_memory.py),
 the number of cache slots (scheduler/sizing.py). llama.cpp reports what it would allocate.
 """
 
@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 
 import psutil
 
+from moeedge.engine import loading
 from moeedge.engine.context_choice import beyond_training
-from moeedge.engine.loading import choose_draft, kv_on_gpu, load_draft, load_target, weight_storage, whole_model_fits
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.memory import default_reserve
-from moeedge.llama.context_size import N_CTX_STEP, choose_n_ctx, choose_ram_tier_n_ctx
 from moeedge.llama.gguf_file import expert_bytes, read_tensors
 from moeedge.llama.model import Model
-from moeedge.llama.settings import ContextSettings
+from moeedge.llama.model_memory import N_CTX_STEP, ModelMemory, choose_n_ctx
 from moeedge.planning.headers import LoadableModel, ModelFacts, loadable, read_facts
 from moeedge.planning.memory_map import (
     KERNEL_BYTES,
@@ -35,17 +36,12 @@ from moeedge.planning.memory_map import (
     draft_footprint,
     footprint,
 )
-from moeedge.scheduler.sizing import (
-    CacheBudget,
-    cache_budget,
-    in_host_memory,
-    n_staging_slots,
-    reserve_bytes,
-    staging_and_scratch_bytes,
-)
+from moeedge.run import Closing, Run
+from moeedge.scheduler import sizing
+from moeedge.scheduler.sizing import CacheBudget
 
 
-class Planner:
+class Planner(Closing):
     """Memory maps of one model (and draft) on one machine, at any context size; a context manager.
 
     reserve: bytes of the device to leave free in addition to the cache's own reserve. names: pull names of models of
@@ -63,8 +59,8 @@ class Planner:
         self.machine = machine
         self.reserve = reserve
         self.notes: list[str] = []
-        self._maps: dict[tuple[int, bool], MemoryMap] = {}
-        self._targets: dict[bool, Model] = {}
+        self._map = lru_cache(maxsize=None)(self._compute)
+        self._target = lru_cache(maxsize=None)(self._load_target)
         with ExitStack() as stack:
             self.file: LoadableModel = stack.enter_context(loadable(config.model))
             self.draft_file: LoadableModel | None = None
@@ -74,36 +70,34 @@ class Planner:
                 config = replace(config, draft=self.draft_file.path)
             self.config = config
             self._stack = stack
-            header = self._target(all_on_gpu=False)
+            header = self._target(False)
             self.facts, self._experts = read_facts(header, self.file, names)
             draft = self._load_draft(header)
-            self.chosen = choose_draft(config, machine.device, header, draft, self.notes, stack)
+            self.chosen = loading.choose_draft(config, machine.device, header, draft, Run(notes=self.notes), stack)
             self.draft_facts: ModelFacts | None = None
-            if self.draft is not None and self.draft_file is not None:
-                self.draft_facts, _ = read_facts(self.draft, self.draft_file, names)
+            if self.chosen.model is not None and self.draft_file is not None:
+                self.draft_facts, _ = read_facts(self.chosen.model, self.draft_file, names)
             self._program_bytes = psutil.Process().memory_info().rss
             self._stack = stack.pop_all()
 
-    def _target(self, *, all_on_gpu: bool) -> Model:
-        if all_on_gpu not in self._targets:
-            machine = self.machine
-            storage = weight_storage(
-                replace(self.config, ram="auto"),  # as in a chat without --ram
-                machine.device,
-                machine.ram_free_bytes,
-                machine.ram_total_bytes,
-                whole_fits=all_on_gpu,
-            )
-            device = replace(machine.device, storage=storage)
-            model = load_target(self.config, device, whole_fits=all_on_gpu, header_only=True)
-            self._targets[all_on_gpu] = self._stack.enter_context(model)
-        return self._targets[all_on_gpu]
+    def _load_target(self, all_on_gpu: bool) -> Model:
+        machine = self.machine
+        storage = loading.weight_storage(
+            replace(self.config, ram="auto"),  # as in a chat without --ram
+            machine.device,
+            machine.ram_free_bytes,
+            machine.ram_total_bytes,
+            whole_fits=all_on_gpu,
+        )
+        device = replace(machine.device, storage=storage)
+        target = loading.load_target(self.config, device, whole_fits=all_on_gpu, header_only=True)
+        return self._stack.enter_context(target)
 
     def _load_draft(self, target: Model) -> Model | None:
         if self.draft_file is None or not target.can_reject_drafts:
             return None
         taken = {"loaded": target.info.size_bytes, "on demand": self.facts.dense_bytes, "mapped": 0}[target.storage]
-        draft = load_draft(
+        draft = loading.load_draft(
             self.config,
             self.machine.device,
             header_only=True,
@@ -114,167 +108,130 @@ class Planner:
 
     @property
     def _models(self) -> list[Model]:
-        header = self._target(all_on_gpu=False)
-        return [header] if self.draft is None else [header, self.draft]
+        return [model for model in (self._target(False), self.chosen.model) if model is not None]
 
     @property
-    def _settings(self) -> tuple[ContextSettings, ContextSettings]:
-        return self.config.context, self.config.draft_context
+    def _memory(self) -> list[ModelMemory]:
+        return loading.memory_of(self.config, self._models)
 
     def _all_on_gpu(self, n_ctx: int) -> bool:
         """Whether a session with -c n_ctx (0: without -c) keeps the entire model on the GPU."""
         if self.machine.device.kind != "gpu":
             return False
-        return whole_model_fits(replace(self.config, n_ctx=n_ctx), self.machine.device, self._models)
+        return loading.whole_model_fits(replace(self.config, n_ctx=n_ctx), self.machine.device, self._models)
+
+    def _footprints(self, target: Model, n_ctx: int) -> tuple[Footprint, Footprint]:
+        """Memory of the target and of the draft."""
+        return footprint(target, n_ctx, self.config), draft_footprint(self.chosen, target, n_ctx, self.config)
 
     def _kv_room(self, all_on_gpu: bool) -> int:
         """Returns the bytes that are free for KV caches after the models are loaded."""
-        target = self._target(all_on_gpu=all_on_gpu)
-        loaded = [
-            footprint(target, N_CTX_STEP, self.config),
-            draft_footprint(self.chosen, target, N_CTX_STEP, self.config),
-        ]
-        device = self.machine.device
-        if device.kind == "gpu" and kv_on_gpu(self.config, device, target):
+        target, device = self._target(all_on_gpu), self.machine.device
+        loaded = self._footprints(target, N_CTX_STEP)
+        if device.kind == "gpu" and loading.kv_on_gpu(self.config, device, target):
             weights = sum(model.gpu(device.ggml_name).weights_bytes for model in loaded)
             return max(0, device.free_bytes - KERNEL_BYTES - weights)
         return max(0, self.machine.ram_free_bytes - sum(model.fixed_bytes for model in loaded))
 
-    @property
-    def draft(self) -> Model | None:
-        """The draft model, if drafts come from a file of their own."""
-        return self.chosen.model
-
     def default_map(self) -> MemoryMap:
         """Returns the map of a session with the user's -c, or with the context that it chooses without one."""
-        all_on_gpu = self._all_on_gpu(self.config.n_ctx)
         if self.config.n_ctx:
             self.notes.extend(beyond_training(self.config, self.facts.n_ctx_train))
             return self.map(self.config.n_ctx)
-        if self.loads_on_demand and not kv_on_gpu(self.config, self.machine.device, self._target(all_on_gpu=False)):
-            n_ctx, note = choose_ram_tier_n_ctx(self._target(all_on_gpu=False))
-        else:
-            n_ctx, note = choose_n_ctx(self._models, free_bytes=self._kv_room(all_on_gpu), settings=self._settings)
+        all_on_gpu = self._all_on_gpu(0)
+        kv_in_ram = not loading.kv_on_gpu(self.config, self.machine.device, self._target(False))
+        n_ctx, note = choose_n_ctx(
+            self._memory, free_bytes=self._kv_room(all_on_gpu), loads_experts=self.loads_on_demand and kv_in_ram
+        )
         self.notes.extend([note] if note else [])
         return self._map(n_ctx, all_on_gpu)
 
     @property
     def loads_on_demand(self) -> bool:
         """Whether a chat loads experts from the file into RAM as it needs them, without --ram."""
-        return self._target(all_on_gpu=self._all_on_gpu(self.config.n_ctx)).storage == "on demand"
+        return self._target(self._all_on_gpu(self.config.n_ctx)).storage == "on demand"
 
     def map(self, n_ctx: int) -> MemoryMap:
         """Returns the map of a session with -c n_ctx."""
         all_on_gpu = self._all_on_gpu(n_ctx)
-        refused = ""
         try:
-            choose_n_ctx(self._models, n_ctx, self._kv_room(all_on_gpu), settings=self._settings)
+            choose_n_ctx(self._memory, n_ctx, self._kv_room(all_on_gpu))
         except InputError as error:
-            refused = error.message
-        return replace(self._map(n_ctx, all_on_gpu), refused=refused)
-
-    def _map(self, n_ctx: int, all_on_gpu: bool) -> MemoryMap:
-        if (n_ctx, all_on_gpu) not in self._maps:
-            self._maps[n_ctx, all_on_gpu] = self._compute(n_ctx, all_on_gpu)
-        return self._maps[n_ctx, all_on_gpu]
+            return replace(self._map(n_ctx, all_on_gpu), refused=error.message)
+        return self._map(n_ctx, all_on_gpu)
 
     def _compute(self, n_ctx: int, all_on_gpu: bool) -> MemoryMap:
-        target = self._target(all_on_gpu=all_on_gpu)
-        ours = footprint(target, n_ctx, self.config)
-        drafts = draft_footprint(self.chosen, target, n_ctx, self.config)
-        device = self.machine.device
-        places = []
-        budget = CacheBudget(0.0, 0, 0)
+        target, machine, device = self._target(all_on_gpu), self.machine, self.machine.device
+        ours, drafts = self._footprints(target, n_ctx)
+        host_experts = expert_bytes(sizing.in_host_memory(self._experts, target))
+        # next to the weights that they change: on a GPU, if the model uses one
+        files = [adapter.path for adapter in self.config.context.adapters]
+        n_bytes = sum(tensor.size_bytes for file in files for tensor in read_tensors(file))
+        adapters = MemoryItem("LoRA adapters", n_bytes)
+        places, budget, lines = [], CacheBudget(0.0, 0, 0), list[MemoryItem]()
         if device.kind == "gpu":
             share = ours.gpu(device.ggml_name)
-            weights = _weights(share.weights_bytes, expert_bytes(self._experts) - self._host_expert_bytes(target))
+            weights = _weights(share.weights_bytes, self.facts.experts_bytes - host_experts)
             lines = _items(weights, share, drafts.gpu(device.ggml_name))
-            lines += [MemoryItem("LoRA adapters", self._adapter_bytes)] if self._adapter_bytes else []
-            lines.append(MemoryItem("kernels (an allowance)", KERNEL_BYTES))
+            lines += [adapters, MemoryItem("kernels (an allowance)", KERNEL_BYTES)]
+        if device.kind != "none":
             budget, cache = self._cache(target, device.free_bytes - sum(line.n_bytes for line in lines))
-            places.append(MemoryPool(device.label, device.total_bytes, device.free_bytes, (*lines, *cache)))
-        elif device.kind != "none":
-            budget, cache = self._cache(target, device.free_bytes)
-            if device.kind == "rpc":
-                places.append(MemoryPool(device.label, device.total_bytes, device.free_bytes, tuple(cache)))
-        ram = self._ram_lines(target, ours, drafts)
-        if device.kind == "emulated":
-            ram += cache
+            lines += cache
+        if device.kind in ("gpu", "rpc"):
+            places.append(MemoryPool(device.label, device.total_bytes, device.free_bytes, tuple(lines)))
+        weights = _weights(ours.ram.weights_bytes, host_experts, ours.fixed_bytes)
+        ram = _items(weights, ours.ram, drafts.ram, drafts.ram.weights_bytes - drafts.fixed_bytes)
+        ram += [] if target.uses_gpu else [adapters]
+        ram += [MemoryItem("program and vocabulary", self._program_bytes)]
+        ram += lines if device.kind == "emulated" else []
         if target.storage != "loaded":
-            ram.append(MemoryItem("reserve", default_reserve(self.machine.ram_total_bytes), spare=True))
-        machine = self.machine
-        places.append(
-            MemoryPool("RAM", machine.ram_total_bytes, machine.ram_free_bytes, tuple(ram), storage=target.storage)
-        )
-        n_whole = target.n_whole_layers
+            ram.append(MemoryItem("reserve", default_reserve(machine.ram_total_bytes), spare=True))
+        free_bytes = machine.ram_free_bytes
+        places.append(MemoryPool("RAM", machine.ram_total_bytes, free_bytes, tuple(ram), target.storage))
+        n_whole, n_all = target.n_whole_layers, max(1, self._n_all)
         shares = [*ours.gpus.values(), ours.ram, *drafts.gpus.values(), drafts.ram]
         return MemoryMap(
             n_ctx=n_ctx,
             kv_bytes=sum(share.kv_bytes for share in shares),
             compute_bytes=sum(share.compute_bytes for share in shares),
-            places=tuple(places),
+            places=tuple(replace(place, lines=tuple(filter(attrgetter("n_bytes"), place.lines))) for place in places),
             budget=budget,
-            cache_ratio=1.0 if all_on_gpu else budget.n_slots / max(1, self._n_all),
-            device_ratio=1.0
-            if all_on_gpu
-            else (budget.n_slots + n_whole * target.info.n_experts) / max(1, self._n_all),
+            cache_ratio=1.0 if all_on_gpu else budget.n_slots / n_all,
+            device_ratio=1.0 if all_on_gpu else (budget.n_slots + n_whole * target.info.n_experts) / n_all,
             n_whole_layers=0 if all_on_gpu else n_whole,
             whole_on_gpu=all_on_gpu,
         )
 
     @property
     def _n_all(self) -> int:
-        info = self._target(all_on_gpu=False).info
-        return info.n_expert_layers * info.n_experts
-
-    @property
-    def _adapter_bytes(self) -> int:
-        """Next to the weights that they change: on a GPU, if the model uses one."""
-        files = [adapter.path for adapter in self.config.context.adapters]
-        return sum(tensor.size_bytes for file in files for tensor in read_tensors(file))
+        return self.facts.n_expert_layers * self.facts.n_experts
 
     @property
     def host_experts(self) -> tuple[int, int]:
         """Layers whose experts are in host memory, and the bytes of these experts."""
-        target = self._target(all_on_gpu=False)
-        return len(target.host_expert_layers), self._host_expert_bytes(target)
-
-    def _host_expert_bytes(self, target: Model) -> int:
-        return expert_bytes(in_host_memory(self._experts, target))
+        target = self._target(False)
+        return len(target.host_expert_layers), expert_bytes(sizing.in_host_memory(self._experts, target))
 
     def _cache(self, target: Model, free_bytes: int) -> tuple[CacheBudget, list[MemoryItem]]:
         """Returns the expert cache on a device with `free_bytes` left, and its items."""
-        device, requested, info = self.machine.device, self.config.placement, target.info
-        free_bytes = max(0, free_bytes - self.reserve)
-        budget = cache_budget(
+        device, requested, n_ubatch = self.machine.device, self.config.placement, self.config.n_ubatch
+        budget = sizing.cache_budget(
             requested,
             device,
             self._experts,
             target,
-            free_bytes=free_bytes,
+            free_bytes=max(0, free_bytes - self.reserve),
             total_bytes=device.total_bytes,
-            n_ubatch=self.config.n_ubatch,
+            n_ubatch=n_ubatch,
         )
-        lines = []
-        if budget.n_slots:
-            n_stage = n_staging_slots(requested, device.kind, info.n_experts)
-            tensors = in_host_memory(self._experts, target)
-            overhead = staging_and_scratch_bytes(tensors, info, n_ubatch=self.config.n_ubatch, n_stage=n_stage)
-            lines.append(MemoryItem("cache: staging and columns", overhead))
-        kept = self.reserve + reserve_bytes(device, device.total_bytes)
-        lines += [MemoryItem("reserve", kept, spare=True)] if kept else []
-        if budget.n_slots:
-            lines.append(MemoryItem(f"expert slots: {budget.n_slots:,} of {self._n_all:,}", budget.pool_bytes))
-        return budget, lines
-
-    def _ram_lines(self, target: Model, ours: Footprint, drafts: Footprint) -> list[MemoryItem]:
-        weights = _weights(ours.ram.weights_bytes, self._host_expert_bytes(target), ours.fixed_bytes)
-        draft_mapped = drafts.ram.weights_bytes - drafts.fixed_bytes
-        others = [
-            MemoryItem("LoRA adapters", 0 if target.uses_gpu else self._adapter_bytes),
-            MemoryItem("program and vocabulary", self._program_bytes),
-        ]
-        return [*_items(weights, ours.ram, drafts.ram, draft_mapped), *(item for item in others if item.n_bytes)]
+        kept = MemoryItem("reserve", self.reserve + sizing.reserve_bytes(device, device.total_bytes), spare=True)
+        if not budget.n_slots:
+            return budget, [kept]
+        n_stage = sizing.n_staging_slots(requested, device.kind, target.info.n_experts)
+        tensors = sizing.in_host_memory(self._experts, target)
+        overhead = sizing.staging_and_scratch_bytes(tensors, target.info, n_ubatch=n_ubatch, n_stage=n_stage)
+        slots = MemoryItem(f"expert slots: {budget.n_slots:,} of {self._n_all:,}", budget.pool_bytes)
+        return budget, [MemoryItem("cache: staging and columns", overhead), kept, slots]
 
     def largest_n_ctx(self, ratio: float = 0.0, *, from_disk: bool = False) -> int:
         """Returns the largest context up to the trained one that fits with at least that cache ratio; 0 if none does.
@@ -301,18 +258,12 @@ class Planner:
     def close(self) -> None:
         self._stack.close()
 
-    def __enter__(self) -> Planner:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
 
 def _items(
     weights: list[MemoryItem], ours: MemoryShare, drafts: MemoryShare, draft_mapped_bytes: int = 0
 ) -> list[MemoryItem]:
-    """Returns the items of target and draft in one kind of memory; empty ones are left out."""
-    items = [
+    """Returns the items of target and draft in one kind of memory."""
+    return [
         *weights,
         MemoryItem("KV cache", ours.kv_bytes),
         MemoryItem("compute buffers", ours.compute_bytes),
@@ -320,7 +271,6 @@ def _items(
         MemoryItem("draft: KV cache", drafts.kv_bytes),
         MemoryItem("draft: compute buffers", drafts.compute_bytes),
     ]
-    return [item for item in items if item.n_bytes]
 
 
 def _weights(n_bytes: int, experts: int, repacked: int | None = None) -> list[MemoryItem]:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeedge.llama.context_size import RAM_TIER_N_CTX
+from moeedge.llama.model_memory import DEFAULT_N_CTX
 from moeedge.planning.beyond_ram import RamTierPlan, RamTierRequest, plan_ram_tier
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine, in_mib
@@ -62,7 +62,16 @@ def make_session_plan(
     notes = [*_about_files(planner), *planner.machine.notes, *planner.notes, *chosen.budget.notes]
     tier, has_room = None, True
     if beyond_ram is not None and _ram(chosen).storage == "on demand":
-        tier = _plan_ram_tier(planner, chosen, beyond_ram)
+        # experts in RAM at the user's context, or at the one that such a session has without one
+        n_ctx, (n_layers, n_bytes) = planner.config.n_ctx or min(chosen.n_ctx, DEFAULT_N_CTX), planner.host_experts
+        tier = plan_ram_tier(
+            chosen if n_ctx == chosen.n_ctx else planner.map(n_ctx),
+            beyond_ram,
+            n_expert_layers=n_layers,
+            n_experts=planner.facts.n_experts,
+            n_expert_used=planner.facts.n_expert_used,
+            expert_bytes=n_bytes,
+        )
         has_room = tier is not None
     has_slots = planner.loads_on_demand and has_room
     notes += _advice(planner, chosen, largest, has_slots=has_slots)
@@ -77,22 +86,6 @@ def make_session_plan(
         notes.append("Not even one expert per layer fits the memory next to the rest.")
     return SessionPlan(
         planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes), tier
-    )
-
-
-def _plan_ram_tier(planner: Planner, chosen: MemoryMap, request: RamTierRequest) -> RamTierPlan | None:
-    """Experts in RAM at the user's context, or at the one that such a session has without one."""
-    facts = planner.facts
-    n_ctx = planner.config.n_ctx or min(chosen.n_ctx, RAM_TIER_N_CTX)
-    found = chosen if n_ctx == chosen.n_ctx else planner.map(n_ctx)
-    n_layers, n_bytes = planner.host_experts
-    return plan_ram_tier(
-        found,
-        request,
-        n_expert_layers=n_layers,
-        n_experts=facts.n_experts,
-        n_expert_used=facts.n_expert_used,
-        expert_bytes=n_bytes,
     )
 
 
@@ -134,22 +127,21 @@ def _advice(planner: Planner, chosen: MemoryMap, largest: int, *, has_slots: boo
     if chosen.verdict != "fits" and 0 < largest < chosen.n_ctx:
         notes.append(f"A context of {largest:,} tokens fits: -c {largest}.")
     if ram.verdict != "fits":
-        notes += _smaller_file(facts, ram)
+        notes.append(_smaller_file(facts, ram))
         notes.append(f"RAM that holds it all: {format_bytes(ram.used_bytes)} free.")
     elif chosen.verdict != "fits":
         notes.append("Leave all but N layers to the CPU with -ngl N, or plan without the device with -dev none.")
     return notes
 
 
-def _smaller_file(facts: ModelFacts, ram: MemoryPool) -> list[str]:
+def _smaller_file(facts: ModelFacts, ram: MemoryPool) -> str:
     """Suggests llama.cpp's largest preset whose file fits in memory."""
     weights = facts.experts_bytes + facts.dense_bytes
-    room = weights + ram.left_bytes
+    most = min(weights + ram.left_bytes, _MIN_SAVING * weights)
     for name, bits in _PRESETS.items():
-        n_bytes = round(bits * facts.n_weights / 8)
-        if n_bytes <= room and n_bytes < _MIN_SAVING * weights:
-            return [f"A file in {name} fits: about {format_bytes(n_bytes)} instead of {format_bytes(weights)}."]
-    return ["No smaller quantization fits."]
+        if (n_bytes := round(bits * facts.n_weights / 8)) <= most:
+            return f"A file in {name} fits: about {format_bytes(n_bytes)} instead of {format_bytes(weights)}."
+    return "No smaller quantization fits."
 
 
 def _command(planner: Planner, advised: MemoryMap, given: Sequence[str], ram_slots_bytes: int) -> str:

@@ -1,17 +1,10 @@
 """The interface of a scheduling policy, which observes routing and plans which experts to keep on the device.
 
 A policy is pure NumPy, without clock, files or threads. `moeedge.scheduler.driver.StepDriver` calls it, for the engine,
-the replay and the simulator alike:
-
-    policy.observe(observation)                        # the verification that just ended
-    plan = policy.plan(resident, tokens)               # tokens: [the token that the target added]
-    plan = policy.plan(resident, tokens, prediction)   # tokens: [that token, then the drafts]
-
-Some systems also plan before every layer of the verification (`LayerPolicy`), from predictions that need hidden states.
-The caller makes these predictions. A policy lists in `required_inputs` what it reads, and works without an input that
-is missing. `execution_model` states how the published system executes its plans, where that differs from the engine's
-rules (the CPU computes experts that are not resident; all layers share one pool of slots). The replay and the simulator
-follow it.
+the replay and the simulator alike, in the order given there. The caller makes predictions from hidden states: a policy
+lists in `required_inputs` what it reads, and works without an input that is missing. `execution_model` states how the
+published system executes its plans, where that differs from the engine's rules (the CPU computes experts that are not
+resident; all layers share one pool of slots). The replay and the simulator follow it.
 
 Utilities are in 0..K (MoE-SpAc, section 3.2); tau in {1..K} separates hot from cold, per layer. An expert in use has
 score K + 1 (Appendix D): the native library enforces it by pinning the slots that a computation reads.
@@ -24,19 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.experts import Residency
+from moeedge.errors import require
+from moeedge.experts import BoolArray, FloatArray, IndexArray, IntArray, Residency, Resident
 from moeedge.policies.cost_model import CostModel
-
-BoolArray = NDArray[np.bool_]
-FloatArray = NDArray[np.float32]
-IndexArray = NDArray[np.intp]
-IntArray = NDArray[np.integer[Any]]
-Resident = NDArray[np.bool_] | NDArray[np.uint8]  # [n_layers, n_experts], bool or values of Residency
+from moeedge.records import figure
+from moeedge.speculation import check_gamma
 
 # MoE-SpAc, Table 4
 ABLATIONS: dict[str, str] = {
@@ -67,14 +57,12 @@ class CacheShape:
     capacity: NDArray[np.int32]  # [n_groups], slots
 
     def __post_init__(self) -> None:
-        if self.n_layers < 1 or self.n_experts < 1:
-            raise ValueError(f"a cache needs layers and experts, not {self.n_layers} and {self.n_experts}")
-        if self.group.shape != (self.n_layers,):
-            raise ValueError(f"group must have shape ({self.n_layers},), not {self.group.shape}")
-        if self.group.min() < -1 or self.group.max() >= self.capacity.size:
-            raise ValueError(f"a group is not in -1..{self.capacity.size - 1}")
-        if self.capacity.size and self.capacity.min() < 0:
-            raise ValueError("a capacity is negative")
+        n_layers, n_experts = self.n_layers, self.n_experts
+        require(n_layers >= 1 and n_experts >= 1, f"a cache needs layers and experts, not {n_layers} and {n_experts}")
+        require(self.group.shape == (n_layers,), f"group must have shape ({n_layers},), not {self.group.shape}")
+        known = self.group.min() >= -1 and self.group.max() < self.n_groups
+        require(known, f"a group is not in -1..{self.n_groups - 1}")
+        require((self.capacity >= 0).all(), "a capacity is negative")
 
     @classmethod
     def uniform(cls, n_layers: int, n_experts: int, n_slots: int) -> CacheShape:
@@ -115,26 +103,17 @@ class PolicyConfig:
     max_uploads: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gamma < 0:
-            raise ValueError(f"gamma (--draft-max) must be 0 or more, not {self.gamma}")
-        if not 1 <= self.cap <= 64:
-            raise ValueError(f"the utility cap (-K) must be from 1 to 64, not {self.cap}")
-        if not 0 <= self.forgetting <= 1:
-            raise ValueError(f"the forgetting factor (--forgetting) must be from 0 to 1, not {self.forgetting:g}")
-        if self.cutoff_layer is not None and self.cutoff_layer < 0:
-            raise ValueError(f"the cutoff layer must be >= 0, not {self.cutoff_layer}")
-        if self.max_uploads is not None and not self.max_uploads >= 0:  # NaN too
-            raise ValueError(f"the uploads per step must be >= 0, not {self.max_uploads}")
-        if self.predictor_bytes < 0:
-            raise ValueError(f"the memory of predictors must be >= 0 bytes, not {self.predictor_bytes}")
+        check_gamma(self.gamma)
+        require(1 <= self.cap <= 64, f"the utility cap (-K) must be from 1 to 64, not {self.cap}")
+        text = f"the forgetting factor (--forgetting) must be from 0 to 1, not {self.forgetting:g}"
+        require(0 <= self.forgetting <= 1, text)
+        require((self.cutoff_layer or 0) >= 0, f"the cutoff layer must be >= 0, not {self.cutoff_layer}")
+        # NaN fails, too
+        require((self.max_uploads or 0) >= 0, f"the uploads per step must be >= 0, not {self.max_uploads}")
+        require(self.predictor_bytes >= 0, f"the memory of predictors must be >= 0 bytes, not {self.predictor_bytes}")
         unknown = sorted(self.ablations - set(ABLATIONS))
         if unknown:
             raise ValueError(f"--ablate does not know '{unknown[0]}'; choose from: {', '.join(ABLATIONS)}")
-
-    @property
-    def uploads_per_plan(self) -> int | None:
-        """The most transfers that one plan can need: a link with unused time carries a part of an expert more."""
-        return None if self.max_uploads is None else math.ceil(self.max_uploads)
 
     @property
     def binary(self) -> bool:
@@ -155,11 +134,6 @@ class PolicyConfig:
     def used_only(self) -> bool:
         """Whether only experts of the last step may be uploaded, to free slots."""
         return "no-prefetch" in self.ablations
-
-    @property
-    def evicts(self) -> bool:
-        """Whether experts may be evicted."""
-        return not self.used_only and "no-evict" not in self.ablations
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,15 +156,9 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)
 class ExpertPrediction:
-    """Experts that the next tokens are predicted to use, made outside the policy from hidden states.
+    """Experts that the next tokens are predicted to use, made outside the policy from hidden states."""
 
-    Layers and tokens without a prediction hold -1. Before layer l of a verification, "next-gate" fills the rows of the
-    layers after l that it can reach.
-    """
-
-    layer_ids: NDArray[np.int32]  # [n_layers, n_tokens, k], most likely first
-    source: str  # "draft-router", "next-gate", "draft-states", or the name of a simulated predictor
-    scores: NDArray[np.float32] | None = None  # [n_layers, n_tokens, k], the router's probabilities
+    layer_ids: NDArray[np.int32]  # [n_layers, n_tokens, k], most likely first; -1 without a prediction
     hidden_states: NDArray[np.float32] | None = None  # [n_states, n_embd] of the draft, for the batch's first tokens
 
 
@@ -201,22 +169,18 @@ class ExecutionModel:
     # missing experts are loaded on demand into a staging buffer and computed on the device: one transfer each. Those
     # that the plan after `observe` uploads are copied from there, without a second transfer.
     device_only: bool = False
-    per_layer_slots: bool = False  # the policy keeps every layer to an even share of its pool
     layerwise: bool = False  # all experts of a layer are resident, or none
-    prefetch_within_step: bool = False  # a LayerPolicy: plans again before every layer of a verification
+    prefetch_within_step: bool = False  # plans again before every layer of a verification
     batched_io: bool = False  # one transfer for all uploads of a plan, without waiting between them
     speculation: bool = True  # runs with a draft model
-    # a DemandPolicy: experts loaded on demand take slots at once. The host waits for each layer's routing
+    # experts loaded on demand take slots at once. The host waits for each layer's routing
     keeps_loads: bool = False
     cached_tokens_max: int | None = None  # of a batch; a larger one finds no expert resident and leaves none behind
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Transfers until the next plan, which replaces what is still queued.
-
-    The policy may reuse the arrays for its next plan: copy a plan to keep it.
-    """
+    """Transfers until the next plan, which replaces what is still queued and may reuse the arrays."""
 
     tau: NDArray[np.float32]  # [n_layers], 1..K
     utility: NDArray[np.float32]  # [n_layers, n_experts], 0..K
@@ -229,96 +193,88 @@ class Plan:
     expected: NDArray[np.float32] | None = None
 
 
-class Policy(Protocol):
-    """Decides which experts live on the device."""
-
-    name: str
-    execution_model: ExecutionModel
-    required_inputs: frozenset[str]  # keys of REQUIRED_INPUTS
-
-    def observe(self, observation: Observation) -> None:
-        """Learns from the routing of a step."""
-
-    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans transfers; `tokens` are the known vocabulary ids of the next batch, possibly none."""
-
-    def reset(self) -> None:
-        """A new conversation begins. What was learned about the model may stay."""
-
-
-@runtime_checkable
-class LayerPolicy(Policy, Protocol):
-    """A policy that also plans within a verification (`ExecutionModel.prefetch_within_step`)."""
-
-    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans transfers while `layer` is computed, mostly for the layers after it. No expert of `layer` is a victim.
-
-        Called before each layer with experts, the first one included, after the plans of `plan`. What it uploads is of
-        use to later layers alone: without time (replay) it is there for the next one.
-        """
-
-
 @dataclass(frozen=True)
 class LookaheadStatus:
     """What a policy makes of the drafts: used where this is measured to pay, in the session that runs."""
 
-    used: bool  # by the newest plan that knew drafts
-    # of hits over those of the same policy without it, 0.1: a tenth more; None: not known yet
-    gain: float | None = None
-    reason: str = ""  # why it is not used, a clause in lower case: "it does not pay here"
-    reads_drafts: bool = True  # False: the next batch's drafts change no plan, so that none is made for them
+    used: bool = figure("Whether it is in use, by the newest plan that knew drafts")
+    gain: float | None = figure("Hits with it over those without, minus 1; null: not judged", default=None, least=None)
+    reason: str = figure("Why it is not used, a clause; empty where it is", default="")
+    reads_drafts: bool = figure("Whether plans read the drafts", default=True)
 
 
-@runtime_checkable
-class LookaheadPolicy(Policy, Protocol):
-    """A policy that decides whether it plans by the drafts."""
-
-    @property
-    def lookahead(self) -> LookaheadStatus:
-        """The newest judgement."""
-
-
-@runtime_checkable
-class DemandPolicy(Policy, Protocol):
-    """A policy that gives experts loaded on demand their slots within a step (`ExecutionModel.keeps_loads`)."""
-
-    def plan_load(self, layer: int, experts: IndexArray, resident: Resident) -> Plan:
-        """Uploads of those of `experts` [n] that are absent, and their victims; `layer` is computed next with them."""
-
-
-@runtime_checkable
-class CutoffPolicy(Policy, Protocol):
-    """A policy that prefetches for the first layers only (SP-MoE, section 3.2)."""
-
-    def cutoff(self, n_critical: int) -> int:
-        """Layers with experts that it prefetches for, where each token has `n_critical` critical experts per layer."""
-
-
-class ScoringPolicy:
-    """Base of policies that order experts by a score; arrays [n_layers, n_experts].
+class Policy:
+    """Decides which experts live on the device, by a score; arrays [n_layers, n_experts].
 
     A subclass sets `name`, and in `observe` or `plan` the scores and the utilities.
     """
 
     name: str
     execution_model = ExecutionModel()
-    required_inputs: frozenset[str] = frozenset()
+    required_inputs: frozenset[str] = frozenset()  # keys of REQUIRED_INPUTS
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self.shape = shape
         self._score: FloatArray = np.zeros((shape.n_layers, shape.n_experts), dtype=np.float32)
         self._utility: FloatArray = np.zeros(self._score.shape, dtype=np.float32)
+        self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
+        self._cap = config.cap
+        flat_ids = np.arange(self._score.size)
+        self._pair_of = np.stack(np.divmod(flat_ids, shape.n_experts), axis=1).astype(np.int32)
+        # of a plan: the best of more than the link carries, which with unused time carries a part of an expert more
+        self._max_uploads = None if config.max_uploads is None else math.ceil(config.max_uploads)
 
     @property
     def score(self) -> FloatArray:
         """By what experts are ordered, float32 [n_layers, n_experts]; of the last step or plan."""
         return self._score
 
+    @property
+    def lookahead(self) -> LookaheadStatus | None:
+        """The newest judgement of a policy that decides whether it plans by the drafts; None for others."""
+        return None
+
     def observe(self, observation: Observation) -> None:
         """Learns from the routing of a step."""
 
+    def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans transfers; `tokens` are the known vocabulary ids of the next batch, possibly none."""
+        raise NotImplementedError
+
+    def _make_plan(
+        self, up: IndexArray, priority: NDArray[np.uint8], down: IndexArray, expected: FloatArray | None = None
+    ) -> Plan:
+        """The plan of uploads, in the order of layers, and victims, lowest utility first: flat ids."""
+        order = (self._cap - priority).argsort(kind="stable")
+        return Plan(
+            tau=self._tau,
+            utility=self._utility,
+            uploads=self._pair_of.take(up.take(order), axis=0),
+            priority=priority.take(order),
+            victims=self._pair_of.take(down, axis=0),
+            victim_utility=self._utility.reshape(-1).take(down),
+            expected=expected,
+        )
+
+    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans transfers while `layer` is computed, mostly for the layers after it. No expert of `layer` is a victim.
+
+        Only with `ExecutionModel.prefetch_within_step`: called before each layer with experts, the first one included,
+        after the plans of `plan`. What it uploads is of use to later layers alone: without time (replay) it is there
+        for the next one.
+        """
+        raise NotImplementedError
+
+    def plan_load(self, layer: int, experts: IndexArray, resident: Resident) -> Plan:
+        """Uploads of those of `experts` [n] that `layer` lacks now, with `ExecutionModel.keeps_loads`; and victims."""
+        raise NotImplementedError
+
+    def cutoff(self, n_critical: int) -> int:
+        """Layers with experts that it prefetches for, where each token has `n_critical` critical experts per layer."""
+        return self.shape.expert_layers.size
+
     def reset(self) -> None:
-        """Keeps what was learned."""
+        """A new conversation begins. What was learned about the model may stay."""
 
 
 def limit_uploads(plan: Plan, score: FloatArray, max_uploads: int | None, staged: BoolArray | None = None) -> Plan:
@@ -346,32 +302,27 @@ def check_plan(plan: Plan, shape: CacheShape, resident: Resident, cap: int) -> N
         ("victims", plan.victims, np.int32, (plan.victim_utility.size, 2)),
         ("victim_utility", plan.victim_utility, np.float32, (len(plan.victims),)),
     ):
-        _require(array.dtype == dtype, f"{name} is {array.dtype}, not {np.dtype(dtype)}")
-        _require(array.shape == expected_shape, f"{name} has shape {array.shape}, not {expected_shape}")
-        _require(array.flags.c_contiguous, f"{name} is not contiguous")
-    _require(bool(np.isfinite(plan.utility).all()), "a utility is not finite")
-    _require(plan.utility.min() >= 0 and plan.utility.max() <= cap, f"a utility is not in 0..{cap}")
-    _require(plan.tau.min() > 0 and plan.tau.max() <= cap, f"a tau is not in 1..{cap}")
+        require(array.dtype == dtype, f"{name} is {array.dtype}, not {np.dtype(dtype)}")
+        require(array.shape == expected_shape, f"{name} has shape {array.shape}, not {expected_shape}")
+        require(array.flags.c_contiguous, f"{name} is not contiguous")
+    require(np.isfinite(plan.utility).all(), "a utility is not finite")
+    require(plan.utility.min() >= 0 and plan.utility.max() <= cap, f"a utility is not in 0..{cap}")
+    require(plan.tau.min() > 0 and plan.tau.max() <= cap, f"a tau is not in 1..{cap}")
     for name, pairs in (("upload", plan.uploads), ("victim", plan.victims)):
-        _require(bool((pairs >= 0).all() and (pairs < size).all()), f"an {name} does not exist")
-        _require(len({tuple(pair) for pair in pairs.tolist()}) == len(pairs), f"an {name} occurs twice")
-    _require(bool((shape.group[plan.uploads[:, 0]] >= 0).all()), "an upload is of a layer without experts")
-    _require(not np.any(resident[tuple(plan.uploads.T)]), "an upload is resident or in flight")
-    _require(bool(np.all(resident[tuple(plan.victims.T)] == Residency.RESIDENT)), "a victim is not resident")
+        require(bool((pairs >= 0).all() and (pairs < size).all()), f"an {name} does not exist")
+        require(len({tuple(pair) for pair in pairs.tolist()}) == len(pairs), f"an {name} occurs twice")
+    require((shape.group[plan.uploads[:, 0]] >= 0).all(), "an upload is of a layer without experts")
+    require(not np.any(resident[tuple(plan.uploads.T)]), "an upload is resident or in flight")
+    require(np.all(resident[tuple(plan.victims.T)] == Residency.RESIDENT), "a victim is not resident")
     priority_step = np.diff(plan.priority.astype(int))
-    _require(bool(np.all(priority_step <= 0)), "priorities rise")
-    _require(bool(np.all((plan.priority >= 1) & (plan.priority <= cap))), f"a priority is not in 1..{cap}")
+    require(np.all(priority_step <= 0), "priorities rise")
+    require(bool(np.all((plan.priority >= 1) & (plan.priority <= cap))), f"a priority is not in 1..{cap}")
     layer_step = np.diff(plan.uploads[:, 0])
-    _require(bool(np.all(layer_step[priority_step == 0] >= 0)), "equal priorities are not in the order of layers")
-    _require(bool(np.all(np.diff(plan.victim_utility) >= 0)), "victims are not in the order of their utility")
+    require(np.all(layer_step[priority_step == 0] >= 0), "equal priorities are not in the order of layers")
+    require(np.all(np.diff(plan.victim_utility) >= 0), "victims are not in the order of their utility")
     for group, capacity in enumerate(shape.capacity.tolist()):
         layers = shape.group == group
         n_uploads = int(np.count_nonzero(layers[plan.uploads[:, 0]]))
         n_victims = int(np.count_nonzero(layers[plan.victims[:, 0]]))
         free = max(capacity - int(np.count_nonzero(resident[layers])), 0)
-        _require(n_uploads <= free + n_victims, f"group {group}: {n_uploads} uploads, {free} free, {n_victims} victims")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+        require(n_uploads <= free + n_victims, f"group {group}: {n_uploads} uploads, {free} free, {n_victims} victims")

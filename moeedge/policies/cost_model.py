@@ -8,19 +8,16 @@ several tokens of one expert in much less time than several experts of one token
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA = 1
+from moeedge.errors import require
+
 CURVE_TOKENS = 16  # tokens per expert up to which curves are given
-_CURVES = ("cpu_expert_s", "device_expert_s")
-_RATIOS = ("r_c", "r_g")
-_SCALARS = ("transfer_expert_s", "draft_token_s", "block_overhead_s", "layer_rest_s")
 _RECORDS_MIN = 8  # for a fit
 _OUTLIER = 4.0  # times the median of blocks with as many tokens: another program had the processor
 
@@ -37,6 +34,8 @@ class CostModel:
     device.
     """
 
+    SCHEMA: ClassVar[int] = 1
+
     cpu_expert_s: FloatArray  # [n]
     device_expert_s: FloatArray  # [n]
     transfer_expert_s: float
@@ -47,55 +46,24 @@ class CostModel:
     layer_rest_s: float = 0.0  # of a layer's other operations, such as attention, during which experts move as well
 
     def __post_init__(self) -> None:
-        for name in _CURVES:
+        for name in ("cpu_expert_s", "device_expert_s"):
             curve = getattr(self, name)
-            if curve.ndim != 1 or curve.size < 2 or not np.isfinite(curve).all() or curve[0] != 0:
-                raise ValueError(f"{name} must be times by tokens per expert, from 0 tokens on")
-            if curve[1:].min() <= 0:
-                raise ValueError(f"{name} must be > 0 from one token on")
-        for name in _SCALARS:
+            is_curve = curve.ndim == 1 and curve.size >= 2 and np.isfinite(curve).all() and curve[0] == 0
+            require(is_curve, f"{name} must be times by tokens per expert, from 0 tokens on")
+            require(curve[1:].min() > 0, f"{name} must be > 0 from one token on")
+        for name in ("transfer_expert_s", "draft_token_s", "block_overhead_s", "layer_rest_s"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} must be >= 0, not {value}")
+            require(math.isfinite(value) and value >= 0, f"{name} must be >= 0, not {value}")
         if self.r_c.ndim != 1 or self.r_c.size < 2 or self.r_c.shape != self.r_g.shape:
             raise ValueError("r_c and r_g must be curves over tau in 0..K")
-        for name in _RATIOS:
+        for name in ("r_c", "r_g"):
             curve = getattr(self, name)
-            if not np.isfinite(curve).all() or curve.min() < 0 or curve.max() > 1:
-                raise ValueError(f"{name} must be in 0..1")
+            require(np.isfinite(curve).all() and curve.min() >= 0 and curve.max() <= 1, f"{name} must be in 0..1")
 
     @property
     def cap(self) -> int:
         """K of the ratios."""
         return int(self.r_c.size) - 1
-
-    def cpu_s(self, tokens: float) -> float:
-        """Time of one expert that serves `tokens` tokens on the CPU."""
-        return float(expert_seconds(self.cpu_expert_s, tokens))
-
-    def device_s(self, tokens: float) -> float:
-        """Time of one expert that serves `tokens` tokens on the device."""
-        return float(expert_seconds(self.device_expert_s, tokens))
-
-    def to_json(self) -> str:
-        """One line of JSON for `from_json`."""
-        fields: dict[str, Any] = {"schema": SCHEMA}
-        fields |= {name: getattr(self, name).tolist() for name in (*_CURVES, *_RATIOS)}
-        fields |= {name: getattr(self, name) for name in _SCALARS}
-        return json.dumps(fields)
-
-    @classmethod
-    def from_json(cls, text: str) -> CostModel:
-        """The cost model that `to_json` wrote. Raises ValueError for any other text."""
-        fields = json.loads(text)
-        if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
-            raise ValueError(f"no cost model of schema {SCHEMA}")
-        try:
-            values: dict[str, Any] = {name: np.array(fields[name], dtype=np.float64) for name in (*_CURVES, *_RATIOS)}
-            values |= {name: float(fields[name]) for name in _SCALARS}
-            return cls(**values)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the cost model is incomplete: {error}") from None
 
 
 def expert_seconds(curve_s: FloatArray, tokens: float | FloatArray) -> FloatArray:
@@ -145,10 +113,7 @@ def fit_side(n_tokens: NDArray[Any], unique: NDArray[Any], pairs: NDArray[Any], 
 
 
 def _non_negative(columns: FloatArray, target: FloatArray) -> FloatArray:
-    """Least squares with coefficients of at least 0 [n]: the best of all subsets of a few columns.
-
-    scipy.optimize.nnls finds the same; a chat does not wait 0.2 s for its import.
-    """
+    """Least squares with coefficients >= 0 [n], the best of all subsets, without the 0.2 s of importing SciPy."""
     best, best_error = np.zeros(columns.shape[1]), float(target @ target)
     for subset in itertools.product((False, True), repeat=columns.shape[1]):
         chosen = columns[:, list(subset)]
@@ -161,33 +126,12 @@ def _non_negative(columns: FloatArray, target: FloatArray) -> FloatArray:
     return best
 
 
-class ShareCurves:
-    """The warm-up curves of MoE-SpAc, Appendix C.1: the share of the work on each side for tau in 0..K."""
+def share_curves(cap: int, utility: NDArray[np.float32], counts: NDArray[Any]) -> tuple[FloatArray, FloatArray]:
+    """r_c and r_g, both [cap + 1], the warm-up curves of MoE-SpAc, Appendix C.1.
 
-    def __init__(self, cap: int) -> None:
-        self._taus = np.arange(cap + 1)
-        self._cpu_pairs = np.zeros(cap + 1)
-        self._device_unique = np.zeros(cap + 1)
-        self._pairs = 0
-        self._unique = 0
-
-    def add(self, utility: NDArray[np.float32], counts: NDArray[Any]) -> None:
-        """Adds one verification: its activations and the utility before it, both [n_layers, n_experts]."""
-        used = counts > 0
-        self._pairs += int(counts.sum())
-        self._unique += int(np.count_nonzero(used))
-        activations, predicted = counts[used], utility[used]
-        for tau in self._taus:
-            hot = predicted >= tau
-            self._cpu_pairs[tau] += int(activations[~hot].sum())
-            self._device_unique[tau] += int(np.count_nonzero(hot))
-
-    @property
-    def r_c(self) -> FloatArray:
-        """Share of the pairs left to the CPU [K + 1]; rises with tau."""
-        return np.asarray(self._cpu_pairs / max(1, self._pairs))
-
-    @property
-    def r_g(self) -> FloatArray:
-        """Share of the distinct experts that are hot [K + 1]; falls with tau."""
-        return np.asarray(self._device_unique / max(1, self._unique))
+    utility, counts: of verifications, [n_steps, n_layers, n_experts]: utilities before each, and its activations.
+    """
+    used = counts > 0
+    cpu_pairs = np.array([counts.sum(where=utility < tau) for tau in range(cap + 1)])
+    device_unique = np.array([np.count_nonzero(used & (utility >= tau)) for tau in range(cap + 1)])
+    return cpu_pairs / max(1, int(counts.sum())), device_unique / max(1, int(used.sum()))

@@ -6,14 +6,15 @@ moeedge/lab/policies/expert_budget.py defines in NumPy what the native code comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
-from moeedge.policies.base import IntArray
+from moeedge.experts import IntArray
+from moeedge.records import figure
 
 Coverage = Literal["substitution", "truncation"]
 
@@ -46,10 +47,7 @@ class ExpertBudget:
 
     @property
     def label(self) -> str:
-        """The words that every result with this budget carries, e.g. "budget 16 (lossy)" or "budget 16 router (lossy)".
-
-        They name every choice that is not the default.
-        """
+        """The words that every result carries, with what is not the default: "budget 16 router (lossy)"."""
         words = ["budget", str(self.budget)]
         words += [] if self.ranking == "picks" else [self.ranking]
         words += [] if self.coverage == "substitution" else [self.coverage]
@@ -77,3 +75,22 @@ class ExpertBudget:
         budgets = np.zeros(n_layers, dtype=np.int32)
         budgets[expert_layers] = budget
         return budgets
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetFacts:
+    """The expert budget of a run, in the chat's records and in bench's; the defaults are those without one."""
+
+    lossy: bool = figure("Whether answers may differ from the model's own", default=False)
+    budget: str | None = figure("The expert budget as text", default=None)
+    expert_budget: int | None = figure("Experts of a layer that a verification may use", default=None)
+    budget_ranking: str | None = figure("Ranking of the expert budget", default=None)
+    budget_policy: str | None = figure("Substitution or truncation", default=None)
+
+
+def budget_record(budget: ExpertBudget | None, *, gamma: int) -> dict[str, Any]:
+    """The fields of BudgetFacts. gamma: the draft length; at 0 the budget is idle."""
+    if budget is None:
+        return asdict(BudgetFacts())
+    named = {"expert_budget": budget.budget, "budget_ranking": budget.ranking, "budget_policy": budget.coverage}
+    return {"lossy": gamma > 0, "budget": budget.label_at(gamma), **named}

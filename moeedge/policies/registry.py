@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Literal, get_args
 
 import numpy as np
 
-from moeedge.policies.base import ABLATIONS, CacheShape, ExecutionModel, Policy, PolicyConfig
-from moeedge.policies.lru import Lfu, Lru
+from moeedge.errors import require
+from moeedge.policies.base import ABLATIONS, CacheShape, Policy, PolicyConfig
+from moeedge.policies.baselines import Lfu, Lru, NoCache, Static
 from moeedge.policies.spac.spac import Spac
-from moeedge.policies.static import NoCache, Static
 
-
-class RunsIn(Enum):
-    """Where a policy can run."""
-
-    ENGINE = "engine"  # with the engine's rule for missing experts (the CPU computes them); replay and simulator, too
-    SIMULATION = "simulation"  # the engine lacks the system's execution: replay and simulator only
-    BOUND = "bound"  # it knows the future: replay only
-
-
+# engine: with its rule for missing experts (the CPU computes them), in replay and simulator, too. simulation: there
+# alone, as the engine lacks the system's execution. bound: it knows the future, in the replay alone
+RunsIn = Literal["engine", "simulation", "bound"]
 EVICTION_ABLATIONS = frozenset({"no-prefetch", "no-evict"})
 _ALL = frozenset(ABLATIONS)
 
@@ -35,38 +28,28 @@ class PolicyEntry:
 
     policy: type[Policy] | str  # the class; of the lab's, which the product does not import: its module and name
     description: str
-    runs_in: RunsIn = RunsIn.ENGINE
+    runs_in: RunsIn = "engine"
     ablations: frozenset[str] = frozenset()  # those that change its plans
     reads_tokens: bool = False  # predicts from the vocabulary ids of the next batch
     takes_profile: bool = False  # places experts by a profile (PolicyConfig.profile), or else by the first steps
 
     @cached_property
-    def make(self) -> Callable[[CacheShape, PolicyConfig], Policy]:
+    def make(self) -> type[Policy]:
         """The class; a policy of the lab is imported by the first use."""
         if not isinstance(self.policy, str):
             return self.policy
         module, _, name = self.policy.partition(":")
-        found: Any = getattr(import_module(f"moeedge.lab.policies.{module}"), name)
-        return found  # type: ignore[no-any-return]
-
-    @property
-    def required_inputs(self) -> frozenset[str]:
-        """Keys of policies.base.REQUIRED_INPUTS that it reads."""
-        return getattr(self.make, "required_inputs", frozenset())
-
-    @property
-    def execution_model(self) -> ExecutionModel:
-        """How the system executes its plans."""
-        return getattr(self.make, "execution_model", ExecutionModel())
+        found: type[Policy] = getattr(import_module(f"moeedge.lab.policies.{module}"), name)
+        return found
 
 
 def _simulated(policy: str, description: str) -> PolicyEntry:
-    return PolicyEntry(policy, description, RunsIn.SIMULATION)
+    return PolicyEntry(policy, description, "simulation")
 
 
 def _bound(description: str) -> PolicyEntry:
     """A residency that the replay computes: it plans nothing."""
-    return PolicyEntry(NoCache, f"bound: {description}", RunsIn.BOUND)
+    return PolicyEntry(NoCache, f"bound: {description}", "bound")
 
 
 TABLE: dict[str, PolicyEntry] = {
@@ -116,19 +99,16 @@ TABLE: dict[str, PolicyEntry] = {
 }
 
 # name -> description
-ALL_POLICIES: dict[str, str] = {name: entry.description for name, entry in TABLE.items()}
 POLICIES, SIMULATED, BOUNDS = (
-    {name: entry.description for name, entry in TABLE.items() if entry.runs_in is runs_in} for runs_in in RunsIn
+    {name: entry.description for name, entry in TABLE.items() if entry.runs_in == where} for where in get_args(RunsIn)
 )
 
 
 def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None) -> Policy:
     """The policy of that name. Raises ValueError for an unknown name, a bound, or a profile of another shape."""
     config = config or PolicyConfig()
-    if name not in TABLE:
-        raise ValueError(f"Unknown policy '{name}'. Choose from: {', '.join(TABLE)}")
-    if name in BOUNDS:
-        raise ValueError(f"policy '{name}' knows the steps to come: it runs in a replay only")
+    require(name in TABLE, f"Unknown policy '{name}'. Choose from: {', '.join(TABLE)}")
+    require(name not in BOUNDS, f"policy '{name}' knows the steps to come: it runs in a replay only")
     if config.profile is not None and np.shape(config.profile) != (shape.n_layers, shape.n_experts):
         raise ValueError(f"the profile has shape {np.shape(config.profile)}, not ({shape.n_layers}, {shape.n_experts})")
     return TABLE[name].make(shape, config)
@@ -142,8 +122,5 @@ def expand_names(names: Sequence[str]) -> list[str]:
 
 
 def ignored_ablations(name: str, ablations: frozenset[str]) -> list[str]:
-    """The ablations that do not change the policy of that name, in alphabetical order.
-
-    "no-sd" is never among them: the engine heeds it, whatever the policy.
-    """
+    """The ablations that do not change the policy of that name, sorted; never "no-sd", which the engine heeds."""
     return sorted(ablations - TABLE[name].ablations - {"no-sd"})

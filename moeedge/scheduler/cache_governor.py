@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeedge.records import figure
 from moeedge.scheduler.governor import GAMMA_MAX, VerificationTime
 
 _N_WARM = 32  # steps before the first trial, in which the cache fills
@@ -33,16 +34,12 @@ _DRIFT_OF_TEXT = 0.1  # the same where another text begins
 
 @dataclass(frozen=True, kw_only=True)
 class CacheChoice:
-    """How the next step is computed.
+    """How the next step is computed."""
 
-    on: with the cache. is_trial: to measure it. pays: the decision, trials aside. gain: the time of a step without the
-    cache over that with it, None before the first trial.
-    """
-
-    on: bool = True
-    is_trial: bool = False
-    pays: bool = True
-    gain: float | None = None
+    on: bool = figure("Whether the next step is computed with the cache", default=True)
+    is_trial: bool = figure("Whether that is a trial", default=False)
+    pays: bool = figure("Whether steps are faster with it, trials aside", default=True)
+    gain: float | None = figure("Speed with the cache over that without; null: being measured", default=None)
 
 
 class CacheGovernor:
@@ -119,10 +116,7 @@ class CacheGovernor:
         loss = self._trial_sum / n_measured
         if n_measured < _N_MEASURED and not (n_measured >= 2 and loss > _GIVE_UP):
             return
-        self._end_trial(loss, n_measured)
-
-    def _end_trial(self, loss: float, n_measured: int) -> None:
-        """The other way took exp(loss) times as long in so many steps."""
+        # the trial ends: the other way took exp(loss) times as long
         variance = self._time.noise * (1 / n_measured + 0.3)  # 0.3: of what was expected
         measured = loss if self._pays else -loss
         weight = 1.0 if math.isinf(self._variance) else self._variance / (self._variance + variance)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.settings import ContextSettings
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.native.cache import ExpertCache
-from moeedge.policies.base import PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.measurement import measurement_file, parse_measurement
+from moeedge.scheduler.measurement import UNKEPT, measurement_file
 from moeedge.scheduler.sizing import emulated_threads
 
-SCHEMA = 1
 _MARGIN = 0.97  # of the CPU's time, that another path of prefill must beat
 _PATH_TEXTS = {
     PrefillPath.CPU: "the CPU computes",
@@ -32,6 +29,9 @@ _PATH_TEXTS = {
 class Calibration:
     """Figures of one machine, model and device. Times in seconds."""
 
+    SCHEMA: ClassVar[int] = 1
+    ALSO_KEPT: ClassVar[tuple[str, ...]] = ("speed", "prefill_path", "device_path")
+
     units: CostModel | None  # None: the backend recorded no split block
     step_s: dict[int, float]  # by tokens of the batch, with the cache
     plain_step_s: dict[int, float]  # the same without it
@@ -41,8 +41,8 @@ class Calibration:
     n_readers: int = 1  # threads that read experts from the model's file
     # a step of n_tokens with the cache, by the way in which the device computes small batches
     device_path_s: dict[DevicePath, float] = field(default_factory=dict)
-    from_file: bool = False  # measured in an earlier run
-    kept: bool = True  # False: the cache folder cannot be written
+    from_file: bool = field(default=False, metadata=UNKEPT)  # measured in an earlier run
+    kept: bool = field(default=True, metadata=UNKEPT)  # False: the cache folder cannot be written
 
     @property
     def speed(self) -> float:
@@ -88,58 +88,16 @@ class Calibration:
             parts.append("the result cannot be saved (folder: MOEEDGE_CACHE), so that the next run measures again")
         return f"{when}: {'; '.join(parts)}."
 
-    def to_json(self) -> str:
-        """One JSON object that `from_json` reads."""
-        fields = asdict(self) | {
-            "schema": SCHEMA,
-            "units": None if self.units is None else json.loads(self.units.to_json()),
-            "speed": self.speed,
-            "prefill_path": self.prefill_path,
-            "device_path": self.device_path.name.lower(),
-            "device_path_s": {path.name.lower(): time_s for path, time_s in self.device_path_s.items()},
-        }
-        del fields["from_file"], fields["kept"]
-        return json.dumps(fields, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Calibration:
-        """Reads what `to_json` wrote. Raises ValueError for anything else."""
-
-        def make(fields: dict[str, Any]) -> Calibration:
-            units = fields["units"]
-            return cls(
-                units=None if units is None else CostModel.from_json(json.dumps(units)),
-                step_s={int(n): float(value) for n, value in fields["step_s"].items()},
-                plain_step_s={int(n): float(value) for n, value in fields["plain_step_s"].items()},
-                prefill_ts={PrefillPath(path): float(value) for path, value in fields["prefill_ts"].items()},
-                n_tokens=int(fields["n_tokens"]),
-                seconds=float(fields["seconds"]),
-                n_readers=int(fields.get("n_readers", 1)),
-                device_path_s={
-                    DevicePath[name.upper()]: float(time_s) for name, time_s in fields.get("device_path_s", {}).items()
-                },
-                from_file=True,
-            )
-
-        return parse_measurement(text, SCHEMA, make)
-
 
 def calibration_file(
-    target: Context,
-    cache: ExpertCache,
-    config: PlacementConfig,
-    policy_config: PolicyConfig,
-    device: ResolvedDevice,
+    target: Context, cache: ExpertCache, config: PlacementConfig, gamma: int, device: ResolvedDevice
 ) -> Path:
-    """Where a calibration under these conditions is kept; its folder exists only once something was written.
-
-    Raises OSError where the cache folder can be neither found nor made.
-    """
+    """Where a calibration under these conditions is kept. Raises OSError without a cache folder."""
     path = target.model.path
     status = path.stat()
     # everything that the measurement depends on
     conditions = {
-        "schema": SCHEMA,
+        "schema": Calibration.SCHEMA,
         "model": path.name,
         "model_bytes": status.st_size,
         "model_mtime_ns": status.st_mtime_ns,
@@ -153,7 +111,7 @@ def calibration_file(
         "n_slots": cache.info.n_slots,
         "n_stage": cache.info.n_stage,
         "n_ubatch": target.n_ubatch,
-        "gamma": policy_config.gamma,
+        "gamma": gamma,
         "policy": config.policy,
         "cap": config.utility_cap,
         "forgetting": config.forgetting,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from moeedge.errors import require
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.policies.base import PolicyConfig
 
@@ -23,10 +24,10 @@ class ExecutionConfig:
     cutoff_layer: int | None = None  # sp-moe: layers to prefetch for; None: worked out from measured times
 
     def __post_init__(self) -> None:
-        _check_choice("misses", self.misses, get_args(Misses))
-        _check_choice("drafting", self.drafting, get_args(Drafting))
-        if self.batch is not None and self.batch < 0:
-            raise ValueError(f"batch must be >= 0, not {self.batch}")
+        for name, value, choices in (("misses", self.misses, Misses), ("drafting", self.drafting, Drafting)):
+            known = get_args(choices)
+            require(value in known, f'unknown {name} "{value}"; choose from {", ".join(known)}')
+        require((self.batch or 0) >= 0, f"batch must be >= 0, not {self.batch}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +51,12 @@ class PlacementConfig:
     governed: bool = False  # the cache goes off while steps are slower with it
 
     def __post_init__(self) -> None:
-        if self.vram_bytes is not None and self.vram_bytes < 0:
-            raise ValueError(f"vram_bytes (--vram) must be 0 or more, not {self.vram_bytes}")
-        # written so that NaN fails too
-        if self.cache_ratio is not None and not 0 <= self.cache_ratio <= 1:
-            raise ValueError(
-                f"the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not {self.cache_ratio:g}"
-            )
-        if self.vram_bytes is not None and self.cache_ratio is not None:
-            raise ValueError("--vram and --cache-ratio cannot be used together")
+        ratio = self.cache_ratio or 0.0
+        require((self.vram_bytes or 0) >= 0, f"vram_bytes (--vram) must be 0 or more, not {self.vram_bytes}")
+        text = f"the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not {ratio:g}"
+        require(0 <= ratio <= 1, text)  # NaN fails, too
+        has_both = self.vram_bytes is not None and self.cache_ratio is not None
+        require(not has_both, "--vram and --cache-ratio cannot be used together")
         self.policy_config(gamma=0)  # checks the other values
         object.__setattr__(self, "prefill", PrefillPath(self.prefill))
 
@@ -76,8 +74,3 @@ class PlacementConfig:
     def has_size(self) -> bool:
         """Whether the cache was given a size, so that it stays on even where it does not pay."""
         return self.vram_bytes is not None or self.cache_ratio is not None
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f'unknown {name} "{value}"; choose from {", ".join(choices)}')

@@ -7,7 +7,6 @@ time, and with pieces that are neither small nor so large that few are under way
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import threading
@@ -16,10 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,8 @@ from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
 from moeedge.native.mapping import open_direct
-from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
+from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement, write_measurement
 
-SCHEMA = 1
 DEPTHS = (1, 2, 4, 8, 16)  # requests at a time
 PIECES_BYTES = tuple(2**exponent for exponent in range(16, 24))  # 64 KiB to 8 MiB
 _ALIGNMENT = 4096  # of offsets, sizes and memory: at least the blocks of the disks that there are
@@ -54,6 +53,9 @@ class ReadRate:
 class DiskCalibration:
     """Random reads of one model's file."""
 
+    SCHEMA: ClassVar[int] = 1
+    ALSO_KEPT: ClassVar[tuple[str, ...]] = ("in_memory", "best")
+
     model: str  # the file's name
     file_bytes: int  # of all parts
     expert_bytes: int  # of one expert, in all its matrices; 0: a dense model
@@ -63,7 +65,7 @@ class DiskCalibration:
     direct: bool  # past the page cache
     rates: tuple[ReadRate, ...]
     seconds: float  # that measuring took
-    from_file: bool = field(default=False, compare=False)  # measured in an earlier run
+    from_file: bool = field(default=False, compare=False, metadata=UNKEPT)  # measured in an earlier run
     kept: bool = field(default=True, compare=False)  # False: the cache folder cannot be written
 
     @property
@@ -72,20 +74,13 @@ class DiskCalibration:
         return self.best_from(1)
 
     def best_from(self, depth: int) -> ReadRate:
-        """The same of so many requests and more, or of all if fewer were measured.
-
-        Its rate is the median of it and its neighbours in the table: a virtual disk may be fast for a moment.
-        """
-        depths = sorted({rate.depth for rate in self.rates})
-        sizes = sorted({rate.piece_bytes for rate in self.rates})
+        """The best of so many requests and more; its rate is the median with its neighbours, as disks may vary."""
+        depths, rows = np.unique([rate.depth for rate in self.rates], return_inverse=True)
+        sizes, columns = np.unique([rate.piece_bytes for rate in self.rates], return_inverse=True)
         table = np.full((len(depths) + 2, len(sizes) + 2), np.nan)
-        for rate in self.rates:
-            table[1 + depths.index(rate.depth), 1 + sizes.index(rate.piece_bytes)] = rate.bytes_per_s
-        smooth = {
-            rate: float(np.nanmedian(table[row : row + 3, column : column + 3]))
-            for rate in self.rates
-            for row, column in [(depths.index(rate.depth), sizes.index(rate.piece_bytes))]
-        }
+        table[1 + rows, 1 + columns] = [rate.bytes_per_s for rate in self.rates]
+        places = zip(self.rates, rows, columns, strict=True)
+        smooth = {rate: float(np.nanmedian(table[row : row + 3, at : at + 3])) for rate, row, at in places}
         allowed = [rate for rate in self.rates if rate.depth >= depth] or list(self.rates)
         limit = max(smooth[rate] for rate in allowed)
         enough = [rate for rate in allowed if smooth[rate] >= _ENOUGH * limit]
@@ -97,39 +92,18 @@ class DiskCalibration:
         """Whether the file system keeps its files in memory, so that no disk was measured."""
         return self.file_system in _IN_MEMORY
 
-    def to_json(self) -> str:
-        """One JSON object that `from_json` reads."""
-        fields = asdict(self) | {"schema": SCHEMA, "in_memory": self.in_memory, "best": asdict(self.best)}
-        del fields["from_file"]
-        return json.dumps(fields)
-
-    @classmethod
-    def from_json(cls, text: str) -> DiskCalibration:
-        """Reads what `to_json` wrote. Raises ValueError for anything else."""
-
-        def make(fields: dict[str, Any]) -> DiskCalibration:
-            rates = tuple(ReadRate(**rate) for rate in fields.pop("rates"))
-            for name in ("in_memory", "best", "kept"):
-                fields.pop(name)
-            return cls(**fields, rates=rates, from_file=True)
-
-        return parse_measurement(text, SCHEMA, make)
-
 
 def calibration_file(model: Path) -> Path:
     """Where the figures of the disk that holds `model` are kept. Raises OSError without a cache folder."""
     device = model.stat().st_dev
     # numbers of devices may change when the machine starts anew
-    conditions = {"schema": SCHEMA, "device": device, "file_system": os.statvfs(model).f_fsid}
+    conditions = {"schema": DiskCalibration.SCHEMA, "device": device, "file_system": os.statvfs(model).f_fsid}
     return measurement_file(f"disk-{os.major(device)}-{os.minor(device)}", conditions)
 
 
 def read_kept(model: Path) -> DiskCalibration | None:
     """The figures kept of the disk that holds `model`; None without any."""
-    try:
-        return DiskCalibration.from_json(calibration_file(model).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return read_measurement(DiskCalibration, partial(calibration_file, model))
 
 
 def measure(
@@ -165,10 +139,7 @@ def measure(
         passes: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)  # reads, seconds
         for done, index in enumerate(order.tolist()):
             depth, size = tasks[index]
-            try:
-                passes[depth, size].append(files.read(rng.permutation(places[size]), size, depth, read_s))
-            except OSError as error:
-                raise ModelFileError(f"Cannot read {model}: {error.strerror}.", "Check the disk.") from error
+            passes[depth, size].append(files.read(rng.permutation(places[size]), size, depth, read_s))
             on_progress(done + 1, len(tasks))
     by_layer = gguf_file.expert_bytes_by_layer(experts, 1 + max((tensor.layer for tensor in experts), default=0))
     calibration = DiskCalibration(
@@ -186,27 +157,21 @@ def measure(
         seconds=time.perf_counter() - start_s,
     )
     try:
-        write_measurement(calibration_file(model), calibration.to_json())
+        write_measurement(calibration_file(model), calibration)
     except OSError:
         return replace(calibration, kept=False)
     return calibration
 
 
 def quick_rate(file: Path, *, read_s: float = 0.2) -> tuple[float, bool]:
-    """Bytes per second of random reads of one file for a moment, and whether they went past the page cache.
-
-    A glance: `measure` is the measurement. Raises ModelFileError for a file that is too small or cannot be read.
-    """
+    """Bytes/s of random reads of a file for a moment, and whether past the page cache. Raises ModelFileError."""
     size, depth = PIECES_BYTES[len(PIECES_BYTES) // 2], DEPTHS[2]
     places = _places({file: [(0, file.stat().st_size)]}, size)
     if not len(places):
         raise ModelFileError(f"{file.name} is too small to measure its disk.", "Name a larger file.")
     with ExitStack() as stack:
         files = _Files([file], stack)
-        try:
-            n_reads, seconds = files.read(np.random.default_rng(0).permutation(places), size, depth, read_s)
-        except OSError as error:
-            raise ModelFileError(f"Cannot read {file}: {error.strerror}.", "Check the disk.") from error
+        n_reads, seconds = files.read(np.random.default_rng(0).permutation(places), size, depth, read_s)
     return n_reads * size / seconds, files.is_direct
 
 
@@ -214,7 +179,7 @@ class _Files:
     """Open files, and whether all reads of them go past the page cache. Raises ModelFileError."""
 
     def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
-        self._files, self.is_direct = list[int](), True
+        self._name, self._files, self.is_direct = files[0], list[int](), True
         for file in files:
             try:
                 descriptor, is_direct = open_direct(file)
@@ -252,7 +217,10 @@ class _Files:
                 return n_reads, start_s, now_s
 
         with ThreadPoolExecutor(depth) as pool:
-            found = list(pool.map(read, range(depth)))
+            try:
+                found = list(pool.map(read, range(depth)))
+            except OSError as error:
+                raise ModelFileError(f"Cannot read {self._name}: {error.strerror}.", "Check the disk.") from error
         n_reads, starts_s, ends_s = zip(*found, strict=True)
         return sum(n_reads), max(ends_s) - min(starts_s)
 

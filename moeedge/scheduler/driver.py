@@ -22,18 +22,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    DemandPolicy,
-    ExecutionModel,
-    ExpertPrediction,
-    LayerPolicy,
-    LookaheadPolicy,
-    LookaheadStatus,
-    Observation,
-    Plan,
-    Policy,
-    Resident,
-)
+from moeedge.experts import Resident
+from moeedge.policies.base import ExecutionModel, ExpertPrediction, Observation, Plan, Policy
 
 # changes a new plan: (plan, the prediction that it was made from, layers to plan for, None: all) -> plan
 PlanFilter = Callable[[Plan, ExpertPrediction | None, slice | None], Plan]
@@ -50,54 +40,38 @@ class ExpertStore(Protocol):
 
 
 class StepDriver:
-    """Drives one policy over one store.
+    """Drives one policy over one store. execution_model: obeyed instead of the policy's own."""
 
-    execution_model: obeyed instead of the policy's own. filter_plan: applied to every plan of `plan_next` and
-    `plan_draft`, e.g. to keep only what was predicted.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        store: ExpertStore,
-        *,
-        execution_model: ExecutionModel | None = None,
-        filter_plan: PlanFilter | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, store: ExpertStore, *, execution_model: ExecutionModel | None = None) -> None:
         self.store = store
-        self._filter_plan = filter_plan
+        # applied to every plan of `plan_next` and `plan_draft`, e.g. to keep only what was predicted
+        self.filter_plan: PlanFilter | None = None
         self._execution_model = execution_model
+        self.pushed: Plan | None = None  # the last plan that `push` handed over
         self.use(policy)
 
     def use(self, policy: Policy) -> None:
         """Goes on with that policy, a fresh one of the same kind where the store has other slots now."""
         self.policy = policy
         self.pending: Plan | None = None  # made, and not pushed yet
-        execution_model = self._execution_model or policy.execution_model
-        self._layer_policy: LayerPolicy | None = None
-        if execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
-            self._layer_policy = policy
-        self._demand_policy: DemandPolicy | None = None
-        if execution_model.keeps_loads and isinstance(policy, DemandPolicy):
-            self._demand_policy = policy
-        self._reads_hidden_states = "draft-states" in policy.required_inputs
-        self._lookahead_policy = policy if isinstance(policy, LookaheadPolicy) else None
+        self._obeyed = self._execution_model or policy.execution_model
         self._newest: Plan | None = None  # made since the last observation
 
     @property
     def plans_layers(self) -> bool:
         """Whether `push_layer` does anything."""
-        return self._layer_policy is not None
+        return self._obeyed.prefetch_within_step
 
     @property
-    def lookahead(self) -> LookaheadStatus | None:
-        """Whether the policy plans by the drafts; None where it does not judge that."""
-        return None if self._lookahead_policy is None else self._lookahead_policy.lookahead
+    def keeps_loads(self) -> bool:
+        """Whether `plan_load` returns plans."""
+        return self._obeyed.keeps_loads
 
     @property
     def reads_drafts(self) -> bool:
         """Whether the next batch's drafts may change the plan."""
-        return self._lookahead_policy is None or self._lookahead_policy.lookahead.reads_drafts
+        lookahead = self.policy.lookahead
+        return lookahead is None or lookahead.reads_drafts
 
     def begin_text(self) -> None:
         """A new conversation begins; the policy may keep what it learned about the model."""
@@ -129,9 +103,9 @@ class StepDriver:
         """
         if self._newest is not None and not self.reads_drafts:
             return self._newest
-        if prediction is None and hidden_states is not None and self._reads_hidden_states:
+        if prediction is None and hidden_states is not None and "draft-states" in self.policy.required_inputs:
             none = np.empty((len(self.store.residency()), 0, 0), dtype=np.int32)
-            prediction = ExpertPrediction(layer_ids=none, source="draft-states", hidden_states=hidden_states)
+            prediction = ExpertPrediction(layer_ids=none, hidden_states=hidden_states)
         return self._plan(tokens, prediction, layers)
 
     def push(self) -> Plan | None:
@@ -139,31 +113,21 @@ class StepDriver:
         plan, self.pending = self.pending, None
         if plan is not None:
             self.store.push(plan)
+            self.pushed = plan
         return plan
 
     def push_layer(self, layer: int, prediction: ExpertPrediction | None = None) -> None:
         """Plans and pushes at once before `layer` of a verification, where the policy plans layer by layer."""
-        if self._layer_policy is not None:
-            self.store.push(self._layer_policy.plan_layer(layer, self.store.residency(), prediction))
-
-    @property
-    def keeps_loads(self) -> bool:
-        """Whether `plan_load` returns plans."""
-        return self._demand_policy is not None
+        if self.plans_layers:
+            self.store.push(self.policy.plan_layer(layer, self.store.residency(), prediction))
 
     def plan_load(self, layer: int, experts: NDArray[np.intp]) -> Plan | None:
         """The slots for those of `experts` [n] that `layer` lacks now; None where the policy keeps no loads so."""
-        if self._demand_policy is None:
-            return None
-        return self._demand_policy.plan_load(layer, experts, self.store.residency())
-
-    def discard(self) -> None:
-        """Drops the pending plan, e.g. when the device is lost."""
-        self.pending = None
+        return self.policy.plan_load(layer, experts, self.store.residency()) if self.keeps_loads else None
 
     def _plan(self, tokens: Sequence[int], prediction: ExpertPrediction | None, layers: slice | None) -> Plan:
         plan = self.policy.plan(self.store.residency(), tokens, prediction)
-        if self._filter_plan is not None:
-            plan = self._filter_plan(plan, prediction, layers)
+        if self.filter_plan is not None:
+            plan = self.filter_plan(plan, prediction, layers)
         self.pending = self._newest = plan
         return plan

@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import speculation
+from moeedge.records import figure
 from moeedge.scheduler.stopping import N_BINS, AcceptanceByConfidence, DraftStop, ExpectedGain, confidence_bin
 
 FloatArray = NDArray[np.float64]
@@ -53,52 +54,41 @@ def gain_of_better(z: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What a step took, in seconds: `draft_s` the drafts, `target_s` everything else.
-
-    by_ngrams: n-grams drafted in place of the session's own source. confidences: of the drafts that the own source
-    computed, in order; those after `n_drafted` were left out. Empty: unknown. ngram_confidences, ngram_accepted: of the
-    drafts that n-grams had, as many as there were tokens to compare them with, and how many were right. loading_s: the
-    part of `target_s` that waited for experts from the file.
-    """
+    """Times of a step in seconds, and its drafts."""
 
     n_drafted: int
     n_accepted: int
-    draft_s: float
-    target_s: float
-    loading_s: float = 0.0
-    by_ngrams: bool = False
+    draft_s: float  # of drafting
+    target_s: float  # of everything else
+    loading_s: float = 0.0  # of `target_s`, that waited for experts from the file
+    by_ngrams: bool = False  # n-grams drafted in place of the session's own source
+    # of what the own source has computed, in order; those after `n_drafted` were left out. Empty: unknown
     confidences: list[float] = field(default_factory=list)
+    # of the drafts that n-grams had, as many as there were tokens to compare them with, and how many were right
     ngram_confidences: list[float] = field(default_factory=list)
     ngram_accepted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """What is drafted in a step, and what speaks for it; speed-ups are over plain decoding, by estimate.
+    """What is drafted in a step, and its reasons; speed-ups are over plain decoding, by estimate."""
 
-    gamma: tokens of the step, at most. source: "draft" is the session's own. is_trial: the step is to tell more about
-    another length than the best. ends_early: by the confidence of the drafts, trials and n-grams aside. best: fixed
-    length, by estimate. speed_up: of the own source, None before anything is known. other, other_speed_up: where `best`
-    is 0 the best length of a draft, else 0. n_measured: steps that the estimates are made of.
-    """
-
-    gamma: int
-    gamma_max: int
-    best: int
-    source: Literal["draft", "ngram"] = "draft"
-    is_trial: bool = False
-    ends_early: bool = False
-    speed_up: float | None = None
-    other: int = 0
-    other_speed_up: float = 1.0
-    n_measured: int = 0
+    gamma: int = figure("Tokens to draft in the next step at most")
+    gamma_max: int = figure("The most that may be chosen")
+    best: int = figure("The length that is fastest by what steps have cost")
+    source: Literal["draft", "ngram"] = figure(
+        "Who drafts: the session's draft, or n-grams of the text", default="draft"
+    )
+    is_trial: bool = figure("Whether this length is tried out to learn its cost", default=False)
+    ends_early: bool = figure("Whether a draft ends where another token does not pay", default=False)
+    speed_up: float | None = figure("Speed with the best length over plain decoding's; null: unknown", default=None)
+    other: int = figure("The length next to the best: where drafts are off, the best one with drafts", default=0)
+    other_speed_up: float = figure("Speed with that length over that of plain decoding", default=1.0)
+    n_measured: int = figure("Steps that the estimates are made of", default=0)
 
 
 class VerificationTime:
-    """A Gaussian estimate of log T_T(t), t = 1..n, by a Kalman filter.
-
-    expert_ratio: [n], distinct experts of t tokens over those of one.
-    """
+    """A Kalman filter of log T_T(t), t = 1..n. expert_ratio: [n], distinct experts of t tokens over those of one."""
 
     _LEVEL = 3.0  # standard deviation of the level before the first measurement
     _EXPERT_SHARE = 0.5  # of a plain step, that loads experts: the prior
@@ -313,12 +303,7 @@ class DraftGovernor:
             looking = gain.of_looking(self._by_confidence.chances(), [n / n_looks for n in self._looks])
             if looking > own:
                 more = (looking - own) / (best_rate * step_s[max(self._best, 1)])
-                found = replace(
-                    found,
-                    gamma=limit,
-                    ends_early=True,
-                    speed_up=best_rate / rate[0] * (1 + more),
-                )
+                found = replace(found, gamma=limit, ends_early=True, speed_up=best_rate / rate[0] * (1 + more))
                 self.stop, own = DraftStop(gain, self._by_confidence.chances(self._BENEFIT)), looking
         if ngram is not None:
             length, by_ngrams = gain.of_equals(self._by_ngram.chance(confidence_bin(ngram)))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.errors import require
 from moeedge.policies.base import CacheShape, Observation
 from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
 
-SCHEMA = 1
 _HEADER_BYTES = 1 << 16  # of the file, that its hash covers: metadata and the first tensors' names
 _KEPT = 0.5  # of earlier runs' counts at each start: what a user does with a model changes
 
@@ -29,39 +28,44 @@ class EarlierRuns:
     file: str
 
 
+@dataclass(frozen=True, eq=False)
+class _Counts:
+    """The file's content."""
+
+    SCHEMA: ClassVar[int] = 1
+
+    n_tokens: float
+    counts: NDArray[np.float64]  # [n_layers, n_experts]
+
+    def __post_init__(self) -> None:
+        require(np.isfinite(self.counts).all() and (self.counts >= 0).all() and self.n_tokens >= 0, "no activations")
+
+
+@dataclass(eq=False)
 class KeptActivations:
-    """Counts of one model's experts over all runs on this machine.
+    """Counts of one model's experts over all runs on this machine."""
 
-    counts: float64 [n_layers, n_experts], activations; those of earlier runs weigh less. n_tokens: that they are of.
-    file: where they are kept; None where there is no cache folder. n_first: experts that this run loaded first.
-    """
+    counts: NDArray[np.float64]  # [n_layers, n_experts], activations; those of earlier runs weigh less
+    n_tokens: float  # that they are of
+    file: Path | None  # None: there is no cache folder
+    kept_at_s: float = 0.0  # end of the newest earlier run, in seconds since 1970
+    n_first: int = 0  # experts that this run loaded first
 
-    def __init__(self, counts: NDArray[np.float64], n_tokens: float, file: Path | None, kept_at_s: float = 0.0) -> None:
-        self.counts = counts
-        self.n_tokens = n_tokens
-        self.file = file
-        self.n_first = 0
-        self._earlier_tokens = n_tokens
-        self._kept_at_s = kept_at_s
+    def __post_init__(self) -> None:
+        self._earlier_tokens = self.n_tokens
 
     @classmethod
     def open(cls, model: Path, n_layers: int, n_experts: int) -> KeptActivations:
         """What earlier runs have kept; zeros where there is nothing, or nothing usable."""
-        empty = np.zeros((n_layers, n_experts))
+        empty, file = np.zeros((n_layers, n_experts)), None
         try:
-            file = _file(model)
-        except OSError:
-            return cls(empty, 0.0, None)
-
-        def make(fields: dict[str, Any]) -> KeptActivations:
-            counts = np.asarray(fields["counts"], dtype=np.float64)
-            n_tokens = float(fields["n_tokens"])
-            if counts.shape != empty.shape or not np.isfinite(counts).all() or counts.min() < 0 or not n_tokens >= 0:
-                raise ValueError("these are not the activations of this model")
-            return cls(counts * _KEPT, n_tokens * _KEPT, file, file.stat().st_mtime)
-
-        try:
-            return parse_measurement(file.read_text(encoding="utf-8"), SCHEMA, make)
+            with model.open("rb") as opened:
+                header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()
+            identity = {"model": model.name, "model_bytes": model.stat().st_size, "header": header}
+            file = measurement_file(f"{model.name}-activations", {"activations": _Counts.SCHEMA, **identity})
+            kept = parse_measurement(_Counts, file.read_text(encoding="utf-8"))
+            require(kept.counts.shape == empty.shape, "these are not the activations of this model")
+            return cls(kept.counts * _KEPT, kept.n_tokens * _KEPT, file, file.stat().st_mtime)
         except (OSError, ValueError):
             return cls(empty, 0.0, file)
 
@@ -87,20 +91,10 @@ class KeptActivations:
         """What this run began with; None for the first."""
         if self.file is None or not self._earlier_tokens:
             return None
-        return EarlierRuns(self._earlier_tokens / _KEPT, self._kept_at_s, self.n_first, str(self.file))
+        return EarlierRuns(self._earlier_tokens / _KEPT, self.kept_at_s, self.n_first, str(self.file))
 
     def save(self) -> None:
         """Keeps the counts for the next run. Raises OSError where they cannot be written."""
         if self.file is None or self.n_tokens == self._earlier_tokens:  # nothing was used
             return
-        counts = np.round(self.counts, 1).tolist()
-        text = json.dumps({"schema": SCHEMA, "n_tokens": round(self.n_tokens, 1), "counts": counts})
-        write_measurement(self.file, text)
-
-
-def _file(model: Path) -> Path:
-    """Where the counts of the model are kept. Raises OSError."""
-    with model.open("rb") as opened:
-        header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()
-    conditions = {"activations": SCHEMA, "model": model.name, "model_bytes": model.stat().st_size, "header": header}
-    return measurement_file(f"{model.name}-activations", conditions)
+        write_measurement(self.file, _Counts(round(self.n_tokens, 1), np.round(self.counts, 1)))

@@ -14,106 +14,92 @@ from moeedge.errors import BackendError, MoeedgeError
 from moeedge.experts import Residency
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.llama.context import Context
 from moeedge.native import ActivationCapture
-from moeedge.native.cache import ExpertCache
 from moeedge.native.sensor import Counts
-from moeedge.notifications import Level, Notification, Notify, ignore
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Policy
+from moeedge.run import Level, Notification, Notify, Run, ignore
 from moeedge.scheduler.cache_governor import CacheGovernor
-from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.calibration import Calibration
-from moeedge.scheduler.config import ExecutionConfig
-from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.kept_activations import EarlierRuns, KeptActivations
-from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, PredictedUploads
+from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
+from moeedge.scheduler.kept_activations import EarlierRuns
+from moeedge.scheduler.native_io import RoutingReader, cache_shape
+from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, predicted_uploads
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
-from moeedge.scheduler.ram_tier import RamStore, RamTier
-from moeedge.scheduler.routing_reader import RoutingReader
-from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory, slots_of
-from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
+from moeedge.scheduler.ram_tier import Tier
+from moeedge.scheduler.sizing import reserve_bytes
+from moeedge.scheduler.slot_memory import MemoryWatch, slots_of
+from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.units import format_bytes
 
 _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
 
 
 class PlacementManager:
-    """Places the experts of one ExpertCache, which it attaches to the target and frees in `close`.
+    """Places the experts of a tier, or of one on a device and one in RAM; it frees them in `close`.
 
     A step of speculative.py calls before_verification and after_verification. The policy and its plans run in a thread
     of their own, next to the drafting and the verification that follow; not for policies that the decoding thread asks
     in between, before each layer or after each draft token.
-
-    gate_predictor: for a policy that plans within a verification. draft_predictor: for one that plans while the draft
-    model works. watch: of the device's free memory; when it runs short, the cache gets fewer slots for the rest of the
-    session, with a policy by `remake_policy`. memory: of the slots where the cache itself is in RAM.
-    router_scores: keeps the routers' probabilities for a policy that reads them. keeps_hidden_states: the policy reads
-    the draft's. ram: holds experts that are not on the device; attached and closed with the cache.
-    kept_activations: get the activations of this run, and are saved at its end. governor: decides whether steps are
-    computed with the cache, not for experts that are loaded as needed. notify: called with
-    warnings, e.g. of a lost device; may be replaced.
     """
 
     def __init__(
         self,
-        cache: ExpertCache,
-        policy: Policy,
+        tier: Tier,
+        config: PlacementConfig,
         device: ResolvedDevice,
         target: Context,
+        remake_policy: Callable[[CacheShape], Policy],  # for other slots
         *,
-        execution: ExecutionConfig,
-        gate_predictor: NextGatePredictor | None = None,
-        draft_predictor: DraftRouterPredictor | None = None,
-        router_scores: ActivationCapture | None = None,
-        keeps_hidden_states: bool = False,
-        watch: MemoryWatch | None = None,
-        remake_policy: Callable[[CacheShape], Policy] | None = None,
-        kept_activations: KeptActivations | None = None,
-        ram: RamTier | None = None,
-        memory: SlotMemory | None = None,
-        governor: CacheGovernor | None = None,
+        gate_predictor: NextGatePredictor | None = None,  # for a policy that plans within a verification
+        draft_predictor: DraftRouterPredictor | None = None,  # for one that plans while the draft model works
+        router_scores: ActivationCapture | None = None,  # of the routers' probabilities, for a policy that reads them
+        keeps_hidden_states: bool = False,  # whether the policy reads the draft's
+        ram: Tier | None = None,  # experts that are not on the device
     ) -> None:
         assert target.sensor is not None  # opening.py checks it
-        self.cache = cache
+        execution = config.execution
+        self.cache, self.driver = tier.cache, tier.driver
         self.device = device.label
         self.ram = ram
-        self.memory = memory if ram is None else ram.memory  # of slots in RAM; None: there are none
-        self.notify: Notify = ignore
-        # a measurement that waits for the end of an answer: `postponed(notify=..., cancel=...)`
-        self.postponed: Callable[..., tuple[Calibration, list[str], bool]] | None = None
+        self._tier = tier
+        self._tiers = [tier] if ram is None else [tier, ram]
+        self.memory, self._kept = self._tiers[-1].memory, self._tiers[-1].kept  # of slots in RAM; None: there are none
+        self.notify: Notify = ignore  # gets warnings, e.g. of a lost device; may be replaced
+        # a measurement that waits for the end of an answer: returns its result, and whether the cache stays
+        self.postponed: Callable[[Run], tuple[Calibration, bool]] | None = None
         self._device = device
-        self._store = RamStore(cache, lambda: self.policy) if device.kind == "ram" else CacheStore(cache)
         self._sensor = target.sensor
         self._op_offload = target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)
-        self._n_all = target.model.info.n_expert_layers * target.model.info.n_experts
         self._keeps_hidden_states = keeps_hidden_states
-        self._watch, self._remake_policy = watch, remake_policy
-        self._kept = kept_activations if ram is None else ram.kept
+        self._remake_policy = remake_policy
+        # when memory of the device runs short, the cache gets fewer slots, unless the user gave its size
+        watched = device.kind == "gpu" and not config.has_size
+        self._watch = MemoryWatch(device, reserve_bytes(device, device.total_bytes)) if watched else None
+        # the CPU can compute all experts as well, and no other system is imitated
+        governed = config.governed and device.kind != "ram" and ram is None and execution == ExecutionConfig()
+        self.governor = CacheGovernor() if governed else None  # decides whether steps are computed with the cache
         self._reader = RoutingReader(target.sensor, router_scores)
-        self.on_demand = OnDemandLoader(cache) if execution.misses == "load" else None
+        self.on_demand = OnDemandLoader(tier.cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
-        restricts = self.on_demand is not None or vanilla
-        self.driver = StepDriver(
-            policy, self._store, filter_plan=PredictedUploads(cache, self.on_demand) if restricts else None
-        )
+        if self.on_demand is not None or vanilla:
+            self.driver.filter_plan = partial(predicted_uploads, cache_shape(tier.cache), self.on_demand)
         self.layer_hook: LayerHook | None = None
         if self.on_demand is not None or self.driver.plans_layers:
-            self.layer_hook = LayerHook(self.driver, gate_predictor, self.on_demand)
+            self.layer_hook = LayerHook(self.driver, lambda: self.active, gate_predictor, self.on_demand)
+        self._predictors = [each for each in (draft_predictor, gate_predictor) if each is not None]
         self.draft_prefetch: DraftPrefetch | None = None
         if draft_predictor is not None:
-            self.draft_prefetch = DraftPrefetch(draft_predictor, self._plan_draft, cache.drain, vanilla=vanilla)
-        has_hooks = self.layer_hook is not None or self.draft_prefetch is not None
-        self._planning = None if has_hooks else PlanningThread()
-        self._recorder = StatsRecorder(cache, n_layers=len(self._cached_layers), n_all=self._n_all)
-        self._tau: NDArray[np.float32] | None = None  # [n_layers], of the plan that was pushed last
+            wait, is_on = tier.cache.drain, self._prefetching
+            self.draft_prefetch = DraftPrefetch(draft_predictor, self._plan_draft, wait, is_on, vanilla)
+        self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
         self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
-        self.governor = governor
         self._lost = False
         self._warned_unknown = False
-        self._attached = False
         self.attach()
 
     @property
@@ -123,12 +109,12 @@ class PlacementManager:
     @property
     def cache_ratio(self) -> float:
         """Share of all experts that have a slot."""
-        return self.cache.info.n_slots / self._n_all
+        return self._tier.cache_ratio
 
     @property
     def active(self) -> bool:
         """Whether plans are made: attached, the device not lost, and slots to plan for."""
-        return self._attached and not self._lost and self.cache.info.n_slots > 0
+        return self._tier.attached and not self._lost and self.cache.info.n_slots > 0
 
     @property
     def lost(self) -> bool:
@@ -143,7 +129,7 @@ class PlacementManager:
     @property
     def loading_wait_s(self) -> float:
         """How long computations have waited for experts from the file so far; 0.0 with experts on a device."""
-        return self.cache.waited_s() if self._device.kind == "ram" and self._attached else 0.0
+        return self.cache.waited_s() if self._device.kind == "ram" and self._tier.attached else 0.0
 
     @property
     def reads_draft(self) -> bool:
@@ -154,6 +140,10 @@ class PlacementManager:
     def wants_hidden_states(self) -> bool:
         """Whether the draft is to keep its hidden states for the next plan; a change of mind may take one more step."""
         return self._keeps_hidden_states and self._n_texts == 1 and self.active and self.driver.reads_drafts
+
+    def _prefetching(self) -> DraftPrefetch | None:
+        """What moves experts while a draft is made; for several texts the draft predicts none."""
+        return self.draft_prefetch if self._n_texts == 1 and self.active else None
 
     @property
     def earlier_runs(self) -> EarlierRuns | None:
@@ -168,7 +158,7 @@ class PlacementManager:
         try:
             yield
         finally:
-            self._recorder.skip(before, self.cache.stats())
+            self._tier.skip(before)
             self.attach()
 
     def use(self, remake_policy: Callable[[CacheShape], Policy]) -> None:
@@ -180,45 +170,35 @@ class PlacementManager:
     def begin_text(self) -> None:
         """A new conversation begins."""
         self.wait()
-        self.driver.begin_text()
+        for tier in self._tiers:
+            tier.driver.begin_text()
         if self.governor is not None:
             self.governor.begin_text()
-        if self.ram is not None:
-            self.ram.begin_text()
 
     def attach(self) -> None:
         """Lets the target compute with the cache."""
-        if not self._attached:
-            self.cache.attach(self._sensor)
+        if not self._tier.attached:
+            for tier in self._tiers:
+                tier.attach(self._sensor)
             if self.ram is not None:
-                self.ram.attach(self._sensor)
                 self.cache.read_from(self.ram.cache)
             self._reader.skip()
-            self._attached = True
-            self._switch_hooks()
 
     def detach(self) -> None:
         """Lets the target compute as without a cache; the experts on the device stay there."""
-        if self._attached:
+        if self._tier.attached:
             try:
                 self.wait()
             finally:
-                self.cache.detach()
-                if self.ram is not None:
-                    self.ram.detach()
-                self._attached = False
-                self._switch_hooks()
+                for tier in self._tiers:
+                    tier.detach()
 
     def lose_device(self, *, context_usable: bool) -> None:
-        """Ends placement because the device failed outside the cache, with the target's context; figures remain.
-
-        context_usable: the context may be called, so that the cache leaves it.
-        """
+        """Ends placement because the device failed, which the cache leaves if `context_usable`; figures remain."""
         self._stop_planning()
         if context_usable:
             self.detach()
-        self._attached = False
-        self._switch_hooks()
+        self._tier.attached = False
 
     def make_room(self, n_bytes: int) -> None:
         """Gives slots in RAM back, so that so much memory can be allocated."""
@@ -227,10 +207,7 @@ class PlacementManager:
             self.watch_memory()
 
     def follow(self, target: Context) -> None:
-        """Lets another context of the same model, which took the lost one's place, compute from the slots in RAM.
-
-        The expert used longest ago is evicted first there: nothing is observed any more.
-        """
+        """Lets the context that took the lost one's place compute from the slots in RAM, which evict as an LRU."""
         if self.memory is not None and target.sensor is not None:
             cache = self.memory.cache
             cache.detach()
@@ -238,20 +215,8 @@ class PlacementManager:
             cache.attach(target.sensor)
 
     def share(self, n_texts: int) -> None:
-        """The next steps verify so many texts together.
-
-        Experts of several texts are not predicted from what the draft's layers compute, whose rows are those of one
-        text: policies then plan by tokens and routing alone.
-        """
-        if n_texts != self._n_texts:
-            self._n_texts = n_texts
-            self._switch_hooks()
-
-    def _switch_hooks(self) -> None:
-        if self.layer_hook is not None:
-            self.layer_hook.on = self.active
-        if self.draft_prefetch is not None:
-            self.draft_prefetch.on = self.active and self._n_texts == 1
+        """The next steps verify so many texts."""
+        self._n_texts = n_texts
 
     # one step, in the order of the calls
 
@@ -276,7 +241,7 @@ class PlacementManager:
             return
         if self.governor.choice.on:
             self.attach()
-        elif self._attached:
+        elif self._tier.attached:
             self.drain_transfers(0.0)  # what is under way would slow down the steps without it
             self.detach()
 
@@ -288,34 +253,30 @@ class PlacementManager:
         self.governor.observe(n_tokens, seconds)
         choice = self.governor.choice
         if choice.pays != paid and choice.gain is not None:
-            times = (
-                f"{choice.gain:.2f} times as long without it"
-                if choice.pays
-                else f"{1 / choice.gain:.2f} times as long with it"
-            )
-            state, also = ("on again", "") if choice.pays else ("off for now", " It is tried again from time to time.")
-            self.notify(Notification(f"The expert cache is {state}: a step takes {times}.{also}", Level.NOTICE))
+            text = f"on again: a step takes {choice.gain:.2f} times as long without it."
+            if not choice.pays:
+                text = f"off for now: a step takes {1 / choice.gain:.2f} times as long with it. "
+                text += "It is tried again from time to time."
+            self.notify(Notification(f"The expert cache is {text}", Level.NOTICE))
 
     def on_draft_token(self, tokens: Sequence[int]) -> None:
         """The draft has decoded the last of `tokens`: experts that are predicted by now move while it works on."""
-        if self.draft_prefetch is not None and self.draft_prefetch.on:
+        prefetch = self._prefetching()
+        if prefetch is not None:
             start_s = time.perf_counter()
             self._in_step = True
-            self.draft_prefetch.on_token(tokens)
+            prefetch.on_token(tokens)
             self._add_schedule(start_s)
 
     def before_verification(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None = None) -> None:
-        """Plans for the batch `tokens` that is verified next, and starts the transfers.
-
-        hidden_states: float32 [n_states, n_embd], the draft's, of the first tokens.
-        """
+        """Plans for the batch that is verified next; hidden_states: the draft's, float32 [n_states, n_embd]."""
         # a single token is planned for after the verification before
         if not self.active or len(tokens) < 2 or not (self.draft_prefetch or self.driver.reads_drafts):
             return
-        start_s = time.perf_counter()
+        start_s, prefetch = time.perf_counter(), self._prefetching()
         self._in_step = True
-        if self.draft_prefetch is not None and self.draft_prefetch.on:
-            self.draft_prefetch.end_batch(tokens)
+        if prefetch is not None:
+            prefetch.end_batch(tokens)
         else:
             self._do(partial(self._plan_draft, tokens, hidden_states=hidden_states))
         self._add_schedule(start_s)
@@ -330,7 +291,7 @@ class PlacementManager:
         became text first; of the next batch the texts' own tokens are known if there were no drafts. The transfers go
         on while the draft model works.
         """
-        if not self._attached:
+        if not self._tier.attached:
             if self.governor is not None:  # it switched the cache off, whose slots are still on the device
                 self._check_memory()
             return
@@ -338,9 +299,8 @@ class PlacementManager:
         self.wait()
         self._in_step = record.n_verified > 0
         if self._in_step:
-            self._recorder.add_step(record)
-            if self.ram is not None:
-                self.ram.add_step(record)
+            for tier in self._tiers:
+                tier.add_step(record)
         self.watch_memory()
         if self._device.kind == "ram":
             assert self.memory is not None
@@ -364,40 +324,27 @@ class PlacementManager:
 
     def wait(self) -> None:
         """Waits for the plans that are being made."""
-        if self._planning is not None:
-            self._planning.wait()
+        self._planning.wait()
 
     def _do(self, call: Callable[[], object]) -> None:
-        """In the planning thread where there is one; counts the time, unless it is for a prompt."""
-        timed = partial(self._recorder.time_plan, call) if self._in_step else call
-        if self._planning is not None:
-            self._planning.submit(timed)
-        else:
-            timed()
+        """In the planning thread; counts the time, unless it is for a prompt."""
+        self._planning.submit(partial(self._tier.time_plan, call) if self._in_step else call)
 
     def _observe_and_plan(self, observations: Sequence[Observation], tokens: Sequence[int]) -> None:
         if self.ram is not None:
             on_device = self.cache.copy_residency() == Residency.RESIDENT
-            self.ram.observe(observations, tokens, on_device if self.active else np.zeros_like(on_device))
+            self.ram.observe(observations, tokens, on_device if self.active else None)
+            self.ram.driver.push()
             if not self.active:
                 return
+        self._tier.observe(observations, tokens)
         for observation in observations:
-            self.driver.observe(observation)
-            if self._kept is not None and self.ram is None:  # else it has been counted there
-                self._kept.add(observation)
             if not observation.prefill and observation.ids is not None:
-                for part in (self.draft_prefetch, self.layer_hook):
-                    if part is not None and part.predictor is not None:
-                        part.predictor.compare(observation.ids)
-        self.driver.plan_next(tokens)
+                for predictor in self._predictors:
+                    predictor.compare(observation.ids)
         if self.draft_prefetch is not None:
             self.draft_prefetch.begin_batch()
-        self._push()
-
-    def _push(self) -> None:
-        plan = self.driver.push()
-        if plan is not None:
-            self._tau = plan.tau
+        self.driver.push()
 
     def _plan_draft(
         self,
@@ -408,7 +355,7 @@ class PlacementManager:
     ) -> int:
         """Plans for a batch whose tokens are known, and pushes the plan; the number of uploads."""
         plan = self.driver.plan_draft(tokens, prediction, hidden_states, layers=layers)
-        self._push()
+        self.driver.push()
         return len(plan.uploads)
 
     # statistics, warnings, end
@@ -416,15 +363,12 @@ class PlacementManager:
     def _add_schedule(self, start_s: float) -> None:
         """Counts the time since `start_s` as scheduling, unless it was for a prompt."""
         if self._in_step:
-            self._recorder.add_schedule(time.perf_counter() - start_s)
+            self._tier.add_schedule(time.perf_counter() - start_s)
 
     @property
     def predicted_share(self) -> float | None:
         """Share of the predictions from hidden states that were right; None where none was made."""
-        if self.draft_prefetch is not None:
-            return self.draft_prefetch.predictor.accuracy.share
-        predictor = self.layer_hook.predictor if self.layer_hook is not None else None
-        return predictor.accuracy.share if predictor is not None else None
+        return self._predictors[0].accuracy.share if self._predictors else None
 
     def _check_device(self) -> None:
         """Warns once that the device is lost, or that blocks of this model are not understood."""
@@ -436,94 +380,79 @@ class PlacementManager:
             self._warn(f"The device {self.device} is lost: the CPU computes all experts from here on.")
         if n_unknown and not self._warned_unknown and self.active:
             self._warned_unknown = True
-            self._warn(
-                "The CPU computes some layers' experts although the device holds them: moeedge does not recognise how "
-                "these layers compute, or the device cannot compute them or has no memory for it."
-            )
+            text = "The CPU computes some layers' experts although the device holds them: moeedge does not recognise"
+            self._warn(f"{text} how these layers compute, or the device cannot compute them or has no memory for it.")
 
     def _stop_planning(self) -> None:
         """The cache is lost."""
         self._lost = True
-        self.driver.discard()
-        self._switch_hooks()
+        self.driver.pending = None
 
     def watch_memory(self) -> None:
-        """Notifies of what has happened to slots in RAM since the last call: a thread gives them back.
-
-        To be called now and then, also in the middle of a decode; without an effect for other caches.
-        """
+        """Notifies of slots in RAM that a thread has given back since the last call; also in the middle of a decode."""
         if self.memory is not None:
             for notification in self.memory.check():
                 self.notify(notification)
 
     def _check_memory(self) -> None:
         """Gives slots back where the device runs short of memory."""
-        if self._watch is None or self._lost or not self.cache.info.n_slots:
+        before = self.cache.info.n_slots
+        if self._watch is None or self._lost or not before:
             return
         missing_bytes = self._watch.missing_bytes()
         if not missing_bytes:
             return
-        before = self.cache.info.n_slots
         self.resize(before - slots_of(self.cache, missing_bytes))  # staging slots stay
         now = self.cache.info.n_slots
         if now == before:
             return
-        effect = (
-            f"now holds {now:,} experts instead of {before:,}"
-            if now
-            else "is off: the CPU computes all experts from here on"
-        )
-        text = (
-            f"{self.device} has only {format_bytes(self._watch.free_bytes)} of free memory left: the expert cache "
-            f"{effect}."
-        )
+        off = "is off: the CPU computes all experts from here on"
+        effect = f"now holds {now:,} experts instead of {before:,}" if now else off
+        free = format_bytes(self._watch.free_bytes)
+        text = f"{self.device} has only {free} of free memory left: the expert cache {effect}."
         if not now and not self._op_offload and self.ram is None:  # the context was made for streamed prompts
             text += " Prompts are slower, too, until the next start."
         self._warn(text)
 
     def resize(self, n_slots: int) -> None:
-        """Opens the cache again with about so many slots, empty, and a fresh policy; no decode may run.
-
-        With fewer slots than layers, or where even those cannot be allocated, the cache has none.
-        """
-        assert self._remake_policy is not None
+        """Opens the cache again, empty, with about so many slots (none below one per layer); no decode may run."""
         self.wait()
         n_experts = len(self._cached_layers) * self.cache.info.n_experts
         self.cache.resize(n_slots / n_experts if n_slots >= len(self._cached_layers) else 0.0)
         self.driver.use(self._remake_policy(cache_shape(self.cache)))
         if self.on_demand is not None:
             self.on_demand.resize()
-        self._switch_hooks()
 
     def _warn(self, text: str) -> None:
         self.notify(Notification(text, Level.WARNING))
 
     def drain_transfers(self, timeout_s: float) -> None:
-        """Waits for what was planned, for at most `timeout_s`, and drops the rest: no transfer runs afterwards.
-
-        For measurements, which transfers would slow down.
-        """
+        """Waits for what was planned, for at most `timeout_s`, and drops the rest: no transfer runs afterwards."""
         self.wait()
-        if self.active:
+        for tier in self._tiers if self.active else self._tiers[1:]:
             with suppress(BackendError):  # a lost device moves nothing
-                self._store.drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
-        if self.ram is not None:
-            with suppress(BackendError):
-                CacheStore(self.ram.cache).drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
+                tier.store.drain(timeout_s, _IN_FLIGHT_TIMEOUT_S)
 
     def stats(self) -> PlacementStats:
         """All figures since the session began."""
         self.wait()
-        memory = self.device_memory()
-        return self._recorder.read(
+        memory, pushed, ram = self.device_memory(), self.driver.pushed, None
+        if self.ram is not None:
+            ram = self.ram.stats(
+                device="RAM",
+                policy=self.ram.driver.policy.name,
+                vram_used_bytes=total_memory() - available_memory(),
+                vram_total_bytes=total_memory(),
+            )
+        return self._tier.stats(
             lost=self.lost,
             device=self.device,
             policy=self.policy.name,
             vram_used_bytes=memory[0] if memory else None,
             vram_total_bytes=memory[1] if memory else None,
-            tau=() if self._tau is None else tuple(self._tau[self._cached_layers].tolist()),
-            lookahead=None if self._device.kind == "ram" else self.driver.lookahead,  # nothing is uploaded ahead there
-            ram=None if self.ram is None else self.ram.stats(),
+            tau=() if pushed is None else tuple(pushed.tau[self._cached_layers].tolist()),
+            lookahead=None if self._device.kind == "ram" else self.policy.lookahead,  # nothing is uploaded ahead there
+            ram=ram,
             choice=None if self.governor is None else self.governor.choice,
         )
 
@@ -531,13 +460,12 @@ class PlacementManager:
         """Used and total bytes of the entire device; None where unknown."""
         if self._lost:
             return None
-        try:
+        with suppress(MoeedgeError):  # a driver that stopped answering must not end an answer
             info = self.cache.info
             filled_bytes = info.pool_bytes * self.cache.stats().slots_used // max(1, info.n_slots)
             reading = devices.read_memory(self._device, pool_bytes=info.pool_bytes, filled_bytes=filled_bytes)
-        except MoeedgeError:  # a driver that stopped answering must not end an answer
-            return None
-        return (reading.used_bytes, reading.total_bytes) if reading is not None else None
+            return (reading.used_bytes, reading.total_bytes) if reading is not None else None
+        return None
 
     def close(self) -> None:
         """Ends the mover and frees the device's memory; must come before the target's context is freed."""
@@ -545,16 +473,13 @@ class PlacementManager:
             if self.memory is not None:
                 self.memory.close()
                 self.watch_memory()
-            if self._planning is not None:
-                self._planning.close()
-            if self._kept is not None:
-                try:
+            self._planning.close()
+            try:
+                if self._kept is not None:
                     self._kept.save()
-                except OSError as error:  # a full disk costs the next run its warm start
-                    self.notify(Notification(f"The use of experts is not saved for the next start: {error.strerror}."))
+            except OSError as error:  # a full disk costs the next run its warm start
+                self.notify(Notification(f"The use of experts is not saved for the next start: {error.strerror}."))
             self.detach()
         finally:  # after an interrupt, too
-            self.cache.detach()
-            self.cache.close()
-            if self.ram is not None:
-                self.ram.close()
+            for tier in self._tiers:
+                tier.close()

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -24,16 +23,14 @@ from moeedge.llama.context import Context
 from moeedge.llama.sequence import Cancelled
 from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.native.cache import ExpertCache
-from moeedge.notifications import Notification, Notify
-from moeedge.policies.base import Policy, PolicyConfig
-from moeedge.policies.cost_model import CostModel, ShareCurves, fit_side
+from moeedge.policies.cost_model import CostModel, fit_side, share_curves
 from moeedge.policies.registry import make_policy
-from moeedge.scheduler.cache_store import CacheStore, cache_shape
+from moeedge.run import Run
 from moeedge.scheduler.calibration import Calibration, calibration_file
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.measurement import write_measurement
-from moeedge.scheduler.routing_reader import RoutingReader
+from moeedge.scheduler.measurement import read_measurement, write_measurement
+from moeedge.scheduler.native_io import CacheStore, RoutingReader, cache_shape
 
 SAMPLE_TEXT = """\
 The harbour was quiet in the early morning. Two boats had come in before sunrise, and their crews were sorting the catch
@@ -73,37 +70,24 @@ def calibrate(
     draft: Context | None,
     cache: ExpertCache,
     config: PlacementConfig,
-    policy_config: PolicyConfig,
+    gamma: int,
     device: ResolvedDevice,
-    *,
-    notify: Notify,
-    cancel: Callable[[], bool] = lambda: False,
+    run: Run,
 ) -> Calibration | None:
-    """What an earlier run measured under the same conditions, or else a new measurement, kept for the next run.
+    """Reads what an earlier run measured under the same conditions, or else measures, and keeps it for the next run.
 
-    None where neither exists: measuring is switched off (config.calibrate) or the context is too small. cancel: asked
-    now and then; True raises Cancelled. Leaves KV caches and slots empty.
+    None where neither exists: measuring is switched off (config.calibrate) or the context is too small. Raises
+    Cancelled where `run` is. Leaves KV caches and slots empty.
     """
-    file: Path | None = None
-    calibration: Calibration | None = None
-    with suppress(OSError):
-        file = calibration_file(target, cache, config, policy_config, device)
-    if file is not None and not config.measure_anew:
-        with suppress(OSError, ValueError):
-            calibration = Calibration.from_json(file.read_text(encoding="utf-8"))
+    find_file = partial(calibration_file, target, cache, config, gamma, device)
+    calibration = None if config.measure_anew else read_measurement(Calibration, find_file)
     if calibration is None:
         if not config.calibrate or target.n_ctx < CONTEXT_MIN:
             return None
-        notify(
-            Notification(
-                f"Measuring how long an expert takes on the CPU and on {device.label}: once, for some seconds."
-            )
-        )
-        calibration = _measure(target, draft, cache, config, policy_config, cancel)
+        run.say(f"Measuring how long an expert takes on the CPU and on {device.label}: once, for some seconds.")
+        calibration = _Measuring(target, cache, config, gamma, run.cancelled).measure(draft)
         try:
-            if file is None:
-                raise OSError
-            write_measurement(file, calibration.to_json())
+            write_measurement(find_file(), calibration)
         except OSError:
             calibration = replace(calibration, kept=False)
     return _with_link_floor(calibration, cache, device)
@@ -123,67 +107,54 @@ def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: Resol
     return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
 
 
-def _measure(
-    target: Context,
-    draft: Context | None,
-    cache: ExpertCache,
-    config: PlacementConfig,
-    policy_config: PolicyConfig,
-    cancel: Callable[[], bool],
-) -> Calibration:
-    """Measures within about 3 s on a small model; the context must have CONTEXT_MIN tokens.
-
-    Leaves KV caches and slots empty, and the cache detached, with the fastest path.
-    """
-    start_s = time.perf_counter()
-    # one way to compute small batches where the device is the host, or where one was asked for; else all compete
-    device_paths = (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
-    if config.device_path is not None:
-        device_paths = (config.device_path,)
-    n_verified = policy_config.gamma + 1
-    policy = make_policy(config.policy, cache_shape(cache), policy_config)
-    run = _Run(target, cache, policy, n_verified, cancel)
-    try:
-        transfer_s, n_readers = run.time_transfers()
-        run.learn(policy_config.cap)
-        paths_s, plain_step_s = run.time_batches(device_paths)
-        path = min(paths_s, key=lambda path: paths_s[path][run.n_verified])
-        step_s = paths_s[path]
-        cache.set_device_path(path)
-        prefill_ts = run.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
-    finally:
-        run.close()
-    draft_s = _time_draft(draft, run.tokens, run.check) if draft is not None else 0.0
-    return Calibration(
-        units=run.cost_model(transfer_s, draft_s, step_s, path),
-        step_s=step_s,
-        plain_step_s=plain_step_s,
-        prefill_ts=prefill_ts,
-        n_tokens=n_verified,
-        seconds=time.perf_counter() - start_s,
-        n_readers=n_readers,
-        device_path_s={path: times_s[run.n_verified] for path, times_s in paths_s.items()},
-    )
-
-
-class _Run:
-    """One measurement: the text goes through the target with the cache attached."""
+class _Measuring:
+    """One measurement, about 3 s on a small model: a text goes through the target, of CONTEXT_MIN tokens or more."""
 
     def __init__(
-        self, target: Context, cache: ExpertCache, policy: Policy, n_verified: int, cancel: Callable[[], bool]
+        self, target: Context, cache: ExpertCache, config: PlacementConfig, gamma: int, cancelled: Callable[[], bool]
     ) -> None:
         assert target.sensor is not None
         self._target, self._cache, self._sensor = target, cache, target.sensor
-        self._cancel = cancel
+        self._cancelled, self._start_s = cancelled, time.perf_counter()
         self._store = CacheStore(cache)
+        self._cap = config.utility_cap
+        policy = make_policy(config.policy, cache_shape(cache), config.policy_config(gamma=gamma))
         self._driver = StepDriver(policy, self._store)
-        self.n_verified = min(n_verified, target.n_ctx // 4)
+        # one way to compute small batches where the device is the host, or where one was asked for; else all compete
+        self._device_paths = (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
+        if config.device_path is not None:
+            self._device_paths = (config.device_path,)
+        self._n_asked = gamma + 1
+        self.n_verified = min(self._n_asked, target.n_ctx // 4)
         self._records: dict[DevicePath, list[NDArray[np.void]]] = defaultdict(list)
         text = target.model.tokenize(SAMPLE_TEXT)
         self.tokens = (text * (1 + target.n_ctx // len(text)))[: target.n_ctx]
         self._n_prompt = min(_PROMPT_TOKENS, target.n_ctx // 4)
         target.clear()
         cache.attach(self._sensor)
+
+    def measure(self, draft: Context | None) -> Calibration:
+        """Leaves KV caches and slots empty, and the cache detached, with the fastest path."""
+        try:
+            transfer_s, n_readers = self.time_transfers()
+            self.learn()
+            paths_s, plain_step_s = self.time_batches()
+            path = min(paths_s, key=lambda path: paths_s[path][self.n_verified])
+            self._cache.set_device_path(path)
+            prefill_ts = self.time_prefill(plain_step_s[max(plain_step_s)] / max(plain_step_s))
+        finally:
+            self.close()
+        draft_s = self.time_draft(draft) if draft is not None else 0.0
+        return Calibration(
+            units=self.cost_model(transfer_s, draft_s, paths_s[path], path),
+            step_s=paths_s[path],
+            plain_step_s=plain_step_s,
+            prefill_ts=prefill_ts,
+            n_tokens=self._n_asked,  # may be more than fit
+            seconds=time.perf_counter() - self._start_s,
+            n_readers=n_readers,
+            device_path_s={path: times_s[self.n_verified] for path, times_s in paths_s.items()},
+        )
 
     def close(self) -> None:
         """Detaches the cache and empties everything that measuring has filled."""
@@ -195,14 +166,11 @@ class _Run:
 
     def check(self) -> None:
         """Raises Cancelled where the caller wants no measurement any more."""
-        if self._cancel():
+        if self._cancelled():
             raise Cancelled
 
     def time_transfers(self) -> tuple[float, int]:
-        """Fills the slots with experts of all layers; seconds per transfer, 0 without one, and threads that read best.
-
-        The fewest threads, unless more are clearly faster. The emulated device reads straight into its slots.
-        """
+        """Fills the slots; seconds per transfer, 0 without one, and reading threads, the fewest that are fast."""
         resident = self._cache.residency()
         group = self._cache.groups()[0]
         absent = np.argwhere((resident == 0) & (group >= 0)[:, None]).astype(np.int32)
@@ -232,10 +200,10 @@ class _Run:
         moved = after.uploads - before.uploads
         return (after.transfer_s - before.transfer_s) / moved if moved else 0.0
 
-    def learn(self, cap: int) -> None:
+    def learn(self) -> None:
         """Lets the policy see verifications of the text and act; notes how its utilities would split each of them."""
         reader = RoutingReader(self._sensor)
-        self._share_curves = ShareCurves(cap)
+        utilities, activations = [], []
         size = max(2, self.n_verified)
         prompt = self.tokens[: self._n_prompt]
         self._target.decode(prompt, phase=Phase.PREFILL, logits="last")
@@ -253,14 +221,14 @@ class _Run:
             self._cache.drain(_DRAIN_S)
             self._target.decode(batch, phase=Phase.VERIFY, logits="all")
             counts = self._sensor.read_counts()
-            self._share_curves.add(utility, counts)
+            utilities.append(utility)
+            activations.append(counts.copy())
             self._driver.observe(reader.verification(counts, batch, size - 1))
+        self._r_c, self._r_g = share_curves(self._cap, np.array(utilities), np.array(activations))
         self._store.push_uploads(np.zeros((0, 2), dtype=np.int32))
         self._store.drain(_DRAIN_S, _DRAIN_S)
 
-    def time_batches(
-        self, device_paths: Sequence[DevicePath]
-    ) -> tuple[dict[DevicePath, dict[int, float]], dict[int, float]]:
+    def time_batches(self) -> tuple[dict[DevicePath, dict[int, float]], dict[int, float]]:
         """Seconds of a decode by batch size, with the cache by device path and without it; the best of each counts.
 
         They take turns. Every other repetition times single blocks on the device, which makes its batches slower.
@@ -268,7 +236,7 @@ class _Run:
         self._cache.blocks()
         sizes = sorted({n for n in (*_BATCHES, self.n_verified) if n <= self._target.n_ctx // 4})
         times: dict[tuple[int, DevicePath | None], list[float]] = defaultdict(list)
-        ways = [None, *device_paths]
+        ways = [None, *self._device_paths]
         start_s = time.perf_counter()
         for repetition in range(_REPETITIONS):
             self._cache.set_timing(repetition % 2 == 0)
@@ -285,7 +253,7 @@ class _Run:
                 break  # on a large model one repetition takes longer than warming up could distort it
         self._use_cache(True)
         best_s = {way: {n: min(times[n, way]) for n in sizes} for way in ways}
-        return {path: best_s[path] for path in device_paths}, best_s[None]
+        return {path: best_s[path] for path in self._device_paths}, best_s[None]
 
     def _use_cache(self, use: bool) -> None:
         self._cache.detach()
@@ -316,10 +284,7 @@ class _Run:
         return time.perf_counter() - start_s
 
     def time_prefill(self, token_s: float) -> dict[PrefillPath, float]:
-        """Tokens/s of a prompt by path, taking turns; empty where the context has no room for one.
-
-        token_s: of a small batch, to keep the prompt short on a slow machine.
-        """
+        """Tokens/s of a prompt by path; empty without room for one. token_s: of a small batch, limits its length."""
         prefill_paths = [PrefillPath.CPU, PrefillPath.RESIDENT]
         limit_s, max_tokens = _PART_LIMITS_S["prefill"], _PREFILL_TOKENS
         if self._cache.info.n_stage >= 2:
@@ -341,6 +306,21 @@ class _Run:
                 break
         self._cache.set_prefill(PrefillPath.CPU, 65)
         return {path: n / min(times_s) for path, times_s in times.items()}
+
+    def time_draft(self, draft: Context) -> float:
+        """Median seconds that the draft model takes for a token."""
+        n = min(8, draft.n_ctx // 4)
+        known = [token for token in self.tokens if token < draft.model.info.n_vocab]
+        draft.clear()
+        draft.decode(known[:n], phase=Phase.DRAFT, logits="none")
+        times = []
+        for token in known[n : 2 * n]:
+            self.check()
+            start_s = time.perf_counter()
+            draft.decode([token], phase=Phase.DRAFT)
+            times.append(time.perf_counter() - start_s)
+        draft.clear()
+        return median(times)
 
     def cost_model(
         self, transfer_s: float, draft_s: float, step_s: dict[int, float], path: DevicePath
@@ -368,8 +348,8 @@ class _Run:
             draft_token_s=draft_s,
             block_overhead_s=float(np.median(records["partition_ns"])) * 1e-9 + device.fixed_s,
             layer_rest_s=max(0.0, step_s[self.n_verified] / n_layers - experts_s),
-            r_c=self._share_curves.r_c,
-            r_g=self._share_curves.r_g,
+            r_c=self._r_c,
+            r_g=self._r_g,
         )
 
 
@@ -390,20 +370,3 @@ def _timed(records: NDArray[np.void]) -> NDArray[np.void]:
     """
     exact = records[records["wait_ns"] > 0.1 * records["device_ns"]]
     return exact if len(exact) >= _MIN_TIMED_BLOCKS else records
-
-
-def _time_draft(draft: Context, tokens: Sequence[int], check: Callable[[], None]) -> float:
-    """Median seconds that the draft model takes for a token."""
-    n = min(8, draft.n_ctx // 4)
-    n_vocab = draft.model.info.n_vocab
-    known = [token for token in tokens if token < n_vocab]
-    draft.clear()
-    draft.decode(known[:n], phase=Phase.DRAFT, logits="none")
-    times = []
-    for token in known[n : 2 * n]:
-        check()
-        start_s = time.perf_counter()
-        draft.decode([token], phase=Phase.DRAFT)
-        times.append(time.perf_counter() - start_s)
-    draft.clear()
-    return median(times)

@@ -6,7 +6,8 @@ expert when its layer is computed ("on demand"); the engine can do that, too, fo
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,40 +16,32 @@ from moeedge.experts import Residency
 from moeedge.native import Block
 from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
-from moeedge.policies.base import ExpertPrediction, Plan
-from moeedge.policies.per_layer import even_shares
-from moeedge.scheduler.cache_store import cache_shape
+from moeedge.policies.base import CacheShape, ExpertPrediction, Plan
+from moeedge.policies.planner import even_shares, predicted_counts
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.prediction import NextGatePredictor, predicted_experts
+from moeedge.scheduler.native_io import cache_shape
+from moeedge.scheduler.prediction import NextGatePredictor
 
 _TIMEOUT_S = 10.0  # for the experts that a layer waits for; the CPU computes those that have not arrived by then
 _DECODING = (Phase.VERIFY, Phase.DECODE)
 
 
+@dataclass(eq=False)
 class LayerHook:
-    """Called by the decoding thread before each MoE block of the target.
+    """Called by the decoding thread before each MoE block of the target. is_on: whether the cache can be used."""
 
-    predictor: of the next layers' experts. loader: of missing experts. on: False while the cache is detached or lost.
-    """
-
-    def __init__(
-        self,
-        driver: StepDriver,
-        predictor: NextGatePredictor | None = None,
-        loader: OnDemandLoader | None = None,
-    ) -> None:
-        self.predictor = predictor
-        self.loader = loader
-        self.on = False
-        self._driver = driver
+    driver: StepDriver
+    is_on: Callable[[], bool]
+    predictor: NextGatePredictor | None = None
+    loader: OnDemandLoader | None = None
 
     def __call__(self, block: Block) -> None:
-        if not self.on or block.phase not in _DECODING:
+        if not self.is_on() or block.phase not in _DECODING:
             return
         if self.loader is not None and block.ids is not None:
             self.loader.load(block.layer, np.unique(block.ids[block.ids >= 0]))
-        if self._driver.plans_layers:
-            self._driver.push_layer(block.layer, self.predictor.predict(block) if self.predictor is not None else None)
+        if self.driver.plans_layers:
+            self.driver.push_layer(block.layer, self.predictor.predict(block) if self.predictor is not None else None)
 
 
 class OnDemandLoader:
@@ -106,41 +99,35 @@ class OnDemandLoader:
         # of each layer the experts above its share, but no more in all than `uploads`
         n_evicted = np.maximum(np.count_nonzero(resident, axis=1) + coming - self._share, 0)
         last_use = np.where((resident == Residency.RESIDENT) & ~predicted, self._last_use, np.inf)
-        victims = []
-        for layer in np.flatnonzero(n_evicted):
-            oldest = np.argsort(last_use[layer], kind="stable")[: n_evicted[layer]]
-            uses = last_use[layer]
-            victims += [(uses[expert], layer, expert) for expert in oldest if uses[expert] < np.inf]
-        victims.sort()
-        return np.array([victim[1:] for victim in victims], dtype=np.int32).reshape(-1, 2)[: len(uploads)]
+        rank = last_use.argsort(axis=1, kind="stable").argsort(axis=1)
+        leaves = (rank < n_evicted[:, None]) & (last_use < np.inf)
+        order = last_use[leaves].argsort(kind="stable")
+        return np.asarray(np.argwhere(leaves)[order][: len(uploads)], dtype=np.int32)
 
 
-class PredictedUploads:
-    """Keeps the uploads of a plan that were predicted, and in the layers that are planned for (a `PlanFilter`).
+def predicted_uploads(
+    shape: CacheShape,
+    loader: OnDemandLoader | None,
+    plan: Plan,
+    prediction: ExpertPrediction | None,
+    layers: slice | None,
+) -> Plan:
+    """Keeps the uploads of a plan that were predicted, and in the layers that are planned for: a `PlanFilter`.
 
     A policy also brings back experts that were used, since in moeedge no transfer is waited for during a step.
     Where misses are loaded on demand those are resident already: only predictions add uploads.
     loader: loads the misses; None where the CPU computes them.
     """
-
-    def __init__(self, cache: ExpertCache, loader: OnDemandLoader | None) -> None:
-        self._info = cache.info
-        self._loader = loader
-
-    def __call__(self, plan: Plan, prediction: ExpertPrediction | None, layers: slice | None) -> Plan:
-        if self._loader is None and layers is None:
-            return plan
-        predicted = predicted_experts(prediction, self._info.n_layers, self._info.n_experts)
-        keep = predicted[plan.uploads[:, 0], plan.uploads[:, 1]]
-        if layers is not None:
-            keep &= (plan.uploads[:, 0] >= layers.start) & (plan.uploads[:, 0] < layers.stop)
-        uploads = plan.uploads[keep]
-        if self._loader is not None:
-            victims = self._loader.make_room(predicted, uploads)
-            victim_utility = np.arange(len(victims), dtype=np.float32)
-        else:
-            n_victims = len(plan.victims) if len(uploads) else 0
-            victims, victim_utility = plan.victims[:n_victims], plan.victim_utility[:n_victims]
-        return replace(
-            plan, uploads=uploads, priority=plan.priority[keep], victims=victims, victim_utility=victim_utility
-        )
+    if loader is None and layers is None:
+        return plan
+    predicted = predicted_counts(prediction, shape) > 0
+    keep = predicted[plan.uploads[:, 0], plan.uploads[:, 1]]
+    if layers is not None:
+        keep &= (plan.uploads[:, 0] >= layers.start) & (plan.uploads[:, 0] < layers.stop)
+    uploads = plan.uploads[keep]
+    n_victims = len(plan.victims) if len(uploads) else 0
+    victims, victim_utility = plan.victims[:n_victims], plan.victim_utility[:n_victims]
+    if loader is not None:
+        victims = loader.make_room(predicted, uploads)
+        victim_utility = np.arange(len(victims), dtype=np.float32)
+    return replace(plan, uploads=uploads, priority=plan.priority[keep], victims=victims, victim_utility=victim_utility)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.hardware import devices, rpc
@@ -15,23 +16,22 @@ from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.notifications import Level, Notification, Notify
-from moeedge.policies.base import CacheShape, CutoffPolicy, Policy, PolicyConfig
+from moeedge.policies.base import CacheShape, Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
+from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import ram_tier
-from moeedge.scheduler.cache_governor import CacheGovernor
-from moeedge.scheduler.cache_store import cache_shape
 from moeedge.scheduler.calibration import Calibration
-from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
-from moeedge.scheduler.kept_activations import KeptActivations
+from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
+from moeedge.scheduler.native_io import cache_shape
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
-from moeedge.scheduler.ram_tier import RamTier
+from moeedge.scheduler.ram_tier import Tier
 from moeedge.scheduler.sizing import cache_budget, emulated_threads, in_host_memory, n_staging_slots, reserve_bytes
 from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory
 from moeedge.units import format_bytes
 
+_Predictor = TypeVar("_Predictor", NextGatePredictor, DraftRouterPredictor)
 _TIER_READERS = 3  # threads that fill the staging memory from RAM or from the disk
 _PREFILL_TOKENS_MIN = 65  # smaller batches are split as verifications are
 _TRANSFER_EXPERTS = 64  # experts in one transfer of a policy that moves in batches: all of a layer that a step brings
@@ -43,198 +43,153 @@ def check_policy(config: PlacementConfig) -> None:
         raise InputError(f"Unknown policy '{config.policy}'.", f"Choose from: {', '.join(POLICIES)}.")
 
 
-def open_placement(
-    config: PlacementConfig,
-    device: ResolvedDevice,
-    target: Context,
-    draft: Context | None,
-    *,
-    gamma: int,
-    keep: bool,
-    notify: Notify,
-    notes: list[str],
-    in_ram: PlacementConfig | None = None,
-    has_draft_states: bool = False,
-) -> tuple[PlacementManager | None, Calibration | None]:
-    """The placement of `target`'s experts on `device`, and what was measured for it.
-
-    draft: its speed is measured; None without a draft model. has_draft_states: drafts come with hidden states all the
-    same, since a head of the target makes them. gamma: the draft length, 0 without speculation. keep: the
-    cache stays on where it does not pay. notify: called before the device is measured. notes: get a sentence for each
-    choice, and for why there is no placement. in_ram: of the experts in RAM where device.loads_misses; its vram_bytes
-    are those of RAM. The caller closes the manager before it frees the contexts.
-    """
-    notes.extend(device.notes)
-    if device.kind == "none":
-        notes.extend(_ignored_options(config))
-        return None, None
-    opening = _Opening(config, device, target, draft, gamma, keep, notes, has_draft_states)
-    if device.kind == "ram":
-        return opening.open_in_ram(), None
-    tier: RamTier | None = None
-    with ExitStack() as stack:
-        if in_ram is not None:
-            in_ram = replace(in_ram, policy=ram_tier.policy_in_ram(in_ram.policy))
-            ram = replace(opening, config=in_ram, device=devices.ram(ResolvedDevice("none")), notes=[])
-            tier = ram.open_tier()
-            if tier is not None:
-                stack.callback(tier.close)
-                if config.prefill is PrefillPath.AUTO:  # what is on the device needs no slot in RAM
-                    opening = replace(opening, config=replace(config, prefill=PrefillPath.RESIDENT))
-            tier_notes = ram.notes
-        cache = opening.open_cache()
-        if cache is None and tier is not None:
-            stack.close()
-            return replace(ram, notes=notes).open_in_ram(), None
-        if in_ram is not None:
-            notes.extend(tier_notes)
-        if cache is None:
-            return None, None
-        stack.enter_context(cache)
-        manager, calibration = opening.open_on_device(cache, tier, notify)
-        if manager is not None:
-            stack.pop_all()
-        return manager, calibration
-
-
-@dataclass(frozen=True)
-class _Opening:
-    """The arguments of `open_placement`; config and device: of the memory that is opened."""
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """A placement to be opened; config and device: of the memory that is opened."""
 
     config: PlacementConfig
     device: ResolvedDevice
     target: Context
-    draft: Context | None
-    gamma: int
-    keep: bool
-    notes: list[str]
-    has_draft_states: bool
+    draft: Context | None  # its speed is measured; None without a draft model
+    gamma: int  # the draft length, 0 without speculation
+    keep: bool  # the cache stays on where it does not pay
+    run: Run  # shows that the device is measured; its notes get a sentence for each choice
+    has_draft_states: bool  # drafts come with hidden states all the same, since a head of the target makes them
+
+    def open(self, in_ram: PlacementConfig | None) -> tuple[PlacementManager | None, Calibration | None]:
+        """The placement of the target's experts on the device, and what was measured for it.
+
+        in_ram: of the experts in RAM where device.loads_misses; its vram_bytes are those of RAM. The caller closes the
+        manager before it frees the contexts.
+        """
+        self.run.notes.extend(self.device.notes)
+        if self.device.kind == "none":
+            self.run.notes.extend(_ignored_options(self.config))
+            return None, None
+        if self.device.kind == "ram":
+            return self.open_in_ram(), None
+        opening, tier = self, None
+        with ExitStack() as stack:
+            if in_ram is not None:
+                if in_ram.policy not in ram_tier.POLICIES:
+                    in_ram = replace(in_ram, policy="lfu")
+                ram = replace(self, config=in_ram, device=devices.ram(ResolvedDevice("none")), run=Run())
+                tier = ram.open_tier()
+                if tier is not None:
+                    stack.callback(tier.close)
+                    assert self.target.sensor is not None  # the caller checks it
+                    tier.attach(self.target.sensor)
+                    if self.config.prefill is PrefillPath.AUTO:  # what is on the device needs no slot in RAM
+                        opening = replace(opening, config=replace(self.config, prefill=PrefillPath.RESIDENT))
+            cache = opening.open_cache()
+            if cache is None and tier is not None:
+                stack.close()
+                return replace(ram, run=self.run).open_in_ram(), None
+            if in_ram is not None:
+                self.run.notes.extend(ram.run.notes)
+            if cache is None:
+                return None, None
+            stack.enter_context(cache)
+            manager, calibration = opening.open_on_device(cache, tier)
+            if manager is not None:
+                stack.pop_all()
+            return manager, calibration
 
     def open_in_ram(self) -> PlacementManager | None:
         """Experts that are loaded into RAM as needed; no device holds any."""
-        cache = self.open_cache()
-        if cache is None:
+        tier = self.open_tier()
+        if tier is None:
             return None
         with ExitStack() as stack:
-            stack.enter_context(cache)
-            memory, kept = self._fill_slots(cache)
-            stack.callback(memory.close)
-            manager = self._make_manager(cache, self._policy_maker(None), kept_activations=kept, memory=memory)
+            stack.callback(tier.close)
+            manager = self._make_manager(tier, self._policy_maker(None))
             stack.pop_all()
         return manager
 
-    def open_tier(self) -> RamTier | None:
-        """The experts in RAM that are not on the device, attached to the target; None where there is no room."""
+    def open_tier(self) -> Tier | None:
+        """Experts in RAM, those first that earlier runs used most; None where there is no room."""
         cache = self.open_cache()
         if cache is None:
             return None
+        target, run = self.target, self.run
         with ExitStack() as stack:
             stack.enter_context(cache)
             policy = self._policy_maker(None)(cache_shape(cache))
-            info = self.target.model.info
-            tier = RamTier(cache, policy, *self._fill_slots(cache), n_all=info.n_expert_layers * info.n_experts)
-            assert self.target.sensor is not None  # the caller checks it
-            tier.attach(self.target.sensor)
+            run.notes.extend(ram_tier.describe(cache, target, self.config.policy))
+            ram_tier.use_measured_readers(cache, target, run)
+            kept = ram_tier.warm_start(cache, target, run) if self.config.warm_start else None
+            watch = MemoryWatch(self.device, reserve_bytes(self.device, self.device.total_bytes))
+            memory = SlotMemory(cache, target.model.path, len(target.model.host_expert_layers), watch)
             stack.pop_all()
-        return tier
-
-    def _fill_slots(self, cache: ExpertCache) -> tuple[SlotMemory, KeptActivations | None]:
-        """Watches the memory of slots in RAM from now on, and loads the experts first that earlier runs used most."""
-        self.notes.extend(ram_tier.describe(cache, self.target, self.config.policy))
-        ram_tier.use_measured_readers(cache, self.target, self.notes)
-        kept = ram_tier.warm_start(cache, self.target, self.notes) if self.config.warm_start else None
-        watch = MemoryWatch(self.device, reserve_bytes(self.device, self.device.total_bytes))
-        model = self.target.model
-        return SlotMemory(cache, model.path, len(model.host_expert_layers), watch), kept
+        return Tier(cache, policy, target.model, memory, kept)
 
     def open_on_device(
-        self, cache: ExpertCache, tier: RamTier | None, notify: Notify
+        self, cache: ExpertCache, ram: Tier | None
     ) -> tuple[PlacementManager | None, Calibration | None]:
         """The placement in the open cache, and what was measured for it; None where the cache does not pay."""
         config, calibration = self.config, None
         postpones = config.calibrate and config.calibrate_later
-        if tier is None:
+        if ram is None:
             allowed = replace(config, calibrate=False) if postpones else config
-            calibration = calibrate(
-                self.target, self.draft, cache, allowed, self._policy_config, self.device, notify=notify
-            )
+            calibration = calibrate(self.target, self.draft, cache, allowed, self.gamma, self.device, self.run)
         else:
             cache.set_readers(_TIER_READERS)
         postpones = postpones and calibration is None and self.target.n_ctx >= CONTEXT_MIN
-        self.notes.extend(_describe_placement(config, self.device, self.target, cache))
+        self.run.notes.extend(_describe_placement(config, self.device, self.target, cache))
         if config.device_path is not None:
             cache.set_device_path(config.device_path)
         if calibration is None:
             prefill = PrefillPath.CPU if config.prefill is PrefillPath.AUTO else config.prefill
             cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
-            self.notes.append(_describe_unmeasured(self.target, has_tier=tier is not None, postpones=postpones))
+            self.run.warn(_describe_unmeasured(self.target, has_tier=ram is not None, postpones=postpones))
         elif not self._use(calibration, cache):
             return None, calibration
-        manager = self._make_manager(cache, self._policy_maker(calibration), ram=tier)
+        make = self._policy_maker(calibration)
+        manager = self._make_manager(Tier(cache, make(cache_shape(cache)), self.target.model), make, ram)
         if postpones:
             manager.postponed = partial(self._measure_now, manager)
         return manager, calibration
 
-    def _measure_now(
-        self, manager: PlacementManager, *, notify: Notify, cancel: Callable[[], bool]
-    ) -> tuple[Calibration, list[str], bool]:
+    def _measure_now(self, manager: PlacementManager, run: Run) -> tuple[Calibration, bool]:
         """Measures with an open placement and empty KV caches, and goes on with a policy that knows the result.
 
-        Returns the result, what to say about it, and whether the cache stays. Raises Cancelled once `cancel` returns
-        True; the placement then goes on as it was, with empty slots.
+        Returns the result, and whether the cache stays; run's notes say so. Raises Cancelled where `run` is; the
+        placement then goes on as it was, with empty slots.
         """
         with manager.measuring():
-            calibration = calibrate(
-                self.target,
-                self.draft,
-                manager.cache,
-                self.config,
-                self._policy_config,
-                self.device,
-                notify=notify,
-                cancel=cancel,
-            )
+            calibration = calibrate(self.target, self.draft, manager.cache, self.config, self.gamma, self.device, run)
         assert calibration is not None  # the context has room, and measuring is allowed
-        later = replace(self, notes=[])
-        is_on = later._use(calibration, manager.cache)
+        is_on = replace(self, run=run)._use(calibration, manager.cache)
         if is_on:
             manager.use(self._policy_maker(calibration))
-        return calibration, later.notes, is_on
-
-    @property
-    def _policy_config(self) -> PolicyConfig:
-        return self.config.policy_config(gamma=self.gamma)
+        return calibration, is_on
 
     def _policy_maker(self, calibration: Calibration | None) -> Callable[[CacheShape], Policy]:
         """Makes the policy for slots, with the times that were measured."""
         units = None if calibration is None else calibration.units
-        return partial(make_policy, self.config.policy, config=replace(self._policy_config, cost_model=units))
+        config = replace(self.config.policy_config(gamma=self.gamma), cost_model=units)
+        return partial(make_policy, self.config.policy, config=config)
 
     def _use(self, calibration: Calibration, cache: ExpertCache) -> bool:
-        """Sets what was measured to be the fastest, and says so; whether the cache stays.
-
-        One that was not asked for stays only if it pays; emulation is for trying, not for speed.
-        """
+        """Sets what was measured to be fastest; whether the cache stays: it pays, was asked for, or is emulation."""
         config, device = self.config, self.device
         prefill = calibration.prefill_path if config.prefill is PrefillPath.AUTO else config.prefill
         cache.set_prefill(prefill, _PREFILL_TOKENS_MIN)
         cache.set_readers(calibration.n_readers)
         cache.set_device_path(calibration.device_path)
         sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
-        self.notes.append(Notification(sentence, Level.INFO if calibration.kept else Level.WARNING))
+        self.run.note(sentence, Level.INFO if calibration.kept else Level.WARNING)
         if calibration.pays:
             return True
         is_on = self.keep or device.kind not in ("gpu", "rpc")
         speed = f"{calibration.speed:.2f} times"
-        if is_on and device.kind == "emulated":
-            self.notes.append(f"The emulated GPU costs speed: {speed} that of the CPU alone (-dev none).")
-        elif is_on:
-            self.notes.append(f"The expert cache on {device.label} does not pay: {speed} the speed without it.")
-        else:
-            self.notes.append(
-                f"The expert cache is off, because steps are slower with it ({speed} the speed). "
-                "--cache-ratio R or --vram SIZE keeps it on, moeedge calibrate measures again."
-            )
+        text = f"The expert cache on {device.label} does not pay: {speed} the speed without it."
+        if not is_on:
+            text = f"The expert cache is off, because steps are slower with it ({speed} the speed). "
+            text += "--cache-ratio R or --vram SIZE keeps it on, moeedge calibrate measures again."
+        elif device.kind == "emulated":
+            text = f"The emulated GPU costs speed: {speed} that of the CPU alone (-dev none)."
+        self.run.warn(text)
         return is_on
 
     def open_cache(self) -> ExpertCache | None:
@@ -246,9 +201,11 @@ class _Opening:
             warm_up_gpu(target, self.draft, self.gamma)
         reading = devices.read_memory(device) if device.kind in ("gpu", "ram") else None
         free_bytes = reading.free_bytes if reading is not None else device.free_bytes
+        pool_bytes_max = 0
         if device.kind == "ram":
             assert model.dense is not None  # loaded for this
             free_bytes = ram_tier.free_for_slots(free_bytes, model.dense)
+            pool_bytes_max = ram_tier.POOL_SLOTS * max((tensor.stride for tensor in tensors), default=0)
         budget = cache_budget(
             config,
             device,
@@ -258,10 +215,10 @@ class _Opening:
             total_bytes=reading.total_bytes if reading is not None else device.total_bytes,
             n_ubatch=target.n_ubatch,
         )
-        self.notes.extend(budget.notes)
+        self.run.notes.extend(budget.notes)
         if budget.n_slots == 0:
             if not budget.notes:
-                self.notes.append("The expert cache is off, as asked: every expert stays on the CPU.")
+                self.run.warn("The expert cache is off, as asked: every expert stays on the CPU.")
             return None
         try:
             cache = ExpertCache(
@@ -276,21 +233,21 @@ class _Opening:
                     emulated_threads=emulated_threads(device) or 1,
                     link_bytes_per_s=float(device.link_bytes_per_s),
                     link_latency_s=device.latency_us * 1e-6,
-                    pool_bytes_max=ram_tier.pool_bytes_max(tensors) if device.kind == "ram" else 0,
+                    pool_bytes_max=pool_bytes_max,
                     disk_bytes_per_s=config.disk_bytes_per_s,
                 )
             )
         except EngineError as error:  # no memory for a single slot
-            self.notes.append(f"{error.message} The expert cache is off.")
+            self.run.warn(f"{error.message} The expert cache is off.")
             return None
         with ExitStack() as stack:
             stack.enter_context(cache)
             if model.dense is not None:
                 model.dense.check_files()  # the cache reads where the header said
-            if not self._has_room_for_every_layer(cache):
-                return None
-            stack.pop_all()
-        return cache
+            if self._has_room_for_every_layer(cache):
+                stack.pop_all()
+                return cache
+        return None
 
     def _has_room_for_every_layer(self, cache: ExpertCache) -> bool:
         """Whether the slots suffice for an expert of every layer: a device may give less memory than it promised."""
@@ -298,103 +255,70 @@ class _Opening:
         if self.device.kind == "rpc":
             rpc.limit_waits(self.device.endpoint)
         if info.n_slots < len(self.target.model.host_expert_layers):
-            self.notes.append(
-                f"{label} has memory for {info.n_slots} experts, less than one per layer: the expert cache is off."
-            )
+            text = f"{label} has memory for {info.n_slots} experts, less than one per layer: the expert cache is off."
+            self.run.warn(text)
             return False
         if info.n_slots < info.slots_wanted:
-            self.notes.append(
-                f"The expert cache holds {info.n_slots:,} experts instead of {info.slots_wanted:,}: {label} has no "
-                "memory for more."
-            )
+            text = f"The expert cache holds {info.n_slots:,} experts instead of {info.slots_wanted:,}"
+            self.run.warn(f"{text}: {label} has no memory for more.")
         if info.unpinned:
-            self.notes.append(
-                "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory for "
-                "them."
-            )
+            text = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory"
+            self.run.warn(f"{text} for them.")
         return True
 
     def _make_manager(
-        self,
-        cache: ExpertCache,
-        make: Callable[[CacheShape], Policy],
-        *,
-        kept_activations: KeptActivations | None = None,
-        ram: RamTier | None = None,
-        memory: SlotMemory | None = None,
+        self, tier: Tier, make: Callable[[CacheShape], Policy], ram: Tier | None = None
     ) -> PlacementManager:
         """The manager, with everything that the policy reads."""
-        config, device, target, draft = self.config, self.device, self.target, self.draft
-        policy, execution = make(cache_shape(cache)), config.execution
-        router_scores: ActivationCapture | None = None
-        if "router-scores" in policy.required_inputs:
-            router_scores = _capture(target)
+        target, draft, execution = self.target, self.draft, self.config.execution
+        policy, reads = tier.driver.policy, tier.driver.policy.required_inputs
+        router_scores = _capture(target) if "router-scores" in reads else None
+        if router_scores is not None:
             router_scores.enable(CaptureFlags.PROBS)
-        batch = execution.batch
-        cache.set_batch((_TRANSFER_EXPERTS if policy.execution_model.batched_io else 0) if batch is None else batch)
-        watched = device.kind == "gpu" and not config.has_size  # the user's own size stays
-        # the CPU can compute all experts as well, and no other system is imitated
-        governed = config.governed and device.kind != "ram" and ram is None and execution == ExecutionConfig()
+        gate_predictor, draft_predictor = None, None
+        if "block-inputs" in reads:
+            what = "the next layers' experts from what routers read"
+            gate_predictor = self._predictor(policy, partial(NextGatePredictor, target.model), what)
+        if "draft-inputs" in reads and execution.drafting != "off":
+            info = target.model.info
+            n_layers = policy.cutoff(info.n_expert_used)
+            what = f"the experts of the first {n_layers} of {info.n_expert_layers} layers "
+            what += "from what the draft's layers read"
+            draft_predictor = self._predictor(policy, partial(open_draft_predictor, target, draft, n_layers), what)
+        usual = _TRANSFER_EXPERTS if policy.execution_model.batched_io else 0
+        tier.cache.set_batch(usual if execution.batch is None else execution.batch)
         manager = PlacementManager(
-            cache,
-            policy,
-            device,
+            tier,
+            self.config,
+            self.device,
             target,
-            execution=execution,
-            gate_predictor=self._gate_predictor(policy),
-            draft_predictor=self._draft_predictor(policy),
+            make,
+            gate_predictor=gate_predictor,
+            draft_predictor=draft_predictor,
             router_scores=router_scores,
             keeps_hidden_states=self._keeps_hidden_states(policy),
-            watch=MemoryWatch(device, reserve_bytes(device, device.total_bytes)) if watched else None,
-            remake_policy=make,
-            kept_activations=kept_activations,
             ram=ram,
-            memory=memory,
-            governor=CacheGovernor() if governed else None,
         )
         if target.n_parallel > 1 and manager.reads_draft:
-            self.notes.append(
-                f"For several texts in a batch the policy {policy.name} plans without what the draft computes."
-            )
+            text = f"For several texts in a batch the policy {policy.name} plans without what the draft computes."
+            self.run.warn(text)
         if manager.layer_hook is not None:
             if target.n_parallel * (self.gamma + 1) > CAPTURED_TOKENS:
-                self.notes.append(
-                    f"In verifications of more than {CAPTURED_TOKENS} tokens no expert is predicted or loaded between "
-                    "the layers."
-                )
+                text = f"In verifications of more than {CAPTURED_TOKENS} tokens no expert is predicted or loaded"
+                self.run.warn(f"{text} between the layers.")
             _capture(target).set_hook(manager.layer_hook)
         if manager.draft_prefetch is not None and execution.drafting == "vanilla" and draft is not None:
             _capture(draft).set_hook(manager.draft_prefetch.before_draft_layer)
         return manager
 
-    def _gate_predictor(self, policy: Policy) -> NextGatePredictor | None:
-        """The predictor of the next layers, for a policy that plans by what routers read; otherwise None."""
-        if "block-inputs" not in policy.required_inputs:
-            return None
+    def _predictor(self, policy: Policy, make: Callable[[], _Predictor], what: str) -> _Predictor | None:
+        """The predictor that `make` returns; None, with a note, where it raises ModelFileError."""
         try:
-            predictor = NextGatePredictor(self.target.model)
+            predictor = make()
         except ModelFileError as error:
-            self.notes.append(_describe_no_prediction(policy, str(error)))
+            self.run.warn(f"The policy {policy.name} predicts no experts here: {error}.")
             return None
-        self._say(f"The policy {policy.name} predicts the next layers' experts from what routers read.")
-        return predictor
-
-    def _draft_predictor(self, policy: Policy) -> DraftRouterPredictor | None:
-        """The predictor of the next batch, for a policy that plans by what the draft's layers read; otherwise None."""
-        if "draft-inputs" not in policy.required_inputs or self.config.execution.drafting == "off":
-            return None
-        info = self.target.model.info
-        n_layers = len(self.target.model.host_expert_layers)
-        if isinstance(policy, CutoffPolicy):
-            n_layers = policy.cutoff(info.n_expert_used)
-        predictor, reason = open_draft_predictor(self.target, self.draft, n_layers)
-        if predictor is None:
-            self.notes.append(_describe_no_prediction(policy, reason))
-        else:
-            self._say(
-                f"The policy {policy.name} predicts the experts of the first {n_layers} of {info.n_expert_layers} "
-                "layers from what the draft's layers read."
-            )
+        self.run.note(f"The policy {policy.name} predicts {what}.")
         return predictor
 
     def _keeps_hidden_states(self, policy: Policy) -> bool:
@@ -403,11 +327,8 @@ class _Opening:
             return False
         has_states = self.has_draft_states or (self.draft is not None and self.draft.has_hidden_states)
         source = "hidden states" if has_states else "tokens alone, without its hidden states"
-        self._say(f"The policy {policy.name} predicts experts from the draft's {source}.")
+        self.run.note(f"The policy {policy.name} predicts experts from the draft's {source}.")
         return has_states
-
-    def _say(self, text: str) -> None:
-        self.notes.append(Notification(text))
 
 
 def warm_up_gpu(target: Context, draft: Context | None, gamma: int) -> None:
@@ -436,10 +357,6 @@ def _capture(context: Context) -> ActivationCapture:
     return capture
 
 
-def _describe_no_prediction(policy: Policy, reason: str) -> str:
-    return f"The policy {policy.name} predicts no experts here: {reason}."
-
-
 def _describe_unmeasured(target: Context, *, has_tier: bool, postpones: bool) -> str:
     effect = "CPU and device share work untuned."
     if has_tier:
@@ -464,10 +381,8 @@ def _describe_placement(
     )
     notes: list[str] = [Notification(sentence)]
     if target.model.storage == "mapped":
-        notes.append(
-            "The model is larger than the free memory: its other experts stay as they are in the file, and the CPU "
-            "computes those slower than repacked ones."
-        )
+        text = "The model is larger than the free memory: its other experts stay as they are in the file"
+        notes.append(f"{text}, and the CPU computes those slower than repacked ones.")
     if ignored:
         notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
     return notes
@@ -475,12 +390,11 @@ def _describe_placement(
 
 def _ignored_options(config: PlacementConfig) -> list[str]:
     """Sentences for the options that have no effect without a device."""
+    where = "no device holds experts here"
     notes = []
     if config.has_size:
-        notes.append(
-            "--vram and --cache-ratio have no effect: no device holds experts here (moeedge devices lists them)."
-        )
+        notes.append(f"--vram and --cache-ratio have no effect: {where} (moeedge devices lists them).")
     ignored = ignored_ablations("none", config.ablations)
     if ignored:
-        notes.append(f"--ablate {', '.join(ignored)} has no effect: no device holds experts here.")
+        notes.append(f"--ablate {', '.join(ignored)} has no effect: {where}.")
     return notes

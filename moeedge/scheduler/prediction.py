@@ -5,20 +5,19 @@ DraftRouterPredictor  (SP-MoE) puts what the draft's layers read while it drafts
                       relative depth.
 NextGatePredictor     (Mixtral-Offloading, AdapMoE, Fate, HybriMoE) puts what a layer's router reads through the
                       routers of the next layers, before the layer's own experts are computed.
-DraftPrefetch         moves the predicted experts while the draft model works. In SP-MoE's way (section 3.3) the
-                      mover works on its own: after each draft token the plan is made anew, and drafting never waits.
-                      In AdapMoE's way, SP-MoE's "vanilla" baseline, each draft layer's experts are requested when the
-                      layer is computed, and the next layer waits until they have arrived.
+DraftPrefetch         moves the predicted experts while the draft model works.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import ModelFileError
+from moeedge.experts import FloatArray
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.routers import Routers, read_norms
@@ -26,18 +25,17 @@ from moeedge.native import ActivationCapture, Block, CaptureFlags
 from moeedge.native.abi import Phase
 from moeedge.policies.base import ExpertPrediction
 
-FloatArray = NDArray[np.float32]
 _MAX_TOKENS = 65  # of a batch (EngineConfig.gamma)
 _N_LAYERS_AHEAD = 3  # that the next-gate predictor looks at
 _TIMEOUT_S = 10.0
 
 
+@dataclass
 class PredictionAccuracy:
     """Counts how many of the predicted (token, layer, place) triples name an expert that the token used."""
 
-    def __init__(self) -> None:
-        self.n_predicted = 0
-        self.n_correct = 0
+    n_predicted: int = 0
+    n_correct: int = 0
 
     @property
     def share(self) -> float | None:
@@ -53,25 +51,13 @@ class PredictionAccuracy:
         self.n_correct += int(np.count_nonzero(known & (predicted[..., :, None] == used[..., None, :]).any(axis=-1)))
 
 
-def predicted_experts(prediction: ExpertPrediction | None, n_layers: int, n_experts: int) -> NDArray[np.bool_]:
-    """Which experts some token is predicted to use, bool [n_layers, n_experts]; all False without a prediction."""
-    mask = np.zeros((n_layers, n_experts + 1), dtype=np.bool_)  # the last column takes the -1
-    if prediction is not None:
-        ids = prediction.layer_ids.reshape(n_layers, -1).astype(np.intp)
-        np.put_along_axis(mask, ids % (n_experts + 1), True, axis=1)
-    return mask[:, :-1]
-
-
 def matching_layers(n_layers: int, n_draft_layers: int) -> NDArray[np.intp]:
     """The draft layer at the relative depth of each target layer, [n_layers]: what it is predicted from."""
     return ((np.arange(n_layers) + 0.5) * n_draft_layers / n_layers).astype(np.intp)
 
 
 class DraftRouterPredictor:
-    """Predicts the next batch, token by token, while the draft model works.
-
-    n_predicted_layers: how many of the target's layers with experts in host memory are predicted, from the first on.
-    """
+    """Predicts the next batch token by token while the draft works, in the first layers with experts in RAM."""
 
     def __init__(self, target: Model, draft: Context, capture: ActivationCapture, n_predicted_layers: int) -> None:
         self._routers = Routers.read(target)
@@ -101,7 +87,7 @@ class DraftRouterPredictor:
     def prediction(self) -> ExpertPrediction | None:
         """The prediction for the tokens of the batch so far; None before its first token."""
         n = self._n_tokens + self._has_partial_token
-        return ExpertPrediction(layer_ids=self._ids[:, :n].copy(), source="draft-router") if n else None
+        return ExpertPrediction(layer_ids=self._ids[:, :n].copy()) if n else None
 
     def read_token(self) -> bool:
         """Predicts from all layers of the token that the draft decoded last; False where no new token is known."""
@@ -148,10 +134,7 @@ class DraftRouterPredictor:
 
 
 class NextGatePredictor:
-    """Predicts the three layers after the one that is computed next.
-
-    Raises ModelFileError for routers it cannot read.
-    """
+    """Predicts the three layers after the one computed next. Raises ModelFileError for routers it cannot read."""
 
     def __init__(self, target: Model) -> None:
         self._routers = Routers.read(target)
@@ -183,7 +166,7 @@ class NextGatePredictor:
                 if self._predicted is None or self._predicted.shape != ids.shape:
                     self._predicted = np.full(ids.shape, -1, dtype=np.int32)
                 self._predicted[layer] = ids[layer]
-        return ExpertPrediction(layer_ids=ids, source="next-gate")
+        return ExpertPrediction(layer_ids=ids)
 
     def compare(self, used: NDArray[np.int32]) -> None:
         """Adds the batch to `accuracy`; `used` [n_layers, n_tokens, k] are the experts that it used."""
@@ -196,89 +179,84 @@ class NextGatePredictor:
 PlanAhead = Callable[[Sequence[int], ExpertPrediction | None, slice | None], int]
 
 
+@dataclass(eq=False)
 class DraftPrefetch:
     """Plans and moves experts between two verifications.
 
-    plan_ahead: see above. wait: returns when what was pushed has arrived, or after so many seconds. vanilla: drafting
-    waits for the experts, layer by layer. on: False while the cache is detached or lost.
+    In SP-MoE's way (section 3.3) the mover works on its own: after each draft token the plan is made anew, and drafting
+    never waits. vanilla: in AdapMoE's way, SP-MoE's baseline, each draft layer's experts are requested when the layer
+    is computed, and the next layer waits until they have arrived.
+
+    wait: returns when what was pushed has arrived, or after so many seconds. is_on: whether the cache can be used.
 
     Counters since the session began: plans; stops, how often drafting waited for transfers.
     """
 
-    def __init__(
-        self, predictor: DraftRouterPredictor, plan_ahead: PlanAhead, wait: Callable[[float], object], *, vanilla: bool
-    ) -> None:
-        self.predictor = predictor
-        self._plan_ahead = plan_ahead
-        self._wait = wait
-        self._vanilla = vanilla
-        self._tokens: list[int] = []
-        self._has_pushed = False
-        self.on = False
-        self.plans = self.stops = 0
+    predictor: DraftRouterPredictor
+    plan_ahead: PlanAhead
+    wait: Callable[[float], object]
+    is_on: Callable[[], object]
+    vanilla: bool
+    plans: int = 0
+    stops: int = 0
+    _tokens: Sequence[int] = ()
+    _has_pushed: bool = False
 
     def begin_batch(self) -> None:
         """A new batch is to be drafted."""
         self.predictor.begin_batch()
-        self._tokens = []
+        self._tokens = ()
 
     def on_token(self, tokens: Sequence[int]) -> None:
         """The draft has decoded the last of `tokens`: the token emitted last and the drafts so far."""
-        if not self.on:
-            return
-        self._tokens = list(tokens)
-        if self._read_token() and not self._vanilla:
+        self._tokens = tuple(tokens)
+        if self.vanilla:
+            self.predictor.end_token()
+        elif self.predictor.read_token():
             self._plan(self._tokens, None)
 
     def end_batch(self, tokens: Sequence[int]) -> None:
         """Drafting is over, and `tokens` are verified next."""
-        self._read_token()
-        if self._vanilla:
+        if self.vanilla:
+            self.predictor.end_token()
             self._wait_for_transfers()
         else:
+            self.predictor.read_token()
             self._plan(tokens, None)
 
     def before_draft_layer(self, block: Block) -> None:
         """A layer of the draft is computed next; used in vanilla mode only."""
-        if not self.on or not self._vanilla or block.phase != Phase.DRAFT or block.inputs is None:
+        if not self.vanilla or not self.is_on() or block.phase != Phase.DRAFT or block.inputs is None:
             return
         self._wait_for_transfers()
         layers = self.predictor.read_layer(block.layer, block.inputs[-1])
         if layers is not None:
             self._has_pushed = self._plan(self._tokens, layers) > 0
 
-    def _read_token(self) -> bool:
-        """Whether more is predicted than before the token that was decoded last."""
-        return self.predictor.end_token() if self._vanilla else self.predictor.read_token()
-
     def _plan(self, tokens: Sequence[int], layers: slice | None) -> int:
         self.plans += 1
-        return self._plan_ahead(tokens, self.predictor.prediction, layers)
+        return self.plan_ahead(tokens, self.predictor.prediction, layers)
 
     def _wait_for_transfers(self) -> None:
         """Waits for the experts that the previous layer requested."""
-        if not self._has_pushed:
-            return
-        self._has_pushed = False
-        self._wait(_TIMEOUT_S)
-        self.stops += 1
+        if self._has_pushed:
+            self._has_pushed = False
+            self.wait(_TIMEOUT_S)
+            self.stops += 1
 
 
-def open_draft_predictor(
-    target: Context, draft: Context | None, n_predicted_layers: int
-) -> tuple[DraftRouterPredictor | None, str]:
-    """A predictor for the first `n_predicted_layers` layers with experts; or None, and the reason."""
+def open_draft_predictor(target: Context, draft: Context | None, n_predicted_layers: int) -> DraftRouterPredictor:
+    """A predictor for the first `n_predicted_layers` layers with experts. Raises ModelFileError without one."""
     if draft is None:
-        return None, "there is no draft model"
+        raise ModelFileError("there is no draft model")
     n_embd, n_draft_embd = target.model.info.n_embd, draft.model.info.n_embd
     if n_embd != n_draft_embd:
-        return None, f"the draft's hidden states have {n_draft_embd} values and the target's routers read {n_embd}"
+        raise ModelFileError(
+            f"the draft's hidden states have {n_draft_embd} values and the target's routers read {n_embd}"
+        )
     capture = draft.capture_activations()
     if capture is None:
-        return None, "llama.cpp computes the draft on a GPU"
-    try:
-        predictor = DraftRouterPredictor(target.model, draft, capture, n_predicted_layers)
-    except ModelFileError as error:
-        return None, str(error)
+        raise ModelFileError("llama.cpp computes the draft on a GPU")
+    predictor = DraftRouterPredictor(target.model, draft, capture, n_predicted_layers)
     capture.enable(CaptureFlags.INPUTS)
-    return predictor, ""
+    return predictor

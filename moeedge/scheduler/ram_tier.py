@@ -1,4 +1,4 @@
-"""Experts in RAM for a model that is larger than it: how much memory its slots get, and by what experts leave them.
+"""Tiers of experts, and those in RAM for a model that is larger than it: their memory, and by what experts leave it.
 
 The native cache of the device "ram" loads an absent expert from the model's file when a computation needs it, in place
 of the resident one that the policy expects the least of.
@@ -6,29 +6,31 @@ of the resident one that the policy expects the least of.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
-from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
-from moeedge.native.cache import ExpertCache, ExpertTensor
+from moeedge.llama.model import Model
+from moeedge.native.cache import CacheStats, ExpertCache
 from moeedge.native.sensor import Sensor
-from moeedge.notifications import Level, Notification
-from moeedge.policies.base import Observation, Plan, Policy, ScoringPolicy
-from moeedge.scheduler.cache_store import CacheStore, cache_shape
+from moeedge.policies.base import Observation, Plan, Policy
+from moeedge.run import Level, Notification, Run
 from moeedge.scheduler.disk import read_kept
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.kept_activations import KeptActivations
+from moeedge.scheduler.native_io import CacheStore, cache_shape
 from moeedge.scheduler.slot_memory import SlotMemory
-from moeedge.scheduler.stats import PlacementStats, StatsRecorder, StepRecord
+from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.units import format_bytes
 
 # slots in one tensor, about: llama.cpp's CPU kernel for experts looks at every one of them in each matrix product
-_POOL_SLOTS = 512
+POOL_SLOTS = 512
 # whose scores say which expert goes; other systems are defined by what they prefetch or place, which is not done here
 POLICIES = ("spac", "lfu", "lru")
 
@@ -43,16 +45,8 @@ def check_policy(name: str) -> None:
 
 
 def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
-    """Bytes of RAM that are left for slots.
-
-    The kernel counts dense weights in the page cache that are not locked as free, but they are always in use.
-    """
+    """Bytes left for slots: the kernel counts dense weights in the page cache as free, which are always in use."""
     return max(0, free_bytes - max(0, dense.host_bytes - max(dense.own_bytes, dense.locked_bytes)))
-
-
-def pool_bytes_max(tensors: list[ExpertTensor]) -> int:
-    """The largest pool tensor: about `_POOL_SLOTS` slots of the largest matrix."""
-    return _POOL_SLOTS * max((tensor.stride for tensor in tensors), default=0)
 
 
 def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
@@ -72,24 +66,20 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
 
 def describe_dense(dense: DenseWeights) -> str:
     """A sentence for the user: where the dense weights in host memory are."""
-    size = format_bytes(min(dense.n_bytes, dense.host_bytes))  # a GPU has the others
     if dense.locked_bytes >= dense.host_bytes:
-        return f"The {size} of weights that are not experts are locked in memory."
-    if dense.own_bytes >= dense.host_bytes:
-        return f"The {size} of weights that are not experts stay in memory; raise ulimit -l to keep them out of swap."
-    if dense.locked_bytes == 0:
-        return (
-            f"The {size} of weights that are not experts are in the page cache; raise ulimit -l to lock them in memory."
-        )
-    locked = format_bytes(dense.locked_bytes)
-    return f"The {size} of weights that are not experts are in the page cache, {locked} of them locked."
+        where = "are locked in memory"
+    elif dense.own_bytes >= dense.host_bytes:
+        where = "stay in memory; raise ulimit -l to keep them out of swap"
+    elif dense.locked_bytes == 0:
+        where = "are in the page cache; raise ulimit -l to lock them in memory"
+    else:
+        where = f"are in the page cache, {format_bytes(dense.locked_bytes)} of them locked"
+    size = format_bytes(min(dense.n_bytes, dense.host_bytes))  # a GPU has the others
+    return f"The {size} of weights that are not experts {where}."
 
 
-def use_measured_readers(cache: ExpertCache, target: Context, notes: list[str]) -> None:
-    """Reads with the requests and pieces that `calibrate --disk` found best on the model's disk, if it was measured.
-
-    Not with fewer threads than without it: they also copy what they have read.
-    """
+def use_measured_readers(cache: ExpertCache, target: Context, run: Run) -> None:
+    """Reads as `calibrate --disk` found best, but not with fewer threads than usual: they also copy what they read."""
     measured = read_kept(target.model.path)
     if measured is None or measured.in_memory:
         return
@@ -97,38 +87,22 @@ def use_measured_readers(cache: ExpertCache, target: Context, notes: list[str]) 
     best = measured.best_from(n_threads)  # other pieces may be the best with fewer requests
     n_threads = max(n_threads, best.depth)
     cache.set_readers(n_threads, best.piece_bytes)
-    notes.append(
-        Notification(
-            f"{n_threads} threads read experts, in pieces of {format_bytes(best.piece_bytes)}, as moeedge "
-            "calibrate --disk found best."
-        )
-    )
+    reading = f"{n_threads} threads read experts, in pieces of {format_bytes(best.piece_bytes)}"
+    run.note(f"{reading}, as moeedge calibrate --disk found best.")
 
 
-def warm_start(cache: ExpertCache, target: Context, notes: list[str]) -> KeptActivations:
-    """Starts to load the experts that earlier runs used most, and returns the counts of these runs.
-
-    What the first prompt needs overtakes them.
-    """
+def warm_start(cache: ExpertCache, target: Context, run: Run) -> KeptActivations:
+    """Starts to load the experts that earlier runs used most, after what a prompt needs; the counts of these runs."""
     info = target.model.info
     kept = KeptActivations.open(target.model.path, info.n_layers, info.n_experts)
     most_used = kept.most_used(cache_shape(cache))
     CacheStore(cache).push_uploads(most_used)
     kept.n_first = len(most_used)
     if kept.file is None:
-        notes.append(
-            Notification(
-                "The use of experts is not saved for the next start: there is no folder for it (MOEEDGE_CACHE)."
-            )
-        )
+        run.note("The use of experts is not saved for the next start: there is no folder for it (MOEEDGE_CACHE).")
     if len(most_used):
-        notes.append(Notification(f"{len(most_used):,} experts that earlier runs used most are loaded first."))
+        run.note(f"{len(most_used):,} experts that earlier runs used most are loaded first.")
     return kept
-
-
-def policy_in_ram(name: str) -> str:
-    """The policy that orders the experts in RAM next to a device whose experts that policy places."""
-    return name if name in POLICIES else "lfu"
 
 
 class RamStore(CacheStore):
@@ -144,80 +118,104 @@ class RamStore(CacheStore):
 
     def push(self, plan: Plan) -> None:
         """Sets by what experts are evicted until the next plan: the policy's scores."""
-        policy = self._policy()
-        assert isinstance(policy, ScoringPolicy)  # by check_policy
-        score = policy.score
+        score = self._policy().score
         if self.on_device is not None:
             score = np.where(self.on_device, score.min() - 1, score)
         self.cache.set_utilities(score)
 
 
-class RamTier:
-    """The experts in RAM of a context that computes others on a device: what is in neither is loaded from the file.
+class Tier:
+    """An expert cache of a context, the policy that fills it, and the figures of both.
 
-    memory: of the cache's slots. n_all: experts of the model. kept: get the activations of this run; the manager saves
-    them at its end.
+    memory: of slots in RAM; None on a device. kept: get the activations of this run; the manager saves them at its end.
     """
 
     def __init__(
-        self, cache: ExpertCache, policy: Policy, memory: SlotMemory, kept: KeptActivations | None, *, n_all: int
+        self,
+        cache: ExpertCache,
+        policy: Policy,
+        model: Model,
+        memory: SlotMemory | None = None,
+        kept: KeptActivations | None = None,
     ) -> None:
-        self.cache = cache
-        self.memory = memory
-        self.kept = kept
-        self._driver = StepDriver(policy, RamStore(cache, lambda: self._driver.policy))
-        self._recorder = StatsRecorder(cache, n_layers=n_all // cache.info.n_experts, n_all=n_all)
-        self._attached = False
+        self.cache, self.memory, self.kept = cache, memory, kept
+        self.store = CacheStore(cache) if memory is None else RamStore(cache, lambda: self.driver.policy)
+        self.driver = StepDriver(policy, self.store)
+        self.attached = False
+        self._n_layers = len(model.host_expert_layers)
+        self._n_all = model.info.n_expert_layers * model.info.n_experts
+        self._sums = {"steps": 0, "tokens": 0, "schedule_s": 0.0, "plan_s": 0.0, "draft_s": 0.0, "decode_s": 0.0}
+        self._start = PlacementStats(**vars(cache.stats()))
 
     @property
     def active(self) -> bool:
-        """Whether experts are computed from its slots."""
-        return self._attached and not self.memory.lost
+        """Whether experts are computed from its slots in RAM."""
+        return self.attached and self.memory is not None and not self.memory.lost
+
+    @property
+    def cache_ratio(self) -> float:
+        """Share of all experts that have a slot."""
+        return self.cache.info.n_slots / self._n_all
 
     def attach(self, sensor: Sensor) -> None:
-        """Lets the sensor's context compute from the slots what no device computes."""
-        if not self._attached:
+        """Lets the sensor's context compute from the slots."""
+        if not self.attached:
             self.cache.attach(sensor)
-            self._attached = True
+            self.attached = True
 
     def detach(self) -> None:
-        """Lets the context compute from the mapped file; the experts stay in their slots."""
+        """Lets the context compute as without the slots; the experts stay there."""
         self.cache.detach()
-        self._attached = False
+        self.attached = False
 
-    def begin_text(self) -> None:
-        """A new conversation begins."""
-        self._driver.begin_text()
+    def observe(
+        self, observations: Sequence[Observation], tokens: Sequence[int], on_device: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Shows the policy what was activated, and plans for the next batch, as StepDriver.plan_next.
 
-    def add_step(self, record: StepRecord) -> None:
-        """A verification or plain decode, for the figures."""
-        self._recorder.add_step(record)
-
-    def observe(self, observations: Sequence[Observation], tokens: Sequence[int], on_device: NDArray[np.bool_]) -> None:
-        """Orders the experts by what was activated; those on the device, bool [n_layers, n_experts], come last.
-
-        tokens: known ones of the next batch.
+        on_device: bool [n_layers, n_experts], experts of another tier; in RAM these come last.
         """
         for observation in observations:
-            self._driver.observe(observation)
+            self.driver.observe(observation)
             if self.kept is not None:
                 self.kept.add(observation)
-        self._driver.plan_next(tokens)
-        assert isinstance(self._driver.store, RamStore)
-        self._driver.store.on_device = on_device
-        self._driver.push()
+        self.driver.plan_next(tokens)
+        if isinstance(self.store, RamStore):
+            self.store.on_device = on_device
 
-    def stats(self) -> PlacementStats:
-        """The figures since the session began."""
-        return self._recorder.read(
-            device="RAM",
-            policy=self._driver.policy.name,
-            vram_used_bytes=total_memory() - available_memory(),
-            vram_total_bytes=total_memory(),
-        )
+    def add_step(self, record: StepRecord) -> None:
+        """Counts a verification or plain decode; the time of scheduling it is added with `add_schedule`."""
+        step_s = record.draft_s + record.verify_s + record.observe_s
+        self._add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
+
+    def add_schedule(self, seconds: float) -> None:
+        """Counts time that the policy and its plan took, part of a step's."""
+        self._add(schedule_s=seconds, decode_s=seconds)
+
+    def time_plan(self, call: Callable[[], object]) -> None:
+        """Runs the policy and its plans, in whichever thread, and counts the time."""
+        start_s = time.perf_counter()
+        call()
+        self._add(plan_s=time.perf_counter() - start_s)
+
+    def skip(self, before: CacheStats) -> None:
+        """Does not count what the cache has done since `before`."""
+        self._start = self._start - (PlacementStats(**vars(before)) - PlacementStats(**vars(self.cache.stats())))
+
+    def _add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self._sums[name] += amount
+
+    def stats(self, **gauges: Any) -> PlacementStats:
+        """All figures since the session began; `gauges` are fields of PlacementStats."""
+        info = self.cache.info
+        size = {"slots_total": info.n_slots, "pool_bytes": info.pool_bytes, "cache_ratio": self.cache_ratio}
+        values = vars(self.cache.stats()) | size | {"n_layers": self._n_layers} | gauges | self._sums
+        return PlacementStats(**values) - self._start
 
     def close(self) -> None:
         """Frees the slots; must come before the context is freed."""
-        self.memory.close()
+        if self.memory is not None:
+            self.memory.close()
         self.cache.detach()
         self.cache.close()

@@ -62,15 +62,22 @@ def plan_budget(
     n_all = n_expert_layers * n_experts
     if n_all == 0 or expert_bytes_total == 0:
         return _off("The model is dense: there are no experts to cache.")
+
+    def slots_of(n_bytes: int) -> int:
+        """Experts of average size that fit, in integer arithmetic, which is exact for files of any size."""
+        return min(n_all, n_bytes * n_all // expert_bytes_total)
+
+    def bytes_of(n_slots: int) -> int:
+        return -(-n_slots * expert_bytes_total // n_all)
+
     room = max(0, free_bytes - reserve_bytes)
     ratio = cache_ratio if cache_ratio is not None or vram_bytes is not None else default_ratio
+    wanted_slots = slots_of(room if vram_bytes is None else vram_bytes)
     if ratio is not None:
         wanted_slots = int(ratio * n_all + 1e-6)  # 0.29 * 100 is 28.999999999999996
-    else:
-        wanted_slots = _slots(room if vram_bytes is None else vram_bytes, expert_bytes_total, n_all)
     if wanted_slots == 0 and (ratio == 0 or vram_bytes == 0):
         return CacheBudget(0.0, 0, 0)
-    n_slots = min(wanted_slots, _slots(room, expert_bytes_total, n_all))
+    n_slots = min(wanted_slots, slots_of(room))
     per_layer = format_bytes(-(-expert_bytes_total // n_experts))
     if in_ram and vram_bytes is not None and wanted_slots < n_expert_layers:
         raise InputError(
@@ -78,35 +85,20 @@ def plan_budget(
             f"Give more than {per_layer}, or --ram off, so that llama.cpp maps the file.",
         )
     if n_slots < n_expert_layers:
-        given = _bytes(n_slots, expert_bytes_total, n_all)
-        if n_slots == wanted_slots and ratio is None and vram_bytes is not None:
-            given = vram_bytes
-        elif n_slots == wanted_slots and ratio is not None:
-            given = round(ratio * expert_bytes_total)
-        return _off(
-            f"The expert cache is off: {format_bytes(given)} cannot hold one expert per layer, which takes {per_layer}."
-        )
-    notes = []
+        asked = vram_bytes if ratio is None else round(ratio * expert_bytes_total)
+        given = format_bytes(bytes_of(n_slots) if n_slots < wanted_slots or asked is None else asked)
+        return _off(f"The expert cache is off: {given} cannot hold one expert per layer, which takes {per_layer}.")
+    notes: tuple[str, ...] = ()
     if n_slots < wanted_slots:
-        notes.append(
-            f"The expert cache gets {format_bytes(_bytes(n_slots, expert_bytes_total, n_all))} instead of "
-            f"{format_bytes(_bytes(wanted_slots, expert_bytes_total, n_all))}: {format_bytes(free_bytes)} are free "
-            f"{'in memory' if in_ram else 'on the device'}, and {format_bytes(reserve_bytes)} of these stay free."
-        )
-    return CacheBudget(n_slots / n_all, n_slots, _bytes(n_slots, expert_bytes_total, n_all), notes=tuple(notes))
+        got, wanted = format_bytes(bytes_of(n_slots)), format_bytes(bytes_of(wanted_slots))
+        where = f"{format_bytes(free_bytes)} are free {'in memory' if in_ram else 'on the device'}"
+        stays = f"{format_bytes(reserve_bytes)} of these stay free"
+        notes = (f"The expert cache gets {got} instead of {wanted}: {where}, and {stays}.",)
+    return CacheBudget(n_slots / n_all, n_slots, bytes_of(n_slots), notes)
 
 
 def _off(note: str) -> CacheBudget:
     return CacheBudget(0.0, 0, 0, (note,))
-
-
-def _slots(n_bytes: int, expert_bytes_total: int, n_all: int) -> int:
-    """Experts of average size that fit `n_bytes`, in integer arithmetic, which is exact for files of any size."""
-    return min(n_all, n_bytes * n_all // expert_bytes_total)
-
-
-def _bytes(n_slots: int, expert_bytes_total: int, n_all: int) -> int:
-    return -(-n_slots * expert_bytes_total // n_all)
 
 
 def in_host_memory(tensors: list[ExpertTensor], model: Model) -> list[ExpertTensor]:
@@ -123,11 +115,9 @@ def whole_expert_bytes(model: Model) -> int:
 
 def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -> int:
     """Slots to stream experts through in large batches, where that may be faster than the CPU."""
-    if kind == "ram":  # prompts load experts into their slots
-        return 0
-    if config.prefill is PrefillPath.STREAM or (config.prefill is PrefillPath.AUTO and kind == "gpu"):
-        return 2 * min(n_experts, _STAGING_EXPERTS)
-    return 0
+    may_stream = config.prefill is PrefillPath.STREAM or (config.prefill is PrefillPath.AUTO and kind == "gpu")
+    # in RAM prompts load experts into their slots
+    return 2 * min(n_experts, _STAGING_EXPERTS) if may_stream and kind != "ram" else 0
 
 
 def emulated_threads(device: ResolvedDevice) -> int:

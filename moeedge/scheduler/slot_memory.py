@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
 
@@ -23,7 +24,7 @@ from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.native.cache import ExpertCache
-from moeedge.notifications import Level, Notification
+from moeedge.run import Level, Notification
 from moeedge.units import format_bytes
 
 _INTERVAL_S = 0.5  # between two checks by the thread
@@ -41,69 +42,49 @@ def slots_of(cache: ExpertCache, n_bytes: int) -> int:
     return -(-n_bytes * cache.info.n_slots // int((capacity * expert_bytes).sum()))
 
 
+@dataclass(eq=False)
 class MemoryWatch:
-    """Reads the device's free memory now and then.
+    """Reads the device's free memory now and then."""
 
-    reserve_bytes: what is to stay free. read, clock: of the device and of the machine; replaced in tests.
-    """
+    device: ResolvedDevice
+    reserve_bytes: int  # what is to stay free
+    read: Callable[[ResolvedDevice], VramReading | None] = devices.read_memory  # replaced in tests, as the clock
+    clock: Callable[[], float] = time.monotonic
+    free_bytes: int = 0  # at the last reading
+    _n_short: int = 0
+    _n_ample: int = 0
 
-    def __init__(
-        self,
-        device: ResolvedDevice,
-        reserve_bytes: int,
-        *,
-        read: Callable[[ResolvedDevice], VramReading | None] = devices.read_memory,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._device, self._reserve_bytes = device, reserve_bytes
-        self._read, self._clock = read, clock
-        self._next_s = clock() + _READING_INTERVAL_S
-        self._n_short = self._n_ample = 0
-        self.free_bytes = 0  # at the last reading
+    def __post_init__(self) -> None:
+        self._next_s = self.clock() + _READING_INTERVAL_S
 
     def missing_bytes(self) -> int:
-        """How much must be freed so that the reserve is free again; 0 while there is no shortage.
-
-        Cheap enough for every step: most calls return 0 without a reading.
-        """
-        if self._clock() < self._next_s:
+        """Bytes to free so that the reserve is free again, 0 without a shortage; cheap enough for every step."""
+        if self.clock() < self._next_s:
             return 0
-        self._next_s = self._clock() + _READING_INTERVAL_S
-        try:
-            reading = self._read(self._device)
-        except MoeedgeError:  # a driver that does not answer
-            reading = None
-        if reading is None or reading.free_bytes >= _SHORT * self._reserve_bytes:
-            self._n_short = 0
-            is_ample = reading is not None and reading.free_bytes >= _AMPLE * self._reserve_bytes
-            self._n_ample = self._n_ample + 1 if is_ample else 0
-            self.free_bytes = reading.free_bytes if reading is not None else 0
-            return 0
-        self.free_bytes = reading.free_bytes
-        self._n_ample = 0
-        self._n_short += 1
+        self._next_s = self.clock() + _READING_INTERVAL_S
+        spare_bytes, reserve_bytes = self.read_spare_bytes(), self.reserve_bytes
+        is_known = spare_bytes is not None
+        self.free_bytes = 0 if spare_bytes is None else spare_bytes + reserve_bytes
+        self._n_ample = self._n_ample + 1 if is_known and self.free_bytes >= _AMPLE * reserve_bytes else 0
+        self._n_short = self._n_short + 1 if is_known and self.free_bytes < _SHORT * reserve_bytes else 0
         if self._n_short < _READINGS:
             return 0
         self._n_short = 0
-        return self._reserve_bytes - reading.free_bytes
+        return self.reserve_bytes - self.free_bytes
 
     def read_spare_bytes(self) -> int | None:
         """What is free above the reserve, negative where it is short; a reading at once. None where unknown."""
-        try:
-            reading = self._read(self._device)
-        except MoeedgeError:
-            return None
-        return None if reading is None else reading.free_bytes - self._reserve_bytes
+        with suppress(MoeedgeError):  # a driver that does not answer
+            reading = self.read(self.device)
+            return None if reading is None else reading.free_bytes - self.reserve_bytes
+        return None
 
     def take_spare_bytes(self) -> int:
-        """How much may be taken since it has been free for a while; 0 then, until it has been again.
-
-        From the readings of `missing_bytes`.
-        """
+        """How much has been free for a while by the readings of `missing_bytes`; then 0, until it has been again."""
         if self._n_ample < _AMPLE_READINGS:
             return 0
         self._n_ample = 0
-        return self.free_bytes - self._reserve_bytes
+        return self.free_bytes - self.reserve_bytes
 
 
 class SlotMemory:
@@ -137,21 +118,17 @@ class SlotMemory:
         Also during a decode. Cheap enough for every step: the thread gives slots back, and what it does just then is in
         a later call's.
         """
-        lock = self._locked()
-        if not lock.acquire(blocking=False):
-            return []
-        try:
-            self._check_cache()
-            found, self._waiting = self._waiting, []
-        finally:
-            lock.release()
+        lock, found = self._locked(), list[Notification]()
+        if lock.acquire(blocking=False):
+            try:
+                self._check_cache()
+                found, self._waiting = self._waiting, []
+            finally:
+                lock.release()
         return found
 
     def make_room(self, n_bytes: int) -> None:
-        """Gives so many slots back that `n_bytes` can be allocated and the reserve stays free.
-
-        Slots that hold nothing yet count as well: what they will take is not free.
-        """
+        """Gives so many slots back, empty ones too, that `n_bytes` can be allocated and the reserve stays free."""
         with self._locked():
             spare_bytes = self.watch.read_spare_bytes()
             if spare_bytes is None:
@@ -186,15 +163,14 @@ class SlotMemory:
                 let_experts_read_ahead(self._model)
             with suppress(MoeedgeError):
                 self.cache.limit(0)  # the page cache needs the memory
-            self._waiting.append(Notification(LOST, Level.WARNING))
-            return
-        if n_unknown and not self._warned_unknown:
+            self._say(LOST)
+        elif n_unknown and not self._warned_unknown:
             self._warned_unknown = True
-            text = (
-                "The experts of some layers are read from the file at each use, which is slow: moeedge does not "
-                "recognise how these layers compute."
-            )
-            self._waiting.append(Notification(text, Level.WARNING))
+            text = "The experts of some layers are read from the file at each use, which is slow: moeedge does not"
+            self._say(f"{text} recognise how these layers compute.")
+
+    def _say(self, text: str, level: Level = Level.WARNING) -> None:
+        self._waiting.append(Notification(text, level))
 
     def _check_memory(self) -> None:
         if self.lost or self._closed:
@@ -209,30 +185,25 @@ class SlotMemory:
 
     def _limit(self, n_left: int, reason: str) -> None:
         """Leaves about `n_left` slots if there are more, but one per layer: with fewer it could not grow again."""
-        before = self.cache.info.n_slots
-        n_left = max(n_left, self._n_layers)
+        before, n_left = self.cache.info.n_slots, max(n_left, self._n_layers)
         if n_left >= before:
             return
         self.cache.limit(n_left)
         now = self.cache.info.n_slots
         if now < before:
-            text = f"{reason}: RAM now holds at most {now:,} experts instead of {before:,}."
-            self._waiting.append(Notification(text, Level.WARNING))
+            self._say(f"{reason}: RAM now holds at most {now:,} experts instead of {before:,}.")
 
     def _take(self, spare_bytes: int) -> None:
         """Uses slots again that were given back."""
-        if spare_bytes <= 0:
-            return
         before = self.cache.info.n_slots
         n_slots = self.cache.stats().slots_used + slots_of(self.cache, spare_bytes)
-        if n_slots <= before:
+        if spare_bytes <= 0 or n_slots <= before:
             return
         self.cache.limit(min(n_slots, self._n_slots_opened))
         now = self.cache.info.n_slots
         if now > before:
-            free = format_bytes(self.watch.free_bytes)
-            text = f"{free} of memory are free again: RAM now holds up to {now:,} experts instead of {before:,}."
-            self._waiting.append(Notification(text, Level.NOTICE))
+            text = f"{format_bytes(self.watch.free_bytes)} of memory are free again"
+            self._say(f"{text}: RAM now holds up to {now:,} experts instead of {before:,}.", Level.NOTICE)
 
 
 def _update_periodically(memory: weakref.ref[SlotMemory], stop: Event) -> None:

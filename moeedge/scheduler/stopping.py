@@ -11,8 +11,6 @@ Let lambda be the tokens per second that steps give anyway. A longer draft pays 
 which is the stopping rule of the most tokens per second (renewal reward). Whether a draft is kept depends on its
 distribution and on earlier drafts, never on the token that is drawn from it, and what is drawn is verified: rejection
 sampling stays exact.
-
-Up to 17 numbers are computed as Python's floats: a call of NumPy takes longer than such a list.
 """
 
 from __future__ import annotations
@@ -93,10 +91,7 @@ class ExpectedGain:
         return max([(more - tokens) * share - (cost - step) for more, cost in further])
 
     def of_next(self, n_kept: int, chance: float) -> float:
-        """The gain of keeping the next draft, which is computed already; `chance` that it and all before are accepted.
-
-        Others may follow it.
-        """
+        """The gain of keeping the next draft, computed already; `chance` that it and all before are accepted."""
         own = chance - (self._step[n_kept + 1] - self._step[n_kept]) + self._pass
         return own + max(self.of_more(n_kept + 1, chance), 0.0)
 

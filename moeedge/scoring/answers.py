@@ -16,7 +16,7 @@ from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from moeedge.errors import DatasetError, InputError
+from moeedge.errors import DatasetError, InputError, require
 from moeedge.scoring.sandbox import run_python
 
 _FENCE = re.compile(r"^[ \t]*(?:```|~~~)[^\n]*\n(.*?)(?:^[ \t]*(?:```|~~~)[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
@@ -28,22 +28,17 @@ _AS_MODULE = 'import sys; __name__ = "answer"; sys.modules[__name__] = sys.modul
 _MAX_LINES = 400
 
 
-def entry_point(head: str) -> str:
-    """Returns the function that `head` starts: the last one defined at top level; "" for none."""
-    found = _LAST_DEFINITION.findall(head)
-    return found[-1] if found else ""
-
-
 def program_of(answer: str, tests: str, *, head: str = "") -> str:
     """Returns the program that passes if `answer` solves the task.
 
     head: the text that the answer continues: imports and helpers, the signature, a docstring. An answer that defines
     the function itself replaces the signature; one with only the body, indented or not, is placed below it.
     """
-    entry = entry_point(head)
+    definition = next(reversed([*_LAST_DEFINITION.finditer(head)]), None)  # of the function that `head` starts
+    entry = definition[1] if definition else ""
     code = _code_of(answer, entry)
-    if entry and re.search(rf"^(?:async )?def {entry}\b", code, re.MULTILINE):
-        code = f"{head[: _definition_at(head, entry)]}\n{code}"
+    if definition and re.search(rf"^(?:async )?def {entry}\b", code, re.MULTILINE):
+        code = f"{head[: definition.start()]}\n{code}"
     elif head:
         code = _completed(head, code)
     futures = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(code))
@@ -65,19 +60,13 @@ def _code_of(answer: str, entry: str) -> str:
     """Returns the fenced block that defines `entry`, else the last one; without fences the part that may be code."""
     blocks = [textwrap.dedent(block) for block in _FENCE.findall(answer)]
     if blocks:
-        defining = [
-            block for block in blocks if entry and re.search(rf"^(?:async )?def {entry}\b", block, re.MULTILINE)
-        ]
-        return defining[-1] if defining else blocks[-1]
+        pattern = rf"^(?:async )?def {entry}\b"
+        defining = [block for block in blocks if entry and re.search(pattern, block, re.MULTILINE)]
+        return (defining or blocks)[-1]
     start = _CODE_STARTS.search(answer)
     if start is None or (entry and f"def {entry}" not in answer):
         return answer
     return _longest_code(answer[start.start() :])
-
-
-def _definition_at(head: str, entry: str) -> int:
-    """Returns the offset of the last definition of `entry`, without its decorators."""
-    return [match.start() for match in _LAST_DEFINITION.finditer(head) if match[1] == entry][-1]
 
 
 def _completed(head: str, body: str) -> str:
@@ -157,25 +146,24 @@ class Reference:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a reference that no answer, or every answer, satisfies."""
-        if self.scorer not in SCORERS:
-            raise ValueError(f'the scorer must be one of {", ".join(SCORERS)}, not "{self.scorer}"')
+        require(self.scorer in SCORERS, f'the scorer must be one of {", ".join(SCORERS)}, not "{self.scorer}"')
         limited = self.not_contains or self.ends_with or self.max_chars is not None or self.max_words is not None
         if self.scorer == "code":
-            if not self.tests.strip():
-                raise ValueError('the scorer "code" needs "tests"')
-        elif not self.expect and not (self.scorer == "contains" and limited):
-            raise ValueError(f'the scorer "{self.scorer}" needs "expect"')
-        if not all(text.strip() for text in (*self.expect, *self.not_contains)):
-            raise ValueError('"expect" and "not_contains" must not hold empty strings')
-        if self.scorer == "number" and any(as_number(text) is None for text in self.expect):
-            raise ValueError(f'"expect" must hold numbers, not {self.expect}')
-        if self.scorer == "letter" and any(text.upper() not in set(LETTERS) for text in self.expect):
-            raise ValueError(f'"expect" must hold letters from A to J, not {self.expect}')
+            require(self.tests.strip(), 'the scorer "code" needs "tests"')
+        else:
+            is_enough = self.expect or (self.scorer == "contains" and limited)
+            require(is_enough, f'the scorer "{self.scorer}" needs "expect"')
+        is_filled = all(text.strip() for text in (*self.expect, *self.not_contains))
+        require(is_filled, '"expect" and "not_contains" must not hold empty strings')
+        if self.scorer == "number":
+            are_numbers = all(as_number(text) is not None for text in self.expect)
+            require(are_numbers, f'"expect" must hold numbers, not {self.expect}')
+        if self.scorer == "letter":
+            are_letters = all(text.upper() in set(LETTERS) for text in self.expect)
+            require(are_letters, f'"expect" must hold letters from A to J, not {self.expect}')
         for limit in (self.max_chars, self.max_words):
-            if limit is not None and limit < 1:
-                raise ValueError(f"a limit must be at least 1, not {limit}")
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s must be positive and finite, not {self.timeout_s}")
+            require(limit is None or limit >= 1, f"a limit must be at least 1, not {limit}")
+        require(0 < self.timeout_s < math.inf, f"timeout_s must be positive and finite, not {self.timeout_s}")
 
     @classmethod
     def from_row(cls, row: object, where: str) -> Reference:
@@ -203,51 +191,51 @@ class Reference:
 def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -> Score:
     """Scores `answer` against `reference`; runs programs only with `run_code`.
 
-    Raises InputError if a library is missing, SandboxError if the sandbox cannot be started.
+    ROUGE-L is the F1 of the longest common subsequence of stemmed words, 0 to 1, with the best reference. Raises
+    InputError if rouge-score is missing, SandboxError if the sandbox cannot be started.
     """
     beyond = _beyond_limits(reference, answer)
     if beyond:
         return Score(0.0, beyond)
     if reference.scorer == "code":
-        return _score_code(reference, answer) if run_code else Score(None, NOT_RUN)
+        if not run_code:
+            return Score(None, NOT_RUN)
+        program = program_of(answer, reference.tests, head=reference.head)
+        result = run_python(program, timeout_s=reference.timeout_s)
+        return Score(float(result.passed), result.reason)
     if reference.scorer == "rouge-l":
-        return Score(rouge_l(answer, reference.expect), "")
+        rouge = rouge_scorer()
+        return Score(max(float(rouge.score(text, answer)["rougeL"].fmeasure) for text in reference.expect))
     reason = _mismatch(reference, answer)
     return Score(0.0 if reason else 1.0, reason)
 
 
 def _mismatch(reference: Reference, answer: str) -> str:
     """Returns the reason for a wrong answer; empty for a right one."""
-    expect = reference.expect
+    expect, either = reference.expect, _quoted(reference.expect, " or ")
     match reference.scorer:
         case "contains":
             missing = [text for text in expect if not _occurs(text, answer)]
             return f"without {_quoted(missing)}" if missing else ""
         case "contains-any":
-            return "" if any(_occurs(text, answer) for text in expect) else f"without {_quoted(expect, ' or ')}"
+            return "" if any(_occurs(text, answer) for text in expect) else f"without {either}"
         case "exact":
-            return "" if normal(answer) in map(normal, expect) else f"not {_quoted(expect, ' or ')}"
+            return "" if normal(answer) in map(normal, expect) else f"not {either}"
         case "starts":
             starts = normal(answer).startswith(tuple(map(normal, expect)))
-            return "" if starts else f"does not start with {_quoted(expect, ' or ')}"
+            return "" if starts else f"does not start with {either}"
         case "number":
             number = last_number(answer)
             right = number is not None and number in map(as_number, expect)
-            return "" if right else _against("no number" if number is None else f"{number:f}"[:40], expect)
+            found = "no number" if number is None else f"{number:f}"[:40]
         case "letter":
-            letter = chosen_letter(answer)
-            right = letter is not None and letter in map(str.upper, expect)
-            return "" if right else _against("no letter" if letter is None else letter, expect)
+            found = chosen_letter(answer) or "no letter"
+            right = found in map(str.upper, expect)
         case _:
             items = listed_items(answer)
-            same = [normal(item) for item in items] == [normal(text) for text in expect]
-            return "" if same else _against(_quoted(items[:20]), [_quoted(expect)])
-
-
-def _score_code(reference: Reference, answer: str) -> Score:
-    program = program_of(answer, reference.tests, head=reference.head)
-    result = run_python(program, timeout_s=reference.timeout_s)
-    return Score(1.0 if result.passed else 0.0, result.reason)
+            right, found = [*map(normal, items)] == [*map(normal, expect)], _quoted(items[:20])
+            expect = (_quoted(expect),)
+    return "" if right else f"{found}, not {' or '.join(expect)}"
 
 
 def _beyond_limits(reference: Reference, answer: str) -> str:
@@ -285,10 +273,6 @@ def _checked(key: str, value: object) -> object:
 
 def _quoted(texts: list[str] | tuple[str, ...], separator: str = ", ") -> str:
     return separator.join(f'"{text}"' for text in texts) or "nothing"
-
-
-def _against(got: str, expect: tuple[str, ...] | list[str]) -> str:
-    return f"{got}, not {' or '.join(expect)}"
 
 
 def as_number(text: str) -> Decimal | None:
@@ -350,15 +334,6 @@ def _value(match: re.Match[str]) -> Decimal | None:
     return -value if match["sign"] or match["inner"] else value
 
 
-def rouge_l(answer: str, references: tuple[str, ...]) -> float:
-    """Returns the F1 of the longest common subsequence of stemmed words, 0 to 1, with the best reference.
-
-    Raises InputError if rouge-score is not installed.
-    """
-    scorer = rouge_scorer()
-    return max(float(scorer.score(reference, answer)["rougeL"].fmeasure) for reference in references)
-
-
 @lru_cache
 def rouge_scorer() -> Any:
     """Returns rouge-score's scorer. Raises InputError if it is not installed."""
@@ -366,7 +341,6 @@ def rouge_scorer() -> Any:
         # imported here: nltk, for its stemmer, takes a second
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise InputError(
-            "ROUGE-L needs the package rouge-score, which is not installed.", 'Run: pip install "moeedge[score]"'
-        ) from None
+        hint = 'Run: pip install "moeedge[score]"'
+        raise InputError("ROUGE-L needs the package rouge-score, which is not installed.", hint) from None
     return RougeScorer(["rougeL"], use_stemmer=True)

@@ -31,41 +31,35 @@ from typing import Literal
 
 from moeedge.errors import SandboxError
 
-# Linux: unistd_64.h (x86_64) and asm-generic/unistd.h (aarch64)
-_X86_64 = {
-    "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
-    "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15,
-    "pread64": 17, "readv": 19, "writev": 20, "access": 21, "select": 23, "sched_yield": 24, "mremap": 25,
-    "madvise": 28, "dup": 32, "dup2": 33,
-    "nanosleep": 35, "getitimer": 36, "setitimer": 38, "getpid": 39, "exit": 60, "uname": 63, "getcwd": 79,
-    "readlink": 89, "gettimeofday": 96, "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104,
-    "geteuid": 107, "getegid": 108, "getppid": 110, "rt_sigpending": 127, "sigaltstack": 131, "arch_prctl": 158,
-    "gettid": 186, "time": 201, "futex": 202, "sched_getaffinity": 204, "getdents64": 217, "set_tid_address": 218,
-    "restart_syscall": 219, "fadvise64": 221, "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230,
-    "exit_group": 231, "newfstatat": 262, "readlinkat": 267, "faccessat": 269, "pselect6": 270, "ppoll": 271,
-    "set_robust_list": 273, "dup3": 292, "getcpu": 309, "getrandom": 318, "membarrier": 324, "statx": 332, "rseq": 334,
-    "faccessat2": 439,
+# numbers on x86_64 (unistd_64.h) and aarch64 (asm-generic/unistd.h) of Linux
+_CALLS = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62), "mmap": (9, 222),
+    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "pread64": (17, 67), "readv": (19, 65),
+    "writev": (20, 66), "sched_yield": (24, 124), "mremap": (25, 216), "madvise": (28, 233), "dup": (32, 23),
+    "nanosleep": (35, 101), "getitimer": (36, 102), "setitimer": (38, 103), "getpid": (39, 172), "exit": (60, 93),
+    "uname": (63, 160), "getcwd": (79, 17), "gettimeofday": (96, 169), "getrusage": (98, 165), "sysinfo": (99, 179),
+    "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177),
+    "getppid": (110, 173), "rt_sigpending": (127, 136), "sigaltstack": (131, 132), "gettid": (186, 178),
+    "futex": (202, 98), "sched_getaffinity": (204, 123), "getdents64": (217, 61), "set_tid_address": (218, 96),
+    "restart_syscall": (219, 128), "fadvise64": (221, 223), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115), "exit_group": (231, 94), "newfstatat": (262, 79), "readlinkat": (267, 78),
+    "faccessat": (269, 48), "pselect6": (270, 72), "ppoll": (271, 73), "set_robust_list": (273, 99),
+    "dup3": (292, 24), "getcpu": (309, 168), "getrandom": (318, 278), "membarrier": (324, 283), "statx": (332, 291),
+    "rseq": (334, 293), "faccessat2": (439, 439),
 }  # fmt: skip
-_AARCH64 = {
-    "getcwd": 17, "dup": 23, "dup3": 24, "faccessat": 48, "close": 57, "getdents64": 61, "lseek": 62, "read": 63,
-    "write": 64, "readv": 65, "writev": 66, "pread64": 67, "pselect6": 72, "ppoll": 73, "readlinkat": 78,
-    "newfstatat": 79, "fstat": 80, "exit": 93, "exit_group": 94, "set_tid_address": 96, "futex": 98,
-    "set_robust_list": 99, "nanosleep": 101, "getitimer": 102, "setitimer": 103, "clock_gettime": 113,
-    "clock_getres": 114, "clock_nanosleep": 115, "sched_getaffinity": 123, "sched_yield": 124, "restart_syscall": 128,
-    "sigaltstack": 132, "rt_sigaction": 134, "rt_sigprocmask": 135, "rt_sigpending": 136, "rt_sigreturn": 139,
-    "times": 153, "uname": 160, "getrusage": 165, "getcpu": 168, "gettimeofday": 169, "getpid": 172, "getppid": 173,
-    "getuid": 174, "geteuid": 175, "getgid": 176, "getegid": 177, "gettid": 178, "sysinfo": 179, "brk": 214,
-    "munmap": 215, "mremap": 216, "mmap": 222, "fadvise64": 223, "mprotect": 226, "madvise": 233, "getrandom": 278,
-    "membarrier": 283, "statx": 291, "rseq": 293, "faccessat2": 439,
+_X86_64_CALLS = {
+    "stat": 4, "lstat": 6, "poll": 7, "access": 21, "select": 23, "dup2": 33, "readlink": 89, "arch_prctl": 158,
+    "time": 201,
 }  # fmt: skip
-# (call number, index of the argument that must have none of these bits)
+_X86_64, _AARCH64 = zip(*_CALLS.values(), strict=True)
+# (call number, index of the argument that must have none of these bits) of open and openat
 _WRITING = 0o3 | 0o100 | 0o1000  # O_WRONLY and O_RDWR, O_CREAT, O_TRUNC: equal on both
-_OPEN_X86_64 = ((2, 1), (257, 2))  # open, openat
-_OPEN_AARCH64 = ((56, 2),)
+_OPEN_X86_64, _OPEN_AARCH64 = ((2, 1), (257, 2)), ((56, 2),)
 _ARGUMENT_LISTS = {"ioctl": (0x5401, 0x541B, 0x5450, 0x5451), "fcntl": (0, 1, 2, 3, 4, 1030)}
 # TCGETS, FIONREAD, FIONCLEX, FIOCLEX; F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
 _MACHINES = {
-    "x86_64": (0xC000003E, _X86_64, _OPEN_X86_64, {"ioctl": 16, "fcntl": 72}),
+    "x86_64": (0xC000003E, [*_X86_64, *_X86_64_CALLS.values()], _OPEN_X86_64, {"ioctl": 16, "fcntl": 72}),
     "aarch64": (0xC00000B7, _AARCH64, _OPEN_AARCH64, {"ioctl": 29, "fcntl": 25}),
 }
 
@@ -86,7 +80,7 @@ def syscall_filter() -> bytes:
     # kill calls of another instruction set (32-bit on x86_64), whose numbers differ
     code = [(_LOAD, 0, 0, _MACHINE_AT), (_IF_EQUAL, 1, 0, audit_machine), (_RETURN, 0, 0, _KILL_PROCESS)]
     code += [(_LOAD, 0, 0, _NUMBER_AT)]
-    for number in plain.values():
+    for number in plain:
         code += [(_IF_EQUAL, 0, 1, number), allow]
     for number, argument in openings:
         code += [(_IF_EQUAL, 0, 5, number), (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument), (_AND, 0, 0, _WRITING)]
@@ -103,6 +97,7 @@ def syscall_filter() -> bytes:
 
 Protection = Literal["kernel filter", "audit hook"]
 _PROTECTIONS: dict[bytes, Protection] = {b"K": "kernel filter", b"A": "audit hook"}
+_CHILD = Path(__file__).with_name("sandbox_child.py")
 _REPORT_BYTES = 4096
 # processor time decides, so that a busy machine changes no result; wall time only ends programs that sleep
 _CLOCK_PER_CPU_S = 4.0
@@ -127,8 +122,8 @@ def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 *
     token = secrets.token_hex(16).encode()
     cpu_s = max(1, math.ceil(timeout_s))
     deadline_s = time.monotonic() + _CLOCK_PER_CPU_S * timeout_s
-    command = [sys.executable, "-S", "-s", "-B", "-c", _child_text()]
-    command += [str(cpu_s), str(memory_bytes), _filter_text()]
+    command = [sys.executable, "-S", "-s", "-B", "-c", _CHILD.read_text(encoding="utf-8")]
+    command += [str(cpu_s), str(memory_bytes), syscall_filter().hex()]
     try:
         with tempfile.TemporaryDirectory(prefix="moeedge-run-") as folder, _started(command, folder) as process:
             assert process.stdin is not None and process.stdout is not None
@@ -148,7 +143,7 @@ def _started(command: list[str], folder: str) -> Iterator[subprocess.Popen[bytes
     """Starts a process in its own group and kills the group when the block ends."""
     # a fixed hash seed keeps the order of sets on every run
     environment = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-    environment |= {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
+    environment |= {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=null, cwd=folder, env=environment, start_new_session=True
@@ -195,14 +190,11 @@ def _ends_before(pid: int, deadline_s: float) -> bool:
 def _judge(report: bytes, token: bytes, exit_code: int, in_time: bool, timeout_s: float) -> SandboxResult:
     before, *parts = report.split(token)
     if before or not parts or parts[0][:1] not in _PROTECTIONS:
+        failed = "The process for a program's tests did not start"
         if not in_time:
-            raise SandboxError(
-                f"The process for a program's tests did not start within {_CLOCK_PER_CPU_S * timeout_s:g} s."
-            )
-        raise SandboxError(
-            f"The process for a program's tests did not start (exit code {exit_code}).",
-            "Give it more memory, or check that this Python runs with -S.",
-        )
+            raise SandboxError(f"{failed} within {_CLOCK_PER_CPU_S * timeout_s:g} s.")
+        hint = "Give it more memory, or check that this Python runs with -S."
+        raise SandboxError(f"{failed} (exit code {exit_code}).", hint)
     guarded = _PROTECTIONS[parts[0][:1]]
     if len(report) > _REPORT_BYTES:
         return SandboxResult(False, "it wrote to the sandbox's own channel", guarded)
@@ -215,13 +207,3 @@ def _judge(report: bytes, token: bytes, exit_code: int, in_time: bool, timeout_s
     if parts[1:] == [b"P"] and exit_code == 0:
         return SandboxResult(True, "", guarded)
     return SandboxResult(False, f"it left before its end (exit code {exit_code})", guarded)
-
-
-@lru_cache
-def _child_text() -> str:
-    return Path(__file__).with_name("sandbox_child.py").read_text(encoding="utf-8")
-
-
-@lru_cache
-def _filter_text() -> str:
-    return syscall_filter().hex()

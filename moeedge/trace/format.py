@@ -11,18 +11,20 @@ import math
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.native.abi import Phase
 from moeedge.paths import write_file
+from moeedge.records import as_dict, figure, figures
+from moeedge.speculation import check_gamma
 
 FORMAT = "moeedge.trace"
 SCHEMA = 1
@@ -30,15 +32,6 @@ MAX_EXPERTS = 65535  # ids are uint16 at most and one value is the sentinel
 
 Ids = NDArray[np.uint8] | NDArray[np.uint16]
 
-_ROW_TYPES: dict[str, np.dtype[Any]] = {
-    "phase": np.dtype(np.uint8),
-    "sequence": np.dtype(np.int32),
-    "step": np.dtype(np.int32),
-    "accepted": np.dtype(np.bool_),
-    "token": np.dtype(np.int32),
-    "position": np.dtype(np.int32),
-}
-_REQUIRED = ("ids", *_ROW_TYPES)
 _OPTIONAL = ("weights", "hidden_states")
 # names in the file that differ from those of the fields; other tools read it
 _IN_FILE = {"hidden_states": "states", "n_expert_used": "n_experts_used"}
@@ -46,37 +39,68 @@ _IN_MEMORY = {in_file: name for name, in_file in _IN_FILE.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextDescription:
+    """A text of a trace, in its parameter "texts"."""
+
+    is_open: ClassVar[bool] = True
+
+    id: str = figure("Id of the prompt", optional=True)
+    dataset: str = figure("Name of the dataset", optional=True)
+    category: str = figure("Category of the prompt", optional=True)
+    language: str = figure("Language of the prompt", optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceParameters:
+    """The keys that moeedge writes into a trace's parameters, all optional."""
+
+    is_open: ClassVar[bool] = True
+
+    expert_bytes: float | list[float | None] | None = figure(
+        "Size of one expert, in bytes: a number, or one for each layer; null: not known", optional=True
+    )
+    dataset: str = figure("Names of the data sets, separated by commas; prompt: a text of -p", optional=True)
+    prompts: int = figure("Number of prompts", optional=True)
+    dataset_sha256: str | None = figure("Hashes of the data sets' files, separated by commas", optional=True)
+    mode: str = figure("Mode of moeedge bench whose answers these are", optional=True)
+    n_predict: int = figure("Most tokens of an answer", optional=True, least=None)
+    temperature: float = figure("Of sampling; 0: greedy", optional=True)
+    seed: int | None = figure("Seed of the random numbers; null: greedy", optional=True)
+    n_ctx: int = figure("Context size, in tokens", optional=True)
+    n_threads: int = figure("Threads of the contexts", optional=True)
+    texts: list[TextDescription] = figure("A description of each text, in order", optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceMeta:
     """The model and the run that a trace is of. Raises ValueError for impossible values."""
 
-    model: str  # file name, or the name that the source gives
-    n_layers: int  # with and without experts
-    n_experts: int  # N of each MoE layer
-    n_expert_used: int  # k
-    architecture: str = ""
-    gamma: int = 0  # draft length; 0: no speculation
-    draft: str = "none"
-    source: str = ""  # the program that made the trace
-    parameters: dict[str, Any] = field(default_factory=dict)  # anything else: prompts, sampling, versions, expert_bytes
+    is_open: ClassVar[bool] = True
+
+    model: str = figure("File of the model, or the name that the source gives")
+    n_layers: int = figure("Layers with and without experts", least=1)
+    n_experts: int = figure("Experts of a layer", least=1, most=MAX_EXPERTS)
+    n_expert_used: int = figure("Experts that a token uses in a layer (k)", least=1, key="n_experts_used")
+    architecture: str = figure("llama.cpp's name of the architecture; empty: not known", default="", optional=True)
+    gamma: int = figure("Most drafts of a step, in tokens; 0: no speculation", default=0, optional=True)
+    draft: str = figure('Source of drafts; "none" without', default="none", optional=True)
+    source: str = figure("The program that wrote the file", default="", optional=True)
+    parameters: dict[str, Any] = figure(
+        "What else is known of the run", default_factory=dict, optional=True, kind=TraceParameters
+    )
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "n_experts", "n_expert_used", "gamma"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
+            require(not isinstance(value, bool) and isinstance(value, int), f"{name} must be an integer, not {value!r}")
         for name in ("model", "architecture", "draft", "source"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a string, not {getattr(self, name)!r}")
-        if not isinstance(self.parameters, dict):
-            raise ValueError("parameters must be a JSON object")
-        if self.n_layers < 1:
-            raise ValueError(f"n_layers must be >= 1, not {self.n_layers}")
-        if not 1 <= self.n_experts <= MAX_EXPERTS:
-            raise ValueError(f"n_experts must be in 1..{MAX_EXPERTS}, not {self.n_experts}")
-        if not 1 <= self.n_expert_used <= self.n_experts:
-            raise ValueError(f"n_expert_used must be in 1..{self.n_experts}, not {self.n_expert_used}")
-        if self.gamma < 0:
-            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
+            require(isinstance(getattr(self, name), str), f"{name} must be a string, not {getattr(self, name)!r}")
+        require(isinstance(self.parameters, dict), "parameters must be a JSON object")
+        require(self.n_layers >= 1, f"n_layers must be >= 1, not {self.n_layers}")
+        require(1 <= self.n_experts <= MAX_EXPERTS, f"n_experts must be in 1..{MAX_EXPERTS}, not {self.n_experts}")
+        is_top_k = 1 <= self.n_expert_used <= self.n_experts
+        require(is_top_k, f"n_expert_used must be in 1..{self.n_experts}, not {self.n_expert_used}")
+        check_gamma(self.gamma)
 
 
 def ids_dtype(n_experts: int) -> np.dtype[Any]:
@@ -89,39 +113,45 @@ class Trace:
     """A routing trace in memory. Raises ValueError where its arrays do not fit each other."""
 
     meta: TraceMeta
-    ids: Ids  # [T, n_layers, k], the router's first choice first; the largest value of the type: not recorded
-    phase: NDArray[np.uint8]  # [T], of native.abi.Phase
-    sequence: NDArray[np.int32]  # [T], the text (prompt and answer) of the token
-    step: NDArray[np.int32]  # [T], of the sequence: 0 is the prefill
-    accepted: NDArray[np.bool_]  # [T], the token is part of the text
-    token: NDArray[np.int32]  # [T], -1 where unknown
-    position: NDArray[np.int32]  # [T], -1 where unknown
-    weights: NDArray[np.float16] | None = None  # [T, n_layers, k], the router's; NaN where not recorded
-    hidden_states: NDArray[np.float16] | None = None  # [T, d], of the draft; NaN where not recorded
+    ids: Ids = figure(
+        "Experts of the token in each layer, the router's first choice first; the type's largest value: not recorded",
+        kind="uint8 uint16 TLk",
+    )
+    phase: NDArray[np.uint8] = figure("1 prefill, 2 decode, 3 draft, 4 verify", kind="uint8 T")
+    sequence: NDArray[np.int32] = figure("Number of the text (prompt and answer), from 0", kind="int32 T")
+    step: NDArray[np.int32] = figure("Number of the step in its text: 0 is the prefill", kind="int32 T")
+    accepted: NDArray[np.bool_] = figure("Whether the token is part of the text", kind="bool T")
+    token: NDArray[np.int32] = figure("Vocabulary id; -1: not known", kind="int32 T")
+    position: NDArray[np.int32] = figure("Position in the text, in tokens; -1: not known", kind="int32 T")
+    weights: NDArray[np.float16] | None = figure(
+        "The router's weights of these experts; NaN: not recorded", default=None, kind="float16 TLk"
+    )
+    hidden_states: NDArray[np.float16] | None = figure(
+        "The draft model's last hidden state of the token; NaN: not recorded", default=None, kind="float16 Td"
+    )
 
     def __post_init__(self) -> None:
         shape = (self.ids.shape[0] if self.ids.ndim else 0, self.meta.n_layers, self.meta.n_expert_used)
-        for name, dtype in ({"ids": ids_dtype(self.meta.n_experts)} | _ROW_TYPES).items():
-            array = getattr(self, name)
+        for name in _REQUIRED:
+            array, row_type = getattr(self, name), figures(Trace)[name].kind.split()[0]
+            dtype = ids_dtype(self.meta.n_experts) if name == "ids" else np.dtype(row_type)
             expected = shape if name == "ids" else shape[:1]
             if array.dtype != dtype or array.shape != expected:
                 raise ValueError(f"{name} must be {dtype} {list(expected)}, not {array.dtype} {list(array.shape)}")
         if self.weights is not None and (self.weights.dtype != np.float16 or self.weights.shape != shape):
             raise ValueError(f"weights must be float16 {list(shape)}")
         states = self.hidden_states
-        if states is not None and (
-            states.dtype != np.float16 or states.ndim != 2 or states.shape[0] != shape[0] or states.shape[1] < 1
-        ):
-            raise ValueError(f"states must be float16 [{shape[0]}, d], d at least 1")
-        if np.any((self.ids >= self.meta.n_experts) & (self.ids != self.sentinel)):
-            raise ValueError(f"an expert id is not below n_experts = {self.meta.n_experts}")
-        if np.any((self.phase < Phase.PREFILL) | (self.phase > Phase.VERIFY)):
-            raise ValueError(f"a phase is not in {Phase.PREFILL:d}..{Phase.VERIFY:d}")
-        if np.any(np.diff(self.sequence) < 0) or np.any(self.sequence < 0) or np.any(self.step < 0):
-            raise ValueError("sequences must be numbered upwards from 0, steps be >= 0")
+        if states is not None:
+            is_valid = states.dtype == np.float16 and states.shape == (shape[0], max((1, *states.shape[1:])))
+            require(is_valid, f"states must be float16 [{shape[0]}, d], d at least 1")
+        is_known = (self.ids < self.meta.n_experts) | (self.ids == self.sentinel)
+        require(is_known.all(), f"an expert id is not below n_experts = {self.meta.n_experts}")
+        is_phase = (self.phase >= Phase.PREFILL) & (self.phase <= Phase.VERIFY)
+        require(is_phase.all(), f"a phase is not in {Phase.PREFILL:d}..{Phase.VERIFY:d}")
+        is_upwards = (np.diff(self.sequence, prepend=0) >= 0).all() and (self.step >= 0).all()
+        require(is_upwards, "sequences must be numbered upwards from 0, steps be >= 0")
         same_sequence = np.diff(self.sequence) == 0
-        if np.any(np.diff(self.step)[same_sequence] < 0):
-            raise ValueError("the steps of a sequence must not go back")
+        require(not np.any(np.diff(self.step)[same_sequence] < 0), "the steps of a sequence must not go back")
 
     @property
     def n_tokens(self) -> int:
@@ -169,13 +199,9 @@ class Trace:
     def save(self, path: Path) -> None:
         """Writes the .npz file. Raises InputError where the path cannot be written."""
         arrays: dict[str, Any] = {_IN_FILE.get(name, name): array for name, array in self._arrays().items()}
-        header: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA}
-        header |= {_IN_FILE.get(name, name): value for name, value in asdict(self.meta).items()}
+        header = {"format": FORMAT, "schema": SCHEMA, **as_dict(self.meta)}
         arrays["meta"] = np.array(json.dumps(header, ensure_ascii=False))
-        with (
-            write_file(path, "trace") as temporary,
-            temporary.open("wb") as file,
-        ):  # a file object: numpy appends .npz to names
+        with write_file(path, "trace") as temporary, temporary.open("wb") as file:  # numpy appends .npz to names
             np.savez_compressed(file, **arrays)
 
     @classmethod
@@ -204,6 +230,29 @@ class Trace:
         return {name: array for name, array in arrays.items() if array is not None}
 
 
+_REQUIRED = tuple(name for name in figures(Trace) if name not in _OPTIONAL)
+
+
+def array_schemas() -> dict[str, dict[str, Any]]:
+    """The JSON Schemas of the arrays of a file, by name: their types and the lengths of their axes."""
+    made = {}
+    for name, declared in figures(Trace).items():
+        *types, axes = declared.kind.split()
+        members = {
+            "dtype": {"description": "NumPy's name of the elements' type.", "enum": types},
+            "shape": {
+                "description": f"Length of each axis: {', '.join(axes)}.",
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0},
+                "minItems": len(axes),
+                "maxItems": len(axes),
+            },
+        }
+        object_ = {"type": "object", "additionalProperties": False, "properties": members, "required": [*members]}
+        made[_IN_FILE.get(name, name)] = {"description": declared.description, **object_}
+    return made
+
+
 def unusable_trace(path: Path, reason: str) -> InputError:
     """The error of all readers: one sentence with the file and the reason."""
     hint = "Write one with moeedge profile --trace-out FILE, or convert one with moeedge lab trace import."
@@ -211,8 +260,8 @@ def unusable_trace(path: Path, reason: str) -> InputError:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns the errors of opening and reading a trace file into InputError."""
+def reading(path: Path, damage: str = "") -> Iterator[None]:
+    """Turns the errors of opening and reading a trace file into InputError; damage: the reason for all other errors."""
     try:
         if path.is_file() and path.stat().st_size == 0:
             raise unusable_trace(path, "it is empty")
@@ -221,35 +270,27 @@ def reading(path: Path) -> Iterator[None]:
         raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
     except OSError as error:
         raise unusable_trace(path, error.strerror or "it cannot be read") from None
+    except Exception as error:
+        if not damage or isinstance(error, InputError):
+            raise
+        # zipfile, zlib and numpy's header parser raise a dozen unrelated types on damaged bytes
+        raise unusable_trace(path, damage) from None
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     """All arrays of an .npz file, without pickles. Raises InputError for anything else."""
     arrays = {}
-    with reading(path):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                for member in archive.infolist():
-                    with archive.open(member) as stream:
-                        arrays[member.filename.removesuffix(".npy")] = _read_array(stream, member.file_size)
-        except OSError:
-            raise
-        except Exception:
-            # zipfile, zlib and numpy's header parser raise a dozen unrelated types on damaged bytes
-            raise unusable_trace(path, "it is not an .npz file, or it is damaged") from None
+    with reading(path, "it is not an .npz file, or it is damaged"), zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            with archive.open(member) as stream:
+                arrays[member.filename.removesuffix(".npy")] = _read_array(stream, member.file_size)
     return arrays
 
 
 def read_npy(path: Path) -> NDArray[Any]:
     """The array of an .npy file, without pickles. Raises InputError for anything else."""
-    with reading(path):
-        try:
-            with path.open("rb") as file:
-                return _read_array(file, path.stat().st_size)
-        except OSError:
-            raise
-        except Exception:  # see read_npz
-            raise unusable_trace(path, "an array in it is damaged") from None
+    with reading(path, "an array in it is damaged"), path.open("rb") as file:
+        return _read_array(file, path.stat().st_size)
 
 
 def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:
@@ -257,8 +298,7 @@ def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:
     version = npy.read_magic(stream)
     header = npy.read_array_header_1_0(stream) if version == (1, 0) else npy.read_array_header_2_0(stream)
     shape, _, dtype = header
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize > n_bytes:
-        raise ValueError("header and data disagree")
+    require(not dtype.hasobject and math.prod(shape) * dtype.itemsize <= n_bytes, "header and data disagree")
     stream.seek(0)
     return np.asarray(npy.read_array(stream, allow_pickle=False))
 

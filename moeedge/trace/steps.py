@@ -15,8 +15,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.errors import require
 from moeedge.experts import count_ids
 from moeedge.native.abi import Phase
+from moeedge.records import counter, figure, quotient
+from moeedge.speculation import acceptance_rate, check_gamma
 from moeedge.trace.format import Trace
 
 GAMMA = 8  # drafts of a text whose trace has none: MoE-SpAc's length
@@ -65,9 +68,9 @@ def recorded_steps(trace: Trace, phases: tuple[Phase, ...] = (Phase.DECODE, Phas
     return Steps(table, sequence[is_new], n_text)
 
 
-def text_steps(trace: Trace) -> Steps:
-    """The accepted tokens one at a time, as plain decoding computes the same text."""
-    rows = trace.text_rows()
+def text_steps(trace: Trace, rows: NDArray[np.int64] | None = None) -> Steps:
+    """The accepted tokens one at a time, as plain decoding computes the same text; rows: of other tokens."""
+    rows = trace.text_rows() if rows is None else rows
     return Steps(rows[:, None], trace.sequence[rows], np.ones(rows.size, dtype=np.int64))
 
 
@@ -86,10 +89,8 @@ def simulated_steps(
     `optimistic` takes the tokens that really follow, `pessimistic` random tokens of the same text. Both draw the same
     acceptances from generators of the same seed. Raises ValueError for an impossible gamma or chance.
     """
-    if gamma < 1:
-        raise ValueError(f"gamma must be >= 1, not {gamma}")
-    if not 0 <= acceptance_chance <= 1:
-        raise ValueError(f"the chance of acceptance must be in [0, 1], not {acceptance_chance}")
+    check_gamma(gamma, least=1)
+    require(0 <= acceptance_chance <= 1, f"the chance of acceptance must be in [0, 1], not {acceptance_chance}")
     rejected_rng = rng.spawn(1)[0]
     text = trace.text_rows()
     windows: list[NDArray[np.int64]] = []
@@ -127,9 +128,14 @@ def activation_counts(trace: Trace, steps: Steps, layers: list[int]) -> NDArray[
 class DraftStats:
     """Drafts of a trace's verifications."""
 
-    gamma: int  # of the longest
-    acceptance_rate: float  # accepted over drafted tokens
-    acceptance_chance: float  # of one draft, after all before it were accepted: Leviathan et al.'s alpha
+    gamma: int = figure("Tokens of the longest draft")
+    drafted: int = counter("drafted tokens", in_json=False)
+    judged: int = counter("of these, tokens that the target judged on their own", in_json=False)
+    accepted: int = counter("accepted tokens", in_json=False)
+    acceptance_rate = acceptance_rate
+    acceptance_chance = quotient(
+        "accepted", "judged", "Chance of one draft, Leviathan et al.'s alpha", empty=0.0, most=1
+    )
 
 
 def draft_stats(trace: Trace) -> DraftStats | None:
@@ -150,8 +156,9 @@ def drafts_of(steps: Steps) -> DraftStats | None:
     n_judged = np.minimum(n_accepted + 1, n_drafted)
     return DraftStats(
         gamma=int(n_drafted.max()),
-        acceptance_rate=int(n_accepted.sum()) / int(n_drafted.sum()),
-        acceptance_chance=int(n_accepted.sum()) / int(n_judged.sum()),
+        drafted=int(n_drafted.sum()),
+        judged=int(n_judged.sum()),
+        accepted=int(n_accepted.sum()),
     )
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeedge.errors import InputError
-from moeedge.notifications import Level, Notification, Notify
+from moeedge.run import Level, Notification, Notify
 from moeedge.ui.figures import Figure
 
 if sys.platform != "win32":
@@ -70,21 +70,21 @@ def terminal_is_gone() -> bool:
     except (OSError, ValueError):
         return False
     except termios.error as error:
-        return bool(error.args and error.args[0] == errno.EIO)
+        return error.args[:1] == (errno.EIO,)
     return False
 
 
-def supports_panel(stream: IO[str], *, columns: int, rows: int) -> bool:
-    """Whether `stream` is a terminal that can be repainted and is large enough.
+def supports_panel(console: Console) -> bool:
+    """Whether this is a terminal that can be repainted and is large enough.
 
     NO_COLOR asks for plain text; so do TERM=dumb, an unset TERM, and an encoding without box characters.
     """
-    if _plain or not is_terminal(stream) or os.environ.get("NO_COLOR"):
+    if _plain or not is_terminal(console.file) or os.environ.get("NO_COLOR"):
         return False
     if os.name != "nt" and os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False
-    utf8 = (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"
-    return utf8 and columns >= MIN_PANEL_COLUMNS and rows >= MIN_PANEL_ROWS
+    utf8 = (getattr(console.file, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    return utf8 and console.width >= MIN_PANEL_COLUMNS and console.height >= MIN_PANEL_ROWS
 
 
 def stderr_console() -> Console:
@@ -129,18 +129,14 @@ def show_figures(console: Console, figures: list[Figure], *, style: str = "", in
     if not figures:
         return
     room = console.width - indent - max(len(item.label) for item in figures) - 2
+    is_narrow = room < _LEAST_ROOM  # a value is below its label
     table = Table.grid(padding=(0, 2, 0, 0))
-    is_narrow = room < _LEAST_ROOM
     if not is_narrow:
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for item in figures:
-        value = item.value if item.draw is None else item.draw(max(room, 1))
-        cells = Text(item.label), Text(value, style="" if style else "bold")
-        if is_narrow:  # one below the other
-            table.add_row(cells[0])
-            table.add_row(Padding(cells[1], (0, 0, 0, 2)))
-        else:
+        label, value = Text(item.label), Text(item.value, style="" if style else "bold")
+        for cells in [(label,), (Padding(value, (0, 0, 0, 2)),)] if is_narrow else [(label, value)]:
             table.add_row(*cells)
     with suppress(OSError):
         console.print(Padding(table, (0, 0, 0, indent)), style=style)
@@ -192,9 +188,8 @@ def check_output(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"{path} cannot be written: it is a folder.", "Give the path of a file in it.")
     if not folder.is_dir():
-        raise InputError(
-            f"{path} cannot be written: there is no folder {folder}.", "Create it, or choose another path."
-        )
+        hint = "Create it, or choose another path."
+        raise InputError(f"{path} cannot be written: there is no folder {folder}.", hint)
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise InputError(f"{path} cannot be written: you have no permission.", "Choose another path.")
 

@@ -1,23 +1,33 @@
-"""Figures as short texts: units, and those of the expert cache, in one wording for panel, /stats and profile."""
+"""Figures as short texts, in one wording for the panel, the line after an answer, /stats and profile."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from moeedge.records import combine
 from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from moeedge.engine.types import EngineInfo
+    from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
     from moeedge.policies.base import LookaheadStatus
     from moeedge.scheduler.cache_governor import CacheChoice
+    from moeedge.scheduler.governor import DraftChoice
     from moeedge.scheduler.stats import PlacementStats
 
 NONE = "-"  # stands for a figure that is not known
+_FEW_STEPS = 16  # an estimate of fewer may be off by a factor
+_MIN_PROGRESS_S = 0.5  # of a prompt, before its end is estimated
+_STOP_NOTES: dict[StopReason | None, str] = {  # why an answer ended, unless the model ended it
+    "length": "cut at -n tokens",
+    "context": "context full",
+    "interrupted": "stopped",
+}
+_SHORT = {"drafts": "draft", "experts on the CPU": "CPU", "waiting": "wait", "the rest": "rest"}
 
 
 @dataclass(frozen=True)
@@ -30,11 +40,14 @@ class Figure:
     rank: int = field(default=0, compare=False)  # where there is no room, the highest rank is left out first
 
 
+def known_figures(values: Mapping[str, str]) -> list[Figure]:
+    """Figures by label; empty values are left out."""
+    return [Figure(label, value) for label, value in values.items() if value]
+
+
 def speed(value_ts: float) -> str:
     """Tokens per second with three significant digits."""
-    if value_ts <= 0:
-        return NONE
-    return f"{value_ts:.0f} t/s" if value_ts >= 100 else f"{value_ts:.1f} t/s"
+    return NONE if value_ts <= 0 else f"{value_ts:.{0 if value_ts >= 100 else 1}f} t/s"
 
 
 def seconds(value_s: float) -> str:
@@ -61,9 +74,7 @@ def budget(info: EngineInfo) -> str:
 
 def per_layer(count: float | None) -> str:
     """Experts per layer and step."""
-    if count is None:
-        return NONE
-    return f"{count:.1f}" if count >= 10 else f"{count:.2f}"
+    return NONE if count is None else f"{count:.{1 if count >= 10 else 2}f}"
 
 
 def shares(parts_s: Mapping[str, float], total_s: float) -> list[Figure]:
@@ -100,20 +111,18 @@ def lookahead(status: LookaheadStatus) -> str:
     return "on" if status.gain is None else f"on, {100 * status.gain:+.0f} % hits"
 
 
+def time_text(parts: Sequence[Figure]) -> str:
+    """The parts of a time in one line."""
+    return ", ".join(f"{part.label} {part.value}" for part in parts)
+
+
 def share_line(parts: Sequence[Figure], columns: int) -> str:
     """The parts of a time in one line, shortened where it is narrow."""
-    full = ", ".join(f"{part.label} {part.value}" for part in parts) or NONE
-    words = {"drafts": "draft", "experts on the CPU": "CPU", "the rest": "rest"}
-    labels = [words.get(part.label, "wait" if part.label.startswith("waiting") else part.label) for part in parts]
-    cut = " ".join(f"{label} {part.value.replace(' ', '')}" for label, part in zip(labels, parts, strict=True))
-    shorter = re.sub(r" for the \w+", "", full)
-    forms = (f"time: {full}", f"time: {shorter}", f"time: {cut}", cut)
-    return next((form for form in forms if len(form) <= columns), forms[-1])
-
-
-def is_emulated(stats: PlacementStats) -> bool:
-    """Whether the device is a second CPU instance."""
-    return device_name(stats.device) == "emulated"
+    full = time_text(parts) or NONE
+    short = (replace(part, value=part.value.replace(" ", "")) for part in parts)
+    shortest = " ".join(f"{_SHORT.get(part.label.partition(' for')[0], part.label)} {part.value}" for part in short)
+    forms = (f"time: {full}", "time: " + re.sub(r" for the \w+", "", full), f"time: {shortest}", shortest)
+    return next((form for form in forms if len(form) <= columns), shortest)
 
 
 def is_ram(device: str) -> bool:
@@ -121,13 +130,15 @@ def is_ram(device: str) -> bool:
     return device_name(device) == "RAM"
 
 
-def memory_text(stats: PlacementStats) -> str:
+def memory_figure(stats: PlacementStats) -> Figure:
     """Used and total memory of the device, or the size of the slots if the driver does not report it."""
-    if stats.vram_used_bytes is None or not stats.vram_total_bytes:
-        return f"slots {format_bytes(stats.pool_bytes)}"
-    total = format_bytes(stats.vram_total_bytes)
-    used = format_bytes(int(stats.vram_used_bytes)).removesuffix(total[total.index(" ") :])
-    return f"{used} of {total}"
+    if device_name(stats.device) == "emulated":  # it has no memory of its own
+        return Figure("slots in RAM", format_bytes(stats.pool_bytes), rank=1)
+    text = f"slots {format_bytes(stats.pool_bytes)}"
+    if stats.vram_used_bytes is not None and stats.vram_total_bytes:
+        total = format_bytes(stats.vram_total_bytes)
+        text = f"{format_bytes(int(stats.vram_used_bytes)).removesuffix(total[total.index(' ') :])} of {total}"
+    return Figure("RAM" if is_ram(stats.device) else "VRAM", text, rank=1)
 
 
 def tau_text(tau: Sequence[float]) -> str:
@@ -136,14 +147,17 @@ def tau_text(tau: Sequence[float]) -> str:
     return low if low == high else f"{low}-{high}"
 
 
+def _rate(stats: PlacementStats) -> str:
+    return NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
+
+
 def _disk_figures(stats: PlacementStats) -> list[Figure]:
     """Experts in RAM: hits, what is read per token, at which rate, and how long the CPU waits for it."""
     read = NONE if stats.bytes_per_token is None else f"{stats.bytes_per_token / 1e6:.3g} MB"
-    rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
     return [
         Figure("RAM pair hits", percent(stats.hit_rate_pairs)),
         Figure("read/token", read, rank=1),
-        Figure("disk", rate, rank=2),
+        Figure("disk", _rate(stats), rank=2),
         Figure("disk wait", percent(stats.wait_share), rank=1),
     ]
 
@@ -154,54 +168,34 @@ def cache_effect(choice: CacheChoice) -> str:
     return f"{state}, measuring" if choice.gain is None else f"{state}, {choice.gain:.2f}x by measurement"
 
 
-_RAM_LOST = Figure("", "RAM lost: mapped file")
-
-
 def live_cache_figures(stats: PlacementStats) -> list[Figure]:
     """The panel's figures of the cache; a small window drops the highest `rank` first."""
-    in_ram = [] if stats.ram is None else _ram_figures(stats.ram)
+    ram, from_disk = stats.ram, is_ram(stats.device)
+    in_ram, ram_lost = [], Figure("", "RAM lost: mapped file")
+    if ram is not None:  # next to a device; hits are of the pairs that it does not compute
+        slots = f"{ram.slots_used}/{ram.slots_total}, {format_bytes(ram.pool_bytes)}"
+        in_ram = [ram_lost] if ram.lost else [*_disk_figures(ram), Figure("RAM slots", slots, rank=2)]
     if stats.lost:
-        return [_RAM_LOST if is_ram(stats.device) else Figure("", "device lost: all on CPU"), *in_ram]
-    rate = NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
-    from_disk = is_ram(stats.device)
+        return [ram_lost if from_disk else Figure("", "device lost: all on CPU"), *in_ram]
     shown = [
-        *([] if stats.choice is None else [Figure("cache speed", cache_effect(stats.choice), rank=2)]),
+        Figure("cache speed", "" if stats.choice is None else cache_effect(stats.choice), rank=2),
         *(_disk_figures(stats) if from_disk else [Figure("pair hits", percent(stats.hit_rate_pairs))]),
         Figure("expert hits", percent(stats.hit_rate_experts), rank=4 if from_disk else 1),
         Figure("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),
         Figure("loads/layer" if from_disk else "uploads/layer", per_layer(stats.uploads_per_layer_step), rank=3),
         Figure("evictions/layer", per_layer(stats.evictions_per_layer_step), rank=5),
-        *([] if from_disk else [Figure("link", rate, rank=4)]),
-        _memory_figure(stats),
+        *([] if from_disk else [Figure("link", _rate(stats), rank=4)]),
+        memory_figure(stats),
         Figure("", "", draw=lambda columns: share_line(time_figures(stats), columns), rank=3),
+        Figure("tau", tau_text(stats.tau) if stats.tau else "", rank=2),
+        Figure("lookahead", "" if stats.lookahead is None else lookahead(stats.lookahead), rank=5),
     ]
-    if stats.tau:
-        shown.append(Figure("tau", tau_text(stats.tau), rank=2))
-    if stats.lookahead is not None:
-        shown.append(Figure("lookahead", lookahead(stats.lookahead), rank=5))
-    return shown + in_ram
-
-
-def _memory_figure(stats: PlacementStats) -> Figure:
-    """Memory of the device; the emulated one has none of its own."""
-    if is_emulated(stats):
-        return Figure("slots in RAM", format_bytes(stats.pool_bytes), rank=1)
-    label = "RAM" if is_ram(stats.device) else "VRAM"
-    return Figure(label, memory_text(stats), rank=1)
-
-
-def _ram_figures(ram: PlacementStats) -> list[Figure]:
-    """The figures of experts in RAM next to a device; hits are of the pairs that the device does not compute."""
-    if ram.lost:
-        return [_RAM_LOST]
-    slots = f"{ram.slots_used}/{ram.slots_total}, {format_bytes(ram.pool_bytes)}"
-    return [*_disk_figures(ram), Figure("RAM slots", slots, rank=2)]
+    return [figure for figure in shown if figure.value or figure.draw] + in_ram
 
 
 def earlier_runs(info: EngineInfo) -> str:
     """What earlier runs have left for a warm start of experts in RAM."""
-    earlier = info.earlier_runs
-    if earlier is None:
+    if (earlier := info.earlier_runs) is None:
         return "nothing kept"
     when = datetime.fromtimestamp(earlier.kept_at_s).strftime("%Y-%m-%d %H:%M")
     return (
@@ -212,14 +206,195 @@ def earlier_runs(info: EngineInfo) -> str:
 
 def cache_rows(stats: PlacementStats) -> list[Figure]:
     """The figures of the cache as rows of /stats: those of the panel and sums."""
-    rows = [
-        Figure("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
-        *(figure for figure in live_cache_figures(stats) if figure.label or figure.value),
-        Figure("moved", format_bytes(stats.bytes_moved)),
-    ]
-    parts = time_figures(stats)
-    if parts:
-        rows.append(Figure("time", ", ".join(f"{part.label} {part.value}" for part in parts)))
+    parts, busy = time_figures(stats), ""
     if parts and not is_ram(stats.device):  # in parallel with the CPU
-        rows.append(Figure("device busy", f"{percent(min(stats.device_s / stats.decode_s, 1))} of that time"))
-    return rows
+        busy = f"{percent(min(stats.device_s / stats.decode_s, 1))} of that time"
+    return [
+        Figure("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
+        *(figure for figure in live_cache_figures(stats) if figure.value),
+        *known_figures({"moved": format_bytes(stats.bytes_moved), "time": time_text(parts), "device busy": busy}),
+    ]
+
+
+def turn_line(
+    info: EngineInfo, stats: GenerationStats, reason: StopReason | None, cache: PlacementStats | None = None
+) -> str:
+    """The line after an answer: length, speed, wait, drafts; and what is lossy, off or cut short."""
+    if reason == "interrupted" and stats.ttft_s == 0:
+        return f"stopped after {_computed(stats)} of the prompt"
+    choice, wait_s = stats.choice, stats.ttft_s
+    wait = f"{wait_s:.0f} s" if wait_s >= 10 else f"{wait_s:.1f} s" if wait_s >= 0.1 else seconds(wait_s)
+    is_off = choice is not None and choice.best == 0 and choice.n_measured >= _FEW_STEPS
+    off = "drafts off, they do not pay here" if is_off else ""
+    is_without_cache = cache is not None and cache.choice is not None and not cache.choice.pays
+    return _joined(
+        _tokens(stats.generated_tokens),
+        speed(stats.tg_ts) if stats.tg_ts > 0 else "",
+        f"first after {wait}" if wait_s > 0 else "",
+        f"{percent(stats.acceptance_rate)} of drafts accepted" if stats.drafted else off,
+        budget(info),
+        "expert cache off, it does not pay here" if is_without_cache else "",
+        _STOP_NOTES.get(reason, ""),
+    )
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
+
+
+def _tokens(n_tokens: int) -> str:
+    return f"{n_tokens:,} token{'s' * (n_tokens != 1)}"
+
+
+def _computed(stats: GenerationStats) -> str:
+    """Tokens computed of the prompt, and of how many where it was stopped before its end."""
+    asked = stats.prompt_tokens - stats.cached_tokens
+    return _tokens(asked) if stats.prefill_tokens == asked else f"{stats.prefill_tokens:,} of {_tokens(asked)}"
+
+
+def draft_length(choice: DraftChoice) -> str:
+    """The draft length that pays by what steps have cost, and how much; trials of others are left out."""
+    if choice.speed_up is None or choice.n_measured < _FEW_STEPS:
+        return "measuring"
+    if choice.ends_early:
+        return f"as many as pay, {choice.speed_up:.2f} times the speed without, by estimate"
+    if choice.best == 0:
+        return f"off, {choice.other} would give {choice.other_speed_up:.2f} times the speed, by estimate"
+    return f"{choice.best} of {choice.gamma_max}, {choice.speed_up:.2f} times the speed without, by estimate"
+
+
+def experts(info: EngineInfo, stats: GenerationStats) -> str:
+    """Distinct experts that one verification uses in a layer, of all in the layer."""
+    mean = stats.experts_per_verification
+    known = NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
+    return known if info.n_experts else "no experts"
+
+
+def answer_rows(
+    info: EngineInfo, stats: GenerationStats, reason: StopReason | None, cache: PlacementStats | None = None
+) -> list[Figure]:
+    """Everything about one answer, as rows of /stats; `cache` counts its decoding."""
+    texts = {
+        "answer": _joined(f"{_tokens(stats.generated_tokens)} at {speed(stats.tg_ts)}", _STOP_NOTES.get(reason, "")),
+        "prompt": _joined(
+            f"{_computed(stats)} at {speed(stats.pp_ts)}",
+            f"{stats.cached_tokens:,} kept from before" if stats.cached_tokens else "",
+            f"first token after {seconds(stats.ttft_s)}",
+        ),
+    }
+    if stats.drafted:
+        texts["drafts accepted"] = f"{percent(stats.acceptance_rate)} ({stats.accepted:,} of {stats.drafted:,})"
+        per_step = stats.tokens_per_step or 0.0, stats.drafts_per_step or 0.0
+        texts["tokens per step"] = "{:.2f}, with {:.1f} drafts per step".format(*per_step)
+    elif not info.gamma:
+        texts["drafts"] = "off"
+    if stats.choice is not None:
+        texts["draft length"] = draft_length(stats.choice)
+        texts["drafts by n-grams"] = f"in {stats.ngram_steps} of {stats.steps} steps" if stats.ngram_steps else ""
+    if stats.experts_per_verification is not None:
+        texts["experts per layer and step"] = experts(info, stats)
+    natural, kept = stats.experts_natural, percent(stats.kept_probability)
+    effect = "" if natural is None else f": {natural:.1f} without it, {kept} of probability kept"
+    texts["expert budget"] = budget(info) and budget(info) + effect
+    if cache is None:
+        place = "the CPU" if info.device == "none" else info.device
+        texts["experts on"] = place if info.n_experts else ""
+        texts["time"] = time_text(shares({"drafts": stats.draft_s, "model": stats.verify_s}, stats.decode_s))
+        return known_figures(texts)
+    earlier = [Figure("earlier runs", earlier_runs(info))] if is_ram(info.device) else []
+    return [*known_figures(texts), *cache_rows(cache), *earlier]
+
+
+class Turn(NamedTuple):
+    """The figures of one finished answer; info: as it was then, cache: while the answer was decoded."""
+
+    info: EngineInfo
+    stats: GenerationStats
+    stop_reason: StopReason | None
+    cache: PlacementStats | None = None
+
+
+def total_rows(info: EngineInfo, turns: Sequence[Turn]) -> list[Figure]:
+    """Sums over several answers, rates of the sums, the mean wait, and their budgets."""
+    answers, caches = [turn.stats for turn in turns], [turn.cache for turn in turns if turn.cache is not None]
+    total = replace(combine(answers), prefill_generated=sum(stats.generated_tokens > 0 for stats in answers))
+    drafts = dropped = hits = ""
+    if total.drafted:
+        drafts = (
+            f"{percent(total.acceptance_rate)} of drafts accepted ({total.accepted:,} of {total.drafted:,}), "
+            f"{total.tokens_per_step or 0:.2f} tokens per step"
+        )
+    if total.dropped_tokens:
+        shifts = total.context_shifts
+        dropped = f"{_tokens(total.dropped_tokens)} dropped from the context in {shifts:,} shift{'s' * (shifts > 1)}"
+    if caches and (share := combine(caches).hit_rate_pairs) is not None:
+        hits = f"{'RAM pair hits' if is_ram(info.device) else 'pair hits'} {percent(share)}"
+    text = _joined(
+        f"{_tokens(total.generated_tokens)} at {speed(total.tg_ts)}",
+        f"prompts {_tokens(total.prefill_tokens)} at {speed(total.pp_ts)}",
+        f"first token after {seconds(total.ttft_s / len(answers))} on average",
+        drafts,
+        dropped,
+        *dict.fromkeys(budget(turn.info) for turn in turns),
+        hits,
+    )
+    return [Figure(f"all {len(answers)} answers", text)]
+
+
+def live_figures(
+    info: EngineInfo,
+    stats: GenerationStats,
+    cache: PlacementStats | None = None,
+    *,
+    read: tuple[int, int] = (0, 0),
+    elapsed_s: float,
+    full: bool = False,
+) -> list[Figure]:
+    """The panel's figures while an answer streams, the most important first.
+
+    read: tokens of the prompt read so far, and all that are to be read, shown with `elapsed_s` since the call until the
+    first token. full: all figures instead of those that a newcomer needs.
+    """
+    lossy = known_figures({"budget": budget(info).removeprefix("budget ")})  # no small window leaves it out
+    if stats.ttft_s <= 0:
+        return [Figure("reading the prompt", reading(*read, elapsed_s)), *lossy]
+    drafts = ("drafts accepted", percent(stats.acceptance_rate)) if info.gamma else ("drafts", "off")
+    tokens = Figure("tokens", f"{stats.generated_tokens:,}", rank=4)
+    shown = [Figure("speed", speed(stats.tg_ts)), tokens, Figure(*drafts, rank=1), *lossy]
+    if full:
+        return [*shown, *_details(info, stats), *([] if cache is None else live_cache_figures(cache))]
+    if cache is None:
+        return shown
+    if cache.lost or (cache.ram is not None and cache.ram.lost):
+        return shown + [figure for figure in live_cache_figures(cache) if not figure.label]
+    if cache.choice is not None and not cache.choice.pays:
+        return [*shown, Figure("expert cache", "off, it does not pay", rank=2)]
+    name = device_name(cache.device)
+    place = {"RAM": "in RAM", "emulated": "on the emulated GPU"}.get(name, f"on {name}")
+    shown.append(Figure(f"experts {place}", percent(cache.hit_rate_pairs), rank=2))
+    if parts := time_figures(cache):
+        shown.append(Figure("", "", draw=lambda columns: share_line(parts, columns), rank=3))
+    return shown
+
+
+def _details(info: EngineInfo, stats: GenerationStats) -> list[Figure]:
+    natural = stats.experts_natural
+    shown = [
+        Figure("prompt", speed(stats.pp_ts), rank=4),
+        Figure("first token", seconds(stats.ttft_s), rank=5),
+        Figure("draft length", "" if stats.choice is None else draft_length(stats.choice), rank=3),
+        Figure("tokens/step", NONE if stats.tokens_per_step is None else f"{stats.tokens_per_step:.2f}", rank=3),
+        Figure("experts/step", experts(info, stats), rank=5),
+        Figure("experts on", "the CPU" if info.device == "none" else device_name(info.device), rank=2),
+        Figure("without budget", "" if natural is None else f"{natural:.1f} experts/step", rank=5),
+        Figure("probability kept", "" if natural is None else percent(stats.kept_probability), rank=4),
+    ]
+    return [figure for figure in shown if figure.value]
+
+
+def reading(n_read: int, n_to_read: int, elapsed_s: float) -> str:
+    """How much of the prompt is read, and about how long the rest takes at the rate so far."""
+    text = f"{n_read:,} of {_tokens(n_to_read)}" if n_to_read else f"{elapsed_s:.1f} s"
+    if 0 < n_read < n_to_read and elapsed_s >= _MIN_PROGRESS_S:
+        text += f", about {max(elapsed_s / n_read * (n_to_read - n_read), 1):.0f} s left"
+    return text

@@ -11,34 +11,29 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from moeedge.ui.console import say, show_figures, visible
-from moeedge.ui.figures import Figure
+from moeedge.ui.figures import Figure, known_figures
 from moeedge.ui.tables import Column, json_text, print_table, text_column
-from moeedge.units import format_bytes
+from moeedge.units import format_bytes, format_weights
 
 if TYPE_CHECKING:
     from moeedge.hub.catalog import Choice, Starter
     from moeedge.hub.local import ListedModel
-    from moeedge.hub.pull import MissingFile, WantedModel
+    from moeedge.hub.pull import WantedModel
+    from moeedge.hub.remote import RemoteFile
     from moeedge.planning.estimate import FittingModel, FittingModels
-    from moeedge.planning.model_card import ModelCard
+    from moeedge.planning.headers import ModelCard
 
 
 def _model_size(model: ListedModel) -> str | None:
-    if model.size_bytes is not None:
-        return format_bytes(model.size_bytes)
-    return None if model.about_bytes is None else f"~{format_bytes(model.about_bytes)}"
+    known = model.about_bytes if model.size_bytes is None else model.size_bytes
+    return None if known is None else f"{'~' if model.size_bytes is None else ''}{format_bytes(known)}"
 
 
-def _model_state(model: ListedModel) -> str:
-    if model.state == "complete":
-        return "yes"
-    return f"{format_bytes(model.have_bytes)} of it" if model.state == "partial" else "no"
-
-
+_HERE = {"complete": "yes", "partial": "", "absent": "no"}
 _MODEL_COLUMNS = (
     text_column("name", lambda model: model.name if model.verified else f"{model.name}*"),
     Column("size", _model_size),
-    text_column("here", _model_state, fold=True),
+    text_column("here", lambda model: _HERE[model.state] or f"{format_bytes(model.have_bytes)} of it", fold=True),
     text_column("licence", "licence", fold=True),
     text_column("drafts", lambda model: ", ".join(model.drafts) or ("is a draft" if model.draft_of else ""), fold=True),
 )
@@ -73,11 +68,10 @@ _PLACES = {
 
 
 def _fit(row: FittingModel) -> str:
-    if row.map.place == "GPU and RAM":
-        return f"RAM + GPU {row.map.device_ratio:.0%}"
+    """Its place, and the share of the experts there."""
     if row.map.place == "disk" and row.map.ram_ratio < 1:
         return f"disk, RAM {row.map.ram_ratio:.0%}"
-    return row.map.place
+    return f"RAM + GPU {row.map.device_ratio:.0%}" if row.map.place == "GPU and RAM" else row.map.place
 
 
 def print_fits(found: FittingModels, console: Console, *, everything: bool) -> None:
@@ -87,9 +81,12 @@ def print_fits(found: FittingModels, console: Console, *, everything: bool) -> N
     if found.rows:
         print_table(console, columns, found.rows)
         console.print()
-    vram = f"a GPU with {format_bytes(found.memory.vram_bytes)} and " if found.memory.vram_bytes else ""
-    ram = f"{format_bytes(found.memory.ram_bytes)} of RAM free"
-    say(console, f"With {vram}{ram}.{_left_out(found)}", style="")
+    memory, too_large = found.memory, "No model of this list runs with that."
+    vram = f"a GPU with {format_bytes(memory.vram_bytes)} and " if memory.vram_bytes else ""
+    if found.rows:
+        too_large = f"{found.n_others} more are too large." if found.n_others > 1 else "One more is too large."
+    others = f" {too_large}" if found.n_others else ""
+    say(console, f"With {vram}{format_bytes(memory.ram_bytes)} of RAM free.{others}", style="")
     for place in dict.fromkeys(row.map.place for row in found.rows):
         say(console, _PLACES[place], style="")
     say(console, "Estimates for a context of 8,192 tokens; moeedge plan -m NAME is exact.", style="")
@@ -102,25 +99,16 @@ def _of_model(column: Column) -> Column:
     return replace(column, value=lambda row: column.read(row.model))
 
 
-def _left_out(found: FittingModels) -> str:
-    if not found.rows and found.n_others:
-        return " No model of this list runs with that."
-    one = " One more is too large." * found.n_others
-    return f" {found.n_others} more are too large." if found.n_others > 1 else one
-
-
 def fits_json(found: FittingModels) -> str:
     """A JSON list of the models that run, the best placed first; `fit` has ratios from 0 to 1."""
-    rows = []
-    for row in found.rows:
-        fit: dict[str, Any] = {"place": row.map.place, "n_ctx": row.map.n_ctx, "estimated": True}
-        fit |= {"device_ratio": row.map.device_ratio, "ram_ratio": row.map.ram_ratio}
-        rows.append(dataclasses.asdict(row.model) | {"fit": fit})
-    return json_text(rows)
+    names = ("place", "n_ctx", "device_ratio", "ram_ratio")
+    fits = ({name: getattr(row.map, name) for name in names} | {"estimated": True} for row in found.rows)
+    rows = zip(found.rows, fits, strict=True)
+    return json_text([dataclasses.asdict(row.model) | {"fit": fit} for row, fit in rows])
 
 
 def notify_downloads(
-    wanted: Sequence[WantedModel], missing: Sequence[MissingFile], notify: Callable[[str], None]
+    wanted: Sequence[WantedModel], missing: Sequence[RemoteFile], notify: Callable[[str], None]
 ) -> None:
     """A sentence per model: its name, its licence, and how much of it is downloaded."""
     for model in wanted:
@@ -129,18 +117,18 @@ def notify_downloads(
             notify(f"{model.role} {model.name}{licence}: here already.")
             continue
         files = _missing_files(model, missing)
-        total, have = sum(file.file.size_bytes for file in files), sum(file.have_bytes for file in files)
+        total, have = sum(file.size_bytes for file in files), sum(file.have_bytes for file in files)
         rest = f", {format_bytes(have)} of it here" if have else ""
-        notify(f"{model.role} {model.name}{licence}: {format_bytes(total)} from {model.repo}{rest}.")
-        if not model.verified:
+        notify(f"{model.role} {model.name}{licence}: {format_bytes(total)} from {model.variant.repo}{rest}.")
+        if not model.variant.verified:
             notify(
                 f"{model.name}: the catalog's facts about these files are not confirmed; only the hub's hash counts."
             )
-        if any(file.file.sha256 is None and file.sha256 is None for file in files):
+        if any(file.sha256 is None for file in files):
             notify(f"{model.name}: the hub names no SHA-256; only the size can be checked.")
 
 
-def print_files(wanted: Sequence[WantedModel], missing: Sequence[MissingFile], console: Console) -> None:
+def print_files(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile], console: Console) -> None:
     """The path of each model, or the files that a download would bring."""
     for model in wanted:
         if model.local is not None:
@@ -148,63 +136,54 @@ def print_files(wanted: Sequence[WantedModel], missing: Sequence[MissingFile], c
             continue
         for file in _missing_files(model, missing):
             have = f", {format_bytes(file.have_bytes)} here" if file.have_bytes else ""
-            place = f"hf:{file.file.repo}:{file.file.path}"
-            console.print(f"{model.role} {place} {format_bytes(file.file.size_bytes)}{have}", soft_wrap=True)
+            what = f"{model.role} hf:{file.repo}:{file.path} {format_bytes(file.size_bytes)}{have}"
+            console.print(what, soft_wrap=True)
 
 
-def files_json(wanted: Sequence[WantedModel], missing: Sequence[MissingFile]) -> str:
+def files_json(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile]) -> str:
     """A JSON list with one object per model."""
-    return json_text(
-        [
-            {
-                "role": model.role,
-                "name": model.name,
-                "licence": model.licence,
-                "repo": model.repo,
-                "revision": model.revision,
-                "path": None if model.local is None else str(model.local),
-                "missing": [
-                    {
-                        "file": file.file.path,
-                        "commit": file.file.commit,
-                        "size_bytes": file.file.size_bytes,
-                        "sha256": file.file.sha256 or file.sha256,
-                        "have_bytes": file.have_bytes,
-                    }
-                    for file in _missing_files(model, missing)
-                ],
-            }
-            for model in wanted
-        ]
-    )
+    rows = []
+    for model in wanted:
+        row: dict[str, Any] = {name: getattr(model, name) for name in ("role", "name", "licence")}
+        row |= {name: getattr(model.variant, name) for name in ("repo", "revision")}
+        row["path"] = None if model.local is None else str(model.local)
+        names = ("commit", "size_bytes", "sha256", "have_bytes")
+        files = _missing_files(model, missing)
+        row["missing"] = [{"file": file.path} | {name: getattr(file, name) for name in names} for file in files]
+        rows.append(row)
+    return json_text(rows)
 
 
-def _missing_files(model: WantedModel, missing: Sequence[MissingFile]) -> list[MissingFile]:
-    if model.local is not None:
-        return []
-    paths = {file.path for file in model.files}
-    return [file for file in missing if file.file.repo == model.repo and file.file.path in paths]
+def _missing_files(model: WantedModel, missing: Sequence[RemoteFile]) -> list[RemoteFile]:
+    names = set() if model.local is not None else {(model.variant.repo, file.path) for file in model.variant.files}
+    return [file for file in missing if (file.repo, file.path) in names]
 
 
 def card_rows(card: ModelCard) -> list[Figure]:
     """Everything that is known, in words."""
     facts = card.facts
-    rows = [
-        Figure("file", visible(facts.file)),
-        Figure("name", visible(card.name)),
-        Figure("architecture", facts.architecture),
-        Figure("weights", f"{_count(facts.n_weights)}, {format_bytes(facts.file_bytes)}"),
-        Figure("quantization", f"{card.quantization}, {facts.bits_per_weight:.2f} bits per weight"),
-        Figure("context", f"{facts.n_ctx_train:,} tokens at most"),
-        Figure("layers", f"{facts.n_layers}, {card.n_embd:,} values wide"),
-        Figure("experts", _experts(card)),
-        Figure("read per token", format_bytes(facts.active_bytes)),
-        Figure("memory", facts.memory),
-        Figure("drafts", _drafts(card)),
-        Figure("chat template", f"{len(card.template):,} characters (--template)" if card.template else "none"),
-        Figure("licence", _licence(card)),
-    ]
-    return [row for row in rows if row.value]
+    experts = (
+        f"{facts.n_experts} per layer in {facts.n_expert_layers} layers, {facts.experts_per_token}; "
+        f"{format_bytes(facts.expert_bytes)} each, {format_bytes(facts.experts_bytes)} together"
+    )
+    source = " (by the catalog)" if card.licence_source == "catalog" else ""
+    return known_figures(
+        {
+            "file": visible(facts.file),
+            "name": visible(card.name),
+            "architecture": facts.architecture,
+            "weights": f"{format_weights(facts.n_weights)}, {format_bytes(facts.file_bytes)}",
+            "quantization": f"{card.quantization}, {facts.bits_per_weight:.2f} bits per weight",
+            "context": f"{facts.n_ctx_train:,} tokens at most",
+            "layers": f"{facts.n_layers}, {card.n_embd:,} values wide",
+            "experts": experts if facts.n_experts else "none: a dense model",
+            "read per token": format_bytes(facts.active_bytes),
+            "memory": facts.memory,
+            "drafts": ", ".join([*(["its own head (-md mtp)"] if card.has_head else []), *card.drafts]),
+            "chat template": f"{len(card.template):,} characters (--template)" if card.template else "none",
+            "licence": visible(card.licence) + source if card.licence else "not named in the file",
+        }
+    )
 
 
 def print_card(card: ModelCard, console: Console) -> None:
@@ -224,18 +203,18 @@ def print_entry(choice: Choice, reason: str, console: Console) -> None:
     entry, variant, shape = choice.entry, choice.variant, choice.entry.shape
     size = variant.size_bytes or variant.about_bytes
     console.print(f"{visible(reason)} From the catalog:")
-    rows = [
-        Figure("name", choice.name),
-        Figure("about", visible(entry.about)),
-        Figure("file", f"hf:{variant.repo}:{variant.files[0].path}" if variant.files else str(variant.local)),
-        Figure("size", "" if size is None else f"{'' if variant.size_bytes else 'about '}{format_bytes(size)}"),
-        Figure("weights", "" if shape is None else _count(shape.weights)),
-        Figure("context", "" if shape is None or shape.context is None else f"{shape.context:,} tokens at most"),
-        Figure("drafts", ", ".join(entry.drafts)),
-        Figure("note", visible(entry.note)),
-        Figure("licence", visible(entry.licence)),
-    ]
-    show_figures(console, [row for row in rows if row.value])
+    rows = {
+        "name": choice.name,
+        "about": visible(entry.about),
+        "file": f"hf:{variant.repo}:{variant.files[0].path}" if variant.files else str(variant.local),
+        "size": "" if size is None else f"{'' if variant.size_bytes else 'about '}{format_bytes(size)}",
+        "weights": "" if shape is None else format_weights(shape.weights),
+        "context": "" if shape is None or shape.context is None else f"{shape.context:,} tokens at most",
+        "drafts": ", ".join(entry.drafts),
+        "note": visible(entry.note),
+        "licence": visible(entry.licence),
+    }
+    show_figures(console, known_figures(rows))
 
 
 def entry_json(choice: Choice, reason: str) -> str:
@@ -245,33 +224,3 @@ def entry_json(choice: Choice, reason: str) -> str:
     variant = dataclasses.asdict(choice.variant) | {"size_bytes": choice.variant.size_bytes}
     variant["local"] = None if choice.variant.local is None else str(choice.variant.local)
     return json_text({"from_catalog": True, "reason": reason, **entry, "variant": variant})
-
-
-def _experts(card: ModelCard) -> str:
-    facts = card.facts
-    if not facts.n_experts:
-        return "none: a dense model"
-    size = format_bytes(facts.expert_bytes)
-    return (
-        f"{facts.n_experts} per layer in {facts.n_expert_layers} layers, {facts.experts_per_token}; {size} each, "
-        f"{format_bytes(facts.experts_bytes)} together"
-    )
-
-
-def _drafts(card: ModelCard) -> str:
-    found = ["its own head (-md mtp)"] if card.has_head else []
-    return ", ".join([*found, *card.drafts])
-
-
-def _licence(card: ModelCard) -> str:
-    if not card.licence:
-        return "not named in the file"
-    return visible(card.licence) + (" (by the catalog)" if card.licence_source == "catalog" else "")
-
-
-def _count(n: int) -> str:
-    """A number of weights as models are named: 30.5 billion."""
-    for factor, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if n >= factor:
-            return f"{n / factor:.4g} {word}"
-    return f"{n:,}"

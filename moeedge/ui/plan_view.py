@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
+from moeedge.planning.beyond_ram import RamTierPlan
+from moeedge.planning.headers import ModelFacts
+from moeedge.planning.memory_map import MemoryMap, MemoryPool
+from moeedge.planning.session_plan import SessionPlan
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes, format_rate
-
-if TYPE_CHECKING:
-    from moeedge.planning.beyond_ram import RamTierPlan, RamTierRow
-    from moeedge.planning.headers import ModelFacts
-    from moeedge.planning.memory_map import MemoryMap, MemoryPool
-    from moeedge.planning.session_plan import SessionPlan
 
 _MIB = 2**20
 _WORTH_IT = 1.1  # times the speed
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
+_MAP_KEYS = ("n_ctx", "verdict", "kv_bytes", "compute_bytes", "whole_on_gpu", "cache_ratio", "device_ratio")
+_POOL_KEYS = ("used_bytes", "reserve_bytes", "fixed_bytes", "left_bytes")  # next to its fields
 
 
 def print_plan(plan: SessionPlan, console: Console) -> None:
@@ -32,7 +31,7 @@ def print_plan(plan: SessionPlan, console: Console) -> None:
     has_device = plan.machine.device.kind != "none" and plan.model.n_experts > 0
     for place in plan.map.places:
         console.print()
-        _print_place(place, plan.map, console)
+        _print_place(place, plan.map.n_ctx, console)
     console.print()
     columns = [
         Column("context", "n_ctx", ","),
@@ -41,18 +40,17 @@ def print_plan(plan: SessionPlan, console: Console) -> None:
         Column("RAM MiB", lambda row: row.places[-1].used_bytes, _mib),
         Column("fits", lambda row: _FITS[row.verdict]),
     ]
-    style = {plan.map.n_ctx: "bold"}
-    print_table(console, columns, plan.contexts, style=lambda row: style.get(row.n_ctx, ""))
-    console.print()
-    console.print(_largest_context(plan))
-    for note in plan.notes:
-        console.print(note)
+    n_ctx, largest = plan.map.n_ctx, plan.largest_n_ctx
+    print_table(console, columns, plan.contexts, style=lambda row: "bold" if row.n_ctx == n_ctx else "")
+    trained = " (what it was trained with)" if largest == plan.model.n_ctx_train else ""
+    found = f"Largest context that fits: {largest:,} tokens{trained}." if largest else "No context fits."
+    for line in ("", found, *plan.notes):
+        console.print(line)
     if plan.ram_tier is not None:
         console.print()
         _print_ram_tier(plan.ram_tier, console)
     if plan.command:
-        console.print()
-        console.print(plan.command, soft_wrap=True, style="bold")  # to be copied
+        console.print(f"\n{plan.command}", soft_wrap=True, style="bold")  # to be copied
 
 
 def _answer(plan: SessionPlan) -> str:
@@ -74,7 +72,9 @@ def _answer(plan: SessionPlan) -> str:
 
 def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
     console.print(f"{title}: {facts.file}", soft_wrap=True)
-    shape = f"{facts.description}; {facts.n_layers} layers, {_count(facts.n_weights)} weights"
+    n = facts.n_weights
+    weights = f"{n / 1e9:.2f} billion weights" if n >= 1e9 else f"{n / 1e6:.2f} million weights"
+    shape = f"{facts.description}; {facts.n_layers} layers, {weights}"
     console.print(f"  {shape} of {facts.bits_per_weight:.2f} bits, context {facts.n_ctx_train:,}")
     if facts.n_experts:
         layers = f"{facts.n_expert_layers} layers with {facts.n_experts} experts, {facts.experts_per_token}"
@@ -87,32 +87,21 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
         console.print(f"  {facts.memory}")
 
 
-def _print_place(place: MemoryPool, chosen: MemoryMap, console: Console) -> None:
+def _print_place(place: MemoryPool, n_ctx: int, console: Console) -> None:
     """What takes memory in one place, in MiB; rows are (text, bytes, style)."""
     rows = []
-    for line in place.lines:
-        if line.spare:
-            continue
-        text = f"{line.what}, {chosen.n_ctx:,} tokens" if line.what.endswith("KV cache") else line.what
-        text += " (in the file)" if line.mapped_bytes == line.n_bytes else ""
-        rows.append((text, line.n_bytes, ""))
+    for line in (line for line in place.lines if not line.spare):
+        tokens = f", {n_ctx:,} tokens" if line.what.endswith("KV cache") else ""
+        in_file = " (in the file)" if line.mapped_bytes == line.n_bytes else ""
+        rows.append((line.what + tokens + in_file, line.n_bytes, ""))
     rows.append(("together", place.used_bytes, "bold"))
     rows.append((f"free of {_mib(place.total_bytes)}", place.free_bytes, ""))
-    if place.left_bytes >= 0:
-        kept = "of which a reserve of" if place.left_bytes >= place.reserve_bytes else "less than the reserve of"
-        reserve = f", {kept} {_mib(place.reserve_bytes)}" if place.reserve_bytes else ""
-        rows.append((f"left{reserve}", place.left_bytes, ""))
-    else:
-        rows.append((f"missing ({place.verdict})", -place.left_bytes, "bold red"))
+    kept = "of which a reserve of" if place.left_bytes >= place.reserve_bytes else "less than the reserve of"
+    reserve = f", {kept} {_mib(place.reserve_bytes)}" if place.reserve_bytes else ""
+    missing = f"missing ({place.verdict})", -place.left_bytes, "bold red"
+    rows.append((f"left{reserve}", place.left_bytes, "") if place.left_bytes >= 0 else missing)
     columns = [text_column(place.name, 0, fold=True), Column("MiB", 1, _mib)]
     print_table(console, columns, rows, style=lambda row: str(row[2]))
-
-
-def _largest_context(plan: SessionPlan) -> str:
-    if not plan.largest_n_ctx:
-        return "No context fits."
-    trained = " (what it was trained with)" if plan.largest_n_ctx == plan.model.n_ctx_train else ""
-    return f"Largest context that fits: {plan.largest_n_ctx:,} tokens{trained}."
 
 
 def _print_ram_tier(tier: RamTierPlan, console: Console) -> None:
@@ -120,90 +109,70 @@ def _print_ram_tier(tier: RamTierPlan, console: Console) -> None:
     first, *others = tier.rows
     columns = [
         Column("RAM free MiB", "ram_free_bytes", _mib),
-        Column("disk", lambda row: row.disk.bytes_per_s, format_rate),
+        Column("disk", "disk.bytes_per_s", format_rate),
         Column(f"slots of {tier.n_experts:,}", "n_slots", ","),
         Column("in RAM", "ratio", ".1%"),
         Column("slots MiB", "slots_bytes", _mib),
-        Column("expert hits", lambda row: row.hit_rate_experts, ".1%"),
-        Column("MB/token", lambda row: row.bytes_per_token, ".0f", 1e-6),
-        Column("limit t/s", lambda row: row.limit_ts, ".1f"),
-        text_column("limited by", lambda row: row.limited_by),
+        Column("expert hits", "hit_rate_experts", ".1%"),
+        Column("MB/token", "bytes_per_token", ".0f", 1e-6),
+        Column("limit t/s", "limit_ts", ".1f"),
+        text_column("limited by", "limited_by"),
     ]
     title = f"experts from the disk, context {tier.n_ctx:,}"
     print_table(console, columns, tier.rows, title=title, style=lambda row: "bold" if row is first else "")
-    console.print(_ram_tier_basis(tier))
-    if others:
-        best = max(others, key=lambda row: row.limit_ts)
-        if best.limit_ts > _WORTH_IT * first.limit_ts:
-            console.print(_what_helps(first, others))
-        else:
-            console.print("Neither a faster disk nor more memory of these would help much.")
-
-
-def _ram_tier_basis(tier: RamTierPlan) -> str:
-    """What the figures rest on."""
-    disk = tier.machine.disk
     rate = {
         "measured": "as moeedge calibrate --disk measured it",
         "given": "as given",
         "assumed": "an assumption: moeedge calibrate --disk measures it",
-    }[disk.source]
+    }[tier.machine.disk.source]
     hits = "an assumption from other models (policy lfu, no drafts): runs of the model replace it"
     if tier.source == "kept":
         hits = (
             f"an estimate from about {tier.n_kept_tokens:,.0f} tokens of earlier runs, the experts that they used "
             "most in RAM, without drafts"
         )
-    return (
+    console.print(
         f"The disk's rate is {rate}. The hits are {hits}. The limit is for reading and computing at the same time, and "
         f"for memory that gives {format_rate(tier.ram_bytes_per_s)}."
     )
+    if others and max(row.limit_ts for row in others) <= _WORTH_IT * first.limit_ts:
+        console.print("Neither a faster disk nor more memory of these would help much.")
+    elif others:  # what each single change gains
+        gains = [(row, f"{row.limit_ts / first.limit_ts:.1f} times") for row in others]
+        disks = [(row, gain) for row, gain in gains if row.ram_free_bytes == first.ram_free_bytes]
+        sizes = [(row, gain) for row, gain in gains if row.disk == first.disk]
+        parts = [f"a disk of {format_rate(row.disk.bytes_per_s)} allows {gain} the speed" for row, gain in disks]
+        parts += [f"{format_bytes(row.ram_free_bytes)} of free memory {gain}" for row, gain in sizes]
+        text = f"{'; '.join(parts)}."
+        console.print(text[:1].upper() + text[1:])
 
 
-def _what_helps(first: RamTierRow, others: Sequence[RamTierRow]) -> str:
-    """The gain of each single change."""
-    parts = [
-        f"a disk of {format_rate(row.disk.bytes_per_s)} allows {row.limit_ts / first.limit_ts:.1f} times the speed"
-        for row in others
-        if row.ram_free_bytes == first.ram_free_bytes
-    ]
-    parts += [
-        f"{format_bytes(row.ram_free_bytes)} of free memory {row.limit_ts / first.limit_ts:.1f} times"
-        for row in others
-        if row.disk == first.disk
-    ]
-    return f"{'; '.join(parts)}."[:1].upper() + f"{'; '.join(parts)}."[1:]
-
-
-def _ram_tier_dict(tier: RamTierPlan | None) -> dict[str, Any] | None:
-    if tier is None:
-        return None
+def _ram_tier_dict(tier: RamTierPlan) -> dict[str, Any]:
     values = dataclasses.asdict(tier) | {"hits_assumed": tier.source == "assumed"}
     values["hits_source"] = values.pop("source")
-    rows = []
-    for row in values.pop("rows"):
-        disk = row.pop("disk")
-        rows.append(row | {"disk_bytes_per_s": disk["bytes_per_s"], "disk_source": disk["source"]})
-    return values | {"rows": rows}
+    for row in values["rows"]:
+        row |= {f"disk_{name}": value for name, value in row.pop("disk").items() if name in ("bytes_per_s", "source")}
+    return values
 
 
 def plan_json(plan: SessionPlan) -> str:
     """One JSON object; sizes in bytes."""
     device = plan.machine.device
-    found = {
-        "estimated": False,
-        "model": _facts_dict(plan.model),
-        "draft": None if plan.draft is None else _facts_dict(plan.draft),
-        "device": {"kind": device.kind, "name": device.label, "measured": not plan.machine.vram_given},
-        "ram_measured": not plan.machine.ram_given,
-        "plan": _map_dict(plan.map),
-        "contexts": [_map_dict(row) for row in plan.contexts],
-        "largest_n_ctx": plan.largest_n_ctx,
-        "ram_tier": _ram_tier_dict(plan.ram_tier),
-        "command": plan.command,
-        "notes": list(plan.notes),
-    }
-    return json_text(found)
+    return json_text(
+        {
+            "estimated": False,
+            "model": _facts_dict(plan.model),
+            "draft": None if plan.draft is None else _facts_dict(plan.draft),
+            "device": {"kind": device.kind, "name": device.label, "measured": not plan.machine.vram_given},
+            "ram_measured": not plan.machine.ram_given,
+            "plan": _map_dict(plan.map),
+            "contexts": [_map_dict(row) for row in plan.contexts],
+            "largest_n_ctx": plan.largest_n_ctx,
+            "ram_tier": None if plan.ram_tier is None else _ram_tier_dict(plan.ram_tier),
+            "command": plan.command,
+            "notes": list(plan.notes),
+        }
+    )
 
 
 def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
@@ -214,32 +183,10 @@ def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _map_dict(row: MemoryMap) -> dict[str, Any]:
-    return {
-        "n_ctx": row.n_ctx,
-        "verdict": row.verdict,
-        "kv_bytes": row.kv_bytes,
-        "compute_bytes": row.compute_bytes,
-        "whole_on_gpu": row.whole_on_gpu,
-        "whole_layers": row.n_whole_layers,
-        "cache_ratio": row.cache_ratio,
-        "device_ratio": row.device_ratio,
-        "cache_slots": row.budget.n_slots,
-        "pool_bytes": row.budget.pool_bytes,
-        "places": [_place_dict(place) for place in row.places],
-    }
-
-
-def _place_dict(place: MemoryPool) -> dict[str, Any]:
-    return dataclasses.asdict(place) | {
-        "used_bytes": place.used_bytes,
-        "reserve_bytes": place.reserve_bytes,
-        "fixed_bytes": place.fixed_bytes,
-        "left_bytes": place.left_bytes,
-    }
-
-
-def _count(n: int) -> str:
-    return f"{n / 1e9:.2f} billion" if n >= 1e9 else f"{n / 1e6:.2f} million"
+    values = {name: getattr(row, name) for name in _MAP_KEYS}
+    values |= {"cache_slots": row.budget.n_slots, "pool_bytes": row.budget.pool_bytes}
+    places = [dataclasses.asdict(pool) | {name: getattr(pool, name) for name in _POOL_KEYS} for pool in row.places]
+    return values | {"whole_layers": row.n_whole_layers, "places": places}
 
 
 def _mib(n_bytes: int) -> str:

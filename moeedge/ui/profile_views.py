@@ -11,9 +11,10 @@ from moeedge.analysis.predictors import UtilityCurves
 from moeedge.analysis.profile import HotExpert, LayerProfile
 from moeedge.analysis.routing_curves import RoutingCurves
 from moeedge.ui.console import visible
-from moeedge.ui.tables import NONE, Column, print_table, text_column
+from moeedge.ui.tables import NONE, Column, print_table, text_column, value_columns
 
 _SHOWN_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # B of the table
+_GAIN_TITLES = ("Omega", "a/b", "a/b independence", "a/b uniform")
 _STRIP_STEPS = 36  # steps in the strip after each of the hottest experts
 
 PREDICTOR_NAMES = {
@@ -23,10 +24,6 @@ PREDICTOR_NAMES = {
     "count-ema": "decayed counts",
     "last-step": "used last step",
 }
-_ACCURACY_LEGEND = (
-    "sd: fed with verification steps; ar: with one accepted token at a time. cold: accuracy of always predicting cold. "
-    "balanced: mean share of the hot and of the cold experts predicted correctly."
-)
 
 
 def print_profiles(profiles: Sequence[LayerProfile], console: Console) -> None:
@@ -48,16 +45,29 @@ def print_profiles(profiles: Sequence[LayerProfile], console: Console) -> None:
 
 def _print_layer(profile: LayerProfile, console: Console) -> None:
     console.print(f"layer {profile.layer}: {_size_line(profile)}", style="bold")
-    console.print(_activations_line(profile))
+    activations = "no step was recorded"
+    if profile.steps and (unique := profile.unique_per_step):
+        n = float(profile.counts.sum(axis=1).mean())
+        tokens = f"{profile.step_tokens.mean():.2f} tokens, {n:.1f} activations"
+        activations = f"per step: {tokens} on {unique:.1f} distinct experts, {n / unique:.2f} each"
+    console.print(activations)
     console.print()
-    print_table(
-        console,
-        _accuracy_columns(profile),
-        profile.scores,
-        title="hot or cold, predicted before the step (tau = 1)",
-        n_keys=3,
+    cold = {"step": profile.step_cold_share, "token": profile.token_cold_share}
+    columns = [
+        text_column("score", lambda score: PREDICTOR_NAMES[score.predictor]),
+        text_column("sensor", "sensor"),
+        text_column("predicts", lambda score: f"next {score.predicts}"),
+        Column("accuracy", "accuracy", _percent),
+        Column("cold", lambda score: cold[score.predicts], _percent),
+        Column("balanced", "balanced_accuracy", _percent),
+    ]
+    title = "hot or cold, predicted before the step (tau = 1)"
+    print_table(console, columns, profile.scores, title=title, n_keys=3)
+    console.print(
+        "sd: fed with verification steps; ar: with one accepted token at a time. cold: accuracy of always predicting "
+        "cold. balanced: mean share of the hot and of the cold experts predicted correctly.",
+        style="dim",
     )
-    console.print(_ACCURACY_LEGEND, style="dim")
     console.print()
     for curves in profile.utility:
         _print_utility(curves, console)
@@ -69,39 +79,29 @@ def _print_layer(profile: LayerProfile, console: Console) -> None:
 
 def _print_utility(curves: UtilityCurves, console: Console) -> None:
     """Figure 9 of MoE-SpAc: a row per score, which is also a threshold."""
-    by_tau = (curves.r_c, curves.r_g, curves.r_c_stddev, curves.r_g_stddev)
-    rows = [
-        (each, *ratios) for each, *ratios in zip(curves.frequency, *([None, *values] for values in by_tau), strict=True)
+    by_tau = ([None, *values] for values in (curves.r_c, curves.r_g, curves.r_c_stddev, curves.r_g_stddev))
+    columns = [
+        Column("score, tau", lambda row: row[0].score, left=True),
+        Column("experts", lambda row: row[0].experts),
+        Column("mean f", lambda row: row[0].mean, ".2f"),
+        Column("median", lambda row: row[0].median, ".1f"),
+        Column("used", lambda row: row[0].used, _percent),
+        *value_columns(("r_c", "r_g", "dev r_c", "dev r_g"), ".3f"),
     ]
-    print_table(
-        console,
-        [
-            Column("score, tau", lambda row: row[0].score, left=True),
-            Column("experts", lambda row: row[0].experts),
-            Column("mean f", lambda row: row[0].mean, ".2f"),
-            Column("median", lambda row: row[0].median, ".1f"),
-            Column("used", lambda row: row[0].used, _percent),
-            *(Column(title, place, ".3f") for place, title in enumerate(("r_c", "r_g", "dev r_c", "dev r_g"), start=1)),
-        ],
-        rows,
-        title=f"utility before a step against the step's activations f, {PREDICTOR_NAMES[curves.predictor]}",
-    )
+    title = f"utility before a step against the step's activations f, {PREDICTOR_NAMES[curves.predictor]}"
+    print_table(console, columns, list(zip(curves.frequency, *by_tau, strict=True)), title=title)
 
 
 def _print_curves(curves: RoutingCurves, console: Console) -> None:
     """Distinct experts, overlap and popularity of a layer or of the mean of layers."""
-    print_table(
-        console,
-        [
-            Column("B", str, left=True),
-            Column("empirical", curves.unique.get, ".2f"),
-            Column("independence", curves.unique_independence.get, ".2f"),
-            Column("uniform", curves.unique_uniform.get, ".2f"),
-        ],
-        _SHOWN_BATCHES,
-        title="distinct experts of B consecutive tokens",
-    )
-    distances = " ".join(_number(overlap) for overlap in curves.overlap.values())
+    columns = [
+        Column("B", str, left=True),
+        Column("empirical", curves.unique.get, ".2f"),
+        Column("independence", curves.unique_independence.get, ".2f"),
+        Column("uniform", curves.unique_uniform.get, ".2f"),
+    ]
+    print_table(console, columns, _SHOWN_BATCHES, title="distinct experts of B consecutive tokens")
+    distances = " ".join(map(_number, curves.overlap.values()))
     console.print(
         f"overlap of tokens 1-{max(curves.overlap)} apart {distances}; independence "
         f"{_number(curves.overlap_independence)}, uniform (k/N) {_number(curves.overlap_uniform)}"
@@ -124,28 +124,17 @@ def print_model(profile: ModelProfile, console: Console) -> None:
         console.print()
         _print_gain(profile.gain, console)
     for kind in KINDS:
-        groups = [group for group in profile.groups if group.kind == kind]
-        if groups:
+        if groups := [group for group in profile.groups if group.kind == kind]:
             console.print()
             print_table(console, _GROUP_COLUMNS, groups, title=f"by {kind}, means of the layers")
 
 
 def _print_gain(gain: SpeculationGain, console: Console) -> None:
     rows = list(zip(GAMMAS, gain.omega, gain.a_over_b, gain.a_over_b_independence, gain.a_over_b_uniform, strict=True))
-    origin = "measured" if gain.measured else "assumed"
-    print_table(
-        console,
-        [
-            Column("gamma", 0, left=True),
-            Column("Omega", 1, ".2f"),
-            Column("a/b", 2, ".2f"),
-            Column("Omega b/a", lambda row: row[1] / row[2] if row[2] else None, ".2f"),
-            Column("a/b independence", 3, ".2f"),
-            Column("a/b uniform", 4, ".2f"),
-        ],
-        rows[1:],
-        title=f"tokens gained against experts used, {gain.acceptance:.3f} chance of acceptance ({origin})",
-    )
+    columns = [Column("gamma", 0, left=True), *value_columns(_GAIN_TITLES, ".2f")]
+    columns.insert(3, Column("Omega b/a", lambda row: row[1] / row[2] if row[2] else None, ".2f"))
+    chance = f"{gain.acceptance:.3f} chance of acceptance ({'measured' if gain.measured else 'assumed'})"
+    print_table(console, columns, rows[1:], title=f"tokens gained against experts used, {chance}")
     console.print(
         "Omega: expected tokens of a verification of gamma drafts; a/b: its distinct experts over those of one token. "
         "Where experts take all the time and drafting none, speculation pays while a/b < Omega.",
@@ -158,28 +147,12 @@ def _size_line(profile: LayerProfile) -> str:
     return f"{profile.n_experts} experts, top-{profile.n_used}; {profile.steps} {kind}, {profile.tokens} tokens of text"
 
 
-def _activations_line(profile: LayerProfile) -> str:
-    """Means over the steps: tokens, activations, distinct experts."""
-    if not profile.steps or not profile.unique_per_step:
-        return "no step was recorded"
-    activations = float(profile.counts.sum(axis=1).mean())
-    return (
-        f"per step: {profile.step_tokens.mean():.2f} tokens, {activations:.1f} activations on "
-        f"{profile.unique_per_step:.1f} distinct experts, {activations / profile.unique_per_step:.2f} each"
-    )
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
 def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.3f}"
-
-
-def _hottest(profile: LayerProfile) -> str | None:
-    hot = profile.hottest[0] if profile.hottest else None
-    return None if hot is None else f"{hot.expert} ({hot.share:.0%})"
 
 
 _GROUP_COLUMNS = (
@@ -199,23 +172,11 @@ _LAYER_COLUMNS = (
     Column("ar", "ar_accuracy", _percent),
     Column("cold", "step_cold_share", _percent),
     Column("overlap", lambda profile: profile.curves.overlap[1], ".3f"),
-    Column("chance", lambda profile: profile.curves.overlap_independence, ".3f"),
+    Column("chance", "curves.overlap_independence", ".3f"),
     Column("B=4", lambda profile: profile.curves.unique[4], ".1f"),
     Column("step", "unique_per_step", ".1f"),
-    Column("hottest", _hottest),
+    Column("hottest", lambda profile: next((f"{hot.expert} ({hot.share:.0%})" for hot in profile.hottest), None)),
 )
-
-
-def _accuracy_columns(profile: LayerProfile) -> list[Column]:
-    cold = {"step": profile.step_cold_share, "token": profile.token_cold_share}
-    return [
-        text_column("score", lambda score: PREDICTOR_NAMES[score.predictor]),
-        text_column("sensor", "sensor"),
-        text_column("predicts", lambda score: f"next {score.predicts}"),
-        Column("accuracy", "accuracy", _percent),
-        Column("cold", lambda score: cold[score.predicts], _percent),
-        Column("balanced", "balanced_accuracy", _percent),
-    ]
 
 
 def _hottest_columns(profile: LayerProfile) -> list[Column]:
@@ -237,15 +198,13 @@ def _hottest_columns(profile: LayerProfile) -> list[Column]:
 def run_lines(profile: ModelProfile) -> list[tuple[str, str]]:
     """Labels and values of the model and the run."""
     meta = profile.meta
-    lines = [
-        ("model", f"{meta.model} ({meta.architecture})" if meta.architecture else meta.model),
-        ("experts", f"{meta.n_experts} per layer, {meta.n_expert_used} per token, {len(profile.curves)} layers"),
-        ("draft", f"{meta.draft}, gamma {meta.gamma}" if meta.gamma else "none"),
-    ]
-    if "dataset" in meta.parameters:
-        lines.append(("prompts", f"{meta.parameters['dataset']} ({meta.parameters.get('prompts', '?')})"))
-    if profile.mean is not None:
-        lines.append(("tokens of text", f"{profile.mean.tokens:,}"))
-    if profile.drafts is not None:
-        lines.append(("drafts accepted", f"{100 * profile.drafts.acceptance_rate:.1f} %"))
-    return lines
+    known = meta.parameters
+    lines = {
+        "model": f"{meta.model} ({meta.architecture})" if meta.architecture else meta.model,
+        "experts": f"{meta.n_experts} per layer, {meta.n_expert_used} per token, {len(profile.curves)} layers",
+        "draft": f"{meta.draft}, gamma {meta.gamma}" if meta.gamma else "none",
+        "prompts": f"{known['dataset']} ({known.get('prompts', '?')})" if "dataset" in known else "",
+        "tokens of text": "" if profile.mean is None else f"{profile.mean.tokens:,}",
+        "drafts accepted": "" if profile.drafts is None else _percent(profile.drafts.acceptance_rate or 0.0),
+    }
+    return [(label, text) for label, text in lines.items() if text]

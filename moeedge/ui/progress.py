@@ -1,67 +1,72 @@
-"""Progress of a command on standard error: a bar in a terminal, lines or no output elsewhere.
-
-`Bar` is the one class; each command configures its label, its columns and what it counts.
-"""
+"""Progress of a command on standard error: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from moeedge.ui.console import say, stderr_console, supports_panel
 from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from moeedge.bench.samples import Sample
 
-_WIDE = 80  # columns from which a download's name, rate and remaining time have room
-_AnyBar = TypeVar("_AnyBar", bound="Bar")
+BYTES = "bytes"  # a unit
+_WIDE = 80  # columns from which names and remaining times have room
 LINE_S = 10.0  # between lines where a bar is not shown
-_TENTHS = 10  # lines per file where a download has no bar
+
+
+class _Amount(ProgressColumn):
+    """How many units are done, of how many; of bytes the rate, too."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def render(self, task: Task) -> Text:
+        """The cell of the bar; its text is written where there is no bar."""
+        if self.unit != BYTES:
+            return Text(f"{task.completed:,.0f} of {task.total:,.0f} {self.unit}")
+        rate = f", {format_rate(task.speed)}" if task.speed else ""
+        return Text(f"{format_bytes(int(task.completed))} of {format_bytes(int(task.total or 0))}{rate}")
 
 
 class Bar:
     """A context manager around the work; `is_shown` tells whether a person sees a bar."""
 
-    def __init__(
-        self,
-        console: Console,
-        *columns: ProgressColumn,
-        is_shown: bool | None = None,
-        transient: bool = True,
-    ) -> None:
-        """columns: from left to right; is_shown: by default in every terminal; transient: remove the bar at the end."""
+    def __init__(self, console: Console, unit: str, *, is_shown: bool | None = None, transient: bool = True) -> None:
+        """is_shown: by default in every terminal; transient: remove the bar at the end."""
         self.is_shown = console.is_terminal if is_shown is None else is_shown
+        self.is_wide = console.width >= _WIDE
         self._console = console
-        self._progress = Progress(*columns, console=console, transient=transient, disable=not self.is_shown)
+        self._amount = _Amount(unit)
+        columns = [TextColumn("{task.description}"), BarColumn(40 if self.is_wide else 12), self._amount]
+        left = [TimeRemainingColumn()] if self.is_wide else []
+        self._progress = Progress(*columns, *left, console=console, transient=transient, disable=not self.is_shown)
         self._task: TaskID | None = None
+        self._line_s = time.monotonic()
 
-    def start(self, label: str, total: float, **fields: Any) -> None:
-        """Begin a task; `fields` are what further columns read."""
-        self._task = self._progress.add_task(label, total=total, **fields)
+    def start(self, label: str, total: float) -> None:
+        """Begin a task."""
+        self._task = self._progress.add_task(label, total=total)
 
     def update(self, **changes: Any) -> None:
-        """Change the running task: completed, description or fields."""
-        if self._task is not None:
-            self._progress.update(self._task, **changes)
+        """Change the running task: total, completed, advance or description."""
+        if self._task is None:
+            return
+        self._progress.update(self._task, **changes)
+        if not self.is_shown and time.monotonic() >= self._line_s + LINE_S:
+            self._line_s = time.monotonic()
+            task = self._progress.tasks[-1]
+            self.note(f"{task.description}: {self._amount.render(task)}")
 
     def add(self, amount: float = 1) -> None:
         """So much more is done."""
@@ -80,7 +85,7 @@ class Bar:
         """A sentence for the user, above the bar."""
         say(self._console, text)
 
-    def __enter__(self: _AnyBar) -> _AnyBar:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -88,36 +93,10 @@ class Bar:
         self._progress.stop()
 
 
-class CountBar(Bar):
-    """A bar that counts `unit`s: rows, steps; without a bar, a line every LINE_S seconds."""
-
-    def __init__(self, console: Console, label: str, unit: str, total: int) -> None:
-        amount = TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + unit)
-        super().__init__(console, TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
-        self._unit = unit
-        self._line_s = time.monotonic()
-        self.start(label, total)
-
-    def update(self, **changes: Any) -> None:
-        """Change the running task."""
-        super().update(**changes)
-        if self.is_shown or time.monotonic() < self._line_s + LINE_S:
-            return
-        self._line_s = time.monotonic()
-        task = self._progress.tasks[-1]
-        self.note(f"{task.description}: {task.completed:,.0f} of {task.total:,.0f} {self._unit}")
-
-
 def count_bar(console: Console, label: str, unit: str, total: int) -> Bar:
-    """A `CountBar` whose task has begun."""
-    return CountBar(console, label, unit, total)
-
-
-def byte_bar(console: Console, label: str, total_bytes: int) -> Bar:
-    """A bar that counts bytes and shows their rate."""
-    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Bar(console, TextColumn(label), BarColumn(), *columns)
-    bar.start(label, total_bytes)
+    """A bar whose task has begun."""
+    bar = Bar(console, unit)
+    bar.start(label, total)
     return bar
 
 
@@ -125,15 +104,14 @@ class ProfileProgress(Bar):
     """Prompts and tokens; `step` fits `record_routing`'s on_step."""
 
     def __init__(self, n_prompts: int, console: Console) -> None:
-        amount = TextColumn("prompt {task.fields[prompt]} of {task.total:.0f}, {task.fields[tokens]} tokens")
-        super().__init__(console, TextColumn("profiling"), BarColumn(), amount, TimeElapsedColumn())
-        self.start("profiling", n_prompts, prompt=1, tokens=0)
+        super().__init__(console, "prompts")
+        self.start("profiling", n_prompts)
         self._tokens = 0
 
     def step(self, prompt: int, n_tokens: int) -> None:
         """A step of prompt `prompt` (from 0) emitted `n_tokens`."""
         self._tokens += n_tokens
-        self.update(completed=prompt, prompt=prompt + 1, tokens=self._tokens)
+        self.update(completed=prompt, description=f"profiling, {self._tokens:,} tokens")
 
 
 class BenchProgress(Bar):
@@ -141,81 +119,52 @@ class BenchProgress(Bar):
 
     def __init__(self, *, bar: bool = True) -> None:
         console = stderr_console()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = bar and supports_panel(sys.stderr, columns=console.width, rows=console.height)
-        super().__init__(console, *columns, is_shown=bar)
+        super().__init__(console, "samples", is_shown=bar and supports_panel(console))
         self._reported = ""
-        self._total = 0
-        self._done = 0
 
     def begin(self, total: int) -> None:
         """`total` samples will come; a run of several parts begins each of them."""
-        self._total = total
-        self._done = 0
         if self._task is not None:
             self._progress.remove_task(self._task)
         self.start("warming up", total)
 
     def advance(self, sample: Sample, test: str) -> None:
         """One sample is measured."""
-        self._done += 1
         repetition = f"{test}, repetition {sample.repetition + 1}"
-        self.update(advance=1, description=f"{repetition}, {sample.mode}")
         if not self.is_shown and repetition != self._reported:
-            self._reported = repetition
-            self.note(f"{repetition}: sample {self._done} of {self._total}")
-
-
-class _DownloadAmount(ProgressColumn):
-    """Bytes that are here, of how many, and the rate of the download."""
-
-    def render(self, task: Task) -> Text:
-        rate = f", {format_rate(task.speed)}" if task.speed and task.fields["phase"] == "downloading" else ""
-        return Text(f"{format_bytes(int(task.completed))} of {format_bytes(int(task.total or 0))}{rate}")
+            self._line_s = -LINE_S  # a line now
+        self._reported = repetition
+        self.update(advance=1, description=f"{repetition}, {sample.mode}")
 
 
 class PullProgress(Bar):
-    """A bar per file; without bars, a line for every tenth of a file."""
+    """A bar per file."""
 
     def __init__(self) -> None:
         console = stderr_console()
-        self._is_wide = console.width >= _WIDE
-        bar = BarColumn(bar_width=None if self._is_wide else 12)
-        columns: tuple[ProgressColumn, ...] = (bar, _DownloadAmount())
-        if self._is_wide:
-            columns = (TextColumn("{task.description}"), *columns, TimeRemainingColumn())
-        is_shown = supports_panel(sys.stderr, columns=console.width, rows=console.height)
-        super().__init__(console, *columns, is_shown=is_shown, transient=False)
-        self._name = ""
-        self._total = 0
-        self._done = 0
+        super().__init__(console, BYTES, is_shown=supports_panel(console), transient=False)
         self._phase = ""
-        self._tenths = 0
 
-    def begin(self, name: str, total_bytes: int) -> None:
-        """A file comes next."""
-        self._name, self._total, self._done, self._phase, self._tenths = name, total_bytes, 0, "", 0
-        if not self.is_shown or not self._is_wide:
+    @contextmanager
+    def file(self, name: str, total_bytes: int) -> Iterator[Callable[[int, str], None]]:
+        """The bar of a file; yields what moves it: `n_bytes` of the file are here, in a phase of `hub.pull.At`."""
+        self._phase = ""
+        if not self.is_shown or not self.is_wide:
             self.note(f"{name}: {format_bytes(total_bytes)}")
         short, room = name.rpartition("/")[2], self._console.width // 3
-        self.start(short if len(short) <= room else f"...{short[3 - room :]}", total_bytes, phase="checking")
+        self.start((short if len(short) <= room else f"...{short[3 - room :]}") if self.is_wide else "", total_bytes)
+        task = self._progress.tasks[-1]
+        try:
+            yield self._at
+        except BaseException:
+            self.note(f"{name}: stopped at {self._amount.render(task)}.")
+            raise
+        finally:
+            self._progress.stop_task(task.id)
+            self._task = None
 
-    def at(self, n_bytes: int, *, phase: str) -> None:
-        """So many bytes of the file are here."""
+    def _at(self, n_bytes: int, phase: str) -> None:
         if phase != self._phase and self._task is not None:  # bytes that were here before say nothing about the rate
-            self._progress.reset(self._task, completed=n_bytes, phase=phase)
-        self._phase, self._done = phase, n_bytes
+            self._progress.reset(self._task, completed=n_bytes)
+        self._phase = phase
         self.update(completed=n_bytes)
-        tenths = n_bytes * _TENTHS // max(self._total, 1)
-        if not self.is_shown and phase == "downloading" and tenths > self._tenths:
-            self._tenths = tenths
-            self.note(f"{self._name}: {format_bytes(n_bytes)} of {format_bytes(self._total)}")
-
-    def end(self, *, done: bool) -> None:
-        """The file is here, or the download stopped."""
-        self.update(completed=self._total if done else self._done)
-        if self._task is not None:
-            self._progress.stop_task(self._task)
-        self._task = None
-        if not done:
-            self.note(f"{self._name}: stopped at {format_bytes(self._done)} of {format_bytes(self._total)}.")

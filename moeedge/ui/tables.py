@@ -10,12 +10,13 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from moeedge.records import figures, record_in, type_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NONE = "-"
 WITHHELD = "?"  # of a ratio that is not to be trusted
@@ -28,7 +29,7 @@ class Column:
     """One column: its title, where its value comes from, and how the value is written."""
 
     title: str
-    value: str | int | Callable[[Any], Any]  # attribute or key, index of a tuple, or a function of the row
+    value: str | int | Callable[[Any], Any]  # attributes ("a.b") or key, index of a tuple, or a function of the row
     form: str | Callable[[Any], str] = ""  # format specification, or a function of the value
     scale: float = 1.0  # from the row's unit to the column's, as 1e3 from seconds to milliseconds
     left: bool = False
@@ -50,7 +51,7 @@ class Column:
             return self.value(row)
         if isinstance(self.value, int) or isinstance(row, Mapping):
             return row[self.value]
-        return getattr(row, self.value)
+        return attrgetter(self.value)(row)
 
 
 def text_column(title: str, value: str | int | Callable[[Any], Any], *, fold: bool = False) -> Column:
@@ -61,6 +62,16 @@ def text_column(title: str, value: str | int | Callable[[Any], Any], *, fold: bo
 def value_columns(titles: Sequence[object], form: str, *, scale: float = 1.0) -> list[Column]:
     """Columns of one quantity whose rows are tuples: a name, then a value for each title."""
     return [Column(str(title), index, form, scale) for index, title in enumerate(titles, start=1)]
+
+
+def figure_columns(record: Any, *names: str) -> list[Column]:
+    """The columns that a record declares for its figures; of a record in it: "name.figure"."""
+    found = []
+    for name in names:
+        holder, _, inner = name.rpartition(".")
+        declared = figures(record_in(type_of(record, holder)) if holder else record)[inner]
+        found.append(Column(declared.title, name, declared.form, declared.scale))
+    return found
 
 
 def ratio_column(title: str, value: str | Callable[[Any], Any], form: str = ".3f") -> Column:
@@ -88,8 +99,12 @@ def print_table(
     A file gets every line unbroken. In a terminal that is too narrow, columns that fold are folded; without such
     columns, those that do not fit come in further tables below, each with the first `n_keys` columns again.
     """
-    cells = [[column.text(row) for column in columns] for row in rows]
-    widths = [max(map(cell_len, texts)) for texts in zip([column.title for column in columns], *cells, strict=True)]
+    from rich.cells import cell_len  # commands whose columns are declared here are completed without Rich
+    from rich.table import Table
+    from rich.text import Text
+
+    texts = [_texts(column, rows) for column in columns]
+    widths = [max(map(cell_len, each)) for each in texts]
     splits = console.is_terminal and not any(column.fold for column in columns)
     if title:
         console.print(title, style="bold", soft_wrap=not console.is_terminal)
@@ -97,13 +112,17 @@ def print_table(
         table = Table(box=None, pad_edge=False, header_style="bold")
         if not console.is_terminal:
             table.width = sum(widths[i] + _GAP for i in group) - _GAP
-        for i in group:
-            column = columns[i]
+        for column in (columns[i] for i in group):
             justify, overflow = "left" if column.left else "right", "fold" if column.fold else "ellipsis"
             table.add_column(Text(column.title), justify=justify, no_wrap=not column.fold, overflow=overflow)  # type: ignore[arg-type]
-        for row, texts in zip(rows, cells, strict=True):
-            table.add_row(*(Text(texts[i]) for i in group), style=style(row))
+        for place, row in enumerate(rows, start=1):
+            table.add_row(*(Text(texts[i][place]) for i in group), style=style(row))
         console.print(table, crop=False)
+
+
+def _texts(column: Column, rows: Sequence[Any]) -> list[str]:
+    """The title of a column and its cells."""
+    return [column.title, *(column.text(row) for row in rows)]
 
 
 def _groups(widths: Sequence[int], n_keys: int, room: int | None) -> Iterator[list[int]]:
@@ -119,14 +138,13 @@ def _groups(widths: Sequence[int], n_keys: int, room: int | None) -> Iterator[li
 
 def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """A Markdown table whose cells are padded, so that it reads well as plain text, too."""
-    lines = [[column.title for column in columns], *([column.text(row) for column in columns] for row in rows)]
-    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
-    rules = [
-        "-" * (width + 2) if column.left else "-" * (width + 1) + ":"
-        for column, width in zip(columns, widths, strict=True)
-    ]
-    head, *body = (_markdown_line(columns, widths, texts) for texts in lines)
-    return "\n".join([head, f"|{'|'.join(rules)}|", *body]) + "\n"
+    padded = []
+    for column in columns:
+        texts = _texts(column, rows)
+        width = max(map(len, texts))
+        title, *cells = (f" {text:{'<' if column.left else '>'}{width}} " for text in texts)
+        padded.append([title, "-" * (width + 1) + ("-" if column.left else ":"), *cells])
+    return "".join(f"|{'|'.join(line)}|\n" for line in zip(*padded, strict=True))
 
 
 def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int, width: int = TABLE_WIDTH) -> str:
@@ -136,18 +154,10 @@ def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: i
     """
     kept = [column for column in columns if any(column.text(row) != column.none for row in rows)]
     keys = [column for column in columns[:n_keys] if column in kept]
-    widths = [max(len(text) for text in (column.title, *(column.text(row) for row in rows))) for column in kept]
     # a column takes three characters more than its cells: one more than _groups' gap; and " |", "|" of the line's ends
-    groups = _groups([cell + 1 for cell in widths], len(keys), width - 3)
+    widths = [max(map(len, _texts(column, rows))) + 1 for column in kept]
+    groups = _groups(widths, len(keys), width - 3)
     return "\n".join(markdown([kept[i] for i in group], rows) for group in groups)
-
-
-def _markdown_line(columns: Sequence[Column], widths: Sequence[int], texts: Sequence[str]) -> str:
-    padded = (
-        text.ljust(width) if column.left else text.rjust(width)
-        for column, width, text in zip(columns, widths, texts, strict=True)
-    )
-    return f"| {' | '.join(padded)} |"
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
@@ -157,14 +167,12 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     writer = csv.DictWriter(out, keys, restval="", lineterminator="\n")
     writer.writeheader()
     for record in records:
-        writer.writerow({key: _csv_value(value) for key, value in record.items()})
+        writer.writerow({key: _flat(value) for key, value in record.items()})
     return out.getvalue()
 
 
-def _csv_value(value: Any) -> Any:
-    if isinstance(value, (list, dict)):
-        return json.dumps(value, ensure_ascii=False)
-    return "" if value is None else value
+def _flat(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
 
 
 def sql_text(table: str, records: Sequence[Mapping[str, Any]]) -> str:
@@ -195,8 +203,7 @@ def _sql_value(value: Any) -> str:
         return "NULL"
     if isinstance(value, (bool, int, float)):
         return repr(int(value) if isinstance(value, bool) else value)
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return "'" + text.replace("'", "''") + "'"
+    return "'" + str(_flat(value)).replace("'", "''") + "'"
 
 
 def json_text(value: Any, *, indent: int | None = 2) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.analysis import expert_counts
+from moeedge.analysis import routing_curves
 from moeedge.analysis.routing_curves import unique_curve
 from moeedge.lab.traces.importers import read_trace
 
@@ -46,53 +46,53 @@ def test_uniform_formula_gives_the_published_tables(
     n_experts: int, n_used: int, n_tokens: int, published: float
 ) -> None:
     digits = 1 if n_used == 8 else 2
-    assert round(expert_counts.uniform_unique(n_experts, n_used, n_tokens), digits) == published
+    assert round(routing_curves.uniform_unique(n_experts, n_used, n_tokens), digits) == published
 
 
 def test_uniform_overlap_of_the_production_model() -> None:
-    assert expert_counts.uniform_overlap(128, 8) == 0.0625
+    assert routing_curves.uniform_overlap(128, 8) == 0.0625
 
 
 def test_independence_with_equal_popularity_is_the_uniform_formula() -> None:
     p = np.full(128, 8 / 128)
-    assert expert_counts.independence_overlap(p) == pytest.approx(expert_counts.uniform_overlap(128, 8))
+    assert routing_curves.independence_overlap(p) == pytest.approx(routing_curves.uniform_overlap(128, 8))
     for n_tokens in (1, 2, 4, 8, 16):
-        assert expert_counts.independence_unique(p, n_tokens) == pytest.approx(
-            expert_counts.uniform_unique(128, 8, n_tokens)
+        assert routing_curves.independence_unique(p, n_tokens) == pytest.approx(
+            routing_curves.uniform_unique(128, 8, n_tokens)
         )
 
 
 def test_skewed_popularity_shares_more() -> None:
     p = np.full(16, 0.1)
     p[0] = 0.5  # sum 2.0
-    assert expert_counts.independence_overlap(p) == pytest.approx((0.25 + 15 * 0.01) / 2.0)
-    assert expert_counts.independence_unique(p, 4) < expert_counts.uniform_unique(16, 2, 4)
+    assert routing_curves.independence_overlap(p) == pytest.approx((0.25 + 15 * 0.01) / 2.0)
+    assert routing_curves.independence_unique(p, 4) < routing_curves.uniform_unique(16, 2, 4)
 
 
 def test_by_hand() -> None:
     ids = np.array([[0, 1], [1, 2], [1, 2], [3, 4], [0, 1]])
     sequence = np.array([0, 0, 0, 0, 1])
     # pairs of one text: {0,1}{1,2} share 1, {1,2}{1,2} share 2, {1,2}{3,4} share 0
-    assert expert_counts.empirical_overlap(ids, 8, sequence) == pytest.approx((0.5 + 1.0 + 0.0) / 3)
-    assert expert_counts.empirical_overlap(ids, 8) == pytest.approx((0.5 + 1.0 + 0.0 + 0.0) / 4)
-    assert expert_counts.empirical_overlap(ids, 8, sequence, lag=2) == pytest.approx((0.5 + 0.0) / 2)
+    assert routing_curves.empirical_overlap(ids, 8, sequence) == pytest.approx((0.5 + 1.0 + 0.0) / 3)
+    assert routing_curves.empirical_overlap(ids, 8) == pytest.approx((0.5 + 1.0 + 0.0 + 0.0) / 4)
+    assert routing_curves.empirical_overlap(ids, 8, sequence, lag=2) == pytest.approx((0.5 + 0.0) / 2)
     assert empirical_unique(ids, 8, 1, sequence) == 2.0
     assert empirical_unique(ids, 8, 2, sequence) == pytest.approx((3 + 2 + 4) / 3)
     assert empirical_unique(ids, 8, 4, sequence) == 5.0
     assert empirical_unique(ids, 8, 5, sequence) is None
-    np.testing.assert_allclose(expert_counts.activation_probability(ids, 5), np.array([2, 4, 2, 1, 1]) / 5)
+    np.testing.assert_allclose(routing_curves.activation_probability(ids, 5), np.array([2, 4, 2, 1, 1]) / 5)
 
 
 def test_unrecorded_tokens_are_left_out() -> None:
     ids = np.array([[0, 1], [-1, -1], [0, 1], [0, 2]])
-    assert expert_counts.empirical_overlap(ids, 4) == pytest.approx(0.5)
+    assert routing_curves.empirical_overlap(ids, 4) == pytest.approx(0.5)
     assert empirical_unique(ids, 4, 2) == 3.0
-    np.testing.assert_allclose(expert_counts.activation_probability(ids, 4), [1.0, 2 / 3, 1 / 3, 0.0])
+    np.testing.assert_allclose(routing_curves.activation_probability(ids, 4), [1.0, 2 / 3, 1 / 3, 0.0])
     unrecorded = np.full((5, 2), -1)
-    assert expert_counts.empirical_overlap(unrecorded, 4) is None
+    assert routing_curves.empirical_overlap(unrecorded, 4) is None
     assert empirical_unique(unrecorded, 4, 1) is None
-    assert expert_counts.activation_probability(unrecorded, 4).sum() == 0
-    assert expert_counts.independence_overlap(np.zeros(4)) == 0.0
+    assert routing_curves.activation_probability(unrecorded, 4).sum() == 0
+    assert routing_curves.independence_overlap(np.zeros(4)) == 0.0
 
 
 @given(
@@ -114,11 +114,11 @@ def test_measurements_equal_a_literal_loop(rows: list[list[int]], n_tokens: int,
     if measured is not None:
         assert 3 <= measured <= min(8, 3 * n_tokens)
     shared = [len(sets[i] & sets[i + 1]) / 3 for i in range(len(rows) - 1) if sequence[i] == sequence[i + 1]]
-    assert expert_counts.empirical_overlap(ids, 8, sequence) == (pytest.approx(np.mean(shared)) if shared else None)
+    assert routing_curves.empirical_overlap(ids, 8, sequence) == (pytest.approx(np.mean(shared)) if shared else None)
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: expert_counts.uniform_unique(8, 9, 1), lambda: expert_counts.uniform_overlap(8, 0)]
+    "call", [lambda: routing_curves.uniform_unique(8, 9, 1), lambda: routing_curves.uniform_overlap(8, 0)]
 )
 def test_impossible_shapes_are_rejected(call: object) -> None:
     assert callable(call)
@@ -138,8 +138,8 @@ def test_real_routing_of_gpt_oss_20b(data_folder: Path) -> None:
     unique: dict[int, list[float]] = {n_tokens: [] for n_tokens in (2, 4, 8, 9, 16)}
     for layer in range(trace.meta.n_layers):
         ids = trace.layer_ids(layer)
-        overlap.append(expert_counts.empirical_overlap(ids, n_experts, trace.sequence))
-        independence.append(expert_counts.independence_overlap(expert_counts.activation_probability(ids, n_experts)))
+        overlap.append(routing_curves.empirical_overlap(ids, n_experts, trace.sequence))
+        independence.append(routing_curves.independence_overlap(routing_curves.activation_probability(ids, n_experts)))
         for n_tokens, found in unique.items():
             mean = empirical_unique(ids, n_experts, n_tokens, trace.sequence)
             assert mean is not None
@@ -159,7 +159,7 @@ def test_independence_formula_is_shuffled_routing(data_folder: Path) -> None:
     order = np.random.default_rng(0).permutation(trace.n_tokens)
     for layer in (0, 12, 23):
         ids = trace.layer_ids(layer)
-        p = expert_counts.activation_probability(ids, trace.meta.n_experts)
+        p = routing_curves.activation_probability(ids, trace.meta.n_experts)
         for n_tokens in (2, 4, 8, 16):
             shuffled = empirical_unique(ids[order], trace.meta.n_experts, n_tokens)
-            assert shuffled == pytest.approx(expert_counts.independence_unique(p, n_tokens), rel=0.01)
+            assert shuffled == pytest.approx(routing_curves.independence_unique(p, n_tokens), rel=0.01)

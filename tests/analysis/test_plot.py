@@ -11,7 +11,7 @@ import pytest
 from moeedge.analysis.profile import moving_mean, profile_layers
 from moeedge.errors import InputError
 from moeedge.ui.console import check_picture
-from moeedge.ui.profile_pictures import plot_profiles
+from moeedge.ui.profile_plots import plot_profiles
 from tests.support.traces import make_trace, plain_text, two_texts
 
 MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}

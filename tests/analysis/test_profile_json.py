@@ -14,7 +14,7 @@ from moeedge.analysis.model_profile import profile_model
 from moeedge.analysis.profile_json import complete_report
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
-from moeedge.ui.profile_pictures import profile_pictures
+from moeedge.ui.profile_plots import profile_plots
 from tests.support.commands import run, run_json
 from tests.support.recomputed_profile import RecomputedProfile, assert_equal
 from tests.support.traces import make_trace
@@ -45,6 +45,13 @@ def sticky_trace(*, gamma: int = 3, seed: int = 3, gaps: bool = False) -> Trace:
     return trace
 
 
+def profile_json(*words: object) -> dict[str, Any]:
+    """The figures of `moeedge profile`, without what they depend on besides the options."""
+    report: dict[str, Any] = run_json("profile", *words)
+    assert report.pop("provenance")["version"]
+    return report
+
+
 @pytest.mark.parametrize(("gamma", "gaps"), [(0, False), (3, False), (3, True)])
 def test_figures_of_a_trace(tmp_path: Path, gamma: int, gaps: bool) -> None:
     path = tmp_path / "trace.npz"
@@ -52,7 +59,7 @@ def test_figures_of_a_trace(tmp_path: Path, gamma: int, gaps: bool) -> None:
     recomputed = RecomputedProfile(path)
     if gamma:
         assert len(recomputed.groups()) == 4  # two data sets, two categories, one language
-    assert_equal(run_json("profile", "--trace", path, "--layer", "1"), recomputed.complete(1))
+    assert_equal(profile_json("--trace", path, "--layer", "1"), recomputed.complete(1))
 
 
 @pytest.mark.parametrize("accepts", [False, True])
@@ -60,7 +67,7 @@ def test_figures_of_text_cut_into_verifications(tmp_path: Path, accepts: bool) -
     path = tmp_path / "trace.npz"
     sticky_trace(gamma=0).save(path)
     options = ["--acceptance-chance", str(int(accepts)), "--draft-max", "2"]
-    report = run_json("profile", "--trace", path, "--layer", "0", *options)
+    report = profile_json("--trace", path, "--layer", "0", *options)
     assert_equal(report, RecomputedProfile(path, gamma=2, accepts=accepts).complete(0))
 
 
@@ -71,7 +78,7 @@ def test_figures_of_a_run(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> N
         '{"prompt": "eins zwei", "category": "numbers", "language": "de"}\n'
     )
     options = ["-c", "512", "-n", "24", "-t", "1", "--raw", "--draft-max", "3", "--dataset", tmp_path / "mine.jsonl"]
-    report = run_json("profile", "-m", tiny_moe, "-md", tiny_draft, *options, "--layer", "2", "--trace-out", path)
+    report = profile_json("-m", tiny_moe, "-md", tiny_draft, *options, "--layer", "2", "--trace-out", path)
     recomputed = RecomputedProfile(path)
     assert [group["name"] for group in recomputed.groups()] == ["en", "de"]
     check_run(report, recomputed, 2)
@@ -89,7 +96,7 @@ def check_run(report: dict[str, Any], recomputed: RecomputedProfile, layer: int)
 def test_figures_of_the_bundled_pair(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
     path, page = tmp_path / "run.npz", tmp_path / "out.html"
     options = ["--layer", "47", "-n", "24", "--limit", "4", "--trace-out", path, "--report", page]
-    report = run_json("profile", *options)
+    report = profile_json(*options)
     embedded = numbers_of(page)
     assert embedded["model_profile"] == report["model_profile"]
     assert embedded["layers"] == [{key: report[key] for key in embedded["layers"][0]}]
@@ -109,12 +116,11 @@ def test_every_number_of_a_picture_is_in_the_json(tmp_path: Path, layers: str) -
     profile = profile_model(trace, [1] if layers == "1" else [0, 1])
     known = set(numbers(complete_report(profile, {"n": trace.meta.n_experts})))
     known |= {round(1 - value, 6) for layer in profile.layers for each in layer.utility for value in each.r_c if value}
-    pictures = [picture for picture in profile_pictures(profile) if picture.rows]
-    assert len(pictures) > 10
-    for picture in pictures:
-        for row in picture.rows:
-            for value in row[1:]:
-                assert value is None or round(value, 6) in known, picture.key
+    plots = [plot for plot in profile_plots(profile) if plot.lines]
+    assert len(plots) > 10
+    for plot in plots:
+        for line in plot.lines:
+            assert all(value is None or round(value, 6) in known for value in line.values), (plot.title, line.label)
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -132,10 +138,11 @@ def numbers(value: Any) -> Iterator[float]:
 def test_the_report_has_the_same_numbers(tmp_path: Path) -> None:
     path, page, written = tmp_path / "trace.npz", tmp_path / "out.html", tmp_path / "out.json"
     sticky_trace().save(path)
-    report = run_json("profile", "--trace", path, "--layer", "0", "--report", page)
+    report = profile_json("--trace", path, "--layer", "0", "--report", page)
     assert run("profile", "--trace", path, "--layer", "0", "--report", written).exit_code == 0
-    complete = json.loads(written.read_text())
-    assert complete == numbers_of(page)
+    complete, embedded = json.loads(written.read_text()), numbers_of(page)
+    assert all(each["run"].pop("provenance")["version"] for each in (complete, embedded))  # with the time of each
+    assert complete == embedded
     assert complete["model_profile"] == report.pop("model_profile")
     assert complete["layers"] == [{key: report[key] for key in complete["layers"][0]}]
     assert complete["run"] == {key: report[key] for key in complete["run"]}

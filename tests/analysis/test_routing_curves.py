@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.analysis import expert_counts
+from moeedge.analysis import routing_curves
 from moeedge.analysis.model_profile import profile_model
 from moeedge.analysis.routing_curves import BATCHES, Skew, mean_curves, persistence, unique_curve
 from moeedge.lab.traces.importers import read_trace
@@ -112,14 +112,14 @@ def test_curves_of_the_published_trace(data_folder: Path) -> None:
     found, independence = [], []
     for layer in trace.expert_layers():
         ids = trace.layer_ids(layer)[trace.text_rows()]
-        p = expert_counts.activation_probability(ids, 32)
+        p = routing_curves.activation_probability(ids, 32)
         unique = unique_curve(ids, 32, batches, trace.sequence[trace.text_rows()])
-        figures = [*unique.values(), expert_counts.empirical_overlap(ids, 32, trace.sequence[trace.text_rows()])]
+        figures = [*unique.values(), routing_curves.empirical_overlap(ids, 32, trace.sequence[trace.text_rows()])]
         np.testing.assert_allclose(
             np.array(figures, dtype=float), recomputed(all_ids[:, layer], batches, sequence), rtol=1e-12
         )
         found.append(figures)
-        independence.append([expert_counts.independence_unique(p, b) for b in batches])
+        independence.append([routing_curves.independence_unique(p, b) for b in batches])
     mean = np.mean(np.array(found, dtype=float), axis=0)
     # the table: measured, overlap, shuffled (popularity without order), uniform formula
     np.testing.assert_allclose(mean[:-1], [4, 6.24, 9.31, 12.88, 13.49, 16.38], rtol=0.01)
@@ -129,8 +129,8 @@ def test_curves_of_the_published_trace(data_folder: Path) -> None:
         (32, 4, [4, 7.50, 13.24, 21.00, 22.38, 28.22]),
         (128, 6, [6, 11.72, 22.36, 40.82, 44.91, 68.62]),
     ):
-        assert [round(expert_counts.uniform_unique(n_experts, k, b), 2) for b in batches] == printed
-    assert round(expert_counts.uniform_overlap(128, 6), 3) == 0.047 and expert_counts.uniform_overlap(32, 4) == 0.125
+        assert [round(routing_curves.uniform_unique(n_experts, k, b), 2) for b in batches] == printed
+    assert round(routing_curves.uniform_overlap(128, 6), 3) == 0.047 and routing_curves.uniform_overlap(32, 4) == 0.125
 
 
 @pytest.mark.slow

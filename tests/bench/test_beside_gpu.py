@@ -14,6 +14,7 @@ from moeedge.bench.runner import Bench
 from moeedge.cli.bench import make_bench_plan
 from moeedge.cli.bench_options import synthetic_tests
 from moeedge.engine.types import EngineConfig
+from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
 from tests.bench.recording import Recorder, run, write_conversations
 from tests.support.counting import DEVICE, CountingDevice
@@ -45,7 +46,7 @@ def _plan(model: Path, draft: Path, folder: Path, ratios: tuple[float, ...] = (0
 
 def _check(rows: list[BenchRow]) -> None:
     """Every row is right on its split, and the modes with whole layers fill moeedge's memory, but take no more."""
-    records = {row.mode: row.as_dict() for row in rows}
+    records = {row.mode: as_dict(row) for row in rows}
     assert list(records) == _MODES.split(",")
     for row in rows:
         assert row.output is not None

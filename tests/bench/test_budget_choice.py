@@ -20,7 +20,6 @@ from moeedge.bench.budget_choice import (
     find_budget,
     lost_too_many,
     read_choice,
-    write_choice,
 )
 from moeedge.bench.samples import Sample
 from moeedge.data.datasets import load_calibration
@@ -28,9 +27,10 @@ from moeedge.engine.loading import resolve_device
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.notifications import Notification
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.run import Notification
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.measurement import write_measurement
 
 TEMPLATE = ExpertBudget(budget=1 << 20)
 
@@ -109,7 +109,7 @@ def test_the_choice_is_kept_for_the_same_conditions_only(
     device = resolve_device(config)
     assert read_choice(config, TEMPLATE, device) is None
     made = choice((16, 0.9, 1.3))
-    write_choice(made, config, TEMPLATE, device)
+    write_measurement(choice_file(config, TEMPLATE, device), made)
     assert read_choice(config, TEMPLATE, device) == replace(made, from_file=True)
     assert json.loads(choice_file(config, TEMPLATE, device).read_text())["budget"] == 16
     others = [
@@ -137,9 +137,8 @@ def test_a_trial_is_timed_against_the_same_tasks_and_scored_by_its_mean() -> Non
             for i, s in enumerate(seconds)
         ]
 
-    unbudgeted = budget_choice._Tally(None, [1.0, 1.0, 1.0, 1.0], samples("off", [1.0, 1.0, 4.0, 4.0]))
-    dropped = budget_choice._Tally(8, [1.0, 0.0], samples("budget", [0.5, 0.5]))  # two tasks were left out
-    trial = budget_choice._task_trial(dropped, unbudgeted)
+    unbudgeted, dropped = samples("off", [1.0, 1.0, 4.0, 4.0]), samples("budget", [0.5, 0.5])  # without two tasks
+    trial = budget_choice._task_trial(8, [1.0, 0.0], dropped, unbudgeted)
     assert (trial.budget, trial.score, trial.n_scored, trial.tg_ts, trial.ratio) == (8, 0.5, 2, 40.0, 2.0)
     assert trial.score_stddev == pytest.approx(math.sqrt(0.5) / math.sqrt(2))
     assert (trial.tokens_per_step, trial.experts) == (4.0, 10.0)

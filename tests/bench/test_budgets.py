@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.bench.config import MODES, Sweep, mode_config, parse_modes, parse_numbers
+from moeedge.bench.config import MODES, Sweep, mode_config, parse_modes
 from moeedge.bench.figures import budget_figures, budget_point
 from moeedge.bench.output_check import check_answers
 from moeedge.bench.perplexity import Perplexity
@@ -19,8 +19,10 @@ from moeedge.bench.scores import Scores
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.records import as_dict
+from moeedge.ui.bench_plots import draw, speculation_plots
 from moeedge.ui.bench_views import render
-from moeedge.ui.plots import draw, speculation_panels
+from tests.support.answers import setup_of
 
 
 def test_lanes_are_the_unbudgeted_mode_and_one_per_budget_and_draft_length() -> None:
@@ -57,13 +59,6 @@ def test_nothing_asked_leaves_the_modes() -> None:
     assert not Sweep(gammas=(4,)).asked
     with pytest.raises(InputError, match="has drafts"):
         Sweep(budgets=(ExpertBudget(budget=4),)).modes(parse_modes("stock-sd,moeedge-ar"))
-
-
-@pytest.mark.parametrize("text", ["", "a", "-1", "1.5", "0"])
-def test_draft_lengths_that_are_not_accepted(text: str) -> None:
-    with pytest.raises(InputError):
-        parse_numbers(text, "--draft-max", least=1)
-    assert parse_numbers(" 8,4, 8", "--draft-max", least=1) == (8, 4)
 
 
 def _samples(mode: str, scores: tuple[float, ...], seconds: float, **others: float) -> list[Sample]:
@@ -137,11 +132,15 @@ def _row(samples: list[Sample], *, gamma: int | None = None, budget: int | None 
     setup |= {"gamma": (gamma or 4) if mode.drafts else 0, "threads": 1, "n_ctx": 256, "repetitions": 1, "n_predict": 8}
     setup |= {"n_prompt": 0, "n_gen": 0, "n_expert_layers": 3, "whole_layers": 0}
     setup |= {"model_description": "qwen3moe", "model_bytes": 1, "model_n_params": 1, "backend": "CPU"}
-    perplexity = Perplexity("toy", "0", 10, 5, 512, math.log(2.0), 0.1)
+    perplexity = Perplexity(
+        text="toy", text_sha256="0", n_tokens=10, batch_tokens=5, window_tokens=512, nll=math.log(2.0), nll_stderr=0.1
+    )
     figures = budget_figures(mode, samples, _STOCK, _OFF, perplexity)
     output = check_answers(samples, _STOCK, lambda *_: np.zeros(16, np.float32), [], lossy=budget is not None)
     scores = Scores(score=figures.total.score, n_scored=4, n_answers=4, n_cut=0)
-    return make_row(mode, "toy", samples, _STOCK, output=output, scores=scores, setup=setup, figures=figures)
+    return make_row(
+        mode, "toy", samples, _STOCK, output=output, scores=scores, setup=setup_of(**setup), figures=figures
+    )
 
 
 def test_tables_and_records_say_lossy() -> None:
@@ -152,7 +151,7 @@ def test_tables_and_records_say_lossy() -> None:
     assert max(map(len, text.splitlines())) <= 100
     assert "SCORES DIFFER: moeedge has" in text  # without a budget that is an error
     assert "SCORES DIFFER: moeedge budget" not in text
-    record = rows[2].as_dict()
+    record = as_dict(rows[2])
     assert (record["quality"], record["score_change"], record["ratio_unbudgeted"]) == (0.5, -0.25, 2.0)
     assert (record["perplexity"], record["perplexity_stderr"]) == (pytest.approx(2.0), pytest.approx(0.2))
     assert [point["category"] for point in record["points_by_category"]] == ["a", "b"]
@@ -161,11 +160,11 @@ def test_tables_and_records_say_lossy() -> None:
 
 def test_the_curve_and_its_picture(tmp_path: Path) -> None:
     rows = [_row(_STOCK), _row(_OFF), _row(_BUDGETED, budget=4)]
-    panels = {panel.title: panel.curves for panel in speculation_panels(rows)}
-    assert list(panels) == ["score / stock-ar's, mean of the categories", "a", "b"]
-    whole = panels["score / stock-ar's, mean of the categories"]
-    assert [(point.x, point.y) for point in whole["moeedge budgets picks substitution"]] == [(4.0, 0.5)]
-    assert [(point.x, point.y) for point in whole["moeedge"]] == [(2.0, 0.75)]
+    plots = {plot.title: {line.label: (line.x, line.values) for line in plot.lines} for plot in speculation_plots(rows)}
+    assert list(plots) == ["score / stock-ar's, mean of the categories", "a", "b"]
+    whole = plots["score / stock-ar's, mean of the categories"]
+    assert whole["moeedge budgets picks substitution"] == ((4.0,), (0.5,))
+    assert whole["moeedge"] == ((2.0,), (0.75,))
     picture = tmp_path / "curve.png"
     assert draw(rows, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -177,11 +176,11 @@ def test_figure_4_has_a_line_per_budget(tmp_path: Path) -> None:
     for gamma in (4, 8):
         rows += [_row(_OFF, gamma=gamma), _row(_BUDGETED, gamma=gamma, budget=4)]
     experts, speed, both = (
-        {name: [(point.x, point.y) for point in points] for name, points in panel.curves.items()}
-        for panel in speculation_panels(rows)[-3:]
+        {line.label: list(zip(line.x, line.values, strict=True)) for line in plot.lines}
+        for plot in speculation_plots(rows)[-3:]
     )
     assert experts == {"moeedge": [(4, 12), (8, 12)], "budget 4 (lossy)": [(4, 4), (8, 4)]}
     assert speed["budget 4 (lossy)"] == [(4, 4.0), (8, 4.0)]
     assert both["moeedge"] == [(12, 2.0), (12, 2.0)]
-    assert len(speculation_panels(rows[:3])) == 3
+    assert len(speculation_plots(rows[:3])) == 3
     assert draw(rows, tmp_path / "lengths.svg")

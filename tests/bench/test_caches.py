@@ -11,6 +11,7 @@ import pytest
 
 from moeedge.bench import arms
 from moeedge.bench.config import BenchPlan, Sweep
+from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
 from tests.bench.recording import make_plan, run, write_conversations
 
@@ -31,7 +32,7 @@ def test_a_row_per_policy_and_ratio_and_stock(tmp_path: Path, tiny_moe: Path, ti
     ]
     assert len(recorder.samples) == recorder.total == 6 * 3 * 2  # modes x turns x repetitions
     for row in rows:
-        record = json.loads(json.dumps(row.as_dict()))
+        record = json.loads(json.dumps(as_dict(row)))
         assert row.output is not None
         assert row.output.passed, row.output.different
         assert record["warm"] is True
@@ -95,7 +96,7 @@ def test_without_a_warm_up_the_first_repetition_is_cold(tmp_path: Path, tiny_moe
     assert [(sample.repetition, sample.warm) for sample in swept.samples] == [
         (0, False), (0, False), (1, True), (1, True),
     ]  # fmt: skip
-    assert swept.as_dict()["warm"] is False
+    assert as_dict(swept)["warm"] is False
     cold, warm = swept.samples[0].placement, swept.samples[2].placement
     assert cold is not None
     assert warm is not None
@@ -106,7 +107,7 @@ def test_without_a_warm_up_the_first_repetition_is_cold(tmp_path: Path, tiny_moe
 def test_a_cache_of_no_size_is_reported_as_asked(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = _plan(tiny_moe, tiny_draft, Sweep(("spac",), (0,)), dataset=write_conversations(tmp_path, n=1))
     rows, recorder = run(replace(plan, repetitions=1))
-    record = rows[-1].as_dict()
+    record = as_dict(rows[-1])
     assert (record["policy"], record["cache_ratio"], record["cache_slots"]) == ("spac", 0, 0)
     assert record["hit_rate_pairs"] is None
     assert any("off" in note for note in recorder.notes)

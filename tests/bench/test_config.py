@@ -18,8 +18,8 @@ from moeedge.bench.config import (
     parse_policies,
     parse_ratios,
 )
+from moeedge.bench.experiment import synthetic_modes
 from moeedge.bench.harness import rotated
-from moeedge.bench.synthetic import synthetic_modes
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.policies.registry import POLICIES

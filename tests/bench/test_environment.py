@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import moeedge
-from moeedge.bench.records import _git_state, read_environment
+from moeedge.hardware.provenance import _git_state, read_provenance
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -20,7 +20,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def test_versions_and_processor() -> None:
-    environment = read_environment()
+    environment = read_provenance()
     assert environment.version == moeedge.__version__
     assert environment.llama_cpp_version == version("llama-cpp-python")
     assert environment.cpu

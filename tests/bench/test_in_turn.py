@@ -57,7 +57,7 @@ def test_one_mode_after_the_other(
     assert {sample.repetition for sample in recorder.samples} == {0, 1}
     for row in rows:
         ours = row.mode != "stock-ar"
-        assert (row.setup["device"] == "RAM") == ours
+        assert (row.setup.device == "RAM") == ours
         assert (row.cache.wait_share is not None) == (ours and row.tg is not None)
         assert row.ratio is not None or row.ratio_pp is not None
         assert len(row.samples) == {"pp8": 2, "tg17": 4}.get(row.test, 6)

@@ -11,10 +11,12 @@ import pytest
 
 from moeedge.bench.config import BenchPlan
 from moeedge.bench.journal import LAST, Journal, settings_of
-from moeedge.bench.records import BenchRow, read_environment
+from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
 from moeedge.errors import InputError
+from moeedge.hardware.provenance import read_provenance
+from moeedge.records import as_dict
 from tests.bench.recording import Recorder, make_plan, write_conversations
 from tests.bench.test_in_turn import _in_ram
 
@@ -33,11 +35,11 @@ def measured(plan: BenchPlan, journal: Journal, stop_after: int | None = None) -
 
 
 def begun(plan: BenchPlan) -> Journal:
-    return Journal.begin([settings_of(plan, read_environment())])
+    return Journal.begin([settings_of(plan, read_provenance())])
 
 
 def resumed(plan: BenchPlan, name: str = LAST) -> Journal:
-    return Journal.resume(name, [settings_of(plan, read_environment())])
+    return Journal.resume(name, [settings_of(plan, read_provenance())])
 
 
 def keys(samples: Sequence[Sample]) -> list[tuple[str, str, int, int, float]]:
@@ -119,7 +121,7 @@ def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:
     rows, _ = measured(plan, begun(plan), stop_after=4)
     assert [(len(row.samples), row.n_planned, row.is_partial) for row in rows] == [(2, 6, True)] * 2
     assert rows[0].tg is not None and rows[0].tg.stddev is None
-    record = rows[0].as_dict()
+    record = as_dict(rows[0])
     assert (record["n_samples"], record["n_samples_planned"], record["tg_ts_stddev"], record["scatter"]) == (
         2,
         6,
@@ -133,7 +135,7 @@ def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:
 def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path), n_prompt=0, n_gen=0)
     full = Path("/dev/full")
-    with Journal(full, [settings_of(plan, read_environment())]) as journal:  # its first line does not fit
+    with Journal(full, [settings_of(plan, read_provenance())]) as journal:  # its first line does not fit
         assert journal.path is None
     _, recorder = measured(plan, begun(plan))
     place = (0, 0, "")

@@ -56,7 +56,7 @@ def test_every_mode_runs_and_answers_alike(
     assert all(row.output is not None and row.output.passed for row in answers)
     tokens = {(each.mode, each.prompt, each.turn): each.tokens for each in recorder.samples if each.prompt}
     assert all(found == tokens["stock-ar", prompt, turn] for (_mode, prompt, turn), found in tokens.items())
-    in_ram = {row.mode for row in answers if row.setup["device"] == "RAM"}
+    in_ram = {row.mode for row in answers if row.setup.device == "RAM"}
     targets = [loaded for loaded in machine.loaded if loaded.path == model]
     if ratio < 1:
         assert not in_ram and [target.storage for target in targets] == ["loaded"], "one set of weights"
@@ -128,7 +128,7 @@ def test_synthetic_tests_take_the_context_that_they_need(model: Path) -> None:
     """As llama-bench: also one that is longer than the model was trained with."""
     rows, _ = run(make_plan(model, None, modes="stock-ar", n_prompt=4500, repetitions=1, warm_up=False))
     (row,) = rows
-    assert row.setup["n_ctx"] == 4500 and row.pp is not None
+    assert row.setup.n_ctx == 4500 and row.pp is not None
     with pytest.raises(ContextTooSmallError) as caught:
         run(make_plan(model, None, n_prompt=512, n_ctx=256))
     assert caught.value.exit_code == 2 and "-c 512" in caught.value.hint

@@ -6,15 +6,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from moeedge.bench.config import MODES, BenchPlan, Sweep, parse_modes
+from moeedge.bench.experiment import Together
 from moeedge.bench.figures import parallel_figures, plain_mode
 from moeedge.bench.harness import BenchArm
-from moeedge.bench.parallel import ParallelBench
 from moeedge.bench.records import BenchRow
+from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
 from moeedge.data.datasets import load_dataset
 from moeedge.errors import EngineError, InputError
@@ -47,9 +47,9 @@ def finished(
     """Stock and our backend, plain and with two draft lengths, 1 and 4 texts at a time, two repetitions."""
     folder, recorder = tmp_path_factory.mktemp("texts"), Recorder()
     plan = plan_of(folder, tiny_moe, tiny_draft, "stock-ar,moeedge,moeedge-ar", (1, 4))
-    with ParallelBench(plan, recorder) as bench:
+    with Bench(plan, recorder) as bench:
         assert bench.run()
-    return bench.rows(), recorder
+        return bench.rows(), recorder
 
 
 def test_rows_are_of_every_mode_and_number_of_texts(finished: tuple[list[BenchRow], Recorder]) -> None:
@@ -141,14 +141,14 @@ def test_curves_of_several_expert_caches_are_apart(tmp_path: Path) -> None:
 
 def test_fewer_prompts_than_texts_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (8,))
-    with pytest.raises(InputError, match="6 prompts"), ParallelBench(plan, Recorder()):
+    with pytest.raises(InputError, match="6 prompts"), Bench(plan, Recorder()):
         pass
 
 
 def test_contexts_of_the_largest_number_are_checked_first(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (1, 4))
     plan = replace(plan, base=replace(plan.base, n_ctx=2**23))  # four times that is more than can be counted
-    with pytest.raises(InputError, match="4 texts"), ParallelBench(plan, Recorder()):
+    with pytest.raises(InputError, match="4 texts"), Bench(plan, Recorder()):
         pass
 
 
@@ -157,9 +157,10 @@ def test_an_interrupted_run_keeps_the_repetitions_of_all_modes(
 ) -> None:
     recorder = Recorder()
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar,stock-sd", (2, 4))
-    with ParallelBench(plan, recorder) as bench:
+    with Bench(plan, recorder) as bench:
         assert not bench.run(cancel=lambda: len(recorder.samples) >= 6 + 4)
-    assert [(row.label, len(row.samples)) for row in bench.rows()] == [
+        rows = bench.rows()
+    assert [(row.label, len(row.samples)) for row in rows] == [
         ("stock-ar parallel 2", 1), ("stock-sd gamma 1 parallel 2", 1), ("stock-sd gamma 3 parallel 2", 1),
     ]  # fmt: skip
 
@@ -189,14 +190,14 @@ def test_command(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
 def test_rows_come_out_where_a_later_number_of_texts_fails(
     tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = ParallelBench._answer
+    answer = Together._answer
 
-    def failing(bench: ParallelBench, arm: BenchArm, *others: Any) -> tuple[Sample, list[Sample]]:
+    def failing(work: Together, repetition: int, arm: BenchArm) -> Sample:
         if arm.mode.n_parallel == 3:
             raise EngineError("No memory.")
-        return answer(bench, arm, *others)
+        return answer(work, repetition, arm)
 
-    monkeypatch.setattr(ParallelBench, "_answer", failing)
+    monkeypatch.setattr(Together, "_answer", failing)
     work = ["--dataset", str(write_texts(tmp_path)), "-n", "4", "-r", "1", "--ignore-eos", "--modes", "stock-ar"]
     options = ["-m", str(tiny_moe), "-c", "512", "-t", "1", "-dev", "none", "--no-warmup", "-o", "json"]
     result = run("bench", *options, *work, "--parallel", "2,3")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from moeedge.bench.perplexity import measure_perplexity, negative_log_likelihood
-from moeedge.data.texts import EvaluationText, load_text
+from moeedge.data.datasets import load_text
+from moeedge.data.prompts import EvaluationText
 from moeedge.errors import DatasetError, InputError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model

@@ -10,6 +10,7 @@ import pytest
 from moeedge.bench import roofline
 from moeedge.bench.roofline import Roofline, measure_roofline
 from moeedge.llama.model import Model
+from moeedge.records import as_dict
 from tests.bench.recording import make_plan, run, write_conversations
 
 
@@ -51,9 +52,9 @@ def test_rows_have_it(tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("moeedge.bench.runner.measure_roofline", lambda model, n_threads: known)
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_predict=4, repetitions=1)
     for row in run(plan)[0]:
-        record = row.as_dict()
+        record = as_dict(row)
         assert record["limit_ts"] == 1e6
         assert record["limit_share"] == record["tg_ts_median"] / 1e6
     known = None
-    record = run(plan)[0][0].as_dict()
+    record = as_dict(run(plan)[0][0])
     assert record["limit_ts"] is record["limit_share"] is record["read_bytes_per_s"] is None

@@ -13,6 +13,7 @@ from moeedge.bench.records import SCHEMA, BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures
 from moeedge.errors import ContextTooSmallError
+from moeedge.records import as_dict
 from tests.bench.recording import Recorder, make_plan, run, write_conversations
 
 
@@ -73,7 +74,7 @@ def test_without_a_draft_the_ratio_is_the_cost_of_the_backend(tmp_path: Path, ti
     ours = rows[1]
     assert ours.output is not None
     assert str(ours.output) == "2/2"  # the same kernels on the same batches: no near-tie is permitted
-    assert (ours.tokens_per_step, ours.setup["draft"], ours.setup["gamma"]) == (1.0, "none", 0)
+    assert (ours.tokens_per_step, ours.setup.draft, ours.setup.gamma) == (1.0, "none", 0)
     assert ours.ratio is not None
     assert ours.ratio > 0
 
@@ -84,7 +85,7 @@ def test_a_dense_model_with_ngram_drafts(tmp_path: Path, tiny_draft: Path) -> No
     assert any("dense" in note for note in recorder.notes)
     assert all(row.experts_per_verification is None for row in rows)
     assert all(row.output is not None and row.output.passed for row in rows)
-    assert [row.setup["draft"] for row in rows] == ["none", "ngram", "ngram"]
+    assert [row.setup.draft for row in rows] == ["none", "ngram", "ngram"]
     assert rows[1].acceptance_rate is not None
 
 
@@ -95,7 +96,7 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
     assert any("stock-sd" in note for note in recorder.notes)
     prefill, decoding = rows["pp24", "moeedge"], rows["tg36", "moeedge"]
     assert prefill.pp is not None
-    assert (prefill.tg, prefill.output, prefill.setup["draft"]) == (None, None, "none")
+    assert (prefill.tg, prefill.output, prefill.setup.draft) == (None, None, "none")
     assert len(prefill.pp.values) == 2
     assert decoding.tg is not None
     assert decoding.pp is None
@@ -108,7 +109,7 @@ def test_synthetic_rows(tiny_moe: Path, tiny_draft: Path) -> None:
 def test_a_dataset_and_a_synthetic_prompt_in_one_run(tmp_path: Path, tiny_moe: Path) -> None:
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path, n=1), n_prompt=8, n_predict=2, repetitions=1)
     rows, _ = run(plan)
-    records = [row.as_dict() for row in rows]
+    records = [as_dict(row) for row in rows]
     assert [(r["test"], r["mode"]) for r in records] == [
         ("talk", "stock-ar"), ("talk", "moeedge"), ("pp8", "stock-ar"), ("pp8", "moeedge"),
     ]  # fmt: skip
@@ -137,7 +138,7 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
     plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path, n=3), n_predict=2, n_ctx=256)
     (row, *_), recorder = run(plan)
     assert any(note.startswith("1 of 3 prompts") for note in recorder.notes)
-    assert (row.setup["prompts"], row.setup["prompts_left_out"], row.setup["n_ctx"]) == (2, 1, 256)
+    assert (row.setup.prompts, row.setup.prompts_left_out, row.setup.n_ctx) == (2, 1, 256)
     short = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_ctx=16)
     with pytest.raises(ContextTooSmallError, match="No prompt fits"), Bench(short, Recorder()):
         pass
@@ -149,7 +150,7 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
 def test_the_record_names_the_choices_behind_its_figures(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     dataset = write_conversations(tmp_path)
     rows, _ = run(make_plan(tiny_moe, tiny_draft, dataset=dataset, limit=5, repetitions=1))
-    records = [json.loads(json.dumps(row.as_dict())) for row in rows]
+    records = [json.loads(json.dumps(as_dict(row))) for row in rows]
     assert all(list(record) == list(records[0]) for record in records)
     record = records[2]
     for key, value in {

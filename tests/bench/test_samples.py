@@ -24,6 +24,7 @@ from moeedge.bench.samples import (
 )
 from moeedge.engine.types import GenerationStats
 from moeedge.policies.base import LookaheadStatus
+from moeedge.records import as_dict, combine
 from moeedge.scheduler.stats import PlacementStats
 
 _BEGIN = PlacementStats(
@@ -110,26 +111,27 @@ def test_rates_are_those_of_the_sums() -> None:
     nothing = dict.fromkeys(COUNTERS, 0)
     small = nothing | {"steps": 1, "pairs": 10, "pairs_hit": 10, "unique": 4, "unique_hit": 4, "uploads": 8}
     large = nothing | {"steps": 3, "pairs": 90, "pairs_hit": 0, "unique": 12, "unique_hit": 0, "bytes_moved": 100}
-    figures = cache_figures([small, None, large], 4)
+    samples = [replace(_sample("m", "a", 0), placement=each) for each in (small, None, large)]
+    figures = cache_figures(combine(samples).placement, 4)
     assert figures == CacheFigures(
         hit_rate_pairs=0.1, hit_rate_experts=0.25, uploads_per_layer_step=0.5, bytes_moved=100
     )  # the mean of the rates would be 0.5
-    assert cache_figures([None], 4) == cache_figures([], 4) == CacheFigures()
-    idle = cache_figures([nothing], 4)
+    assert cache_figures(None, 4) == CacheFigures()
+    idle = cache_figures(nothing, 4)
     assert (idle.hit_rate_pairs, idle.uploads_per_layer_step, idle.bytes_moved) == (None, None, 0)
 
 
 def test_a_drain_counts_in_its_own_speed_only() -> None:
     sample = replace(_sample("m", "a", 0, tokens=10, seconds=1.0), drain_s=0.25)
-    assert (sample.tg_ts, sample.tg_drained_ts) == (10.0, 8.0)
-    assert _sample("m", "a", 0, tokens=0).tg_drained_ts is None
+    assert (sample.tg_ts, sample.rate_ts("decode", drained=True)) == (10.0, 8.0)
+    assert _sample("m", "a", 0, tokens=0).rate_ts("decode", drained=True) is None
 
 
 def test_the_newest_judgement_of_lookahead_is_a_gauge() -> None:
     status = LookaheadStatus(used=False, gain=0.01, reason="it does not pay here")
     interval = replace(_END, lookahead=status) - _BEGIN
     assert interval.lookahead is status
-    assert interval.to_dict()["lookahead"] == {
+    assert as_dict(interval)["lookahead"] == {
         "used": False, "gain": 0.01, "reason": "it does not pay here", "reads_drafts": True,
     }  # fmt: skip
 

@@ -22,6 +22,7 @@ from moeedge.bench.scores import (
 from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Dataset, Prompt, user_turns
 from moeedge.errors import InputError
+from moeedge.records import as_dict
 from moeedge.scoring import answers
 from moeedge.scoring.answers import NOT_RUN, Reference, Score, score_answer
 from tests.bench.recording import Recorder, make_plan, run
@@ -129,7 +130,7 @@ def test_a_run_scores_every_mode_alike(tmp_path: Path, tiny_moe: Path, tiny_draf
         assert bench.rows()[0].scores == rows[0].scores
     assert "1 of 4 answers will not be scored: there is no reference for them." in recorder.notes
     for row in rows:
-        record = json.loads(json.dumps(row.as_dict()))
+        record = json.loads(json.dumps(as_dict(row)))
         assert record["score"] == pytest.approx(2 / 3)
         assert (record["n_scored"], record["n_answers"], record["scorer"]) == (3, 4, "contains,exact")
         assert record["n_cut"] == 4  # a random model does not stop
@@ -144,6 +145,6 @@ def test_a_run_without_scores_has_none_in_its_record(tmp_path: Path, tiny_moe: P
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps({"prompt": "Hi", "reference": {"scorer": "exact", "expect": "x"}}))
     rows, _ = run(make_plan(tiny_moe, None, dataset=load_dataset(str(path)), n_predict=2))
-    record = rows[0].as_dict()
+    record = as_dict(rows[0])
     assert record["score"] is record["n_scored"] is record["n_cut"] is record["scorer"] is None
     assert record["samples"][0]["answer"] is record["samples"][0]["score"] is None

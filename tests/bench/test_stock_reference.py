@@ -33,7 +33,7 @@ def test_stock_ar_equals_a_process_without_our_library(tmp_path: Path, tiny_moe:
     assert len(ours) == 2
     job = {
         "model": str(tiny_moe),
-        "n_ctx": rows[0].setup["n_ctx"],
+        "n_ctx": rows[0].setup.n_ctx,
         "n_predict": 40,
         "prompts": [sample.prompt_ids for sample in ours],
     }

@@ -15,6 +15,7 @@ from moeedge.hardware.devices import DeviceKind, ResolvedDevice
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
 from tests.bench.recording import make_plan, run, write_conversations
 
@@ -92,7 +93,7 @@ def test_modes_that_cannot_run_are_left_out_by_name(tmp_path: Path, tiny_moe: Pa
     rows, recorder = run(plan)
     assert [row.mode for row in rows] == ["stock-ar", "moeedge-ar"]
     assert sum(note.startswith("stock-ncmoe is left out") for note in recorder.notes) == 1
-    record = rows[0].as_dict()
+    record = as_dict(rows[0])
     assert record["whole_layers"] == 0
     assert record["device_bytes"] is record["ratio_ncmoe"] is None
 

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeedge import paths
-from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.hardware.provenance import read_provenance
 from moeedge.native.abi import Phase
 from moeedge.scheduler import disk
 from moeedge.scheduler.config import PlacementConfig
@@ -268,7 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
     record = {
         "schema": SCHEMA,
         "command": f"python -m tests.benchmarks.beyond_ram {' '.join(map(_file_name, given))}",
-        "environment": asdict(read_environment()),
+        "environment": asdict(read_provenance()),
         "page_cache": dropped,
         "ballast_bytes": options.ballast,
         "model_bytes": options.model.stat().st_size,

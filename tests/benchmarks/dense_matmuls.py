@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moeedge.bench.records import read_environment
+from moeedge.hardware.provenance import read_provenance
 from tests.support.expert_blocks import BlockShape, DenseMatmul, Engine, Experts
 
 SCHEMA = "moeedge-dense-matmuls-2"
@@ -94,7 +94,7 @@ def main() -> None:
     if options.out is not None:
         record = {
             "schema": SCHEMA,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "samples": [asdict(sample) for sample in samples],
         }
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -183,7 +183,7 @@ def record(n_prompts: int, n_predict: int) -> dict[str, Any]:
     """Greedy answers of the bundled target, and what could have been drafted after each token."""
     from moeedge.data.datasets import load_toy
     from moeedge.engine.conversation import Conversation, prompt_tokens
-    from moeedge.engine.drafts import NgramDraft
+    from moeedge.engine.drafts import DraftRequest, NgramDraft
     from moeedge.engine.sampling import Sampler
     from moeedge.engine.session import Session
     from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -208,9 +208,9 @@ def record(n_prompts: int, n_predict: int) -> dict[str, Any]:
             text = []
             for n in range(len(tokens) + 1, len(history)):
                 rest = history[n:]
-                model = session.draft.propose(history[:n], GAMMA_MAX, sampler, stop=DraftStop())
+                model = session.draft.propose(DraftRequest(history[:n], GAMMA_MAX, sampler, stop=DraftStop()))
                 session.draft.rollback(n)
-                copied = ngrams.propose(history[:n], GAMMA_MAX, sampler)
+                copied = ngrams.propose(DraftRequest(history[:n], GAMMA_MAX, sampler))
                 confidences = [round(confidence, 4) for confidence in model.confidences]
                 ngram = copied.confidences[0] if copied.tokens else None
                 text.append([confidences, right(model.tokens, rest), ngram, right(copied.tokens, rest)])

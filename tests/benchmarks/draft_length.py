@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeedge import paths
-from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.hardware.provenance import read_provenance
 from moeedge.native.cache import CacheConfig
 from moeedge.scheduler import opening
 from moeedge.scheduler.config import PlacementConfig
@@ -142,7 +142,7 @@ def main() -> None:
     if options.out:
         record = {
             "schema": SCHEMA,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "model": options.model.name,
             "ram_bytes": options.ram,
             "disk_bytes_per_s": options.disk_rate or None,

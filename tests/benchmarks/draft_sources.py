@@ -72,7 +72,7 @@ def main() -> None:
             )
             sessions[source] = stack.enter_context(Session.open(config, model=model if draft != "mtp" else None))
         for prompt in prompts:
-            messages = [message.as_dict() for message in prompt.turns[0]]
+            messages = prompt.messages(0)
             tokens = model.tokenize(model.render_chat(messages))
             for source, session in sessions.items():
                 for gamma in gammas if source != "none" else [0]:

@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import paths
-from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.hardware.provenance import read_provenance
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.manager import PlacementManager
 
@@ -120,7 +120,7 @@ def measure(
                     before[policy] = session.placement_stats()
                     meter.steps_s.clear()
                 session.reset()
-                messages = [message.as_dict() for message in questions[number % len(questions)].turns[0]]
+                messages = questions[number % len(questions)].messages(0)
                 tokens = session.model.tokenize(session.model.render_chat(messages))
                 answer = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
                 for index, _ in enumerate(answer):
@@ -185,7 +185,7 @@ def main() -> None:
     if options.out:
         record = {
             "schema": SCHEMA,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "model": model.name,
             "draft": draft.name,
             "settings": settings,

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.records import read_environment
+from moeedge.hardware.provenance import read_provenance
 from moeedge.native.abi import KernelChoice
-from moeedge.native.kernels import kernels, read_speed, set_kernel_choice
+from moeedge.native.compute import kernels, read_speed, set_kernel_choice
 from tests.support.expert_blocks import BlockShape, Engine, ExpertBlock, Experts, nmse, spread_experts
 
 SCHEMA = "moeedge-expert-kernels-1"
@@ -159,7 +159,7 @@ def main() -> None:
     if options.out is not None:
         record = {
             "schema": SCHEMA,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "shape": asdict(BlockShape("")),
             "threads": options.threads,
             "cpu_time": options.cpu_time,

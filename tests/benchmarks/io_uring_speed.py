@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from moeedge.bench.records import read_environment
+from moeedge.hardware.provenance import read_provenance
 
 SOURCE = Path(__file__).with_suffix("").with_name("io_uring_reads.cpp")
 PIECE_BYTES = 1 << 20
@@ -70,7 +70,7 @@ def main() -> None:
         )
     if options.out is not None:
         record = {
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "file_bytes": options.file.stat().st_size,
             "rounds": options.rounds,
             "experts": options.experts,

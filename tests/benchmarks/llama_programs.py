@@ -28,8 +28,8 @@ from typing import Any
 
 from moeedge import paths
 from moeedge.bench.harness import rotated
-from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
+from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model
 from moeedge.ui.tables import Column, markdown, text_column
 
@@ -196,7 +196,7 @@ def main() -> None:
     if options.out is not None:
         record = {
             "schema": SCHEMA,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "model": options.model.name,
             "draft": options.draft.name,
             "prompt": options.prompt,

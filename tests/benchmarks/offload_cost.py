@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moeedge.bench.records import read_environment
+from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native import OffloadScope
@@ -104,7 +104,7 @@ def main() -> None:
         results = [measure(model, n, options.repeats, options.threads, options.seed) for n in sizes]
         record = {
             "schema": "moeedge-offload-cost-1",
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "model": {"file": model.path.name, **asdict(model.info)},
             "repeats": options.repeats,
             "results": results,

@@ -62,7 +62,12 @@ def bench_tables(rows: Sequence[Row]) -> Iterator[str]:
     first = rows[0]
     yield f"{first['model']} ({format_bytes(first['model_bytes'])}), {first['time']}\n"
     yield (
-        "\n".join([f"{first['cpu']}, threads: {first['threads']}, commit {first['commit']}", *limit_lines(first)])
+        "\n".join(
+            [
+                f"{first['cpu']}, threads: {first['threads']}, commit {first['commit']}",
+                *limit_lines(SimpleNamespace(**{"limit_ts": None} | first)),
+            ]
+        )
         + "\n"
     )
     columns = [

@@ -29,14 +29,14 @@ from unittest.mock import patch
 
 import numpy as np
 
-from moeedge.bench.records import read_environment
 from moeedge.engine.answer import Answer
 from moeedge.engine.drafts import ModelDraft
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.session import Session
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.native.decoding import Decoder
+from moeedge.hardware.provenance import read_provenance
+from moeedge.native.compute import Decoder
 from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor
 from tests.support.tiny import make_tiny
 
@@ -223,7 +223,7 @@ def main() -> None:
     if options.out:
         record = {
             "schema": SCHEMA,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "vocabulary": options.vocabulary if options.model is None else None,
             "model": model.name,
             "threads": options.threads,

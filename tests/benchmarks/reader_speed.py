@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from moeedge import native
-from moeedge.bench.records import read_environment
+from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native.cache import CacheConfig, ExpertCache
 
@@ -144,7 +144,7 @@ def main() -> None:
         )
     if options.out is not None:
         record = {
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "model": options.model.name,
             "rounds": options.rounds,
             "experts": options.experts,

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from moeedge.bench.records import read_environment
 from moeedge.hardware.devices import Storage
+from moeedge.hardware.provenance import read_provenance
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
         record: dict[str, Any] = {
             "schema": SCHEMA,
             "label": options.label,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "settings": {"layers": options.layers, "embd": options.embd, "repeats": options.repeats},
             "rows": [asdict(row) for row in rows],
         }

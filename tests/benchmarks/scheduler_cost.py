@@ -34,14 +34,14 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.records import read_environment
 from moeedge.experts import count_ids
+from moeedge.hardware.provenance import read_provenance
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import Observation, Plan, PolicyConfig, check_plan
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
-from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.driver import StepDriver
+from moeedge.scheduler.native_io import CacheStore, cache_shape
 from tests.support.experts import write_experts
 
 SCHEMA = "moeedge-scheduler-cost-2"
@@ -344,7 +344,7 @@ def main() -> None:
         settings = {**asdict(load), "ratio": options.ratio, "balanced": not options.unbalanced}
         record = {
             "schema": SCHEMA,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "settings": settings,
             "results": [asdict(cost) for cost in costs],
         }

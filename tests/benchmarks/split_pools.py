@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.policy_replay import PolicyReplay
 from moeedge.lab.traces.importers import read_trace
-from moeedge.lab.traces.schedule import Schedule, schedules, texts_of
+from moeedge.lab.traces.schedule import Schedule, cache_shape, schedules, texts_of
 from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.registry import make_policy
 from tests.benchmarks.rows import keep_rows

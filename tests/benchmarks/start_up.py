@@ -21,8 +21,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from moeedge.bench.records import read_environment
 from moeedge.cli.app import COMMANDS
+from moeedge.hardware.provenance import read_provenance
 
 SCHEMA = "moeedge-start-up-1"
 RUNS = {
@@ -92,7 +92,7 @@ def main() -> None:
     if options.out:
         record = {
             "schema": SCHEMA,
-            "environment": asdict(read_environment()),
+            "environment": asdict(read_provenance()),
             "commands": {name: line or " ".join(("moeedge", *arguments)) for name, (arguments, line) in runs.items()},
             "medians_s": medians,
             "least_s": least,

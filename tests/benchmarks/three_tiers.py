@@ -17,17 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moeedge import paths
-from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.ram_tier import RamTier
+from moeedge.scheduler.ram_tier import Tier
 
 SCHEMA = "moeedge-three-tiers-1"
 SIZES = ((0.2, 0.3), (0.2, 0.6), (0.4, 0.4))  # shares of the experts: device, RAM
@@ -37,17 +35,17 @@ GREEDY = SamplingConfig(temperature=0.0, seed=0)
 @contextmanager
 def order_of(tiers: str) -> Iterator[None]:
     """Lets RAM evict as `tiers` says."""
-    exclusive = RamTier.observe
+    exclusive = Tier.observe
 
-    def observe(self: RamTier, observations: Any, tokens: Any, on_device: Any) -> None:
-        exclusive(self, observations, tokens, np.zeros_like(on_device))
+    def observe(self: Tier, observations: Any, tokens: Any, _on_device: Any = None) -> None:
+        exclusive(self, observations, tokens)
 
     if tiers == "inclusive":
-        RamTier.observe = observe  # type: ignore[method-assign]
+        Tier.observe = observe  # type: ignore[method-assign]
     try:
         yield
     finally:
-        RamTier.observe = exclusive  # type: ignore[method-assign]
+        Tier.observe = exclusive  # type: ignore[method-assign]
 
 
 def count(device_ratio: float, ram_ratio: float, gamma: int, tiers: str, n_prompts: int) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def main() -> None:
                 rows.append(count(*sizes, gamma, tiers, options.prompts))
                 print(json.dumps(rows[-1]), flush=True)
     if options.out is not None:
-        record = {"schema": SCHEMA, "environment": asdict(read_environment()), "rows": rows}
+        record = {"schema": SCHEMA, "environment": asdict(read_provenance()), "rows": rows}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

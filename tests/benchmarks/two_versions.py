@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge import paths
-from moeedge.bench.records import read_environment
+from moeedge.hardware.provenance import read_provenance
 
 SCHEMA = "moeedge-two-versions-1"
 HERE = Path(__file__).resolve().parents[2]
@@ -132,7 +132,7 @@ def main() -> None:
             version.close()
     record = {
         "schema": SCHEMA,
-        "environment": asdict(read_environment()),
+        "environment": asdict(read_provenance()),
         "notes": [version.notes for version in versions],
         "different_answers": sum(old["tokens"] != new["tokens"] for old, new in turns),
         # speed of this version / speed of the earlier one

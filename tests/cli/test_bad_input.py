@@ -135,7 +135,7 @@ REFUSED = {
         "--score": "--score --dataset",
     },
     "bench --dataset sample": {
-        "--limit -1": "--limit least 0",
+        "--limit -1": "--limit 0 or more",
         "-n 0": "-n from 1 to 1,000,000",
         "-c 16": "prompt fits context 16 -c",
         "--run-code": "--run-code --score",
@@ -144,7 +144,7 @@ REFUSED = {
     "lab ablate -dev emulated": {
         "--cutoff x": '"x" --cutoff numbers',
         "--cutoff -1": "-1 layer 0 to 3",
-        "--limit -1": "nothing measure --limit",
+        "--limit -1": "--limit 0 or more",
         "-n 1": "nothing measure -n",
         "--draft-type q17": "type 'q17' q4_0",
         "--cutoff 5": "--cutoff 5 layer 0 to 3",
@@ -173,7 +173,7 @@ REFUSED = {
         "--profile-texts 1": "--profile-texts no text",
         "--predictor-accuracy gate=1": "'gate=1' next-gate",
         "--predictor-accuracy next-gate=x": "'next-gate=x' NAME=SHARE",
-        "--expert-bytes 0": "--expert-bytes above 0",
+        "--expert-bytes 0": "--expert-bytes from 1 to",
         "--max-uploads -1": "uploads >= -1.0",
     },
     "lab simulate -n 40 --max-steps 8": {
@@ -193,7 +193,7 @@ REFUSED = {
         "info none.npz": "none.npz not exist",
         "import own.npz own.npz": "own.npz read",
         "import own.npz missing/out.npz": "cannot be written no folder",
-        "import own.npz out.npz --expert-bytes 0": "--expert-bytes above 0",
+        "import own.npz out.npz --expert-bytes 0": "--expert-bytes from 1 to",
         "import own.npz out.csv": "out.csv .npz",
         "info own.npz --n-experts 0": "experts 1..65535",
     },

@@ -19,19 +19,20 @@ import pytest
 from moeedge import native
 from moeedge.bench.config import SyntheticTest
 from moeedge.bench.output_check import Difference, OutputCheck
-from moeedge.bench.records import SCHEMA, BenchRow, Environment
+from moeedge.bench.records import SCHEMA, BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
-from moeedge.cli.bench import make_bench_plan
+from moeedge.cli.bench import exit_code, make_bench_plan
 from moeedge.cli.bench_options import SyntheticOptions, sizes
-from moeedge.cli.bench_run import exit_code
 from moeedge.data.datasets import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.hardware.provenance import Provenance
+from moeedge.ui.bench_plots import cache_plots, draw
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render, withheld_lines
-from moeedge.ui.plots import Point, cache_panels, draw
 from tests.bench.recording import Recorder
+from tests.support.answers import setup_of
 from tests.support.commands import SIGNALS, refused, run, run_json
 from tests.support.markdown import table_rows
 
@@ -167,7 +168,7 @@ def test_what_the_options_mean_together(tiny_moe: Path) -> None:
         "stock-ar",
         load_sample(),
         limit=3,
-        tests=SyntheticOptions(n_prompt="64").tests("32", has_dataset=True),
+        tests=SyntheticOptions(n_prompt=[64]).tests([32], has_dataset=True),
         n_predict=32,
         repetitions=1,
         ignore_eos=True,
@@ -191,14 +192,15 @@ def test_without_a_mode_that_can_run_the_reason_is_told(tiny_moe: Path, mode: st
 
 
 def _row(output: OutputCheck) -> BenchRow:
-    environment = Environment("0.1.0", "f" * 40, True, "0.3.36", "A CPU", "Linux", "3.11", "2026-01-01T00:00:00+00:00")
+    environment = Provenance("0.1.0", "f" * 40, True, "0.3.36", "A CPU", "Linux", "3.11", "2026-01-01T00:00:00+00:00")
     setup = {**vars(environment), "model": "m.gguf", "threads": 2, "draft": "d.gguf", "gamma": 4, "n_ctx": 256}
+    setup["repetitions"] = 2
     setup |= {"model_description": "qwen3moe", "model_bytes": 1 << 30, "model_n_params": 2 * 10**9, "backend": "CPU"}
     return BenchRow(
         mode="moeedge", test="qa", policy="none", cache_ratio=None,
         pp=spread([100.0, 200.0]), tg=spread([10.0]), tg_drained_ts=9.5, drain_s=0.1, ttft_s=0.25, acceptance_rate=0.5,
         tokens_per_step=2.5, experts_per_verification=31.25, cache=CacheFigures(), output=output, scores=Scores(),
-        ratio=1.234, ratio_pp=None, ratio_drained=1.2, ratio_cpu=None, setup={**setup, "repetitions": 2}, samples=(),
+        ratio=1.234, ratio_pp=None, ratio_drained=1.2, ratio_cpu=None, setup=setup_of(**setup), samples=(),
     )  # fmt: skip
 
 
@@ -249,7 +251,7 @@ def _swept(policy: str, ratio: float, hits: float) -> BenchRow:
     figures = CacheFigures(
         hit_rate_pairs=hits, hit_rate_experts=hits / 2, uploads_per_layer_step=12.34, bytes_moved=3 << 20
     )
-    setup = row.setup | {"device": "emulated (CPU)"}
+    setup = replace(row.setup, device="emulated (CPU)")
     return replace(row, policy=policy, cache_ratio=ratio, cache=figures, setup=setup, ratio=1 + hits)
 
 
@@ -271,11 +273,11 @@ def test_the_picture_has_a_line_per_policy(tmp_path: Path) -> None:
     rows = [
         _swept(policy, ratio, ratio * best) for policy, best in (("spac", 1), ("lru", 0.5)) for ratio in (0.5, 0.17)
     ]
-    hits, _ = cache_panels([_row(OutputCheck(equal=8, compared=8)), *rows])
-    assert hits.curves == {
-        "spac": [Point(0.17, 0.17), Point(0.5, 0.5)],
-        "lru": [Point(0.17, 0.085), Point(0.5, 0.25)],
-    }
+    hits, _ = cache_plots([_row(OutputCheck(equal=8, compared=8)), *rows])
+    assert [(line.label, line.x, line.values) for line in hits.lines] == [
+        ("spac", (0.17, 0.5), (0.17, 0.5)),
+        ("lru", (0.17, 0.5), (0.085, 0.25)),
+    ]
     picture = tmp_path / "sweep.png"
     assert draw(rows, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -290,6 +292,19 @@ def test_lists_of_batches(tiny_moe: Path) -> None:
     assert [row["n_ubatch"] for row in table_rows(result.stdout)] == ["8", "16", "32"]
     rows = run_json("bench", "-m", tiny_moe, "-md", "none", *work, "-t", "1")
     assert [(row["n_batch"], row["n_ubatch"]) for row in rows] == [(64, 8), (64, 16), (64, 32)]
+
+
+def test_lists_of_layers_and_settings_of_the_context(tiny_moe: Path) -> None:
+    lists = ["-ngl", "0,all", "-fa", "1,off", "-ctk", "f16,BF16", "-ctv", "f16", "-ncmoe", "1"]
+    rows = run_json("bench", "-m", tiny_moe, "-md", "none", "-p", "8", "-n", "0", *lists, "-r", "1", "-t", "1",
+                    "--modes", "stock-ar", "--no-warmup")  # fmt: skip
+    keys = ("n_gpu_layers", "flash_attn", "type_k", "type_v")
+    assert [tuple(row[key] for key in keys) for row in rows] == [
+        (n, attention, kind, "f16") for n in (0, 999) for attention in ("on", "off") for kind in ("f16", "bf16")
+    ]
+    assert "q4" in refused("bench", "-m", tiny_moe, "-ctk", "f16,q4")
+    assert "-ngl takes numbers" in refused("bench", "-m", tiny_moe, "-ngl", "0,half")
+    assert "--cpu-moe and --n-cpu-moe" in refused("bench", "-m", tiny_moe, "--cpu-moe", "-ncmoe", "0,1")
 
 
 def test_lists_of_sizes_depths_and_threads(tiny_moe: Path) -> None:
@@ -369,7 +384,7 @@ def test_a_busy_machine_and_scatter_are_told() -> None:
     quiet = _row(OutputCheck(equal=8, compared=8))
     assert quiet_lines([replace(quiet, tg=spread([10.0, 10.5]))]) == []
     assert len(quiet_lines([replace(quiet, tg=spread([10.0, 11.5]))])) == 1
-    assert len(quiet_lines([replace(quiet, tg=spread([10.0]), setup=quiet.setup | {"other_load": 0.5})])) == 1
+    assert len(quiet_lines([replace(quiet, tg=spread([10.0]), setup=replace(quiet.setup, other_load=0.5))])) == 1
 
 
 def test_an_interrupted_run_is_resumed(tiny_moe: Path, talk: Path, tmp_path: Path) -> None:

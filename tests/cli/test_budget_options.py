@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench import budget_choice
-from moeedge.cli.budget_options import BudgetOptions, parse_budget
+from moeedge.cli.engine_options import BudgetOptions
+from moeedge.cli.options import parse_budget
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.notifications import Notify
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.run import Notify
 from tests.support.commands import refused, run_json
 
 BASE = EngineConfig(model=Path("model.gguf"))
@@ -22,8 +23,8 @@ def budget_of(options: BudgetOptions) -> ExpertBudget | None:
     return options.config(BASE).expert_budget
 
 
-@pytest.mark.parametrize(("text", "value"), [(None, None), ("off", None), ("AUTO", "auto"), ("16", 16), (" 8 ", 8)])
-def test_values(text: str | None, value: object) -> None:
+@pytest.mark.parametrize(("text", "value"), [("off", None), ("AUTO", "auto"), ("16", 16), (" 8 ", 8)])
+def test_values(text: str, value: object) -> None:
     assert parse_budget(text) == value
 
 
@@ -35,13 +36,13 @@ def test_other_values_are_refused(text: str) -> None:
 
 def test_the_defaults_are_the_engines() -> None:
     assert budget_of(BudgetOptions()) is None
-    budget = budget_of(BudgetOptions(expert_budget="16"))
+    budget = budget_of(BudgetOptions(expert_budget=16))
     assert budget is not None
     assert (budget.budget, budget.ranking, budget.coverage) == (16, "picks", "substitution")
 
 
 def test_companions_are_passed_on() -> None:
-    budget = budget_of(BudgetOptions(expert_budget="16", budget_policy="truncation", budget_ranking="router"))
+    budget = budget_of(BudgetOptions(expert_budget=16, budget_policy="truncation", budget_ranking="router"))
     assert budget is not None
     assert (budget.coverage, budget.ranking) == ("truncation", "router")
 
@@ -54,9 +55,9 @@ def test_companions_are_passed_on() -> None:
             BudgetOptions(budget_ranking="router", budget_policy="truncation"),
             "--budget-ranking and --budget-policy need",
         ),
-        (BudgetOptions(expert_budget="off", budget_policy="truncation"), "--budget-policy needs"),
-        (BudgetOptions(expert_budget="16", budget_ranking="static"), "ranking 'static'"),
-        (BudgetOptions(expert_budget="16", budget_policy="drop"), "policy 'drop'"),
+        (BudgetOptions(expert_budget=parse_budget("off"), budget_policy="truncation"), "--budget-policy needs"),
+        (BudgetOptions(expert_budget=16, budget_ranking="static"), "ranking 'static'"),
+        (BudgetOptions(expert_budget=16, budget_policy="drop"), "policy 'drop'"),
     ],
 )
 def test_combinations_without_a_meaning_are_refused(options: BudgetOptions, words: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from moeedge.cli import completion
 from moeedge.cli.app import COMMANDS
-from moeedge.data.datasets import dataset_names
+from moeedge.data.datasets import CATALOG
+from moeedge.lab.cli import simulate, trace_options
 from moeedge.lab.sim.model_shape import builtin_models
 from moeedge.lab.sim.step_costs import builtin_hardware
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED
@@ -81,10 +82,10 @@ def test_every_shell(shell: str) -> None:
 def test_names_are_those_of_the_tables() -> None:
     """They stand in a list of their own because a key press does not wait for NumPy."""
     assert set(completion.ENGINE_POLICIES) == set(POLICIES)
-    assert set(completion.SIMULATED_POLICIES) == set(SIMULATED) | set(BOUNDS) | {"all"}
-    assert set(dataset_names()) < set(completion.datasets())
-    assert set(builtin_hardware()) < set(completion.hardware())
-    assert set(builtin_models()) == set(completion.simulated_models())
+    assert set(trace_options.SIMULATED_POLICIES) == set(SIMULATED) | set(BOUNDS) | {"all"}
+    assert set(CATALOG) < set(completion.datasets())
+    assert set(builtin_hardware()) < set(simulate.hardware())
+    assert set(builtin_models()) == set(simulate.simulated_models())
     assert {"auto", "none", "emulated"} <= set(completion.devices())
     assert set(completion.models()) < set(completion.drafts())
 

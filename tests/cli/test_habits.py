@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from moeedge.cli.app import environment_kept, load_command, positions
 from moeedge.cli.foreign import COMMAND_NAMES
 from moeedge.cli.spelling import Speller
+from tests.support.commands import refused, run
 
 HUB = "ggml-org/gpt-oss-20b-GGUF"
 LINES = f"""\
@@ -44,3 +46,43 @@ def test_a_line_of_another_program_acts(line: str) -> None:
     arguments = Speller(name, command, words=positions(typed)).translate(rest)
     with environment_kept():  # as the program does
         assert command.make_context(name, arguments, resilient_parsing=False).args == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "means"),
+    [
+        ("help", "--help"),
+        ("help show", "show --help"),
+        ("help lab replay", "lab replay --help"),
+        ("version", "--version"),
+        ("show -m bundled", "show bundled"),
+        ("list --json", "list -o json"),
+    ],
+)
+def test_two_ways_to_type_the_same(typed: str, means: str) -> None:
+    first, second = run(*typed.split()), run(*means.split())
+    assert first.exit_code == second.exit_code == 0
+    assert first.output == second.output
+
+
+def test_a_chat_needs_no_word_and_reads_standard_input(pair: list[str]) -> None:
+    answers = [
+        run(*words, *pair, "-n", "4", "-s", "1", "--temp", "0", "-q", "--json", piped="one two").stdout
+        for words in (["chat"], [], ["-f", "-"], ["--system="])
+    ]
+    assert len({json.loads(answer)["text"] for answer in answers}) == 1
+    plain, told = (
+        run("chat", *pair, "-n", "4", "-q", "--json", "-p", "one", *words) for words in ([], ["--system", "be brief"])
+    )
+    assert json.loads(told.stdout)["prompt_tokens"] > json.loads(plain.stdout)["prompt_tokens"]
+    assert "No such option: --nonsense" in refused("--nonsense")
+
+
+@pytest.mark.parametrize("command", ["chat", "bench", "profile", "plan"])
+def test_the_short_help_has_a_line_for_each_option(command: str) -> None:
+    short, every = run(command, "--help").stdout, run(command, "-t", "2", "--help-all").stdout
+    lines = short.splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80
+    assert not any(line.endswith("...") for line in lines)  # a text that was cut
+    assert "--ctx-size" in short and "--cache-type-k" not in short
+    assert "--cache-type-k" in every or command == "plan"

@@ -19,7 +19,7 @@ from moeedge.cli.foreign import foreign_options
 from moeedge.ui.chat.commands import help_rows
 from tests.support.commands import all_commands, option_names, reference
 
-_OF_TYPER = {"-h", "--help", "--install-completion", "--show-completion"}
+_OF_TYPER = {"-h", "--help", "--help-all", "--install-completion", "--show-completion"}
 _NAME = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 COMMANDS_PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 
@@ -30,7 +30,7 @@ def words(text: str) -> str:
 
 
 def help_of(name: str) -> str:
-    result = CliRunner().invoke(app, [*name.split(), "--help"])
+    result = CliRunner().invoke(app, [*name.split(), "--help-all"])
     assert result.exit_code == 0
     return result.stdout
 

@@ -7,33 +7,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from moeedge.cli.sampling_options import SamplingOptions, TemplateOptions
+from moeedge.cli.chat_options import SamplingOptions, TemplateOptions
+from moeedge.cli.options import flatten
 from moeedge.engine.types import DEFAULT_SAMPLERS, SamplingConfig
-from moeedge.llama.chat_template import TemplateChoice
+from moeedge.llama.reasoning import TemplateChoice
 from tests.support.commands import refused, run, run_json
 
 GREEDY = ("--temp", "0", "-n", "24", "-p", "the one and the other")
 DIGITS = 'root ::= [0-9] [0-9] "!"'
 
 
+def config_of(*arguments: str, escape: bool = False) -> SamplingConfig:
+    """What these options become."""
+    found = []
+
+    @flatten
+    def command(sampling: SamplingOptions) -> None:
+        found.append(sampling.config(escape=escape)[0])
+
+    app = typer.Typer()
+    app.command()(command)
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return found[0]
+
+
 def test_options_reach_the_samplers() -> None:
-    assert SamplingOptions().config() == SamplingConfig()  # llama.cpp's defaults
-    config = SamplingOptions(
-        samplers="top-k; temperature,xtc",
-        logit_bias=["65+1.5", "66-inf", "7-2"],
-        dry_sequence_breaker=["none"],
-        reverse_prompt=["a", "b"],
-        typical=0.5,
-        top_nsigma=2,
-        dynatemp_exp=2,
-    ).config()
+    assert config_of() == SamplingConfig()  # llama.cpp's defaults
+    config = config_of(
+        *("--samplers", "top-k; temperature,xtc", "-l", "65+1.5", "-l", "66-inf", "--logit-bias", "7-2"),
+        *("--dry-sequence-breaker", "none", "-r", "a", "-r", "b"),
+        *("--typical", "0.5", "--top-nsigma", "2", "--dynatemp-exp", "2"),
+    )
     assert config.samplers == ("top_k", "temperature", "xtc")
     assert config.logit_bias == ((65, 1.5), (66, -1e30), (7, -2.0))
     assert config.dry_sequence_breakers == () and config.stop == ("a", "b")
     assert (config.typical_p, config.top_n_sigma, config.dynatemp_exponent) == (0.5, 2, 2)
-    assert SamplingOptions(reverse_prompt=["\\n"]).unescaped().config().stop == ("\n",)
-    assert SamplingOptions(sampling_seq="edskypmxt").config().samplers == DEFAULT_SAMPLERS
+    assert config_of("-r", "\\n", escape=True).stop == ("\n",)
+    assert config_of("--sampling-seq", "edskypmxt").samplers == DEFAULT_SAMPLERS
 
 
 @pytest.mark.parametrize(

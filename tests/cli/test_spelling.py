@@ -9,7 +9,7 @@ import pytest
 
 from moeedge.cli.app import COMMANDS, load_command
 from moeedge.cli.common import unescaped
-from moeedge.cli.foreign import COMMAND_NAMES, Refused, foreign_options
+from moeedge.cli.foreign import COMMAND_NAMES, foreign_options
 from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
 from moeedge.cli.spelling import Speller, name_options
 from moeedge.errors import InputError
@@ -27,6 +27,7 @@ def translated(line: str, **settings: tuple[str, ...]) -> list[str]:
     [
         ("--temperature 0.7", "--temp 0.7"),
         ("--temperature=0.7", "--temp 0.7"),
+        ("--flash-attn -n 4", "--flash-attn on -n 4"),
         ("--predict 5 --draft 3", "-n 5 --draft-max 3"),
         ("-t4 -n-1", "-t 4 -n -1"),
         ("-p -hf", "-p -hf"),  # a value may begin with a dash
@@ -123,7 +124,7 @@ def test_what_does_not_exist_is_named_entirely(line: str, named: str) -> None:
     assert all(word.strip("'") in message for word in named.split())
 
 
-@pytest.mark.parametrize("name", [name for name, row in foreign_options().items() if isinstance(row, Refused)])
+@pytest.mark.parametrize("name", [name for name, row in foreign_options().items() if row.kind == "refused"])
 def test_every_refusal_names_what_to_do(name: str) -> None:
     """An option that a command has by now needs no row."""
     speller = Speller("chat", CHAT)
@@ -162,7 +163,8 @@ def test_an_argument_beats_a_variable_of_another_spelling(monkeypatch: pytest.Mo
     assert translated("-p x") == ["-md", "mtp", "-p", "x"]
     assert translated("-md none") == translated("--spec-type none") == ["-md", "none"]
     speller = Speller("chat", CHAT)
-    assert [str(setting) for setting in speller.settings(speller.translate([]))] == ["LLAMA_ARG_SPEC_TYPE=draft-mtp"]
+    speller.translate([])
+    assert [str(setting) for setting in speller.settings] == ["LLAMA_ARG_SPEC_TYPE=draft-mtp"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +283,7 @@ def test_switches_in_the_environment(variable: str, value: str, option: str, mon
     monkeypatch.setenv(variable, value)
     speller = Speller("chat", CHAT)
     assert speller.translate([]) == []
-    [setting] = speller.settings([])
+    [setting] = speller.settings
     assert str(setting) == f"{variable}={value}"
     for name, content in speller.sets.items():
         monkeypatch.setenv(name, content)
@@ -292,7 +294,7 @@ def test_an_argument_comes_before_a_switch_in_the_environment(monkeypatch: pytes
     monkeypatch.setenv("LLAMA_ARG_NO_MMAP", "1")
     monkeypatch.setenv("LLAMA_ARG_MMAP", "1")
     speller = Speller("chat", CHAT)
-    assert speller.settings(speller.translate(["--mmap"])) == []
+    assert speller.translate(["--mmap"]) == ["--mmap"] and speller.settings == []
     assert speller.sets["LLAMA_ARG_MMAP"] == "off"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from models.generator import DOMAINS, held_back
 from models.toy import calibration_rows
-from moeedge.data.datasets import CATALOG, dataset_names, load_calibration, load_dataset, load_sample
+from moeedge.data.datasets import CATALOG, load_calibration, load_dataset, load_sample
 from moeedge.data.prompts import Dataset
 from moeedge.errors import DatasetError, DownloadError
 from tests.support.hub import local_hub
@@ -120,7 +120,7 @@ def test_offline_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parquet_without_pyarrow_hints_at_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeedge.data.datasets.reads_parquet", lambda: False)
+    monkeypatch.setattr("moeedge.data.parsers.reads_parquet", lambda: False)
     with pytest.raises(DatasetError, match="needs the package pyarrow") as caught:
         load_dataset("mmlu-pro")
     assert "TIGER-Lab/MMLU-Pro" in caught.value.hint
@@ -144,11 +144,11 @@ def test_the_next_hub_file_replaces_a_missing_one() -> None:
 def test_an_unknown_dataset() -> None:
     with pytest.raises(DatasetError, match="'mtbanch'") as caught:
         load_dataset("mtbanch")
-    assert all(name in caught.value.hint for name in (*dataset_names(), "sample", "toy"))
+    assert all(name in caught.value.hint for name in (*CATALOG, "sample", "toy"))
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", dataset_names())
+@pytest.mark.parametrize("name", CATALOG)
 def test_the_sample_keeps_its_own_name(name: str) -> None:
     dataset = load_dataset(name, offline_sample=True)
     assert (dataset.name, dataset.place) == ("sample", "package")
@@ -158,7 +158,7 @@ def test_the_sample_keeps_its_own_name(name: str) -> None:
 
 def test_the_sample_covers_every_set() -> None:
     kinds = {prompt.id.rpartition("-")[0] for prompt in load_sample().prompts}
-    assert kinds == set(dataset_names())
+    assert kinds == set(CATALOG)
     assert load_dataset("sample").sha256 == load_sample("qa").sha256
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeedge.native import decoding
+from moeedge.native import compute as decoding
 
 
 @pytest.fixture

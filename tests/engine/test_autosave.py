@@ -23,7 +23,7 @@ from moeedge.engine import autosave
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, remove, take_over, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.errors import InputError
-from moeedge.notifications import Notification, is_warning
+from moeedge.run import Notification, is_warning
 from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from tests.benchmarks.autosave_cost import step_times_us
 

@@ -27,10 +27,6 @@ def test_messages_for_the_template_start_with_the_system_prompt() -> None:
     assert Conversation("", [Message("user", "one?")]).chat_messages() == [{"role": "user", "content": "one?"}]
 
 
-def test_raw_text_is_everything_said() -> None:
-    assert talk().raw_text() == "one?1two?\nzwei, 二 👍"
-
-
 def test_questions_and_answers_take_turns() -> None:
     conversation = talk()
     with pytest.raises(ValueError, match="assistant"):

@@ -10,6 +10,7 @@ import pytest
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
+from moeedge.llama.model_memory import ModelMemory
 from moeedge.native.abi import Phase
 
 
@@ -47,4 +48,4 @@ def test_experts_on_the_cpu_change_nothing_without_a_gpu(tiny_moe: Path) -> None
 def test_header_only_has_the_shape(tiny_moe: Path) -> None:
     with Model.load(tiny_moe, header_only=True) as header, Model.load(tiny_moe) as model:
         assert header.info == model.info
-        assert (header.n_heads, header.n_heads_kv) == (model.n_heads, model.n_heads_kv)
+        assert ModelMemory.of(header) == ModelMemory.of(model)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.engine.drafts import ModelDraft, NgramDraft, NoDraft, confidence
+from moeedge.engine.drafts import DraftRequest, DraftSource, ModelDraft, NgramDraft, confidence
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.types import SamplingConfig
 from moeedge.llama.context import Context
@@ -24,11 +24,11 @@ GREEDY = Sampler(SamplingConfig(temperature=0), 304)
 def ngram(history: list[int], gamma: int = 3) -> list[int]:
     source = NgramDraft()
     source.begin(history)
-    return source.propose(history, gamma, GREEDY).tokens
+    return source.propose(DraftRequest(history, gamma, GREEDY)).tokens
 
 
 def test_no_draft_proposes_nothing() -> None:
-    assert NoDraft().propose([1, 2, 1, 2], 4, GREEDY).tokens == []
+    assert DraftSource().propose(DraftRequest([1, 2, 1, 2], 4, GREEDY)).tokens == []
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_growing_index_equals_a_search(history: list[int], gamma: int, step: int
     source = NgramDraft()
     source.begin(history)
     for n in range(1, len(history) + 1, step):
-        assert source.propose(history[:n], gamma, GREEDY).tokens == slow_lookup(history[:n], gamma)
+        assert source.propose(DraftRequest(history[:n], gamma, GREEDY)).tokens == slow_lookup(history[:n], gamma)
 
 
 def test_ngram_forgets_another_prompt() -> None:
     source = NgramDraft()
-    source.propose([1, 2, 3, 1], 2, GREEDY)
+    source.propose(DraftRequest([1, 2, 3, 1], 2, GREEDY))
     source.begin([9, 1])
-    assert source.propose([9, 1], 2, GREEDY).tokens == []
+    assert source.propose(DraftRequest([9, 1], 2, GREEDY)).tokens == []
 
 
 @pytest.fixture
@@ -84,30 +84,30 @@ def test_model_draft_is_greedy_decoding_of_the_draft(model_draft: ModelDraft) ->
     history = [65, 66, 67, 68]
     model_draft.begin(history)
     assert model_draft.sequence.tokens == history[:-1]
-    proposal = model_draft.propose(history, 5, GREEDY)
+    proposal = model_draft.propose(DraftRequest(history, 5, GREEDY))
     assert model_draft.sequence.tokens == [*history, *proposal.tokens[:-1]]  # nothing follows from the last one yet
     assert all(c.probability_of(t) == 1 for c, t in zip(proposal.candidates, proposal.tokens, strict=True))
 
     again = [*history, *proposal.tokens]
     model_draft.context.clear()
     for i in range(len(history), len(again)):
-        assert model_draft.propose(again[:i], 1, GREEDY).tokens == [again[i]]
+        assert model_draft.propose(DraftRequest(again[:i], 1, GREEDY)).tokens == [again[i]]
 
 
 @pytest.mark.parametrize("n_accepted", [0, 1, 3, 4])
 def test_model_draft_after_a_verification(model_draft: ModelDraft, n_accepted: int) -> None:
     history = [65, 66, 67, 68]
     model_draft.begin(history)
-    proposal = model_draft.propose(history, 4, GREEDY)
+    proposal = model_draft.propose(DraftRequest(history, 4, GREEDY))
     model_draft.rollback(len(history) + n_accepted)
     accepted = [*history, *proposal.tokens[:n_accepted]]
     assert model_draft.sequence.tokens == accepted[: len(history) + min(n_accepted, 3)]
 
     # the target's own token follows, whatever it is: the proposals then equal those of a fresh draft
     following = [*accepted, 99]
-    proposed = model_draft.propose(following, 4, GREEDY).tokens
+    proposed = model_draft.propose(DraftRequest(following, 4, GREEDY)).tokens
     model_draft.context.clear()
-    assert proposed == model_draft.propose(following, 4, GREEDY).tokens
+    assert proposed == model_draft.propose(DraftRequest(following, 4, GREEDY)).tokens
 
 
 def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
@@ -120,7 +120,7 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
         tokens = list(history)
         model_draft.begin(tokens)
         for n_missing in (0, 1, 2, 9):  # of what the draft's cache should hold
-            proposal = model_draft.propose(tokens, 3, GREEDY, keep_hidden_states=keeps)
+            proposal = model_draft.propose(DraftRequest(tokens, 3, GREEDY, keep_hidden_states=keeps))
             proposals.append(proposal)
             tokens += proposal.tokens
             tokens += [70 + n_missing]
@@ -140,7 +140,7 @@ def test_states_come_with_the_same_drafts(model_draft: ModelDraft) -> None:
 
 def test_model_draft_samples_from_the_filtered_distribution(model_draft: ModelDraft) -> None:
     sampler = Sampler(SamplingConfig(temperature=1.0, top_k=5, seed=3), 304)
-    proposal = model_draft.propose([65, 66, 67], 6, sampler)
+    proposal = model_draft.propose(DraftRequest([65, 66, 67], 6, sampler))
     assert len(proposal.tokens) == len(proposal.candidates) == 6
     for token, candidates in zip(proposal.tokens, proposal.candidates, strict=True):
         assert len(candidates.ids) <= 5
@@ -151,16 +151,18 @@ def test_model_draft_samples_from_the_filtered_distribution(model_draft: ModelDr
 def test_draft_ids_stay_within_the_common_vocabulary(tiny_draft: Path) -> None:
     with Model.load(tiny_draft) as model, Context(model, n_ctx=256, n_threads=1) as context:
         narrow = ModelDraft(context, n_vocab=50, is_eog=model.is_eog)
-        tokens = narrow.propose([65, 66], 20, Sampler(SamplingConfig(temperature=2.0, seed=0), 304)).tokens
+        tokens = narrow.propose(
+            DraftRequest([65, 66], 20, Sampler(SamplingConfig(temperature=2.0, seed=0), 304))
+        ).tokens
         assert np.max(tokens) < 50
 
 
 def test_drafting_ends_at_a_stop_token(tiny_draft: Path) -> None:
     with Model.load(tiny_draft) as model, Context(model, n_ctx=256, n_threads=1) as context:
-        free = ModelDraft(context, n_vocab=304, is_eog=model.is_eog).propose([65, 66], 6, GREEDY).tokens
+        free = ModelDraft(context, n_vocab=304, is_eog=model.is_eog).propose(DraftRequest([65, 66], 6, GREEDY)).tokens
         context.clear()
         stopping = ModelDraft(context, n_vocab=304, is_eog=lambda token: token == free[2])
-        assert stopping.propose([65, 66], 6, GREEDY).tokens == free[: free.index(free[2]) + 1]
+        assert stopping.propose(DraftRequest([65, 66], 6, GREEDY)).tokens == free[: free.index(free[2]) + 1]
 
 
 class Only(DraftStop):
@@ -186,10 +188,10 @@ def test_a_model_draft_that_is_stopped(
 ) -> None:
     """The drafts are the first of those without a stop, and the KV cache follows the accepted text as before."""
     history = [65, 66, 67, 68]
-    free = model_draft.propose(history, 6, GREEDY)
+    free = model_draft.propose(DraftRequest(history, 6, GREEDY))
     model_draft.context.clear()
     stop = Only(n_kept, n_computed)
-    proposal = model_draft.propose(history, 6, GREEDY, keep_hidden_states=keeps_states, stop=stop)
+    proposal = model_draft.propose(DraftRequest(history, 6, GREEDY, keep_hidden_states=keeps_states, stop=stop))
     assert proposal.tokens == free.tokens[:n_kept]
     assert len(proposal.candidates) == n_kept
     assert proposal.confidences == stop.confidences
@@ -198,16 +200,16 @@ def test_a_model_draft_that_is_stopped(
     assert (proposal.hidden_states is not None) == (keeps_states and n_kept > 0)
     following = [*history, *proposal.tokens, 99]
     model_draft.rollback(len(following) - 1)
-    proposed = model_draft.propose(following, 4, GREEDY).tokens
+    proposed = model_draft.propose(DraftRequest(following, 4, GREEDY)).tokens
     model_draft.context.clear()
-    assert proposed == model_draft.propose(following, 4, GREEDY).tokens
+    assert proposed == model_draft.propose(DraftRequest(following, 4, GREEDY)).tokens
 
 
 def test_ngrams_are_as_sure_as_their_match_is_long() -> None:
     source = NgramDraft()
-    assert source.propose([1, 2, 3, 4, 9, 1, 2, 3], 3, GREEDY).confidences == [0.75] * 3
-    assert source.propose([1, 2, 3, 4, 9, 1, 2, 3, 7, 4], 2, GREEDY).confidences == [0.25] * 2
-    stopped = NgramDraft().propose([1, 2, 3, 4, 9, 1, 2, 3], 3, GREEDY, stop=Only(1, 2))
+    assert source.propose(DraftRequest([1, 2, 3, 4, 9, 1, 2, 3], 3, GREEDY)).confidences == [0.75] * 3
+    assert source.propose(DraftRequest([1, 2, 3, 4, 9, 1, 2, 3, 7, 4], 2, GREEDY)).confidences == [0.25] * 2
+    stopped = NgramDraft().propose(DraftRequest([1, 2, 3, 4, 9, 1, 2, 3], 3, GREEDY, stop=Only(1, 2)))
     assert stopped.tokens == [4]
     assert stopped.confidences == [0.75] * 2
 

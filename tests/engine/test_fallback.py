@@ -18,9 +18,9 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import DeviceFailedError, EngineError, ModelFileError
 from moeedge.llama.model import Model
-from moeedge.native.decoding import Decoder, DriverThrewError
-from moeedge.notifications import is_warning
+from moeedge.native.compute import Decoder, DriverThrewError
 from moeedge.policies.expert_budget import Coverage, ExpertBudget
+from moeedge.run import is_warning
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeedge.engine.drafts import DraftRequest
 from moeedge.engine.head_draft import DraftHead, HeadDraft, StateLog
 from moeedge.engine.loading import drafts_for_itself
 from moeedge.engine.sampling import Sampler
@@ -164,8 +164,10 @@ def test_drafts_are_those_of_a_fresh_head(case: str, tiny: TinyFactory) -> None:
                 fresh.target.decode(before[:-1], phase=Phase.PREFILL, logits="none")
                 fresh.draft.begin(before)
                 n_compared += 1
-                n_equal += fresh.draft.propose(before, len(record.drafts), sampler).tokens == record.drafts
-            generation._limits = replace(generation._limits, gamma=next(lengths))
+                n_equal += (
+                    fresh.draft.propose(DraftRequest(before, len(record.drafts), sampler)).tokens == record.drafts
+                )
+            generation.gamma = next(lengths)
         assert n_compared > 5
         assert n_equal >= n_compared - 1  # rounding: the entries come in other batches
 

@@ -17,7 +17,6 @@ from moeedge.engine.layer_choice import (
     is_marked,
     mark,
     read_choice,
-    write_choice,
 )
 from moeedge.engine.layer_search import StepEstimate, StepTimes, has_choice
 from moeedge.engine.session import Session
@@ -26,6 +25,7 @@ from moeedge.errors import EngineError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.measurement import write_measurement
 
 GIB = 2**30
 GPU = ResolvedDevice(
@@ -58,7 +58,7 @@ def test_the_fastest_is_chosen_and_compared_with_whole_layers() -> None:
 def test_it_is_kept_for_this_configuration_and_memory(tiny_moe: Path) -> None:
     config = EngineConfig(model=tiny_moe)
     assert read_choice(config, GPU) is None
-    write_choice(CHOICE, config, GPU)
+    write_measurement(choice_file(config, GPU), CHOICE)
     assert read_choice(config, GPU) == replace(CHOICE, from_file=True)
     others: list[dict[str, object]] = [{"gamma": 8}, {"n_batch": 512}]
     others += [{"placement": PlacementConfig(prefill=PrefillPath.CPU)}]

@@ -11,6 +11,7 @@ from moeedge import paths
 from moeedge.engine import loading
 from moeedge.engine.types import MAX_N_CTX, EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.llama import model_memory
 from moeedge.llama.model import Model
 from moeedge.scheduler.config import PlacementConfig
 
@@ -54,7 +55,7 @@ def config(model: Path, **changes: Any) -> EngineConfig:
         (LARGE_GPU, {"n_cpu_moe": 1}, -1, True),
         (LARGE_GPU, {"n_cpu_moe": 0, "placement": PlacementConfig(cache_ratio=0.0), "n_gpu_layers": 9}, 9, True),
         (NO_DEVICE, {"n_cpu_moe": 1, "n_gpu_layers": 9}, 9, True),
-        (LARGE_GPU, {}, -1, None),  # all of it fits: nothing to place
+        (LARGE_GPU, {}, -1, False),  # all of it fits: nothing to place
         (LARGE_GPU, {"n_gpu_layers": 2}, 2, True),
         (LARGE_GPU, {"placement": PlacementConfig(cache_ratio=0.5)}, -1, True),
         (LARGE_GPU, {"placement": PlacementConfig(cache_ratio=0.0)}, -1, True),
@@ -67,13 +68,13 @@ def test_the_target(
     device: ResolvedDevice,
     changes: dict[str, Any],
     n_gpu_layers: int,
-    experts_on_cpu: bool | None,
+    experts_on_cpu: bool,
 ) -> None:
     with loading.load_target(config(tiny_moe, **changes), device):
         pass
     (options,) = asked
     assert options["n_gpu_layers"] == n_gpu_layers
-    assert options.get("experts_on_cpu") == experts_on_cpu
+    assert options["experts_on_cpu"] == experts_on_cpu
     assert options["device"] == device.llama_device
     assert options.get("n_cpu_moe") == changes.get("n_cpu_moe")
 
@@ -114,7 +115,7 @@ def test_a_context_that_does_not_fit_the_gpu_keeps_experts_off_it(tiny_moe: Path
     for n_ctx, fits in ((512, True), (MAX_N_CTX, False)):  # the latter's KV cache takes 6 GiB
         with loading.load_target(config(tiny_moe, n_ctx=n_ctx), device):
             pass
-        assert ("experts_on_cpu" not in asked[-1]) == fits
+        assert asked[-1]["experts_on_cpu"] != fits
 
 
 def test_a_long_default_context_does_not(
@@ -124,10 +125,10 @@ def test_a_long_default_context_does_not(
     free_bytes = 256 * 2**20 + tiny_moe.stat().st_size + 2**19
     device = ResolvedDevice("gpu", ggml_name="GPU0", llama_device="none", free_bytes=free_bytes, total_bytes=_GIB)
     for n_tokens, fits in ((8192, False), (512, True)):
-        monkeypatch.setattr(loading, "_CONTEXT_TOKENS", n_tokens)
+        monkeypatch.setattr(model_memory, "DEFAULT_N_CTX", n_tokens)
         with loading.load_target(config(tiny_moe, n_ctx=0), device):
             pass
-        assert ("experts_on_cpu" not in asked[-1]) == fits
+        assert asked[-1]["experts_on_cpu"] != fits
 
 
 def test_the_bundled_model_is_emulated_only_where_that_is_asked_for(

@@ -12,7 +12,7 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.hardware.devices import ResolvedDevice, VramReading
-from moeedge.notifications import Level, Notification
+from moeedge.run import Level, Notification
 from moeedge.scheduler import slot_memory
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.slot_memory import MemoryWatch

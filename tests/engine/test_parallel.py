@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge.engine.parallel import ParallelGeneration
+from moeedge.engine.answer import ParallelGeneration
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EmptyPromptError, EngineError, InputError
-from moeedge.native.decoding import Decoder
+from moeedge.native.compute import Decoder
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.support.interruption import interrupt_decode
@@ -353,7 +353,7 @@ def test_refusals(config: EngineConfig, session: Session, tmp_path: Path) -> Non
 def test_texts_share_the_context_of_models_larger_than_ram(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moeedge.llama.context_size.RAM_TIER_N_CTX", 1024)
+    monkeypatch.setattr("moeedge.llama.model_memory.DEFAULT_N_CTX", 1024)
     with Session.open(replace(config, n_ctx=0, ram=1 << 24, draft=None, gamma=0)) as session:
         assert session.info.n_ctx == session.target.n_ctx == 512
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from moeedge.data.prompts import Prompt, user_turns
-from moeedge.engine.drafts import ModelDraft, Proposal
+from moeedge.engine.drafts import DraftRequest, ModelDraft, Proposal
 from moeedge.engine.recording import Recording, check_layers, record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
@@ -75,8 +74,8 @@ def test_the_hidden_states_of_drafts_are_kept(session: Session, monkeypatch: pyt
     assert isinstance(session.draft, ModelDraft)
     propose = session.draft.propose
 
-    def keeping(*arguments: Any, **options: Any) -> Proposal:
-        return propose(*arguments, **(options | {"keep_hidden_states": True}))
+    def keeping(request: DraftRequest) -> Proposal:
+        return propose(request._replace(keep_hidden_states=True))
 
     monkeypatch.setattr(session.draft, "propose", keeping)
     witness.records.clear()

@@ -327,7 +327,7 @@ def test_info_and_notes(pair: tuple[Path, Path]) -> None:
         info = session.info
         assert (info.model, info.draft, info.gamma) == (pair[0].name, pair[1].name, 4)
         assert (info.n_expert_layers, info.n_experts, info.n_expert_used, info.n_ctx) == (3, 16, 4, 512)
-        assert (info.device, info.policy, info.hit_rate, info.notes) == ("none", "none", None, [])
+        assert (info.device, info.policy, info.notes) == ("none", "none", [])
     with Session.open(options(pair, gamma=0)) as session:
         assert (session.info.gamma, session.info.draft) == (0, "none")
         assert session.info.notes == ["Speculation is off: the draft length is 0 (--draft-max)."]

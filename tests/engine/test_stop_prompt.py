@@ -13,7 +13,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.model import Mode
 from moeedge.native.abi import Phase
-from moeedge.ui.chat.answer_figures import answer_rows, turn_line
+from moeedge.ui.figures import answer_rows, turn_line
 from tests.benchmarks.stop_prompt import measure
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext

@@ -7,12 +7,12 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.engine.answer import StopFilter, StopTexts
+from moeedge.engine.answer import StopTexts
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 
 texts = st.text("ab", max_size=12)
-stops = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 def before(text: str, stop_texts: list[str]) -> str:
@@ -24,24 +24,24 @@ def before(text: str, stop_texts: list[str]) -> str:
     return text[: min(begin for end, begin in ends if end == first_end)]
 
 
-@given(texts, stops)
+@given(texts, stop_lists)
 def test_text_is_cut_before_a_stop_text(text: str, stop_texts: list[str]) -> None:
-    found, shown = StopTexts(stop_texts), StopFilter(stop_texts)
+    stops = StopTexts(stop_texts)
     visible, ended = "", False
     for character in text:  # one at a time: nothing comes after the end
-        visible += shown.feed(character)
-        if found.find(character.encode()):
+        visible += stops.show(character)
+        if stops.find(character.encode()):
             ended = True
             break
-    visible += shown.feed("", last=True)
+    visible += stops.show("", last=True)
     assert visible == before(text, stop_texts)
     assert ended == any(stop in text for stop in stop_texts)
 
 
-@given(texts, stops)
+@given(texts, stop_lists)
 def test_nothing_of_a_stop_text_is_shown_early(text: str, stop_texts: list[str]) -> None:
-    shown = StopFilter(stop_texts)
-    assert shown.feed(text) + shown.feed("", last=True) == StopFilter(stop_texts).feed(text, last=True)
+    stops = StopTexts(stop_texts)
+    assert stops.show(text) + stops.show("", last=True) == StopTexts(stop_texts).show(text, last=True)
 
 
 def test_an_answer_ends_at_its_stop_text(tiny_moe: Path) -> None:

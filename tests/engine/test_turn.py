@@ -10,7 +10,7 @@ import pytest
 from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.llama.chat_template import TemplateChoice
+from moeedge.llama.reasoning import TemplateChoice
 from tests.conftest import TinyFactory
 from tests.support.tiny_vocab import IM_START
 

@@ -27,9 +27,9 @@ import numpy as np
 
 from moeedge import paths
 from moeedge.bench.output_check import NEAR_TIE_GAP
-from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
 from moeedge.engine.session import Session
+from moeedge.hardware.provenance import read_provenance
 from moeedge.lab.widen.layout import make_wide_plan
 from moeedge.lab.widen.shape import RequestedSizes
 from moeedge.lab.widen.writer import check_space, write
@@ -107,7 +107,7 @@ def prompt_of(model: Model, repetition: int, options: argparse.Namespace) -> lis
         return rng.integers(0, 256, PROMPT_TOKENS).tolist()
     prompts = load_toy().prompts
     chosen = prompts[(options.seed + repetition) % len(prompts)]
-    return model.tokenize(model.render_chat([message.as_dict() for message in chosen.turns[0]]))
+    return model.tokenize(model.render_chat(chosen.messages(0)))
 
 
 def open_lanes(settings: Settings, stack: ExitStack, failures: dict[str, str]) -> list[Lane]:
@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "complete": False,
-        "environment": asdict(read_environment()) | {"cores": len(os.sched_getaffinity(0))},
+        "environment": asdict(read_provenance()) | {"cores": len(os.sched_getaffinity(0))},
         "gpu": describe_gpu(),
         "dry_run": options.dry_run,
         "build_s": int(build_s.read_text()) if build_s.exists() else None,

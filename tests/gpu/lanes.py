@@ -21,6 +21,7 @@ from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -142,7 +143,7 @@ def run_answer(
         drafted=stats.drafted,
         accepted=stats.accepted,
         tokens=generation.tokens,
-        placement=(after - before).to_dict() if before is not None and after is not None else None,
+        placement=as_dict(after - before) if before is not None and after is not None else None,
     )
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from moeedge.bench.records import read_environment
+from moeedge.hardware.provenance import read_provenance
 from tests.gpu.vulkan_cases import MODELS, Case, all_cases, slice_cases
 from tests.gpu.vulkan_fuzz import fuzz_cases
 from tests.support import vulkan
@@ -125,7 +125,7 @@ class Record:
         self._content: dict[str, Any] = {"schema": SCHEMA, "environment": {}, "cases": []}
         if path.exists():
             self._content = json.loads(path.read_text())
-        self._content["environment"] = asdict(read_environment()) | {"cores": len(os.sched_getaffinity(0))}
+        self._content["environment"] = asdict(read_provenance()) | {"cores": len(os.sched_getaffinity(0))}
         self._content["driver"] = str(vulkan.find_driver())
         self._done = {_key(result) for result in self.results}
 

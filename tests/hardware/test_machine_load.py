@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from moeedge.hardware.machine_load import LoadReading, look, takes_cores
+from moeedge.hardware.machine_load import LoadReading, busy_note, look, takes_cores
 
 
 def test_our_own_work_does_not_count() -> None:
@@ -23,9 +23,9 @@ def test_cores_that_other_programs_take(monkeypatch: pytest.MonkeyPatch) -> None
     assert not takes_cores(4.2, 4) and takes_cores(4.3, 4)  # four cores are free
     assert takes_cores(0.3, 8) and takes_cores(0.3, 100) and not takes_cores(0.2, 8)
     begin = LoadReading(machine_s=0.0, own_s=0.0, at_s=0.0)
-    assert LoadReading(0.08, 0.0, 0.02).busy_note(begin, 8) is None  # a tick of the clock says nothing
-    assert "3.0 of 8" in (LoadReading(3.0, 0.0, 1.0).busy_note(begin, 8) or "")
-    assert LoadReading(3.0, 0.0, 1.0).busy_note(begin, 4) is None
+    assert LoadReading(0.08, 0.0, 0.02).others_since(begin) == 0  # a tick of the clock says nothing
+    others = LoadReading(3.0, 0.0, 1.0).others_since(begin)
+    assert "3.0 of 8" in (busy_note(others, 8) or "") and busy_note(others, 4) is None
 
 
 def test_another_program_is_seen() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from moeedge import native
+from moeedge.cli.engine_options import check_device
 from moeedge.errors import BackendError, DeviceError
 from moeedge.hardware import devices, gpus, nvidia, rpc
-from moeedge.hardware.devices import ResolvedDevice, check_known, list_devices, resolve
+from moeedge.hardware.devices import ResolvedDevice, list_devices, resolve
 from moeedge.hardware.memory import total_memory
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import library
@@ -111,8 +112,8 @@ def test_names(offer: Callable[..., None]) -> None:
     with pytest.raises(DeviceError, match="BLAS has no memory of its own"):
         _resolve("BLAS")
     with pytest.raises(DeviceError, match="CUDA7"):
-        check_known(DeviceSpec.parse("CUDA7"))
-    check_known(DeviceSpec.parse("rpc://absent:1"))  # not touched
+        check_device("CUDA7")
+    check_device("rpc://absent:1")  # not touched
 
 
 def test_emulated_is_labelled() -> None:
@@ -139,10 +140,10 @@ def test_vram_readings(offer: Callable[..., None], monkeypatch: pytest.MonkeyPat
     offer(_CPU, _CUDA)
     gpu = _resolve("auto")
     assert devices.read_memory(gpu) == devices.VramReading(2 * 2**30, 6 * 2**30, 8 * 2**30, "ggml")  # no driver here
-    monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.CardMemory(3 * 2**30, 5 * 2**30, 8 * 2**30))
+    monkeypatch.setattr(nvidia, "memory", lambda pci_id: (3 * 2**30, 5 * 2**30, 8 * 2**30))
     assert devices.read_memory(gpu) == devices.VramReading(3 * 2**30, 5 * 2**30, 8 * 2**30, "nvml")
     # a slice of a card: the driver reports the full card
-    monkeypatch.setattr(nvidia, "memory", lambda pci_id: nvidia.CardMemory(3 * 2**30, 77 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(nvidia, "memory", lambda pci_id: (3 * 2**30, 77 * 2**30, 80 * 2**30))
     reading = devices.read_memory(gpu)
     assert reading is not None
     assert reading.source == "ggml"

@@ -13,8 +13,8 @@ from moeedge.errors import BackendError, ModelFileError
 from moeedge.hardware import gpus, nvidia
 from moeedge.health import doctor
 from moeedge.health.doctor import Finding, Report, checked
-from moeedge.native import kernels
-from moeedge.native.kernels import Kernel
+from moeedge.native import compute as kernels
+from moeedge.native.compute import Kernel
 from moeedge.scheduler.disk import quick_rate
 
 

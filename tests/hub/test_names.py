@@ -11,7 +11,7 @@ from moeedge import paths
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.errors import CatalogError, InputError, ModelNameError
-from moeedge.hub import cache
+from moeedge.hub import cache, pull
 from moeedge.hub.catalog import Catalog, HubFile, Starter, Variant, load_catalog
 from moeedge.hub.local import list_models, locate
 from moeedge.hub.names import HubReference, all_parts, choose_files, parse_reference
@@ -89,13 +89,14 @@ def test_the_shipped_catalog() -> None:
     requested = ["qwen3-30b-a3b", "deepseek-v2-lite", "olmoe-1b-7b", "mixtral-8x7b", "gpt-oss-20b", "phi-3.5-moe"]
     for name in [*requested, "glm-4.7-flash"]:
         assert name in catalog.entries
-    assert [draft.name for draft in catalog.drafts(catalog.entries["qwen3-30b-a3b"])] == [
+    target = catalog.find("qwen3-30b-a3b")
+    assert target is not None and [draft.name for draft in catalog.drafts(target)] == [
         "qwen3-0.6b",
         "qwen3-1.7b",
         "qwen3-4b",
     ]
     itself = catalog.find("deepseek-v2-lite:IQ2_M")  # the draft of the others
-    assert itself is not None and catalog.best_draft(itself) is None
+    assert itself is not None and catalog.drafts(itself) == []
     for entry in catalog.entries.values():
         assert entry.about and entry.licence and entry.source, entry.name
         assert entry.drafts or entry.note or any(entry.name in other.drafts for other in catalog.entries.values())
@@ -308,7 +309,7 @@ def test_pairs(own: Write, capfd: pytest.CaptureFixture[str]) -> None:
     assert "--draft-max" in capfd.readouterr().err
     assert EngineOptions(model=Path("mine")).config(auto_gamma=True).auto_gamma
     assert "--draft-max" not in capfd.readouterr().err
-    assert EngineOptions(model=Path("mine"), draft_max="3").config(auto_gamma=True).gamma == 3
+    assert EngineOptions(model=Path("mine"), draft_max=3).config(auto_gamma=True).gamma == 3
     assert resolve_models(Path("mine"), "none") == ModelFiles(target, None)
     assert resolve_models(Path("mine"), "ngram") == ModelFiles(target, "ngram", 2)
     assert resolve_models(Path("mine"), "mtp") == ModelFiles(target, "mtp")
@@ -320,8 +321,9 @@ def test_listing(own: Write) -> None:
     own(_PAIR)
     store("me/mine-GGUF", "mine-Q4_0.gguf", blob=_SHA)
     store("else/other-GGUF", "other.gguf", b"12345")
-    cache.partial_file("else/stray-GGUF", "f" * 64).parent.mkdir(parents=True)
-    cache.partial_file("else/stray-GGUF", "f" * 64).write_bytes(b"123")
+    stray = cache.blob_file("else/stray-GGUF", "f" * 64, cache.INCOMPLETE)
+    stray.parent.mkdir(parents=True)
+    stray.write_bytes(b"123")
     rows = {row.name: row for row in list_models(load_catalog(), everything=False)}
     assert set(rows) == {"bundled", "mine", "hf:else/other-GGUF:other.gguf", "hf:else/stray-GGUF"}
     assert (rows["mine"].state, rows["mine"].size_bytes, rows["mine"].drafts) == ("complete", 4, ("mine-draft:Q8_0",))
@@ -341,3 +343,21 @@ def test_cache_location(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "y"))
     assert cache.hub_cache() == tmp_path / "y" / "huggingface" / "hub"
     assert cache.find_variant(Variant("Q4_0", "a/b", files=(HubFile("x.gguf"),))) is None
+
+
+def test_a_file_that_was_downloaded_is_wanted_without_a_question_to_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commit, file = "c" * 40, "q4/a-Q4_K_M.gguf"
+    folder = tmp_path / "models--me--any-GGUF"
+    path = folder / "snapshots" / commit / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF")
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text(commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(pull, "list_files", lambda *_reference: pytest.fail("the hub was asked"))
+    wanted = pull.want(load_catalog(), f"hf:me/any-GGUF:{file}", "draft")
+    assert (wanted.role, wanted.name, wanted.licence) == ("draft", f"hf:me/any-GGUF:{file}", "")
+    assert (wanted.variant.repo, wanted.variant.revision) == ("me/any-GGUF", commit)
+    assert (wanted.variant.files, wanted.local) == ((HubFile(file),), path)

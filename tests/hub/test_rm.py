@@ -15,6 +15,7 @@ def test_rm(place: HubMachine) -> None:
     assert asked.returncode == 2 and "--yes" in asked.stderr
     removed = place.run("rm", "big", "--yes")
     assert removed.returncode == 0 and "3 MiB" in removed.stderr
+    assert removed.stdout == ""
     assert not place.blobs("me/big-GGUF")
     assert set(place.blobs("me/small-GGUF")) == {sha256(place.hub.files[SMALL])}  # a model of its own
     again = place.run("rm", "big", "--yes")
@@ -42,8 +43,9 @@ def test_rm_keeps_shared_blobs(place: HubMachine) -> None:
 
 def test_rm_asks(place: HubMachine) -> None:
     assert place.run("pull", "small").returncode == 0
+    errors = place.folder / "stderr.txt"
     for answer, left in (("n\n", True), ("y\n", False)):
-        script = f"exec {' '.join(place.command('rm', 'small'))}"
+        script = f"exec {' '.join(place.command('rm', 'small'))} 2>{errors}"
         result = subprocess.run(
             ["script", "-qec", script, "/dev/null"],
             env=place.environment(),
@@ -53,6 +55,8 @@ def test_rm_asks(place: HubMachine) -> None:
         )
         assert result.returncode == 0, result.stdout
         assert bool(place.blobs("me/small-GGUF")) is left
+        assert result.stdout.strip() in ("", answer.strip())  # what the terminal repeats of the answer
+        assert errors.read_text().count("emoved") == 1
 
 
 def test_rm_leaves_the_bundled_pair(place: HubMachine) -> None:

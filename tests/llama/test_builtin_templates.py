@@ -8,8 +8,8 @@ import llama_cpp.llama_cpp as lib
 import pytest
 
 from moeedge.errors import InputError
-from moeedge.llama.chat_template import TemplateChoice
 from moeedge.llama.model import Model
+from moeedge.llama.reasoning import TemplateChoice
 from moeedge.llama.text import CHATML, ChatFormat, builtin_names, check_source
 
 MESSAGES = [

@@ -14,7 +14,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import BatchPart, WantedLogits
 from moeedge.native.abi import Phase
-from moeedge.native.decoding import Decoder
+from moeedge.native.compute import Decoder
 from tests.conftest import TinyFactory
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 60).tolist()

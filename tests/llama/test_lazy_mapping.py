@@ -21,7 +21,8 @@ from moeedge.errors import ModelFileError
 from moeedge.hardware.devices import Storage
 from moeedge.llama import dense_weights, library
 from moeedge.llama.context import Context
-from moeedge.llama.dense_weights import FileTensor, SplitWeights
+from moeedge.llama.dense_weights import SplitWeights
+from moeedge.llama.gguf_file import GgufTensor
 from moeedge.llama.model import Model
 from moeedge.native import mapping
 from moeedge.native.abi import Phase
@@ -69,7 +70,7 @@ def memory_lock_limit() -> int:
     return 2**62 if limit == resource.RLIM_INFINITY or limit >= 8 * 2**20 else 0
 
 
-def pages_of(tensors: Sequence[FileTensor], n_pages: int) -> NDArray[np.bool_]:
+def pages_of(tensors: Sequence[GgufTensor], n_pages: int) -> NDArray[np.bool_]:
     """Pages of a file that hold a part of any of the tensors."""
     found = np.zeros(n_pages, dtype=np.bool_)
     for tensor in tensors:
@@ -272,7 +273,7 @@ def test_a_mapping_that_was_there_before_stays_one(wide: Path) -> None:
         assert model.dense is not None and model.dense.own_bytes == model.dense.host_bytes
 
 
-def overwrite(path: Path, tensors: Sequence[FileTensor]) -> None:
+def overwrite(path: Path, tensors: Sequence[GgufTensor]) -> None:
     with path.open("r+b") as file:
         for tensor in tensors:
             file.seek(tensor.offset)
@@ -304,3 +305,22 @@ def test_a_file_that_changes_after_its_header_was_read_is_refused(wide: Path, tm
         os.truncate(copy, weights.dense[-1].offset)
         with pytest.raises(ModelFileError):
             weights.keep_dense(frozenset(), n_host_layers=None)
+
+
+@on_linux
+def test_what_was_copied_leaves_the_page_cache(tmp_path: Path) -> None:
+    """Otherwise the weights would take their memory twice."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(256)) * (4 * PAGE // 256))
+    drop_from_page_cache(file)
+    if resident_pages(file).any():
+        pytest.skip("this file system is in memory")
+    own = mmap.mmap(-1, 4 * PAGE)
+    content = np.frombuffer(own, dtype=np.uint8)
+    with file.open("rb") as opened:
+        opened.read()
+    assert resident_pages(file).all()
+    pages = [mapping.Mapped(content.ctypes.data, 0, 4 * PAGE)]
+    assert mapping.give_own_memory(file, mapping.FileVersion.of(file), pages) == 4 * PAGE
+    assert not resident_pages(file).any()
+    assert content.tobytes() == bytes(range(256)) * (4 * PAGE // 256)

@@ -11,9 +11,9 @@ import pytest
 from moeedge.errors import EngineError, InputError, VocabularyMismatchError
 from moeedge.hardware.devices import Storage
 from moeedge.llama.context import Context
-from moeedge.llama.context_size import choose_n_ctx, kv_bytes_per_token
-from moeedge.llama.draft_model import check_compatible
+from moeedge.llama.draft_heads import check_compatible
 from moeedge.llama.model import Model
+from moeedge.llama.model_memory import ModelMemory, choose_n_ctx
 from moeedge.llama.text import ChatFormat
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
@@ -150,8 +150,9 @@ def test_another_vocabulary_names_the_tokens(tiny_moe: Path, tiny_draft: Path, t
 
 
 def test_context_size_follows_free_memory(tiny: TinyFactory) -> None:
-    with Model.load(tiny("qwen3moe")) as model:
-        per_token = kv_bytes_per_token(model)
+    with Model.load(tiny("qwen3moe")) as loaded:
+        model = ModelMemory.of(loaded)
+        per_token = model.kv_bytes(1)
         assert per_token == 3 * 2 * (16 + 16) * 2  # layers x kv heads x (key + value) x float16
         assert choose_n_ctx([model], free_bytes=2**40) == (4096, None)
         size, note = choose_n_ctx([model, model], free_bytes=per_token * 4 * 1000)

@@ -95,7 +95,7 @@ def test_a_gpu_computes_the_same(case: str, coverage: Coverage, tiny: TinyFactor
             context.decode(PROMPT, phase=Phase.PREFILL, logits="none")
             rows.append(context.decode(DRAFTED, phase=Phase.VERIFY, logits="all").copy())
             assert context.budget is not None
-            layers = context.budget.native.read()[list(model.info.expert_layers)]
+            layers = context.budget.read()[list(model.info.expert_layers)]
             assert (layers["batches"] == 1).all() and (layers["unique_max"] <= BUDGET).all()
             assert layers["unique_natural"].max() > BUDGET
     assert np.abs(rows[0] - rows[1]).max() < 0.05 * rows[0].std()
@@ -194,7 +194,7 @@ def test_stock_mode_has_no_budget(tiny: TinyFactory, tiny_draft: Path) -> None:
         session.set_mode("stock")
         assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, N_PREDICT), expected, "stock")
         assert session.target.budget is not None
-        assert not session.target.budget.native.read()["batches"].any()
+        assert not session.target.budget.read()["batches"].any()
         session.set_mode("moeedge")
         greedy_answer(session, PROMPT, N_PREDICT)
         assert session.target.budget.budget is not None

@@ -98,7 +98,7 @@ def test_a_cache_that_goes_off_and_on(loaded: Loaded) -> None:
     with Session.open(config, model=loaded.model, draft_model=loaded.draft) as session:
         assert session.placement is not None
         reports: list[str] = []
-        session.notify = reports.append
+        session.run.show = reports.append
         session.placement.governor = AlternatingCache()
         for turn in range(3):
             tokens = greedy_answer(session, PROMPT, N_PREDICT)

@@ -16,9 +16,9 @@ from moeedge.errors import EngineError, ModelFileError
 from moeedge.llama import library
 from moeedge.llama.settings import KV_TYPES, ContextSettings, LoadSettings, LoraAdapter, RopeSettings, TensorOverride
 from moeedge.native.abi import Phase
-from moeedge.notifications import is_warning
 from moeedge.planning.memory_map import this_machine
 from moeedge.planning.planner import Planner
+from moeedge.run import is_warning
 from tests.conftest import TinyFactory
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.greedy import judge

@@ -14,7 +14,7 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.errors import DeviceFailedError
 from moeedge.native.abi import DevicePath, Phase
-from moeedge.notifications import is_warning
+from moeedge.run import is_warning
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.counting import DEVICE, CountingDevice

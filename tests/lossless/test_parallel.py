@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge.engine.parallel import ParallelGeneration
+from moeedge.engine.answer import ParallelGeneration
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.context import Context

@@ -21,8 +21,8 @@ from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.notifications import Level, Notification, is_warning
 from moeedge.policies.registry import POLICIES
+from moeedge.run import Level, Notification, is_warning
 from moeedge.scheduler import kept_activations, ram_tier
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.disk import DiskCalibration, ReadRate

@@ -33,7 +33,8 @@ from moeedge.llama.model import Model
 from moeedge.llama.sequence import Cancelled
 from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.notifications import Level, Notification
+from moeedge.records import as_dict
+from moeedge.run import Level, Notification
 from moeedge.scheduler import kept_activations, ram_tier
 from moeedge.scheduler.slot_memory import LOST, MemoryWatch
 from moeedge.ui.figures import cache_rows
@@ -293,7 +294,7 @@ def test_sessions(policy: str, tiny: TinyFactory, tiny_draft: Path, own_cache_fo
         assert stats.blocks_unknown == stats.ram.blocks_unknown == 0
         assert stats.ram.policy in ram_tier.POLICIES
         assert stats.ram.steps == stats.steps > 0
-        assert stats.to_dict()["ram"]["pairs"] == stats.ram.pairs
+        assert as_dict(stats)["ram"]["pairs"] == stats.ram.pairs
         assert {"pair hits", "slots", "RAM pair hits", "RAM slots", "read/token"} <= {
             row.label for row in cache_rows(stats)
         }
@@ -342,7 +343,7 @@ def test_a_lost_cache_in_ram_is_reported_once(
         expected, _ = stock.greedy(PROMPT, 12)
         manager = session.placement
         assert manager is not None and manager.ram is not None and manager.loads_on_demand
-        session.notify = notes.append
+        session.run.show = notes.append
         manager.ram.cache.set_read_faults(ReadFault.THREADS, 1)
         for turn in range(2):
             assert_greedy(stock, PROMPT, greedy_answer(session, PROMPT, 12), expected, f"turn {turn}")

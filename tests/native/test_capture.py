@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge.errors import BackendError
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
@@ -121,3 +122,20 @@ def test_norms_are_converted_to_one_scale(tiny: TinyFactory) -> None:
         expected = routers.scores(here, hidden * routers.norm[here])
         np.testing.assert_allclose(routers.scores(here, hidden * other * ratio), expected, atol=1e-5)
         assert routers.ratio(np.array([1]), None) is None
+
+
+def test_after_closing_nothing_is_captured(tiny_moe: Path) -> None:
+    seen: list[Block] = []
+    with Model.load(tiny_moe) as model, Context(model, n_ctx=64, n_threads=1) as context:
+        capture = context.capture_activations()
+        assert capture is not None
+        capture.enable(CaptureFlags.INPUTS)
+        capture.set_hook(seen.append)
+        context.decode(TOKENS[:1], phase=Phase.DECODE)
+        n_blocks = len(seen)
+        assert n_blocks and capture.read(CaptureFlags.INPUTS).serial == 1
+        capture.close()
+        context.decode(TOKENS[:1], phase=Phase.DECODE)
+        assert len(seen) == n_blocks
+        with pytest.raises(BackendError):  # no memory is kept for it
+            capture.read(CaptureFlags.INPUTS)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import llama_cpp.llama_cpp as lib
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,12 +30,12 @@ from moeedge.lab.policies.expert_budget import (
     RouterKind as Kind,
 )
 from moeedge.llama import library
-from moeedge.llama.context import Context, ContextBudget
+from moeedge.llama.context import Context
+from moeedge.llama.context_budget import ContextBudget, LayerRouting
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import Logits
 from moeedge.native import Frame
 from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, RouterKind
-from moeedge.native.budget import LayerRouting, NativeBudget
 from moeedge.policies.expert_budget import Coverage, ExpertBudget
 from tests.conftest import TinyFactory
 from tests.support.cases import MOE_CASES
@@ -74,7 +76,7 @@ class Case:
         self.context.trim(0)
         self.context.decode(PROMPT, phase=Phase.PREFILL)
         assert self.context.sensor is not None
-        self.budget.native.read()
+        self.budget.read()
         logits = self.context.decode(tokens, phase=Phase.VERIFY, logits="all")
         assert logits is not None
         return logits.copy(), self.context.sensor.frames()[-1]
@@ -86,7 +88,7 @@ class Case:
 
     def routing(self, layer: int) -> LayerRouting:
         """The router's values in the newest verification."""
-        found = self.budget.native.routing(layer)
+        found = self.budget.routing(layer)
         assert found is not None
         return found
 
@@ -121,7 +123,7 @@ def case(request: pytest.FixtureRequest, tiny: TinyFactory) -> Iterator[Case]:
         Context(model, n_ctx=64, n_threads=1, has_budget=True) as context,
     ):
         assert context.budget is not None
-        context.budget.native.set_capture(True)
+        context.budget.set_capture(True)
         yield Case(model, context, MIXING[request.param if request.param in MIXING else arch])
 
 
@@ -136,7 +138,7 @@ def test_experts_and_weights_are_the_references(case: Case, coverage: Coverage) 
     info = case.model.info
     for budget in budgets_of(case.model):
         _, frame = case.verify(ExpertBudget(budget=budget, coverage=coverage))
-        sums = case.budget.native.read().copy()
+        sums = case.budget.read().copy()
         for layer in info.expert_layers:
             expected = case.expected(layer, budget, coverage=coverage)
             case.check(frame, layer, expected)
@@ -186,18 +188,18 @@ def test_prompts_and_single_tokens_keep_all_experts(case: Case) -> None:
 def test_the_library_leaves_single_tokens_alone(case: Case) -> None:
     case.context.set_budget(ExpertBudget(budget=case.model.info.n_expert_used))
     case.context.trim(0)
-    case.budget.native.set_active(True)
+    case.budget.set_active(True)
     try:
         for tokens, n_batches in ((TOKENS[:1], 0), (TOKENS[:2], 1)):
             case.context.decode(tokens, phase=Phase.DECODE, logits="all")
-            sums = case.budget.native.read()[list(case.model.info.expert_layers)]
+            sums = case.budget.read()[list(case.model.info.expert_layers)]
             assert (sums["batches"] == n_batches).all()
     finally:
-        case.budget.native.set_active(False)
+        case.budget.set_active(False)
 
 
 def test_each_layer_keeps_to_its_own_budget(case: Case) -> None:
-    info, native = case.model.info, case.budget.native
+    info, native = case.model.info, case.budget
     budgets = np.full(info.n_layers, info.n_experts, dtype=np.int32)
     for layer in info.expert_layers:
         budgets[layer] = min(info.used_per_layer[layer] + (layer == 1), info.n_experts)
@@ -238,13 +240,13 @@ def test_without_recognised_weights_experts_are_substituted(case: Case) -> None:
     info = case.model.info
     with Context(case.model, n_ctx=64, n_threads=1, has_budget=True) as context:
         new = Case(case.model, context, case.mixing)
-        new.budget.native.set_capture(True)
+        new.budget.set_capture(True)
         context.set_budget(ExpertBudget(budget=info.n_expert_used, coverage="truncation"))
         for n_substituted in (1, 0):
             context.trim(0)
             context.decode(TOKENS, phase=Phase.VERIFY, logits="all")
             assert context.sensor is not None
-            frame, sums = context.sensor.frames()[-1], new.budget.native.read().copy()
+            frame, sums = context.sensor.frames()[-1], new.budget.read().copy()
             for layer in info.expert_layers:
                 coverage: Coverage = "substitution" if n_substituted else "truncation"
                 new.check(frame, layer, new.expected(layer, info.n_expert_used, coverage=coverage))
@@ -261,7 +263,8 @@ def test_without_recognised_weights_experts_are_substituted(case: Case) -> None:
 )
 def test_the_library_refuses_what_it_cannot_keep_to(changes: dict[str, Any]) -> None:
     valid = {"budgets": np.array([4, 8]), "ranking": BudgetRanking.ROUTER, "coverage": BudgetCoverage.TRUNCATION}
-    budget = NativeBudget(8, [2, 2])
+    info = SimpleNamespace(n_experts=8, used_per_layer=[2, 2])
+    budget = ContextBudget(info, lib.llama_context_default_params())  # type: ignore[arg-type]
     try:
         budget.configure(**valid)
         with pytest.raises(BackendError, match="not valid"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moeedge.native.abi import KernelChoice
-from moeedge.native.kernels import kernels, read_speed, set_kernel_choice
+from moeedge.native.compute import kernels, read_speed, set_kernel_choice
 from tests.support.expert_blocks import BlockShape, DenseMatmul, Engine, ExpertBlock, Experts, spread_experts
 
 LAYOUTS = [("Q4_0", True), ("Q4_0", False), ("Q4_K", True), ("Q4_K", False), ("Q6_K", False), ("Q8_0", False)]

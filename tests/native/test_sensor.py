@@ -267,7 +267,7 @@ def test_sensor_needs_a_context_of_this_thread() -> None:
 
     def work() -> None:
         try:
-            Sensor.newest(3, 16, 4, 256, OffloadScope.NONE)
+            Sensor(3, 16, 4, 256, OffloadScope.NONE)
         except BackendError as error:
             outcome.append(error)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 # module -> where it is now; the first row whose old name begins a module's name applies
 MODULES: dict[str, str] = {
-    "moeedge.llama.draft_model": "moeedge.lab.experiments.quantized_draft",
+    **{f"moeedge.ui.{name}_views": f"moeedge.lab.cli.{name}" for name in ("budget", "fit", "trace", "validate")},
+    "moeedge.llama.draft_model": "moeedge.lab.experiments.ablation",
     "moeedge.policies.spac.paper": "moeedge.lab.policies.spac_paper",
     **{
         f"moeedge.policies.{name}": f"moeedge.lab.policies.{name}"
@@ -30,30 +31,35 @@ MODULES: dict[str, str] = {
     **{
         f"moeedge.cli.{name}": f"moeedge.lab.cli.{name}"
         for name in (
-            *("ablate", "budget_analysis", "fit", "replay", "replay_options", "replay_run", "schema", "simulate"),
-            *("simulate_options", "simulate_run", "trace", "trace_budgets", "trace_options", "validate", "widen"),
+            *("ablate", "budget_analysis", "fit", "replay", "replay_options", "schema", "simulate", "simulate_options"),
+            *("trace", "trace_options", "validate", "widen"),
         )
     },
     **{f"moeedge.trace.{name}": f"moeedge.lab.traces.{name}" for name in ("exporters", "importers", "schedule")},
     "moeedge.analysis.groups": "moeedge.analysis.model_profile",
     "moeedge.analysis.utility_curves": "moeedge.analysis.predictors",
-    "moeedge.cli.profile_texts": "moeedge.cli.profile_run",
-    "moeedge.cli.view_options": "moeedge.cli.chat",
-    "moeedge.ui.report": "moeedge.ui.pictures",
-    "moeedge.trace.summary": "moeedge.lab.traces.summary",
-    **{
-        f"moeedge.ui.{name}": f"moeedge.lab.views.{name}"
-        for name in (
-            *("budget_plots", "budget_views", "fit_plots", "fit_views", "formula_views", "sim_views", "trace_views"),
-            "validate_views",
-        )
-    },
+    "moeedge.cli.profile_texts": "moeedge.cli.profile",
+    "moeedge.cli.view_options": "moeedge.cli.chat_options",
+    "moeedge.trace.summary": "moeedge.lab.cli.trace",
+    "moeedge.cli.replay_run": "moeedge.lab.cli.replay",
+    "moeedge.cli.simulate_run": "moeedge.lab.cli.simulate",
+    "moeedge.cli.trace_budgets": "moeedge.lab.cli.trace_options",
+    "moeedge.ui.sim_views": "moeedge.lab.views.sim_views",
+    "moeedge.ui.formula_views": "moeedge.lab.cli.validate",
     "moeedge.sim": "moeedge.lab.sim",
+    "moeedge.llama.context_size": "moeedge.llama.model_memory",
+    "moeedge.planning.model_card": "moeedge.planning.headers",
+    "moeedge.hub.download": "moeedge.hub.pull",
     "moeedge.cli.bench_tests": "moeedge.cli.bench_options",
     "moeedge.bench.passes": "moeedge.bench.arms",
+    "moeedge.data.texts": "moeedge.data.datasets",
+    "moeedge.bench.synthetic": "moeedge.bench.experiment",
     "moeedge.bench.budgets": "moeedge.bench.figures",
     "moeedge.bench.budget_search": "moeedge.bench.budget_choice",
     "moeedge.widen": "moeedge.lab.widen",
+    "moeedge.schemas": "moeedge.lab.cli.schema",
+    **{f"moeedge.cli.{name}": "moeedge.cli.models" for name in ("list_models", "show", "pull", "rm")},
+    **{f"moeedge.cli.{name}": "moeedge.cli.machine" for name in ("devices", "doctor", "ps", "worker")},
 }
 
 # command -> its name now
@@ -69,6 +75,9 @@ RENAMED: list[tuple[str, str, str]] = []
 _CACHE_MODE = r"(source|simulated_tg_ts|simulated_moeedge_tg_ts)"
 _FIT = r"(predicted_speed_up|predicted_by_tokens|beyond_measured)"
 REMOVED: list[tuple[str, str, str]] = [
+    (r"screens: (bench_views\.model_table|parallel_views\.parallel_markdown) ", "", "parts of bench_views.render"),
+    (r"functions: planning\.estimate\.known_model: ", "", "sizes of a model are one type, with what a context takes"),
+    (r"commands: list fits: \d+\.fit\.device_ratio", "", "no cache where an expert per layer has no room, as in chat"),
     (r"commands-slow: report\.json: ", "lab pair", "the list of its keys lost model_profile.pair"),
     (r"commands-slow: validate .*constants_sha256", "", "the file lost the programs of predictions"),
     (r"commands-slow: validate measured: .*error", "", "measured"),
@@ -78,18 +87,25 @@ REMOVED: list[tuple[str, str, str]] = [
     (rf"functions: bench\.parallel_figures\.parallel_record.*{_FIT}$", "", "the same"),
     (r"(commands|functions).*[./]budget_prefer_resident$", "", "costs more quality than it gains hits"),
     (r"functions: cli\.foreign\.foreign_options: ", "", "rows for options that moved to the lab"),
+    (r"options: \S+ foreign --system ", "chat --system TEXT", "an option of chat since 0.15.0"),
+    (r"options: chat --system ", "", "the same"),
+    (r"tokens: talk: 2\.6$", "", "/set seed names the word random, too"),
+    (r"(tokens: talk: 2\.(2|45|46|5)$|(views|functions): (ui\.)?chat\.(settings\.(listing|names)|commands\.comp))", "",
+     "settings stand in the order of the options that declare them"),
     (r"functions: sim\.constants\.frozen: .*constants_sha256", "", "the file lost the programs of predictions"),
     (r"commands: profile budgets: ", "lab budget", "research"),
     (r"(commands: profile cut: |commands-slow: profile.*: .*)model_profile\.pair", "lab pair", "research"),
     (r"screens: profile_views\.print_model ", "", "the draft is compared by lab pair"),
     (r"(screens: validate_views\.print_|(commands-slow|options): validate )(predictions|moe[_-]spec)",
      "lab simulate", "a simulate command or a test says the same"),
+    (r"views: plan_view\.plan_json: ", "", "the order of its keys, as text"),
     (r"screens: fit_views\.print_fit ", "", "lab fit lost predictions for other machines"),
     (r"screens: bench_views\.(print_ablation|ablation_change) ", "", "lab ablate has fewer figures"),
     (r"commands-slow: (fit|ablate|profile (measured budgets|ranking)|rank\.json|bench budgets): ", "lab", "the same"),
     (r"options: \w+ --budget-(file|layers|prefer-resident)\b", "", "they gained nothing, or cost quality"),
     (r"options: (?!.*budget-prefer).*\.(prefer_resident|order|ranking|per_layer)\b", "", "the same, in configurations"),
     (r"options: (chat|calibrate|bench|replay|simulate) --budget-ranking\b", "lab", "static and oracle are of the lab"),
+    (r"options: bench .*: config\.work$", "", "one function measures texts one by one and together"),
     (r"options: bench --fit\b", "lab fit", "predictions stand in lab fit"),
     (r"options: bench .*(llama-cpp-cache|stock-fit)", "lab replay", "modes that ran no model, or could not run"),
     (r"options: fit --(what-if-used|what-if-hardware|acceptance(-chance)?)\b", "lab simulate", "other machines"),
@@ -126,10 +142,14 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: ablate --cutoff .*: ended\.names", "", "lists of numbers are refused in one way"),
     (r"screens: budget_views\.", "", "lab budget lost clusters, pictures of pairs and Eq. 5 to the letter"),
     (r"options: replay( --(link|step-time)\b|.*: config\.ReplayConfig\.link$)", "replay --max-uploads", "the same"),
+    (r"options: replay: config\.work$", "", "the name of the function that replays"),
+    (r"options: validate measured( (--backend|--spec-draft-model|-dev) .*)?: (config\.|ended\.|parsed$)", "",
+     "models are loaded with the first measurement"),
     (r"options: simulate --(ram-ratio|disk-rate)\b", "chat --ram, plan --ram", "the engine measures it"),
     (r"options: simulate --(event-log|gantt)\b", "simulate -o json", "rows have the parts of a token's time"),
     (r"screens: sim_views\.print_(replay|curves)", "", "belady's bound of pairs, and the offline bound"),
     (r"screens: sim_views\.print_simulation 2", "", "the tier in RAM"),
+    (r"screens: formula_views\.formulas_markdown ", "validate formulas -o md", "the command prints it itself"),
     (r"screens: validate_views\.print_figures", "", "no hash of constants"),
     (r"commands-slow: validate table2: .*constants_(frozen|sha256)$", "", "the same"),
     (r"commands(-slow)?: replay.*\.(demand_bound_hit_rate_pairs|link_bytes_per_s|step_time_s)$", "", ""),
@@ -137,4 +157,27 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"commands: (replay link|simulate ram): ", "", "options that went"),
     (r"functions: scheduler\.config\.PlacementConfig: .*policy_config\.future$", "lab replay", "no policies"),
     (r"functions: sim\.(model_shape|step_costs)\..*(memory_bytes|\.handoff\.)", "", "not read; calls of 0"),
+    (r"(commands(-slow)?: profile|functions: analysis\.profile_json).*[./ ]provenance(\.|$)", "", "as bench"),
+    (r"commands(-slow)?: chat.*: stats\.(draft_choice|vram_bytes|placement|kept_probability|hit_rate_pairs"
+     r"|acceptance_rate|experts_(natural|max|per_verification)|expert_budget|budget(_ranking|_policy)?|placement(\.\w+)*\.(lookahead"
+     r"|gain|vram_\w+|hit_rate_\w+|\w+_per_\w+|wait_share))$", "", "a chat's JSON leaves out keys whose value is null"),
+    (r"options: (ablate|fit|validate measured|bench) (-n?cmoe|--(n-)?cpu-moe|-hft|--hf-token|--(spec-)?draft-p-min|-ngl"
+     r"|--(n-)?gpu-layers|--no-warm-start|--offline|HF_TOKEN|LLAMA_ARG_(OFFLINE|(N_)?CPU_MOE|N_GPU_LAYERS"
+     r"|SPEC_DRAFT_P_MIN))\b", "", "the lab's commands take the options of engine and cache that others take"),
+    (r"options: validate measured (-md|--draft-max|--model-draft|LLAMA_ARG)", "", "the same"),
+    (r"options: (ablate|bench|replay|profile|worker) (--limit|--expert-bytes|-[nrst]) (-\d|0|70000): ", "",
+     "numbers out of range are refused in one way"),
+    (r"options: bench.*: parsed(\.-pg)?$", "", "an empty list is no given value"),
+    (r"options: [\w ]+ (-fa|--flash-attn)( -3)?: ", "", "without a value it is on, as in earlier llama.cpp"),
+    (r"functions: trace\.steps\.drafts_of: .*\.(acceptance_(chance|rate)|accepted|drafted|judged)$", "",
+     "rates are derived from counts"),
+    (r"screens: chat\.settings\.seed_or_random ", "", "a function of engine.types since"),
+    (r"options: (chat|bench) foreign (--simple-io|--color|-co|--keep|-np|--parallel|-sm|--split-mode"
+     r"|--(spec-)?draft-(n-)?min) 7?: ", "", "values of the table are others, the program's are the same"),
+    (r"options: bench (-fa|--flash-attn|-ct[kv]|--cache-type-[kv]|LLAMA_ARG_(FLASH_ATTN|CACHE_TYPE_[KV]))[ =]", "",
+     "lists, as llama-bench has them"),
+    (r"options: bench (--draft-max|--parallel|LLAMA_ARG_(SPEC_)?DRAFT_(N_)?MAX)[ =].*: ended\.names", "", "ranges"),
+    (r"options: bench .*: config\.(BenchPlan\.base|EngineConfig)\.n_(threads|u?batch)$", "", "the first of a list"),
+    (r"options: bench --perplexity (-3|no such): ended\.names", "", "names of an error's lists"),
+    (r"options: chat --expert-budget auto: config\.measure_anew$", "calibrate --expert-budget", "chat never asks"),
 ]  # fmt: skip

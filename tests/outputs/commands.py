@@ -131,7 +131,7 @@ def fast() -> Iterator[tuple[str, Any]]:
         for name, arguments in FAST.items():
             yield name, _json(name, arguments)
         schemas = module("moeedge.schemas")
-        for name in schemas.schema_names():
+        for name in schemas.SCHEMAS:
             yield f"schema {name}", dict(_described(json.loads(schemas.schema_text(name))))
         for name, arguments in PLAIN.items():
             yield name, _plain(name, arguments, folder)

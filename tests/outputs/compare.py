@@ -35,7 +35,7 @@ _MEASURED = re.compile(
     r"n_samples\w*|speed|seconds|started|date|time|commit|dirty|version|llama_cpp_version|cpu|os|python|build|environment|where|path|"
     r"seed|advice|notes?|remark|others|disturbed|scatter|total_bytes|"
     r"free_bytes|used_bytes|\w*vram\w*_bytes|bytes_moved|bytes_per_token|"
-    r"cancelled|blocks|slots_used|tau|lookahead|draft_choice|cache_choice|samples)(\..*)?|"
+    r"cancelled|blocks|slots_used|tau|lookahead(_gain)?|draft_choice|cache_choice|samples)(\..*)?|"
     r"(contexts\.\d+|plan)\.places\.1\..*bytes"
 )
 _VERSION = re.compile(r"\b0\.\d+\.\d+\b")

@@ -3,9 +3,10 @@
     python -m tests.outputs.mutate [--seed N] [--count 100] [--resume FILE] [--again] [--only PACKAGE] [--jobs 1|2]
 
 A mutant is one change in one file of `moeedge/`: a file by its number of executable nodes, then any place in it. It is
-tested in a copy of the tree with the test files that name the module, tests/outputs, and the tests of its room, those
-that fit into about a minute. A test that fails must fail twice; a run that takes several times as long as without the
-mutant counts as caught. FILE keeps the results: the same command goes on where it ended, `--again` repeats survivors.
+tested in a copy of the tree with the test files that name the module, tests/outputs, and the tests of its room: first
+those that fit into about a minute, and where it survives them the others of its room and its slow ones. A test that
+fails must fail twice; a run that takes several times as long as without the mutant counts as caught. FILE keeps the
+results: the same command goes on where it ended, `--again` repeats survivors.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ ROOMS = {  # of packages whose tests are not in the folder of the same name
     "moeedge/lab/views": ["tests/lab/cli", "tests/lab/sim", "tests/ui"],
     "moeedge/policies/spac": ["tests/policies"],
     "moeedge/schemas": ["tests/lab/cli", "tests/analysis"],
+    "moeedge/ui": ["tests/ui", "tests/cli", "tests/planning"],
     "moeedge/ui/chat": ["tests/ui", "tests/cli"],
 }
 OPTIONS_TEST = f"{OUTPUTS}::test_behaviour_is_that_of_the_record[options]"  # half of OUTPUTS' time
@@ -247,10 +249,15 @@ class Selection:
                 p + e for p in paths for e in (".py", "/__init__.py")
             }
 
+    @staticmethod
+    def room(file: str) -> list[str]:
+        """The folders of a module's tests."""
+        package = str(Path(file).parent)
+        return ROOMS.get(package, [package.replace("moeedge", "tests", 1)])
+
     def of(self, file: str) -> tuple[list[str], list[str]]:
         """The test files that name a module, and the others of its room; the most specific ones first."""
-        package = str(Path(file).parent)
-        room = ROOMS.get(package, [package.replace("moeedge", "tests", 1)])
+        room = self.room(file)
         words = set(re.split(r"[_/]", file.removesuffix(".py")))
 
         def order(test: str) -> tuple[bool, int, int]:
@@ -358,25 +365,31 @@ class Trials:
         """What is known of a mutant, also of one with another index or line."""
         return self._results.get((mutant.file, mutant.before, mutant.after))
 
-    def _time(self, copy: Copy, test: str) -> tuple[float, list[str]] | None:
-        """Seconds of a test file without a mutant and what deselects its failing tests; None where it is of no use."""
-        digest = zlib.crc32((copy.tree / test).read_bytes(), self._digest)  # of what the time depends on
-        if (test, digest) not in self._times and not self.stopped:
-            code, output = copy.pytest([f"--maxfail={_MOST_FAILING}", test], (8 if test == OUTPUTS else 2) * BUDGET_S)
+    def _time(self, copy: Copy, test: str, marks: str = "") -> tuple[float, list[str]] | None:
+        """Seconds of a test file without a mutant and what deselects its failing tests; None where it is of no use.
+
+        test: may be a folder. marks: of the tests that run; by default those of the default run.
+        """
+        path = copy.tree / test
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        digest = zlib.crc32(b"".join(file.read_bytes() for file in files), self._digest)  # what the time depends on
+        name, chosen = f"{test} {marks}".strip(), ["-m", marks] if marks else []
+        if (name, digest) not in self._times and not self.stopped:
+            code, output = copy.pytest([f"--maxfail={_MOST_FAILING}", test, *chosen], 20 * BUDGET_S)
             seconds, failing = re.search(r"in ([\d.]+)s", output), _failing(output)
             if self.stopped:
                 return None
             is_useful = seconds and code in (0, 1) and len(failing) < _MOST_FAILING
-            self._add(test=test, digest=digest, seconds=float(seconds[1]) if is_useful else None, failing=failing)
+            self._add(test=name, digest=digest, seconds=float(seconds[1]) if is_useful else None, failing=failing)
             if failing or code is None:
-                print("without a mutant:", f"{test} takes too long" if code is None else failing, flush=True)
-        row = self._times.get((test, digest))
+                print("without a mutant:", f"{name} takes too long" if code is None else failing, flush=True)
+        row = self._times.get((name, digest))
         if row is None or row["seconds"] is None:
             return None
-        return row["seconds"], [f"--deselect={name}" for name in row["failing"]]
+        return row["seconds"], [f"--deselect={each}" for each in row["failing"]]
 
     def _tests(self, copy: Copy, file: str) -> tuple[list[str], float]:
-        """The test files for a module, in order, and their seconds without a mutant."""
+        """The test files for a module that fit into about a minute, in order, and their seconds without a mutant."""
         direct, room = self._selection.of(file)
         taken, total_s, rest_s = list[str](), 0.0, BUDGET_S
         with self._lock:
@@ -391,10 +404,39 @@ class Trials:
                         rest_s -= seconds if test != OUTPUTS else 0.0
         return taken, total_s
 
+    def _others(self, copy: Copy, file: str, taken: list[str]) -> tuple[list[str], float]:
+        """The test files of a module's room that are not in `taken`, as `_tests`."""
+        folders, (direct, room) = self._selection.room(file), self._selection.of(file)
+        others = [test for test in (*direct, *room) if str(Path(test).parent) in folders and test not in taken]
+        return self._timed(copy, others)
+
+    def _timed(self, copy: Copy, tests: list[str], marks: str = "") -> tuple[list[str], float]:
+        with self._lock:
+            found = {test: each for test in tests if (each := self._time(copy, test, marks))}
+        words = [word for test, (_, deselected) in found.items() for word in (test, *deselected)]
+        return words + (["-m", marks] if words and marks else []), sum(seconds for seconds, _ in found.values())
+
     def run(self, copy: Copy, mutant: Mutant, **row: Any) -> None:
         """Tests a mutant and keeps the result."""
+        begin = time.perf_counter()
         tests, normal_s = self._tests(copy, mutant.file)
-        begin, caught, limit_s = time.perf_counter(), None, 4 * normal_s + LIMIT_S
+        caught = self._caught(copy, mutant, tests, normal_s)
+        folders = [folder for folder in self._selection.room(mutant.file) if (copy.tree / folder).is_dir()]
+        stages = (lambda: self._others(copy, mutant.file, tests), lambda: self._timed(copy, folders, "slow"))
+        for stage in stages:
+            if caught is None and not self.stopped:
+                others, normal_s = stage()
+                tests = [*tests, *others]
+                caught = self._caught(copy, mutant, others, normal_s) if others else None
+        if not self.stopped:
+            seconds = round(time.perf_counter() - begin, 1)
+            where = {"file": mutant.file, "line": mutant.line, "before": mutant.before, "after": mutant.after}
+            self._add(**row, **where, caught=caught, seconds=seconds, tests=len(tests))
+            print(f"{row['index']:3} {seconds:5.1f} s  {mutant.file}:{mutant.line}  {caught or 'SURVIVED'}", flush=True)
+
+    def _caught(self, copy: Copy, mutant: Mutant, tests: list[str], normal_s: float) -> str | None:
+        """The test that fails with a mutant, or what else ended them; None: it survives."""
+        caught, limit_s = None, 4 * normal_s + LIMIT_S
         while caught is None and not self.stopped:
             code, output = copy.pytest(tests, limit_s, mutant)
             if code in (0, 5):
@@ -402,13 +444,11 @@ class Trials:
             caught = (
                 "time limit" if code is None else f"signal {-code}" if code < 0 else [*_failing(output), "pytest"][0]
             )
-            if "::" in caught and copy.pytest([caught], limit_s, mutant)[0] == 0:  # it failed by chance
+            if (
+                "::" in caught and copy.pytest(["-m", "not bench", caught], limit_s, mutant)[0] == 0
+            ):  # it failed by chance
                 tests, caught = [*tests, f"--deselect={caught}"], None
-        if not self.stopped:
-            seconds = round(time.perf_counter() - begin, 1)
-            where = {"file": mutant.file, "line": mutant.line, "before": mutant.before, "after": mutant.after}
-            self._add(**row, **where, caught=caught, seconds=seconds, tests=len(tests))
-            print(f"{row['index']:3} {seconds:5.1f} s  {mutant.file}:{mutant.line}  {caught or 'SURVIVED'}", flush=True)
+        return caught
 
 
 def _failing(output: str) -> list[str]:

@@ -12,7 +12,8 @@ from tests.outputs.values import flat, module, plain
 
 # where the commands begin their work
 WORK = (
-    *("moeedge.cli.chat:ModelSwitch", "moeedge.cli.bench:measure", "moeedge.cli.bench:measure_parallel"),
+    *("moeedge.cli.chat_run:ModelSwitch", "moeedge.cli.bench:measure"),
+    "moeedge.cli.bench:measure_parallel",
     "moeedge.planning.session_plan:make_session_plan",
     *("moeedge.cli.profile:record", "moeedge.cli.profile:profile_trace"),
     *("moeedge.cli.budget_analysis:run_budget_analysis", "moeedge.cli.budget_analysis:run_trace_analysis"),
@@ -20,9 +21,9 @@ WORK = (
     *("moeedge.scheduler.disk:measure", "moeedge.cli.list_models:find_models", "moeedge.cli.pull:want_pair"),
     *("moeedge.cli.rm:plan_removal", "moeedge.planning.model_card:read_card", "moeedge.hardware.rpc:reserve_port"),
     *("moeedge.hardware.devices:list_devices", "moeedge.health.doctor:examine", "moeedge.health.running:list_running"),
-    *("moeedge.cli.replay_run:replay_schedule", "moeedge.cli.replay_run:trace_curves"),
+    *("moeedge.sim.replay:replay", "moeedge.sim.curves:trace_curves"),
     *("moeedge.sim.simulate:simulate", "moeedge.bench.speculation_fit:run_fit", "moeedge.bench.ablation:run_ablation"),
-    *("moeedge.llama.draft_model:quantized", "moeedge.sim.papers:Papers", "moeedge.analysis.published:reproduced"),
+    *("moeedge.bench.ablation:quantized", "moeedge.sim.papers:Papers", "moeedge.analysis.published:reproduced"),
     *("moeedge.sim.predictions:predict", "moeedge.widen.layout:make_wide_plan"),
     *("moeedge.bench.validation:compare_with_engine", "moeedge.trace.summary:summarize_trace"),
     "moeedge.engine.session:Session",

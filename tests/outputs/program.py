@@ -145,7 +145,9 @@ class Recorder:
             self.seen = {"work": name}
             for key, value in signature.bind(*arguments, **named).arguments.items():
                 self._see(key, value)
-            for value in list(sys._getframe(1).f_locals.values()):
+            frame: Any = sys._getframe(1)
+            frames = [frame, frame.f_back] if frame.f_code.co_name == "run_chat" else [frame]
+            for value in [value for each in frames for value in each.f_locals.values()]:
                 if dataclasses.is_dataclass(value):
                     self._see("", value)
             raise Captured

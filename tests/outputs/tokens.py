@@ -111,6 +111,7 @@ def _talk() -> Any:
     """A chat of a scripted user; measured figures are left out."""
     from rich.console import Console
 
+    module("moeedge.cli.chat_options")  # its declarations make the settings
     types, talk = module("moeedge.engine.types"), module("moeedge.engine.conversation")
     out, err, left = io.StringIO(), io.StringIO(), iter(LINES)
     settings = module("moeedge.ui.chat.settings").Settings(types.SamplingConfig(**GREEDY), n_predict=16, gamma=3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from moeedge.lab.sim.model_shape import find_model
 from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, replay_arms
@@ -17,6 +19,8 @@ from moeedge.planning.memory_map import MemoryItem, MemoryMap, MemoryPool
 from moeedge.policies.base import Observation
 from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.scheduler.sizing import CacheBudget
+from moeedge.ui.plan_view import _print_ram_tier
+from moeedge.units import format_rate
 from tests.support.commands import refused, run, run_json
 from tests.support.published import write_qwen3_30b_a3b
 
@@ -138,3 +142,24 @@ def test_the_command_after_earlier_runs(header: Path, tmp_path: Path, monkeypatc
     assert (found["hits_source"], found["n_kept_tokens"]) == ("kept", 300)
     (hits,) = kept_hits(counts.astype(float))([found["rows"][0]["ratio"]])
     assert found["rows"][0]["hit_rate_experts"] == pytest.approx(hits)
+
+
+def test_the_table_has_the_plan_s_figures() -> None:
+    disks = (Disk(1e9, "given"), Disk(2e9, "given"))
+    tier = plan(8 * GIB, request=RamTierRequest(disks, hits=lambda ratios: np.array(ratios) + 0.25))
+    text = StringIO()
+    _print_ram_tier(tier, Console(width=160, file=text))
+    lines = [line.split() for line in text.getvalue().splitlines()]
+    first = next(number for number, line in enumerate(lines) if line[:1] == ["8,192"])
+    for line, row in zip(lines[first : first + len(tier.rows)], tier.rows, strict=True):
+        assert line == [
+            f"{row.ram_free_bytes // 2**20:,}",
+            *format_rate(row.disk.bytes_per_s).split(),
+            f"{row.n_slots}",
+            f"{row.ratio:.1%}",
+            f"{row.slots_bytes // 2**20:,}",
+            f"{row.hit_rate_experts:.1%}",
+            f"{row.bytes_per_token / 1e6:.0f}",
+            f"{row.limit_ts:.1f}",
+            row.limited_by,
+        ]

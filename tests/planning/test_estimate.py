@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.hub.catalog import Choice, HubFile, ModelEntry, Shape, Variant, load_catalog
+from moeedge.hub.catalog import Choice, HubFile, ModelEntry, Variant, load_catalog
 from moeedge.hub.local import list_models
+from moeedge.llama.model_memory import ModelMemory
 from moeedge.planning.estimate import (
     EstimatedMap,
-    KnownModel,
     Memory,
     estimate,
     known_file,
     known_model,
-    known_models,
+    known_row,
 )
 from moeedge.planning.memory_map import KERNEL_BYTES
 from moeedge.scheduler.sizing import default_reserve
@@ -25,7 +25,7 @@ GIB = 2**30
 RAM = Memory(ram_bytes=32 * GIB)
 
 
-def named(name: str) -> KnownModel:
+def named(name: str) -> ModelMemory:
     choice = load_catalog().find(name)
     assert choice is not None
     found = known_model(choice)
@@ -84,7 +84,7 @@ def test_what_is_on_the_gpu_fits_it(draft: str | None) -> None:
         for vram in (4, 6, 8, 12, 16, 24):
             found = estimate(model, with_gpu(vram, 128), 8192, drafts)
             on_gpu = model.context_bytes(8192) + found.device_ratio * model.experts_bytes + model.dense_bytes
-            on_gpu += drafts.file_bytes + drafts.context_bytes(8192) if drafts else 0
+            on_gpu += drafts.weights_bytes + drafts.context_bytes(8192) if drafts else 0
             fits = on_gpu <= vram * GIB - default_reserve(vram * GIB) - KERNEL_BYTES + 1
             assert fits or found.place == "RAM" or found.place == "disk", (name, vram)
             assert 0 <= found.device_ratio <= 1
@@ -95,7 +95,7 @@ def test_a_draft_takes_its_share() -> None:
     target, draft = named("qwen3-30b-a3b"), named("qwen3-0.6b")
     alone, pair = (estimate(target, with_gpu(12), 8192, found) for found in (None, draft))
     assert (alone.device_ratio - pair.device_ratio) * target.experts_bytes == pytest.approx(
-        draft.file_bytes + draft.context_bytes(8192), rel=0.01
+        draft.weights_bytes + draft.context_bytes(8192), rel=0.01
     )
 
 
@@ -108,25 +108,25 @@ def test_more_memory_is_never_worse() -> None:
 
 
 def test_a_window_costs_once() -> None:
-    shape = Shape(2, 8, 2, 1000, 20_000, kv_bytes_per_token=10, window_bytes=5000)
-    model = KnownModel(10**6, shape=shape)
+    model = ModelMemory(10**6, None, 10, window_bytes=5000)
     assert model.kv_bytes(100) == 6000 and model.kv_bytes(200) == 7000
 
 
 def test_a_file_that_the_catalog_does_not_have(tiny: TinyFactory, tmp_path: Path) -> None:
     path = tiny("qwen3moe")
     model = known_file(path, path.stat().st_size)
-    assert model.n_experts == 3 * 16 and 0 < model.experts_bytes < model.file_bytes
+    assert (model.n_expert_layers, model.n_experts) == (3, 16) and 0 < model.experts_bytes < model.weights_bytes
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert known_file(tmp_path / "x.gguf", 4).experts_bytes == 0
 
 
 def test_rows_of_the_list() -> None:
-    rows = list_models(load_catalog(), everything=True)
-    found = known_models(rows, load_catalog())
+    catalog = load_catalog()
+    rows = list_models(catalog, everything=True)
+    found = {row.name: known for row in rows if (known := known_row(row, catalog.find(row.name))) is not None}
     assert found.keys() == {row.name for row in rows}  # a size is known of each
     assert found["bundled"].experts_bytes > 2**24  # by its header
-    assert found["deepseek-v2-lite:Q8_0"].file_bytes > found["deepseek-v2-lite"].file_bytes
+    assert found["deepseek-v2-lite:Q8_0"].weights_bytes > found["deepseek-v2-lite"].weights_bytes
 
 
 def test_a_size_that_nobody_knows_has_no_estimate(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_size_that_nobody_knows_has_no_estimate(tmp_path: Path) -> None:
 
 
 def test_the_gpu_lacks_its_kernels_and_reserve() -> None:
-    model = KnownModel(GIB)
+    model = ModelMemory(GIB, None, 1000)
 
     def found(vram_bytes: int) -> EstimatedMap:
         return estimate(model, Memory(ram_bytes=GIB * 8, vram_bytes=vram_bytes), 4096)

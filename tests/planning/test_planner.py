@@ -78,7 +78,7 @@ def test_a_process_takes_the_planned_memory(bundled_pair: tuple[Path, Path]) -> 
 def test_a_recurrent_target_gets_no_draft(tmp_path: Path, tiny_draft: Path) -> None:
     config = EngineConfig(model=make_mamba(tmp_path / "mamba.gguf"), draft=tiny_draft, device="none")
     with Planner(config, this_machine(config)) as planner:
-        assert planner.draft is None
+        assert planner.chosen.model is None
         assert any("take rejected tokens back" in note for note in planner.notes)
         assert "recurrent" in planner.facts.memory
 

@@ -16,13 +16,12 @@ from moeedge.data.datasets import load_dataset
 from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.curves import LIMITS, CurveConfig, CurveInput, Estimate, trace_curves
 from moeedge.lab.sim.policy_replay import PolicyReplay
 from moeedge.lab.sim.replay import ReplayConfig
 from moeedge.lab.sim.replay import replay as replay_all
 from moeedge.lab.traces.importers import read_trace
-from moeedge.lab.traces.schedule import Schedule, cut_schedule, recorded_schedule, texts_of
+from moeedge.lab.traces.schedule import Schedule, cache_shape, cut_schedule, recorded_schedule, texts_of
 from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from moeedge.policies.cost_model import CURVE_TOKENS, ShareCurves, _non_negative, fit_side
+from moeedge.policies.cost_model import CURVE_TOKENS, _non_negative, fit_side, share_curves
 
 
 def blocks(
@@ -90,11 +90,10 @@ def test_the_curve_starts_at_zero_and_grows_by_tokens() -> None:
 
 def test_share_curves() -> None:
     """Two steps of one layer with four experts, worked out by hand."""
-    shares = ShareCurves(2)
-    shares.add(np.array([[2.0, 1.0, 0.0, 2.0]], np.float32), np.array([[3, 1, 2, 0]]))
-    shares.add(np.array([[2.0, 0.5, 0.0, 0.0]], np.float32), np.array([[1, 1, 0, 0]]))
-    assert shares.r_c == pytest.approx([0, 3 / 8, 4 / 8])
-    assert shares.r_g == pytest.approx([1, 3 / 5, 2 / 5])
+    utility = np.array([[[2.0, 1.0, 0.0, 2.0]], [[2.0, 0.5, 0.0, 0.0]]], np.float32)
+    r_c, r_g = share_curves(2, utility, np.array([[[3, 1, 2, 0]], [[1, 1, 0, 0]]]))
+    assert r_c == pytest.approx([0, 3 / 8, 4 / 8])
+    assert r_g == pytest.approx([1, 3 / 5, 2 / 5])
 
 
 def test_coefficients_are_those_of_non_negative_least_squares() -> None:

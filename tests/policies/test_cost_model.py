@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeedge.policies.cost_model import CostModel
+from moeedge.policies.cost_model import CostModel, expert_seconds
+from moeedge.scheduler.measurement import kept_fields, measurement_json, parse_measurement
 
 MODEL = CostModel(
     cpu_expert_s=np.array([0.0, 1e-4, 1.5e-4]),
@@ -22,23 +23,22 @@ MODEL = CostModel(
 
 
 def test_json_round_trip() -> None:
-    again = CostModel.from_json(MODEL.to_json())
-    assert again.to_json() == MODEL.to_json()
+    again = parse_measurement(CostModel, measurement_json(MODEL))
+    assert measurement_json(again) == measurement_json(MODEL)
     assert again.cap == 4
     assert np.array_equal(again.r_c, MODEL.r_c)
 
 
 def test_curves_between_and_beyond_their_points() -> None:
-    assert MODEL.cpu_s(1) == pytest.approx(1e-4)
-    assert MODEL.cpu_s(1.5) == pytest.approx(1.25e-4)
-    assert MODEL.cpu_s(4) == pytest.approx(3e-4)  # in proportion to the last point
-    assert MODEL.device_s(0) == 0
+    times = expert_seconds(MODEL.cpu_expert_s, np.array([1, 1.5, 4]))
+    assert times == pytest.approx([1e-4, 1.25e-4, 3e-4])  # the last: in proportion to the last point
+    assert expert_seconds(MODEL.device_expert_s, 0) == 0
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"schema": 1}', '{"schema": 2}', "no json"])
 def test_other_json_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
-        CostModel.from_json(text)
+        parse_measurement(CostModel, text)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_impossible_values_are_rejected(field: str, value: object) -> None:
 
 
 def test_a_missing_field_is_named() -> None:
-    fields = json.loads(MODEL.to_json())
+    fields = kept_fields(MODEL)
     del fields["r_g"]
     with pytest.raises(ValueError, match="r_g"):
-        CostModel.from_json(json.dumps(fields))
+        parse_measurement(CostModel, json.dumps(fields))

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moeedge.policies.spac import hidden_state_knn
-from moeedge.policies.spac.hidden_state_knn import HiddenStateKNN
-from moeedge.policies.spac.token_experts import NextBatchPredictor
+from moeedge.policies.spac import token_experts
+from moeedge.policies.spac.token_experts import HiddenStateKNN, NextBatchPredictor
 from tests.policies.expectation import expect
 from tests.support.routing import count
 
@@ -99,7 +98,7 @@ def test_a_context_seen_before_is_predicted() -> None:
 
 
 def test_the_newest_rows_replace_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_state_knn, "ROWS_MAX", 7)
+    monkeypatch.setattr(token_experts, "ROWS_MAX", 7)
     rng = np.random.default_rng(3)
     knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     past: list[tuple[int, Floats, Floats, Ids]] = []
@@ -167,7 +166,7 @@ def test_no_prediction_from_states_that_are_not_finite() -> None:
 
 
 def test_a_prompt_longer_than_memory_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_state_knn, "ROWS_MAX", 3)
+    monkeypatch.setattr(token_experts, "ROWS_MAX", 3)
     knn = HiddenStateKNN(N_LAYERS, N_EXPERTS, 1 << 20)
     tokens, hidden_states, ids = batch(np.random.default_rng(0), 9)
     knn.expect(tokens.tolist(), hidden_states, np.zeros(N, dtype=np.float32))

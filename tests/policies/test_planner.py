@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+from typing import Any
 
-from moeedge.policies.base import CacheShape, Plan, check_plan
-from moeedge.policies.planner import PooledPlanner
+import numpy as np
+import pytest
+
+from moeedge.experts import FloatArray, Resident
+from moeedge.policies.base import CacheShape, Plan, PolicyConfig, check_plan
+from moeedge.policies.planner import PooledPolicy
 
 CAP = 4
+
+
+class Scored(PooledPolicy):
+    """Utilities equal to scores."""
+
+    def planned(self, scores: FloatArray, resident: Resident, margin: float = 0.0, **options: object) -> Plan:
+        self._score, self._utility = scores, np.minimum(scores, CAP)
+        self.lowest = self._fit(resident, margin)
+        return self._moves(resident, **options)
 
 
 def plan(score: list[list[float]], resident: list[list[int]], n_slots: int, **options: object) -> Plan:
     """The plan for one group of `n_slots`, utilities equal to scores, tau = 1."""
     scores, there = np.array(score, dtype=np.float32), np.array(resident, dtype=np.uint8)
     shape = CacheShape.uniform(*scores.shape, n_slots)
-    planner = PooledPlanner(shape, CAP, evict=bool(options.pop("evict", True)))
-    planner.fit(scores, there, float(options.pop("margin", 0.0)))
-    tau = np.full(len(scores), options.pop("tau", 1.0), dtype=np.float32)
-    made = planner.moves(scores, np.minimum(scores, CAP), tau, there, **options)
+    policy = Scored(shape, PolicyConfig(cap=CAP), evict=bool(options.pop("evict", True)))
+    policy._tau[:] = options.pop("tau", 1.0)
+    made = policy.planned(scores, there, float(options.pop("margin", 0.0)), **options)
     check_plan(made, shape, there, CAP)
     return made
 
@@ -90,9 +103,9 @@ def test_groups_do_not_share_slots() -> None:
     shape = CacheShape(4, 2, np.array([1, 0, -1, 1], dtype=np.int32), np.array([1, 2], dtype=np.int32))
     scores = np.array([[4, 3], [2, 1], [9, 9], [1, 3.5]], dtype=np.float32)
     resident = np.zeros((4, 2), dtype=np.uint8)
-    planner = PooledPlanner(shape, CAP)
-    assert planner.fit(scores, resident, 0.0) == [2.0, 3.5]
-    made = planner.moves(scores, np.minimum(scores, CAP), np.ones(4, dtype=np.float32), resident)
+    policy = Scored(shape, PolicyConfig(cap=CAP))
+    made = policy.planned(scores, resident)
+    assert policy.lowest == [2.0, 3.5]
     check_plan(made, shape, resident, CAP)
     assert made.uploads.tolist() == [[0, 0], [3, 1], [1, 0]]
 
@@ -100,7 +113,45 @@ def test_groups_do_not_share_slots() -> None:
 def test_no_slots_and_no_groups() -> None:
     assert not len(plan([[1.0, 2.0]], [[0, 0]], 0).uploads)
     shape = CacheShape(2, 2, np.full(2, -1, dtype=np.int32), np.zeros(0, dtype=np.int32))
-    planner = PooledPlanner(shape, CAP)
     scores, resident = np.ones((2, 2), dtype=np.float32), np.zeros((2, 2), dtype=np.uint8)
-    planner.fit(scores, resident, 0.0)
-    assert not len(planner.moves(scores, scores, np.ones(2, dtype=np.float32), resident).uploads)
+    assert not len(Scored(shape, PolicyConfig(cap=CAP)).planned(scores, resident).uploads)
+
+
+def pairs(*found: tuple[int, int]) -> dict[str, Any]:
+    return {"uploads": np.array(found, dtype=np.int32)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"utility": np.full((2, 4), np.nan, dtype=np.float32)},
+        {"utility": np.full((2, 4), CAP + 1, dtype=np.float32)},
+        {"utility": np.ones((4, 2), dtype=np.float32).T},  # not contiguous
+        {"tau": np.zeros(2, dtype=np.float32)},
+        {"tau": np.ones(2)},  # float64
+        {"tau": np.ones(3, dtype=np.float32)},
+        pairs((0, 2), (0, 4), (1, 2), (1, 3)),  # does not exist
+        pairs((0, 2), (0, 2), (1, 2), (1, 3)),  # twice
+        pairs((0, 2), (0, 1), (1, 2), (1, 3)),  # is resident
+        pairs((0, 2), (0, 3), (1, 2), (1, 3)) | {"priority": np.array([4, 3, 4, 3], dtype=np.uint8)},
+        pairs((1, 2), (1, 3), (0, 2), (0, 3)) | {"priority": np.full(4, 3, dtype=np.uint8)},  # layers out of order
+        {"priority": np.zeros(4, dtype=np.uint8)},
+        {"victims": np.array([[0, 0], [1, 0], [1, 1], [0, 2]], dtype=np.int32)},  # is absent
+        {"victim_utility": np.array([1.0, 0.8, 0.7, 0.5], dtype=np.float32)},
+        {"victims": np.zeros((0, 2), dtype=np.int32), "victim_utility": np.zeros(0, dtype=np.float32)},  # no room
+    ],
+)
+def test_a_plan_that_breaks_a_rule_is_refused(change: dict[str, Any]) -> None:
+    resident = [[1, 1, 0, 0], [1, 1, 0, 0]]
+    made = plan([[0.5, 1.0, 4.0, 4.0], [0.7, 0.8, 3.0, 3.0]], resident, 4)
+    assert made.uploads.tolist() == [[0, 2], [0, 3], [1, 2], [1, 3]]
+    assert made.victims.tolist() == [[0, 0], [1, 0], [1, 1], [0, 1]]
+    with pytest.raises(ValueError, match=r"^[a-z]"):  # says which rule
+        check_plan(replace(made, **change), CacheShape.uniform(2, 4, 4), np.array(resident, dtype=np.uint8), CAP)
+
+
+def test_a_plan_for_a_layer_without_experts_is_refused() -> None:
+    made = plan([[3.0, 0.0], [2.0, 0.0]], [[0, 0], [0, 0]], 4)
+    shape = CacheShape(2, 2, np.array([0, -1], dtype=np.int32), np.array([4], dtype=np.int32))
+    with pytest.raises(ValueError, match="without experts"):
+        check_plan(made, shape, np.zeros((2, 2), dtype=np.uint8), CAP)

@@ -13,7 +13,6 @@ from moeedge.policies.base import (
     REQUIRED_INPUTS,
     CacheShape,
     ExpertPrediction,
-    LayerPolicy,
     Observation,
     Plan,
     Policy,
@@ -21,11 +20,11 @@ from moeedge.policies.base import (
     check_plan,
 )
 from moeedge.policies.cost_model import CostModel
-from moeedge.policies.registry import ALL_POLICIES, BOUNDS, POLICIES, SIMULATED, ignored_ablations, make_policy
+from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, TABLE, ignored_ablations, make_policy
 from tests.support.routing import count
 
 FAST = ("spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "sp-moe")  # one of each kind
-PLANNING = [name for name in ALL_POLICIES if name not in BOUNDS]
+PLANNING = [name for name in TABLE if name not in BOUNDS]
 EVERY_POLICY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PLANNING]
 
 # whose layers have slots of their own
@@ -108,7 +107,7 @@ def prediction_of(shape: CacheShape, rng: np.random.Generator) -> ExpertPredicti
     ids = order[:, :, :n_used].astype(np.int32)
     ids[rng.random(shape.n_layers) < 0.3] = -1
     ids[shape.group < 0] = -1
-    return ExpertPrediction(ids, "noisy")
+    return ExpertPrediction(ids)
 
 
 def within_capacity(slots: Slots, shape: CacheShape) -> bool:
@@ -161,7 +160,6 @@ def plan_layers(policy: Policy, shape: CacheShape, slots: Slots, cap: int, rng: 
     """One verification of a policy that plans within it: the rules hold, and no expert in use is evicted."""
     if not policy.execution_model.prefetch_within_step:
         return
-    assert isinstance(policy, LayerPolicy)
     for layer in range(shape.n_layers):
         plan = policy.plan_layer(layer, slots.resident, prediction_of(shape, rng))
         check_plan(plan, shape, slots.resident, cap)
@@ -200,7 +198,7 @@ def test_layers_grow_beyond_their_shares_into_free_slots_only(name: str, shape: 
         policy.observe(observation)
         before = slots.resident.sum(axis=1, dtype=int)
         slots.push(policy.plan(slots.resident, [1, 2], prediction_of(shape, rng)))
-        shares = policy._planner.shares  # type: ignore[attr-defined]
+        shares = policy.shares  # type: ignore[attr-defined]
         lent = np.maximum(slots.resident.sum(axis=1, dtype=int) - np.maximum(before, shares), 0)
         for group, capacity in enumerate(shape.capacity.tolist()):
             mine = shape.group == group
@@ -231,7 +229,7 @@ def test_same_input_same_plans(name: str) -> None:
                 plan = policy.plan(slots.resident, [1, 2, 3], prediction_of(shape, rng))
                 plans += copied(plan)
                 slots.push(plan)
-            if isinstance(policy, LayerPolicy):
+            if policy.execution_model.prefetch_within_step:
                 plan = policy.plan_layer(2, slots.resident, prediction_of(shape, rng))
                 plans += copied(plan)
                 slots.push(plan)
@@ -245,7 +243,7 @@ def test_inputs_stay_as_they_are(name: str) -> None:
     observed = observations(shape, 2, 4)
     policy = make_policy(name, shape, PolicyConfig())
     resident = np.zeros((4, 8), dtype=np.uint8)
-    predicted = ExpertPrediction(np.zeros((4, 3, 2), dtype=np.int32), "noisy")
+    predicted = ExpertPrediction(np.zeros((4, 3, 2), dtype=np.int32))
     for observation in observed:
         kept = (observation.counts.copy(), observation.ids.copy() if observation.ids is not None else None)
         policy.observe(observation)
@@ -299,7 +297,6 @@ def test_names_and_mistakes() -> None:
         policy = make_policy(name, shape)
         assert policy.name == name
         assert policy.required_inputs <= set(REQUIRED_INPUTS)
-        assert policy.execution_model.per_layer_slots == (name in LAYERWISE)
         assert name not in ("llama-cpp", "llama-cpp-sd") or policy.execution_model.layerwise
     assert not set(POLICIES) & (set(SIMULATED) | set(BOUNDS))
     for name in BOUNDS:

@@ -15,8 +15,9 @@ PURE = (
     "moeedge.policies",
     "moeedge.lab.policies",
     "moeedge.scheduler.driver",
-    "moeedge.analysis.expert_counts",
+    "moeedge.analysis.routing_curves",
     "moeedge.experts",
+    "moeedge.records",
     "moeedge.speculation",
 )
 ROOT = Path(moeedge.__file__).parent
@@ -25,7 +26,7 @@ FILES = sorted(
         *(ROOT / "policies").glob("**/*.py"),
         *(ROOT / "lab" / "policies").glob("*.py"),
         ROOT / "scheduler" / "driver.py",
-        ROOT / "analysis" / "expert_counts.py",
+        ROOT / "analysis" / "routing_curves.py",
         ROOT / "experts.py",
         ROOT / "speculation.py",
     ]

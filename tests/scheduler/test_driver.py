@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge.policies.base import ExecutionModel, ExpertPrediction, LookaheadStatus, Observation, Plan, Resident
+from moeedge.experts import Resident
+from moeedge.policies import base as policies
+from moeedge.policies.base import ExecutionModel, ExpertPrediction, LookaheadStatus, Observation, Plan
 from moeedge.scheduler.driver import StepDriver
 
 LAYERS, EXPERTS = 2, 4
@@ -37,12 +39,10 @@ class Store:
         self.pushed.append(plan)
 
 
-class Policy:
+class Policy(policies.Policy):
     """Records its calls."""
 
     name = "recorder"
-    execution_model = ExecutionModel()
-    required_inputs: frozenset[str] = frozenset()
 
     def __init__(self, *required_inputs: str) -> None:
         self.required_inputs = frozenset(required_inputs)
@@ -102,10 +102,10 @@ def test_no_plan_is_made_for_drafts_that_the_policy_does_not_read() -> None:
         driver.observe(Observation(np.zeros((LAYERS, EXPERTS)), 3, 0))  # type: ignore[arg-type]
     assert draft is first
     assert len(store.pushed) == 3
-    assert not driver.reads_drafts and driver.lookahead is not None and not driver.lookahead.used
+    assert not driver.reads_drafts and not policy.lookahead.used
     # a batch that no plan was made for since the last observation gets one
     assert driver.plan_draft([1, 2]) is driver.pending
-    assert StepDriver(Policy(), Store()).lookahead is None
+    assert Policy().lookahead is None
 
 
 def test_hidden_states_reach_only_a_policy_that_reads_them() -> None:
@@ -121,7 +121,7 @@ def test_hidden_states_reach_only_a_policy_that_reads_them() -> None:
 
 def test_a_prediction_goes_before_hidden_states() -> None:
     policy = Policy("draft-states")
-    prediction = ExpertPrediction(np.zeros((LAYERS, 1, 1), dtype=np.int32), "draft-router")
+    prediction = ExpertPrediction(np.zeros((LAYERS, 1, 1), dtype=np.int32))
     StepDriver(policy, Store()).plan_draft([1], prediction, np.zeros((1, 3), dtype=np.float32))
     assert policy.calls[-1][2] is prediction
 
@@ -134,21 +134,14 @@ def test_the_filter_changes_every_plan_of_a_batch() -> None:
         return replace(plan, uploads=plan.uploads[:0], priority=plan.priority[:0])
 
     store = Store()
-    driver = StepDriver(Policy(), store, filter_plan=drop_uploads)
+    driver = StepDriver(Policy(), store)
+    driver.filter_plan = drop_uploads
     driver.plan_next([1])
     driver.push()
     driver.plan_draft([1, 2], layers=slice(0, 1))
     driver.push()
     assert [len(plan.uploads) for plan in store.pushed] == [0, 0]
     assert seen == [None, slice(0, 1)]
-
-
-def test_a_discarded_plan_is_not_pushed() -> None:
-    store = Store()
-    driver = StepDriver(Policy(), store)
-    driver.plan_next([1])
-    driver.discard()
-    assert driver.push() is None and store.pushed == []
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,26 @@ import numpy as np
 import pytest
 
 import moeedge.engine.session as session_module
+import moeedge.native.cache as cache_module
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.errors import InputError
-from moeedge.experts import count_ids
+from moeedge.errors import EngineError, InputError, ModelFileError
+from moeedge.experts import Resident, count_ids
 from moeedge.hardware import devices
-from moeedge.hardware.devices import ResolvedDevice, VramReading
+from moeedge.hardware.devices import DeviceKind, ResolvedDevice, VramReading
 from moeedge.llama.context import Context
-from moeedge.native.cache import CacheStats, ExpertCache
-from moeedge.notifications import Level, Notification
-from moeedge.policies.base import ExpertPrediction, Observation, Plan, Policy, Resident
+from moeedge.llama.model import Model
+from moeedge.native.abi import from_c
+from moeedge.native.cache import CacheInfo, CacheStats, ExpertCache
+from moeedge.policies.base import ExpertPrediction, Observation, Plan, Policy
+from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.records import as_dict
+from moeedge.run import Level, Notification, is_warning
 from moeedge.scheduler import opening
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.slot_memory import MemoryWatch
 from moeedge.scheduler.stats import PlacementStats
 from tests.conftest import TinyFactory
 from tests.support.answers import assert_equal_answers
@@ -100,6 +106,7 @@ class Recorder:
         self.predictions: list[ExpertPrediction | None] = []
         self.resets = 0
         self._policy = policy
+        self.lookahead, self.required_inputs = policy.lookahead, policy.required_inputs
 
     def observe(self, observation: Observation) -> None:
         self.observations.append(replace(observation, counts=observation.counts.copy()))
@@ -165,7 +172,7 @@ def test_counters(session: Session) -> None:
     assert stats.hit_rate_pairs is not None and 0 < stats.hit_rate_pairs <= 1
     interval = stats_of(session) - stats
     assert (interval.steps, interval.pairs, interval.slots_used) == (0, 0, stats.slots_used)
-    assert set(stats.to_dict()) >= {"hit_rate_pairs", "partition_s", "tau", "lost"}
+    assert set(as_dict(stats)) >= {"hit_rate_pairs", "partition_s", "tau", "lost"}
 
 
 def test_partition_time_is_counted(pair: tuple[Path, Path]) -> None:
@@ -359,8 +366,11 @@ def test_a_cache_that_does_not_pay_on_a_real_device(
 
 
 def test_memory_that_cannot_be_pinned_is_noted(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    read = ExpertCache._read_info
-    monkeypatch.setattr(ExpertCache, "_read_info", lambda cache: replace(read(cache), unpinned=True))
+    def unpinned(kind: Any, raw: Any) -> Any:
+        found = from_c(kind, raw)
+        return replace(found, unpinned=True) if kind is CacheInfo else found
+
+    monkeypatch.setattr(cache_module, "from_c", unpinned)
     with Session.open(config(pair)) as session:
         assert any("no pinned (page-locked) memory" in note for note in session.info.notes), session.info.notes
     monkeypatch.undo()
@@ -378,7 +388,7 @@ def test_trouble_is_reported_once(
     assert session.placement is not None
     recorder = record(session)
     received: list[Notification] = []
-    session.notify = received.append
+    session.run.show = received.append
     answer(session, n_predict=8)
     assert received == []
     real = session.placement.cache.stats
@@ -481,3 +491,84 @@ def test_the_governor_knows_of_texts_and_prompts(session: Session, monkeypatch: 
     session.reset()
     answer(session, n_predict=2)
     assert calls == ["begin_answer", "begin_text", "begin_answer"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_cache_is_closed_with_the_session_and_where_it_does_not_open(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    closed: list[ExpertCache] = []
+    close = ExpertCache.close
+
+    def remember(cache: ExpertCache) -> None:
+        closed.append(cache)
+        close(cache)
+
+    def fail(*_arguments: object) -> None:
+        raise EngineError("no memory for the budget")
+
+    monkeypatch.setattr(ExpertCache, "close", remember)
+    if fails:
+        monkeypatch.setattr(Context, "set_budget", fail)
+        with pytest.raises(EngineError, match="no memory"):
+            Session.open(config(pair, expert_budget=ExpertBudget(budget=8)))
+    else:
+        with Session.open(config(pair)):
+            assert not closed
+    assert len(closed) == 1
+
+
+def test_several_texts_use_nothing_of_the_draft(pair: tuple[Path, Path]) -> None:
+    with Session.open(config(pair)) as session:
+        assert session.placement is not None
+        for n_texts in (1, 2, 3, 1):
+            session.placement.share(n_texts)
+            assert session.placement.wants_hidden_states == (n_texts == 1)
+    with Session.open(config(pair, placement={"policy": "sp-moe"})) as session:
+        assert session.placement is not None and session.placement.draft_prefetch is not None
+        for n_texts in (1, 2, 3, 1):
+            session.placement.share(n_texts)
+            assert bool(session.placement.draft_prefetch.is_on()) == (n_texts == 1)
+
+
+def test_a_policy_without_its_predictor_says_so(
+    pair: tuple[Path, Path], reference: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_model: Model) -> None:
+        raise ModelFileError("the routers are of another kind")
+
+    with Session.open(config(pair, placement={"policy": "fate"})) as session:
+        assert not any("the routers" in note for note in session.info.notes if is_warning(note))
+        assert any("fate" in note for note in session.info.notes if not is_warning(note) and "predicts" in note)
+    monkeypatch.setattr(opening, "NextGatePredictor", fail)
+    with Session.open(config(pair, placement={"policy": "fate"})) as session:
+        (said,) = [note for note in session.info.notes if is_warning(note) and "predicts" in note]
+        assert "fate" in said and "the routers are of another kind" in said
+        assert answer(session) == reference
+
+
+@pytest.mark.parametrize(
+    ("kind", "ratio", "is_watched"),
+    [("gpu", None, True), ("gpu", 0.5, False), ("emulated", None, False), ("emulated", 0.5, False)],
+)
+def test_a_gpu_s_memory_is_watched_unless_the_user_gave_the_size(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, ratio: float | None, is_watched: bool
+) -> None:
+    asked: list[MemoryWatch] = []
+
+    def missing_bytes(watch: MemoryWatch) -> int:
+        asked.append(watch)
+        return 0
+
+    if kind == "gpu":
+        gpu = ResolvedDevice(
+            "gpu", ggml_name="emulated", label="GPU0", llama_device="auto", free_bytes=1 << 30, total_bytes=1 << 30
+        )
+        reading = VramReading(0, 1 << 30, 1 << 30, "ggml")
+        monkeypatch.setattr(session_module, "resolve_device", lambda config, model: gpu)
+        monkeypatch.setattr(devices, "read_memory", lambda device, **sizes: reading)
+    monkeypatch.setattr(MemoryWatch, "missing_bytes", missing_bytes)
+    with Session.open(config(pair, ratio)) as session:
+        assert session.placement is not None
+        answer(session, n_predict=2)
+    assert bool(asked) == is_watched

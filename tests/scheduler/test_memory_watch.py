@@ -13,7 +13,7 @@ from moeedge.engine.session import Session
 from moeedge.errors import DeviceError, EngineError
 from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.native.cache import ExpertCache
-from moeedge.notifications import Level, Notification
+from moeedge.run import Level, Notification
 from moeedge.scheduler.slot_memory import MemoryWatch
 from tests.conftest import TinyFactory
 from tests.scheduler.test_manager import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from moeedge.native.abi import Phase
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import ExpertPrediction, Plan, PolicyConfig
 from moeedge.policies.registry import make_policy
-from moeedge.scheduler.cache_store import CacheStore, cache_shape
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, PredictedUploads
+from moeedge.scheduler.native_io import CacheStore, cache_shape
+from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, predicted_uploads
 from tests.support.experts import resident, write_experts
 
 LAYERS, EXPERTS, SHARE = 4, 8, 2
@@ -36,8 +37,7 @@ def loader(cache: ExpertCache) -> OnDemandLoader:
 def hook(cache: ExpertCache, loader: OnDemandLoader) -> LayerHook:
     """With the experts 0 and 1 of every layer, in the order of the layers."""
     policy = make_policy("lru", cache_shape(cache), PolicyConfig(gamma=4))
-    hook = LayerHook(StepDriver(policy, CacheStore(cache)), loader=loader)
-    hook.on = True
+    hook = LayerHook(StepDriver(policy, CacheStore(cache)), lambda: True, loader=loader)
     for layer in range(LAYERS):
         need(hook, layer, 0, 1)
     return hook
@@ -81,7 +81,7 @@ def test_a_predicted_expert_stays_until_it_is_used(cache: ExpertCache, hook: Lay
 def test_prompts_and_a_hook_that_is_off_load_nothing(cache: ExpertCache, hook: LayerHook) -> None:
     before = resident(cache)
     hook(Block(0, Phase.PREFILL, np.array([[6]], dtype=np.int32), None))
-    hook.on = False
+    hook.is_on = lambda: False
     need(hook, 0, 6)
     assert resident(cache) == before
 
@@ -104,12 +104,12 @@ def prediction_of(*experts: tuple[int, int]) -> ExpertPrediction:
     ids = np.full((LAYERS, 1, 2), -1, dtype=np.int32)
     for layer, expert in experts:
         ids[layer, 0, int(ids[layer, 0, 0] >= 0)] = expert
-    return ExpertPrediction(ids, source="test")
+    return ExpertPrediction(ids)
 
 
 def test_only_predicted_experts_are_uploaded(cache: ExpertCache, hook: LayerHook, loader: OnDemandLoader) -> None:
     """The others are loaded as needed; room is made by the loader, whatever the policy's victims."""
-    only_predicted = PredictedUploads(cache, loader)
+    only_predicted = partial(predicted_uploads, cache_shape(cache), loader)
     plan = plan_of((1, 7), (1, 6), (2, 5), (3, 4), n_victims=3)
     found = only_predicted(plan, prediction_of((1, 7), (3, 4)), None)
     assert found.uploads.tolist() == [[1, 7], [3, 4]] and found.priority.tolist() == [4, 1]
@@ -120,7 +120,7 @@ def test_only_predicted_experts_are_uploaded(cache: ExpertCache, hook: LayerHook
 
 
 def test_where_the_cpu_computes_misses_only_a_plan_for_some_layers_is_filtered(cache: ExpertCache) -> None:
-    only_predicted = PredictedUploads(cache, None)
+    only_predicted = partial(predicted_uploads, cache_shape(cache), None)
     plan = plan_of((1, 7), (1, 6), (2, 5), n_victims=3)
     assert only_predicted(plan, prediction_of((1, 7)), None) is plan
     found = only_predicted(plan, prediction_of((1, 7), (2, 5)), slice(1, 2))

@@ -40,11 +40,11 @@ def test_an_interrupted_wait_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
     planning, go, seen = PlanningThread(), threading.Event(), []
     planning.submit(lambda: seen.append(go.wait(10)))
 
-    def interrupted(_event: threading.Event, _timeout: float | None = None) -> bool:
+    def interrupted(_condition: threading.Condition, _timeout: float | None = None) -> bool:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Event, "wait", interrupted)
+        patch.setattr(threading.Condition, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             planning.wait()
     go.set()

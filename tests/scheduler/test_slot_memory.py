@@ -16,9 +16,9 @@ import pytest
 from moeedge.hardware.devices import ResolvedDevice, VramReading
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.notifications import Level, Notification
+from moeedge.run import Level, Notification
 from moeedge.scheduler import slot_memory
-from moeedge.scheduler.cache_store import CacheStore
+from moeedge.scheduler.native_io import CacheStore
 from moeedge.scheduler.slot_memory import LOST, MemoryWatch, SlotMemory, slots_of
 
 DEVICE = ResolvedDevice("ram", ggml_name="ram", label="RAM")

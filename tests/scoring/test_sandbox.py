@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import platform
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -36,7 +40,7 @@ if __name__ == "__main__":
 def guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Protection]:
     """Both protections; the kernel's only where it has one."""
     if request.param == "audit hook":
-        monkeypatch.setattr(sandbox, "_filter_text", lambda: "")
+        monkeypatch.setattr(sandbox, "syscall_filter", lambda: b"")
     elif run_python("pass").protection != "kernel filter":
         pytest.skip("this kernel takes no filter")
     yield request.param
@@ -170,9 +174,10 @@ def test_sets_have_the_same_order_on_every_run() -> None:
     assert run_python(source).reason == run_python(source).reason
 
 
-def test_a_process_that_cannot_start_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_raises_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "child.py").write_text("raise SystemExit(3)")
     with monkeypatch.context() as patch, pytest.raises(SandboxError, match=r"did not start \(exit code 3\)"):
-        patch.setattr(sandbox, "_child_text", lambda: "raise SystemExit(3)")
+        patch.setattr(sandbox, "_CHILD", tmp_path / "child.py")
         run_python("x = 1\n" * 200_000)  # more than a pipe holds
     with monkeypatch.context() as patch, pytest.raises(SandboxError, match="Cannot start"):
         patch.setattr("sys.executable", "/absent/python")
@@ -241,3 +246,44 @@ def test_the_filter_consists_of_complete_instructions() -> None:
     filter_bytes = syscall_filter()
     assert len(filter_bytes) % 8 == 0
     assert len(filter_bytes) // 8 < 4096  # the kernel's limit
+
+
+def _verdict(machine_code: int, number: int, *arguments: int) -> tuple[int, int]:
+    """What the filter returns for a system call: the action and its value; as the kernel runs it."""
+    data = struct.pack("<iIQ6Q", number, machine_code, 0, *arguments, *[0] * (6 - len(arguments)))
+    program = list(struct.iter_unpack("<HBBI", syscall_filter()))
+    at = value = 0
+    while True:
+        code, if_true, if_false, operand = program[at]
+        at += 1
+        match code:
+            case 0x20:  # BPF_LD | BPF_W | BPF_ABS
+                (value,) = struct.unpack_from("<I", data, operand)
+            case 0x54:  # BPF_ALU | BPF_AND | BPF_K
+                value &= operand
+            case 0x15:  # BPF_JMP | BPF_JEQ | BPF_K
+                at += if_true if value == operand else if_false
+            case 0x06:  # BPF_RET | BPF_K
+                return operand & 0xFFFF0000, operand & 0xFFFF
+            case _:
+                pytest.fail(f"the kernel knows no instruction {code:#x} here")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is a filter on Linux alone")
+@pytest.mark.parametrize(
+    ("machine", "code", "read", "openat", "socket", "ioctl"),
+    [("x86_64", 0xC000003E, 0, 257, 41, 16), ("aarch64", 0xC00000B7, 63, 56, 198, 29)],
+)
+def test_what_the_filter_says_to_calls(
+    monkeypatch: pytest.MonkeyPatch, machine: str, code: int, read: int, openat: int, socket: int, ioctl: int
+) -> None:
+    """Also where the tests' own kernel takes no filter."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    allowed, refused = (0x7FFF0000, 0), (0x00050000, errno.EPERM)
+    assert _verdict(code, read) == allowed
+    assert _verdict(code, openat, 0, 0, os.O_RDONLY | os.O_CLOEXEC) == allowed
+    for flags in (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC, os.O_WRONLY | os.O_APPEND):
+        assert _verdict(code, openat, 0, 0, flags) == refused
+    assert _verdict(code, socket) == refused
+    assert [_verdict(code, ioctl, 0, request) for request in (0x5401, 0x5412)] == [allowed, refused]  # TCGETS, TIOCSTI
+    assert _verdict(0x40000003, read)[0] == 0x80000000  # of another machine: the process ends

@@ -25,13 +25,14 @@ import numpy as np
 import psutil
 
 from moeedge import native, paths
-from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_sample, load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.hardware.provenance import read_provenance
 from moeedge.llama import library
 from moeedge.native.cache import ExpertCache
+from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
 
 SCHEMA = "moeedge-soak-1"
@@ -239,10 +240,10 @@ def run(minutes: float, *, ratio: float = 0.17, threads: int = 1, seed: int = 1)
     left = native.load().moeedge_live_instances() - before
     return {
         "schema": SCHEMA,
-        "environment": asdict(read_environment()),
+        "environment": asdict(read_provenance()),
         "settings": {"minutes": minutes, "ratio": ratio, "threads": threads, "seed": seed, "n_ctx": N_CTX},
         "info": info,
-        "placement": stats.to_dict() if stats is not None else None,
+        "placement": as_dict(stats) if stats is not None else None,
         "instances_left": left,
         **conclude(samples),
         "samples": columns(samples),

@@ -24,12 +24,12 @@ from typing import Any
 
 import psutil
 
-from moeedge.bench.records import read_environment
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.notifications import Notification
+from moeedge.hardware.provenance import read_provenance
+from moeedge.run import Notification
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import parse_size
 from tests.support.ballast import Ballast
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             pressing.join(60.0)
     return {
         "schema": SCHEMA,
-        "environment": asdict(read_environment()),
+        "environment": asdict(read_provenance()),
         "model_bytes": options.model.stat().st_size,
         "minutes": options.minutes,
         "answers": len(rows),

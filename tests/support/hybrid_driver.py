@@ -63,7 +63,7 @@ def exercise(path: Path, n_threads: int) -> None:
         expected = transcript(stock)
     limit = TOLERANCE * np.abs(expected).max()
     with hybrid_context(path, 0.5, n_stage=8, n_ubatch=32, n_threads=n_threads) as (context, cache):
-        capture = ActivationCapture(native.newest_instance(), n_layers=1, n_embd=1, n_experts=1)
+        capture = ActivationCapture(native.library.newest_instance(), n_layers=1, n_embd=1, n_experts=1)
         with churn(cache, seed=n_threads):
             for i in range(N_ROUNDS):
                 cache.set_prefill(list(PrefillPath)[i % 3], 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeedge.native.decoding import Decoder
+from moeedge.native.compute import Decoder
 
 
 def interrupt_decode(patch: pytest.MonkeyPatch, at_call: int) -> None:

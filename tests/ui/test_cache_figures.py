@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from moeedge.policies.base import LookaheadStatus
+from moeedge.records import as_dict
 from moeedge.scheduler.cache_governor import CacheChoice
 from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
-from moeedge.ui.chat import answer_figures
-from moeedge.ui.chat.panel import render_panel
+from moeedge.ui.chat.live import render_panel
 from tests.ui.test_figures import INFO, STATS
 
 MIB = 1024 * 1024
@@ -56,7 +56,7 @@ CACHE = PlacementStats(
 
 
 def _panel(cache: PlacementStats, columns: int, rows: int) -> list[str]:
-    items = answer_figures.live_figures(PLACED, STATS, cache, elapsed_s=1.0, full=True)
+    items = figures.live_figures(PLACED, STATS, cache, elapsed_s=1.0, full=True)
     console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
     console.print(render_panel(items, columns=columns, rows=rows, hint="Ctrl-C stops"))
     lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def test_before_the_first_step_there_are_dashes() -> None:
 
 def test_the_drivers_memory() -> None:
     card = replace(CACHE, device="CUDA0 (A Card)", vram_used_bytes=18 << 30, vram_total_bytes=24 << 30)
-    assert figures.memory_text(card) == "18.0 of 24.0 GiB"
+    assert figures.memory_figure(card) == figures.Figure("VRAM", "18.0 of 24.0 GiB")
 
 
 def test_the_range_of_the_thresholds() -> None:
@@ -157,9 +157,9 @@ def test_the_table_of_stats() -> None:
 
 
 def test_hits_in_stats_and_in_totals() -> None:
-    assert figures.Figure("pair hits", "81 %") in answer_figures.answer_rows(PLACED, STATS, "eos", CACHE)
+    assert figures.Figure("pair hits", "81 %") in figures.answer_rows(PLACED, STATS, "eos", CACHE)
     other = replace(CACHE, pairs=3000, pairs_hit=188)  # 1000 of 4000: not the mean of the rates
-    [row] = answer_figures.total_rows(PLACED, [STATS, STATS], [CACHE, other])
+    [row] = figures.total_rows(PLACED, [figures.Turn(PLACED, STATS, "eos", cache) for cache in (CACHE, other)])
     assert row.value.endswith("pair hits 25 %")
 
 
@@ -182,16 +182,16 @@ def test_a_cache_that_does_not_pay() -> None:
     [shown] = [figure.value for figure in figures.live_cache_figures(off) if figure.label == "cache speed"]
     assert shown == figures.cache_effect(CacheChoice(pays=False, gain=0.8))
     assert "0.80x" in shown
-    assert off.to_dict()["cache_choice"] == {"on": False, "is_trial": False, "pays": False, "gain": 0.8}
-    assert "cache_choice" not in CACHE.to_dict()
-    assert "expert cache off" in answer_figures.turn_line(PLACED, STATS, "eos", off)
-    assert "cache" not in answer_figures.turn_line(PLACED, STATS, "eos", CACHE)
-    live = answer_figures.live_figures(PLACED, STATS, off, elapsed_s=1.0)
+    assert as_dict(off)["cache_choice"] == {"on": False, "is_trial": False, "pays": False, "gain": 0.8}
+    assert "cache_choice" not in as_dict(CACHE)
+    assert "expert cache off" in figures.turn_line(PLACED, STATS, "eos", off)
+    assert "cache" not in figures.turn_line(PLACED, STATS, "eos", CACHE)
+    live = figures.live_figures(PLACED, STATS, off, elapsed_s=1.0)
     assert any(figure.label == "expert cache" and "off" in figure.value for figure in live)
 
 
 def test_the_panel_of_a_newcomer() -> None:
-    live = answer_figures.live_figures(PLACED, STATS, CACHE, elapsed_s=1.0)
+    live = figures.live_figures(PLACED, STATS, CACHE, elapsed_s=1.0)
     assert [(figure.label, figure.value) for figure in live[:-1]] == [
         ("speed", "25.0 t/s"),
         ("tokens", "51"),
@@ -201,5 +201,5 @@ def test_the_panel_of_a_newcomer() -> None:
     assert live[-1].draw is not None
     line = live[-1].draw(100)
     assert sum(int(word) for word in re.findall(r"(\d+) %", line)) == 100
-    lost = answer_figures.live_figures(PLACED, STATS, replace(CACHE, lost=True), elapsed_s=1.0)
+    lost = figures.live_figures(PLACED, STATS, replace(CACHE, lost=True), elapsed_s=1.0)
     assert "device lost: all on CPU" in [figure.value for figure in lost]

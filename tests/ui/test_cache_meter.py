@@ -8,9 +8,9 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.notifications import Notification, ignore
+from moeedge.run import Notification, ignore
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.ui.chat.panel import CacheMeter
+from moeedge.ui.chat.single import CacheMeter
 from tests.conftest import TinyFactory
 
 GREEDY = SamplingConfig(temperature=0)
@@ -71,6 +71,6 @@ def test_without_a_cache_there_is_nothing_to_count(tiny: TinyFactory) -> None:
 
 def test_what_goes_off_is_kept_for_after_the_answer(session: Session) -> None:
     with CacheMeter(session) as meter:
-        session.notify(Notification("gone"))
+        session.run.show(Notification("gone"))
     assert meter.notes == ["gone"]
-    assert session.notify is ignore  # as before
+    assert session.run.show is ignore  # as before

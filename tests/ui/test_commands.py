@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moeedge.cli.engine_options import EngineOptions
-from moeedge.cli.model_files import ModelFiles
-from moeedge.cli.model_switch import ModelSwitch
+from moeedge.cli.model_files import resolve_models
 from moeedge.engine.autosave import unfinished_chats
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
-from moeedge.notifications import ignore
+from moeedge.paths import user_path
+from moeedge.run import ignore
 from moeedge.ui.chat.commands import (
     COMMANDS,
     LEAVING,
@@ -29,6 +28,7 @@ from moeedge.ui.chat.commands import (
     last_messages,
     run_command,
 )
+from moeedge.ui.chat.session import ModelSwitch
 from moeedge.ui.chat.settings import Settings
 from moeedge.ui.console import show_figures
 from tests.conftest import TinyFactory
@@ -178,12 +178,11 @@ def test_names_of_commands_are_unique() -> None:
 
 @pytest.fixture
 def switch(tiny: TinyFactory) -> Iterator[ModelSwitch]:
-    engine = EngineOptions(threads=1, ctx_size=256)
-
-    def configure(_options: EngineOptions, files: ModelFiles) -> EngineConfig:
+    def configure(name: str) -> EngineConfig:
+        files = resolve_models(user_path(name), None)
         return EngineConfig(model=files.target, draft=files.draft, n_ctx=256, n_threads=1)
 
-    with ModelSwitch(EngineConfig(model=tiny("qwen3moe"), n_threads=1, n_ctx=256), engine, configure, ignore) as found:
+    with ModelSwitch(EngineConfig(model=tiny("qwen3moe"), n_threads=1, n_ctx=256), configure, ignore) as found:
         yield found
 
 

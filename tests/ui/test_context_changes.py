@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.cli.engine_options import EngineOptions
-from moeedge.cli.model_files import ModelFiles
-from moeedge.cli.model_switch import ModelSwitch
 from moeedge.engine.types import EngineConfig
-from moeedge.llama import context_size
-from moeedge.notifications import ignore
-from moeedge.ui.chat.session_changes import FULL
+from moeedge.llama import model_memory
+from moeedge.run import ignore
+from moeedge.ui.chat.session import FULL, ModelSwitch
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
 from tests.ui.test_repl import GREEDY, Line, Talk
@@ -30,10 +27,7 @@ def switch(tiny: TinyFactory) -> Iterator[ModelSwitch]:
         model=tiny("qwen3moe"), draft=tiny("qwen3"), n_threads=1, n_ctx=N_CTX, gamma=2, auto_gamma=False
     )
 
-    def configure(_options: EngineOptions, files: ModelFiles) -> EngineConfig:
-        return replace(config, model=files.target)
-
-    with ModelSwitch(config, EngineOptions(threads=1), configure, ignore) as found:
+    with ModelSwitch(config, lambda name: replace(config, model=Path(name)), ignore) as found:
         yield found
 
 
@@ -80,7 +74,7 @@ def test_sizes_that_a_context_cannot_have(value: str, switch: ModelSwitch, tmp_p
 def test_the_old_context_stays_where_a_new_one_has_no_memory(
     switch: ModelSwitch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context_size, "available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(model_memory, "available_memory", lambda: 1 << 20)
     found = talk(switch, ["tell me", "/set gamma 1", "/set ctx 16000", "and?"], tmp_path)
     assert switch.session.info.n_ctx == N_CTX == found.repl.settings.ctx
     assert found.repl.session is switch.session and switch.session.gamma == 1

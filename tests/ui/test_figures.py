@@ -13,9 +13,9 @@ from rich.console import Console
 from moeedge.engine.types import EngineInfo, GenerationStats
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.governor import DraftChoice
-from moeedge.ui.chat import answer_figures as figures
-from moeedge.ui.chat.panel import render_panel
-from moeedge.ui.figures import Figure, shares
+from moeedge.ui import figures
+from moeedge.ui.chat.live import render_panel
+from moeedge.ui.figures import Figure, Turn, shares
 
 INFO = EngineInfo(
     model="t.gguf",
@@ -57,7 +57,8 @@ def test_a_budget_is_named_with_every_figure_that_it_changes() -> None:
     assert Figure("expert budget", "budget 16 (lossy): 24.5 without it, 92 % of probability kept") in rows
     assert Figure("expert budget", "budget 16 (lossy)") in figures.answer_rows(info, STATS, "eos")  # no draft yet
     assert "budget 16 (lossy)" in figures.turn_line(info, STATS, "eos")
-    assert "budget 16 (lossy)" in figures.total_rows(INFO, [STATS, stats], budgets=["budget 16 (lossy)"])[0].value
+    turns = [Turn(INFO, STATS, "eos"), Turn(info, stats, "eos")]
+    assert "budget 16 (lossy)" in figures.total_rows(INFO, turns)[0].value
     for shown in (stats, replace(stats, ttft_s=0.0)):
         live = figures.live_figures(info, shown, elapsed_s=1.0)
         console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
@@ -85,12 +86,16 @@ def test_drafts_that_do_not_pay_are_said_to_be_off() -> None:
     assert "drafts off" not in figures.turn_line(INFO, replace(stats, choice=None), "eos")
 
 
+def totals(*answers: GenerationStats) -> list[Figure]:
+    return figures.total_rows(INFO, [Turn(INFO, stats, "eos") for stats in answers])
+
+
 def test_totals_are_sums_and_rates_of_sums() -> None:
     other = replace(STATS, generated_tokens=11, decode_s=0.5, steps=10, drafted=20, accepted=0, ttft_s=0.75)
     shifted = replace(STATS, context_shifts=2, dropped_tokens=60)
-    [row] = figures.total_rows(INFO, [shifted, replace(shifted, context_shifts=1, dropped_tokens=30)])
+    [row] = totals(shifted, replace(shifted, context_shifts=1, dropped_tokens=30))
     assert "90 tokens dropped from the context in 3 shifts" in row.value
-    [row] = figures.total_rows(INFO, [STATS, other])
+    [row] = totals(STATS, other)
     assert "dropped" not in row.value
     assert row.label == "all 2 answers"
     assert row.value.split(", ") == [
@@ -146,7 +151,7 @@ def test_the_panel_shows_every_figure_unbroken(columns: int) -> None:
 )
 def test_how_far_the_prompt_is_read(n_read: int, n_to_read: int, elapsed_s: float, text: str) -> None:
     stats = GenerationStats(prompt_tokens=9)
-    items = figures.live_figures(INFO, stats, n_read=n_read, n_to_read=n_to_read, elapsed_s=elapsed_s)
+    items = figures.live_figures(INFO, stats, read=(n_read, n_to_read), elapsed_s=elapsed_s)
     assert items == [Figure("reading the prompt", text)]
 
 

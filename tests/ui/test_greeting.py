@@ -11,8 +11,8 @@ from rich.console import Console
 
 from moeedge.engine.types import EngineInfo
 from moeedge.hub.catalog import Starter, load_catalog
-from moeedge.notifications import Level, Notification
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.run import Level, Notification
 from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, print_warnings, warnings_of
 from tests.ui.test_figures import INFO
 

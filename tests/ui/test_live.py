@@ -18,11 +18,9 @@ from moeedge.ui.chat import live
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.live import LiveView, rows_taken
 from moeedge.ui.chat.markdown import MarkdownLines
-from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.settings import Look
-from moeedge.ui.chat.single import answer_view
-from moeedge.ui.chat.stream import PlainView, wrap_rows
-from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
+from moeedge.ui.chat.single import CacheMeter, answer_view
+from moeedge.ui.chat.stream import FoldedThinking, PlainView, ThinkingSplitter, wrap_rows
 from tests.ui.test_figures import INFO, STATS
 
 TAGS = ReasoningTags("<think>", "</think>")
@@ -35,7 +33,7 @@ def view_on(
     answer: Any = SimpleNamespace(
         reasoning_tags=tags, begins_in_reasoning=False, stats=STATS, state=SimpleNamespace(n_cached=None)
     )
-    session: Any = SimpleNamespace(notify=None, placement_stats=lambda: None)
+    session: Any = SimpleNamespace(run=SimpleNamespace(show=None), placement_stats=lambda: None)
     return answer_view(answer, INFO, CacheMeter(session), Interrupt(), out=console, look=look, panel=panel)
 
 
@@ -55,8 +53,7 @@ The end."""
 
 def view_of(file: io.StringIO, *, columns: int = 40, look: Look | None = None) -> LiveView:
     console = Console(file=file, force_terminal=True, width=columns, height=24, color_system="standard")
-    splitter = ThinkingSplitter(TAGS)
-    folded = FoldedThinking(splitter, lambda: 12)
+    folded = FoldedThinking(TAGS, lambda: 12)
     return LiveView(console, INFO, lambda: STATS, look=look or Look(), thinking=folded)
 
 
@@ -148,7 +145,7 @@ def test_a_pipe_gets_the_text_as_written_unless_folding_is_asked_for(thinking: s
 def test_a_terminal_that_is_not_repainted_folds_too() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=40)
-    with PlainView(console, FoldedThinking(ThinkingSplitter(TAGS), lambda: 12)) as view:
+    with PlainView(console, FoldedThinking(TAGS, lambda: 12)) as view:
         view.write("<think>hm</think>\n\nIt is **4**.")
     assert file.getvalue() == "(thought for 0 s, 12 tokens)\nIt is **4**.\n"
 

@@ -21,12 +21,14 @@ from moeedge.engine.autosave import Autosave, UnfinishedChat, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.llama.chat_template import TemplateChoice
+from moeedge.llama.reasoning import TemplateChoice
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.stats import StepRecord
-from moeedge.ui.chat import repl, session_changes
+from moeedge.ui.chat import repl
+from moeedge.ui.chat import session as chat_session
 from moeedge.ui.chat.commands import Result
-from moeedge.ui.chat.repl import Repl, origin_of
+from moeedge.ui.chat.repl import Repl
+from moeedge.ui.chat.session import origin_of
 from moeedge.ui.chat.settings import Settings
 from tests.conftest import TinyFactory
 
@@ -338,7 +340,7 @@ def test_ctrl_c_next_to_the_answer_does_not_end_the_chat(
     place: str, session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the answer the question is taken back, after it the answer stays; the chat goes on either way."""
-    module = session_changes if place == "prompt_tokens" else repl
+    module = chat_session if place == "prompt_tokens" else repl
     real = getattr(module, place)
     calls: list[int] = []
 

@@ -13,8 +13,8 @@ import pytest
 from moeedge.analysis.model_profile import ModelProfile, profile_model
 from moeedge.analysis.profile_json import complete_report
 from moeedge.errors import InputError
-from moeedge.ui.pictures import COLOURS, DARK_COLOURS, report_html, save_picture, svg_of, write_report
-from moeedge.ui.profile_pictures import profile_pictures
+from moeedge.ui.plots import COLOURS, DARK_COLOURS, save_plots, svg_of
+from moeedge.ui.profile_plots import profile_plots, report_html
 from moeedge.ui.profile_views import run_lines
 from tests.support.traces import make_trace, plain_text, two_texts
 
@@ -62,7 +62,7 @@ def profiled() -> ModelProfile:
 def page_of(profile: ModelProfile, *, n_pictures: int = 1) -> str:
     """The page with the first pictures: each takes a while to draw."""
     numbers = complete_report(profile, {"model": profile.meta.model})
-    pictures = profile_pictures(profile)[:n_pictures]
+    pictures = profile_plots(profile)[:n_pictures]
     return report_html(f"Profile of {profile.meta.model}", run_lines(profile), "a <b> c", pictures, numbers)
 
 
@@ -77,7 +77,7 @@ def test_page(n_pictures: int) -> None:
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
     assert not set(COLOURS) & set(re.findall(r"#[0-9a-f]{6}", text[text.index("<body>") :]))
     assert len(COLOURS) == len(DARK_COLOURS)
-    sections = {picture.section for picture in profile_pictures(profiled())}
+    sections = {picture.section for picture in profile_plots(profiled())}
     assert "What speculation gains" in sections
     assert n_pictures == 2 or sections < set(page.text)
 
@@ -91,16 +91,14 @@ def test_names_cannot_end_an_element() -> None:
 
 
 def test_pictures_are_xml_and_files(tmp_path: Path) -> None:
-    pictures = profile_pictures(profiled())
-    assert len({picture.key for picture in pictures}) == len(pictures)
-    for picture in pictures:
-        cells = {len(picture.columns)} | {len(row) for row in picture.rows}
-        assert len(cells) == 1 or not picture.rows
+    pictures = profile_plots(profiled())
+    assert len({picture.title for picture in pictures}) == len(pictures)
+    assert all(len(line.values) == len(picture.x) for picture in pictures for line in picture.shown)
     for picture in pictures[:2]:  # lines and a map
         root = ElementTree.fromstring(svg_of(picture))
         assert root.tag.endswith("svg") and "width" not in root.attrib
     assert svg_of(pictures[0]) == svg_of(pictures[0])
-    save_picture(pictures[0], tmp_path / "one.png")
+    save_plots(pictures[:1], tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -110,7 +108,5 @@ def test_pages_without_speculation_and_without_text(trace: object) -> None:
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="Cannot write the report"):
-        write_report(tmp_path / "no" / "out.html", "")
     with pytest.raises(InputError, match="Cannot write the picture"):
-        save_picture(profile_pictures(profiled())[0], tmp_path / "no" / "one.png")
+        save_plots(profile_plots(profiled())[:1], tmp_path / "no" / "one.png")

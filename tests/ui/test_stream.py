@@ -93,7 +93,7 @@ def test_which_terminals_get_a_panel(
         monkeypatch.setenv(name, value)
     master, slave = pty.openpty()
     with os.fdopen(slave, "w", encoding="utf-8") as stream:
-        assert supports_panel(stream, columns=columns, rows=rows) is live
+        assert supports_panel(Console(file=stream, width=columns, height=rows)) is live
         console = Console(file=stream, width=columns, height=rows)
         with view_on(console, Look()) as view:
             assert isinstance(view, LiveView) is live
@@ -103,7 +103,7 @@ def test_which_terminals_get_a_panel(
 
 
 def test_a_pipe_gets_no_panel() -> None:
-    assert not supports_panel(io.StringIO(), columns=100, rows=40)
+    assert not supports_panel(Console(file=io.StringIO(), width=100, height=40))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from moeedge.hardware.devices import DeviceRow
+from moeedge.hub.catalog import Variant
 from moeedge.hub.pull import WantedModel
 from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.traces.schedule import recorded_schedule
@@ -139,8 +140,9 @@ def test_columns_of_sql_take_the_numbers_of_another_run() -> None:
 
 
 def test_a_download_says_which_facts_are_not_confirmed() -> None:
-    sure, said = WantedModel("draft", "sure", "mit", "me/x", "main", (), local=None), list[str]()
-    notify_downloads([replace(sure, name="unsure", verified=False), sure], [], said.append)
+    sure, said = WantedModel("draft", "sure", "mit", Variant("", "me/x"), local=None), list[str]()
+    unsure = replace(sure, name="unsure", variant=Variant("", "me/x", verified=False))
+    notify_downloads([unsure, sure], [], said.append)
     assert [(text.startswith("draft"), "sure" in text, "confirmed" in text) for text in said] == [
         (True, True, False), (False, True, True), (True, True, False)
     ]  # fmt: skip

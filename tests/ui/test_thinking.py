@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.llama.reasoning import ReasoningTags, split_reasoning
-from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
+from moeedge.ui.chat.stream import FoldedThinking, ThinkingSplitter
 
 TAGS = ReasoningTags("<think>", "</think>")
 WORDS = st.lists(
@@ -42,36 +42,40 @@ def test_a_model_that_does_not_think() -> None:
     assert [part for part in splitter.feed("<think>a</think>")] == [(False, "<think>a</think>")]
 
 
+def fed(folded: FoldedThinking, piece: str, *, is_last: bool = False) -> str:
+    return "".join(part.text for part in folded.feed(piece, is_last=is_last))
+
+
 def test_folded_thinking_is_counted() -> None:
     n_tokens = 0
-    folded = FoldedThinking(ThinkingSplitter(TAGS), lambda: n_tokens)
+    folded = FoldedThinking(TAGS, lambda: n_tokens)
     assert folded.line == ""
     n_tokens = 120
-    assert folded.feed("<think>\nhm") == ""
+    assert fed(folded, "<think>\nhm") == ""
     assert folded.is_thinking and folded.line == "thinking... 0 s, 120 tokens"
     n_tokens = 150
-    assert folded.feed("</think>\n\nIt is") == "It is"
+    assert fed(folded, "</think>\n\nIt is") == "It is"
     n_tokens = 200
-    assert folded.feed(" \n\n4", is_last=True) == " \n\n4"
+    assert fed(folded, " \n\n4", is_last=True) == " \n\n4"
     assert folded.line == "thought for 0 s, 150 tokens"
 
 
 def test_before_the_first_token_there_is_no_line() -> None:
     """The prompt has ended with the start tag, and is still being read."""
-    folded = FoldedThinking(ThinkingSplitter(TAGS, is_open=True), lambda: 1)
+    folded = FoldedThinking(TAGS, lambda: 1, is_open=True)
     assert folded.is_thinking and folded.line == ""
-    folded.feed("hm")
+    fed(folded, "hm")
     assert folded.line.startswith("thinking... 0 s, 1 token")
 
 
 def test_empty_thinking_leaves_no_line() -> None:
     """As of models that are told not to think."""
-    folded = FoldedThinking(ThinkingSplitter(TAGS), lambda: 3)
-    assert folded.feed("<think>\n\n</think>\n\n4") == "4"
+    folded = FoldedThinking(TAGS, lambda: 3)
+    assert fed(folded, "<think>\n\n</think>\n\n4") == "4"
     assert folded.line == ""
 
 
 def test_an_answer_without_thinking_is_untouched() -> None:
-    folded = FoldedThinking(ThinkingSplitter(TAGS), lambda: 3)
-    assert folded.feed("\n <") + folded.feed("b>", is_last=True) == "\n <b>"
+    folded = FoldedThinking(TAGS, lambda: 3)
+    assert fed(folded, "\n <") + fed(folded, "b>", is_last=True) == "\n <b>"
     assert folded.line == ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import moeedge
-from moeedge.schemas import schema_text
+from moeedge.lab.cli.schema import schema_text
 
 _ROOT = Path(moeedge.__file__).parent
 # names of earlier releases

@@ -19,7 +19,7 @@ from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import BackendError, ContextTooSmallError, EngineError
-from moeedge.experts import count_ids
+from moeedge.experts import FloatArray, IntArray, count_ids
 from moeedge.lab.analysis.expert_budget import (
     VARIANTS,
     CoActivation,
@@ -40,8 +40,7 @@ from moeedge.llama.model import Model
 from moeedge.llama.routers import Routers
 from moeedge.native import ActivationCapture, Block, CaptureFlags
 from moeedge.native.abi import Phase
-from moeedge.policies.base import FloatArray, IntArray
-from moeedge.scheduler.routing_reader import routing
+from moeedge.scheduler.native_io import routing
 from moeedge.scheduler.stats import StepRecord
 
 ERROR_EVERY = 4  # verification batches: one of so many has its errors measured

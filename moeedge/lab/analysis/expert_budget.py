@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import EngineError
+from moeedge.experts import FloatArray, IntArray
 from moeedge.lab.policies.expert_budget import (
     Ids,
     MixingWeights,
@@ -33,7 +34,6 @@ from moeedge.lab.policies.expert_budget import (
     routing_probabilities,
     static_scores,
 )
-from moeedge.policies.base import FloatArray, IntArray
 from moeedge.policies.expert_budget import Coverage
 
 _TOLERANCE = 2e-3  # relative, of weights that a rule must reproduce
@@ -238,11 +238,7 @@ class ErrorTable:
 
 
 def layer_errors(
-    batch: RoutedBatch,
-    selection: FloatArray,
-    router: Router,
-    budgets: Sequence[int],
-    static: Ids | None = None,
+    batch: RoutedBatch, selection: FloatArray, router: Router, budgets: Sequence[int], static: Ids | None = None
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Errors and kept of a batch's layers, as `ErrorTable` has them, for `VARIANTS` (Section 4.5).
 
@@ -267,13 +263,7 @@ def layer_errors(
         if ranked is None:
             continue
         found = apply_budget(
-            selection,
-            batch.ids,
-            probabilities,
-            budget,
-            weights=batch.weights,
-            coverage=variant.coverage,
-            scores=ranked,
+            selection, batch.ids, probabilities, budget, weights=batch.weights, coverage=variant.coverage, scores=ranked
         )
         weights = found.weights
         if weights is None:

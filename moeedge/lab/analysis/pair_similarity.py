@@ -25,8 +25,8 @@ from moeedge.llama.context import Context
 from moeedge.llama.routers import Routers, read_norms
 from moeedge.native import ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase
+from moeedge.scheduler.native_io import routing
 from moeedge.scheduler.prediction import matching_layers
-from moeedge.scheduler.routing_reader import routing
 
 FloatArray = NDArray[np.float32]
 MAX_TOKENS = 1024  # of all texts together: each costs a decode of both models in small batches

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moeedge import speculation
-from moeedge.analysis import expert_counts
+from moeedge.analysis import routing_curves
+from moeedge.errors import require
 
 _SPAC = "MoE-SpAc"
 _MOESD = "MoESD"
@@ -109,7 +110,7 @@ def _table_1() -> Iterator[Reproduced]:
 
 def _active_experts() -> Iterator[Reproduced]:
     for n_tokens, (empirical, uniform, ratio) in ACTIVE_EXPERTS.items():
-        computed = expert_counts.uniform_unique(_STUDY_EXPERTS, _STUDY_USED, n_tokens)
+        computed = routing_curves.uniform_unique(_STUDY_EXPERTS, _STUDY_USED, n_tokens)
         yield Reproduced(_STUDY, f"active experts, uniform, {n_tokens} tokens", uniform, computed, digits=1)
         error = ratio * (0.05 / empirical + 0.05 / uniform)
         what = f"active experts, empirical over uniform, {n_tokens} tokens"
@@ -127,7 +128,7 @@ def _amdahl() -> Iterator[Reproduced]:
     for name, of in (("uniform", ACTIVE_EXPERTS[4][1]), ("independence", ACTIVE_EXPERTS[4][0])):
         published = {"uniform": 3.6, "independence": 3.2}[name]
         yield Reproduced(_STUDY, f"unique(4) / k, {name}", published, of / _STUDY_USED, digits=1)
-    yield Reproduced(_STUDY, "overlap, uniform", 0.063, expert_counts.uniform_overlap(128, 8), digits=3)
+    yield Reproduced(_STUDY, "overlap, uniform", 0.063, routing_curves.uniform_overlap(128, 8), digits=3)
     shared = _STUDY_OVERLAP[1] * _STUDY_USED
     yield Reproduced(
         _STUDY, "shared experts of adjacent tokens", 3.0, shared, digits=1, input_error=0.0005 * _STUDY_USED
@@ -147,8 +148,7 @@ def full_activation_tokens(n_experts: int, n_used: int, share: float = 0.95) -> 
 
     Raises ValueError unless 0 < K <= E and 0 <= share < 1.
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"share must be in [0, 1), not {share}")
-    if expert_counts.uniform_overlap(n_experts, n_used) == 1:
+    require(0 <= share < 1, f"share must be in [0, 1), not {share}")
+    if routing_curves.uniform_overlap(n_experts, n_used) == 1:
         return 1
     return max(1, math.ceil(math.log(1 - share) / math.log(1 - n_used / n_experts)))

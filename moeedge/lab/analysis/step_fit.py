@@ -9,19 +9,14 @@ in one batch, E experts of which K per token are active:
   G(t)     = s^t up to the ridge lambda * RP, from there on its tangent: a roofline with a soft knee (Eq. 11)
   N(t)     = E * (1 - (1 - K/E)^t), experts in use (Eq. 8)
 
-On a GPU all experts of a layer are computed at the same time, so that the busiest counts. A CPU computes one after the
-other. The form `in_sequence` is ours: its last term is k3 * N(t) * G(t * K / N(t)).
+The form `in_sequence` is ours: its last term is k3 * N(t) * G(t * K / N(t)), as a CPU computes experts one after the
+other. RP is the ridge point of the hardware, here in tokens: how many must share a loaded weight until computing takes
+as long as loading. A plain step of B sequences has t = B, its verification t = B * (gamma + 1).
 
-RP is the ridge point of the hardware, here in tokens: how many must share a loaded weight until computing takes as long
-as loading. A plain step of B sequences has t = B, its verification t = B * (gamma + 1).
-
-The fit (Appendix B.1) is bounded least squares with SciPy's trust region reflective method. Departures:
-
-- The paper fits speed-ups of complete runs. Here target, draft and rejection sampling are timed on their own, so their
-  times are fitted, by relative errors: a plain step counts as much as a batch of 64 tokens.
-- Lower bounds of bias, k2 and draft_bias are the paper's: bytes over bandwidth. Their upper bounds are the shortest
-  measured times, which no part can exceed.
-- The optimisation starts from the best point of a grid over lambda and s. For fixed lambda and s the model is linear.
+The fit (Appendix B.1) is bounded least squares with SciPy's trust region reflective method, of times measured on their
+own and by relative errors; departures: docs/lab/speed-model.md. Lower bounds of bias, k2 and draft_bias are the
+paper's: bytes over bandwidth. Their upper bounds are the shortest measured times, which no part can exceed. The
+optimisation starts from the best point of a grid over lambda and s. For fixed lambda and s the model is linear.
 """
 
 from __future__ import annotations
@@ -37,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import speculation
-from moeedge.analysis.expert_counts import tokens_per_expert, uniform_unique
+from moeedge.analysis.routing_curves import tokens_per_expert, uniform_unique
+from moeedge.records import filled
 
 PARAMETERS = (
     "bias_s", "k1_s", "k2_s", "k3_s", "draft_bias_s", "draft_k_s", "reject_bias_s", "reject_k_s", "ridge_share",
@@ -46,7 +42,7 @@ PARAMETERS = (
 _N_LINEAR = 8  # of them, for a fixed ridge_share and growth
 _TARGET_PARAMETERS = 6  # of the parameters T_T depends on that many
 _RIDGE_SHARE = (0.2, 1.0)  # MoESD: lambda in [0.2, 1]
-_GROWTH = (1.0 + 1e-4, 2.0)  # MoESD: more than 1, and not too steep; see _steepest
+_GROWTH = (1.0 + 1e-4, 2.0)  # MoESD: more than 1, and not too steep; see _bounds
 _GROWTH_GRID = (1.001, 1.01, 1.03, 1.1, 1.3, 1.7)
 _RIDGE_GRID = (0.2, 0.5, 1.0)
 _EVALUATIONS = 100
@@ -98,10 +94,6 @@ class StepModel:
     def ridge_tokens(self) -> float:
         """lambda * RP."""
         return self.ridge_share * self.ridge_point
-
-    def with_used(self, n_used: int) -> StepModel:
-        """The same with another number of active experts per token (MoESD, section 4.2)."""
-        return replace(self, n_used=n_used)
 
     def parts_s(self, n_tokens: float) -> dict[str, float]:
         """T_T(t) by its four terms: fixed, dense (k1), experts (k2), load (k3)."""
@@ -273,11 +265,10 @@ def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: boo
     left_out: list[Predicted] = []
     sizes = {point.n_tokens for point in times.target}
     if leave_one_out and len(sizes) > _TARGET_PARAMETERS:
-        rest = {
-            size: replace(times, target=tuple(point for point in times.target if point.n_tokens != size))
-            for size in sizes
-        }
-        without = {size: _fit(others, in_sequence, values)[0] for size, others in rest.items()}
+        without = {}
+        for size in sizes:
+            others = replace(times, target=tuple(point for point in times.target if point.n_tokens != size))
+            without[size] = _fit(others, in_sequence, values)[0]
         left_out = [_predict(without[point.n_tokens], point) for point in times.target]
     return StepFit(
         model=model,
@@ -323,7 +314,7 @@ def expert_share_measured(times: StepTimes) -> float | None:
 
 
 def _predict(model: StepModel, point: TimePoint) -> Predicted:
-    predicted_s = model.with_used(point.n_used).target_s(point.n_tokens)
+    predicted_s = replace(model, n_used=point.n_used).target_s(point.n_tokens)
     error = predicted_s / point.seconds - 1
     return Predicted(point.n_tokens, point.n_used, point.n_sequences, point.seconds, predicted_s, error)
 
@@ -380,29 +371,24 @@ def _fit(
 
     problem = _Problem(times, in_sequence)
     if start is None:
-        best_cost = math.inf
-        lower, upper = (bound[:_N_LINEAR] for bound in problem.bounds)
+        tried = []
+        linear = tuple(bound[:_N_LINEAR] for bound in problem.bounds)
         for growth, ridge_share in itertools.product((*_GROWTH_GRID, float(problem.upper[-1])), _RIDGE_GRID):
             columns = problem.columns(ridge_share, growth)
-            found = lsq_linear(columns, np.ones(len(columns)), (lower, upper))
-            if found.cost < best_cost:
-                best_cost, start = found.cost, np.array([*found.x, ridge_share, growth])
-        assert start is not None
+            tried.append((lsq_linear(columns, np.ones(len(columns)), linear), ridge_share, growth))
+        best, *others = min(tried, key=lambda each: each[0].cost)
+        start = np.array([*best.x, *others])
     else:
         start = start / problem.scale
-    start = np.clip(start, *_inside(*problem.bounds))
+    lower, upper = problem.bounds
+    room = np.where(np.isfinite(upper), upper - lower, 1.0) * 1e-6  # a start must be a little inside the bounds
+    start = np.clip(start, lower + room, upper - room)
     found = least_squares(
         problem.residuals, start, bounds=problem.bounds, method="trf", x_scale="jac", max_nfev=_EVALUATIONS
     )
     values = found.x * problem.scale
     parameters: dict[str, Any] = dict(zip(PARAMETERS, values.tolist(), strict=True))
-    model = StepModel(
-        n_experts=times.n_experts,
-        n_used=times.n_used,
-        ridge_point=problem.ridge_point,
-        in_sequence=in_sequence,
-        **parameters,
-    )
+    model = filled(StepModel, times, problem, in_sequence=in_sequence, **parameters)
     return model, problem, values
 
 
@@ -420,17 +406,8 @@ def _bounds(times: StepTimes, in_sequence: bool) -> tuple[FloatArray, FloatArray
     lower += [0.0 if in_sequence else min(times.expert_bytes / bandwidth, 0.999 * expert_s), 0.0]
     lower += [min(times.draft_bytes / bandwidth, 0.999 * draft_s), 0.0, 0.0, 0.0, _RIDGE_SHARE[0], _GROWTH[0]]
     upper = [shortest_s, math.inf, expert_s, math.inf, draft_s, math.inf if times.draft else 0.0]
-    upper += [reject_s, reject_s, _RIDGE_SHARE[1], _steepest(times.machine.ridge_tokens(times.bytes_per_weight))]
+    ridge_tokens = times.machine.ridge_tokens(times.bytes_per_weight)
+    # the largest s is 2, or with a ridge below 1.4 tokens that whose tangent says that no tokens take no time
+    upper += [reject_s, reject_s, _RIDGE_SHARE[1], max(_GROWTH[1], math.exp(min(1.0 / ridge_tokens, 5.0)))]
     # SciPy needs room between the bounds, also where a part was not measured
     return np.array(lower), np.maximum(upper, np.array(lower) + 1e-12)
-
-
-def _steepest(ridge_point: float) -> float:
-    """The largest s: 2, or with a ridge below 1.4 tokens the s whose tangent says that no tokens take no time."""
-    return max(_GROWTH[1], math.exp(min(1.0 / ridge_point, 5.0)))
-
-
-def _inside(lower: FloatArray, upper: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Bounds a little inside these, where a start must be."""
-    room = np.where(np.isfinite(upper), upper - lower, 1.0) * 1e-6
-    return lower + room, upper - room

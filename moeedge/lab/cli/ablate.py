@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moeedge import paths
-from moeedge.cli import options
-from moeedge.cli.common import EXIT_FAILURE, emit, integers, print_error, show_log
-from moeedge.cli.declare import Output, derive, option
+from moeedge.cli.common import EXIT_FAILURE, emit, integers, print_error
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
+from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
+from moeedge.ui.tables import Column, print_table, text_column
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from moeedge.lab.experiments.ablation import AblationRow
 
 
@@ -29,52 +32,38 @@ class System(str, Enum):
 
 
 SystemName = Annotated[System, typer.Argument(metavar="SYSTEM", help="System to ablate; sp-moe is the only one.")]
-SameWidthDraft = Annotated[
-    str | None,
-    derive(
-        options.ModelDraft,
-        metavar="FILE",
-        help="Draft model with the target's hidden size. Default: the target's own quantization, which is made first.",
-    ),
-]
-DraftType = Annotated[
-    str,
-    option(
-        options.MODEL,
-        "--draft-type TYPE",
-        "Type of the target's quantization that drafts without -md: q2_k, q3_k, q4_0, q4_k, iq4_nl, q5_0, q8_0.",
-    ),
-]
-Cutoff = Annotated[
-    str | None,
-    option(
-        options.PLACEMENT,
-        "--cutoff LIST",
-        "Last layer whose experts are loaded ahead while drafting; each of several, separated by commas, is a row of "
-        "the complete system (Figure 14). Default: computed from measured times.",
-    ),
-]
+declare(
+    """
+    --model-draft FILE  Draft model with the target's hidden size. Default: the target's own quantization, which is
+        made first.
+    --draft-max N  Tokens per draft (gamma).
+    [Model]
+    --draft-type TYPE  Type of the target's quantization that drafts without -md: q2_k, q3_k, q4_0, q4_k, iq4_nl, q5_0,
+        q8_0.
+    [Expert placement]
+    --cutoff LIST  Last layer whose experts are loaded ahead while drafting; each of several, separated by commas, is a
+        row of the complete system (Figure 14). Default: computed from measured times.
+    """,
+    "ablate",
+    read={integers: "cutoff"},
+)
 
 
+@partial(flatten, ctx_size=1024)
 def ablate(
     system: SystemName = System.SP_MOE,
-    model: options.Model = None,
-    offline: options.Offline = False,
-    model_draft: SameWidthDraft = None,
-    draft_type: DraftType = "q4_0",
-    draft_max: options.DraftMax = 4,
-    n_predict: options.NPredict = 64,
-    limit: options.Limit = 4,
-    dataset: options.Dataset = None,
-    repetitions: options.Repetitions = 2,
-    cutoff: Cutoff = None,
-    ctx_size: options.CtxSize = 1024,
-    threads: options.Threads = 0,
-    device: options.Device = "auto",
-    backend: options.Backend = None,
-    cache_ratio: options.CacheRatio = 0.3,
-    output: options.TextOrJson = Output.TEXT,
-    verbose: options.Verbose = False,
+    draft_type: str = "q4_0",
+    draft_max: int = 4,
+    n_predict: int = 64,
+    limit: int = 4,
+    dataset: str | None = None,
+    repetitions: int = 2,
+    cutoff: list[int] | None = None,
+    *,
+    engine: EngineOptions,
+    cache_ratio: float | None = 0.3,
+    output: Output = Output.TEXT,
+    verbose: bool = False,
 ) -> None:
     """Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.
 
@@ -83,49 +72,43 @@ def ablate(
     layer. The variants take turns; exit code 1 if an answer differs from stock llama.cpp's by more than a near-tie (two
     tokens of almost equal score).
     """
-    engine = EngineOptions(
-        model=model,
-        model_draft=model_draft,
-        draft_max=str(draft_max),
-        ctx_size=ctx_size,
-        threads=threads,
-        device=device,
-    )
+    engine = replace(engine, draft_max=draft_max)
     engine.limit_openmp_spin(emulate_bundled=True)
-    from moeedge.lab.experiments.ablation import figure_12, figure_14, run_ablation, solved_cutoff
-    from moeedge.lab.experiments.quantized_draft import quantized
+    from moeedge.lab.experiments.ablation import figure_12, figure_14, quantized, run_ablation, solved_cutoff
     from moeedge.ui.console import notifier, say, stderr_console
 
-    cutoffs = None if cutoff is None else integers(cutoff, "--cutoff")
-    if limit < 0 or repetitions < 1 or n_predict < 2:
-        raise InputError("There is nothing to measure.", "Give --limit of 0 or more, -r of 1 or more, -n of 2 or more.")
-    if verbose:
-        show_log()
+    if repetitions < 1 or n_predict < 2:
+        raise InputError("There is nothing to measure.", "Give -r of 1 or more, -n of 2 or more.")
     placement = PlacementOptions(cache_ratio=cache_ratio, policy=system.value)
     config = engine.config(placement.config(), emulate_bundled=True)
     name = dataset or ("toy" if paths.is_bundled(config.model) else "sample")
     from moeedge.data.datasets import load_dataset
 
     prompts = load_dataset(name).limited(limit or None).prompts
-    _check(config.model, cutoffs, cache_ratio)
+    _check(config.model, cutoff, cache_ratio)
     err = stderr_console()
-    if model_draft is None:  # may take long and fills the disk: last before the work
+    if engine.model_draft is None:  # may take long and fills the disk: last before the work
         config = replace(config, draft=quantized(config.model, draft_type))
         say(err, f"Draft: {config.draft}")
-    if cutoffs is None:
+    if cutoff is None:
         solved, sentence = solved_cutoff(config, notifier(err))
         say(err, sentence)
-        cutoffs = [solved]
+        cutoff = [solved]
     rows = run_ablation(
         config,
-        figure_12(cutoffs[0]) if len(cutoffs) == 1 else figure_14(cutoffs),
+        figure_12(cutoff[0]) if len(cutoff) == 1 else figure_14(cutoff),
         prompts,
         n_predict=n_predict,
         repetitions=repetitions,
         notify=notifier(err),
     )
-    about = {"model": config.model.name, "device": device, "gamma": draft_max, "cache_ratio": cache_ratio}
-    _report(rows, about, output)
+    about = {"model": config.model.name, "device": engine.device, "gamma": draft_max, "cache_ratio": cache_ratio}
+    objects = [{**about, **asdict(row)} for row in rows]
+    emit(output, lambda _: json.dumps(objects, indent=1), print_ablation, rows)
+    different = sum(row.answers - row.equal for row in rows)
+    if different:
+        print_error(f"{different} answers differ from stock llama.cpp's by more than a near-tie.")
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float | None) -> None:
@@ -145,12 +128,27 @@ def _check(target: Path, cutoffs: list[int] | None, cache_ratio: float | None) -
             raise InputError(f"{target.name} has no layer for --cutoff {cutoff}.", f"Give 0 to {n_layers}.")
 
 
-def _report(rows: list[AblationRow], about: Mapping[str, object], output: Output) -> None:
-    """Print the rows; exit code 1 if an answer differs from stock's."""
-    from moeedge.lab.views.tables import print_ablation
+_ABLATION_COLUMNS = (
+    text_column("variant", "variant"),
+    Column("cutoff", "cutoff_layer"),
+    Column("ms/token", "tpot_s", ".2f", 1e3),
+    Column("speed", lambda row: f"{row.speedup:.2f}x"),
+    Column("expert hits", "hit_rate_experts", ".0%"),
+    Column("waits", lambda row: row.loaded_per_step + row.late_per_step, ".1f"),
+    Column("ahead", "ahead_per_step", ".1f"),
+    Column("MB", "bytes_per_step", ".1f", 1e-6),
+    Column("sends", "transfers_per_step", ".1f"),
+    Column("stops", "draft_stops_per_step", ".1f"),
+    Column("right", "predicted_right", ".0%"),
+    Column("equal", lambda row: f"{row.equal}/{row.answers}"),
+)
 
-    emit(output, lambda rows: json.dumps([{**about, **asdict(row)} for row in rows], indent=1), print_ablation, rows)
-    different = sum(row.answers - row.equal for row in rows)
-    if different:
-        print_error(f"{different} answers differ from stock llama.cpp's by more than a near-tie.")
-        raise typer.Exit(EXIT_FAILURE)
+
+def print_ablation(rows: Sequence[AblationRow], console: Console) -> None:
+    """One line per variant, and the meaning of the columns."""
+    print_table(console, _ABLATION_COLUMNS, rows)
+    console.print(
+        "expert hits: experts that were resident when their layer started; right: predicted experts that were used; "
+        "equal: answers equal to stock llama.cpp's. Per step: waits: experts that a layer waited for; ahead: experts "
+        "moved before their layer; MB: bytes of both, in so many sends; stops: draft layers that waited."
+    )

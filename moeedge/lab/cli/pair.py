@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from moeedge import paths
-from moeedge.cli import options
-from moeedge.cli.declare import Output, flatten
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions
-from moeedge.cli.llama_options import LlamaOptions
-from moeedge.cli.profile_run import TextOptions
+from moeedge.cli.common import emit
+from moeedge.cli.engine_options import LlamaOptions, PlacementOptions
+from moeedge.cli.options import Output, flatten
+from moeedge.cli.profile import TextOptions
 from moeedge.errors import EngineError, InputError
+from moeedge.records import as_dict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,10 +31,9 @@ _SHOWN_LAYERS = 8
 def pair(
     *,
     texts: TextOptions,
-    engine: EngineOptions,
-    llama: LlamaOptions,
+    engine: LlamaOptions,
     placement: PlacementOptions,
-    output: options.TextOrJson = Output.TEXT,
+    output: Output = Output.TEXT,
 ) -> None:
     """Measure how well a draft model's hidden states predict the target's experts, layer by layer.
 
@@ -44,14 +43,15 @@ def pair(
     from moeedge.analysis.model_profile import profile_model
     from moeedge.engine.recording import record_routing
     from moeedge.engine.session import Session
+    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.analysis.pair_similarity import MAX_TOKENS, compare_pair
     from moeedge.ui.chat.interrupt import Interrupt
-    from moeedge.ui.console import notifier, stderr_console, stdout_console
+    from moeedge.ui.console import notifier, stderr_console
     from moeedge.ui.progress import ProfileProgress, count_bar
 
-    config = llama.apply(engine.config(placement.config()))
+    config = engine.config(placement.config())
     prompts, source = texts.load(bundled=paths.is_bundled(config.model))
-    err = stderr_console()
+    err, provenance = stderr_console(), as_dict(read_provenance())
     with Session.open(config, notify=notifier(err)) as session, Interrupt() as interrupt:
         if session.draft_context is None:
             raise InputError("There is no draft model to compare.", "Give one with -md.")
@@ -81,12 +81,9 @@ def pair(
         for curves in profile_model(recording.trace, []).curves
         if curves.layer in found.layers
     }
-    if output is Output.JSON:
-        typer.echo(
-            json.dumps(asdict(found) | {"entropy_popularity_bits": [popularity.get(each) for each in found.layers]})
-        )
-    else:
-        print_pair(found, popularity, recording.trace.meta.n_experts, stdout_console())
+    record = asdict(found) | {"entropy_popularity_bits": [popularity.get(each) for each in found.layers]}
+    record["provenance"] = provenance
+    emit(output, lambda *_: json.dumps(record), print_pair, found, popularity, recording.trace.meta.n_experts)
     if interrupt.exit_code:
         raise typer.Exit(interrupt.exit_code)
 

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from enum import Enum
-from typing import Annotated
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import TYPE_CHECKING
 
 import typer
 
-from moeedge.cli import options
-from moeedge.cli.common import integers, names, numbers
-from moeedge.cli.declare import Output, derive, output_option
+from moeedge.cli.common import emit, integers, names, numbers
 from moeedge.cli.engine_options import EngineOptions
+from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
-from moeedge.lab.cli import trace_options
+from moeedge.lab.cli.trace_options import RejectedTokenModel
+from moeedge.ui.tables import Column, markdown, print_table, text_column, value_columns
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeedge.lab.analysis.published import Reproduced
+    from moeedge.lab.experiments.validation import Comparison
+    from moeedge.lab.sim.papers import Compared, Figure, Fit
+    from moeedge.trace.steps import RejectedTokenModel as Model
 
 validate = typer.Typer(
     name="validate",
@@ -37,25 +48,41 @@ class Part(str, Enum):
     ALL = "all"
 
 
-PartOption = Annotated[Part, typer.Option("--part", help="Table or figure; all take some minutes.")]
-MedianOf = Annotated[int, derive(options.Repetitions, help="Measurements, of which the median counts.", min=1)]
-TextJsonOrMd = Annotated[Output, output_option(Output.TEXT, Output.JSON, Output.MD, help="Format of the table.")]
-RejectedTokens = Annotated[
-    trace_options.RejectedTokenModel,
-    derive(
-        trace_options.RejectedTokens,
-        help="How rejected tokens route: like the tokens that follow (optimistic), or like unrelated tokens of the "
-        "text (pessimistic); both, one table after the other.",
-    ),
-]
+declare(
+    """
+    []
+    --part NAME  Table or figure: table2, table3, table4, figure5, cutoff, elsewhere or all, which takes some minutes.
+    [Trace]
+    --rejected-token-model optimistic|pessimistic|both  How rejected tokens route: like the tokens that follow
+        (optimistic), or like unrelated tokens of the text (pessimistic); both, one table after the other.
+        also: --tail
+    """,
+    "papers",
+    part={"metavar": None},
+)
+declare("--output text|json|md  Format of the table.", "formulas")
+declare(
+    """
+    --policy LIST  ... Several, separated by commas, are compared.
+    --cache-ratio LIST  ... Several, separated by commas, are compared.
+    --draft-max LIST  Tokens per draft (gamma); 0: no speculation. Several, separated by commas, are compared.
+    --n-predict N  Tokens per answer.
+    --repetitions N  Measurements, of which the median counts.
+    """,
+    "measured",
+    read={names: "policy", numbers: "cache_ratio", integers: "draft_max"},
+    n_predict={"min": 8},
+    repetitions={"min": 1},
+)
 
 
 @validate.command("papers")
+@flatten
 def papers(
-    part: PartOption = Part.ALL,
-    rejected_token_model: RejectedTokens = trace_options.RejectedTokenModel.BOTH,
-    seed: options.Seed = 0,
-    output: options.TextOrJson = Output.TEXT,
+    part: Part = Part.ALL,
+    rejected_token_model: RejectedTokenModel = RejectedTokenModel.BOTH,
+    seed: int = 0,
+    output: Output = Output.TEXT,
 ) -> None:
     """Compare the simulator with published figures: those that its constants were chosen by, and others.
 
@@ -63,8 +90,7 @@ def papers(
     ones, and "elsewhere", figures of other publications from which no constant was chosen. Two constants are fitted
     on two rows of Table 2. Where the sources of a constant differ a prediction is a range.
     """
-    from moeedge.lab.sim.papers import Cases, Compared, Papers, figures
-    from moeedge.lab.views import validate_views as view
+    from moeedge.lab.sim.papers import Cases, Papers, figures
     from moeedge.ui.console import notifier, stderr_console, stdout_console
 
     console = stdout_console()
@@ -76,7 +102,7 @@ def papers(
 
     def show(found: list[Compared]) -> list[Compared]:
         if as_tables:
-            view.print_part(found, console)
+            print_part(found, console)
         return found
 
     with Cases(notifier(stderr_console())) as cases:
@@ -85,7 +111,7 @@ def papers(
             fit = runs.fit()
             fits.append({"rejected_token_model": model, **asdict(fit)})
             if as_tables:
-                view.print_fit(fit, model, console)
+                print_fit(fit, model, console)
             for name in of_table2:
                 rows += show(getattr(runs, name)(fit))
         for name in others:  # hardly a draft is rejected there, or nothing is drafted
@@ -93,65 +119,54 @@ def papers(
             rows += show(runs.cutoff() if name is Part.CUTOFF else runs.elsewhere())
     summary = figures(rows)
     if as_tables:
-        view.print_figures(summary, console)
+        print_figures(summary, console)
     else:
         found = {"fits": fits, "figures": [asdict(figure) for figure in summary]}
         typer.echo(json.dumps(found | {"rows": [row.row() for row in rows]}, indent=1))
 
 
 @validate.command("formulas")
-def formulas(output: TextJsonOrMd = Output.TEXT) -> None:
+@flatten
+def formulas(output: Output = Output.TEXT) -> None:
     """Compute figures that three papers print, from the inputs that they print next to them.
 
     Expert reuse of MoE-SpAc, Table 1 of MoESD, active experts and Amdahl's law of the production study.
     """
     from moeedge.lab.analysis.published import reproduced
-    from moeedge.lab.views.tables import formulas_markdown, print_formulas
-    from moeedge.ui.console import stdout_console
 
     rows = reproduced()
-    if output is Output.JSON:
-        typer.echo(json.dumps([asdict(row) | {"agrees": row.agrees} for row in rows], indent=1))
-    elif output is Output.MD:
-        typer.echo(formulas_markdown(rows), nl=False)
+    if output is Output.MD:
+        typer.echo(markdown(_FORMULA_COLUMNS, rows), nl=False)
     else:
-        print_formulas(rows, stdout_console())
+        objects = [asdict(row) | {"agrees": row.agrees} for row in rows]
+        emit(output, lambda _: json.dumps(objects, indent=1), print_formulas, rows)
 
 
 @validate.command("measured")
+@partial(flatten, ctx_size=1024, threads=1, device="emulated:link=2GB/s,threads=1")
 def measured(
-    model: options.Model = None,
-    model_draft: options.ModelDraft = None,
-    ctx_size: options.CtxSize = 1024,
-    threads: options.Threads = 1,
-    device: options.Device = "emulated:link=2GB/s,threads=1",
-    backend: options.Backend = None,
-    policy: options.PolicyList = "spac,spac-paper,lru",
-    cache_ratio: options.CacheRatioList = "0.17,0.5",
-    gamma: options.DraftMaxList = "0,4",
-    n_predict: Annotated[int, derive(options.NPredict, help="Tokens per answer.", min=8)] = 96,
-    repeat: MedianOf = 3,
-    output: options.TextOrJson = Output.TEXT,
+    *,
+    engine: EngineOptions,
+    policy: Sequence[str] = ("spac", "spac-paper", "lru"),
+    cache_ratio: Sequence[float] = (0.17, 0.5),
+    draft_max: Sequence[int] = (0, 4),
+    n_predict: int = 96,
+    repetitions: int = 3,
+    output: Output = Output.TEXT,
 ) -> None:
     """Measure time per token on this machine's emulated device, and compare it with the simulator's.
 
     The simulator gets the trace of the same run and measured times of single operations (expert, transfer); nothing
     is fitted to the times that it predicts. Every combination of the lists is a row.
     """
-    engine = EngineOptions(model=model, model_draft=model_draft, ctx_size=ctx_size, threads=threads, device=device)
     engine.limit_openmp_spin(emulate_bundled=True)
-    from moeedge.bench.config import MODES
-    from moeedge.bench.harness import load_models
-    from moeedge.lab.experiments.validation import combinations, compare_with_engine, summary
-    from moeedge.lab.views.validate_views import print_measured
+    from moeedge.lab.experiments.validation import Combination, compare_with_engine
     from moeedge.llama.gguf_file import read_summary
     from moeedge.scheduler.config import PlacementConfig
     from moeedge.scheduler.opening import check_policy
-    from moeedge.ui.console import notifier, stderr_console, stdout_console
+    from moeedge.ui.console import notifier, stderr_console
 
-    asked = combinations(
-        names(policy, "--policy"), numbers(cache_ratio, "--cache-ratio"), integers(gamma, "--draft-max")
-    )
+    asked = [Combination(*values) for values in product(policy, cache_ratio, draft_max)]
     for name in dict.fromkeys(combination.policy for combination in asked):
         check_policy(PlacementConfig(policy=name))
     config = engine.config(emulate_bundled=True)
@@ -160,17 +175,167 @@ def measured(
             f"{config.model.name} has no experts: there is nothing to place.",
             "Give a Mixture-of-Experts model with -m.",
         )
-    base = replace(config, gamma=max(combination.gamma for combination in asked))
-    with ExitStack() as stack:
-        rows = compare_with_engine(
-            base,
-            asked,
-            n_predict=n_predict,
-            repeat=repeat,
-            notify=notifier(stderr_console()),
-            models=load_models(base, [MODES["moeedge"]], stack),
-        )
-    if output is Output.JSON:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
-    else:
-        print_measured(rows, summary(rows), stdout_console())
+    err = stderr_console()
+    rows = compare_with_engine(config, asked, n_predict=n_predict, repeat=repetitions, notify=notifier(err))
+    objects, errors = [asdict(row) for row in rows], [abs(row.error) for row in rows]
+    emit(output, lambda *_: json.dumps(objects, indent=1), print_measured, rows, (median(errors), max(errors)))
+
+
+# what is shown
+
+_MS = 1e3  # from seconds
+
+_PAPER_TITLES = {
+    "table2": "MoE-SpAc, Table 2, calibrated: Qwen3-30B-A3B, tokens/s",
+    "table3": "MoE-SpAc, Table 3: DeepSeek-V2-Lite, tokens/s",
+    "table4": "MoE-SpAc, Table 4: without one of its parts, tokens/s",
+}
+_CALIBRATION = {
+    "without overheads": "(a) Table 2, without overheads of programs",
+    "calibrated": "(b) Table 2, calibrated",
+    "fed no constant": "(c) other publications, rows that fed no constant",
+}
+_COMPARED_COLUMNS = (
+    text_column("", "name"),
+    Column("published", "published_ts", ".2f"),
+    Column("no overheads", "without_overheads_ts", ".2f"),  # these two where they are known
+    Column("ratio", "without_overheads_ratio", ".2f"),
+    Column("predicted", "predicted_ts", ".2f"),
+    text_column("range", lambda row: f"{row.range.low_ts:.2f} to {row.range.high_ts:.2f}"),
+    Column("ratio", "ratio", ".2f"),
+    text_column("", lambda row: "fitted" if row.fitted else "" if row.close else "not within 25 %"),
+)
+_ELSEWHERE_COLUMNS = (
+    text_column("", "name"),
+    Column("published", lambda row: _MS / row.published_ts, ".0f"),
+    Column("predicted", lambda row: _MS / row.predicted_ts, ".0f"),
+    text_column("range", lambda row: f"{_MS / row.range.high_ts:.0f} to {_MS / row.range.low_ts:.0f}"),
+    Column("ratio", lambda row: 1 / row.ratio, ".2f"),
+    text_column("", lambda row: "fed a constant" if row.fitted else "" if row.close else "not within 25 %"),
+)
+_FIGURE_COLUMNS = (
+    text_column("", lambda row: _CALIBRATION[row.figure]),
+    text_column("rejected tokens", lambda row: row.rejected_token_model or "none"),
+    text_column("within 25 %", lambda row: f"{row.within_25_percent} of {row.rows}"),
+    text_column("in order", lambda row: "" if row.pairs is None else f"{row.pairs_in_order} of {row.pairs}"),
+    Column("whatever the constants", "pairs_in_order_anyway", none=""),
+)
+_MEASURED_COLUMNS = (
+    text_column("policy", "policy"),
+    Column("ratio", "cache_ratio", "g"),
+    Column("gamma", "gamma"),
+    Column("measured", "measured_tpot_s", ".2f", _MS),
+    Column("simulated", "tpot_s", ".2f", _MS),
+    Column("error", "error", "+.1%"),
+    Column("pair hits measured", "hit_rate_pairs_measured", ".3f", none=""),
+    Column("simulated", "hit_rate_pairs", ".3f"),
+    Column("steps", "steps"),
+    Column("rejected tokens", "rejected_token_model", str, none="none"),
+)
+
+
+def print_fit(fit: Fit, model: Model, console: Console) -> None:
+    """The constants fitted on two rows of Table 2."""
+    console.print(
+        f"\nRejected tokens: {model}. Fitted on two rows of Table 2: experts on the CPU at "
+        f"{fit.cpu_bytes_per_s / 1e9:.1f} GB/s, acceptance {fit.acceptance:.3f}",
+        soft_wrap=True,
+    )
+
+
+def print_part(rows: Sequence[Compared], console: Console) -> None:
+    """One table or figure of a paper, or the same programs in other publications."""
+    views = {"figure5": _print_ratios, "cutoff": _print_cutoff, "elsewhere": _print_elsewhere}
+    views.get(rows[0].table, _print_compared)(rows, console)
+
+
+def _print_compared(rows: Sequence[Compared], console: Console) -> None:
+    """One table of the paper: every row, its range and ratio, and how many pairs come in the published order."""
+    from moeedge.lab.sim.papers import same_order
+
+    has_bare = rows[0].without_overheads_ts is not None
+    columns = _COMPARED_COLUMNS if has_bare else [*_COMPARED_COLUMNS[:2], *_COMPARED_COLUMNS[4:]]
+    console.print()
+    print_table(console, columns, rows, title=f"{_PAPER_TITLES[rows[0].table]} ({_rejected(rows[0])})")
+    right, total = same_order([row.predicted_ts for row in rows], rows)
+    free = [row for row in rows if not row.fitted]
+    console.print(
+        f"{right} of {total} pairs in the published order, {sum(row.close for row in free)} of {len(free)} "
+        "predictions within 25 %",
+        soft_wrap=True,
+    )
+
+
+def _print_elsewhere(rows: Sequence[Compared], console: Console) -> None:
+    """The same programs in other publications: ms per token, and predicted over published."""
+    console.print()
+    title = f"The same programs in other publications, ms per token (SP-MoE: {_rejected(rows[0])}; others: no drafts)"
+    print_table(console, _ELSEWHERE_COLUMNS, rows, title=title)
+
+
+def print_figures(figures: Sequence[Figure], console: Console) -> None:
+    """The three figures side by side."""
+    if figures:
+        console.print()
+        print_table(console, _FIGURE_COLUMNS, figures, title="What the calibration is worth")
+
+
+def _print_ratios(rows: Sequence[Compared], console: Console) -> None:
+    """Figure 5: a line per system, a column per cache ratio."""
+    ratios = list(dict.fromkeys(row.result.config.cache_ratio for row in rows))
+    speeds = {
+        (row.name, row.result.config.cache_ratio): f"{row.predicted_ts:.1f} ({row.range.low_ts:.1f} to "
+        f"{row.range.high_ts:.1f})"
+        for row in rows
+    }
+    columns = [text_column("", 0), *(text_column(f"{ratio:.0%}", 1 + index) for index, ratio in enumerate(ratios))]
+    lines = [(name, *(speeds[name, ratio] for ratio in ratios)) for name in dict.fromkeys(row.name for row in rows)]
+    console.print()
+    title = f"MoE-SpAc, Figure 5 (left): tokens/s by cache ratio, and their range ({_rejected(rows[0])})"
+    print_table(console, columns, lines, title=title)
+
+
+def _print_cutoff(rows: Sequence[Compared], console: Console) -> None:
+    """SP-MoE's Figure 14: ms per token by cutoff layer."""
+    console.print(f"\nSP-MoE, Figure 14: ms per token by cutoff layer ({_rejected(rows[0])})", style="bold")
+    models: dict[str, dict[str, Compared]] = {}
+    for row in rows:
+        model, layer = row.name.split(", layer ")
+        models.setdefault(model, {})[layer] = row
+    for model, by_layer in models.items():
+        columns = [text_column(model, 0), *value_columns(list(by_layer), ".1f", scale=_MS)]
+        sides = ("fast", "chosen", "slow")
+        lines = [(side, *(getattr(row.range, side).tpot_s for row in by_layer.values())) for side in sides]
+        print_table(console, columns, lines)
+        best = {min(zip(line[1:], by_layer, strict=True))[1]: line[0] for line in lines}
+        console.print("best at layer " + ", ".join(f"{layer} ({name})" for layer, name in best.items()), soft_wrap=True)
+
+
+def print_measured(rows: Sequence[Comparison], median_and_worst: tuple[float, float], console: Console) -> None:
+    """ms per token, measured and simulated; `median_and_worst` are the absolute errors of all rows."""
+    print_table(console, _MEASURED_COLUMNS, rows)
+    of_both = "ms per token; absolute error: median {:.1%}, worst {:.1%}"
+    console.print(of_both.format(*median_and_worst), soft_wrap=True)
+
+
+def _rejected(row: Compared) -> str:
+    return f"rejected tokens: {row.rejected_token_model}"
+
+
+def _cell(value: float | bool, digits: int) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else f"{value:.{digits}f}"
+
+
+_FORMULA_COLUMNS = (
+    text_column("source", "source"),
+    text_column("figure", "figure"),
+    Column("published", lambda row: _cell(row.published, row.digits)),
+    Column("computed", lambda row: _cell(row.computed, row.digits + 1)),
+    text_column("", lambda row: "" if row.agrees else "differs"),
+)
+
+
+def print_formulas(rows: Sequence[Reproduced], console: Console) -> None:
+    """The rows, and how many agree as far as they are printed."""
+    print_table(console, _FORMULA_COLUMNS, rows)
+    console.print(f"\n{sum(row.agrees for row in rows)} of {len(rows)} agree as far as they are printed.")

@@ -2,73 +2,70 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeedge.cli import options
 from moeedge.cli.common import emit
-from moeedge.cli.declare import Output, option
 from moeedge.cli.model_files import resolve_models
+from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
+from moeedge.ui.console import say, stderr_console, visible
+from moeedge.ui.tables import Column, json_text, print_table, text_column
+from moeedge.units import format_bytes
 
-_SHAPE = "Shape"
+if TYPE_CHECKING:
+    from rich.console import Console
 
+    from moeedge.lab.widen.layout import WidePlan
 
-def _size(*names: str, help: str) -> Any:
-    return typer.Option(*names, metavar="N", min=1, help=help, rich_help_panel=_SHAPE)
-
-
+_SIZE = {"min": 1}
+declare(
+    """
+    [Shape]
+    --like NAME  Every size of this model that is possible: qwen3-30b-a3b, qwen3-235b-a22b; for a dense source
+        qwen3-0.6b, qwen3-4b.
+    --embd N  Embedding width, a multiple of 32.
+    --ff, --expert-ff N  Width of an expert, or of a dense model's feed-forward block, a multiple of 32.
+    --heads N  Attention heads.
+    --heads-kv N  Heads of keys and values (KV heads).
+    --head-dim N  Size of a head, a multiple of the source's.
+    --layers N  Layers; the added ones change no result.
+    []
+    --type q4_0|q4_k|q8_0|f16  Type of feed-forward matrices, experts included. Default: the source's types, whose bytes
+        are copied. Other matrices always keep the source's types.
+    --sparse  Write zeros as holes that take no disk space.
+    --force  Replace OUT.gguf if it exists.
+    """,
+    "widen",
+    embd=_SIZE,
+    ff=_SIZE,
+    heads=_SIZE,
+    heads_kv=_SIZE,
+    head_dim=_SIZE,
+    layers=_SIZE,
+)
 Out = Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")]
-Like = Annotated[
-    str | None,
-    option(
-        _SHAPE,
-        "--like NAME",
-        "Every size of this model that is possible: qwen3-30b-a3b, qwen3-235b-a22b; for a dense source qwen3-0.6b, "
-        "qwen3-4b.",
-    ),
-]
-Embd = Annotated[int | None, _size("--embd", help="Embedding width, a multiple of 32.")]
-Ff = Annotated[
-    int | None,
-    _size(
-        "--ff", "--expert-ff", help="Width of an expert, or of a dense model's feed-forward block, a multiple of 32."
-    ),
-]
-Heads = Annotated[int | None, _size("--heads", help="Attention heads.")]
-HeadsKv = Annotated[int | None, _size("--heads-kv", help="Heads of keys and values (KV heads).")]
-HeadDim = Annotated[int | None, _size("--head-dim", help="Size of a head, a multiple of the source's.")]
-NLayers = Annotated[int | None, _size("--layers", help="Layers; the added ones change no result.")]
-Type = Annotated[
-    str | None,
-    typer.Option(
-        "--type",
-        metavar="q4_0|q4_k|q8_0|f16",
-        help="Type of feed-forward matrices, experts included. Default: the source's types, whose bytes are copied. "
-        "Other matrices always keep the source's types.",
-    ),
-]
-Sparse = Annotated[bool, typer.Option("--sparse", help="Write zeros as holes that take no disk space.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT.gguf if it exists.")]
 
 
+@flatten
 def widen(
     out: Out,
-    model: options.Model = None,
-    like: Like = None,
-    embd: Embd = None,
-    ff: Ff = None,
-    heads: Heads = None,
-    heads_kv: HeadsKv = None,
-    head_dim: HeadDim = None,
-    layers: NLayers = None,
-    type_: Type = None,
-    sparse: Sparse = False,
-    force: Force = False,
-    dry_run: options.DryRun = False,
-    output: options.TextOrJson = Output.TEXT,
+    model: Path | None = None,
+    like: str | None = None,
+    embd: int | None = None,
+    ff: int | None = None,
+    heads: int | None = None,
+    heads_kv: int | None = None,
+    head_dim: int | None = None,
+    layers: int | None = None,
+    type: str | None = None,
+    sparse: bool = False,
+    force: bool = False,
+    dry_run: bool = False,
+    output: Output = Output.TEXT,
 ) -> None:
     """Write a larger model with the same answers, to measure the speed of real sizes without their weights.
 
@@ -76,23 +73,54 @@ def widen(
     trained model, while memory and memory traffic become those of the real shape. Tokenizer and chat template stay, so
     that the draft fits. The source is the bundled target, or any qwen3moe or qwen3 model.
     """
-    from moeedge.lab.views.tables import print_widened, widened_json
     from moeedge.lab.widen.layout import WeightType, make_wide_plan
     from moeedge.lab.widen.shape import RequestedSizes
     from moeedge.lab.widen.writer import check_space, check_target, write
-    from moeedge.ui.console import stderr_console
-    from moeedge.ui.progress import byte_bar
+    from moeedge.ui.progress import BYTES, count_bar
 
     types = [weight_type.value for weight_type in WeightType]
-    if type_ is not None and type_.lower() not in types:
-        raise InputError(f"Unknown type {type_!r}.", f"Choose from: {', '.join(types)}.")
+    if type is not None and type.lower() not in types:
+        raise InputError(f"Unknown type {type!r}.", f"Choose from: {', '.join(types)}.")
     source = resolve_models(model, "none").target
     asked = RequestedSizes(embd=embd, ff=ff, heads=heads, heads_kv=heads_kv, head_dim=head_dim, layers=layers)
-    plan = make_wide_plan(source, asked, like=like, type_=None if type_ is None else WeightType(type_.lower()))
+    plan = make_wide_plan(source, asked, like=like, type_=None if type is None else WeightType(type.lower()))
     if not dry_run:
         check_target(out, source, force=force)
         check_space(plan, out, sparse=sparse)
-        with byte_bar(stderr_console(), "widening", plan.data_bytes) as bar:
+        with count_bar(stderr_console(), "widening", BYTES, plan.data_bytes) as bar:
             write(plan, out, sparse=sparse, on_bytes=bar.add)
     written = None if dry_run else out
     emit(output, widened_json, print_widened, plan, written)
+
+
+def print_widened(plan: WidePlan, out: Path | None, console: Console) -> None:
+    """The table on `console`, notes on standard error; out: the written file, None for a dry run."""
+    from moeedge.lab.widen.shape import SIZE_NAMES
+
+    err = stderr_console()
+    for note in plan.notes:
+        say(err, note)
+    before, after = asdict(plan.source_shape), asdict(plan.shape)
+    rows = [(label, f"{before[name]:,}", f"{after[name]:,}") for name, label in SIZE_NAMES.items() if before[name]]
+    rows.append(("feed-forward types", ", ".join(plan.source_types), ", ".join(plan.types)))
+    if plan.expert_bytes:
+        rows.append(("bytes of experts", format_bytes(plan.source_expert_bytes), format_bytes(plan.expert_bytes)))
+    n_bytes = out.stat().st_size if out else plan.data_bytes  # before it is written, of its tensors
+    rows.append(("file", format_bytes(plan.source.stat().st_size), format_bytes(n_bytes)))
+    print_table(console, [text_column("", 0), Column("source", 1), Column("widened", 2)], rows)
+    console.print(visible(f"{out} is written." if out else "No file is written (--dry-run)."), soft_wrap=True)
+
+
+def widened_json(plan: WidePlan, out: Path | None) -> str:
+    """One JSON object; sizes in bytes."""
+    record = {
+        "source": str(plan.source),
+        "out": None if out is None else str(out),
+        "bytes": out.stat().st_size if out else plan.data_bytes,
+        "expert_bytes": plan.expert_bytes,
+        "types": plan.types,
+        "source_shape": asdict(plan.source_shape),
+        "shape": asdict(plan.shape),
+        "notes": plan.notes,
+    }
+    return json_text(record, indent=None)

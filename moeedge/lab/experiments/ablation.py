@@ -7,25 +7,39 @@ prompt, and every answer is compared with stock llama.cpp's.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 
+import llama_cpp.llama_cpp as lib
+
+from moeedge import paths
 from moeedge.bench.config import MODES, REFERENCE, BenchMode
-from moeedge.bench.harness import BenchArm, load_models, open_arms, run_conversations, warm_up
+from moeedge.bench.experiment import Conversations
+from moeedge.bench.harness import BenchArm, load_models, open_arm
 from moeedge.bench.output_check import check_answers, logits_in, stop_tokens
-from moeedge.bench.samples import Sample, quotient
+from moeedge.bench.samples import Sample
 from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
-from moeedge.errors import InputError
+from moeedge.errors import EngineError, InputError
 from moeedge.lab.policies.layer_lru import critical_experts, cutoff_layer
-from moeedge.notifications import Notification, Notify, ignore
+from moeedge.llama import gguf_file, library
+from moeedge.paths import replace_file
+from moeedge.records import combine
+from moeedge.run import Notification, Notify, ignore
 from moeedge.scheduler.config import ExecutionConfig
 
 POLICY = "sp-moe"
+# name -> enum llama_ftype of llama.h; rows that a type's blocks do not divide get llama.cpp's fallback type
+DRAFT_TYPES = {"q2_k": 10, "q3_k": 12, "q4_0": 2, "q4_k": 15, "iq4_nl": 25, "q5_0": 8, "q8_0": 7}
 _ENTIRE_LAYER = 1 << 16  # experts per transfer: more than any layer has
 
 
@@ -82,12 +96,11 @@ def solved_cutoff(config: EngineConfig, notify: Notify = ignore) -> tuple[int, s
     Section 3.2: the experts of all layers before it fit the slots and arrive while the draft works.
     """
     with Session.open(replace(config, placement=replace(config.placement, policy=POLICY)), notify=notify) as session:
-        info, calibration = session.info, session.calibration
+        info, units = session.info, None if session.calibration is None else session.calibration.units
         if session.placement is None:
             raise InputError("No device holds experts: there is no system to take apart.", "Use -dev emulated.")
-        cost_model = calibration.units if calibration is not None else None
-        drafting_s = info.gamma * cost_model.draft_token_s if cost_model is not None else 0.0
-        transfer_s = cost_model.transfer_expert_s if cost_model is not None else 0.0
+        drafting_s = 0.0 if units is None else info.gamma * units.draft_token_s
+        transfer_s = 0.0 if units is None else units.transfer_expert_s
         n_reserved = -(-info.cache_slots // max(info.n_expert_layers, 1))
         n_critical = critical_experts(info.n_expert_used, max(info.gamma, 1), info.n_experts, n_reserved)
         n = cutoff_layer(info.n_expert_layers, n_critical, info.cache_slots, drafting_s, transfer_s)
@@ -113,8 +126,10 @@ def run_ablation(
     first_turns = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     with ExitStack() as stack:
         models = load_models(config, variants, stack)
-        stock = open_arms(config, [MODES[REFERENCE]], models, stack)
-        arms = open_arms(config, variants, models, stack)
+        stock, *arms = (
+            open_arm(config, mode, stack, model=models[0], draft_model=models[1])
+            for mode in (MODES[REFERENCE], *variants)
+        )
         placement = arms[-1].session.placement
         if placement is None or placement.draft_prefetch is None:
             reasons = [note for note in arms[-1].session.info.notes if "predicts no experts here" in note]
@@ -124,32 +139,26 @@ def run_ablation(
             )
         for note in dict.fromkeys(note for arm in arms for note in arm.session.info.notes):
             notify(Notification(note))
-        expected = list(run_conversations(stock, first_turns, repetitions=1, n_predict=n_predict, ignore_eos=True))
-        logits_at, end_tokens = logits_in(stock[0].session.target), stop_tokens(models[0])
-        warm_up(arms, first_turns[0], n_predict=n_predict, ignore_eos=True)
+        work = partial(Conversations, name="", warms_up=False, n_predict=n_predict, ignore_eos=True)
+        expected = list(work(prompts=first_turns).samples([stock], [0]))
+        logits_at, end_tokens = logits_in(stock.session.target), stop_tokens(models[0])
+        list(work(prompts=first_turns[:1]).samples(arms, [0]))  # warms up
         before = {arm.mode.label: _counts(arm.session) for arm in arms}
         samples: dict[str, list[Sample]] = {arm.mode.label: [] for arm in arms}
         equal: Counter[str] = Counter()
-        for sample in run_conversations(
-            arms, first_turns, repetitions=repetitions, n_predict=n_predict, ignore_eos=True
-        ):
+        for sample in work(prompts=first_turns).samples(arms, range(repetitions)):
             check = check_answers([sample], expected, logits_at, end_tokens)
             samples[sample.mode].append(sample)
             equal[sample.mode] += check.passed
             seconds = sample.ttft_s + sample.decode_s
             notify(Notification(f"{sample.mode}, prompt {sample.prompt}: {seconds:.1f} s"))
-        rows: list[AblationRow] = []
-        for arm in arms:
-            label = arm.mode.label
-            first_tpot_s = rows[0].tpot_s if rows else None
-            rows.append(_row(arm, samples[label], before[label], equal[label], first_tpot_s))
-        return rows
+        labels = [arm.mode.label for arm in arms]
+        rows = [_row(arm, samples[label], before[label], equal[label]) for arm, label in zip(arms, labels, strict=True)]
+        return [replace(row, speedup=rows[0].tpot_s / row.tpot_s) for row in rows]
 
 
-def _row(
-    arm: BenchArm, samples: Sequence[Sample], before: dict[str, float], equal: int, first_tpot_s: float | None
-) -> AblationRow:
-    """The figures of a variant. before: its counters then. first_tpot_s: of the first row, None for that row itself."""
+def _row(arm: BenchArm, samples: Sequence[Sample], before: dict[str, float], equal: int) -> AblationRow:
+    """The figures of a variant. before: its counters then."""
     placement, execution = arm.session.placement, arm.mode.execution
     assert placement is not None and execution is not None
     steps = max(sum(sample.steps for sample in samples), 1)
@@ -161,17 +170,13 @@ def _row(
         cutoff_layer=execution.cutoff_layer or 0,
         tpot_s=tpot_s,
         tg_ts=1.0 / tpot_s,
-        speedup=(first_tpot_s or tpot_s) / tpot_s,
-        acceptance_rate=quotient(sum(s.accepted for s in samples), sum(s.drafted for s in samples)),
+        speedup=1.0,
+        acceptance_rate=combine(samples).acceptance_rate,
         hit_rate_experts=1.0 - waited_for / per_step["needed"] if per_step["needed"] else None,
-        loaded_per_step=per_step["loaded"],
-        late_per_step=per_step["late"],
         ahead_per_step=max(per_step["uploads"] - per_step["loaded"], 0.0),
-        uploads_per_step=per_step["uploads"],
         bytes_per_step=per_step["bytes_moved"],
-        transfers_per_step=per_step["transfers"],
-        plans_per_step=per_step["plans"],
         draft_stops_per_step=per_step["stops"],
+        **{f"{name}_per_step": per_step[name] for name in ("loaded", "late", "uploads", "transfers", "plans")},
         predicted_right=placement.predicted_share,
         draft_s=sum(sample.draft_s for sample in samples) / steps,
         verify_s=sum(sample.verify_s for sample in samples) / steps,
@@ -190,3 +195,42 @@ def _counts(session: Session) -> dict[str, float]:
         (placement.draft_prefetch, ("plans", "stops")),
     )
     return {name: float(getattr(of, name, 0)) for of, names in counters for name in names}
+
+
+def quantized(model: Path, type_name: str = "q4_0") -> Path:
+    """Returns the path of `model` quantized to `type_name` as its own draft, kept in the cache folder from first use.
+
+    A low-bit copy has the same hidden size and nearly the same hidden states, which SP-MoE's predictor relies on.
+
+    Raises ModelFileError for an unusable model, InputError for an unknown type or a cache that cannot be written,
+    EngineError when llama.cpp fails.
+    """
+    gguf_file.read_summary(model)
+    if type_name not in DRAFT_TYPES:
+        raise InputError(f"Unknown type '{type_name}' for a draft.", f"Choose from: {', '.join(DRAFT_TYPES)}.")
+    status = model.stat()
+    identity = f"{model.resolve()}|{status.st_size}|{status.st_mtime_ns}|{type_name}"
+    name = f"{model.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{type_name}.gguf"
+    try:
+        file = paths.cache_dir() / "drafts" / name
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replace_file(file) as temporary:
+                _quantize(model, temporary, DRAFT_TYPES[type_name])
+    except OSError as error:
+        raise InputError(
+            f"Cannot write the draft to the folder of what moeedge keeps: {error.strerror}.",
+            "Set MOEEDGE_CACHE to a folder that you may write, or give a draft with -md FILE.",
+        ) from None
+    return file
+
+
+def _quantize(model: Path, out: Path, file_type: int) -> None:
+    library.start()
+    library.clear_errors()
+    parameters = lib.llama_model_quantize_default_params()
+    parameters.ftype = file_type
+    parameters.nthread = library.physical_cores()
+    parameters.allow_requantize = True  # requantizing a quantized model loses little more
+    if lib.llama_model_quantize(os.fsencode(model), os.fsencode(out), ctypes.byref(parameters)) != 0:
+        raise EngineError(f"llama.cpp cannot quantize {model}: {library.first_error()}.")

@@ -1,11 +1,7 @@
 """`moeedge lab fit`: measures a model with its draft, fits MoESD's model of a step, and predicts what drafts gain.
 
-1. The prompts are answered with the longest drafts: which share is accepted, and a text to measure on.
-2. The parts of a step are timed on windows of that text (step_times.py), with as many tokens before them as the steps
-   of the answers had, and once for each number of active experts.
-3. The times are fitted, and speed-ups predicted (analysis/step_fit.py).
-
-Answers go on after a stop token up to the requested length: the model knows no short last steps.
+docs/lab/speed-model.md has the order of the measurements. Answers go on after a stop token up to the requested length:
+the model knows no short last steps.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from moeedge.data.prompts import Prompt
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, EngineInfo
-from moeedge.errors import ContextTooSmallError, InputError, MeasurementError
+from moeedge.errors import ContextTooSmallError, InputError, MeasurementError, require
 from moeedge.lab.analysis.step_fit import (
     Acceptance,
     AmdahlRow,
@@ -39,7 +35,9 @@ from moeedge.lab.analysis.step_fit import (
 )
 from moeedge.lab.experiments.step_times import StepTimer, read_weights, this_machine
 from moeedge.llama.gguf_file import read_experts_used
-from moeedge.notifications import Notify, ignore
+from moeedge.records import filled
+from moeedge.run import Notify, ignore
+from moeedge.speculation import check_gamma
 
 MAX_ERROR = 0.15  # of times left out, median; with more there are no predictions
 _TOKENS_EACH = (1, 2, 3, 5, 9)  # of one of several sequences: a plain step, verifications of 1, 2, 4 and 8 drafts
@@ -60,16 +58,12 @@ class FitPlan:
     n_predict: int = 96  # tokens per answer
 
     def __post_init__(self) -> None:
-        if len(set(self.tokens)) < _MIN_TIMES or min(self.tokens) != 1:
-            raise ValueError(f"--batch-tokens must be at least {_MIN_TIMES} numbers, the first of them 1")
-        if max(self.tokens) > 64:
-            raise ValueError("--batch-tokens must be at most 64, the tokens of the longest verification but one")
-        if not self.gammas or min(self.gammas) < 1:
-            raise ValueError("--draft-max must be at least 1 here")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError("--batch-sizes must be at least 1")
-        if self.repetitions < 1:
-            raise ValueError(f"--repetitions must be at least 1, not {self.repetitions}")
+        is_enough = len(set(self.tokens)) >= _MIN_TIMES and min(self.tokens) == 1
+        require(is_enough, f"--batch-tokens must be at least {_MIN_TIMES} numbers, the first of them 1")
+        require(max(self.tokens) <= 64, "--batch-tokens must be at most 64, the longest verification but one")
+        check_gamma(min(self.gammas, default=0), least=1)
+        require(min(self.batch_sizes, default=0) >= 1, "--batch-sizes must be at least 1")
+        require(self.repetitions >= 1, f"--repetitions must be at least 1, not {self.repetitions}")
 
 
 @dataclass(frozen=True)
@@ -100,43 +94,20 @@ class FitReport:
 
     @classmethod
     def of(
-        cls,
-        info: EngineInfo,
-        times: StepTimes,
-        acceptance: Acceptance,
-        *,
-        gammas: Sequence[int],
-        batch_sizes: Sequence[int],
+        cls, info: EngineInfo, times: StepTimes, acceptance: Acceptance, gammas: Sequence[int], sizes: Sequence[int]
     ) -> FitReport:
         """Fits the times in both forms and predicts with the one that misses less of what it was not given."""
         fits = [fit_steps(times, in_sequence=in_sequence) for in_sequence in (False, True)]
         fit, other = sorted(fits, key=lambda found: found.left_out_error or found.fit_error)
         fitted, sloped = expert_share(fit.model), expert_share_measured(times)
-        sizes = dict.fromkeys((1, *batch_sizes))
         max_tokens = max(point.n_tokens for point in times.target)
-
-        def speed_up(gamma: int, batch_size: int) -> SpeedUp:
-            n_tokens, n_drafts = acceptance.tokens(gamma), acceptance.drafts(gamma)
-            return SpeedUp(
-                batch_size,
-                gamma,
-                n_tokens,
-                fit.model.target_efficiency(batch_size, gamma),
-                fit.model.speed_up(n_tokens, n_drafts, batch_size),
-                batch_size * (gamma + 1) > max_tokens,
-            )
-
-        return cls(
-            info=info,
-            times=times,
-            fit=fit,
-            other_fit=other,
-            acceptance=acceptance,
-            share_fitted=fitted,
-            share_measured=sloped,
-            amdahl=tuple(amdahl(times, fitted if sloped is None else sloped)),
-            speed_ups=tuple(speed_up(gamma, size) for size, gamma in itertools.product(sizes, gammas)),
-        )
+        speed_ups = []
+        for size, gamma in itertools.product(dict.fromkeys((1, *sizes)), gammas):
+            n_tokens, efficiency = acceptance.tokens(gamma), fit.model.target_efficiency(size, gamma)
+            gain = fit.model.speed_up(n_tokens, acceptance.drafts(gamma), size)
+            speed_ups.append(SpeedUp(size, gamma, n_tokens, efficiency, gain, size * (gamma + 1) > max_tokens))
+        laws = amdahl(times, fitted if sloped is None else sloped)
+        return cls(info, times, fit, other, acceptance, fitted, sloped, tuple(laws), tuple(speed_ups))
 
     @property
     def share(self) -> float:
@@ -244,21 +215,19 @@ def run_fit(
             alone = timer_of(session=other, shapes=[(1, each) for each in tokens])
             on_part(f"timing, {n_used} experts per token", alone.n_passes)
             target += alone.target()
-    times = StepTimes(
-        n_experts=info.n_experts,
+    times = filled(
+        StepTimes,
+        *(info, weights),
         n_used=info.n_expert_used,
         target=tuple(target),
         draft=tuple(draft),
         reject=tuple(reject),
         machine=machine,
-        dense_bytes=weights.dense_bytes,
-        expert_bytes=weights.expert_bytes,
         draft_bytes=read_weights(config.draft).dense_bytes if isinstance(config.draft, Path) else 0.0,
-        bytes_per_weight=weights.bytes_per_weight,
         depth=depth,
     )
     acceptance = count_acceptance(steps, most_drafts)
-    return FitReport.of(info, times, acceptance, gammas=plan.gammas, batch_sizes=plan.batch_sizes)
+    return FitReport.of(info, times, acceptance, plan.gammas, plan.batch_sizes)
 
 
 def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) -> Session:
@@ -302,11 +271,7 @@ def _experts_used(plan: FitPlan, info: EngineInfo, path: Path) -> tuple[int, ...
 
 
 def _answer(
-    session: Session,
-    prompts: Sequence[Prompt],
-    gamma: int,
-    n_predict: int,
-    on_pass: Callable[[], None],
+    session: Session, prompts: Sequence[Prompt], gamma: int, n_predict: int, on_pass: Callable[[], None]
 ) -> tuple[list[DraftCount], list[int], int]:
     """The drafts of every step, prompts and answers one after the other, and how many tokens a step has before it."""
     steps: list[DraftCount] = []
@@ -315,7 +280,7 @@ def _answer(
     session.gamma = gamma
     for prompt in prompts:
         session.reset()
-        tokens = session.model.tokenize(session.model.render_chat([message.as_dict() for message in prompt.turns[0]]))
+        tokens = session.model.tokenize(session.model.render_chat(prompt.messages(0)))
         try:
             generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
         except ContextTooSmallError:

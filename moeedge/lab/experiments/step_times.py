@@ -1,11 +1,10 @@
 """Times the parts of a speculative step: target and draft over batches of one or more texts, rejection sampling.
 
 Batches are windows of real text, because which experts its tokens share decides how long they take. The windows of
-several sequences are far apart, and therefore share fewer experts than neighbours of one text do. Every repetition
-takes other places of the text, and runs through the batches in another order. The KV cache holds as many tokens of each
-sequence before a batch as before the steps of an answer: in a small model attention to a long text takes longer than
-all else. Before each timed pass run two of the same shape: llama.cpp builds a graph for each new one, and the
-processor's caches have to fill, neither of which a decoder pays for that goes on with the same shape.
+several sequences are far apart, and therefore share fewer experts than neighbours of one text do. The KV cache holds as
+many tokens of each sequence before a batch as before the steps of an answer. Before each timed pass run two of the same
+shape: llama.cpp builds a graph for each new one, and the processor's caches have to fill, neither of which a decoder
+pays for that goes on with the same shape.
 """
 
 from __future__ import annotations

@@ -8,32 +8,34 @@ repeated, and medians count; those of the cost model are over all sessions of th
 
 from __future__ import annotations
 
-import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from moeedge.bench.config import BenchMode
-from moeedge.bench.harness import BenchArm, open_arms
+from moeedge.bench.config import MODES, BenchMode
+from moeedge.bench.harness import BenchArm, load_models, open_arm
 from moeedge.bench.samples import Sample, quotient
-from moeedge.engine.recording import TraceCollector, describe
+from moeedge.engine.recording import TraceCollector
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError
 from moeedge.lab.sim.execution import Execution
-from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.step_costs import measured_costs
 from moeedge.lab.traces.schedule import as_computed
 from moeedge.llama.model import Model
-from moeedge.notifications import Notification, Notify
 from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
+from moeedge.records import filled
+from moeedge.run import Notification, Notify
 from moeedge.scheduler.stats import StepRecord
-from moeedge.trace.format import Trace
+from moeedge.trace.format import Trace, TraceMeta
 
 # the first warms up, the second is measured
 PROMPTS = (
@@ -83,17 +85,6 @@ class _Measurement:
     sample: Sample
 
 
-def combinations(policies: Sequence[str], ratios: Sequence[float], gammas: Sequence[int]) -> list[Combination]:
-    """Returns the product of the lists."""
-    return [Combination(*values) for values in itertools.product(policies, ratios, gammas)]
-
-
-def summary(rows: Sequence[Comparison]) -> tuple[float, float]:
-    """Returns the median and the largest absolute error."""
-    errors = [abs(row.error) for row in rows]
-    return median(errors), max(errors)
-
-
 def compare_with_engine(
     base: EngineConfig,
     wanted: Sequence[Combination],
@@ -101,23 +92,24 @@ def compare_with_engine(
     n_predict: int,
     repeat: int,
     notify: Notify,
-    models: tuple[Model, Model | None],
 ) -> list[Comparison]:
     """Measures all combinations `repeat` times, and simulates each on the medians.
 
-    base: model, draft, device and threads. The combinations take turns, so that a disturbance of the machine does not
+    base: models, device and threads. The combinations take turns, so that a disturbance of the machine does not
     affect a single one. notify: receives a line before each measurement.
     """
     measured: dict[Combination, list[_Measurement]] = {combination: [] for combination in wanted}
-    for number in range(repeat):
-        for combination, outcomes in measured.items():
+    base = replace(base, gamma=max(combination.gamma for combination in wanted))
+    with ExitStack() as stack:
+        models = load_models(base, [MODES["moeedge"]], stack)
+        for number, (combination, outcomes) in product(range(repeat), measured.items()):
             where = f"{combination.policy}, ratio {combination.cache_ratio:g}, gamma {combination.gamma}"
             notify(Notification(f"{where}, {number + 1} of {repeat}"))
             outcomes.append(_measure(base, combination, n_predict, models))
     # the cost model is the machine's, not the policy's: all sessions with the same draft length measured the same one
-    pooled: dict[int, list[CostModel]] = {}
+    pooled: dict[int, list[CostModel]] = defaultdict(list)
     for combination, outcomes in measured.items():
-        pooled.setdefault(combination.gamma, []).extend(outcome.cost_model for outcome in outcomes)
+        pooled[combination.gamma] += [outcome.cost_model for outcome in outcomes]
     return [
         _simulate(base, combination, outcomes, median_cost_model(pooled[combination.gamma]))
         for combination, outcomes in measured.items()
@@ -138,16 +130,14 @@ def _measure(
     base: EngineConfig, combination: Combination, n_predict: int, models: tuple[Model, Model | None]
 ) -> _Measurement:
     base = replace(base, gamma=combination.gamma, placement=replace(base.placement, measure_anew=True))
-    drafts = combination.gamma > 0
-    mode = BenchMode(
-        "moeedge", "moeedge", drafts=drafts, policy=combination.policy, cache_ratio=combination.cache_ratio
-    )
+    drafts, policy = combination.gamma > 0, combination.policy
+    mode = BenchMode("moeedge", "moeedge", drafts=drafts, policy=policy, cache_ratio=combination.cache_ratio)
     with ExitStack() as stack:
-        (arm,) = open_arms(base, [mode], models if drafts else (models[0], None), stack)
+        arm = open_arm(base, mode, stack, model=models[0], draft_model=models[1] if drafts else None)
         session = arm.session
         if session.placement is None or session.calibration is None or session.calibration.units is None:
             raise EngineError("Nothing was measured: no device holds experts.", "Use -dev emulated:link=2GB/s.")
-        collector = TraceCollector(describe(session.info, "moeedge lab validate"))
+        collector = TraceCollector(filled(TraceMeta, session.info, source="moeedge lab validate"))
         session.observers.append(collector)
         records: list[StepRecord] = []  # of both answers
         warm, sample = (_recorded_answer(arm, collector, text, n_predict, records.append) for text in PROMPTS)
@@ -190,18 +180,13 @@ def _simulate(
         last.shape,
         PolicyConfig(gamma=combination.gamma, cap=base.placement.utility_cap, cost_model=cost_model),
     )
-    execution = Execution(
-        costs,
-        last.shape,
-        policy,
-        as_computed(last.trace).batches(),
-        predictor=NoisyPredictor(np.ones((last.shape.n_layers, last.shape.n_experts)), PredictorAccuracy(), 0),
-        execution_model=replace(
-            policy.execution_model, device_only=base.placement.execution.misses == "load", layerwise=False
-        ),
+    loads = base.placement.execution.misses == "load"
+    time = Execution(
+        *(costs, last.shape, policy, as_computed(last.trace).batches()),
+        accuracy=PredictorAccuracy(),
+        execution_model=replace(policy.execution_model, device_only=loads, layerwise=False),
         warm_steps=last.warm_steps,
-    )
-    time = execution.run()
+    ).run()
 
     def measured_s(seconds: Callable[[Sample], float]) -> float:
         """Per token of text, median."""

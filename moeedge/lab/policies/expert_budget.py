@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError
-from moeedge.policies.base import BoolArray, FloatArray, IntArray
+from moeedge.experts import BoolArray, FloatArray, IntArray
 from moeedge.policies.expert_budget import Coverage
 
 Probabilities = NDArray[np.float64]

@@ -1,16 +1,13 @@
 """Policy fate: the next layer's gate on this layer's input; the first layers cached entirely, ARC in the others.
 
-Fate (Fang et al., arXiv 2502.12224), by its abstract and summaries: neither the paper's text nor any code was at hand.
-The rules are the paper's; the numbers are ours: one layer is cached entirely, in a quarter of the slots at most.
+Fate (Fang et al., arXiv 2502.12224), by its abstract and summaries; the numbers are ours (docs/lab/policies.md).
 - prefetch, "cross-layer gate": inputs of adjacent gates are alike, so the next layer's gate, applied to this layer's
   input, predicts its experts (97 % of them are prefetched); all predicted experts are loaded while this layer computes.
 - cache, "shallow-favoring": the first layers, whose prediction is worst and for which no earlier layer can prefetch,
   get slots first; the others share the rest.
-- eviction: an Adaptive Replacement Cache (Megiddo & Modha, FAST 2003) per layer.
-- the quantization of transfers changes the model's output and is left out here.
-
-A step's tokens reach a layer together, so ARC sees a step as one set of requests: hits move to the frequent list,
-ghosts adapt the target of the recent list, and then the excess leaves.
+- eviction: an Adaptive Replacement Cache (Megiddo & Modha, FAST 2003) per layer. A step's tokens reach a layer
+  together, as one set of requests: hits move to the frequent list, ghosts adapt the target of the recent list, and then
+  the excess leaves.
 """
 
 from __future__ import annotations
@@ -20,20 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    BoolArray,
-    CacheShape,
-    ExecutionModel,
-    ExpertPrediction,
-    FloatArray,
-    IndexArray,
-    Observation,
-    Plan,
-    PolicyConfig,
-    Resident,
-)
-from moeedge.policies.lru import Recency
-from moeedge.policies.per_layer import PerLayerPolicy, layers_after, predicted_counts
+from moeedge.experts import BoolArray, FloatArray, IndexArray, Resident
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, PolicyConfig
+from moeedge.policies.baselines import Recency
+from moeedge.policies.planner import PerLayerPolicy, layers_after, predicted_counts
 
 _SHALLOW_LAYERS = 1  # layers cached entirely where the slots allow it
 _SHALLOW_SHARE_MAX = 0.25  # of all slots
@@ -44,9 +31,7 @@ class Fate(PerLayerPolicy):
     """Keeps the experts of ARC; predicted experts are uploaded, and leave as recently used ones do."""
 
     name = "fate"
-    execution_model = ExecutionModel(
-        device_only=True, per_layer_slots=True, prefetch_within_step=True, speculation=False
-    )
+    execution_model = ExecutionModel(device_only=True, prefetch_within_step=True, speculation=False)
     required_inputs = frozenset({"block-inputs"})
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
@@ -124,7 +109,10 @@ class Arc:
         order = np.argsort(last, axis=1, kind="stable")
         queue = np.take_along_axis(lists, order, axis=1)  # used longest ago first
         self._replace(queue, np.floor(self._target).astype(np.intp) + came)
-        self._trim(queue)
+        # the recent list and its ghosts have `size` entries together, all four lists twice as many
+        ghosts = queue == _GHOST_RECENT
+        queue[_first(ghosts, _length(queue == _RECENT) + _length(ghosts) - size)] = _NEW
+        queue[_first(queue == _GHOST_FREQUENT, _length(queue != _NEW) - 2 * size)] = _NEW
         np.put_along_axis(lists, order, queue, axis=1)
         self.held = (lists == _RECENT) | (lists == _FREQUENT)
 
@@ -137,13 +125,6 @@ class Arc:
         from_recent = np.maximum(from_recent, excess - n_frequent)
         queue[_first(recent, from_recent)] = _GHOST_RECENT
         queue[_first(frequent, excess - from_recent)] = _GHOST_FREQUENT
-
-    def _trim(self, queue: NDArray[np.int8]) -> None:
-        """The recent list and its ghosts have `size` entries together, all four lists twice as many."""
-        size = self._size
-        ghosts = queue == _GHOST_RECENT
-        queue[_first(ghosts, _length(queue == _RECENT) + _length(ghosts) - size)] = _NEW
-        queue[_first(queue == _GHOST_FREQUENT, _length(queue != _NEW) - 2 * size)] = _NEW
 
 
 def _length(members: BoolArray) -> IndexArray:

@@ -1,18 +1,16 @@
 """Policy hybrimoe: a cache by averaged routing scores, and a queue that divides each layer between CPU and GPU.
 
 HybriMoE (Zhong et al., DAC 2025, arXiv 2504.05897; repository PKU-SEC-Lab/HybriMoE,
-ktransformers/operators/experts.py):
+ktransformers/operators/experts.py); departures in docs/lab/policies.md:
 - cache, "minus recent score" (KScoreAwareCache): S = alpha * TopP(s) + (1 - alpha) * S with the routing scores s, of
-  which the p highest count, p about twice the experts per token, alpha 0.5; per layer the lowest S leaves.
+  which the p highest count, p about twice the experts per token, alpha 0.5; per layer the lowest S leaves. Without the
+  routers' full scores the weights of the chosen experts replace them, without those an even share.
 - scheduling within a layer (HSS): experts wait in one queue, the resident ones with most tokens first, then the absent
   ones with most tokens first. The GPU takes from the front, loading absent experts, the CPU from the back, whichever
   would finish sooner. So an absent expert with many tokens is loaded and stays cached.
 - prefetch, "impact-driven": of the layers ahead, whose gates see this layer's input, the absent expert whose presence
   shortens its layer most (HSS's time of the predicted experts) is loaded. This is the abstract's rule; the repository
   loads the next layer's highest S instead, and none by default.
-
-The paper's text was not at hand. Scores of a step are the mean over its tokens (the repository decodes one token at a
-time). Without the routers' full scores the weights of the chosen experts replace them, without those an even share.
 """
 
 from __future__ import annotations
@@ -23,20 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    BoolArray,
-    CacheShape,
-    ExecutionModel,
-    ExpertPrediction,
-    FloatArray,
-    IndexArray,
-    Observation,
-    Plan,
-    PolicyConfig,
-    Resident,
-)
+from moeedge.experts import BoolArray, FloatArray, IndexArray, Resident
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, PolicyConfig
 from moeedge.policies.cost_model import CostModel, expert_seconds
-from moeedge.policies.per_layer import PerLayerPolicy, layers_after, predicted_counts
+from moeedge.policies.planner import PerLayerPolicy, layers_after, predicted_counts
 
 _ALPHA = np.float32(0.5)  # KScoreAwareCache
 _TOP = 2  # p, in experts per token
@@ -50,12 +38,11 @@ class HybriMoe(PerLayerPolicy):
     """Score: S, the moving average of routing scores."""
 
     name = "hybrimoe"
-    execution_model = ExecutionModel(per_layer_slots=True, prefetch_within_step=True, speculation=False)
+    execution_model = ExecutionModel(prefetch_within_step=True, speculation=False)
     required_inputs = frozenset({"block-inputs", "router-scores"})
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         super().__init__(shape, config)
-        self._cap = np.float32(config.cap)
         self._queue = Queue(config.cost_model)
         self._counts: FloatArray = np.zeros(self._score.shape, dtype=np.float32)
         self._layer_start = np.arange(shape.n_layers)[:, None, None] * shape.n_experts

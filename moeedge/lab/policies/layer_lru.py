@@ -1,48 +1,33 @@
 """An LRU cache of experts per layer with prefetch, which Mixtral-Offloading, AdapMoE and SP-MoE share.
 
-Policy mixtral-offloading: Eliseev & Mazur, "Fast Inference of Mixture-of-Experts Language Models with Offloading"
-(arXiv 2312.17238). Each layer keeps its k most recently used experts, k the same for all layers (repository
-dvmazur/mixtral-offloading, src/expert_cache.py: an eviction group per layer, least recently used first). Speculative
-loading: when a layer's experts are loaded, the next layer's gate is applied to this layer's input and the 1 or 2 most
-likely of its experts are loaded; that part is in the paper alone, whose text was not at hand. Misses are loaded on
-demand, and the GPU computes everything.
+What was read of each system, and departures: docs/lab/policies.md.
 
-In the paper a prefetched expert waits in a buffer and enters the cache only when it is used. Here it replaces the
-layer's least recently used expert at once, and is the next victim if the prediction was wrong.
+mixtral-offloading  Eliseev & Mazur, arXiv 2312.17238; repository dvmazur/mixtral-offloading, src/expert_cache.py. Each
+    layer keeps its k most recently used experts, k the same for all layers. Speculative loading: when a layer's experts
+    are loaded, the next layer's gate is applied to this layer's input and the 1 or 2 most likely of its experts are
+    loaded. Misses are loaded on demand, and the GPU computes everything. A prefetched expert is the next victim if the
+    prediction was wrong.
 
-Policy adapmoe: LRU per layer with slots allocated by prediction accuracy, and prefetch of one expert per layer.
+adapmoe  Zhong et al., ICCAD 2024, arXiv 2408.10284; repository PKU-SEC-Lab/AdapMoE, and SP-MoE's account of it.
+    - prefetch: the next layer's gate, applied to this layer's input, predicts its experts; the first one that is absent
+      is loaded while this layer computes (src/custom_layers.py, SparseMoeWrapper.forward; SP-MoE, section 3.3).
+    - cache: LRU per layer (src/expert_cache.py, EvictionGroupInfo); the layers' sizes minimise the expected loads on
+      demand by dynamic programming over the layers' prediction accuracies (src/dp.py), here set once after the first
+      steps. Expected loads of a layer that holds c of n experts, of which a token uses k, with prediction accuracy a:
+      k * (1 - c/n) are absent on average, and one of them is prefetched if it was predicted and any is absent at all:
+      k * (1 - c/n) - a * (1 - P(all k are resident)). For k = 2 this is the sum of dp.py's terms (without its gating).
+      It is convex in c, so giving the slots one by one to the layer that gains most finds the optimum.
 
-AdapMoE (Zhong et al., ICCAD 2024, arXiv 2408.10284), by its repository (PKU-SEC-Lab/AdapMoE) and SP-MoE's account of
-it; the paper's text was not at hand:
-- prefetch: the next layer's gate, applied to this layer's input, predicts its experts; the first one that is absent is
-  loaded while this layer computes (src/custom_layers.py, SparseMoeWrapper.forward, for one token; here for all tokens
-  of a batch; SP-MoE, section 3.3).
-- cache: LRU per layer (src/expert_cache.py, EvictionGroupInfo); the layers' sizes minimise the expected loads on
-  demand by dynamic programming over the layers' prediction accuracies (src/dp.py).
-- adaptive gating, which leaves out experts of insensitive tokens, changes the model's output. It is left out here, as
-  every policy leaves the output as it is.
-
-The paper measures the accuracies offline. Here they are measured during the first steps with predictions, after which
-the sizes are set once. Expected loads of a layer that holds c of n experts, of which a token uses k, with prediction
-accuracy a: k * (1 - c/n) are absent on average, and one of them is prefetched if it was predicted and any is absent at
-all: k * (1 - c/n) - a * (1 - P(all k are resident)). For k = 2 this is the sum of dp.py's terms (without its gating).
-It is convex in c, so giving the slots one by one to the layer that gains most finds the optimum of the dynamic program.
-
-Policy sp-moe: the target's routers on the draft's attention outputs predict experts while drafting.
-
-SP-MoE (section numbers of the paper):
-- prediction, 3.2: for each draft token the k most likely experts of every layer are critical, k as many as the model
-  uses per token (fewer for Mixtral, whose experts are large). The `ExpertPrediction` comes from "draft-inputs".
-- cutoff layer, 3.2: only layers before it are prefetched. It is the deepest for which (1) the prefetched experts have
-  room and (2) all of them arrive before drafting ends. The number of experts per layer, unknown in advance, is taken as
-  k. The paper's evaluation drafts one token; with more, drafting lasts longer and more experts are critical: of gamma
-  tokens as many as k random experts each make, N (1 - (1 - k/N)^gamma), or what the layer's slots hold. See
-  `cutoff_layer`.
-- cache, 4.4: a queue per layer, least recently used first; a prefetched expert moves to its end, so that it is not the
-  next victim. A fixed number of slots per layer is reserved (3.2).
-- execution, 3.3: a worker thread moves all experts of one layer as one batch, without pause; missing experts are loaded
-  on demand at verification, and resident ones are computed first (4.3). Vanilla prefetch and single transfers are the
-  ablations of Figure 12.
+sp-moe  (section numbers of the paper) The target's routers on the draft's attention outputs predict experts.
+    - prediction, 3.2: for each draft token the k most likely experts of every layer are critical, k as many as the
+      model uses per token. The `ExpertPrediction` comes from "draft-inputs".
+    - cutoff layer, 3.2: only layers before it are prefetched (`cutoff_layer`). The paper's evaluation drafts one token;
+      of gamma tokens, as many are critical as k random experts each make, N (1 - (1 - k/N)^gamma), or what the layer's
+      slots hold.
+    - cache, 4.4: a queue per layer, least recently used first; a prefetched expert moves to its end, so that it is not
+      the next victim. A fixed number of slots per layer is reserved (3.2).
+    - execution, 3.3: a worker thread moves all experts of one layer as one batch, without pause; missing experts are
+      loaded on demand at verification, and resident ones are computed first (4.3).
 """
 
 from __future__ import annotations
@@ -53,20 +38,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    BoolArray,
-    CacheShape,
-    ExecutionModel,
-    ExpertPrediction,
-    FloatArray,
-    IndexArray,
-    Observation,
-    Plan,
-    PolicyConfig,
-    Resident,
-)
-from moeedge.policies.lru import Recency
-from moeedge.policies.per_layer import PerLayerPlanner, PerLayerPolicy, layers_after, predicted_counts
+from moeedge.experts import BoolArray, FloatArray, IndexArray, Resident
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, PolicyConfig
+from moeedge.policies.baselines import Recency
+from moeedge.policies.planner import PerLayerPolicy, layers_after, predicted_counts
 
 _GUESSES = 2  # experts per layer that mixtral-offloading prefetches
 _N_MEASURED = 16  # steps of which adapmoe measures the accuracy of predictions
@@ -130,9 +105,7 @@ class MixtralOffloading(LayerLru):
     """Prefetches the two most likely experts of the next layer."""
 
     name = "mixtral-offloading"
-    execution_model = ExecutionModel(
-        device_only=True, per_layer_slots=True, prefetch_within_step=True, speculation=False
-    )
+    execution_model = ExecutionModel(device_only=True, prefetch_within_step=True, speculation=False)
     required_inputs = frozenset({"block-inputs"})
 
     def prefetched(self, counts: FloatArray, resident: Resident) -> BoolArray:
@@ -144,12 +117,11 @@ class AdapMoe(LayerLru):
     """Prefetches each layer's most likely expert that is absent."""
 
     name = "adapmoe"
-    execution_model = ExecutionModel(device_only=True, per_layer_slots=True, prefetch_within_step=True)
+    execution_model = ExecutionModel(device_only=True, prefetch_within_step=True)
     required_inputs = frozenset({"block-inputs"})
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         super().__init__(shape, config)
-        self._cap = config.cap
         self._predicted: FloatArray | None = None  # [n_layers, n_experts], tokens of the step to come
         self._n_right = np.zeros(shape.n_layers)  # predicted pairs that came true
         self._n_predicted = np.zeros(shape.n_layers)
@@ -182,7 +154,7 @@ class AdapMoe(LayerLru):
         n_layers = max(self.shape.expert_layers.size, 1)
         n_used = min(max(round(pairs_per_token / n_layers), 1), self.shape.n_experts)
         accuracy = self._n_right / np.maximum(self._n_predicted, 1.0)
-        self._planner = PerLayerPlanner(self.shape, self._cap, allocate(self.shape, accuracy, n_used))
+        self.shares = allocate(self.shape, accuracy, n_used)
 
 
 def allocate(shape: CacheShape, accuracy: NDArray[np.float64], n_used: int) -> IndexArray:
@@ -214,7 +186,7 @@ class SpMoe(LayerLru):
     """Prefetches every predicted expert of the layers before the cutoff."""
 
     name = "sp-moe"
-    execution_model = ExecutionModel(device_only=True, per_layer_slots=True, batched_io=True)
+    execution_model = ExecutionModel(device_only=True, batched_io=True)
     required_inputs = frozenset({"draft-inputs"})
     prefetch_is_use = True
 
@@ -234,8 +206,7 @@ class SpMoe(LayerLru):
         n_layers = self._expert_layers.size
         if self._fixed_cutoff is not None:
             return min(self._fixed_cutoff, n_layers)
-        n_slots = int(self._planner.shares.sum())
-        n_reserved = int(self._planner.shares.max(initial=0))
+        n_slots, n_reserved = int(self.shares.sum()), int(self.shares.max(initial=0))
         n_prefetched = critical_experts(n_critical, self._n_drafts, self.shape.n_experts, n_reserved)
         return cutoff_layer(n_layers, n_prefetched, n_slots, self._drafting_s, self._transfer_s)
 

@@ -1,7 +1,6 @@
 """Policy moe-infinity: the earlier sequence most similar to the current one predicts the next activations.
 
-MoE-Infinity (Xue et al., arXiv 2401.14361), by its repository (EfficientMoE/MoE-Infinity, moe_infinity/memory/); the
-paper's text was not at hand:
+MoE-Infinity (Xue et al., arXiv 2401.14361), by its repository (EfficientMoE/MoE-Infinity, moe_infinity/memory/):
 - tracing: an expert activation matrix [layers, experts] per sequence counts its activations; matrices of past
   sequences form a collection of fixed capacity (expert_tracer.py, finish_entry: a free entry, else the one that was
   matched least).
@@ -9,12 +8,9 @@ paper's text was not at hand:
   (find_most_similar, which skips the layers already passed; here all count); its rows, less the farther the layer is
   ahead (expert_predictor.py, predict: 1 - (x - l) / (L + 1)), are the priorities.
 - prefetch: all experts with a priority, best first, from the current layer on (expert_prefetcher.py).
-- cache: one for all layers; the expert of lowest priority is evicted: the current sequence's activations times the
-  layer's nearness to the first, which prefetch cannot help, times the expert's uses so far (expert_priority_score.py,
-  priority_score; the last factor is left out here). Misses are loaded on demand, and the GPU computes everything.
-
-Here the prefetch priorities also order the cache, with the current sequence's own activations added to the entry's, as
-in priority_score: uploads and victims of a plan must follow from one score.
+- cache: one for all layers; the expert of lowest priority is evicted (expert_priority_score.py, priority_score, without
+  an expert's uses so far). Misses are loaded on demand, and the GPU computes everything. The prefetch priorities also
+  order the cache, with the current sequence's own activations added to the entry's (docs/lab/policies.md).
 """
 
 from __future__ import annotations
@@ -23,17 +19,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moeedge.experts import Residency
+from moeedge.experts import BoolArray, FloatArray, Residency, Resident
 from moeedge.policies.base import (
-    BoolArray,
     CacheShape,
     ExecutionModel,
     ExpertPrediction,
-    FloatArray,
     Observation,
     Plan,
     PolicyConfig,
-    Resident,
     limit_uploads,
 )
 from moeedge.policies.planner import PooledPolicy
@@ -61,8 +54,10 @@ class MoeInfinity(PooledPolicy):
         self._n_steps = 0
         self._nearest = -1
         self._priority: FloatArray = np.zeros(size, dtype=np.float32)  # the score before nearness
-        # [n_layers + 1, n_layers, 1], by the layer that a plan is for
-        self._nearness = np.stack([self._nearness_from(layer) for layer in range(shape.n_layers + 1)])
+        # [n_layers + 1, n_layers, 1]: 1 at the layer that a plan is for, decreasing with every layer after it, 0 before
+        ahead = np.arange(shape.n_layers) - np.arange(shape.n_layers + 1)[:, None]
+        nearness = np.where(ahead >= 0, 1.0 - ahead / (shape.n_layers + 1), 0.0)
+        self._nearness: FloatArray = nearness[:, :, None].astype(np.float32)
         self._from_layer = 0  # that the next plan is for
 
     def observe(self, observation: Observation) -> None:
@@ -80,9 +75,9 @@ class MoeInfinity(PooledPolicy):
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the experts with the highest scores; keeping what the last step loaded costs no transfer."""
-        self._set_scores(resident)
-        self._set_utilities(self._planner.fit(self._score, resident, 0.0))
-        plan = self._planner.moves(self._score, self._utility, self._tau, resident)
+        np.multiply(self._priority, self._nearness[self._from_layer], out=self._score)
+        self._set_utilities(self._fit(resident))
+        plan = self._moves(resident)
         staged = self._last_used if self._from_layer == 0 else None
         return limit_uploads(plan, self._score, self._max_uploads, staged)
 
@@ -99,11 +94,8 @@ class MoeInfinity(PooledPolicy):
         """Ends the sequence and adds its matrix to the collection."""
         if self._n_steps == 0:
             return
-        if self._n_entries < _CAPACITY:
-            entry = self._n_entries
-            self._n_entries += 1
-        else:
-            entry = int(self._n_matches.argmin())
+        entry = self._n_entries if self._n_entries < _CAPACITY else int(self._n_matches.argmin())
+        self._n_entries = max(self._n_entries, entry + 1)
         self._entries[entry] = _unit_rows(self._matrix)
         self._shares[entry] = _normalised_rows(self._matrix)
         self._n_matches[entry] = 1
@@ -118,18 +110,9 @@ class MoeInfinity(PooledPolicy):
             self._priority += self._shares[self._nearest]
         self._priority += _EPSILON
 
-    def _set_scores(self, resident: Resident) -> None:
-        np.multiply(self._priority, self._nearness[self._from_layer], out=self._score)
-
-    def _set_utilities(self, marginal: list[float]) -> None:
-        unit = max(max((value for value in marginal if np.isfinite(value)), default=0.0), float(_EPSILON))
+    def _set_utilities(self, lowest: list[float]) -> None:
+        unit = max(max((value for value in lowest if np.isfinite(value)), default=0.0), float(_EPSILON))
         np.minimum(self._score / np.float32(unit), self._cap, out=self._utility)
-
-    def _nearness_from(self, layer: int) -> FloatArray:
-        """1 at `layer`, decreasing with every layer after it, 0 before it; [n_layers, 1]."""
-        ahead = np.arange(self.shape.n_layers) - layer
-        nearness = np.where(ahead >= 0, 1.0 - ahead / (self.shape.n_layers + 1), 0.0)
-        return np.asarray(nearness[:, None], dtype=np.float32)
 
 
 def _unit_rows(matrix: FloatArray) -> FloatArray:

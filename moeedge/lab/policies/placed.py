@@ -1,45 +1,29 @@
 """Placements of published systems: experts or entire layers, placed once, and stock llama.cpp's cache.
 
 fiddler  The most popular experts of an offline profile stay on the GPU, the CPU computes the others. Fiddler (Kamahori
-         et al., ICLR 2025, arXiv 2402.07033), by its abstract and its repository (efeslab/fiddler,
-         src/fiddler/mixtral.py); the paper's text was not at hand. Experts are ranked by popularity on calibration
-         data, over all layers, and fill the GPU memory that is left (set_expert_loc); nothing is cached or prefetched
-         at run time. Without a profile the first steps serve as one. Left out: where a missing expert has so many
-         tokens that the CPU would take longer than one transfer (10 tokens by the repository's constants, a prompt
-         rather than a verification), Fiddler moves its weights for that one use.
+    et al., ICLR 2025, arXiv 2402.07033; repository efeslab/fiddler, src/fiddler/mixtral.py): experts are ranked by
+    popularity on calibration data, over all layers, and fill the GPU memory that is left (set_expert_loc); nothing is
+    cached or prefetched at run time. Without a profile the first steps serve as one.
 
 Entire layers: slots that do not make up an entire layer stay empty. Experts that a system loads for one pass do not
 stay: plans do not contain them, the execution model does (`layerwise` and `device_only`: the used experts of an absent
 layer cross the link in every step).
 
 llama-cpp, llama-cpp-sd  The last layers are on the GPU; without and with a draft model. `-ngl`, `--n-cpu-moe N`: the
-            experts of the first N layers stay on the CPU and are computed there, the last layers are on the GPU
-            (llama.cpp, common/arg.cpp, "keep the Mixture of Experts (MoE) weights of the first N layers in the CPU";
-            src/llama-model.cpp, i_gpu_start: the last n_gpu_layers). MoE-SpAc, Table 2, rows llama.cpp and llama.cpp
-            with speculation.
-vllm        Parameters go to pinned host memory until a budget is spent, and the GPU reads them over the link.
-            `--cpu-offload-gb`: in the order of the modules, so the last layers are resident; the others cross the link
-            whenever they are computed (vLLM, model_executor/offloader/uva.py, UVAOffloader: zero-copy views of host
-            memory).
-accelerate  Modules fill the GPU in their order; the others are loaded for their forward pass and dropped.
-            `device_map="auto"` (Accelerate, utils/modeling.py, infer_auto_device_map; hooks.py, AlignDevicesHook): the
-            first layers are resident, and a hook loads the weights of the others before they compute and drops them
-            after it; of experts, which are modules of their own, those in use.
-
-llama-cpp-cache  Stock llama.cpp's cache of experts on the GPU (`--moe-cache-mib N`, since b11480).
-
-By its authors' and users' reports; the code was not at hand:
-- an LRU that all layers of equal layout share, that is one for each pool of slots.
-- misses are uploaded before the op, into the slots of the experts used longest ago; no prefetch. The GPU computes all
-  experts, the CPU none.
-- batches of up to 32 tokens use the cache, verifications therefore, too; larger ones do not.
-- the host waits once per layer, for the routing that says what to upload.
-
-All experts of a layer count as used at the same time, so none of them makes room for another one. Where a layer uses
-more experts than its pool has slots, the rest passes through without a slot.
-
-An LRU over layers that are computed in turn finds little once a step uses more experts than there are slots: what it
-evicts is what the next layers need.
+    experts of the first N layers stay on the CPU and are computed there (llama.cpp, common/arg.cpp;
+    src/llama-model.cpp, i_gpu_start). MoE-SpAc, Table 2, rows llama.cpp and llama.cpp with speculation.
+vllm  `--cpu-offload-gb`: parameters go to pinned host memory in the order of the modules until a budget is spent, so
+    the last layers are resident; the others cross the link whenever they are computed (vLLM,
+    model_executor/offloader/uva.py, UVAOffloader: zero-copy views of host memory).
+accelerate  `device_map="auto"` (Accelerate, utils/modeling.py, infer_auto_device_map; hooks.py, AlignDevicesHook): the
+    first layers are resident, and a hook loads the weights of the others before they compute and drops them after it;
+    of experts, which are modules of their own, those in use.
+llama-cpp-cache  Stock llama.cpp's cache of experts on the GPU (`--moe-cache-mib N`, since b11480), by reports: an LRU
+    that all layers of equal layout share, that is one for each pool of slots. Misses are uploaded before the op, into
+    the slots of the experts used longest ago; no prefetch. The GPU computes all experts, the CPU none. Batches of up to
+    32 tokens use the cache, larger ones do not. The host waits once per layer, for the routing that says what to
+    upload. All experts of a layer count as used at the same time, so none of them makes room for another one; where a
+    layer uses more experts than its pool has slots, the rest passes through without a slot.
 """
 
 from __future__ import annotations
@@ -49,19 +33,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    CacheShape,
-    ExecutionModel,
-    ExpertPrediction,
-    IndexArray,
-    Observation,
-    Plan,
-    PolicyConfig,
-    Resident,
-    ScoringPolicy,
-)
-from moeedge.policies.per_layer import PerLayerPolicy
-from moeedge.policies.static import Static
+from moeedge.experts import IndexArray, Resident
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Policy, PolicyConfig
+from moeedge.policies.baselines import Static
+from moeedge.policies.planner import PerLayerPolicy
 
 _TOKENS_MAX = 32  # of a batch that uses llama-cpp-cache
 _NONE = np.zeros((0, 2), dtype=np.int32)
@@ -118,18 +93,17 @@ class Accelerate(EntireLayers):
     from_last = False
 
 
-class LlamaCppCache(ScoringPolicy):
+class LlamaCppCache(Policy):
     """One LRU for all layers of a pool; plans move nothing between the layers."""
 
     name = "llama-cpp-cache"
     execution_model = ExecutionModel(device_only=True, keeps_loads=True, cached_tokens_max=_TOKENS_MAX)
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        super().__init__(shape)
+        super().__init__(shape, config)
         self._last_use = np.zeros(self._score.shape, dtype=np.int64)  # number of the layer's computation, 0: never
         self._now = 0
         self._pool = shape.group[:, None] == np.arange(shape.n_groups)  # [n_layers, n_groups]
-        self._tau = np.ones(shape.n_layers, dtype=np.float32)
 
     def observe(self, observation: Observation) -> None:
         """Takes in which experts the step used, which predicts those of the next one as any LRU does."""

@@ -13,21 +13,16 @@ counted in slots. VRAM_left is the memory of the pool's free slots and of the re
 which the evictor frees. All layers of a pool share it: a layer has what the other layers leave at the same tau, so that
 the constraint says that all hot experts of the pool fit its slots.
 
-Departures and readings:
-- Section 3.4 has the evictor remove experts below tau. Here they leave when an upload needs their slots: until then
-  they may be hits, and removing them earlier saves nothing.
-- Appendix D: an expert in use has the tag K + 1 and cannot be evicted (the native library pins it). After use its tag
-  drops to 0 within a pass, so that it leaves the space to the layers to come. A plan is made between passes, when every
-  tag is a new utility (section 3.4: its current score). If used experts ranked lower there, too, plans would evict what
-  the next pass needs again: hot ones (half a level lower) 0.415 of the pairs with 1.37 uploads per layer and step on
-  gpt-oss-20b at 16 % of the experts, cold ones alone 0.407 with 0.65; without, 0.417 with 0.64.
+Departures (docs/lab/policies.md): cold experts leave when an upload needs their slots. Appendix D drops the tag of an
+expert to 0 after use, within a pass; a plan is made between passes, when every tag is a new utility. If used experts
+ranked lower there, too, plans would evict what the next pass needs again: hot ones (half a level lower) 0.415 of the
+pairs with 1.37 uploads per layer and step on gpt-oss-20b at 16 % of the experts, cold ones alone 0.407 with 0.65;
+without, 0.417 with 0.64.
 
 spac-program: Algorithm 1 compares the activations of a step with those of the step before, d = f_t - f_{t-1}. The
 program (repository lshAlgorithm/MoE-SpAc, ggml/src/ggml-backend.cpp, StateMachine::update) compares them with the
 utility itself, d = f_t - s_t, and steps s up or down by it: s follows the frequency instead of summing the signs of its
-changes. This alone makes the printed rule better than a binary estimator and gives Table 4 of the paper its order
-(docs/lab/simulation.md). All else is spac-paper: the paper's boundaries, K, tau and residency. The program has fixed
-boundaries (5 up, 1 down), K = 5 and tau = 1.
+changes, which gives Table 4 of the paper its order (docs/lab/simulation.md). All else is spac-paper.
 """
 
 from __future__ import annotations
@@ -38,20 +33,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    BoolArray,
-    CacheShape,
-    ExpertPrediction,
-    FloatArray,
-    IndexArray,
-    Observation,
-    Plan,
-    PolicyConfig,
-    Resident,
-)
+from moeedge.experts import BoolArray, FloatArray, IndexArray, Resident
+from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, PolicyConfig
+from moeedge.policies.cost_model import expert_seconds
 from moeedge.policies.planner import PooledPolicy
 from moeedge.policies.spac import utility
-from moeedge.policies.spac.balancer import Workload, thresholds
+from moeedge.policies.spac.balancer import thresholds
 
 
 class SpacPaper(PooledPolicy):
@@ -93,9 +80,10 @@ class SpacPaper(PooledPolicy):
         np.multiply(s, held / np.float32(self.cap + 1), out=score)
         score[hot] = 1.0 + s[hot]
         score[hot & held] += self.cap
-        self._planner.fit(score, resident, 0.0)
+        self._utility, self._tau = s, tau
+        self._fit(resident)
         allowed = hot & self._last_used if self._used_only else hot
-        return self._planner.moves(score, s, tau, resident, self._max_uploads, allowed=allowed)
+        return self._moves(resident, self._max_uploads, allowed)
 
     def reset(self) -> None:
         """Starts with no utilities (Algorithm 1, lines 2-3)."""
@@ -124,18 +112,16 @@ class SpacPaper(PooledPolicy):
         n_distinct = np.count_nonzero(self._last_used, axis=1).astype(np.float64)
         tokens = float(self._n_pairs.sum() / max(n_distinct.sum(), 1.0))  # per expert, at which the unit times are read
         index = np.minimum(np.arange(1, self.cap + 1), cost.cap)
-        work = Workload.of_ratios(
-            cost.r_c[index],
-            cost.r_g[index],
-            self._n_pairs,
-            n_distinct,
-            cost.cpu_s(max(tokens, 1.0)) / max(tokens, 1.0),  # per pair
-            cost.device_s(max(tokens, 1.0)),  # per distinct expert
-            n_uploads,
-            room,
-        )
-        draft_share_s = self._config.gamma * cost.draft_token_s / self.shape.n_layers
-        return thresholds(work, cost.transfer_expert_s, draft_share_s)
+        tokens = max(tokens, 1.0)
+        cpu_s = (
+            cost.r_c[index] * (self._n_pairs * (float(expert_seconds(cost.cpu_expert_s, tokens)) / tokens))[:, None]
+        )  # Eq. 7
+        device_s = (
+            cost.r_g[index] * (n_distinct * float(expert_seconds(cost.device_expert_s, tokens)))[:, None]
+        )  # Eq. 8
+        window_s = np.maximum(cpu_s, device_s) + self._config.gamma * cost.draft_token_s / self.shape.n_layers
+        # Eq. 10 and 11
+        return thresholds(cpu_s, device_s, (n_uploads * cost.transfer_expert_s <= window_s) & (n_uploads <= room))
 
     def _room(self, n_uploads: IndexArray, n_cold: IndexArray, n_held: IndexArray) -> NDArray[np.float64]:
         """VRAM_left in slots [n_layers, K]: what is free at each tau, less the uploads of the other layers of the pool.

@@ -1,16 +1,12 @@
 """Hits over uploads: every policy at many limits of traffic, with the error that another choice of texts would make.
 
 Each policy goes through the same batches once for each limit, which it is told (`PolicyConfig.max_uploads`) and which
-holds it (`PolicyReplay`). A run is a point: uploads per layer and step, and the share of the pairs it found. What a
-policy reaches "with at most u uploads" is its best point at or left of u, since one that is told of more may use less.
-Systems that load missing experts on demand cannot be limited: they have one point. So have policies whose predictors
-have no input in a trace: by their caches alone they are not ranked. Limits above twice what a policy uses without one
-are left out: they would rarely bind it.
+holds it (`PolicyReplay`). What it reaches "with at most u uploads" is its best point at or left of u, since one that is
+told of more may use less. Limits above twice what a policy uses without one are left out: they would rarely bind it.
 
-Errors come from a bootstrap over texts: 95 % of the resamples of texts lie in an interval. Policies are compared on the
-same resamples, so that what makes a text hard for all of them cancels out. The points that are compared are chosen
-once, on all texts. A trace of few texts is resampled in blocks of steps. Texts are taken as independent, though
-policies carry what they learned from one to the next.
+Errors come from a bootstrap over texts; policies are compared on the same resamples, so that what makes a text hard for
+all of them cancels out. The points that are compared are chosen once, on all texts. Texts are taken as independent,
+though policies carry what they learned from one to the next.
 """
 
 from __future__ import annotations
@@ -24,10 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.errors import require
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
 from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, Setting, lacks_predictor, replay_arms, setting_of
 from moeedge.lab.traces.schedule import Schedule
 from moeedge.policies.registry import BOUNDS, TABLE
+from moeedge.records import filled
 
 PAIR_BOUNDS = ("oracle",)  # curves are of pairs; belady bounds distinct experts
 LIMITS: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # uploads per layer and step
@@ -66,8 +64,8 @@ class CurveConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.limits or not all(limit >= 0 for limit in self.limits):
-            raise ValueError("the limits must be at least one number >= 0 of uploads per layer and step")
+        is_valid = self.limits and all(limit >= 0 for limit in self.limits)
+        require(is_valid, "the limits must be at least one number >= 0 of uploads per layer and step")
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ def limits_of(policy: str, config: CurveConfig) -> tuple[float, ...]:
     limited, nor those that are not ranked.
     """
     entry = TABLE[policy]
-    if policy in BOUNDS or entry.execution_model.device_only or lacks_predictor(policy, config.accuracy):
+    if policy in BOUNDS or entry.make.execution_model.device_only or lacks_predictor(policy, config.accuracy):
         return ()
     return config.limits
 
@@ -205,10 +203,8 @@ def _run(inputs: Sequence[CurveInput], config: CurveConfig, index: int, policy: 
     shared = ReplayConfig(
         policies=(),
         ratios=(each.cache_ratio,),
-        seed=config.seed,
         profile=each.profile,
-        accuracy=config.accuracy,
-        fresh_memory=config.fresh_memory,
+        **{name: getattr(config, name) for name in ("seed", "accuracy", "fresh_memory")},
     )
     unit_of = _units(each.schedule)[0]
 
@@ -245,15 +241,11 @@ def _by_unit(values: NDArray[Any], unit_of: IntArray) -> IntArray:
     return sums
 
 
-def _pairs_of(schedule: Schedule, unit_of: IntArray) -> IntArray:
-    by_batch = [chunk.counts.sum(axis=(1, 2)) * chunk.counted for chunk in schedule.chunks()]
-    return _by_unit(np.concatenate(by_batch), unit_of)
-
-
 def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]]) -> CurvePanel:
     schedule = each.schedule
     unit_of, unit = _units(schedule)
-    pairs = _pairs_of(schedule, unit_of)
+    by_batch = [chunk.counts.sum(axis=(1, 2)) * chunk.counted for chunk in schedule.chunks()]
+    pairs = _by_unit(np.concatenate(by_batch), unit_of)
     weights = bootstrap_weights(pairs.size, config.resamples, config.seed)
     resampled_pairs = np.maximum(weights @ pairs, 1.0)
     layer_steps = schedule.n_steps * len(schedule.trace.expert_layers())
@@ -272,11 +264,10 @@ def _panel(each: CurveInput, config: CurveConfig, found: dict[str, list[_Sums]])
                     sums.uploads,
                 )
             )
-    return CurvePanel(
-        **setting_of(schedule, each.cache_ratio, fresh_memory=config.fresh_memory),
-        trace=each.trace,
-        texts=each.texts,
-        n_texts=schedule.n_texts,
+    return filled(
+        CurvePanel,
+        *(each, config, schedule),
+        **setting_of(schedule, each.cache_ratio),
         unit=unit,
         apart=tuple(name for name in config.policies if lacks_predictor(name, config.accuracy)),
         pairs=pairs,

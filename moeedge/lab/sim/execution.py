@@ -8,13 +8,9 @@ The policy's execution model says how experts are computed:
   keeps loads  device only; the host waits for the layer's routing, all missing experts are moved at once into slots
                that the policy frees, then the layer is computed
 
-A step's time is the sum of its parts. In each of them the device works, or waits for one cause:
-
-  draft   the draft model            dense   attention, routers and the rest
-  device  experts on the device      cpu     waiting for experts on the CPU
-  load    waiting for a transfer on demand
-  link    waiting for a link that is busy with other transfers, or for a prefetch that arrives late
-  host    handing a layer to the host and back, observing and planning
+A step's time is the sum of its parts (CAUSES): the draft model; the dense part of layers; experts on the device;
+waiting for experts on the CPU, for a load on demand, for a link that is busy with other transfers or for a prefetch
+that arrives late; and the host: handing a layer over and back, observing and planning.
 
 What the host and the device exchange for a layer is a program's handoff (moeedge.lab.sim.step_costs). While uploads are
 under way its copies to the device wait for a chunk, and the CPU shares its memory with them.
@@ -30,17 +26,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import Residency
-from moeedge.lab.sim.batches import HitStats, observation_of
 from moeedge.lab.sim.clock import Clock, Process, Signal, Stream, to_ns
 from moeedge.lab.sim.expert_budgets import BudgetedTrace, BudgetStats
 from moeedge.lab.sim.mover import Demand, Mover
-from moeedge.lab.sim.noisy_predictor import BatchPredictions, NoisyPredictor
+from moeedge.lab.sim.noisy_predictor import BatchPredictions, NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.policy_replay import HitStats
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExecutionModel, Policy
 from moeedge.scheduler.driver import StepDriver
 
-CAUSES = ("draft", "dense", "device", "cpu", "load", "link", "host")
+# each with the name of its seconds per token in a row of the simulator
+CAUSES = {cause: f"{cause}_s" for cause in ("draft", "dense", "device")}
+CAUSES |= {"cpu": "stall_cpu_s", "load": "stall_load_s", "link": "stall_link_s", "host": "host_s"}
 _DRAFT_PARTS = 16  # of drafting a batch; a policy that reads the draft's hidden states plans anew after each
 
 
@@ -76,8 +74,9 @@ class _Used(NamedTuple):
 class Execution:
     """Runs `batches` under one policy. The first `warm_steps` verifications are not in the time breakdown.
 
-    execution_model: obeyed instead of the policy's own. n_whole_layers: so many layers more, all of whose experts are
-    on the device, use experts as the others do on average. budgeted: the expert budget of verifications.
+    accuracy, seed: of predictions. execution_model: obeyed instead of the policy's own. n_whole_layers: so many layers
+    more, all of whose experts are on the device, use experts as the others do on average. budgeted: the expert budget
+    of verifications.
     """
 
     def __init__(
@@ -87,7 +86,8 @@ class Execution:
         policy: Policy,
         batches: Sequence[Batch],
         *,
-        predictor: NoisyPredictor,
+        accuracy: PredictorAccuracy,
+        seed: int = 0,
         execution_model: ExecutionModel | None = None,
         warm_steps: int = 0,
         n_whole_layers: int = 0,
@@ -100,7 +100,8 @@ class Execution:
         self.mover = Mover(self.clock, costs, shape, batched=self.execution_model.batched_io)
         self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model)
         self.time = TimeBreakdown()
-        self._batches, self._warm_steps, self._predictor = batches, warm_steps, predictor
+        self._batches, self._warm_steps = batches, warm_steps
+        self._predictor = NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), accuracy, seed)
         self._reads_draft = "draft-inputs" in policy.required_inputs
         self._reads_blocks = "block-inputs" in policy.required_inputs
         self._n_whole_layers, self._budgeted = n_whole_layers, budgeted
@@ -171,7 +172,11 @@ class Execution:
 
     def _verify(self, batch: Batch, predicted: BatchPredictions) -> Generator[int | Signal, None, Batch]:
         """Computes the batch, and returns it under the expert budget."""
-        yield from self._whole_layers(batch.counts)
+        n, n_others = self._n_whole_layers, np.count_nonzero(self.shape.group >= 0)
+        if n:
+            layers = [self._device_ns(each, np.flatnonzero(each), self.shape.n_experts) for each in batch.counts]
+            yield from self._on_gpu("dense", n * self.costs.dense_ns)
+            yield from self._on_gpu("device", n * sum(layers) // n_others)
         if self._budgeted is not None:
             batch = self._budgeted.limited(batch)
         for layer in range(self.shape.n_layers):
@@ -184,13 +189,6 @@ class Execution:
             yield from self._loaded(self.mover.demand(-1, [], self.costs.head_demand_ns))
         yield from self._on_gpu("dense", self.costs.head_ns)
         return batch
-
-    def _whole_layers(self, counts: NDArray[np.int32]) -> Process:
-        n, n_others = self._n_whole_layers, np.count_nonzero(self.shape.group >= 0)
-        if n:
-            others_ns = sum(self._device_ns(layer, np.flatnonzero(layer), self.shape.n_experts) for layer in counts)
-            yield from self._on_gpu("dense", n * self.costs.dense_ns)
-            yield from self._on_gpu("device", n * others_ns // n_others)
 
     def _experts(self, layer: int, counts: NDArray[np.int32]) -> Process:
         used = np.flatnonzero(counts)
@@ -211,7 +209,8 @@ class Execution:
             if not self.execution_model.device_only:
                 yield from self._divided(used)
                 return
-            yield from self._on_host(self._submit_ns())
+            handoff_ns = sum(self.costs.handoff_ns(moment, self._n_tokens) for moment in ("down", "submit"))
+            yield from self._on_host(handoff_ns + to_ns(self.costs.handoff.divide_s(self._n_tokens)))
         if self.execution_model.keeps_loads:
             yield from self._from_cache(used)
         elif self.execution_model.device_only:
@@ -224,8 +223,9 @@ class Execution:
         costs, handoff = self.costs, self.costs.handoff
         assert handoff is not None
         n_tokens, hits, misses = self._n_tokens, used.hits, used.misses
-        is_uploading = self.mover.is_uploading
-        chunk_ns = costs.chunk_wait_ns if is_uploading else 0
+        is_uploading = bool(self.mover.arrivals)
+        chunk_s = handoff.chunks_ahead * handoff.chunk_bytes / costs.link_bytes_per_s  # that a small copy waits for
+        chunk_ns = to_ns(chunk_s) if is_uploading else 0
         region_ns = to_ns(handoff.times.cpu_region_s)
         start_ns = self.clock.now_ns
         device_ns = self._device_ns(used.counts, hits, self._n_slots) if hits.size else 0
@@ -253,13 +253,6 @@ class Execution:
         self.time.ns["device" if device_done_ns > cpu_done_ns else "cpu"] += done_ns - ready_ns
         yield done_ns + after_ns - start_ns
 
-    def _submit_ns(self) -> int:
-        """From the routing of a layer to its launch on the device, which computes all of it."""
-        handoff = self.costs.handoff
-        assert handoff is not None
-        moments_ns = sum(self.costs.handoff_ns(moment, self._n_tokens) for moment in ("down", "submit"))
-        return moments_ns + to_ns(handoff.divide_s(self._n_tokens))
-
     def _device_ns(self, counts: NDArray[np.int32], experts: NDArray[np.intp], n_tables: int) -> int:
         """A block on the device, which passes over all `n_tables` experts of its tables where it has several tokens."""
         tiles = self.costs.tile_ns * n_tables if self._n_tokens > 1 else 0.0
@@ -283,7 +276,7 @@ class Execution:
 
     def _on_device(self, used: _Used) -> Process:
         costs, mover, layer, counts = self.costs, self.mover, used.layer, used.counts
-        arrivals = {expert: mover.arrival(layer, expert) for expert in used.misses.tolist()}
+        arrivals = {expert: mover.arrivals.get((layer, expert)) for expert in used.misses.tolist()}
         absent = [expert for expert, arrived in arrivals.items() if arrived is None]
         if self.execution_model.layerwise and absent:  # a layer in one transfer
             moved = list(range(self.shape.n_experts)) if costs.whole_layers else absent
@@ -331,7 +324,7 @@ class Execution:
         if not batch.prefill:
             yield from self._on_host(self.costs.schedule_ns)
         self._predictor.learn(batch.counts)
-        self.driver.observe(observation_of(batch))
+        self.driver.observe(batch)
         self.driver.plan_next([] if following is None or following.is_first else following.known_tokens[:1])
         self.driver.push()
         self.mover.clear_staging()

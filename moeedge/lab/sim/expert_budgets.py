@@ -1,13 +1,10 @@
 """Expert budgets on the batches of a trace (lab/policies/expert_budget.py): what MoE-Spec's verification computes.
 
 A trace holds a token's experts and, if it was recorded with them, their weights as the model applies them, but not the
-probabilities of the other experts: they would make it N/k times as large. The ranking "picks" needs no more than the
-weights. The router ranking (Eq. 5) sums probabilities of all experts: here those of the tokens' own, the rest is left
-out, and a model that normalises the weights of a token gives every token the same say. A token whose expert is not
-shortlisted gets the shortlisted experts with the highest scores of the batch in its place, where the engine takes those
-with the token's own next probabilities. That leaves the number of experts as it is, but not which ones are kept and who
-computes a replaced pair: tests/benchmarks/budget_from_weights.py compares. Without weights all experts of a token count
-alike (`WeightSource`).
+probabilities of the other experts. The ranking "picks" needs no more than the weights. The router ranking (Eq. 5) sums
+those of the tokens' own experts, and a model that normalises the weights gives every token the same say. A token whose
+expert is not shortlisted gets the shortlisted experts with the highest scores of the batch in its place, where the
+engine takes those with the token's own next probabilities: tests/benchmarks/budget_from_weights.py compares.
 
 As in the engine, verifications of two tokens and more have the budget, prompts and single tokens have none. Truncation
 leaves a zeroed place with another expert of the shortlist, which counts as computed; the engine's CPU leaves it out.
@@ -15,7 +12,6 @@ leaves a zeroed place with another expert of the shortlist, which counts as comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +20,7 @@ from numpy.typing import NDArray
 
 from moeedge.experts import count_ids
 from moeedge.lab.policies.expert_budget import Ids, apply_budget, pick_scores, router_scores, static_scores
-from moeedge.lab.traces.schedule import Batch, Chunk, Schedule
+from moeedge.lab.traces.schedule import Batch, Chunk
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.trace.format import Trace
 
@@ -54,16 +50,6 @@ class BudgetStats:
     kept: int = 0  # that were computed
     kept_max: int = 0  # the largest number of a layer and step
     kept_probability: float = 0.0  # share of the weight of the router's choices that is on shortlisted experts
-
-    def row(self) -> dict[str, float | int]:
-        """Means by layer and step, as -o json prints them."""
-        n = max(self.layer_steps, 1)
-        return {
-            "experts_natural": round(self.natural / n, 6),
-            "experts_kept": round(self.kept / n, 6),
-            "experts_max": self.kept_max,
-            "kept_probability": round(self.kept_probability / n, 6),
-        }
 
 
 @dataclass
@@ -95,8 +81,15 @@ class BudgetedTrace:
         return "counts" if self.trace.weights is None else "weights"
 
     def row(self) -> dict[str, Any]:
-        """The figures of `stats`, and what they were made of."""
-        return {**self.stats.row(), "budget_weights": self.source}
+        """The figures of `stats`, means by layer and step, and what they were made of, as -o json prints them."""
+        stats, n = self.stats, max(self.stats.layer_steps, 1)
+        return {
+            "experts_natural": round(stats.natural / n, 6),
+            "experts_kept": round(stats.kept / n, 6),
+            "experts_max": stats.kept_max,
+            "kept_probability": round(stats.kept_probability / n, 6),
+            "budget_weights": self.source,
+        }
 
     def limited(self, batch: Batch) -> Batch:
         """The batch under the budget; a prompt is unchanged."""
@@ -124,12 +117,6 @@ class BudgetedTrace:
         """All batches of a chunk."""
         batches = [self.limited(batch) for batch in chunk.batches]
         return replace(chunk, batches=batches, counts=np.stack([batch.counts for batch in batches]))
-
-    def limited_counts(self, schedule: Schedule) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Counts and `counted` of each chunk of a schedule under the budget; `stats` stay as they are."""
-        uncounted = BudgetedTrace(self.trace, self.budget)
-        for chunk in schedule.chunks():
-            yield uncounted.limited_chunk(chunk).counts, chunk.counted
 
     def _apply(self, batch: Batch, layers: NDArray[np.intp], tokens: NDArray[np.intp]) -> NDArray[np.int32]:
         """Ids int32 [len(layers), len(tokens), k] of layers that all use k experts, and of tokens that are recorded."""

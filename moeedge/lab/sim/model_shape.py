@@ -4,15 +4,9 @@ The models of the papers are built in (sim/data/models.json, with sources), each
 default first; `shape_of_file` reads the sizes of a file.
 
 Synthetic routing is seeded. Every layer gives each expert a score per token and picks the k best. The score is a sum of
-four Gaussian terms:
-
-  popularity  drawn once: some experts are used more than others
-  topic       drifts slowly (memory of `topic_tokens` tokens): the subject of the text
-  phrase      drifts fast (`phrase_tokens`): neighbouring tokens share experts
-  token       drawn anew for every token, of variance 1
-
-The three variances and two memories are fitted to published figures of a model: distinct experts over B consecutive
-tokens and the overlap of adjacent tokens (sim/data/models.json names the figures and the fit).
+four Gaussian terms: popularity (drawn once), topic (drifts slowly), phrase (drifts fast: neighbouring tokens share
+experts), and one drawn anew for every token, of variance 1. The three variances and two memories are fitted to
+published figures of a model (sim/data/models.json).
 
 A data file writes a constant with several sources as {"low": ..., "chosen": ..., "high": ...}. A simulation takes one
 side of all of them: the chosen values, those that make every program fastest, or those that make it slowest. Rates
@@ -33,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.library import ggml_function
@@ -111,10 +105,10 @@ class ModelShape:
     routing: Routing | None = None  # None: simulations need a trace
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= self.n_experts or not 1 <= self.n_expert_layers <= self.n_layers:
-            raise ValueError(f"{self.name}: {self.k} of {self.n_experts} experts in {self.n_expert_layers} layers")
-        if min(self.expert_bytes, self.expert_flops) <= 0:
-            raise ValueError(f"{self.name}: an expert has weights")
+        is_possible = 1 <= self.k <= self.n_experts and 1 <= self.n_expert_layers <= self.n_layers
+        about = f"{self.name}: {self.k} of {self.n_experts} experts in {self.n_expert_layers} layers"
+        require(is_possible, about)
+        require(min(self.expert_bytes, self.expert_flops) > 0, f"{self.name}: an expert has weights")
 
 
 def builtin_models() -> dict[str, ModelShape]:
@@ -182,8 +176,7 @@ def shape_of_file(path: Path, k: int) -> ModelShape:
 
 def read_data(name: str) -> dict[str, Any]:
     """The contents of a data file in moeedge/lab/sim/data."""
-    text = (resources.files("moeedge.lab.sim") / "data" / name).read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
+    loaded: dict[str, Any] = json.loads((resources.files("moeedge.lab.sim") / "data" / name).read_text("utf-8"))
     return loaded
 
 
@@ -199,17 +192,14 @@ def entry_of(table: dict[str, Any], name: str) -> dict[str, Any]:
 
 def pick(entry: dict[str, Any], side: Side) -> dict[str, Any]:
     """A copy of a data file's object with one value of each range. Raises ValueError for a range out of order."""
-    return {name: _value(name, value, side) for name, value in entry.items()}
-
-
-def _value(name: str, value: Any, side: Side) -> Any:
-    if not isinstance(value, dict) or set(value) != _RANGE:
-        return value
-    if not value["low"] <= value["chosen"] <= value["high"]:
-        raise ValueError(f"{name}: the chosen value is not between low and high")
-    if side == "chosen":
-        return value["chosen"]
-    return value["high" if (side == "fast") == name.endswith(_RATES) else "low"]
+    picked = dict(entry)
+    for name, value in entry.items():
+        if isinstance(value, dict) and set(value) == _RANGE:
+            is_ordered = value["low"] <= value["chosen"] <= value["high"]
+            require(is_ordered, f"{name}: the chosen value is not between low and high")
+            outer = "high" if (side == "fast") == name.endswith(_RATES) else "low"
+            picked[name] = value["chosen" if side == "chosen" else outer]
+    return picked
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -227,9 +217,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def only_known(entry: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     """The fields of dataclass `kind` in a JSON object, without its sources. Raises ValueError for unknown keys."""
-    known = {item.name for item in fields(kind)}
     kept = {key: value for key, value in entry.items() if key not in ("source", "sources", "about")}
-    unknown = sorted(set(kept) - known)
+    unknown = sorted(set(kept) - {item.name for item in fields(kind)})
     if unknown:
         raise ValueError(f'unknown key "{unknown[0]}"')
     return kept

@@ -8,6 +8,7 @@ the computation waits for (`demand`) go before everything that is queued, into a
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +21,14 @@ from moeedge.policies.base import CacheShape, Plan
 Expert = tuple[int, int]  # layer, expert
 
 
+@dataclass(eq=False)
 class Demand:
     """One transfer that the computation waits for."""
 
-    def __init__(self, n_experts: int, rest_ns: int) -> None:
-        self.n_experts = n_experts
-        self.rest_ns = rest_ns  # time of what is moved in addition to the experts
-        self.arrived = Signal()
-        self.start_ns = 0
+    n_experts: int
+    rest_ns: int  # time of what is moved in addition to the experts
+    arrived: Signal = field(default_factory=Signal)
+    start_ns: int = 0
 
 
 class Mover:
@@ -46,15 +47,10 @@ class Mover:
         self._demands: deque[Demand] = deque()
         self._staged: set[Expert] = set()
         self._pinned: set[Expert] = set()
-        self._arrivals: dict[Expert, Signal] = {}
+        self.arrivals: dict[Expert, Signal] = {}  # the ends of the uploads in flight that no computation waits for
         self._is_first = True  # upload of its plan
         self._work = Signal()
         self._drained = Signal()
-
-    @property
-    def is_uploading(self) -> bool:
-        """Whether an upload is under way that no computation waits for."""
-        return bool(self._arrivals)
 
     def residency(self) -> NDArray[np.uint8]:
         """`resident`, which changes as time goes by."""
@@ -91,13 +87,9 @@ class Mover:
         self._wake()
         return demand
 
-    def arrival(self, layer: int, expert: int) -> Signal | None:
-        """The end of the transfer that brings this expert; None where it is not in flight."""
-        return self._arrivals.get((layer, expert))
-
     def drained(self) -> Signal:
         """Fires once nothing is queued or in flight."""
-        if self._queue or self._demands or self._arrivals:
+        if self._queue or self._demands or self.arrivals:
             self._drained = Signal()
         return self._drained
 
@@ -126,7 +118,7 @@ class Mover:
         if self.resident[expert] != Residency.ABSENT or expert in self._staged or not self._take_slot(layer):
             return
         self.resident[expert] = Residency.IN_FLIGHT
-        arrived = self._arrivals[expert] = Signal()
+        arrived = self.arrivals[expert] = Signal()
         ns = self._costs.transfer_ns
         if self._is_first or not self._batched:
             ns += self._costs.latency_ns
@@ -135,7 +127,7 @@ class Mover:
         yield ns
         self.resident[expert] = Residency.RESIDENT
         self.n_uploads += 1
-        del self._arrivals[expert]
+        del self.arrivals[expert]
         arrived.fire(self._clock)
 
     def _take_slot(self, layer: int) -> bool:

@@ -1,22 +1,16 @@
 """Predictions of a stated accuracy, in place of those from hidden states, which traces lack.
 
-Each (token, layer, slot) of a batch is right with a stated probability. A wrong one is an expert drawn by popularity
-among the layer's experts, which by chance may be one of the token's. Predictions are seeded, and the same for every
-policy and cache ratio.
+Each (token, layer, slot) of a batch is right with a stated probability (sources: docs/lab/traces.md). A wrong one is an
+expert drawn by popularity among the layer's experts, which by chance may be one of the token's. Predictions are seeded,
+and the same for every policy and cache ratio.
 
-  draft-router  SP-MoE: the draft's attention outputs through the target's routers. 0.88 is the accuracy of the top
-                expert in SP-MoE's Figure 7(b) ("88.94 % ... on average across layers" for DeepSeek-Lite, about 88 % for
-                Mixtral and Phi-3.5-MoE), taken for all slots, which favours the predictor. The draft never computes the
-                last draft of a batch: there is no prediction for it.
-  next-gate     Fate, AdapMoE, HybriMoE: the next layer's router on this layer's input. 0.80: "Pre-Attention Expert
-                Prediction" (arXiv 2511.10676) reports 93.0 to 97.6 % for its own predictors, about 15 points above
-                Fate's. No layer comes before the first layer with experts: there is no prediction for it.
+  draft-router  SP-MoE: the draft's attention outputs through the target's routers; the accuracy of the top expert is
+                taken for all slots. The draft never computes the last draft of a batch: it has no prediction.
+  next-gate     Fate, AdapMoE, HybriMoE: the next layer's router on this layer's input. No layer comes before the first
+                layer with experts: it has no prediction. n layers ahead the accuracy is that of one to the power of n.
 
-The engine measures such accuracies on real models; state its figures where there are any.
-
-The accuracy of a gate that looks n layers ahead is its accuracy to the power of n. The replay, which has no time, reads
-a draft's predictions for a batch at once, and those of gates layer by layer. The simulator reveals them as time goes
-by, token by token and layer by layer, and draws wrong experts by the popularity so far (`learn`).
+The replay, which has no time, reads a draft's predictions for a batch at once, and those of gates layer by layer. The
+simulator reveals them as time goes by, and draws wrong experts by the popularity so far (`learn`).
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.errors import require
 from moeedge.policies.base import ExpertPrediction
 
 PredictionSource = Literal["draft-router", "next-gate"]
@@ -46,10 +41,8 @@ class PredictorAccuracy:
     def __post_init__(self) -> None:
         for name in ("draft_router", "next_gate"):
             accuracy = getattr(self, name)
-            if accuracy is not None and not 0 <= accuracy <= 1:
-                raise ValueError(f"the accuracy {name} must be in [0, 1], not {accuracy}")
-        if self.reach < 0:
-            raise ValueError(f"the reach must be >= 0, not {self.reach}")
+            require(accuracy is None or 0 <= accuracy <= 1, f"the accuracy {name} must be in [0, 1], not {accuracy}")
+        require(self.reach >= 0, f"the reach must be >= 0, not {self.reach}")
 
     def of(self, source: PredictionSource) -> float | None:
         """The accuracy of one source."""
@@ -82,7 +75,7 @@ class BatchPredictions:
         ids[round(share * len(ids)) :, n_tokens - 1] = -1
         if self.accuracy.critical is not None:
             ids[:, :, self.accuracy.critical :] = -1
-        return ExpertPrediction(ids, "draft-router")
+        return ExpertPrediction(ids)
 
     def of_gates(self, layer: int) -> ExpertPrediction | None:
         """The predictions from the input of `layer` for the next layers with experts."""
@@ -91,7 +84,7 @@ class BatchPredictions:
         ids = np.full_like(self.ids, -1)
         for ahead, later in enumerate(self._routed[self._routed > layer][: self.accuracy.reach].tolist(), start=1):
             ids[later] = self._mixed(later, self.accuracy.next_gate**ahead)
-        return ExpertPrediction(ids, "next-gate")
+        return ExpertPrediction(ids)
 
     @cached_property
     def _routed(self) -> NDArray[np.intp]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 from moeedge.lab.sim.clock import to_ns
@@ -24,7 +25,7 @@ from moeedge.lab.sim.model_shape import SIDES, Side, entry_of, find_model, only_
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft, simulate, synthetic_trace
 from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs
-from moeedge.notifications import Notification, Notify, ignore
+from moeedge.run import Notification, Notify, ignore
 from moeedge.speculation import acceptance_for, expected_tokens
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import RejectedTokenModel
@@ -36,7 +37,7 @@ _CLOSE = 0.25  # the aim: predicted over published is within so much of 1
 _WORKERS_MAX = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One simulation of a built-in model; the text is drawn by the seed of `config`."""
 
@@ -115,20 +116,18 @@ class Compared:
     @property
     def ratio(self) -> float | None:
         """Predicted over published."""
-        return self._over_published(self.predicted_ts)
+        return self.published_ts and self.predicted_ts / self.published_ts
 
     @property
     def without_overheads_ratio(self) -> float | None:
         """`without_overheads_ts` over published."""
-        return self._over_published(self.without_overheads_ts)
+        bare_ts, published_ts = self.without_overheads_ts, self.published_ts
+        return None if bare_ts is None or published_ts is None else bare_ts / published_ts
 
     @property
     def close(self) -> bool:
         """Whether the prediction with the chosen constants is within 25 % of the published figure."""
         return is_close(self.ratio)
-
-    def _over_published(self, speed_ts: float | None) -> float | None:
-        return None if speed_ts is None or self.published_ts is None else speed_ts / self.published_ts
 
     def row(self) -> dict[str, Any]:
         """Flat, as -o json prints it."""
@@ -226,18 +225,17 @@ class Papers:
 
     def table2(self, fit: Fit) -> list[Compared]:
         """All ten rows, in the published order, with and without overheads of programs."""
-        table = self.data["table2"]
-        rows = [self._row(table, name, fit) for name in table["published_ts"]]
+        rows = self._published("table2", fit)
         bare = self._cases.all(self._case(row, row.machine(fit, "chosen"), None) for row in rows)
-        return [
-            replace(row, without_overheads_ts=alone.tg_ts)
-            for row, alone in zip(self._compare("table2", rows, fit), bare, strict=True)
-        ]
+        compared = zip(self._compare("table2", rows, fit), bare, strict=True)
+        return [replace(row, without_overheads_ts=alone.tg_ts) for row, alone in compared]
 
     def table3(self, fit: Fit) -> list[Compared]:
         """Another model on the same machine: no further constant is fitted."""
-        table = self.data["table3"]
-        return self._compare("table3", [self._row(table, name, fit) for name in table["published_ts"]], fit)
+        return self._compare("table3", self._published("table3", fit), fit)
+
+    def _published(self, table: str, fit: Fit) -> list[_Row]:
+        return [self._row(self.data[table], name, fit) for name in self.data[table]["published_ts"]]
 
     def table4(self, fit: Fit) -> list[Compared]:
         """MoE-SpAc without one of its parts."""
@@ -294,36 +292,28 @@ class Papers:
 
     def _row(self, table: dict[str, Any], system: str, fit: Fit | None = None, **changes: Any) -> _Row:
         """A system in the setting of a table, with the table's own acceptance or the fitted one."""
+        acceptance = SimulationConfig.acceptance if fit is None else fit.acceptance
         config = SimulationConfig(
             policy=self.data["systems"][system]["policy"],
             cache_ratio=table["cache_ratio"],
             gamma=table["gamma"],
+            acceptance=table.get("acceptance", acceptance),
             rejected_token_model=self.rejected_token_model,
             seed=self._seed,
             max_steps=_STEPS,
         )
-        if fit is not None:
-            config = replace(config, acceptance=fit.acceptance)
-        if "acceptance" in table:
-            config = replace(config, acceptance=table["acceptance"])
         published_ts = table.get("published_ts", {}).get(system)
         fitted = system in (table.get("fit_cpu"), table.get("fit_acceptance"))
-        hardware, model = table["hardware"], table["model"]
-        return _Row(system, system, hardware, model, replace(config, **changes), published_ts, fitted)
+        config = replace(config, **changes)
+        return _Row(system, system, table["hardware"], table["model"], config, published_ts, fitted)
 
     def _compare(self, table: str, rows: Sequence[_Row], fit: Fit | None = None) -> list[Compared]:
         """Runs the rows of a table with all sides of the constants."""
         results = iter(self._cases.all(self._case(row, row.machine(fit, side), side) for row in rows for side in SIDES))
+        ranges = [Range(**{side: next(results) for side in SIDES}) for _ in rows]
         return [
-            Compared(
-                table,
-                row.name,
-                self.rejected_token_model,
-                Range(**{side: next(results) for side in SIDES}),
-                row.published_ts,
-                row.fitted,
-            )
-            for row in rows
+            Compared(table, row.name, self.rejected_token_model, of_row, row.published_ts, row.fitted)
+            for row, of_row in zip(rows, ranges, strict=True)
         ]
 
     def _case(self, row: _Row, hardware: HardwareSpec, side: Side | None = "chosen") -> Case:
@@ -332,20 +322,12 @@ class Papers:
         overheads = entry_of(self.data["frameworks"], entry["framework"]) | entry.get("transfer", {})
         if side is None:  # what a system moves is no overhead
             overheads = {name: value for name, value in overheads.items() if isinstance(value, bool)}
-        framework = Framework(**only_known(pick(overheads, side or "chosen"), Framework))
-        config = row.config
+        framework, config = Framework(**only_known(pick(overheads, side or "chosen"), Framework)), row.config
         if "reach" in entry:
             config = replace(config, accuracy=replace(config.accuracy, reach=entry["reach"]))
         if not has_draft(config):  # so that the same simulation runs once
             config = replace(config, gamma=0, acceptance=1.0, rejected_token_model="optimistic")
-        return Case(
-            model=row.model,
-            n_tokens=_TOKENS,
-            hardware=hardware,
-            framework=framework,
-            config=config,
-            draft_s=row.draft_s,
-        )
+        return Case(row.model, _TOKENS, hardware, framework, config, row.draft_s)
 
 
 def figures(rows: Sequence[Compared]) -> list[Figure]:
@@ -359,7 +341,9 @@ def figures(rows: Sequence[Compared]) -> list[Figure]:
         bare = sum(is_close(row.without_overheads_ratio) for row in free)
         found.append(Figure("without overheads", model, bare, len(free), right, None, total))
         right, total = same_order([row.predicted_ts for row in table], table)
-        close, anyway = sum(row.close for row in free), order_anyway(table)
+        ordered = sorted((row for row in table if row.published_ts), key=lambda row: row.published_ts or 0.0)
+        anyway = sum(slower.range.high_ts < faster.range.low_ts for slower, faster in combinations(ordered, 2))
+        close = sum(row.close for row in free)
         found.append(Figure("calibrated", model, close, len(free), right, anyway, total))
     held_out = [row for row in rows if row.table == "elsewhere" and not row.fitted]
     if held_out:
@@ -374,18 +358,7 @@ def is_close(ratio: float | None) -> bool:
 
 def same_order(speeds: Sequence[float | None], rows: Sequence[Compared]) -> tuple[int, int]:
     """The number of pairs of rows in the published order by these speeds, and of all pairs with both figures."""
-    known = [
-        (row.published_ts, speed)
-        for row, speed in zip(rows, speeds, strict=True)
-        if row.published_ts is not None and speed is not None
-    ]
-    pairs = [(a, b) for i, a in enumerate(known) for b in known[i + 1 :]]
+    both = [(row.published_ts, speed) for row, speed in zip(rows, speeds, strict=True)]
+    known = [(published, speed) for published, speed in both if published is not None and speed is not None]
+    pairs = list(combinations(known, 2))
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs), len(pairs)
-
-
-def order_anyway(rows: Sequence[Compared]) -> int:
-    """The number of pairs of rows in the published order whose ranges do not overlap."""
-    ordered = sorted((row for row in rows if row.published_ts is not None), key=lambda row: row.published_ts or 0.0)
-    return sum(
-        slower.range.high_ts < faster.range.low_ts for i, slower in enumerate(ordered) for faster in ordered[i + 1 :]
-    )

@@ -1,18 +1,10 @@
-"""One policy, or a bound, on the batches of a trace, with transfers that take no time.
+"""One policy, or a bound, on the batches of a trace, with transfers that take no time (docs/lab/traces.md, Replay).
 
 A policy plans as it does in the engine: after each batch with the token that the target added, and before the next one
 with the drafts, where the trace holds tokens. Its uploads are there at once. Then the batch comes, and experts that are
-resident are hits: the engine finds the same where it waits for transfers (tests/lab/sim/test_replay_engine.py). So a
-replay says how well a policy predicts and how much it moves for that. Whether a link can keep up is the simulator's
-question, except that `max_uploads` can limit what plans move, the same for all policies.
-
-Systems that compute everything on the device (`ExecutionModel.device_only`) load each missing expert when it is needed:
-one transfer, which counts as an upload but not as a hit; experts that they then keep cost no second one. Policies that
-plan before every layer do so as in the engine (`StepDriver.push_layer`), and what they push before a layer is there for
-the layers after it; of a layer the experts that are resident when it is computed are hits. Traces lack the hidden
-states of layers; policies that read them go by their caches alone, unless noisy predictions of a stated accuracy take
-their place (sim/noisy_predictor.py), those of the next layers' gates layer by layer. Where transfers take no time, a
-predictor that is nearly always right makes any cache nearly the oracle, so such rows compare the stated accuracies.
+resident are hits: the engine finds the same where it waits for transfers (tests/lab/sim/test_replay_engine.py).
+Policies that plan before every layer do so as in the engine (`StepDriver.push_layer`): what they push before a layer is
+there for the layers after it; of a layer the experts that are resident when it is computed are hits.
 
 Two bounds know the future. All layers share their slots; a policy that gives every layer its own slots is bounded as
 well. A prefill is not a step: its uses are not hits, but belady may keep what it used.
@@ -21,10 +13,9 @@ oracle  Before every step the slots hold the experts that most of its tokens use
         steps finds more (token, expert) pairs resident. Transfers are not counted, and it looks one step ahead.
 belady  MIN with bypass (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
         5(2), 1966): after every step, of the resident and the just used experts, the slots keep those that are used
-        again soonest. No cache that is filled by use (LRU, LFU) finds more distinct experts resident; a policy that
-        uploads experts before their use may. All experts of a step are used at once and a used expert need not stay, so
-        the choice is one of intervals between two uses, at most as many at a time as there are slots: keeping those
-        that end first is optimal.
+        again soonest. All experts of a step are used at once and a used expert need not stay, so the choice is one of
+        intervals between two uses, at most as many at a time as there are slots: keeping those that end first is
+        optimal.
 """
 
 from __future__ import annotations
@@ -32,15 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.lab.sim.batches import HitStats, observation_of
+from moeedge.experts import BoolArray, IntArray
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import BatchPredictions
 from moeedge.lab.traces.schedule import Batch, Chunk
-from moeedge.policies.base import BoolArray, CacheShape, ExpertPrediction, IntArray, Plan, Policy, check_plan
+from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, check_plan
 from moeedge.scheduler.driver import StepDriver
 
 IndexArray = NDArray[np.intp]
@@ -88,6 +80,35 @@ def _flat_ids(pairs: NDArray[np.int32], n_experts: int) -> IndexArray:
     """Flat ids of layers and experts [n, 2]."""
     flat_ids: IndexArray = pairs[:, 0] * np.intp(n_experts) + pairs[:, 1]
     return flat_ids
+
+
+@dataclass
+class HitStats:
+    """Hits and uploads, summed over batches that are not prompts."""
+
+    pairs: int = 0  # (token, expert)
+    pairs_hit: int = 0
+    unique: int = 0  # distinct experts, summed over batches and layers
+    unique_hit: int = 0
+    uploads: int = 0  # experts moved to the device, on demand or not
+
+    def add(self, counts: NDArray[np.integer[Any]], is_hit: NDArray[np.bool_]) -> None:
+        """Adds experts by their activations and by whether they were resident; arrays of the same shape."""
+        used = counts > 0
+        self.pairs += int(counts.sum())
+        self.pairs_hit += int(counts[is_hit].sum())
+        self.unique += int(np.count_nonzero(used))
+        self.unique_hit += int(np.count_nonzero(used & is_hit))
+
+    @property
+    def hit_rate_pairs(self) -> float:
+        """Share of the pairs whose expert was resident; 0 without any."""
+        return self.pairs_hit / max(self.pairs, 1)
+
+    @property
+    def hit_rate_experts(self) -> float:
+        """Share of the distinct experts that were resident; 0 without any."""
+        return self.unique_hit / max(self.unique, 1)
 
 
 # An expert of which so many activations are expected is called hot: at independent activations the chance of any is
@@ -140,10 +161,7 @@ class PolicyReplay:
         self._driver = StepDriver(policy, self)
         self._shape = shape
         self._expert_layers = np.flatnonzero(shape.group >= 0)
-        self._device_only = policy.execution_model.device_only
-        self._cached_tokens_max = policy.execution_model.cached_tokens_max
-        self._reads_draft = "draft-inputs" in policy.required_inputs
-        self._reads_gates = "block-inputs" in policy.required_inputs
+        self._execution_model, self._required_inputs = policy.execution_model, policy.required_inputs
         self._expert_bytes = expert_bytes
         self._checked_cap = checked_cap
         self._fresh_policy = fresh_policy
@@ -164,19 +182,20 @@ class PolicyReplay:
                 plan = self._plan_draft(batch, prediction)
                 if self._driver.keeps_loads:
                     self._keep_loads(batch, resident[index])
-                elif self._driver.plans_layers and (prediction is not None or not self._reads_gates):
+                elif self._driver.plans_layers and (
+                    prediction is not None or "block-inputs" not in self._required_inputs
+                ):
                     self._plan_layers(resident[index], prediction)
                 else:
                     np.copyto(resident[index], self.slots.resident, casting="unsafe")
-                if plan.expected is None:
-                    np.greater_equal(plan.utility, 1.0, out=hot[index])
-                else:
-                    np.greater_equal(plan.expected, HOT_FROM, out=hot[index])
-                if self._device_only:
-                    self._load_on_demand((batch.counts > 0) & ~resident[index])
+                hot[index] = plan.utility >= 1.0 if plan.expected is None else plan.expected >= HOT_FROM
+                if self._execution_model.device_only:
+                    self._loaded = (batch.counts > 0) & ~resident[index]
+                    self.stats.on_demand += np.count_nonzero(self._loaded)
+                    self._count_uploads(np.flatnonzero(self._loaded))
             elif self._driver.keeps_loads:
                 self._keep_loads(batch, np.zeros_like(resident[index]))
-            self._driver.observe(observation_of(batch))
+            self._driver.observe(batch)
             self._is_planned = False
             self.stats.uploads_until.append(self.stats.hits.uploads)
         self.stats.add(chunk, resident)
@@ -191,19 +210,16 @@ class PolicyReplay:
         if self._checked_cap is not None:
             check_plan(plan, self._shape, self.slots.resident, self._checked_cap)
         if self._uploads_per_batch is not None:
-            plan = self._carried(plan)
+            uploads, kept = plan.uploads, np.zeros(len(plan.uploads), dtype=np.bool_)
+            if self._loaded is not None:  # by the last batch already
+                kept = self._loaded[tuple(uploads.T)]
+            kept |= np.cumsum(~kept) <= int(self._credit)
+            plan = replace(plan, uploads=uploads[kept], priority=plan.priority[kept])
         moved = self.slots.push(plan)
         if self._loaded is not None and moved.size:
             moved = moved[~self._loaded.reshape(-1)[moved]]
         self._credit -= moved.size
         self._count_uploads(moved)
-
-    def _carried(self, plan: Plan) -> Plan:
-        """The plan with the uploads that the link carries, and those that the last batch has loaded already."""
-        uploads = plan.uploads
-        is_loaded = np.zeros(len(uploads), dtype=np.bool_) if self._loaded is None else self._loaded[tuple(uploads.T)]
-        carried = is_loaded | (np.cumsum(~is_loaded) <= int(self._credit))
-        return replace(plan, uploads=uploads[carried], priority=plan.priority[carried])
 
     def _begin_batch(self, batch: Batch) -> None:
         """Plans after the batch before, as the engine does at once, now that the first token of this one is known."""
@@ -213,10 +229,10 @@ class PolicyReplay:
             self._plan_next([] if batch.is_first else batch.known_tokens[:1])
         if not batch.is_first:
             return
-        if self._fresh_policy is None:
-            self._driver.begin_text()
+        if self._fresh_policy is not None:
+            self._driver.use(self._fresh_policy())
         else:
-            self._driver = StepDriver(self._fresh_policy(), self)
+            self._driver.begin_text()
         if not batch.prefill:  # the engine plans after a prompt; the trace lacks it
             self._plan_next(batch.known_tokens[:1])
 
@@ -229,7 +245,7 @@ class PolicyReplay:
     def _plan_draft(self, batch: Batch, prediction: BatchPredictions | None) -> Plan:
         """Plans for the drafts, where something is known of them; returns the plan that stands."""
         early: ExpertPrediction | None = None
-        if self._reads_draft and prediction is not None:  # the draft never computes the last token
+        if prediction is not None and "draft-inputs" in self._required_inputs:  # never computes its last token
             early = prediction.of_draft(max(batch.n_tokens - 1, 1))
         if len(batch.known_tokens) > 1 or early is not None:
             self._plan = self._driver.plan_draft(batch.known_tokens, early, batch.hidden_states)
@@ -245,19 +261,13 @@ class PolicyReplay:
 
     def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> None:
         """Layer by layer gives the missing experts their slots; sets `resident` to what each layer found."""
-        if self._cached_tokens_max is not None and batch.n_tokens > self._cached_tokens_max:
+        if batch.n_tokens > (self._execution_model.cached_tokens_max or batch.n_tokens):
             return
         for layer in self._expert_layers.tolist():
             np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
             plan = self._driver.plan_load(layer, np.flatnonzero(batch.counts[layer]))
             if plan is not None:
                 self.slots.push(plan)
-
-    def _load_on_demand(self, missing: NDArray[np.bool_]) -> None:
-        self._loaded = missing
-        flat_ids = np.flatnonzero(missing)
-        self.stats.on_demand += flat_ids.size
-        self._count_uploads(flat_ids)
 
     def _count_uploads(self, flat_ids: NDArray[np.intp]) -> None:
         self.stats.hits.uploads += flat_ids.size

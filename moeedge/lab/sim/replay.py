@@ -5,59 +5,52 @@ All policies and cache ratios go through the trace together, chunk by chunk: win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.engine.budgets import budget_record
-from moeedge.lab.sim.batches import cache_shape
+from moeedge.errors import require
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
-from moeedge.lab.sim.noisy_predictor import (
-    NO_PREDICTOR,
-    BatchPredictions,
-    NoisyPredictor,
-    PredictorAccuracy,
-)
+from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, BatchPredictions, NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
-from moeedge.lab.traces.schedule import AcceptanceSource, Schedule
+from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape
 from moeedge.policies.base import Policy, PolicyConfig
-from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
+from moeedge.records import figure, filled
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What was replayed; None: not known."""
 
-    model: str
-    rejected_token_model: str  # optimistic, pessimistic or recorded
-    cache_ratio: float
-    slots: int
-    gamma: int
-    acceptance_rate: float | None  # accepted over drafted tokens
-    acceptance_chance: float | None  # of a draft, after all before it were accepted
-    acceptance_source: AcceptanceSource | None
-    steps: int
-    fresh_memory: bool  # every text began with an empty policy
+    model: str = figure("The trace's model")
+    rejected_token_model: str = figure("How rejected drafts route: recorded, or assumed optimistic or pessimistic")
+    cache_ratio: float = figure("Share of all experts of the recorded layers that the slots hold", most=1)
+    slots: int = figure("One pool for all layers")
+    gamma: int = figure("Most drafts of a step")
+    acceptance_rate: float | None = figure("Accepted over drafted tokens", most=1)
+    acceptance_chance: float | None = figure("Chance of a draft after all before it were accepted", most=1)
+    acceptance_source: AcceptanceSource | None = figure(
+        "Recorded: drafts were accepted as in the trace; measured: windows were cut with the trace's own chance; "
+        "assumed: with that of --acceptance-chance, or 0.8; null without drafts"
+    )
+    steps: int = figure("Steps that were replayed")
+    fresh_memory: bool = figure("Whether every text began with an empty policy")
 
 
-def setting_of(schedule: Schedule, cache_ratio: float, *, fresh_memory: bool) -> dict[str, Any]:
-    """The fields of a `Setting`."""
+def setting_of(schedule: Schedule, cache_ratio: float) -> dict[str, Any]:
+    """The fields of a `Setting` that are neither the schedule's nor the configuration's."""
     rate, chance = schedule.acceptance_rate, schedule.acceptance_chance
     return {
         "model": schedule.trace.meta.model,
-        "rejected_token_model": schedule.rejected_token_model,
-        "cache_ratio": cache_ratio,
         "slots": int(cache_shape(schedule.trace, cache_ratio).capacity[0]),
-        "gamma": schedule.gamma,
         "acceptance_rate": None if rate is None else round(rate, 6),
         "acceptance_chance": None if chance is None else round(chance, 6),
-        "acceptance_source": schedule.acceptance_source,
         "steps": schedule.n_steps,
-        "fresh_memory": fresh_memory,
     }
 
 
@@ -68,28 +61,44 @@ class ReplayRow(Setting):
     Shares are of all batches; uploads are per layer with experts and batch. None: not known, or not of this policy.
     """
 
-    policy: str
-    hit_rate_pairs: float
-    hit_rate_experts: float
-    uploads_per_layer_step: float
-    hot_cold_accuracy: float | None
-    on_demand_per_layer_step: float
-    bytes_per_step: float | None
-    share_of_oracle: float | None  # of the one-step oracle's pairs
-    oracle_hit_rate_pairs: float
-    above_oracle: Literal["within-step"] | None  # why it finds more: its slots change between layers
-    belady_hit_rate_experts: float
-    prediction_source: str | None  # of the noisy predictions; None: the policy got none
-    predictor_accuracy: float | None
-    token_ids: bool  # known before their step: the trace holds them, and its steps are the recorded ones
-    draft_hidden_states: bool  # likewise
-    profile: bool  # made from texts held out
-    texts: int
-    tokens_per_step: float
-    max_uploads: float | None
-    without_predictor: bool  # its predictor reads what a trace lacks, and nothing took its place: not to be ranked
-    seed: int
-    expert_budget: dict[str, Any] | None = None  # the row's budget and its figures; None: no budgets were asked for
+    is_open: ClassVar = True  # with --expert-budget also its keys
+
+    policy: str = figure("Policy or bound")
+    hit_rate_pairs: float = figure(
+        "Share of (token, expert) pairs whose expert was resident when the step began", most=1
+    )
+    hit_rate_experts: float = figure("The same of distinct experts, summed over steps and layers", most=1)
+    uploads_per_layer_step: float = figure("Experts uploaded per layer with experts and step, loads on demand included")
+    hot_cold_accuracy: float | None = figure(
+        "Share of (step, layer, expert) predicted correctly as used or unused, first steps of texts excluded; hot: ln "
+        "2 or more expected activations where the policy estimates them (of independent activations an even chance of "
+        "one), otherwise a utility of at least 1; null for bounds",
+        most=1,
+    )
+    on_demand_per_layer_step: float = figure("Of the uploads, the loads on demand")
+    bytes_per_step: float | None = figure("Uploaded, all layers; null: the size of experts is unknown", "bytes")
+    share_of_oracle: float | None = figure("Pair hits over those of the one-step oracle")
+    oracle_hit_rate_pairs: float = figure("Pair hits of the one-step oracle", most=1)
+    above_oracle: Literal["within-step"] | None = figure(
+        "Why a policy finds more pairs than the best residency that does not change within a step: its slots change "
+        "between layers, so that one serves several; null where it does not"
+    )
+    belady_hit_rate_experts: float = figure(
+        "Distinct experts hit by the best cache that holds only used experts", most=1
+    )
+    prediction_source: str | None = figure("The noisy predictor; null: none")
+    predictor_accuracy: float | None = figure("Its accuracy", most=1)
+    token_ids: bool = figure("Whether the trace has the tokens' vocabulary ids, which spac reads")
+    draft_hidden_states: bool = figure("Whether the trace has the draft's hidden states, which spac reads")
+    profile: bool = figure("Whether texts were held out for a profile")
+    texts: int = figure("Texts that were replayed")
+    tokens_per_step: float = figure("Tokens of a step, the mean")
+    max_uploads: float | None = figure("Most uploads per layer and step, which policies were told; null: no limit")
+    without_predictor: bool = figure(
+        "Whether the row is of a cache whose predictor reads what a trace lacks: not ranked"
+    )
+    seed: int = figure("Of random choices")
+    expert_budget: dict[str, Any] | None = figure("", default=None, in_json=False)  # the row's budget and its figures
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
@@ -122,12 +131,11 @@ class ReplayConfig:
     budgets: tuple[ExpertBudget | None, ...] | None = None  # None among them: no budget; instead of them: not asked for
 
     def __post_init__(self) -> None:
-        if not self.ratios:
-            raise ValueError("nothing to replay: no cache ratio")
-        if any(not 0 <= ratio <= 1 for ratio in self.ratios):
-            raise ValueError("the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts)")
-        if self.max_uploads is not None and not self.max_uploads >= 0:
-            raise ValueError(f"the uploads per layer and step must be >= 0, not {self.max_uploads}")
+        require(self.ratios, "nothing to replay: no cache ratio")
+        is_share = all(0 <= ratio <= 1 for ratio in self.ratios)
+        require(is_share, "the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts)")
+        is_limit = self.max_uploads is None or self.max_uploads >= 0
+        require(is_limit, f"the uploads per layer and step must be >= 0, not {self.max_uploads}")
 
 
 def replay(
@@ -149,18 +157,8 @@ def replay(
         for name in (*config.policies, *BOUNDS)
     ]
     found = replay_arms(schedule, arms, config, on_batches=on_batches, on_phase=on_phase)
-    bounds = {(arm.cache_ratio, arm.budget, arm.policy): stats for arm, stats in zip(arms, found, strict=True)}
-    return [
-        _row(
-            schedule,
-            config,
-            arm,
-            stats,
-            oracle=bounds[arm.cache_ratio, arm.budget, "oracle"],
-            belady=bounds[arm.cache_ratio, arm.budget, "belady"],
-        )
-        for arm, stats in zip(arms, found, strict=True)
-    ]
+    by_arm = dict(zip(arms, found, strict=True))
+    return [_row(schedule, config, arm, by_arm) for arm in arms]
 
 
 def replay_arms(
@@ -183,10 +181,9 @@ def replay_arms(
     next_use: dict[ExpertBudget | None, NextUse] = {}
     on_phase("reading ahead")
     for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
-        if budget is None:
-            next_use[budget] = NextUse((chunk.counts, chunk.counted) for chunk in schedule.chunks())
-        else:
-            next_use[budget] = NextUse(budgeted[budget].limited_counts(schedule))
+        uncounted = BudgetedTrace(schedule.trace, budget)
+        chunks = (chunk if budget is None else uncounted.limited_chunk(chunk) for chunk in schedule.chunks())
+        next_use[budget] = NextUse((chunk.counts, chunk.counted) for chunk in chunks)
     replays: list[PolicyReplay | BoundReplay] = []
     for arm in arms:
         if arm.policy in BOUNDS:
@@ -194,7 +191,7 @@ def replay_arms(
             replays.append(BoundReplay(shape, next_use[arm.budget] if arm.policy == "belady" else None))
         else:
             replays.append(_policy_replay(schedule, arm, config))
-    sources = [config.accuracy.source_for(TABLE[arm.policy].required_inputs) for arm in arms]
+    sources = [config.accuracy.source_for(TABLE[arm.policy].make.required_inputs) for arm in arms]
     popularity = profile_of(schedule).astype(np.float64) if any(sources) else np.zeros((0, 0))
     predictor = NoisyPredictor(popularity, config.accuracy, config.seed)
     on_phase("replaying")
@@ -238,7 +235,7 @@ def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> 
 
 def lacks_predictor(policy: str, accuracy: PredictorAccuracy) -> bool:
     """Whether a replay of that policy is of its cache alone, since its predictor reads what a trace lacks."""
-    read = TABLE[policy].required_inputs
+    read = TABLE[policy].make.required_inputs
     return bool(read & {"draft-inputs", "block-inputs"}) and accuracy.source_for(read) is None
 
 
@@ -251,25 +248,20 @@ def profile_of(schedule: Schedule) -> NDArray[np.int64]:
     return total
 
 
-def _row(
-    schedule: Schedule,
-    config: ReplayConfig,
-    arm: ReplayArm,
-    stats: ReplayStats,
-    *,
-    oracle: ReplayStats,
-    belady: ReplayStats,
-) -> ReplayRow:
+def _row(schedule: Schedule, config: ReplayConfig, arm: ReplayArm, found: Mapping[ReplayArm, ReplayStats]) -> ReplayRow:
+    stats = found[arm]
+    oracle, belady = (found[replace(arm, policy=name, max_uploads=None)] for name in ("oracle", "belady"))
     n_layers = len(schedule.trace.expert_layers())
     layer_steps = max(schedule.n_steps * n_layers, 1)
     hit_rate, oracle_hit_rate = round(stats.hits.hit_rate_pairs, 6), round(oracle.hits.hit_rate_pairs, 6)
     knows_bytes = config.expert_bytes is not None and arm.policy not in BOUNDS
-    source = config.accuracy.source_for(TABLE[arm.policy].required_inputs)
-    execution = TABLE[arm.policy].execution_model
+    source = config.accuracy.source_for(TABLE[arm.policy].make.required_inputs)
+    execution = TABLE[arm.policy].make.execution_model
     is_within_step = execution.prefetch_within_step or execution.keeps_loads
-    return ReplayRow(
-        **setting_of(schedule, arm.cache_ratio, fresh_memory=config.fresh_memory),
-        policy=arm.policy,
+    return filled(
+        ReplayRow,
+        *(config, arm, schedule),
+        **setting_of(schedule, arm.cache_ratio),
         hit_rate_pairs=hit_rate,
         hit_rate_experts=round(stats.hits.hit_rate_experts, 6),
         uploads_per_layer_step=round(stats.hits.uploads / layer_steps, 6),
@@ -287,10 +279,6 @@ def _row(
         profile=config.profile is not None,
         texts=schedule.n_texts,
         tokens_per_step=round(schedule.tokens_per_step, 6),
-        max_uploads=config.max_uploads,
         without_predictor=lacks_predictor(arm.policy, config.accuracy),
-        seed=config.seed,
-        expert_budget=None
-        if config.budgets is None or stats.budgeted is None
-        else budget_record(arm.budget, gamma=schedule.gamma) | stats.budgeted.row(),
+        expert_budget=stats.budgeted and budget_record(arm.budget, gamma=schedule.gamma) | stats.budgeted.row(),
     )

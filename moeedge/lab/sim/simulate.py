@@ -7,17 +7,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moeedge.engine.budgets import budget_record
-from moeedge.lab.sim.batches import cache_shape
-from moeedge.lab.sim.execution import Execution, TimeBreakdown
+from moeedge.errors import require
+from moeedge.lab.sim.execution import CAUSES, Execution, TimeBreakdown
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.model_shape import ModelShape
-from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.step_costs import StepCosts
-from moeedge.lab.traces.schedule import AcceptanceSource, Batch, Schedule, cut_schedule, recorded_schedule
+from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape, cut_schedule, recorded_schedule
 from moeedge.native.abi import Phase
 from moeedge.policies.base import CacheShape, PolicyConfig
-from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.policies.registry import make_policy
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 from moeedge.trace.steps import RejectedTokenModel
@@ -46,20 +45,12 @@ class SimulationConfig:
     options: tuple[tuple[str, Any], ...] = ()  # other fields of PolicyConfig
 
     def __post_init__(self) -> None:
-        if not 0 <= self.cache_ratio <= 1:
-            raise ValueError(
-                f"the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not {self.cache_ratio:g}"
-            )
-        if self.gamma < 0:
-            raise ValueError(f"gamma (--draft-max) must be 0 or more, not {self.gamma}")
-        if not 0 <= self.acceptance <= 1:
-            raise ValueError(f"the acceptance (--acceptance-chance) must be from 0 to 1, not {self.acceptance:g}")
-        if not 1 <= self.cap <= 64:
-            raise ValueError(f"the utility cap (-K) must be from 1 to 64, not {self.cap}")
-        if not self.link_factor > 0:
-            raise ValueError(f"the link factor (--link) must be above 0, not {self.link_factor:g}")
-        if self.n_whole_layers and self.budget is not None:
-            raise ValueError("whole layers have no expert budget")
+        about, chance = "the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not", self.acceptance
+        require(0 <= self.cache_ratio <= 1, f"{about} {self.cache_ratio:g}")
+        require(0 <= chance <= 1, f"the acceptance (--acceptance-chance) must be from 0 to 1, not {chance:g}")
+        PolicyConfig(gamma=self.gamma, cap=self.cap)  # raises for what policies cannot have
+        require(self.link_factor > 0, f"the link factor (--link) must be above 0, not {self.link_factor:g}")
+        require(not self.n_whole_layers or self.budget is None, "whole layers have no expert budget")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +63,7 @@ class SimulationResult:
     time: TimeBreakdown
     busy_s: dict[str, float]  # of gpu, cpu and link, from the first verification on
     n_expert_layers: int
-    experts: dict[str, Any]  # of the verifications in the breakdown (BudgetedTrace.row)
+    experts: dict[str, Any]  # the expert budget, and its figures of the verifications in the breakdown
 
     @property
     def acceptance_source(self) -> AcceptanceSource | None:
@@ -109,13 +100,7 @@ class SimulationResult:
             "tg_ts": self.tg_ts,
             "tpot_s": self.tpot_s,
             "tokens_per_step": time.tokens / max(time.steps, 1),
-            "draft_s": time.per_token_s("draft"),
-            "dense_s": time.per_token_s("dense"),
-            "device_s": time.per_token_s("device"),
-            "stall_cpu_s": time.per_token_s("cpu"),
-            "stall_load_s": time.per_token_s("load"),
-            "stall_link_s": time.per_token_s("link"),
-            "host_s": time.per_token_s("host"),
+            **{key: time.per_token_s(cause) for cause, key in CAUSES.items()},
             "hit_rate_pairs": time.hits.hit_rate_pairs,
             "hit_rate_experts": time.hits.hit_rate_experts,
             "uploads_per_layer_step": time.hits.uploads / max(time.steps * self.n_expert_layers, 1),
@@ -123,10 +108,6 @@ class SimulationResult:
             "tokens": time.tokens,
             **{f"busy_{stream}_s": seconds for stream, seconds in self.busy_s.items()},
         }
-
-    def budget_row(self) -> dict[str, Any]:
-        """The expert budget and its figures, flat."""
-        return budget_record(self.config.budget, gamma=self.gamma) | self.experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,14 +182,22 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> Simula
     """
     gamma = config.gamma if has_draft(config) else 0
     costs = costs.with_link(config.link_factor)
-    n_layers, n_whole = trace.meta.n_layers, config.n_whole_layers
-    cache_ratio = config.cache_ratio
+    n_layers, n_whole, cache_ratio = trace.meta.n_layers, config.n_whole_layers, config.cache_ratio
     if n_whole:
         trace = replace(trace, ids=trace.ids[:, n_whole:], meta=replace(trace.meta, n_layers=n_layers - n_whole))
         cache_ratio = max(cache_ratio * n_layers - n_whole, 0.0) / (n_layers - n_whole)
     recorded = _recorded(trace, gamma)
-    batches = _batches(trace, config, gamma, recorded)
-    shape = cache_shape(trace, cache_ratio)
+    schedule = recorded or cut_schedule(
+        trace,
+        gamma=gamma,
+        acceptance_chance=config.acceptance,
+        rejected_token_model=config.rejected_token_model,
+        seed=config.seed,
+    )
+    batches, shape = schedule.batches(), cache_shape(trace, cache_ratio)
+    if config.max_steps is not None:
+        verifications = np.flatnonzero(~schedule.prefill)[: config.max_steps]
+        batches = batches[: verifications[-1] + 1]
     warm_steps = min(int(_WARM_SHARE * sum(not batch.prefill for batch in batches)), _WARM_STEPS_MAX)
     budgeted = BudgetedTrace(trace, config.budget)
     policy_config = PolicyConfig(
@@ -223,20 +212,20 @@ def simulate(costs: StepCosts, trace: Trace, config: SimulationConfig) -> Simula
         shape,
         make_policy(config.policy, shape, policy_config),
         batches,
-        predictor=NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), config.accuracy, config.seed),
+        accuracy=config.accuracy,
+        seed=config.seed,
         warm_steps=warm_steps,
         n_whole_layers=n_whole,
         budgeted=budgeted,
     )
-    time = execution.run()
     return SimulationResult(
         config=config,
         gamma=gamma,
         rejected_token_model=None if gamma == 0 else "recorded" if recorded else config.rejected_token_model,
-        time=time,
+        time=execution.run(),
         busy_s=execution.busy_s,
         n_expert_layers=int(np.count_nonzero(shape.group >= 0)),
-        experts=budgeted.row(),
+        experts=budget_record(config.budget, gamma=gamma) | budgeted.row(),
     )
 
 
@@ -257,19 +246,3 @@ def rejected_token_models(
 def _recorded(trace: Trace, gamma: int) -> Schedule | None:
     """A trace's own verifications if it was recorded with this gamma."""
     return recorded_schedule(trace) if 0 < gamma == trace.meta.gamma else None
-
-
-def _batches(trace: Trace, config: SimulationConfig, gamma: int, recorded: Schedule | None) -> list[Batch]:
-    """A trace's own batches, or else windows over its text; up to `max_steps`."""
-    schedule = recorded or cut_schedule(
-        trace,
-        gamma=gamma,
-        acceptance_chance=config.acceptance,
-        rejected_token_model=config.rejected_token_model,
-        seed=config.seed,
-    )
-    batches = schedule.batches()
-    if config.max_steps is None:
-        return batches
-    verifications = np.flatnonzero([not batch.prefill for batch in batches])
-    return batches[: verifications[min(config.max_steps, verifications.size) - 1] + 1]

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.lab.sim.clock import to_ns
 from moeedge.lab.sim.model_shape import ModelShape, Side, entry_of, only_known, pick, read_data, read_json
-from moeedge.policies.cost_model import CostModel
+from moeedge.policies.cost_model import CostModel, expert_seconds
 from moeedge.scheduler.calibration import Calibration
-from moeedge.scheduler.measurement import measurement_files
+from moeedge.scheduler.measurement import measurement_files, parse_measurement
 
 _COUNTED_TOKENS = 9  # of the counts for more than one token
 
@@ -73,9 +73,6 @@ class Calls:
         )
 
 
-_NO_CALLS = Calls()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
     """How a program shares layers with the host, and what its calls cost."""
@@ -93,7 +90,7 @@ class Handoff:
     def seconds(self, moment: str, n_tokens: int, link_bytes_per_s: float) -> float:
         """The time of one of the moments in a layer with so many tokens."""
         moments, scale = (self.one, 1.0) if n_tokens == 1 else (self.nine, n_tokens / _COUNTED_TOKENS)
-        return moments.get(moment, _NO_CALLS).seconds(self.times, link_bytes_per_s, scale)
+        return moments.get(moment, Calls()).seconds(self.times, link_bytes_per_s, scale)
 
     def divide_s(self, n_tokens: int) -> float:
         """Dividing a block between the sides; 0 where they do not share one."""
@@ -133,11 +130,9 @@ class HardwareSpec:
 
     def __post_init__(self) -> None:
         for name in ("gpu_bytes_per_s", "gpu_flops", "cpu_bytes_per_s", "cpu_flops", "link_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0")
+            require(getattr(self, name) > 0, f"{name} must be > 0")
         for name in ("link_latency_s", "layer_overhead_s", "sync_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0")
+            require(getattr(self, name) >= 0, f"{name} must be >= 0")
 
     def cpu_only(self) -> HardwareSpec:
         """The machine without its GPU: the CPU computes all. A layer starts as many threads as it launched kernels."""
@@ -199,12 +194,6 @@ class StepCosts:
         """The calls of one moment of a layer (moeedge.lab.sim.handoff)."""
         assert self.handoff is not None
         return to_ns(self.handoff.seconds(moment, n_tokens, self.link_bytes_per_s))
-
-    @property
-    def chunk_wait_ns(self) -> int:
-        """What a small copy to the device waits for while uploads are under way."""
-        assert self.handoff is not None
-        return to_ns(self.handoff.chunks_ahead * self.handoff.chunk_bytes / self.link_bytes_per_s)
 
     def with_link(self, factor: float) -> StepCosts:
         """The same with a link that is `factor` times as fast."""
@@ -320,11 +309,11 @@ def roofline_costs(hardware: HardwareSpec, shape: ModelShape, framework: Framewo
 
 def measured_costs(units: CostModel, *, schedule_s: float = 0.0) -> StepCosts:
     """Costs from a calibration: the head is part of `layer_rest_s`, latencies are part of the times."""
-    tokens = np.arange(TOKENS_MAX + 1)
+    tokens = np.arange(TOKENS_MAX + 1.0)
     transfer_ns = to_ns(units.transfer_expert_s)
     return StepCosts(
-        cpu_ns=np.rint([units.cpu_s(float(n)) * 1e9 for n in tokens]).astype(np.int64),
-        device_ns=np.rint([units.device_s(float(n)) * 1e9 for n in tokens]).astype(np.int64),
+        cpu_ns=np.rint(expert_seconds(units.cpu_expert_s, tokens) * 1e9).astype(np.int64),
+        device_ns=np.rint(expert_seconds(units.device_expert_s, tokens) * 1e9).astype(np.int64),
         block_ns=to_ns(units.block_overhead_s),
         sync_ns=0,
         transfer_ns=transfer_ns,
@@ -355,7 +344,7 @@ def calibration_file(hardware: str, model: str) -> Path | None:
 def read_calibration(path: Path) -> StepCosts:
     """The costs in a kept calibration. Raises InputError for a file without unit times."""
     try:
-        calibration = Calibration.from_json(path.read_text(encoding="utf-8"))
+        calibration = parse_measurement(Calibration, path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a calibration: {error}.", "Write one with moeedge calibrate.") from None
     if calibration.units is None:

@@ -1,10 +1,4 @@
-"""Reads routing traces of other tools into `Trace`.
-
-  .npz  ids [T, n_layers, k] with lengths [sequences]  decode tokens of several texts
-  .npz  ids [T, n_layers, k] with phase [T]            one text, phase 0 prefill and 1 decode, id -1 not recorded
-  .npz  ids [T, n_layers, k], or .npy of the same      decode tokens of one text
-  .csv  turn,phase,step,layer,slot,expert,weight,...   "route_trace v1" of BigMoeOnEdge: a row per (token, layer, slot)
-  .csv  pos,layer,id0,id1,...                          a row per (token, layer), by token or by layer
+"""Reads routing traces of other tools into `Trace`; docs/lab/traces.md describes their layouts.
 
 Only route_trace v1 states the model's number of experts; for the others it is the largest id + 1 unless it is given.
 Every token of such a trace counts as accepted; vocabulary ids are unknown (-1).
@@ -14,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +47,17 @@ def read_trace(path: Path, n_experts: int | None = None) -> Trace:
     return Trace.from_arrays(path, arrays) if "meta" in arrays else _from_arrays(path, arrays, n_experts)
 
 
-@dataclass(frozen=True)
-class _Comments:
-    """The comment lines: `# key=value ...`, and in route_trace v1 `# layer=0 expert_bytes=4336640 ...`."""
-
-    values: dict[str, str] = field(default_factory=dict)
-    expert_bytes: dict[int, int] = field(default_factory=dict)  # by layer
-
-
-def _read_comments(lines: list[str]) -> _Comments:
-    comments = _Comments()
+def _read_comments(lines: list[str]) -> tuple[dict[str, str], dict[int, int]]:
+    """The values of comments, `# key=value ...`, and of `# layer=0 expert_bytes=4336640` the bytes by layer."""
+    values: dict[str, str] = {}
+    expert_bytes: dict[int, int] = {}
     for line in lines:
         found: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", line))
         layer, size = _count(found, "layer"), _count(found, "expert_bytes")
         if layer is not None and size is not None:
-            comments.expert_bytes[layer] = size
-        comments.values.update(found)
-    return comments
+            expert_bytes[layer] = size
+        values |= found
+    return values, expert_bytes
 
 
 def _count(values: dict[str, str], name: str) -> int | None:
@@ -83,7 +71,7 @@ def _from_csv(path: Path, n_experts: int | None) -> Trace:
     with reading(path):
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
-            comments = _read_comments([line for line in lines if line.startswith("#")])
+            comments = [line for line in lines if line.startswith("#")]
             lines = [line for line in lines if not line.startswith("#")]
             if not any(line.strip() for line in lines):
                 raise unusable_trace(path, "it is empty")
@@ -171,8 +159,9 @@ def _by_token(position: NDArray[np.int64], layer: NDArray[np.int64]) -> NDArray[
     return np.lexsort((layer, position, text))
 
 
-def _from_slots(path: Path, table: NDArray[np.float64], comments: _Comments, n_experts: int | None) -> Trace:
+def _from_slots(path: Path, table: NDArray[np.float64], comments: list[str], n_experts: int | None) -> Trace:
     """Columns turn, phase, step, layer, slot, expert, weight, ...: one row per chosen expert, `step` counts tokens."""
+    values, expert_bytes = _read_comments(comments)
     numbers = _integers(path, table[:, :6])
     if (numbers < 0).any():
         raise unusable_trace(path, "a column is negative")
@@ -180,14 +169,15 @@ def _from_slots(path: Path, table: NDArray[np.float64], comments: _Comments, n_e
     turn, phase, step, layer, slot, expert = numbers[order].T
     is_new_token = np.r_[True, (np.diff(step) != 0) | (np.diff(turn) != 0)]
     token = np.cumsum(is_new_token) - 1
-    n_layers = max(_count(comments.values, "n_layer") or 0, int(layer.max()) + 1)
+    n_layers = max(_count(values, "n_layer") or 0, int(layer.max()) + 1)
     ids = _grid(path, (int(token[-1]) + 1, n_layers, int(slot.max()) + 1))
     weights = np.full(ids.shape, np.nan, dtype=np.float16)
     ids[token, layer, slot] = expert
     weights[token, layer, slot] = np.clip(table[order, 6], -60000, 60000)
     phases = _phases(path, phase, phase.size)[is_new_token]
     sequence = np.unique(turn[is_new_token], return_inverse=True)[1].astype(np.int32)
-    return _assemble(path, ids, phases, sequence, n_experts or _count(comments.values, "n_expert"), weights, comments)
+    n_experts = n_experts or _count(values, "n_expert")
+    return _assemble(path, ids, phases, sequence, n_experts, weights, values, expert_bytes)
 
 
 def _phases(path: Path, recorded: NDArray[Any], n_rows: int) -> NDArray[np.uint8]:
@@ -217,10 +207,10 @@ def _assemble(
     sequence: NDArray[np.int32],
     n_experts: int | None,
     weights: NDArray[np.float16] | None = None,
-    comments: _Comments | None = None,
+    values: Mapping[str, str] = {},
+    expert_bytes: Mapping[int, int] = {},
 ) -> Trace:
     """Numbers the steps and positions, narrows the ids, checks everything."""
-    comments = comments or _Comments()
     n_rows, n_layers, n_used = ids.shape
     n_named = int(ids.max(initial=-1)) + 1
     if n_named == 0 or ids.min() < -1:
@@ -237,12 +227,12 @@ def _assemble(
     n_prefill = np.bincount(sequence, weights=is_prefill).astype(np.int64)  # of each sequence
     step = np.where(is_prefill, 0, position - n_prefill[sequence] + 1)
     parameters: dict[str, Any] = {}
-    if comments.expert_bytes:
-        parameters["expert_bytes"] = [comments.expert_bytes.get(layer, 0) for layer in range(n_layers)]
+    if expert_bytes:
+        parameters["expert_bytes"] = [expert_bytes.get(layer, 0) for layer in range(n_layers)]
     try:
         meta = TraceMeta(
-            model=Path(comments.values["model"]).name if "model" in comments.values else path.stem,
-            architecture=comments.values.get("arch", ""),
+            model=Path(values["model"]).name if "model" in values else path.stem,
+            architecture=values.get("arch", ""),
             n_layers=n_layers,
             n_experts=n_experts,
             n_expert_used=n_used,

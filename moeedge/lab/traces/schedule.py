@@ -1,13 +1,11 @@
 """From a routing trace to the batches that a decoder would run, and the activations of each.
 
-A trace with verification steps is replayed as it was computed: its batches, its rejected drafts, its acceptance. A
-trace of plain text is cut into verification windows (steps.simulated_steps), with one of two models of the rejected
-tokens. The prompt of a text, if the trace holds it, comes first as one batch (`prefill`): policies see it, no figure
-counts it.
+A trace with verification steps is replayed as it was computed. A trace of plain text is cut into verification windows
+(steps.simulated_steps), with one of two models of the rejected tokens. The prompt of a text, if the trace holds it,
+comes first as one batch (`prefill`): policies see it, no figure counts it.
 
-A cut window has no drafts: no draft model proposed the tokens after its first. So before it is verified, policies know
-its first token alone, and no hidden state; afterwards, the tokens that became text. Of the rejected ones they see the
-routing that the model states. To know which drafts are unknown would tell in advance how many are accepted.
+A cut window has no drafts: before it is verified, policies know its first token alone, and no hidden state; afterwards,
+the tokens that became text. To know which drafts are unknown would tell in advance how many are accepted.
 
 Batches come in chunks, which are counted together and shared by all policies of a replay (moeedge/lab/sim/replay.py).
 """
@@ -16,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.experts import count_ids
 from moeedge.native.abi import Phase
+from moeedge.policies.base import CacheShape, Observation
+from moeedge.speculation import check_gamma
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import (
     GAMMA,
@@ -41,26 +42,25 @@ _CHUNK_COUNTS = 1 << 20  # elements of a chunk's counts, 4 MB
 _CHUNK_TOKENS = 4096  # a chunk ends before it has more tokens, unless its batches are many
 
 
-@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
-class Batch:
-    """Tokens that are computed together: a prompt, or the token emitted last and the drafts after it."""
+def cache_shape(trace: Trace, ratio: float) -> CacheShape:
+    """One pool of slots for a share `ratio` of the experts of all layers that the trace records."""
+    meta, layers = trace.meta, trace.expert_layers()
+    group = np.full(meta.n_layers, -1, dtype=np.int32)
+    group[layers] = 0
+    n_slots = int(ratio * len(layers) * meta.n_experts + 1e-9)
+    return CacheShape(meta.n_layers, meta.n_experts, group, np.array([n_slots], dtype=np.int32))
 
-    ids: NDArray[np.int32]  # [n_layers, n_tokens, k], -1: not recorded
-    counts: NDArray[np.int32]  # [n_layers, n_experts], activations
-    tokens: (
-        NDArray[np.int32] | None
-    )  # [n_tokens], vocabulary ids after the verification, -1: unknown; None: all unknown
-    n_accepted: int  # drafts that became text
-    prefill: bool
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch(Observation):
+    """A prompt or a verification, as policies observe it; without the weights and scores of routers."""
+
+    counts: NDArray[np.int32]
+    ids: NDArray[np.int32]
     is_first: bool  # of its text
     hidden_states: NDArray[np.float32] | None = None  # [n_states, d], the draft's, of the first tokens; None: unknown
     drafts_known: bool = True  # before the verification; False: of a cut window
     rows: NDArray[np.int64] | None = None  # [n_tokens], of the trace
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens that are computed together."""
-        return int(self.ids.shape[1])
 
     @property
     def known_tokens(self) -> list[int]:
@@ -175,6 +175,7 @@ class Schedule:
             batch = Batch(
                 ids=batch_ids,
                 counts=counts[index],
+                n_tokens=int(length),
                 tokens=tokens[part] if is_known else None,
                 n_accepted=0 if prefill else int(self.n_text[first + index]) - 1,
                 prefill=prefill,
@@ -223,22 +224,12 @@ def schedules(
     if gamma is None:
         gamma = GAMMA if own is None else own.gamma
     source: AcceptanceSource = "assumed"
+    chance = ACCEPTANCE_CHANCE if acceptance_chance is None else acceptance_chance
     if acceptance_chance is None and own is not None:
-        acceptance_chance, source = own.acceptance_chance, "measured"
-    if acceptance_chance is None:
-        acceptance_chance = ACCEPTANCE_CHANCE
+        chance, source = own.acceptance_chance, "measured"
     models: Sequence[RejectedTokenModel] = rejected_token_models or ("optimistic", "pessimistic")
-    return [
-        cut_schedule(
-            trace,
-            gamma=gamma,
-            acceptance_chance=acceptance_chance,
-            rejected_token_model=model,
-            seed=seed,
-            acceptance_source=source,
-        )
-        for model in (models if gamma > 0 else models[:1])
-    ]
+    cut = partial(cut_schedule, trace, gamma=gamma, acceptance_chance=chance, seed=seed, acceptance_source=source)
+    return [cut(rejected_token_model=model) for model in (models if gamma > 0 else models[:1])]
 
 
 def recorded_schedule(trace: Trace) -> Schedule | None:
@@ -268,12 +259,9 @@ def cut_schedule(
     acceptance_source: where the chance is from.
     Raises ValueError for an impossible gamma or chance of acceptance, InputError where no window fits.
     """
-    if gamma < 0:
-        raise ValueError(f"gamma (--draft-max) must be 0 or more, not {gamma}")
-    if not 0 <= acceptance_chance <= 1:  # NaN too
-        raise ValueError(
-            f"the chance of acceptance (--acceptance-chance) must be from 0 to 1, not {acceptance_chance:g}"
-        )
+    check_gamma(gamma)
+    about = f"the chance of acceptance (--acceptance-chance) must be from 0 to 1, not {acceptance_chance:g}"
+    require(0 <= acceptance_chance <= 1, about)  # NaN too
     if gamma == 0:
         return _schedule(trace, text_steps(trace), rejected_token_model, 0, None, None)
     steps = simulated_steps(

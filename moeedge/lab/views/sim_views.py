@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from moeedge.lab.sim.curves import PAIR_BOUNDS
+from moeedge.lab.sim.execution import CAUSES
+from moeedge.lab.sim.simulate import STOCK_POLICY
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.ui.console import visible
-from moeedge.ui.plots import COLOURS, MARKERS, new_figure, save_figure
+from moeedge.ui.plots import Line, Plot, save_plots
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
@@ -28,7 +30,12 @@ _MS = 1e3  # from seconds
 
 _ABOVE = "above oracle, as"
 _REPLAY_COLUMNS = (
-    text_column("policy", lambda row: _replay_name(row)),
+    text_column(
+        "policy",
+        lambda row: (
+            f"({row.policy})" if row.without_predictor else row.policy + (" *" if row.prediction_source else "")
+        ),
+    ),
     Column("pair hits", lambda row: None if row.policy == "belady" else row.hit_rate_pairs, ".3f"),
     Column("expert hits", "hit_rate_experts", ".3f"),
     Column("uploads", "uploads_per_layer_step", ".2f"),
@@ -73,17 +80,17 @@ def print_replay(rows: Sequence[ReplayRow], console: Console) -> None:
     columns = [column for column in _REPLAY_COLUMNS if known.get(column.title, True)]
     if any(row.expert_budget is not None for row in rows):
         columns += [replace(column, value=_of_budget(str(column.value))) for column in _BUDGET_COLUMNS]
-    for (model, ratio, budget), group in groupby(
+    for (_, ratio, budget), group in groupby(
         rows, key=lambda row: (row.rejected_token_model, row.cache_ratio, _budget_of(row))
     ):
-        entries = list(group)
-        ranked = sorted(
-            (row for row in entries if row.policy not in BOUNDS),
-            key=lambda row: (row.without_predictor, -row.hit_rate_pairs),
+        entries = sorted(group, key=_rank)
+        title = (
+            f"{visible(entries[0].model)}: {entries[0].texts} texts, {_steps(entries[0])}; slots for "
+            f"{100 * ratio:g} % of the experts ({entries[0].slots}){budget}"
         )
-        ranked += [row for row in entries if row.policy in BOUNDS]
-        title = _replay_title(ranked[0], model, ratio) + budget
-        print_table(console, columns, ranked, title=title, style=_row_style)
+        print_table(
+            console, columns, entries, title=title, style=lambda row: "dim" if _rank(row)[:2] > (0, False) else ""
+        )
         console.print()
     if rows:
         console.print(_replay_legend(rows), style="dim")
@@ -93,41 +100,32 @@ def _of_budget(name: str) -> Callable[[ReplayRow], Any]:
     return lambda row: row.as_dict()[name]
 
 
-def _budget_of(row: ReplayRow) -> str:
-    """The budget of a row for the title; empty where no budgets were asked for."""
-    if row.expert_budget is None:
-        return ""
-    return f"; {row.expert_budget['budget'] or 'no expert budget'}"
+def _rank(row: ReplayRow) -> tuple[float, ...]:
+    return (1,) if row.policy in BOUNDS else (0, row.without_predictor, -row.hit_rate_pairs)
 
 
-def _row_style(row: ReplayRow) -> str:
+def _replay_style(row: ReplayRow) -> str:
     return "dim" if row.policy in BOUNDS or row.without_predictor else ""
 
 
 def _replay_name(row: ReplayRow) -> str:
-    if row.without_predictor:
-        return f"({row.policy})"
-    return row.policy + ("" if row.prediction_source is None else " *")
+    return f"({row.policy})" if row.without_predictor else row.policy + (" *" if row.prediction_source else "")
 
 
-def _replay_title(row: ReplayRow, model: str, ratio: float) -> str:
-    acceptance = _acceptance(row)
+def _budget_of(row: ReplayRow) -> str:
+    """The budget of a row for the title; empty where no budgets were asked for."""
+    return "" if row.expert_budget is None else f"; {row.expert_budget['budget'] or 'no expert budget'}"
+
+
+def _steps(row: Setting) -> str:
+    """Number and size of the steps, the drafts' acceptance, and where that and the rejected tokens are from."""
+    model = row.rejected_token_model
     how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if row.gamma else "one token at a time"
-    return (
-        f"{visible(row.model)}: {row.texts} texts, {row.steps:,} steps of {row.gamma + 1} tokens{acceptance}, {how}; "
-        f"slots for {100 * ratio:g} % of the experts ({row.slots})"
-    )
-
-
-def _acceptance(row: Setting) -> str:
-    """The drafts' acceptance, and where it is from unless it was recorded; empty without drafts."""
-    if row.acceptance_rate is None:
-        return ""
-    rate = f", acceptance rate {row.acceptance_rate:.2f}"
-    if row.acceptance_source in (None, "recorded"):
-        return rate
-    source = "an assumed chance" if row.acceptance_source == "assumed" else "the trace's chance"
-    return f"{rate} by {source} of {row.acceptance_chance:.2f}"
+    rate = "" if row.acceptance_rate is None else f", acceptance rate {row.acceptance_rate:.2f}"
+    if rate and row.acceptance_source not in (None, "recorded"):
+        source = "an assumed chance" if row.acceptance_source == "assumed" else "the trace's chance"
+        rate += f" by {source} of {row.acceptance_chance:.2f}"
+    return f"{row.steps:,} steps of {row.gamma + 1} tokens{rate}, {how}"
 
 
 def _replay_legend(rows: Sequence[ReplayRow]) -> str:
@@ -155,53 +153,37 @@ def _replay_legend(rows: Sequence[ReplayRow]) -> str:
 def print_curves(panels: Sequence[CurvePanel], console: Console) -> None:
     """Per panel a line per policy: its hit rate of pairs with at most so many uploads; and its lead over lfu."""
     for panel in panels:
-        by_policy: dict[str, dict[float | None, AtMost]] = {}
-        for entry in panel.at_most:
-            by_policy.setdefault(entry.policy, {})[entry.uploads] = entry
+        found = {(entry.policy, entry.uploads): entry for entry in panel.at_most}
         limits = list(dict.fromkeys(entry.uploads for entry in panel.at_most))
-        ranked = [name for name in by_policy if name not in BOUNDS and name not in panel.apart]
-        ranked.sort(key=lambda name: -by_policy[name][None].hit_rate_pairs.value)
-        order = [*ranked, *(name for name in panel.apart if name in by_policy), *PAIR_BOUNDS]
+        names = dict.fromkeys(entry.policy for entry in panel.at_most)
+        ranked = [name for name in names if name not in BOUNDS and name not in panel.apart]
+        ranked.sort(key=lambda name: -found[name, None].hit_rate_pairs.value)
         titles = ["any" if limit is None else f"{limit:g}" for limit in limits]
-        columns = [text_column("uploads at most", 0), *value_columns(titles, ".3f")]
         lines = [
             (
                 f"({name})" if name in panel.apart else name,
-                *(
-                    by_policy[name][limit].hit_rate_pairs.value if limit in by_policy[name] else None
-                    for limit in limits
-                ),
+                *(found[name, limit].hit_rate_pairs.value if (name, limit) in found else None for limit in limits),
             )
-            for name in order
+            for name in (*ranked, *(name for name in panel.apart if name in names), *PAIR_BOUNDS)
         ]
-        console.print(_curve_title(panel), style="bold", soft_wrap=not console.is_terminal)
+        memory = ", memory emptied per text" if panel.fresh_memory else ""
+        console.print(
+            f"{visible(panel.trace)} ({visible(panel.model)}), texts {panel.texts}: "
+            f"{_steps(panel)}, slots for {100 * panel.cache_ratio:g} % of the experts "
+            f"({panel.slots}){memory}; resampled by {panel.unit}",
+            style="bold",
+            soft_wrap=not console.is_terminal,
+        )
+        columns = [text_column("uploads at most", 0), *value_columns(titles, ".3f")]
         print_table(console, columns, lines, style=lambda line: "dim" if line[0] in _UNRANKED else "")
-        leads = [
-            (name, *(_lead(by_policy[name].get(limit)) for limit in limits))
-            for name in ranked
-            if name == _DEFAULT and by_policy[name][None].beyond_reference is not None
-        ]
-        if leads:
+        leads = [_lead(found.get((_DEFAULT, limit))) for limit in limits]
+        if _DEFAULT in ranked and leads[limits.index(None)] is not None:
             console.print()
-            columns = [
-                text_column("lead over lfu", 0),
-                *(Column(title, index, str) for index, title in enumerate(titles, 1)),
-            ]
-            print_table(console, columns, leads)
+            columns = [Column(title, index, str) for index, title in enumerate(titles, 1)]
+            print_table(console, [text_column("lead over lfu", 0), *columns], [(_DEFAULT, *leads)])
         console.print()
     if panels:
         console.print(_CURVE_LEGEND, style="dim")
-
-
-def _curve_title(panel: CurvePanel) -> str:
-    model = panel.rejected_token_model
-    how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if panel.gamma else "token by token"
-    memory = ", memory emptied per text" if panel.fresh_memory else ""
-    slots = f"slots for {100 * panel.cache_ratio:g} % of the experts ({panel.slots})"
-    return (
-        f"{visible(panel.trace)} ({visible(panel.model)}), texts {panel.texts}: {panel.steps:,} steps of "
-        f"{panel.gamma + 1} tokens{_acceptance(panel)}, {how}, {slots}{memory}; resampled by {panel.unit}"
-    )
 
 
 def _lead(entry: AtMost | None) -> str | None:
@@ -213,105 +195,61 @@ def _lead(entry: AtMost | None) -> str | None:
 
 def shortcomings(rows: Sequence[ReplayRow]) -> list[str]:
     """A sentence for each input that policies lack in this replay."""
-    lines = []
-    unpredicted = dict.fromkeys(row.policy for row in rows if row.without_predictor)
-    if unpredicted:
-        lines.append(
-            f"{', '.join(unpredicted)}: by the cache alone, without a predictor, since a trace holds no inputs of "
-            "layers, so not ranked; --predictor-accuracy replaces it by one of stated accuracy."
-        )
-    unread = dict.fromkeys(row.policy for row in rows if not row.token_ids and TABLE[row.policy].reads_tokens)
-    if unread:
-        lines.append(f"{', '.join(unread)}: without token tables, since this trace holds no vocabulary ids.")
-    stateless = dict.fromkeys(row.policy for row in rows if row.token_ids and not row.draft_hidden_states)
-    contextless = [name for name in stateless if "draft-states" in TABLE[name].required_inputs]
-    if contextless:
-        lines.append(
-            f"{', '.join(contextless)}: prediction by token ids alone, since this trace lacks the draft's hidden "
-            "states, with which the engine predicts more; profile --policy spac --trace-out records them."
-        )
-    unprofiled = dict.fromkeys(row.policy for row in rows if not row.profile and TABLE[row.policy].takes_profile)
-    if unprofiled:
-        lines.append(f"{', '.join(unprofiled)}: profiled on the first steps, since no text was held out for a profile.")
-    return lines
+
+    def named(lacks: Callable[[ReplayRow], bool]) -> str:
+        return ", ".join(dict.fromkeys(row.policy for row in rows if lacks(row)))
+
+    def reads(row: ReplayRow) -> frozenset[str]:
+        return TABLE[row.policy].make.required_inputs
+
+    unread = named(lambda row: not row.token_ids and TABLE[row.policy].reads_tokens)
+    stateless = named(lambda row: row.token_ids and not row.draft_hidden_states and "draft-states" in reads(row))
+    unprofiled = named(lambda row: not row.profile and TABLE[row.policy].takes_profile)
+    found = [
+        f"{named(lambda row: row.without_predictor)}: by the cache alone, without a predictor, since a trace holds no "
+        "inputs of layers, so not ranked; --predictor-accuracy replaces it by one of stated accuracy.",
+        f"{unread}: without token tables, since this trace holds no vocabulary ids.",
+        f"{stateless}: prediction by token ids alone, since this trace lacks the draft's hidden states, with which "
+        "the engine predicts more; profile --policy spac --trace-out records them.",
+        f"{unprofiled}: profiled on the first steps, since no text was held out for a profile.",
+    ]
+    return [sentence for sentence in found if not sentence.startswith(":")]
 
 
 def draw_curves(panels: Sequence[CurvePanel], path: Path) -> None:
-    """`replay --curve --plot`: hits over uploads, a panel per trace and model of rejected tokens, a line per policy.
+    """`replay --curve --plot`: hits over uploads, a plot per trace and model of rejected tokens, a line per policy.
 
     A line is what a policy reaches with at most so many uploads; a policy of one point, whose loads on demand cannot be
     limited, is a marker; those without their predictor are hollow. Raises InputError where the file cannot be written.
     """
-    n_columns = min(len(panels), 2 if len(panels) < 5 else 4)
-    n_rows = -(-len(panels) // n_columns)
-    figure = new_figure(5.2 * n_columns, 4.2 * n_rows + 0.9)
-    all_axes = figure.subplots(n_rows, n_columns, squeeze=False).reshape(-1)
-    names = list(dict.fromkeys(point.policy for panel in panels for point in panel.points))
-    styles = {name: _curve_style(index, name) for index, name in enumerate(names)}
-    handles: dict[str, Any] = {}
-    for axes, panel in zip(all_axes, panels, strict=False):
-        handles |= _draw_curve_panel(axes, panel, styles)
-    for axes in all_axes[len(panels) :]:
-        axes.axis("off")
-    for index, axes in enumerate(all_axes[: len(panels)]):
-        if index % n_columns == 0:
-            axes.set_ylabel("pair hits: share of (token, expert) pairs")
-        if index + n_columns >= len(panels):
-            axes.set_xlabel("uploads per layer and step, at most")
-    figure.legend(
-        [handles[name] for name in names],
-        names,
-        loc="outside lower center",
-        ncols=min(len(handles), 10),
-        fontsize="small",
-        frameon=False,
-    )
-    save_figure(figure, path)
+    save_plots([_curve_plot(panel) for panel in panels], path, n_columns=2 if len(panels) < 5 else 4)
 
 
-def _curve_style(index: int, name: str) -> dict[str, Any]:
-    style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index // len(COLOURS) % len(MARKERS)]}
-    if name in BOUNDS:
-        return {"color": "black", "marker": "*" if name == "oracle" else "+"}
-    return style
-
-
-def _draw_curve_panel(axes: Any, panel: CurvePanel, styles: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Draws one panel; returns what the legend shows of each policy."""
-    handles = {}
+def _curve_plot(panel: CurvePanel) -> Plot:
+    model = "" if panel.rejected_token_model == "recorded" else f", {panel.rejected_token_model}"
+    memory = ", memory emptied" if panel.fresh_memory else ""
+    about = f"{panel.n_texts} texts, {panel.steps:,} steps, {100 * panel.cache_ratio:g} % of the experts"
+    x_label, y_label = "uploads per layer and step, at most", "pair hits: share of all pairs"
     points: dict[str, list[CurvePoint]] = {}
     for point in panel.points:
         points.setdefault(point.policy, []).append(point)
-    for name, own in points.items():
-        style = styles[name]
-        face = "white" if name in panel.apart else style["color"]
-        if len(own) == 1:
-            x, y = max(own[0].uploads_per_layer_step, _LEFT_EDGE), own[0].hit_rate_pairs.value
-            (handles[name],) = axes.plot(x, y, linestyle="", markersize=7, markerfacecolor=face, **style)
-            continue
-        reached = [each for each in panel.at_most if each.policy == name and each.uploads is not None]
-        x_values = [each.uploads for each in reached]
-        middle, low, high = (
-            [getattr(each.hit_rate_pairs, part) for each in reached] for part in ("value", "low", "high")
-        )
-        dashes = ":" if name in panel.apart else "-"
-        width = 2.2 if name in _THICK else 1.0
-        (handles[name],) = axes.plot(
-            x_values, middle, dashes, linewidth=width, markersize=4, markerfacecolor=face, **style
-        )
-        if name in _THICK:
-            axes.fill_between(x_values, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.3)
-    model = "" if panel.rejected_token_model == "recorded" else f", {panel.rejected_token_model}"
-    memory = ", memory emptied" if panel.fresh_memory else ""
-    axes.set_title(
-        f"{panel.trace}{model}{memory}\n{panel.n_texts} texts, {panel.steps:,} steps, {100 * panel.cache_ratio:g} % of "
-        "the experts",
-        fontsize="small",
-    )
-    return handles
+    lines = [_curve_line(panel, name, own) for name, own in points.items()]
+    title = f"{panel.trace}{model}{memory}\n{about}"
+    return Plot(title, x_label, y_label, lines=lines, log_base=10, bottom=None)
+
+
+def _curve_line(panel: CurvePanel, name: str, points: Sequence[CurvePoint]) -> Line:
+    is_apart, colour = name in panel.apart, "black" if name in BOUNDS else None
+    marker = "*" if name == "oracle" else "+" if name in BOUNDS else "o"
+    if len(points) == 1:
+        point = points[0]
+        x = [max(point.uploads_per_layer_step, _LEFT_EDGE)]
+        return Line(name, [point.hit_rate_pairs.value], marker, colour, x=x, hollow=is_apart)
+    reached = [each for each in panel.at_most if each.policy == name and each.uploads is not None]
+    x, hits = [each.uploads or 0.0 for each in reached], [each.hit_rate_pairs for each in reached]
+    errors = [(each.value - each.low, each.high - each.value) for each in hits] if name in _THICK else ()
+    style, width = marker + (":" if is_apart else "-"), 2.2 if name in _THICK else 1.0
+    return Line(name, [each.value for each in hits], style, colour, x=x, errors=errors, width=width, hollow=is_apart)
 
 
 # simulate
@@ -328,36 +266,22 @@ _VARIED = {
     "rejected_token_model": "rejected tokens",
     "budget": "expert budget",
 }
-_PARTS = {
-    "draft_s": "draft",
-    "dense_s": "dense",
-    "device_s": "experts",
-    "stall_cpu_s": "CPU",
-    "stall_load_s": "load",
-    "stall_link_s": "link",
-    "host_s": "host",
-}
+_PARTS = dict(zip(CAUSES.values(), ("draft", "dense", "experts", "CPU", "load", "link", "host"), strict=True))
 _SIMULATE_COLUMNS = (
     Column("t/s", "tg_ts", ".2f"),
     text_column("range", lambda row: f"{row['tg_low_ts']:.2f} to {row['tg_high_ts']:.2f}"),
     Column("over stock", "over_stock", ".2f"),
     Column("ms/token", "tpot_s", ".1f", _MS),
     *(Column(title, key, lambda value: f"{value * _MS:.1f}" if value else "") for key, title in _PARTS.items()),
-    Column("pair hits", lambda row: _of_cache(row, "hit_rate_pairs"), ".3f"),
-    Column("expert hits", lambda row: _of_cache(row, "hit_rate_experts"), ".3f"),
-    Column("uploads", lambda row: _of_cache(row, "uploads_per_layer_step"), ".2f"),
+    # None where entire layers are on the GPU instead of a cache
+    Column("pair hits", lambda row: None if row["whole_layers"] else row["hit_rate_pairs"], ".3f"),
+    Column("expert hits", lambda row: None if row["whole_layers"] else row["hit_rate_experts"], ".3f"),
+    Column("uploads", lambda row: None if row["whole_layers"] else row["uploads_per_layer_step"], ".2f"),
 )
-
-
-def _of_cache(row: Row, key: str) -> Any:
-    """A figure of the expert cache; None where entire layers are on the GPU instead."""
-    return None if row["whole_layers"] else row[key]
 
 
 def print_simulation(rows: Sequence[Row], console: Console) -> None:
     """Speed, parts of the time per token in ms, hits and transfers; the title names what all rows have in common."""
-    from moeedge.lab.sim.simulate import STOCK_POLICY
-
     has_budgets = "budget" in rows[0]
     known = {key: name for key, name in _VARIED.items() if key in rows[0]}
     varied = [key for key in known if key == "policy" or len({row[key] for row in rows}) > 1]

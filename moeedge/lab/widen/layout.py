@@ -63,11 +63,6 @@ class WideTensor:
         """Bytes without padding."""
         return self.n_matrices * len(self.rows) * self.mover.n_bytes
 
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes with the padding to the next tensor."""
-        return int(gguf.GGUFWriter.ggml_pad(self.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT))
-
 
 def is_ffn(name: str) -> bool:
     """Whether --type applies to this tensor."""
@@ -197,8 +192,9 @@ class WidePlan:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of all tensors, without the header."""
-        return sum(tensor.padded_bytes for tensor in self.tensors)
+        """Bytes of all tensors with the padding between them, without the header."""
+        padded = (gguf.GGUFWriter.ggml_pad(tensor.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT) for tensor in self.tensors)
+        return int(sum(padded))
 
     @property
     def expert_bytes(self) -> int:
@@ -208,7 +204,7 @@ class WidePlan:
     @property
     def source_expert_bytes(self) -> int:
         """Bytes of the source's experts."""
-        sources = {tensor.source.name: int(tensor.source.n_bytes) for tensor in self.tensors if "_exps." in tensor.name}
+        sources = {each.source.name: int(each.source.n_bytes) for each in self.tensors if "_exps." in each.name}
         return sum(sources.values())
 
     @property

@@ -82,22 +82,12 @@ class GroupedHeads:
 
     def fits(self) -> bool:
         """Whether the wide model has room for the source's heads."""
-        if self.wide_heads % self.wide_heads_kv:
-            return False
-        return self.heads_kv * self._copies <= self.wide_heads_kv
-
-    @property
-    def _group(self) -> int:
-        return self.heads // self.heads_kv
-
-    @property
-    def _wide_group(self) -> int:
-        return self.wide_heads // self.wide_heads_kv
+        return self.wide_heads % self.wide_heads_kv == 0 and self.heads_kv * self._copies <= self.wide_heads_kv
 
     @property
     def _copies(self) -> int:
         """Wide KV heads per KV head of the source."""
-        return -(-self._group // self._wide_group)
+        return -(-(self.heads // self.heads_kv) // (self.wide_heads // self.wide_heads_kv))
 
     def kv(self) -> Map:
         """Returns [wide_heads_kv]: the source's KV head."""
@@ -106,11 +96,11 @@ class GroupedHeads:
 
     def queries(self) -> Map:
         """Returns [wide_heads]: the source's head; its KV head is the one that `kv` places in this head's group."""
-        wide_kv, member = np.divmod(np.arange(self.wide_heads), self._wide_group)
+        group, wide_group = self.heads // self.heads_kv, self.wide_heads // self.wide_heads_kv
+        wide_kv, member = np.divmod(np.arange(self.wide_heads), wide_group)
         source_kv, part = np.divmod(wide_kv, self._copies)
-        member = part * self._wide_group + member
-        present = (source_kv < self.heads_kv) & (member < self._group)
-        return np.where(present, source_kv * self._group + member, -1)
+        member = part * wide_group + member
+        return np.where((source_kv < self.heads_kv) & (member < group), source_kv * group + member, -1)
 
 
 @dataclass(frozen=True)

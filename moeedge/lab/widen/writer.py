@@ -20,8 +20,9 @@ import numpy as np
 
 from moeedge.errors import DiskSpaceError, InputError
 from moeedge.lab.widen.layout import WidePlan, WideTensor
-from moeedge.lab.widen.maps import Bytes, Map, row_bytes
+from moeedge.lab.widen.maps import Bytes, row_bytes
 from moeedge.paths import DISK_FULL_ERRORS
+from moeedge.ui.console import check_output
 from moeedge.units import format_bytes
 
 _GROUP_BYTES = 32 * 2**20  # of rows in memory at once
@@ -38,25 +39,25 @@ OnBytes = Callable[[int], None]
 
 def check_target(out: Path, source: Path, *, force: bool) -> None:
     """Raises InputError if `out` cannot or must not be written."""
-    folder = out.parent
-    if not folder.is_dir():
-        raise InputError(f"There is no folder {folder}.", "Create it first.")
-    if out.is_dir():
-        raise InputError(f"{out} is a folder.", "Give the path of a file in it.")
+    check_output(out)
     if out.exists() and not out.is_file():
         raise InputError(f"{out} is not a regular file.", "Choose another path.")
     if out.exists() and out.samefile(source):
         raise InputError(f"{out} is the source.", "Choose another path.")
     if out.exists() and not force:
         raise InputError(f"{out} exists.", "Choose another path, or replace it with --force.")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"Cannot write to the folder {folder}.", "Choose a path elsewhere.")
+    if not os.access(out.parent, os.W_OK | os.X_OK):  # of the file that replaces it
+        raise InputError(f"Cannot write to the folder {out.parent}.", "Choose a path elsewhere.")
 
 
 def check_space(plan: WidePlan, out: Path, *, sparse: bool) -> None:
     """Raises DiskSpaceError if the file does not fit on the disk."""
     needed = plan.source.stat().st_size + _HEADER_ROOM
-    needed += sum(_content_bytes(tensor) for tensor in plan.tensors) if sparse else plan.data_bytes
+    if not sparse:
+        needed += plan.data_bytes
+    for tensor in plan.tensors if sparse else ():
+        n_rows = 1 + int(max(np.flatnonzero(tensor.rows >= 0), default=-1))
+        needed += tensor.n_matrices * (n_rows * tensor.mover.n_bytes + 4096)  # rounded up to pages
     free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise DiskSpaceError(
@@ -71,20 +72,21 @@ def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes 
         with _part_file(out) as (part, file), plan.source.open("rb") as source:
             _write_header(plan, part)
             file.seek(0, os.SEEK_END)
-            _pad(file)
+            file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))  # up to the first tensor
             for tensor in plan.tensors:
                 for data in _groups(tensor, source):
-                    _write_group(file, data, sparse=sparse)
+                    n_live = 1 + max(np.flatnonzero(data.any(axis=1)), default=-1) if sparse else len(data)
+                    file.write(data[:n_live].data)
+                    file.seek(data[n_live:].nbytes, os.SEEK_CUR)  # a hole
                     on_bytes(data.nbytes)
-                _pad(file)
+                file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
             file.truncate()  # to where the last hole ends
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         if error.errno in DISK_FULL_ERRORS:
             raise DiskSpaceError(
-                f"Cannot write {out}: {(error.strerror or 'no room').lower()}.",
-                "Free some space and try again.",
+                f"Cannot write {out}: {(error.strerror or 'no room').lower()}.", "Free some space and try again."
             ) from None
         raise
 
@@ -143,36 +145,8 @@ def _groups(tensor: WideTensor, source: IO[bytes]) -> Iterator[Bytes]:
             live = np.flatnonzero(rows >= 0)
             if len(live):
                 needed, places = np.unique(rows[live], return_inverse=True)
-                out[live] = mover.move(_read_rows(source, start, narrow, needed))[places]
+                source.seek(start + int(needed[0]) * narrow)
+                read = source.read(int(needed[-1] - needed[0] + 1) * narrow)
+                found = np.frombuffer(read, np.uint8).reshape(-1, narrow)[needed - needed[0]]
+                out[live] = mover.move(found)[places]
             yield out
-
-
-def _read_rows(source: IO[bytes], start: int, n_bytes: int, rows: Map) -> Bytes:
-    """Reads rows, ascending, as uint8 [len(rows), n_bytes]."""
-    first, last = int(rows[0]), int(rows[-1])
-    source.seek(start + first * n_bytes)
-    data = np.frombuffer(source.read((last - first + 1) * n_bytes), np.uint8).reshape(-1, n_bytes)
-    return data[rows - first]
-
-
-def _write_group(file: IO[bytes], data: Bytes, *, sparse: bool) -> None:
-    """Writes all bytes, or up to the last non-zero row and then a hole."""
-    if not sparse:
-        file.write(data.data)
-        return
-    live = np.flatnonzero(data.any(axis=1))
-    n_live = int(live[-1]) + 1 if len(live) else 0
-    file.write(data[:n_live].data)
-    file.seek(data[n_live:].nbytes, os.SEEK_CUR)
-
-
-def _pad(file: IO[bytes]) -> None:
-    """Writes zeros up to the next tensor."""
-    file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-
-
-def _content_bytes(tensor: WideTensor) -> int:
-    """Returns the bytes that a sparse file needs for the tensor, rounded up to pages."""
-    live = np.flatnonzero(tensor.rows >= 0)
-    n_rows = int(live[-1]) + 1 if len(live) else 0
-    return tensor.n_matrices * (n_rows * tensor.mover.n_bytes + 4096)

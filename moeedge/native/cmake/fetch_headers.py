@@ -23,14 +23,6 @@ GGML = "vendor/llama.cpp/ggml"
 PRIVATE_HEADERS = ("ggml-impl.h", "ggml-backend-impl.h")
 
 
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def download(version: str, folder: Path) -> Path:
     """The path of the source distribution, downloaded by pip into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", PROJECT, "--dest", str(folder)]
@@ -60,11 +52,9 @@ def extract(sdist: Path, folder: Path) -> None:
             private = parent == f"{GGML}/src" and name in PRIVATE_HEADERS
             versions = parent == GGML and name == "CMakeLists.txt"
             source = archive.extractfile(member) if public or private or versions else None
-            if source is None:
-                continue
-            if versions:
+            if source is not None and versions:
                 (folder / "ggml-version.txt").write_text(ggml_version(source.read().decode()))
-            else:
+            elif source is not None:
                 (folder / name).write_bytes(source.read())
 
 
@@ -76,7 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         given = os.environ.get("MOEEDGE_LLAMA_SDIST")
         sdist = Path(given) if given else download(version, Path(scratch))
-        actual = sha256_of(sdist)
+        actual = hashlib.sha256(sdist.read_bytes()).hexdigest()
         if actual != expected:
             sys.exit(f"{sdist.name} has sha256 {actual}, expected {expected}: not used.")
         extract(sdist, folder)

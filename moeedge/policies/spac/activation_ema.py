@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import FloatArray
+from moeedge.experts import FloatArray
 
 _LAST, _REJECTED, _SHORT, _LONG, _OTHER_TEXTS = range(5)  # rows of the averages
 # Of the three decayed averages, per step: memories of about 3, 20 and 200 steps. Chosen on texts 0 to 152 of the

@@ -19,69 +19,28 @@ which is Eq. 39 where the set is contiguous and exact where it is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.policies.base import BoolArray, CacheShape, FloatArray, IndexArray
+from moeedge.experts import BoolArray, FloatArray, IndexArray
+from moeedge.policies.base import CacheShape
 from moeedge.policies.cost_model import CostModel
 
 RealArray = NDArray[np.floating[Any]]
 
-# with these Eq. 11 holds by itself: the experts that are hot at tau = 1 are those that fit the slots
-_NO_LIMIT = np.array([np.inf])
-_NO_UPLOADS = np.zeros(1)
 _CLEARLY = 2.0  # a CPU that takes so many times as long as the device will not be the faster side a step later
 
 
-@dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
-class Workload:
-    """Work per threshold: [..., j] is tau = j + 1, K of them, with any leading shape, usually [n_layers].
+def thresholds(cpu_s: RealArray, device_s: RealArray, fits: BoolArray) -> FloatArray:
+    """tau* of Eq. 39, float32 [...] with integer values in 1..K; of two equally good ones the lower (more is hot).
 
-    `cpu_s` must not fall and `device_s` and `n_uploads` must not rise with tau.
+    cpu_s, device_s  T_cpu, which does not fall with tau, and T_gpu, which does not rise: [..., K], tau = 1 first
+    fits             bool [..., K], the feasible tau
     """
-
-    cpu_s: RealArray  # T_cpu
-    device_s: RealArray  # T_gpu
-    n_uploads: RealArray  # n(tau), hot experts that are absent
-    room: RealArray  # slots that may be filled; broadcast against the others
-
-    @classmethod
-    def of_ratios(
-        cls,
-        r_c: RealArray,
-        r_g: RealArray,
-        n_pairs: RealArray,
-        n_distinct: RealArray,
-        cpu_expert_s: float | RealArray,
-        device_expert_s: float | RealArray,
-        n_uploads: RealArray,
-        room: RealArray,
-    ) -> Workload:
-        """Eq. 7 and 8: from the ratios [..., K], the activated experts [...] and the unit times in seconds."""
-        cpu_s = r_c * (n_pairs * cpu_expert_s)[..., None]
-        device_s = r_g * (n_distinct * device_expert_s)[..., None]
-        return cls(cpu_s, device_s, n_uploads, room)
-
-
-def feasible(work: Workload, transfer_expert_s: float, draft_share_s: float) -> BoolArray:
-    """Eq. 10-12 and Eq. 37, bool [..., K].
-
-    draft_share_s: gamma * T_u_draft / L_target, each layer's share of the drafting time.
-    """
-    window_s = np.maximum(work.cpu_s, work.device_s)
-    window_s += draft_share_s
-    allowed = work.n_uploads * transfer_expert_s <= window_s
-    return np.asarray(allowed & (work.n_uploads <= work.room), dtype=np.bool_)
-
-
-def thresholds(work: Workload, transfer_expert_s: float, draft_share_s: float) -> FloatArray:
-    """tau* of Eq. 39, float32 [...] with integer values in 1..K; of two equally good ones the lower (more is hot)."""
-    fits = feasible(work, transfer_expert_s, draft_share_s)
     n_tau = fits.shape[-1]
-    difference = work.cpu_s - work.device_s  # rises with tau
+    difference = cpu_s - device_s  # rises with tau
     if fits[..., 0].all() and (difference[..., 0] > 0).all():  # the zero is below tau = 1, as with fast devices
         return np.ones(fits.shape[:-1], dtype=np.float32)
     before = fits & (difference <= 0)
@@ -153,7 +112,7 @@ class ExpectedWorkload:
         # experts that are hot at 1 but not at tau are computed by the CPU, too
         back_s = cpu_fixed_s * (distinct[:, None] - distinct_on) + cpu_pair_s * (pairs[:, None] - pairs_on)
         cpu_s = cpu_s[:, None] + np.maximum(back_s, 0.0)
-        return thresholds(Workload(cpu_s, device_s, _NO_UPLOADS, _NO_LIMIT), 0.0, 0.0), max_uploads
+        return thresholds(cpu_s, device_s, np.ones(cpu_s.shape, dtype=np.bool_)), max_uploads
 
 
 def _sums(bins: IndexArray, score: FloatArray, n: int) -> NDArray[np.float64]:

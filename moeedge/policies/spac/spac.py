@@ -30,19 +30,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moeedge.policies.base import (
-    BoolArray,
-    CacheShape,
-    ExpertPrediction,
-    FloatArray,
-    LookaheadStatus,
-    Observation,
-    Plan,
-    PolicyConfig,
-    Resident,
-)
+from moeedge.experts import BoolArray, FloatArray, Resident, count_ids
+from moeedge.policies.base import CacheShape, ExpertPrediction, LookaheadStatus, Observation, Plan, PolicyConfig
 from moeedge.policies.planner import PooledPolicy
 from moeedge.policies.spac.activation_ema import ActivationEMA
 from moeedge.policies.spac.balancer import ExpectedWorkload
@@ -59,8 +49,7 @@ class LookaheadJudge:
     """Compares two rankings of the experts after each judged step; `on` says whether to use the predictions.
 
     Both rankings choose as many experts as there are slots. The activations that the step brought to either choice say
-    what a perfectly fast link would have gained. Where the gain stays below 1 %, the predictions rest, and are neither
-    made nor learned; after a pause they get another chance.
+    what a perfectly fast link would have gained. Where the gain stays below 1 %, the predictions rest for a while.
     """
 
     def __init__(self, n_slots: int) -> None:
@@ -145,7 +134,6 @@ class Spac(PooledPolicy):
             self._judge = LookaheadJudge(self._n_slots)
         else:
             self.required_inputs = frozenset()
-        self._layer_start = (np.arange(shape.n_layers) * shape.n_experts)[:, None, None]
         self._n_expert_layers = shape.expert_layers.size
         self._n_used = 0.0  # experts per token
         self._layer_pairs = 0.0  # expected activations per layer, of the last plan
@@ -199,7 +187,9 @@ class Spac(PooledPolicy):
         self._is_judged = False
         # a step counts by its tokens, a prompt as its mean token: otherwise it would outweigh the steps after it
         weight = (1 if observation.prefill else observation.n_tokens) / self._n_batch_max
-        rejected = self._rejected(observation)
+        first, rejected = observation.n_accepted + 1, None  # rejected draft
+        if not observation.prefill and observation.ids is not None and first < observation.n_tokens:
+            rejected = count_ids(observation.ids[:, first:], self.shape.n_experts).reshape(-1)
         self._ema.observe(observation.n_tokens, rejected, fit=not observation.prefill, weight=weight)
         if looks_ahead and observation.tokens is not None and observation.ids is not None:
             self._predictor.learn(observation.tokens, observation.ids)
@@ -216,7 +206,7 @@ class Spac(PooledPolicy):
         is_first_of_two = not known and self._n_plans > 1 and self._looks_ahead
         deviations = _MARGIN_FIRST_PLAN if is_first_of_two else _MARGIN
         margin = 0.0 if self._binary else deviations * math.sqrt(self._marginal)
-        marginal = self._planner.fit(score, resident, margin)
+        marginal = self._fit(resident, margin)
         unit = self._unit(marginal)
         np.divide(score, unit, out=self._utility)
         np.minimum(self._utility, self._caps, out=self._utility)
@@ -224,7 +214,7 @@ class Spac(PooledPolicy):
             self._balance()
         self._n_planned += 1
         expected = None if self._binary else score
-        return self._planner.moves(score, self._utility, self._tau, resident, self._max_uploads, self._used, expected)
+        return self._moves(resident, self._max_uploads, self._used, expected)
 
     def reset(self) -> None:
         """Forgets the passage; tables and longer memories stay."""
@@ -255,16 +245,6 @@ class Spac(PooledPolicy):
         limits = [limit for limit in (self._link_uploads, max_uploads) if limit is not None]
         self._max_uploads = min(limits, default=None)
 
-    def _rejected(self, observation: Observation) -> NDArray[np.intp] | None:
-        """Activations [n] of the rejected drafts; None where there are none or they are unknown."""
-        first = observation.n_accepted + 1
-        if observation.prefill or observation.ids is None or first >= observation.n_tokens:
-            return None
-        ids = observation.ids[:, first:]
-        flat_ids = ids + self._layer_start
-        known = flat_ids.reshape(-1) if ids.min() >= 0 else flat_ids[ids >= 0]
-        return np.bincount(known, minlength=self._score.size)
-
     def _expect(self, tokens: Sequence[int], known: bool, hidden_states: FloatArray | None) -> None:
         """Sets the scores: activations [n_layers, n_experts] per step, of a batch of the next one's size."""
         if self._binary:
@@ -283,10 +263,9 @@ class Spac(PooledPolicy):
     def _unit(self, marginal: list[float]) -> Any:
         """The score of utility 1: a number for one group, else [n_layers, 1]."""
         least = max(self._layer_pairs / self.shape.n_experts, 1e-6)
-        if len(marginal) == 1:
-            self._marginal = max(marginal[0], least) if marginal[0] < math.inf else least
-            return np.float32(self._marginal)
         units = [max(value, least) if value < math.inf else least for value in marginal]
         self._marginal = sum(units) / max(len(units), 1)
+        if len(units) == 1:
+            return np.float32(self._marginal)
         by_group = np.array([*units, least], dtype=np.float32)  # the last: layers without experts, whose group is -1
         return np.asarray(by_group[self.shape.group][:, None])

@@ -24,12 +24,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.errors import require
+from moeedge.speculation import check_gamma
+
 Boundaries = Literal["floor", "float", "fixed"]
 IntArray = NDArray[np.integer[Any]]
 FloatArray = NDArray[np.float64]
 
 # (1 - 0.1) * 3 + 0.1 * 3 is 3.0000000000000004 in binary, other pairs fall just short of the integer: floor above that
 _FLOOR_SLACK = 1e-9
+_FIXED = (3, 1)  # boundaries, up and down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +44,11 @@ class UtilityConfig:
     cap: int = 4  # K, the highest utility
     forgetting: float = 0.1  # lambda
     boundaries: Boundaries = "floor"
-    fixed_up: int = 3
-    fixed_down: int = 1
 
     def __post_init__(self) -> None:
-        if self.gamma < 0:
-            raise ValueError(f"gamma must be >= 0, not {self.gamma}")
-        if self.cap < 1:
-            raise ValueError(f"the utility cap K must be >= 1, not {self.cap}")
-        if not 0 <= self.forgetting <= 1:
-            raise ValueError(f"the forgetting factor must be in [0, 1], not {self.forgetting}")
+        check_gamma(self.gamma)
+        require(self.cap >= 1, f"the utility cap K must be >= 1, not {self.cap}")
+        require(0 <= self.forgetting <= 1, f"the forgetting factor must be in [0, 1], not {self.forgetting}")
         if self.boundaries not in ("floor", "float", "fixed"):
             raise ValueError(f"boundaries must be floor, float or fixed, not {self.boundaries}")
 
@@ -66,20 +65,14 @@ class UtilityState:
 
 def initial_state(shape: tuple[int, ...], config: UtilityConfig) -> UtilityState:
     """The state before the first step (lines 2-3): utility 0, boundaries floor(gamma / 2), no activations yet."""
-    start = config.gamma // 2
-    fixed = config.boundaries == "fixed"
-    return UtilityState(
-        utility=np.zeros(shape, dtype=np.int16),
-        up=np.full(shape, float(config.fixed_up if fixed else start)),
-        down=np.full(shape, float(config.fixed_down if fixed else start)),
-        counts=np.zeros(shape, dtype=np.int32),
-    )
+    up, down = _FIXED if config.boundaries == "fixed" else (config.gamma // 2, config.gamma // 2)
+    zeros = np.zeros(shape, dtype=np.int16)
+    return UtilityState(zeros, np.full(shape, float(up)), np.full(shape, float(down)), zeros.astype(np.int32))
 
 
 def observe(state: UtilityState, counts: IntArray, config: UtilityConfig) -> UtilityState:
     """One step of Algorithm 1 (lines 5-25): the state after `counts` [n_layers, n_experts]."""
-    if counts.shape != state.counts.shape:
-        raise ValueError(f"counts have shape {counts.shape}, the state has {state.counts.shape}")
+    require(counts.shape == state.counts.shape, f"counts have shape {counts.shape}, the state has {state.counts.shape}")
     now = counts.astype(np.int32)
     change = now - state.counts
     rises = change >= state.up
@@ -88,12 +81,9 @@ def observe(state: UtilityState, counts: IntArray, config: UtilityConfig) -> Uti
     if config.boundaries == "fixed":
         return UtilityState(utility, state.up, state.down, now)
     grew, shrank = change > 0, change < 0
-    # an expert moves at most one of its boundaries: calibrate that one
-    moved = _calibrate(np.where(grew, state.up, state.down), np.abs(change), config)
+    # lines 18 and 22; an expert moves at most one of its boundaries, towards the size of the fluctuation
+    before = np.where(grew, state.up, state.down)
+    moved = (1.0 - config.forgetting) * before + config.forgetting * np.abs(change)
+    if config.boundaries == "floor":
+        moved = np.floor(moved + _FLOOR_SLACK)
     return UtilityState(utility, np.where(grew, moved, state.up), np.where(shrank, moved, state.down), now)
-
-
-def _calibrate(boundary: FloatArray, size: IntArray, config: UtilityConfig) -> FloatArray:
-    """Lines 18 and 22: moves the boundary towards the size of the fluctuation."""
-    moved = (1.0 - config.forgetting) * boundary + config.forgetting * size
-    return np.floor(moved + _FLOOR_SLACK) if config.boundaries == "floor" else np.asarray(moved, dtype=np.float64)

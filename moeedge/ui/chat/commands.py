@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from moeedge.engine.autosave import UnfinishedChat, remove
 from moeedge.engine.conversation import Conversation, Message, read_text
@@ -19,59 +18,14 @@ from moeedge.errors import InputError
 from moeedge.paths import user_path
 from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
-from moeedge.ui.chat.answer_figures import answer_rows, total_rows
-from moeedge.ui.figures import Figure, budget
+from moeedge.ui.figures import Figure, answer_rows, total_rows
 
 if TYPE_CHECKING:
-    from moeedge.engine.types import EngineInfo, GenerationStats, StopReason
-    from moeedge.scheduler.stats import PlacementStats
-    from moeedge.ui.chat.settings import Settings
+    from moeedge.ui.chat.session import Chat
 
 _FIRST_WORDS = 40  # characters of a chat's first message in a list
 _N_LAST = 4  # messages that are shown of a loaded conversation
 _MESSAGE_ROWS, _MESSAGE_LENGTH = 4, 300  # shown of each
-
-
-@dataclass
-class Turn:
-    """The figures of one finished answer."""
-
-    stats: GenerationStats
-    stop_reason: StopReason | None
-    info: EngineInfo  # as it was then
-    cache: PlacementStats | None = None  # while the answer was decoded
-
-
-class Chat(Protocol):
-    """The part of the chat that commands read and change."""
-
-    conversation: Conversation
-    settings: Settings
-    attached: str  # text of /read, put before the next message
-    raw: bool
-    turns: list[Turn]
-    unfinished: list[UnfinishedChat]  # that /resume can take over, the newest first
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def apply(self, settings: Settings) -> list[str]:
-        """Apply changed settings, also to the engine. Returns what the user should know about them."""
-
-    def reopen(self) -> None:
-        """Take the last answer back, so that its question is answered anew."""
-
-    def resume(self, chat: UnfinishedChat) -> list[str]:
-        """Take over a chat that ended unexpectedly. Returns how it goes on; an open question is answered next."""
-
-    def edit(self, text: str) -> None:
-        """Put `text` into the prompt; what is sent then replaces the last question, and is answered anew."""
-
-    def use_model(self, name: str) -> list[str]:
-        """Go on with another model. Returns what is said about it. Raises MoeedgeError, and the old one stays."""
-
-    def confirm(self, question: str) -> bool:
-        """Ask the user; only yes is yes."""
 
 
 class Next(Enum):
@@ -104,7 +58,7 @@ class Command:
 
 def help_rows() -> list[Figure]:
     """Every command and key of the chat, with its effect."""
-    also = {command.name: f" Also {', '.join(command.aliases)}." for command in COMMANDS if command.aliases}
+    also = {item.name: f" Also {', '.join(item.aliases)}." for item in COMMANDS if item.aliases}
     return [
         *(Figure(f"{item.name} {item.argument}".strip(), item.help + also.get(item.name, "")) for item in COMMANDS),
         Figure("Alt-Enter, Ctrl-J", "A new line in a message."),
@@ -133,20 +87,20 @@ def _clear(chat: Chat, _argument: str) -> Result:
 
 
 def _regen(chat: Chat, _argument: str) -> Result:
-    chat.reopen()
+    chat.replaced = chat.conversation.reopen()
+    chat.attempt += 1
     return Result(next=Next.ANSWER)
 
 
 def _undo(chat: Chat, _argument: str) -> Result:
-    question = chat.conversation.undo()
-    return Result([f'Taken back, with its answer: "{first_words([question])}"'])
+    return Result([f'Taken back, with its answer: "{first_words([chat.conversation.undo()])}"'])
 
 
 def _edit(chat: Chat, _argument: str) -> Result:
     messages = chat.conversation.messages
     if not messages:
         raise InputError("There is no message to edit.")
-    chat.edit(messages[-2].content)
+    chat.edited = messages[-2].content
     return Result(["Change the message and send it again; Ctrl-C leaves it as it was."])
 
 
@@ -200,20 +154,12 @@ _FROM_OLLAMA = {"verbose": "stats full", "quiet": "stats off", "nothink": "think
 def _stats(chat: Chat, _argument: str) -> Result:
     if not chat.turns:
         return Result(["No answer yet."])
-    last = chat.turns[-1]
-    table = answer_rows(last.info, last.stats, last.stop_reason, last.cache)
-    if len(chat.turns) > 1:
-        table += total_rows(
-            chat.info,
-            [turn.stats for turn in chat.turns],
-            [turn.cache for turn in chat.turns if turn.cache is not None],
-            list(dict.fromkeys(label for turn in chat.turns if (label := budget(turn.info)))),
-        )
-    return Result(table=table)
+    totals = total_rows(chat.info, chat.turns) if len(chat.turns) > 1 else []
+    return Result(table=answer_rows(*chat.turns[-1]) + totals)
 
 
 def _read(chat: Chat, argument: str) -> Result:
-    text = read_text(_path(argument, "/read"))
+    text = read_text(user_path(argument))
     if not text.strip():
         raise InputError(f"{argument} is empty.")
     chat.attached += text if text.endswith("\n") else text + "\n"
@@ -222,7 +168,7 @@ def _read(chat: Chat, argument: str) -> Result:
 
 def _save(chat: Chat, argument: str) -> Result:
     """Writes the conversation to a file; asks before one is replaced."""
-    path = _path(argument, "/save")
+    path = user_path(argument)
     if path.exists() and not path.is_dir() and not chat.confirm(f"{path} exists. Replace it?"):
         return Result(["Not saved."])
     chat.conversation.save(path, model=chat.info.model)
@@ -231,14 +177,12 @@ def _save(chat: Chat, argument: str) -> Result:
 
 def _load(chat: Chat, argument: str) -> Result:
     """Replaces the conversation by that of a file; the lines end with its last messages."""
-    path = _path(argument, "/load")
+    path = user_path(argument)
     if path.suffix == ".gguf" or not path.exists():
         raise InputError(f"There is no conversation {path}.", "/model NAME or FILE goes on with another model.")
     loaded = Conversation.load(path)
     lines = [] if loaded.take_back() is None else ["Its last question has no answer and was left out."]
-    chat.conversation.system = loaded.system
-    chat.conversation.messages = loaded.messages
-    chat.conversation.budgets = loaded.budgets
+    chat.conversation = loaded
     return Result([f"{_count(loaded.messages)} loaded from {path}.", *lines, *last_messages(loaded.messages)])
 
 
@@ -253,9 +197,16 @@ def _resume(chat: Chat, argument: str) -> Result:
         return _sessions(chat, "")
     if argument == "drop":
         return _drop(chat)
-    left = choose(chat.unfinished, argument)
-    lines = [f"Resumed: {describe(left)}.", *chat.resume(left)]
-    return Result(lines, next=Next.ANSWER if chat.conversation.has_question else Next.READ)
+    if not chat.unfinished:
+        raise InputError("There is no chat to resume.", "Chats that ended unexpectedly are kept; /save keeps others.")
+    if argument and not (argument.isdecimal() and 1 <= int(argument) <= len(chat.unfinished)):
+        raise InputError(f"There is no unfinished chat {argument}.", "/sessions lists them.")
+    left = chat.unfinished[int(argument or 1) - 1]  # without a number the newest
+    lines = [f"Resumed: {describe(left)}.", *chat.resume(left), *last_messages(chat.conversation.messages)]
+    if not chat.conversation.has_question:
+        return Result([*lines, "The last answer is complete."])
+    goes_on = "The last answer goes on." if chat.begun else "The last message is answered now."
+    return Result([*lines, goes_on], next=Next.ANSWER)
 
 
 def _drop(chat: Chat) -> Result:
@@ -271,27 +222,15 @@ def _drop(chat: Chat) -> Result:
     return Result(["The unfinished chats were deleted."])
 
 
-def _path(argument: str, command: str) -> Path:
-    if not argument:
-        raise InputError(f"{command} takes the name of a file.")
-    return user_path(argument)
-
-
 def last_messages(messages: Sequence[Message]) -> list[str]:
     """The end of a conversation, long messages shortened."""
     n_before = max(len(messages) - _N_LAST, 0)
     lines = [f"({n_before} earlier messages)"] if n_before else []
     for message in messages[n_before:]:
-        prefix = ">>> " if message.role == "user" else ""
-        lines.append(prefix + shortened(message.content.strip()))
+        text, prefix = message.content.strip(), ">>> " if message.role == "user" else ""
+        kept = "\n".join(text.split("\n")[:_MESSAGE_ROWS])[:_MESSAGE_LENGTH]
+        lines.append(prefix + (kept if kept == text else f"{kept.rstrip()}..."))
     return lines
-
-
-def shortened(text: str) -> str:
-    """The first rows of a text, and an ellipsis where there is more."""
-    rows = text.split("\n")
-    kept = "\n".join(rows[:_MESSAGE_ROWS])[:_MESSAGE_LENGTH]
-    return kept if kept == text else f"{kept.rstrip()}..."
 
 
 def first_words(messages: Sequence[Message]) -> str:
@@ -306,15 +245,6 @@ def unfinished_rows(unfinished: Sequence[UnfinishedChat]) -> list[Figure]:
         Figure(str(number), f'"{first_words(left.conversation.messages)}", {describe(left)}')
         for number, left in enumerate(unfinished, 1)
     ]
-
-
-def choose(unfinished: Sequence[UnfinishedChat], argument: str) -> UnfinishedChat:
-    """The chat that `argument` names, a number from 1 on; empty: the newest. Raises InputError."""
-    if not unfinished:
-        raise InputError("There is no chat to resume.", "Chats that ended unexpectedly are kept; /save keeps others.")
-    if argument and not (argument.isdecimal() and 1 <= int(argument) <= len(unfinished)):
-        raise InputError(f"There is no unfinished chat {argument}.", "/sessions lists them.")
-    return unfinished[int(argument or 1) - 1]
 
 
 def describe(chat: UnfinishedChat) -> str:
@@ -337,13 +267,7 @@ def _count(messages: Sequence[Message]) -> str:
 
 COMMANDS = (
     Command("/help", "", "Shows this list.", lambda _chat, _argument: Result(table=help_rows()), ("/?",)),
-    Command(
-        "/exit",
-        "",
-        "Leaves; so do Ctrl-D and bye.",
-        lambda _chat, _argument: Result(next=Next.EXIT),
-        ("/bye", "/quit", "/q"),
-    ),
+    Command("/exit", "", "Leaves; so do Ctrl-D and bye.", _exit, ("/bye", "/quit", "/q")),
     Command("/regen", "", "Answers the last message again.", _regen, ("/retry",)),
     Command("/edit", "", "Lets you change the last message, and answers it anew.", _edit),
     Command("/undo", "", "Takes the last message and its answer back.", _undo),
@@ -387,6 +311,8 @@ def run_command(chat: Chat, line: str) -> Result:
     word = word.lower()
     for command in COMMANDS:
         if word == command.name or word in command.aliases:
+            if command.argument == "FILE" and not argument.strip():
+                raise InputError(f"{command.name} takes the name of a file.")
             return command.run(chat, argument.strip())
     for names, sentence in _ELSEWHERE.items():
         if word in names:

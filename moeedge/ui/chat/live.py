@@ -11,26 +11,25 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
+from rich.box import ROUNDED
 from rich.cells import cell_len
 from rich.color import ColorSystem
-from rich.console import Console, RenderableType
+from rich.console import Console
+from rich.panel import Panel
 from rich.style import Style
+from rich.text import Text
 
-from moeedge.ui.chat.answer_figures import live_figures
-from moeedge.ui.chat.markdown import LineStyler, MarkdownLines, PlainLines, Segment, StyledLine
-from moeedge.ui.chat.panel import render_panel
+from moeedge.engine.types import EngineInfo, GenerationStats
+from moeedge.scheduler.stats import PlacementStats
+from moeedge.ui.chat.markdown import MarkdownLines, PlainLines, Segment, StyledLine
 from moeedge.ui.chat.settings import Look
-from moeedge.ui.chat.stream import TAB, wrap_rows
-from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
+from moeedge.ui.chat.stream import TAB, ThinkingSplitter, wrap_rows
 from moeedge.ui.console import visible
-
-if TYPE_CHECKING:
-    from moeedge.engine.types import EngineInfo, GenerationStats
-    from moeedge.scheduler.stats import PlacementStats
+from moeedge.ui.figures import Figure, live_figures
 
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
@@ -41,47 +40,47 @@ _ERASE_LINE, _ERASE_BELOW = "\x1b[2K", "\x1b[J"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _DIM = Style(dim=True)
+_CELL_COLUMNS = 24  # label, blank and value of one figure
+_NARROW_CELL_COLUMNS = 17
+_NARROW = 60  # panels below this many columns
+_GAP = "  "
+_FRAME_ROWS = 2
 
-
-def reflows() -> bool:
-    """Whether the terminal breaks long rows anew when its width changes; xterm cuts them, and GNU screen."""
-    return not (os.environ.get("XTERM_VERSION") or os.environ.get("STY"))
+Row = list[tuple[Figure, int]]  # figures and how many cells each takes
 
 
 def rows_taken(lengths: list[int], columns: int, *, reflow: bool) -> int:
-    """Rows that lines of so many cells take in a window of `columns`, whatever its width was when they were written."""
+    """Rows that lines of so many cells take in a window of `columns`, whatever its width was when they were written.
+
+    reflow: whether the terminal breaks long rows anew when its width changes.
+    """
     return sum(max(1, -(-length // columns)) if reflow else 1 for length in lengths)
 
 
+@dataclass(eq=False)
 class LiveView:
     """Full rows scroll away above; a thread repaints the rest of the text and the panel below it.
 
     The decoding thread only appends to a queue. The painter reads it at most ten times a second and renders the
     figures three times a second, so that a blocked terminal never delays decoding. The region is written in one piece:
     Rich's live display takes several times as long, and the model needs the processor.
+
+    stopping: whether the answer was asked to stop and the engine finishes its step. progress: tokens of the prompt read
+    so far, and all that are to be read.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        info: EngineInfo,
-        stats: Callable[[], GenerationStats],
-        stopping: Callable[[], bool] = lambda: False,
-        cache: Callable[[], PlacementStats | None] = lambda: None,
-        progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        look: Look | None = None,
-        thinking: FoldedThinking | ThinkingSplitter | None = None,
-    ) -> None:
-        self._console = console
-        self._stopping = stopping  # whether the answer was asked to stop and the engine finishes its step
-        self._info = info
-        self._stats = stats
-        self._cache = cache
-        self._progress = progress  # tokens of the prompt read so far, and all that are to be read
-        self._look = look or Look()
-        self._thinking = thinking if thinking is not None else ThinkingSplitter(None)
+    console: Console
+    info: EngineInfo
+    stats: Callable[[], GenerationStats]
+    stopping: Callable[[], bool] = lambda: False
+    cache: Callable[[], PlacementStats | None] = lambda: None
+    progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    look: Look = field(default_factory=Look)
+    thinking: ThinkingSplitter = field(default_factory=lambda: ThinkingSplitter(None))
+
+    def __post_init__(self) -> None:
         self._pieces: deque[str] = deque()  # from the decoding thread to the painter; append and popleft are atomic
-        self._styler: LineStyler = MarkdownLines() if self._look.markdown else PlainLines()
+        self._styler = MarkdownLines() if self.look.markdown else PlainLines()
         self._thought_styler = PlainLines(_DIM)
         self._is_thought = False  # what the growing line is
         self._line = ""  # the growing line
@@ -120,7 +119,7 @@ class LiveView:
 
     def _paint(self) -> None:
         now_s = time.monotonic()
-        columns = self._console.width
+        columns = self.console.width
         if columns != self._columns:
             if self._columns:
                 self._resized_s = now_s
@@ -128,13 +127,22 @@ class LiveView:
         if now_s - self._resized_s < SETTLE_S:
             self._write([], "")
             return
-        if self._look.stats != "off" and now_s - self._panel_at_s >= PANEL_S:
+        if self.look.stats != "off" and now_s - self._panel_at_s >= PANEL_S:
             self._panel_at_s = now_s
-            with self._console.capture() as capture:
-                self._console.print(self._render_panel(columns, now_s))
+            elapsed_s, full = now_s - self._started_s, self.look.stats == "full"
+            figures = live_figures(
+                self.info, self.stats(), self.cache(), read=self.progress(), elapsed_s=elapsed_s, full=full
+            )
+            hint, height = "stopping" if self.stopping() else "Ctrl-C stops", self.console.height - TEXT_ROWS
+            with self.console.capture() as capture:
+                self.console.print(render_panel(figures, columns=columns, rows=height, hint=hint))
             self._panel = capture.get()
         rows = self._take_rows()
-        growing = self._growing_rows()
+        growing: list[str] = []  # text that is not certain, or the line about thinking
+        if self.thinking.is_thinking and self.thinking.line:
+            growing = [self._painted([(self.thinking.line, _DIM)])]
+        elif self._line:
+            growing = self._rows_of(self._current_styler.show(self._line.expandtabs(TAB)))
         self._write(rows, "".join(f"{row}\n" for row in growing) + self._panel)
 
     # text
@@ -144,22 +152,17 @@ class LiveView:
         pieces = []
         while self._pieces:
             pieces.append(self._pieces.popleft())
-        piece = "".join(pieces)
+        parts = list(self.thinking.feed("".join(pieces), is_last=is_last))
         rows: list[str] = []
-        if isinstance(self._thinking, FoldedThinking):
-            answer = self._thinking.feed(piece, is_last=is_last)
-            if news := self._thinking.news(is_last=is_last):
-                told = wrap_rows(f"{news} (/set show_thinking on)", self._console.width)
-                rows = [*(self._painted([(row.rstrip(), _DIM)]) for row in told), ""]
-            return rows + self._add(answer, is_thought=False)
-        for part in self._thinking.feed(piece, is_last=is_last):
+        if news := self.thinking.news(is_last=is_last):
+            told = wrap_rows(f"{news} (/set show_thinking on)", self.console.width)
+            rows = [*(self._painted([(row.rstrip(), _DIM)]) for row in told), ""]
+        for part in parts:
             rows += self._add(part.text, is_thought=part.is_thinking)
         return rows
 
     def _add(self, text: str, *, is_thought: bool) -> list[str]:
         """Appends to the growing line; the rows that are certain then."""
-        if not text:
-            return []
         rows = []
         if is_thought != self._is_thought and self._line:
             rows += self._end_line(self._line)
@@ -169,73 +172,49 @@ class LiveView:
         for line in lines:
             rows += self._end_line(line)
         shown = self._current_styler.show(self._line.expandtabs(TAB))
-        certain = wrap_rows(shown.text[self._n_shown : shown.n_certain], self._console.width)[:-1]
-        return rows + self._cut(shown, certain)
+        certain = wrap_rows(shown.text[self._n_shown : shown.n_certain], self.console.width)[:-1]
+        rows += self._rows_of(shown, certain)
+        self._n_shown += sum(map(len, certain))
+        return rows
 
     @property
-    def _current_styler(self) -> LineStyler:
+    def _current_styler(self) -> PlainLines:
         return self._thought_styler if self._is_thought else self._styler
 
     def _end_line(self, line: str) -> list[str]:
         """The rest of a line as rows."""
-        shown = self._current_styler.end(line.expandtabs(TAB))
-        rows = self._cut(shown, wrap_rows(shown.text[self._n_shown :], self._console.width))
+        rows = self._rows_of(self._current_styler.end(line.expandtabs(TAB)))
         self._n_shown = 0
         return rows
 
-    def _cut(self, line: StyledLine, rows: list[str]) -> list[str]:
-        """These rows of the line with their styles, from `n_shown` on, which they move."""
-        painted = []
-        for row in rows:
-            painted.append(self._painted(_slice(line.segments, self._n_shown, self._n_shown + len(row.rstrip()))))
-            self._n_shown += len(row)
+    def _rows_of(self, line: StyledLine, texts: list[str] | None = None) -> list[str]:
+        """The line from `n_shown` on in rows with their styles; texts: those that are shown, None: all."""
+        painted, at = [], self._n_shown
+        for text in wrap_rows(line.text[at:], self.console.width) if texts is None else texts:
+            painted.append(self._painted(_slice(line.segments, at, at + len(text.rstrip()))))
+            at += len(text)
         return painted
-
-    def _growing_rows(self) -> list[str]:
-        """The text in the region: what is not certain, or the line about thinking."""
-        if isinstance(self._thinking, FoldedThinking) and self._thinking.is_thinking and self._thinking.line:
-            return [self._painted([(self._thinking.line, _DIM)])]
-        if not self._line:
-            return []
-        shown = self._current_styler.show(self._line.expandtabs(TAB))
-        before = self._n_shown
-        rows = self._cut(shown, wrap_rows(shown.text[before:], self._console.width))
-        self._n_shown = before
-        return rows
 
     def _painted(self, segments: list[Segment]) -> str:
         """Text with the control sequences of its styles."""
-        colours = None if self._console.color_system is None else ColorSystem.STANDARD
+        colours = None if self.console.color_system is None else ColorSystem.STANDARD
         return "".join(style.render(text, color_system=colours) for text, style in segments)
 
     # region
 
     def _write(self, rows: list[str], region: str, *, ending: str = "") -> None:
         """Replace the region on the screen by permanent rows and a new region."""
-        n_above = rows_taken(self._region, self._console.width, reflow=reflows())
-        above = f"\x1b[{min(n_above, self._console.height - 1)}A" if n_above else ""
+        cuts = os.environ.get("XTERM_VERSION") or os.environ.get("STY")  # xterm cuts long rows, and GNU screen
+        n_above = rows_taken(self._region, self.console.width, reflow=not cuts)
+        above = f"\x1b[{min(n_above, self.console.height - 1)}A" if n_above else ""
         lines = region.split("\n")[:-1]
         stay = "".join(f"{_ERASE_LINE}{row}\n" for row in rows)
         # rows of the region are cut where the window is narrower by now: then each takes one row, whatever comes
         cut = f"{_NO_WRAP}{''.join(f'{_ERASE_LINE}{line}{chr(10)}' for line in lines)}{_WRAP}" if lines else ""
         # erased row by row: tmux keeps what is erased below the window's first row in its history
-        self._console.file.write(f"{_HIDE_CURSOR}{above}\r{stay}{cut}{_ERASE_BELOW}{ending}")
-        self._console.file.flush()
+        self.console.file.write(f"{_HIDE_CURSOR}{above}\r{stay}{cut}{_ERASE_BELOW}{ending}")
+        self.console.file.flush()
         self._region = [cell_len(_COLOURS.sub("", line)) for line in lines]
-
-    def _render_panel(self, columns: int, now_s: float) -> RenderableType:
-        n_read, n_to_read = self._progress()
-        figures = live_figures(
-            self._info,
-            self._stats(),
-            self._cache(),
-            n_read=n_read,
-            n_to_read=n_to_read,
-            elapsed_s=now_s - self._started_s,
-            full=self._look.stats == "full",
-        )
-        hint = "stopping" if self._stopping() else "Ctrl-C stops"
-        return render_panel(figures, columns=columns, rows=self._console.height - TEXT_ROWS, hint=hint)
 
 
 def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
@@ -250,3 +229,44 @@ def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
         elif part:
             found.append((part, style))
     return found
+
+
+def render_panel(figures: Sequence[Figure], *, columns: int, rows: int, hint: str) -> Panel:
+    """A panel of `columns` characters with the figures in cells, row by row.
+
+    A figure that is too long for its cell takes several cells, a drawn one takes a row. If the panel would exceed
+    `rows` rows, figures of the highest rank are left out, the last first.
+    The layout is our own: a Rich table takes three times as long, and this runs while the model decodes.
+    """
+    inner = columns - 4  # border and padding
+    least = _CELL_COLUMNS if columns >= _NARROW else _NARROW_CELL_COLUMNS
+    across = max(1, (inner + len(_GAP)) // (least + len(_GAP)))
+    cell = (inner + len(_GAP)) // across - len(_GAP)
+    shown = list(figures)
+    lines = _lay_out(shown, across, cell)
+    while len(lines) > max(rows - _FRAME_ROWS, 1) and len(shown) > 1:
+        shown.remove(max(reversed(shown), key=lambda figure: figure.rank))
+        lines = _lay_out(shown, across, cell)
+    body = Text(no_wrap=True, overflow="ellipsis", end="")
+    for index, line in enumerate(lines):
+        body.append("\n" if index else "")
+        for figure, span in line:
+            label = f"{figure.label} " if figure.label else ""
+            value = figure.value if figure.draw is None else figure.draw(inner - len(label))
+            width = 0 if figure is line[-1][0] else span * (cell + len(_GAP)) - len(label)
+            body.append(label, "dim").append(value.ljust(width), "bold")
+    return Panel(body, box=ROUNDED, width=columns, border_style="dim", subtitle=hint, subtitle_align="right")
+
+
+def _lay_out(figures: Sequence[Figure], across: int, cell: int) -> list[Row]:
+    lines: list[Row] = []
+    room = 0
+    for figure in figures:
+        length = len(figure.label) + 1 + len(figure.value)
+        span = across if figure.draw else min(-(-(length + len(_GAP)) // (cell + len(_GAP))), across)
+        if span > room:
+            lines.append([])
+            room = across
+        lines[-1].append((figure, span))
+        room = 0 if figure.draw else room - span
+    return lines

@@ -9,7 +9,7 @@ Styled are headings, bold and italic text, code, lists and quotes; all else is s
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rich.style import Style
 from rich.syntax import Syntax
@@ -43,33 +43,24 @@ class StyledLine(NamedTuple):
         return "".join(text for text, _ in self.segments)
 
 
-class LineStyler(Protocol):
-    """Styles the lines of a text in their order."""
-
-    def show(self, line: str) -> StyledLine:
-        """A line whose end has not come yet."""
-
-    def end(self, line: str) -> StyledLine:
-        """An entire line; the next call is for the next line."""
-
-
 class PlainLines:
-    """Shows text as it is, in one style."""
+    """Styles the lines of a text in their order: shows text as it is, in one style."""
 
     def __init__(self, style: Style = _PLAIN) -> None:
         self._style = style
 
     def show(self, line: str) -> StyledLine:
-        """All of it is certain."""
+        """A line whose end has not come yet."""
         return StyledLine([(line, self._style)], len(line))
 
-    end = show
+    end = show  # an entire line; the next call is for the next line
 
 
-class MarkdownLines:
+class MarkdownLines(PlainLines):
     """Styles Markdown; see the module."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._fence = ""  # of the code block that is open
         self._lexer: Any = None  # Pygments', of the block's language; None: unknown
         self._code: list[str] = []
@@ -120,20 +111,15 @@ def _block(line: str, *, is_complete: bool) -> StyledLine:
     """A line outside code."""
     if _RULE.fullmatch(line):
         return StyledLine([(line, _DIM)], len(line) if is_complete else 0)
+    head, style, start = [], _PLAIN, 0
     if match := _HEADING_LINE.match(line):
-        return _inline(line[match.end() :], _TITLE if len(match[1]) == 1 else _HEADING, [], is_complete)
-    if match := _ITEM.match(line):
-        return _inline(line[match.end() :], _PLAIN, [(f"{match[1]}• ", _PLAIN)], is_complete)
-    if match := _QUOTE.match(line):
-        return _inline(line[match.end() :], _ITALIC, [("│ ", _DIM)], is_complete)
-    return _inline(line, _PLAIN, [], is_complete)
-
-
-def _inline(text: str, style: Style, head: list[Segment], is_complete: bool) -> StyledLine:
-    """Bold and italic text and code within a line, after `head`."""
-    segments, n_certain = _spans(text, style, is_complete=is_complete)
-    n_head = sum(len(part) for part, _ in head)
-    return StyledLine(head + segments, n_head + n_certain)
+        style, start = _TITLE if len(match[1]) == 1 else _HEADING, match.end()
+    elif match := _ITEM.match(line):
+        head, start = [(f"{match[1]}• ", _PLAIN)], match.end()
+    elif match := _QUOTE.match(line):
+        head, style, start = [("│ ", _DIM)], _ITALIC, match.end()
+    segments, n_certain = _spans(line[start:], style, is_complete=is_complete)
+    return StyledLine(head + segments, sum(len(part) for part, _ in head) + n_certain)
 
 
 def _spans(text: str, style: Style, *, is_complete: bool) -> tuple[list[Segment], int]:
@@ -148,29 +134,28 @@ def _spans(text: str, style: Style, *, is_complete: bool) -> tuple[list[Segment]
     for match in _OPENERS.finditer(text):
         if match.start() < at:
             continue
-        marker = match[0]
-        if not marker.startswith("`") and _ends_word(text[: match.start()]):
-            continue
+        marker, before = match[0], text[: match.start()][-1:]
+        is_code = marker.startswith("`")
+        if not is_code and before.isascii() and before.isalnum():
+            continue  # within a word, as in 2**3 and snake_case; other scripts have no blanks
         segments.append((text[at : match.start()], style))
         if name := _NAME.match(text, match.start()):
             segments.append((name[0], style))
             at = name.end()
             continue
         inside, closing = match.end(), _closing(text, match)
+        inner = style + (_CODE if is_code else _BOLD if len(marker) == 2 else _ITALIC)
         if closing is not None:
             content, end = text[inside : closing[0]], closing[1]
             if end == len(text) and not is_complete and n_certain < 0:
                 n_certain = shown()
-            if marker.startswith("`"):
-                segments.append((content, style + _CODE))
-            else:
-                segments += _spans(content, style + (_BOLD if len(marker) == 2 else _ITALIC), is_complete=True)[0]
+            segments += [(content, inner)] if is_code else _spans(content, inner, is_complete=True)[0]
             at = end
         elif not is_complete and len(text) - inside < MAX_SPAN:
             n_certain = shown() if n_certain < 0 else n_certain
             at = inside  # shown as if the other half came
-            style += _CODE if marker.startswith("`") else _BOLD if len(marker) == 2 else _ITALIC
-            if marker.startswith("`"):
+            style = inner
+            if is_code:
                 break
         else:
             segments.append((marker, style))
@@ -183,30 +168,21 @@ def _spans(text: str, style: Style, *, is_complete: bool) -> tuple[list[Segment]
     return [segment for segment in segments if segment[0]], n_certain
 
 
-def _ends_word(text: str) -> bool:
-    """Whether a marker after this text is within a word, as in 2**3 and snake_case; other scripts have no blanks."""
-    return bool(text) and text[-1].isascii() and text[-1].isalnum()
-
-
 def _closing(text: str, opener: re.Match[str]) -> tuple[int, int] | None:
     """Start and end of the other half of a marker; None where it does not follow."""
     marker = opener[0]
     limit = opener.end() + MAX_SPAN
-    if marker.startswith("`"):
+    symbol = re.escape(marker[0])
+    if marker[0] == "`":
         pattern = rf"(?<!`){marker}(?!`)"
     else:
-        symbol = re.escape(marker[0])
         once = rf"(?<![\s\\{symbol}]){symbol}(?!{symbol})" if len(marker) == 1 else rf"(?<![\s\\]){symbol}{symbol}"
         pattern = once + "(?![A-Za-z0-9])"
     found = re.compile(pattern).search(text, opener.end() + 1)
     if found is None or found.start() >= limit:
         return None
-    if len(marker) == 1 and marker != "`" and _begins_another(text[opener.end() : found.start()], marker):
-        return None
+    if marker in ("*", "_"):  # unless another is the nearer one, as the second in "f(*x) and *y*"
+        another = rf"(?<![\w\\{symbol}]){symbol}(?=[^\s{symbol}])"
+        if re.search(another, text[opener.end() : found.start()]):
+            return None
     return found.start(), found.end()
-
-
-def _begins_another(content: str, marker: str) -> bool:
-    """Whether a marker in between is the nearer one, as the second in "f(*x) and *y*"."""
-    symbol = re.escape(marker)
-    return re.search(rf"(?<![\w\\{symbol}]){symbol}(?=[^\s{symbol}])", content) is not None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import click
 from prompt_toolkit import PromptSession
@@ -17,11 +21,13 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.utils import is_dumb_terminal
 
-from moeedge.errors import MoeedgeError
+from moeedge.errors import EmptyPromptError, InputError, MoeedgeError
+from moeedge.ui.console import is_terminal
 
 QUOTES = '"""'
 PROMPT = ">>> "
 CONTINUATION = "... "
+_PATIENCE_S = 2.0  # until a notice that standard input is being waited for
 
 
 def block_is_open(text: str) -> bool:
@@ -69,11 +75,8 @@ class _CommandCompleter(Completer):
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> list[Completion]:
         """The commands that start with the line, or the words that its command takes."""
-        line = document.text_before_cursor
-        if not line.startswith("/"):
-            return []
-        command, space, typed = line.partition(" ")
-        known = self._commands.get(command, ()) if space else self._commands
+        command, space, typed = document.text_before_cursor.partition(" ")
+        known = self._commands.get(command, ()) if space else self._commands if command.startswith("/") else ()
         word = typed if space else command
         return [Completion(name, start_position=-len(word)) for name in known if name.startswith(word)]
 
@@ -118,9 +121,8 @@ def _read_line(prompt: str) -> str:
 def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Callable[[str], str]:
     """A function that reads one message, given the text to begin with.
 
-    It raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C.
-
-    commands: those that are completed, with the words that each takes.
+    It raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C. commands: those that are completed, with the words
+    that each takes.
     """
     if is_dumb_terminal():
         return lambda begun: _read_plainly(history, begun)
@@ -136,3 +138,54 @@ def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Call
         output=create_output(always_prefer_tty=True),  # stdout may be a file: then prompt on stderr
     )
     return lambda begun: session.prompt(default=begun)
+
+
+def one_shot_prompt(given: str | None, stream: TextIO | None, *, notice: Callable[[str], None]) -> str | None:
+    """The text to answer, or None when a person sits at the terminal and -p was not given.
+
+    With -p and piped input the prompt is -p's text, a blank line, and the input. Raises EmptyPromptError for blanks.
+    """
+    if is_terminal(stream):
+        if given is None:
+            return None
+        piped = ""
+    else:
+        piped = _read_piped(stream, with_prompt=given is not None, notice=notice)
+    parts = [part for part in (given or "", piped.strip("\n")) if part.strip()]
+    if not parts:
+        where = "-p is blank" if given is not None else "standard input is empty and not a terminal"
+        raise EmptyPromptError(
+            f"The prompt is empty: {where}.", "Give -p TEXT, pipe a text in, or start the chat in a terminal."
+        )
+    return "\n\n".join(parts)
+
+
+def _read_piped(stream: TextIO | None, *, with_prompt: bool, notice: Callable[[str], None]) -> str:
+    """All of standard input, which is no terminal; a notice if the other end stays silent."""
+    if stream is None or stream.closed:
+        return ""
+    if with_prompt and not _is_pipe_or_file(stream):
+        return ""  # a socket or device that a service manager left open may never end; -p is enough
+    waiting = threading.Timer(_PATIENCE_S, notice, ["Reading the prompt from standard input until it ends (Ctrl-D)."])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        text = stream.read()
+        text.encode("utf-8")  # in the C locale, bytes that are not UTF-8 become lone surrogates instead of an error
+        return text
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise InputError(
+            f"Byte {error.start:,} of standard input is not UTF-8 text.", "Convert the text, for instance with iconv."
+        ) from None
+    except OSError:  # closed in the meantime, or not readable
+        return ""
+    finally:
+        waiting.cancel()
+
+
+def _is_pipe_or_file(stream: TextIO) -> bool:
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # no descriptor: the text of a test or of an embedding program
+        return True
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

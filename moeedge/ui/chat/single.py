@@ -5,32 +5,78 @@ Units in the keys of the JSON: _ts tokens per second, _s seconds.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
 from moeedge.engine.answer import Generation
-from moeedge.engine.budgets import budget_record
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig
-from moeedge.llama.chat_template import MODEL_TEMPLATE, TemplateChoice
-from moeedge.scheduler.stats import PlacementStats
+from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig, StopReason
+from moeedge.llama.reasoning import TemplateChoice
+from moeedge.policies.expert_budget import BudgetFacts, budget_record
+from moeedge.records import as_dict, figure, filled, stored
+from moeedge.run import Notify, ignore
+from moeedge.scheduler.governor import DraftChoice
+from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.ui import figures
-from moeedge.ui.chat.answer_figures import answer_rows, turn_line
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.live import LiveView
-from moeedge.ui.chat.panel import CacheMeter
 from moeedge.ui.chat.settings import Look, Settings
-from moeedge.ui.chat.stream import PlainView
-from moeedge.ui.chat.thinking import FoldedThinking, ThinkingSplitter
+from moeedge.ui.chat.stream import FoldedThinking, PlainView, ThinkingSplitter
 from moeedge.ui.console import say, show_figures, supports_panel, typing_hidden
+from moeedge.ui.figures import answer_rows, turn_line
 from moeedge.ui.tables import json_text
 
+# sums of which the JSON object has rates
+_SUMS = ("experts_sum", "experts_natural_sum", "kept_probability_sum", "budgeted_steps")
 _FULL = "-c N makes it larger, --context-shift drops the older half and goes on."
+
+
+class CacheMeter:
+    """A context manager around one answer; a call returns the counters since its first token, so without the prompt.
+
+    A call returns None if there is no expert cache. Any thread may call: the decoding thread reads the session between
+    its steps, at most every `interval_s` seconds. `notes` collects the session's notifications, such as a lost device,
+    to be shown after the answer.
+    """
+
+    def __init__(self, session: Session, interval_s: float = 0.25) -> None:
+        self._session, self._interval_s, self._read_s = session, interval_s, 0.0
+        self.notes: list[str] = []
+        self._notify: Notify = ignore  # the session's, while this one takes its place
+        self._start: PlacementStats | None = None
+        self._newest: PlacementStats | None = None
+
+    def __call__(self) -> PlacementStats | None:
+        start, newest = self._start, self._newest
+        return None if start is None or newest is None else newest - start
+
+    def __enter__(self) -> CacheMeter:
+        self._notify = self._session.run.show
+        self._session.run.show = self.notes.append
+        self._start = self._newest = self._session.placement_stats()
+        if self._start is not None:
+            self._session.observers.append(self._observe)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._session.run.show = self._notify
+        if self._start is not None:
+            self._session.observers.remove(self._observe)
+            self._newest = self._session.placement_stats()
+
+    def _observe(self, record: StepRecord, session: Session) -> None:
+        now_s = time.perf_counter()
+        prompt_read = record.n_verified == 0
+        if prompt_read or now_s - self._read_s >= self._interval_s:
+            self._read_s = now_s
+            self._newest = session.placement_stats()
+            if prompt_read:
+                self._start = self._newest
 
 
 @contextmanager
@@ -43,30 +89,28 @@ def answer_view(
     out: Console,
     look: Look,
     panel: bool,
-    drop_typing: bool = False,
+    drop: bool = False,
 ) -> Iterator[LiveView | PlainView]:
     """Shows the pieces that are written to it on `out`, above a live panel where `panel` asks for one.
 
-    drop_typing: what is typed meanwhile does not become the next message.
+    drop: what is typed meanwhile does not become the next message.
     """
-    tags = answer.reasoning_tags
-    splitter = None if tags is None else ThinkingSplitter(tags, is_open=answer.begins_in_reasoning)
+    tags, is_open = answer.reasoning_tags, answer.begins_in_reasoning
     folds = look.show_thinking == "off" or (look.show_thinking == "auto" and out.is_terminal)
-    folded = FoldedThinking(splitter, lambda: answer.stats.generated_tokens) if splitter is not None and folds else None
+    folded = FoldedThinking(tags, lambda: answer.stats.generated_tokens, is_open=is_open) if tags and folds else None
     view: LiveView | PlainView = PlainView(out, folded)
-    if panel and supports_panel(out.file, columns=out.width, rows=out.height):
-        progress = partial(prompt_progress, answer)
-        view = LiveView(out, info, lambda: answer.stats, interrupt, meter, progress, look, folded or splitter)
-    with meter, typing_hidden(drop=drop_typing), view:
+
+    def progress() -> tuple[int, int]:
+        state, n_prompt = answer.state, answer.stats.prompt_tokens
+        if state.n_cached is None:  # not looked up yet
+            return 0, n_prompt
+        return max(state.target.n_past - state.n_cached, 0), n_prompt - state.n_cached  # without what the KV cache held
+
+    if panel and supports_panel(out):
+        thinking = folded or ThinkingSplitter(tags, is_open=is_open)
+        view = LiveView(out, info, lambda: answer.stats, interrupt, meter, progress, look, thinking)
+    with meter, typing_hidden(drop=drop), view:
         yield view
-
-
-def prompt_progress(answer: Generation) -> tuple[int, int]:
-    """Tokens of the prompt that are decoded so far, and all that the KV cache did not hold."""
-    state, n_prompt = answer.state, answer.stats.prompt_tokens
-    if state.n_cached is None:  # not looked up yet
-        return 0, n_prompt
-    return max(state.target.n_past - state.n_cached, 0), n_prompt - state.n_cached
 
 
 def print_turn(
@@ -96,56 +140,54 @@ def print_notes(err: Console, answer: Generation, meter: CacheMeter, *, full: st
         say(err, note, style="yellow")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnswerFacts:
+    """The figures of one answer, what it ran on, and how it was drawn."""
+
+    answer: GenerationStats = figure("", prefix="", without=("prompt_tokens", *_SUMS, "experts_max"))
+    info: EngineInfo = figure("", prefix="")
+    draft_choice: DraftChoice | None = figure("The last choice of the draft length; null where it is fixed")
+    hit_rate_pairs: float | None = stored(PlacementStats, "hit_rate_pairs")
+    placement: PlacementStats | None = figure("Counters of expert placement, from the first token on", default=None)
+    experts_max: int | None = stored(GenerationStats, "experts_max")
+    budget: BudgetFacts = figure("", prefix="")
+    sampling: SamplingConfig = figure("", prefix="")
+    template: TemplateChoice = figure("The chat template of the prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRecord:
+    """One answer of a chat; keys whose value is null are left out."""
+
+    text: str = figure("The answer as the model wrote it, its thinking included")
+    tokens: list[int] = figure("Ids of its tokens, without a stop token")
+    prompt_tokens: int = figure("Tokens of the prompt")
+    stop_reason: StopReason = figure(
+        "Why it ended: eos: by itself; stop: at a text of --stop; length: at -n tokens; context: the context is full; "
+        "interrupted: by a signal"
+    )
+    stats: AnswerFacts = figure("Figures of the answer, what it ran on, and how it was drawn")
+
+
 def answer_report(
-    answer: Generation,
-    info: EngineInfo,
-    sampling: SamplingConfig,
-    cache: PlacementStats | None = None,
-    template: TemplateChoice = MODEL_TEMPLATE,
+    answer: Generation, session: Session, sampling: SamplingConfig, cache: PlacementStats | None
 ) -> dict[str, Any]:
-    """The JSON object of one answer; `cache` counts its decoding. template: of its prompt."""
-    drawn = asdict(sampling)
-    del drawn["seed"]  # the statistics name it, also a random one
-    return {
-        "text": answer.text,
-        "tokens": list(answer.tokens),
-        "prompt_tokens": answer.stats.prompt_tokens,
-        "stop_reason": answer.stop_reason or "interrupted",
-        "stats": stats_report(answer.stats, info, cache) | drawn | {"template": asdict(template)},
-    }
-
-
-# keys of the JSON object that are fields or properties of the statistics, and those of the session's info
-_STATS_KEYS = (
-    *("pp_ts", "tg_ts", "ttft_s", "steps", "drafted", "accepted", "acceptance_rate", "tokens_per_step"),
-    *("drafts_per_step", "ngram_steps", "context_shifts", "dropped_tokens", "experts_per_verification", "seed"),
-    *("cached_tokens", "prefill_tokens", "generated_tokens", "prefill_s", "decode_s", "draft_s", "verify_s"),
-    *("observe_s", "sense_s", "overhead_share", "experts_natural", "kept_probability"),
-)
-_INFO_KEYS = (
-    *("device", "cache_ratio", "cache_slots", "pool_bytes", "vram_bytes", "gamma", "draft", "policy", "model"),
-    *("auto_gamma", "architecture", "n_ctx"),
-)
-
-
-def stats_report(stats: GenerationStats, info: EngineInfo, cache: PlacementStats | None = None) -> dict[str, Any]:
-    """The figures of one answer and what it ran on; None where a figure is not known."""
-    return {
-        **{key: getattr(stats, key) for key in _STATS_KEYS},
-        **{key: getattr(info, key) for key in _INFO_KEYS},
-        "draft_choice": None if stats.choice is None else asdict(stats.choice),
-        "layers": info.n_layers,
-        "expert_layers": info.n_expert_layers,
-        "whole_layers": info.n_whole_layers,
-        "experts": info.n_experts,
-        "experts_used": info.n_expert_used,
-        "threads": info.n_threads,
-        "hit_rate_pairs": None if cache is None else cache.hit_rate_pairs,
-        "placement": None if cache is None else cache.to_dict(),
-        "experts_max": stats.experts_max if stats.budgeted_steps else None,
-        **budget_record(info.expert_budget, gamma=info.gamma),
-        "notes": list(info.notes),
-    }
+    """The JSON object of one answer, an AnswerRecord; `cache` counts its decoding."""
+    stats, info = answer.stats, session.info
+    facts = AnswerFacts(
+        answer=stats,
+        info=info,
+        draft_choice=stats.choice,
+        hit_rate_pairs=None if cache is None else cache.hit_rate_pairs,
+        placement=cache,
+        experts_max=stats.experts_max if stats.budgeted_steps else None,
+        budget=BudgetFacts(**budget_record(info.expert_budget, gamma=info.gamma)),
+        sampling=sampling,
+        template=session.template,
+    )
+    reason = answer.stop_reason or "interrupted"
+    record = filled(AnswerRecord, stats, answer, tokens=list(answer.tokens), stop_reason=reason, stats=facts)
+    return as_dict(record, nulls=False)
 
 
 def answer_once(
@@ -180,14 +222,13 @@ def answer_once(
         except KeyboardInterrupt:  # a second signal, between two steps
             answer.close()
         if as_json:
-            report = answer_report(answer, session.info, settings.sampling, meter(), session.template)
+            report = answer_report(answer, session, settings.sampling, meter())
             out.file.write(json_text(report, indent=None))
             out.file.flush()
             print_notes(err, answer, meter)
         else:
             print_turn(err, answer, session.info, meter, settings.look)
-        code = interrupt.exit_code
-        if code == 0:
-            session.measure_postponed(interrupt)
-            code = interrupt.exit_code if interrupt.ending else 0
-        return code
+        if interrupt.exit_code:
+            return interrupt.exit_code
+        session.measure_postponed(interrupt)
+        return interrupt.exit_code if interrupt.ending else 0

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge import speculation
-from moeedge.analysis import expert_counts
+from moeedge.analysis import routing_curves
 from moeedge.lab.analysis import published
 from moeedge.lab.analysis.published import EXPERT_RATIOS, Reproduced
-from moeedge.lab.views.tables import formulas_markdown
 
 
 def test_expected_tokens_are_those_of_the_paper() -> None:
@@ -92,7 +91,7 @@ def test_full_activation_threshold_is_the_first_that_suffices(
     threshold = published.full_activation_tokens(n_experts, n_used, share)
 
     def reached(n_tokens: int) -> float:
-        return expert_counts.uniform_unique(n_experts, n_used, n_tokens) / n_experts
+        return routing_curves.uniform_unique(n_experts, n_used, n_tokens) / n_experts
 
     assert reached(threshold) >= share - 1e-9
     assert threshold == 1 or reached(threshold - 1) <= share + 1e-9
@@ -108,7 +107,7 @@ def test_full_activation_of_known_models() -> None:
 @given(n_tokens=st.integers(1, 200))
 def test_sparser_models_have_fewer_tokens_per_expert(n_tokens: int) -> None:
     """MoESD, Appendix A: the mean rises with rho; Eq. 10 in its other form."""
-    means = [expert_counts.tokens_per_expert(64, n_used, n_tokens) for n_used in (1, 2, 4, 8, 16, 32, 64)]
+    means = [routing_curves.tokens_per_expert(64, n_used, n_tokens) for n_used in (1, 2, 4, 8, 16, 32, 64)]
     assert means == sorted(means)
     rho = 8 / 64
     assert means[3] == pytest.approx(rho * n_tokens / (1 - (1 - rho) ** n_tokens))
@@ -145,6 +144,10 @@ def test_a_figure_agrees_only_as_printed() -> None:
     assert not Reproduced("x", "y", True, False).agrees
 
 
-def test_document_holds_the_table_of_the_command() -> None:
+def test_document_counts_the_figures_of_the_command() -> None:
     document = Path(__file__).parents[3] / "docs" / "lab" / "speed-model.md"
-    assert formulas_markdown(published.reproduced()) in document.read_text(encoding="utf-8")
+    figures = published.reproduced()
+    for source in {figure.source for figure in figures}:
+        own = [figure for figure in figures if figure.source == source]
+        row = f"| {source} | {len(own)} | {sum(not figure.agrees for figure in own)} |"
+        assert row in document.read_text(encoding="utf-8")

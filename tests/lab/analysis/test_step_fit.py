@@ -48,7 +48,7 @@ def times_of(model: StepModel, *, used: tuple[int, ...] = (8,), noise: float = 0
     return StepTimes(
         n_experts=model.n_experts,
         n_used=model.n_used,
-        target=tuple(point(t, model.with_used(k).target_s(t), k) for k in used for t in TOKENS),
+        target=tuple(point(t, replace(model, n_used=k).target_s(t), k) for k in used for t in TOKENS),
         draft=tuple(point(t, model.draft_s(t)) for t in TOKENS),
         reject=tuple(point(t, model.reject_s(t)) for t in TOKENS),
         machine=machine(model.ridge_point),

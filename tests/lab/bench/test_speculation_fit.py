@@ -134,7 +134,7 @@ def test_verifications_take_as_long_as_they_are_timed(
     with Session.open(config) as session:
         for prompt in prompts:
             session.reset()
-            tokens = session.model.tokenize(session.model.render_chat([m.as_dict() for m in prompt.turns[0]]))
+            tokens = session.model.tokenize(session.model.render_chat(prompt.messages(0)))
             generation = session.generate(tokens, n_predict=96, sampling=GREEDY, ignore_eos=True)
             verified += [record.verify_s for record in generation if record.n_verified == 9]
     assert timed[9] == pytest.approx(median(verified), rel=0.4)
@@ -145,7 +145,7 @@ def report_of(noise: float, tiny_moe: Path) -> FitReport:
     with Session.open(config_of(tiny_moe, None)) as session:
         info = session.info
     times = times_of(MODEL, used=(8, 4), noise=noise)
-    return FitReport.of(info, times, Acceptance((0.8,), (1.0,), 9), gammas=(1,), batch_sizes=(1, 64))
+    return FitReport.of(info, times, Acceptance((0.8,), (1.0,), 9), (1,), (1, 64))
 
 
 def test_a_fit_that_misses_its_times_predicts_no_speed_up(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

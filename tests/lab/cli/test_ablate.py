@@ -13,11 +13,11 @@ from rich.console import Console
 
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
-from moeedge.lab.experiments.ablation import AblationRow, figure_12, figure_14
-from moeedge.lab.experiments.quantized_draft import quantized
-from moeedge.lab.views.tables import print_ablation
+from moeedge.lab.cli.ablate import print_ablation
+from moeedge.lab.experiments.ablation import AblationRow, figure_12, figure_14, quantized
 from moeedge.llama.model import Model
-from moeedge.scheduler.manager import PlacementManager
+from moeedge.policies.base import Plan
+from moeedge.scheduler.driver import StepDriver
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run, run_json
 
@@ -60,14 +60,14 @@ def test_figure_12(target: Path, cache: Path) -> None:
 def test_figure_14(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row per cutoff layer; all prefetched experts belong to layers before it."""
     asked: dict[int, set[int]] = {}
-    push = PlacementManager._push
+    push = StepDriver.push
 
-    def watched(self: PlacementManager) -> None:
-        if self.driver.pending is not None:
-            asked.setdefault(id(self), set()).update(self.driver.pending.uploads[:, 0].tolist())
-        push(self)
+    def watched(self: StepDriver) -> Plan | None:
+        if self.pending is not None and self.filter_plan is not None:  # not that of the calibration
+            asked.setdefault(id(self), set()).update(self.pending.uploads[:, 0].tolist())
+        return push(self)
 
-    monkeypatch.setattr(PlacementManager, "_push", watched)
+    monkeypatch.setattr(StepDriver, "push", watched)
     rows = ablate("-m", str(target), *DEVICE, "--cache-ratio", "0.5", "--cutoff", "0,2,4")
     assert [row["cutoff_layer"] for row in rows] == [0, 2, 4]
     assert all(row["equal"] == row["answers"] for row in rows)

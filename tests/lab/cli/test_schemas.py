@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from moeedge.schemas import schema_names, schema_text
+from moeedge.lab.cli.schema import SCHEMAS, schema_text
 from tests.support.commands import refused, run, run_json
 from tests.support.traces import two_texts
 
@@ -57,7 +57,7 @@ def undescribed(schema: Any, value: Any, whole: Any, path: str = "$") -> Iterato
             yield from undescribed(member, each, whole, f"{path}.{key}")
 
 
-@pytest.mark.parametrize("name", schema_names())
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_every_key_is_described(name: str) -> None:
     text = json.loads(schema_text(name))
     jsonschema.Draft202012Validator.check_schema(text)
@@ -99,7 +99,7 @@ def test_a_chats_answer(options: tuple[object, ...], pair: list[str]) -> None:
     answer = json.loads(result.stdout)
     assert not errors("chat", answer)
     stats = answer["stats"]
-    assert (stats["placement"] is not None) == ("emulated" in options)
+    assert ("placement" in stats) == ("emulated" in options) and None not in stats.values()
     assert stats["lossy"] == ("--expert-budget" in options)
     without = {key: value for key, value in stats.items() if key != "tg_ts"}
     wrong = ({"stop_reason": "tired"}, {"unknown": 1}, {"stats": without}, {"stats": stats | {"hit_rate_pairs": 2}})
@@ -130,7 +130,16 @@ def test_traces(tmp_path: Path, pair: list[str]) -> None:
     assert errors("trace", recorded | {"ids": {"dtype": "uint8", "shape": [3]}})
 
 
+def test_rows_of_a_replay(tmp_path: Path) -> None:
+    path = tmp_path / "trace.npz"
+    two_texts(weights=True).save(path)
+    rows = run_json("lab", "replay", path, "--cache-ratio", 0.5, "--policy", "lru,sp-moe")
+    assert rows and not errors("replay", rows)
+    rows = run_json("lab", "replay", path, "--cache-ratio", 0.5, "--policy", "lru", "--expert-budget", "off,2")
+    assert {"lossy", "experts_kept"} < set(rows[0]) and not list(validator("replay").iter_errors(rows))
+
+
 def test_the_command_prints_them() -> None:
-    assert run("lab", "schema").stdout.split() == schema_names() and {"bench", "chat", "trace"} <= set(schema_names())
+    assert run("lab", "schema").stdout.split() == [*SCHEMAS] and {"bench", "chat", "trace"} <= set(SCHEMAS)
     assert json.loads(run("lab", "schema", "bench").stdout) == json.loads(schema_text("bench"))
     assert "bench" in refused("lab", "schema", "benches")

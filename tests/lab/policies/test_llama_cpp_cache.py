@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from moeedge.lab.sim.execution import Execution
-from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, NoisyPredictor
+from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR
 from moeedge.lab.sim.policy_replay import PolicyReplay, Slots
 from moeedge.lab.sim.step_costs import TOKENS_MAX, StepCosts
 from moeedge.lab.traces.schedule import Batch, Chunk
-from moeedge.policies.base import CacheShape, DemandPolicy, PolicyConfig, check_plan
+from moeedge.policies.base import CacheShape, PolicyConfig, check_plan
 from moeedge.policies.registry import make_policy
 
 LINK_NS, SYNC_NS, LATENCY_NS = 100, 7, 3
@@ -51,7 +51,7 @@ def batches(n_layers: int, n_experts: int, lengths: list[int], seed: int = 0) ->
     for index, n_tokens in enumerate(lengths):
         ids = rng.zipf(1.4, (n_layers, n_tokens, 2)).clip(1, n_experts).astype(np.int32) - 1
         counts = np.stack([np.bincount(layer.reshape(-1), minlength=n_experts) for layer in ids]).astype(np.int32)
-        found.append(Batch(ids, counts, None, n_tokens - 1, prefill=False, is_first=index == 0))
+        found.append(Batch(ids=ids, counts=counts, n_tokens=n_tokens, n_accepted=n_tokens - 1, is_first=index == 0))
     return found
 
 
@@ -74,7 +74,6 @@ def test_a_shared_lru_serves_layer_by_layer(capacity: int) -> None:
     shape = CacheShape(4, 12, np.array([0, 1, 0, 0], dtype=np.int32), np.array([capacity, 4], dtype=np.int32))
     steps = batches(4, 12, [1, 3, 9, 1, 33, 2, 5, 32, 4, 1, 1] * 4)
     policy = make_policy("llama-cpp-cache", shape, PolicyConfig())
-    assert isinstance(policy, DemandPolicy)
     slots = Slots(shape)
     n_hits = 0
     for step, found in zip(steps, expected(steps, {0: capacity, 1: 4}, [0, 1, 0, 0]), strict=True):
@@ -123,8 +122,7 @@ def test_replay_and_simulator_show_the_same_cache() -> None:
     assert (stats.hits.pairs_hit, stats.hits.uploads, stats.on_demand) == (n_hits, n_loads, n_loads)
 
     policy = make_policy("llama-cpp-cache", shape, PolicyConfig())
-    predictor = NoisyPredictor(np.ones((3, 12)), NO_PREDICTOR, 0)
-    time = Execution(costs(), shape, policy, steps, predictor=predictor).run()
+    time = Execution(costs(), shape, policy, steps, accuracy=NO_PREDICTOR).run()
     assert (time.hits.pairs_hit, time.hits.uploads) == (n_hits, n_loads)
     layers_with_misses = sum(int(((s.counts > 0) & ~h).any(axis=1).sum()) for s, h in zip(steps, found, strict=True))
     assert time.ns["load"] == n_loads * LINK_NS + layers_with_misses * LATENCY_NS  # one transfer per layer

@@ -13,23 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.lab.sim.batches import HitStats, cache_shape
+from moeedge.experts import Resident
 from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay
+from moeedge.lab.sim.policy_replay import BoundReplay, HitStats, NextUse, PolicyReplay
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.lab.traces.importers import read_trace
-from moeedge.lab.traces.schedule import Schedule, cut_schedule, recorded_schedule, schedules, texts_of
+from moeedge.lab.traces.schedule import Schedule, cache_shape, cut_schedule, recorded_schedule, schedules, texts_of
 from moeedge.native.abi import Phase
 from moeedge.policies.base import (
     CacheShape,
-    DemandPolicy,
     ExpertPrediction,
-    LayerPolicy,
     Observation,
     Plan,
+    Policy,
     PolicyConfig,
-    Resident,
-    ScoringPolicy,
 )
 from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
 from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
@@ -106,11 +103,11 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
                 push(policy.plan(mask(), tokens.tolist()))
             loads: set[tuple[int, int]] = set()
             for layer in range(trace.meta.n_layers):
-                if policy.execution_model.prefetch_within_step and isinstance(policy, LayerPolicy):
+                if policy.execution_model.prefetch_within_step:
                     push(policy.plan_layer(layer, mask()))
                 used = np.flatnonzero(counts[layer])
                 found = {(layer, expert) for expert in used.tolist()} & resident
-                if isinstance(policy, DemandPolicy):
+                if policy.execution_model.keeps_loads:
                     before, uploads_before = resident.copy(), uploads
                     push(policy.plan_load(layer, used, mask()))
                     assert found <= resident and resident - before <= {(layer, expert) for expert in used.tolist()}
@@ -122,7 +119,7 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
                         uploads += 1
                     hits.add(counts[layer, expert], np.bool_(is_hit))
             loaded = loads
-        elif isinstance(policy, DemandPolicy):
+        elif policy.execution_model.keeps_loads:
             uploads_before = uploads
             for layer in range(trace.meta.n_layers):
                 push(policy.plan_load(layer, np.flatnonzero(counts[layer]), mask()))
@@ -203,14 +200,14 @@ def test_the_default_hits_more_with_hidden_states_that_depend_on_the_context() -
     assert hits[1] > 0.9 > hits[0] + 0.1
 
 
-class Spy(ScoringPolicy):
+class Spy(Policy):
     """Notes what it is given before each batch and after it; its plans are empty."""
 
     name = "spy"
     required_inputs = frozenset({"draft-states"})
 
     def __init__(self, shape: CacheShape) -> None:
-        super().__init__(shape)
+        super().__init__(shape, PolicyConfig())
         self.before: list[list[object]] = [[]]
         self.observed: list[Observation] = []
         self._planner = make_policy("none", shape)

@@ -16,19 +16,19 @@ import pytest
 
 from moeedge.data.datasets import load_toy
 from moeedge.data.prompts import Prompt
-from moeedge.engine.recording import TraceCollector, describe
+from moeedge.engine.recording import TraceCollector
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.lab.sim.batches import cache_shape
 from moeedge.lab.sim.policy_replay import PolicyReplay
-from moeedge.lab.traces.schedule import recorded_schedule
+from moeedge.lab.traces.schedule import cache_shape, recorded_schedule
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import Plan, PolicyConfig
 from moeedge.policies.registry import make_policy
+from moeedge.records import filled
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.driver import ExpertStore
 from moeedge.scheduler.manager import PlacementManager
-from moeedge.trace.format import Trace
+from moeedge.trace.format import Trace, TraceMeta
 
 GREEDY = SamplingConfig(temperature=0)
 GAMMA, RATIO, N_PREDICT, TIMEOUT_S = 8, 0.17, 48, 10.0
@@ -99,7 +99,7 @@ def run_engine(
         assert session.placement is not None and session.target.sensor is not None
         if waits:
             wait_for_plans_and_transfers(session)
-        collector = TraceCollector(describe(session.info, "test"))
+        collector = TraceCollector(filled(TraceMeta, session.info, source="test"))
         session.observers.append(collector)
         for prompt in prompts:
             session.reset()
@@ -119,7 +119,7 @@ def run_engine(
 
 
 def tokens_of(session: Session, prompt: Prompt) -> list[int]:
-    return session.model.tokenize(session.model.render_chat([message.as_dict() for message in prompt.turns[0]]))
+    return session.model.tokenize(session.model.render_chat(prompt.messages(0)))
 
 
 def run_replay(trace: Trace, policy: str) -> Hits:

@@ -21,7 +21,7 @@ from moeedge.lab.sim.step_costs import (
     program_of,
     roofline_costs,
 )
-from moeedge.policies.registry import ALL_POLICIES, BOUNDS
+from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.trace.format import Trace
 
 SMALL = ModelShape(
@@ -50,7 +50,7 @@ def costs() -> StepCosts:
     return roofline_costs(find_hardware("rtx4090-pcie4"), SMALL)
 
 
-@pytest.mark.parametrize("policy", [name for name in ALL_POLICIES if name not in BOUNDS])
+@pytest.mark.parametrize("policy", [name for name in TABLE if name not in BOUNDS])
 def test_every_policy_runs_and_its_parts_add_up(policy: str, texts: Trace, costs: StepCosts) -> None:
     result = simulate(costs, texts, replace(CONFIG, policy=policy))
     assert sum(result.time.ns[cause] for cause in CAUSES) == result.time.total_ns

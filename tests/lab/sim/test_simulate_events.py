@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeedge.experts import Residency
+from moeedge.experts import Residency, Resident
 from moeedge.lab.sim.clock import Clock, Signal
 from moeedge.lab.sim.execution import CAUSES, Execution, TimeBreakdown
 from moeedge.lab.sim.mover import Mover
 from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.step_costs import TOKENS_MAX, StepCosts
 from moeedge.lab.traces.schedule import Batch
-from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Resident
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan
 
 CPU, DEVICE, MOVE, LATENCY, DENSE, HEAD, DRAFT, SYNC = 1000, 100, 400, 10, 50, 7, 300, 20
 
@@ -75,13 +75,14 @@ def run(
     shape = CacheShape.uniform(1, 4, 4)
     ids = np.array([[[0, 1]] * (n_drafts + 1)], dtype=np.int32)
     counts = np.array([[n_drafts + 1, n_drafts + 1, 0, 0]], dtype=np.int32)
-    steps = [Batch(ids, counts, None, n_drafts, prefill=False, is_first=index == 0) for index in range(2)]
+    known = {"ids": ids, "counts": counts, "n_tokens": ids.shape[1], "n_accepted": n_drafts}
+    steps = [Batch(**known, is_first=index == 0) for index in range(2)]
     execution = Execution(
         costs(**changes),
         shape,
         Fixed(shape, uploads, execution_model),
         steps,
-        predictor=NoisyPredictor(np.ones((1, 4)), PredictorAccuracy(), 0),
+        accuracy=PredictorAccuracy(),
         warm_steps=1,
     )
     time = execution.run()

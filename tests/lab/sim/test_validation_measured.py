@@ -42,19 +42,19 @@ def units(cpu_s: float) -> CostModel:
     )
 
 
-def calibration(cpu_s: float | None) -> str:
+def calibration(cpu_s: float | None) -> Calibration:
     measured = None if cpu_s is None else units(cpu_s)
-    return Calibration(units=measured, step_s={}, plain_step_s={}, prefill_ts={}, n_tokens=5, seconds=1.0).to_json()
+    return Calibration(units=measured, step_s={}, plain_step_s={}, prefill_ts={}, n_tokens=5, seconds=1.0)
 
 
 def test_a_kept_calibration_gives_costs(tmp_path: Path) -> None:
     file = tmp_path / "kept.json"
-    file.write_text(calibration(1e-4))
+    write_measurement(file, calibration(1e-4))
     assert calibration_file(str(file), "") == file
     costs = read_calibration(file)
     assert costs.cpu_ns[:4].tolist() == [0, 100_000, 200_000, 300_000]  # beyond the curve in proportion
     assert (costs.transfer_ns, costs.draft_ns, costs.dense_ns, costs.block_ns) == (50_000, 10**6, 30_000, 2000)
-    file.write_text(calibration(None))
+    write_measurement(file, calibration(None))
     with pytest.raises(InputError, match="no times of experts"):
         read_calibration(file)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moeedge.lab.cli.trace import summarize_trace
 from moeedge.lab.traces.importers import read_trace
-from moeedge.lab.traces.summary import summarize_trace
 from moeedge.native.abi import Phase
 from moeedge.trace.steps import draft_stats
 from tests.support.traces import make_trace, plain_text, two_texts

@@ -1,0 +1,334 @@
+"""One experiment: arms take turns at a work, and every turn gives a sample.
+
+A work is the prompts of a dataset, answered one by one (Conversations) or several at once (Together), or a test of
+llama-bench with random tokens (SyntheticWork). `Work.samples` rotates the arms, warms them up, leaves out what an
+interrupted run has done, and ends when it is cancelled. `moeedge bench`, the choice of an expert budget and
+`moeedge lab ablate` measure this way.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moeedge.bench.config import REFERENCE, BenchMode, SyntheticTest
+from moeedge.bench.harness import GREEDY, BenchArm, Meter, answer_text, rotated
+from moeedge.bench.samples import Sample
+from moeedge.data.prompts import Prompt
+from moeedge.engine.answer import ParallelGeneration
+from moeedge.native.abi import Phase
+from moeedge.run import Cancel
+from moeedge.scheduler.stats import StepRecord
+
+# long enough to take every path once (prefill, draft, verification, plain decoding), and short
+_WARM_UP_TOKENS = 16
+_WARM_UP_TOKENS_TOGETHER = 8
+_SEED = 1  # of random tokens
+_SLICE_TOKENS = 16
+
+# what every arm does once before the next round begins: a sample, or None where nothing is measured
+Round = tuple[int, Callable[[BenchArm], Sample | None]]  # with the rotation of the arms
+
+
+@dataclass(kw_only=True)
+class Work(ABC):
+    """What arms do in turns, in units of one part and repetition: what `--resume` measures completely or not at all."""
+
+    name: str  # the test of the samples
+    warms_up: bool = True  # every arm once before the first sample
+    measured: list[Sample] = field(default_factory=list)  # also by an interrupted run: it is not measured again
+    cancel: Cancel = lambda: False  # of `samples`
+
+    def modes(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
+        """Returns the modes for which the work makes sense."""
+        return list(modes)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Samples of a mode in one repetition, by prompt; "" where samples have no prompt of their own."""
+        return {"": 1}
+
+    @property
+    def n_samples(self) -> int:
+        """Samples of a mode in one repetition."""
+        return sum(self.parts.values())
+
+    @abstractmethod
+    def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
+        """Yields the rounds of the repetitions and parts that are left, those that warm up first."""
+
+    def samples(
+        self,
+        arms: Sequence[BenchArm],
+        repetitions: Sequence[int],
+        *,
+        first_place: int = 0,
+        cancel: Cancel = lambda: False,
+    ) -> Iterator[Sample]:
+        """Yields the samples of each round, the arms in rotated order; ends early when `cancel` returns True.
+
+        first_place: of these arms among those that take turns.
+        """
+        self.cancel = cancel
+        labels = {arm.mode.label for arm in arms}
+        skip = {(sample.repetition, sample.prompt) for sample in self.measured if sample.mode in labels}
+        left = [(n, part) for n in repetitions for part in self.parts if (n, part) not in skip]
+        for rotation, measure in self.rounds(arms, left) if left and arms else ():
+            for place, arm in enumerate(rotated(arms, rotation)):
+                if self.cancel():
+                    return
+                sample = measure(arm)
+                if self.cancel():  # it may be cut short: no sample
+                    return
+                if sample is not None and sample.repetition >= 0:  # below 0: it warms up
+                    is_warm = self.warms_up or sample.repetition > repetitions[0]
+                    self.measured.append(replace(sample, order=first_place + place, warm=is_warm))
+                    yield self.measured[-1]
+
+
+@dataclass(kw_only=True)
+class Conversations(Work):
+    """The prompts of a dataset, answered turn by turn; the arms take turns within a turn of the conversation.
+
+    Each arm has its own KV cache, which is empty at the first turn and then holds the conversation so far. All continue
+    from the reference's answer: where an arm's own answer differs, which the output check reports, the next turn still
+    asks all of them the same.
+    """
+
+    prompts: Sequence[Prompt]
+    n_predict: int
+    ignore_eos: bool = False
+    answers: dict[tuple[str, int], str] = field(default_factory=dict)  # by prompt and turn, to go on from
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Turns by prompt."""
+        return {prompt.id: len(prompt.turns) for prompt in self.prompts}
+
+    def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
+        """A round is a turn; the first turn of the first prompt warms up."""
+        reference = next((arm for arm in arms if arm.mode.label == REFERENCE), arms[0])
+        if self.warms_up:
+            yield 0, self._warm_up
+        for repetition, part in left:
+            index, prompt = next(item for item in enumerate(self.prompts) if item[1].id == part)
+            for arm in arms:
+                arm.session.reset()
+            messages: list[dict[str, str]] = []
+            for turn in range(len(prompt.turns)):
+                messages += prompt.messages(turn)
+                about = {"prompt": part, "category": prompt.category, "turn": turn, "repetition": repetition}
+                prompt_ids = reference.prompt_tokens(messages)
+                yield repetition + index, partial(self._answer, reference, prompt_ids, about)
+                messages.append({"role": "assistant", "content": self.answers[part, turn]})
+
+    def _answer(self, reference: BenchArm, prompt_ids: Sequence[int], about: dict[str, Any], arm: BenchArm) -> Sample:
+        sample = arm.answer(
+            prompt_ids, n_predict=self.n_predict, ignore_eos=self.ignore_eos, cancel=self.cancel, **about
+        )
+        if arm is reference and not self.cancel():
+            text = answer_text(arm.session.model, sample.tokens)
+            self.answers.setdefault((sample.prompt, sample.turn), text)
+        return sample
+
+    def _warm_up(self, arm: BenchArm) -> None:
+        """Touches memory, starts threads, fills caches."""
+        arm.session.reset()
+        tokens = arm.prompt_tokens(self.prompts[0].messages(0))
+        arm.answer(tokens, n_predict=_WARM_UP_TOKENS, ignore_eos=self.ignore_eos, cancel=self.cancel)
+
+
+@dataclass(kw_only=True)
+class Together(Work):
+    """All prompts answered by arms that decode N texts at a time: a sample per repetition and arm.
+
+    Texts wait in a queue and join where one ends, so that the batch stays full as long as there are texts; only steps
+    with N texts count.
+    """
+
+    prompts: Sequence[Prompt]
+    prompt_ids: Sequence[list[int]]  # of the first turns
+    n_predict: int
+    ignore_eos: bool = False
+    texts: list[Sample] = field(default_factory=list)  # the answers, one text each
+
+    def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
+        """A round is a repetition."""
+        if self.warms_up:
+            yield 0, self._warm_up
+        for repetition, _ in left:
+            yield repetition, partial(self._answer, repetition)
+
+    def _answer(self, repetition: int, arm: BenchArm) -> Sample:
+        """Answers all prompts; the sample holds the steps with N texts."""
+        label, n_parallel = arm.mode.label, arm.mode.n_parallel or 1
+        with Meter(arm.session) as meter:
+            generation = self._generate(arm, self.prompt_ids, self.n_predict)
+        drain_s = arm.drain_transfers()
+        stats, own = generation.stats, generation.of_texts[n_parallel]
+        for prompt, prompt_ids, answer in zip(self.prompts, self.prompt_ids, generation.answers, strict=True):
+            found: dict[str, Any] = {
+                "stop_reason": answer.stop_reason,
+                "tokens": list(answer.tokens),
+                "prompt_ids": list(prompt_ids),
+            }
+            self.texts.append(Sample(label, prompt.id, 0, repetition, 0, **found))
+        names = ("decode_s", "drafted", "accepted", "draft_s", "verify_s", "observe_s")
+        return Sample(
+            *(label, "", 0, repetition, 0),
+            prompt_tokens=sum(map(len, self.prompt_ids)),
+            prefill_tokens=stats.prefill_tokens,
+            prefill_s=stats.prefill_s,
+            generated_tokens=sum(len(answer.tokens) for answer in generation.answers),
+            decode_tokens=own.generated_tokens,
+            all_decode_s=stats.decode_s,
+            drain_s=drain_s,
+            steps=n_parallel * own.steps,
+            experts_sum=n_parallel * own.experts_sum,
+            **{name: getattr(own, name) for name in names},
+            cpu_s=meter.cpu_s,
+            others_s=meter.others_s,
+            placement=meter.counters(),
+        )
+
+    def _warm_up(self, arm: BenchArm) -> None:
+        self._generate(arm, self.prompt_ids[: arm.mode.n_parallel], _WARM_UP_TOKENS_TOGETHER)
+
+    def _generate(self, arm: BenchArm, prompts: Sequence[Sequence[int]], n_predict: int) -> ParallelGeneration:
+        """Answers the prompts from empty KV caches. Raises KeyboardInterrupt where Ctrl-C ended an answer."""
+        arm.session.reset()
+        generation = arm.session.generate_parallel(
+            prompts, n_predict=n_predict, sampling=GREEDY, cancel=self.cancel, ignore_eos=self.ignore_eos
+        )
+        for _ in generation:
+            pass
+        if not self.cancel() and any(answer.stop_reason == "interrupted" for answer in generation.answers):
+            raise KeyboardInterrupt
+        return generation
+
+
+def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[str]]:
+    """Returns one mode per engine and expert cache, and one sentence for each mode that would repeat another one."""
+    kept: dict[tuple[object, ...], BenchMode] = {}
+    notes = []
+    for mode in modes:
+        first = kept.setdefault((mode.engine, mode.method, mode.policy, mode.cache_ratio), mode)
+        if first is not mode:
+            notes.append(f"{mode.label} is left out of pp and tg: without drafts it is the same as {first.label}.")
+    return list(kept.values()), notes
+
+
+@dataclass(kw_only=True)
+class SyntheticWork(Work):
+    """A test of llama-bench: N random tokens as a prompt (ppN), one by one (tgN), or both, at a depth of D (@ dD).
+
+    It times the target alone, as llama-bench does: no sampling, and no drafts, because random tokens cannot be guessed.
+    The difference to stock is the cost of our backend. With an expert cache, the policy observes and experts move as in
+    an answer.
+    """
+
+    test: SyntheticTest
+    delay_s: float = 0.0  # a pause before each repetition of an arm
+
+    def modes(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
+        """Returns one mode per engine and expert cache."""
+        return synthetic_modes(modes)[0]
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Slices where tokens are decoded alone."""
+        return {"": 1 if self.test.n_prompt else -(-self.test.n_gen // _SLICE_TOKENS)}
+
+    def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
+        """A round is a repetition of a prompt, or a slice of tokens that are decoded alone.
+
+        Each arm continues in its own KV cache, and each slice is a sample: pairs of neighbours stay close in time
+        however large N is. Warming up takes a prompt, or one slice.
+        """
+        tokens = self._tokens(arms[0], self.test.n_gen)
+        n_slices = 0
+        for repetition in ([-1] if self.warms_up else []) + [repetition for repetition, _ in left]:
+            if self.test.n_prompt:
+                yield repetition + 1, partial(self._prompt, tokens, repetition)
+                continue
+            yield 0, self._fill
+            n_measured = self.test.n_gen if repetition >= 0 else min(self.test.n_gen, _SLICE_TOKENS)
+            for index, first in enumerate(range(0, n_measured, _SLICE_TOKENS)):
+                part = tokens[first : first + _SLICE_TOKENS]
+                yield n_slices, partial(self._slice, part, index, repetition)
+                n_slices += 1
+
+    def _fill(self, arm: BenchArm) -> None:
+        """Empties the KV cache and fills it to the test's depth."""
+        arm.session.reset()
+        if self.delay_s and not self.cancel():
+            time.sleep(self.delay_s)
+        if self.test.depth and not self.cancel():
+            _decode(arm, self._tokens(arm, self.test.depth))
+            arm.drain_transfers()
+
+    def _prompt(self, following: Sequence[int], repetition: int, arm: BenchArm) -> Sample | None:
+        """ppN, ppN+tgM."""
+        self._fill(arm)
+        if self.cancel():
+            return None
+        tokens = self._tokens(arm, self.test.n_prompt)
+        with Meter(arm.session) as meter:
+            _decode(arm, tokens)
+        counters = meter.counters()
+        decoded = self._slice(following, 0, repetition, arm, drains=False) if following else None
+        drain_s = arm.drain_transfers()
+        sample = decoded or Sample(arm.mode.label, "", 0, repetition, 0)
+        return replace(
+            sample,
+            prompt_tokens=len(tokens),
+            prefill_tokens=len(tokens),
+            prefill_s=meter.seconds,
+            cpu_s=sample.cpu_s + meter.cpu_s,
+            others_s=sample.others_s + meter.others_s,
+            drain_s=drain_s,
+            prefill_read_bytes=meter.read_bytes,
+            prefill_placement=counters,
+        )
+
+    def _slice(
+        self, tokens: Sequence[int], index: int, repetition: int, arm: BenchArm, *, drains: bool = True
+    ) -> Sample | None:
+        """Decodes `tokens` one by one; None where it was cancelled."""
+        with Meter(arm.session) as meter:
+            for token in tokens:
+                if self.cancel():
+                    return None
+                _decode(arm, [token], Phase.DECODE)
+        n, drain_s = len(tokens), arm.drain_transfers() if drains else 0.0
+        return Sample(
+            arm.mode.label, "", index, repetition, 0,
+            generated_tokens=n, decode_tokens=n, decode_s=meter.seconds, steps=n, cpu_s=meter.cpu_s,
+            others_s=meter.others_s, drain_s=drain_s, decode_read_bytes=meter.read_bytes, placement=meter.counters(),
+        )  # fmt: skip
+
+    def _tokens(self, arm: BenchArm, n: int) -> list[int]:
+        """Returns `n` random token ids, the same on every run and in every mode."""
+        n_vocab = arm.session.model.info.n_vocab
+        return [int(token) for token in np.random.default_rng(_SEED).integers(0, n_vocab, n)]
+
+
+def _decode(arm: BenchArm, tokens: Sequence[int], phase: Phase = Phase.PREFILL) -> None:
+    """Decodes a batch, lets the policy observe it, and starts the transfers of its plan, as the engine's loop does.
+
+    How many experts arrive before the next plan replaces the queue depends on the speed of the decodes and of the link.
+    """
+    target, placement = arm.session.target, arm.session.placement
+    start_s = time.perf_counter()
+    target.decode(tokens, phase=phase, logits="last")
+    if placement is None or target.sensor is None:
+        return
+    seconds = time.perf_counter() - start_s if phase == Phase.DECODE else 0.0
+    record = StepRecord(tokens=list(tokens[-1:]), n_verified=int(phase == Phase.DECODE), verify_s=seconds)
+    placement.after_verification(target.sensor.read_counts(), tokens, record)

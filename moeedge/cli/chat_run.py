@@ -1,0 +1,138 @@
+"""`moeedge chat` once its options are read: chats, or gives a single answer. This module loads llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+
+import typer
+
+from moeedge import paths
+from moeedge.cli.chat_options import TalkOptions, ViewOptions
+from moeedge.cli.engine_options import BudgetOptions, layer_notes
+from moeedge.engine.autosave import Autosave, unfinished_chats
+from moeedge.engine.conversation import Conversation, prompt_tokens
+from moeedge.engine.session import Session, prepare_answers
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
+from moeedge.hardware.machine_load import LoadReading, busy_note
+from moeedge.hardware.processor import physical_cores
+from moeedge.hardware.spec import EMULATED
+from moeedge.hub.catalog import load_catalog
+from moeedge.policies.expert_budget import budget_record
+from moeedge.records import as_dict
+from moeedge.ui.chat import commands
+from moeedge.ui.chat.greeting import print_greeting, print_header, print_warnings
+from moeedge.ui.chat.prompt import make_reader, one_shot_prompt, open_history
+from moeedge.ui.chat.repl import Repl
+from moeedge.ui.chat.session import ModelSwitch, origin_of, settings_of
+from moeedge.ui.chat.settings import Settings
+from moeedge.ui.chat.single import answer_once
+from moeedge.ui.console import is_terminal, notifier, say, show_figures, stderr_console, stdout_console
+
+
+def run_chat(
+    config: EngineConfig,
+    named: Callable[[str], EngineConfig],
+    settings: Settings,
+    talk: TalkOptions,
+    view: ViewOptions,
+    budget: BudgetOptions,
+    *,
+    given: str | None,
+    system: str,
+    as_json: bool,
+    notes: list[str],
+    begin: LoadReading,
+) -> int:
+    """Chats, or gives a single answer. Returns the exit code: 0, or 128 + the signal that ended it.
+
+    named: the configuration with the model of that name. given: the prompt of -p or -f. system: the system prompt.
+    notes: said before the first answer. begin: the machine's load before this process worked.
+    """
+    busy = busy_note(LoadReading.now().others_since(begin), config.n_threads or physical_cores())
+    err, out = stderr_console(), stdout_console()
+    goes_on = talk.interactive and given is not None
+    if talk.interactive and not is_terminal(sys.stdin):
+        raise InputError("-i needs a terminal, and standard input is not one.", "Leave out -i.")
+    question = None if goes_on else one_shot_prompt(given, sys.stdin, notice=lambda line: say(err, line))
+    if question is None and as_json:
+        raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
+    if question is not None and talk.resume is not None:
+        raise InputError("--resume goes on with a chat, and -p asks for a single answer.", "Leave out one of them.")
+    config = budget.measured(config, notify=notifier(err))
+    conversation = Conversation(system=system)
+    with ModelSwitch(config, named, notifier(err)) as switch:
+        session = switch.session
+        settings = settings_of(session, settings)
+        warnings = [*layer_notes(config), *([busy] if busy and not view.quiet else [])]
+        for line in [*notes, *prepare_answers(session, settings.sampling, settings.template, raw=talk.raw)]:
+            say(err, line)
+        toy = paths.is_bundled(config.model)
+        if view.quiet:
+            print_warnings(err, session.info, warnings, quiet=True)
+        elif question is not None:
+            print_header(err, session.info, toy=toy, warnings=warnings)
+        else:
+            starter, speed = load_catalog().starter() if toy else None, _measured_speed(session)
+            print_greeting(err, session.info, toy=toy, starter=starter, cache_speed=speed, warnings=warnings)
+        if question is not None:
+            conversation.ask(question)
+            prompt_ids = prompt_tokens(session.model, conversation, raw=talk.raw, template=session.template)
+            code = answer_once(session, prompt_ids, settings, as_json=as_json, panel=not view.verbose, out=out, err=err)
+        else:
+            unfinished = unfinished_chats(paths.unfinished_chats_dir, lambda line: say(err, line, style="yellow"))
+            if unfinished and talk.resume is None:
+                say(err, commands.offer(unfinished), style="yellow")
+            autosave = Autosave(paths.unfinished_chats_dir, origin_of(session, raw=talk.raw))
+            history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
+            repl = Repl(
+                session,
+                conversation,
+                settings,
+                read=make_reader(commands.completions(), history),
+                out=out,
+                err=err,
+                switch=switch,
+                autosave=None if talk.no_autosave else autosave,
+                unfinished=unfinished,
+                raw=talk.raw,
+                panel=not view.verbose,
+                single_turn=talk.single_turn,
+            )
+            repl.attached = given or ""  # as an attached file it is no command, whatever it begins with
+            code = repl.run("" if goes_on else None if talk.resume is None else f"/resume {talk.resume}")
+        if view.stats is not None:
+            _print_stats(switch.session)
+    return code
+
+
+def list_unfinished() -> None:
+    """The chats that --resume N goes on with, on standard output."""
+    found = unfinished_chats(paths.unfinished_chats_dir, lambda line: typer.echo(line, err=True))
+    rows = commands.unfinished_rows(found)
+    show_figures(stdout_console(), rows)
+    if not rows:
+        typer.echo("No chat ended unexpectedly.", err=True)
+
+
+def _measured_speed(session: Session) -> float | None:
+    """Speed of a step with the expert cache over one without, if it was measured on a real device."""
+    measured = session.calibration
+    if measured is None or session.info.device.startswith(EMULATED) or measured.n_tokens not in measured.step_s:
+        return None
+    return measured.speed
+
+
+def _print_stats(session: Session) -> None:
+    """One JSON line on standard error: every counter of expert placement, and those of the sensor."""
+    placement = session.placement_stats()
+    sensor = session.target.sensor
+    record: dict[str, object] = {"device": "none"} if placement is None else as_dict(placement)
+    record["sensor"] = None if sensor is None else asdict(sensor.stats())
+    record |= budget_record(session.info.expert_budget, gamma=session.gamma)
+    earlier = session.info.earlier_runs
+    record["earlier_runs"] = None if earlier is None else asdict(earlier)
+    typer.echo(json.dumps(record), err=True)

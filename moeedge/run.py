@@ -1,0 +1,87 @@
+"""How an operation speaks with its caller: messages at once, notes for its record, whether to stop; and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Level(Enum):
+    """How much a notification asks for attention."""
+
+    INFO = "info"  # a choice that the program made, or something that takes a while
+    NOTICE = "notice"  # the same, but shown at the start of a session
+    WARNING = "warning"  # something asked for is off, slower or lost
+
+
+class Notification(str):
+    """One or more full sentences with a level; a string everywhere else, JSON included."""
+
+    level: Level
+
+    def __new__(cls, text: str, level: Level = Level.INFO) -> Notification:
+        self = super().__new__(cls, text)
+        self.level = level
+        return self
+
+
+Notify = Callable[[Notification], None]
+Cancel = Callable[[], bool]  # asked now and then; True stops an operation
+
+
+def is_warning(note: str) -> bool:
+    """Whether a note needs attention: all do but notifications of another level."""
+    return not isinstance(note, Notification) or note.level is Level.WARNING
+
+
+def ignore(notification: Notification) -> None:
+    """A `Notify` for callers that show nothing."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One operation: opening a session, a measurement.
+
+    show: shows a message at once; may be replaced. notes: sentences about the result, a warning where they are plain
+    strings.
+    """
+
+    show: Notify = ignore
+    notes: list[str] = field(default_factory=list)
+    cancelled: Cancel = lambda: False
+
+    def note(self, text: str, level: Level = Level.INFO) -> None:
+        """Adds a sentence to the notes."""
+        self.notes.append(Notification(text, level))
+
+    def warn(self, text: str) -> None:
+        """Adds a sentence that needs attention to the notes."""
+        self.notes.append(text)
+
+    def say(self, text: str, level: Level = Level.INFO) -> None:
+        """Shows a sentence at once."""
+        self.show(Notification(text, level))
+
+    def report(self, notification: Notification) -> None:
+        """Shows a notification at once, and adds it to the notes."""
+        self.notes.append(notification)
+        self.show(notification)
+
+
+class Closing:
+    """A context manager that closes itself at the end of its block."""
+
+    def close(self) -> None:
+        """Frees what the object holds; closing twice is harmless."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()

@@ -1,0 +1,118 @@
+"""JSON Schemas (draft 2020-12) of records: every key with its type, its meaning and its unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from moeedge.records import Figure, json_figures, record_in, type_of
+
+_TYPES: dict[Any, str] = {
+    **{bool: "boolean", int: "integer", float: "number", str: "string", Path: "string", type(None): "null"},
+    **dict.fromkeys((list, tuple, Sequence), "array"),
+    **dict.fromkeys((dict, Mapping), "object"),
+}
+_REF = "#/$defs/"
+
+
+def json_schema(kind: Any, title: str, about: str, *, nulls: bool = True) -> dict[str, Any]:
+    """The schema of a record, or of a list of records. nulls: whether keys are there whose value is null."""
+    maker = _Maker(nulls)
+    root = maker.schema(kind, None)
+    if "$ref" in root:
+        root = maker.defs[kind.__name__]
+    schema: dict[str, Any] = maker.inlined(root)
+    kept = {name: maker.inlined(entry) for name, entry in maker.defs.items() if maker.n_uses[name] > 1}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, "description": about}
+    return head | schema | ({"$defs": kept} if kept else {})
+
+
+class _Maker:
+    """Makes the schemas of types; records go to `defs`, and those that are used once are put in place at the end."""
+
+    def __init__(self, nulls: bool) -> None:
+        self._nulls = nulls
+        self.defs: dict[str, dict[str, Any]] = {}
+        self.n_uses: dict[str, int] = {}
+
+    def schema(self, kind: Any, declared: Figure | None) -> dict[str, Any]:
+        """The schema of a type, with the bounds that a figure declares for its numbers."""
+        origin, arguments = get_origin(kind) or kind, get_args(kind)
+        if origin is Annotated:
+            return self.schema(arguments[0], declared)
+        if origin is Literal:
+            return {"enum": list(arguments)}
+        if origin in (Union, types.UnionType):
+            return self._union([self.schema(each, declared) for each in arguments])
+        if dataclasses.is_dataclass(kind):
+            return self._record(kind)
+        if origin not in _TYPES:
+            return {}
+        made: dict[str, Any] = {"type": _TYPES[origin]}
+        if made["type"] in ("integer", "number") and declared is not None:
+            bounds = {"minimum": declared.least, "maximum": declared.most}
+            made |= {name: bound for name, bound in bounds.items() if bound is not None}
+        elif made["type"] == "array" and arguments and (items := self.schema(arguments[0], declared)):
+            made["items"] = items
+        elif made["type"] == "object" and len(arguments) > 1 and (values := self.schema(arguments[1], declared)):
+            made["additionalProperties"] = values
+        return made
+
+    def _union(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        if any("$ref" in part for part in parts):
+            return {"oneOf": parts}
+        if any("enum" in part for part in parts):
+            return {"enum": list(dict.fromkeys(value for part in parts for value in part.get("enum", [None])))}
+        kinds = dict.fromkeys(kind for part in parts for kind in _kinds(part))
+        return {key: value for part in parts for key, value in part.items()} | {"type": list(kinds)}
+
+    def _record(self, kind: Any) -> dict[str, Any]:
+        name = kind.__name__
+        self.n_uses[name] = self.n_uses.get(name, 0) + 1
+        if name not in self.defs:
+            made: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
+            made |= {} if getattr(kind, "is_open", False) else {"additionalProperties": False}
+            self.defs[name] = made
+            for key, declared, member in self._members(kind):
+                made["properties"][key] = {"description": declared.description} | member
+                may_lack = declared.optional or not (self._nulls or not _allows_null(member))
+                made["required"] += [] if may_lack else [key]
+        return {"$ref": _REF + name}
+
+    def _members(self, kind: Any, holder: Figure | None = None) -> Iterator[tuple[str, Figure, dict[str, Any]]]:
+        for name, key, declared in json_figures(kind, holder):
+            own = type_of(kind, name)
+            if declared.prefix is None:
+                if holder is not None:
+                    about = f"{holder.help}: {declared.help}" if holder.help else declared.help
+                    declared = replace(declared, unit=declared.unit or holder.unit, help=about)
+                yield key, declared, self.schema(own, declared)
+                continue
+            part = record_in(own)
+            for inner_key, inner, member in self._members(part, declared):
+                may_lack = part is not own and inner.absent is None
+                yield inner_key, inner, self._union([member, {"type": "null"}]) if may_lack else member
+
+    def inlined(self, schema: Any) -> Any:
+        """The schema with the definitions that are used once in their places."""
+        if isinstance(schema, list):
+            return [self.inlined(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        name = str(schema.get("$ref", "")).removeprefix(_REF)
+        if name and self.n_uses[name] == 1:
+            schema = {key: value for key, value in schema.items() if key != "$ref"} | self.defs[name]
+        return {key: self.inlined(value) for key, value in schema.items()}
+
+
+def _kinds(member: dict[str, Any]) -> list[str]:
+    kinds = member.get("type", [])
+    return [kinds] if isinstance(kinds, str) else kinds
+
+
+def _allows_null(member: dict[str, Any]) -> bool:
+    return "null" in _kinds(member) or None in member.get("enum", ()) or {"type": "null"} in member.get("oneOf", ())
