@@ -15,7 +15,6 @@ from moeedge.analysis.profile import profile_layers
 from moeedge.analysis.profile_json import complete_report, layer_report, run_facts
 from moeedge.engine.recording import Recording
 from moeedge.lab.analysis.pair_similarity import PairSimilarity
-from moeedge.lab.sim.replay import ReplayRow
 from tests.support.traces import two_texts
 
 TEXT = (Path(__file__).parents[3] / "docs" / "lab" / "traces.md").read_text(encoding="utf-8")
@@ -38,8 +37,6 @@ def test_tables_name_every_array_and_key(tmp_path: Path) -> None:
         assert f"| `{array}` |" in TEXT, array
     for key in json.loads(str(saved["meta"])):
         assert f"`{key}`" in TEXT, key
-    for column in fields(ReplayRow):
-        assert f"`{column.name}`" in TEXT, column.name
     trace = two_texts()
     report = layer_report(profile_layers(trace, [0])[0], run_facts(trace, Recording(trace, 1, 1, 1, [])))
     inner = ("hot_cold_accuracy", "unique_experts", "activation_counts", "skew", "persistence")
