@@ -3,8 +3,9 @@
 OLD, NEW: a Python interpreter in whose environment the version is installed, or the root of a tree, which runs with
 this interpreter. Both versions answer the same prompts in alternating order; each pair has fresh processes, since the
 places that one gets in memory make it a few per cent faster or slower for as long as it lives. Ratios are NEW's time
-over OLD's, of all prompts of a pair: geometric mean and 95 % interval over the pairs. The last line is JSON. With
-experts on the device answers may differ at near-ties; moeedge bench checks those.
+over OLD's: of a pair the median over its answers, which a stall of the machine does not change; geometric mean and 95 %
+interval over the pairs. The last line is JSON. With experts on the device answers may differ at near-ties; moeedge
+bench checks those.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
-N_PAIRS = 20
+N_PAIRS, N_ROUNDS = 20, 3  # of versions, and of the prompts in each pair
 
 SETUPS: dict[str, dict[str, Any]] = {
     "no device, gamma 0": {"gamma": 0, "device": "none"},
@@ -115,36 +116,40 @@ def main(words: Sequence[str]) -> int:
     if len(words) < 2:
         raise SystemExit(__doc__)
     n_pairs = max(4, int(words[2])) if len(words) > 2 else N_PAIRS
-    pairs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in SETUPS}
+    pairs: dict[str, list[dict[str, list[dict[str, float]]]]] = {name: [] for name in SETUPS}
     n_different = Counter[str]()
     for number in range(n_pairs):
         with Version(words[0]) as old, Version(words[1]) as new:
             versions = {"old": old, "new": new}
             for name, setup in SETUPS.items():
-                sums = {which: Counter[str]() for which in versions}
-                for turn, prompt in enumerate((PROMPTS[0], *PROMPTS)):  # the first answer warms up
+                answers: dict[str, list[dict[str, float]]] = {which: [] for which in versions}
+                for turn, prompt in enumerate((PROMPTS[0], *PROMPTS * N_ROUNDS)):  # the first answer warms up
                     tokens = []
                     for which in ("old", "new") if (number + turn) % 2 else ("new", "old"):
                         answer = versions[which].ask(setup, prompt, 96)
                         tokens.append(answer.pop("tokens"))
                         if turn:
-                            sums[which].update(answer)
+                            answers[which].append(answer)
                     n_different[name] += tokens[0] != tokens[1]
-                pairs[name].append(sums)
+                pairs[name].append(answers)
     report = {name: _row(found, n_different[name]) for name, found in pairs.items()}
     print(*(f"{name} {row}" for name, row in report.items()), json.dumps(report), sep="\n")
     agree = all(row["decode_s_ratio"][1] <= 1 <= row["decode_s_ratio"][2] for row in report.values())
     return 0 if agree and not any(n_different[name] for name in SETUPS if SETUPS[name]["device"] == "none") else 1
 
 
-def _row(pairs: Sequence[dict[str, dict[str, float]]], n_different: int) -> dict[str, Any]:
+def _row(pairs: Sequence[dict[str, list[dict[str, float]]]], n_different: int) -> dict[str, Any]:
     """The ratios of one set-up, and what observing costs."""
     row: dict[str, Any] = {"different_answers": n_different}
     for key in ("decode_s", "prefill_s", "observe_s", "schedule_s"):
-        ratios = [pair["new"][key] / pair["old"][key] for pair in pairs if pair["old"][key] > 0 < pair["new"][key]]
+        ratios = []
+        for pair in pairs:
+            both = zip(pair["new"], pair["old"], strict=True)
+            if of_answers := [new[key] / old[key] for new, old in both if old[key] > 0 < new[key]]:
+                ratios.append(median(of_answers))
         if len(ratios) > 3:
             row[f"{key}_ratio"] = [round(value, 4) for value in interval(ratios)]
     for which in ("old", "new"):
-        total = sum(pair[which]["observe_s"] for pair in pairs)
-        row[f"{which}_observe_us_per_step"] = round(total / sum(pair[which]["steps"] for pair in pairs) * 1e6, 1)
+        costs = [answer["observe_s"] / answer["steps"] for pair in pairs for answer in pair[which]]
+        row[f"{which}_observe_us_per_step"] = round(median(costs) * 1e6, 1)
     return row
