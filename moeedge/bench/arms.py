@@ -16,18 +16,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from moeedge.bench import whole_layers
 from moeedge.bench.config import MODES, REFERENCE, BenchMode, mode_config
-from moeedge.bench.experiment import Work
-from moeedge.bench.harness import BenchArm, open_arm, rotated
+from moeedge.bench.experiment import BenchArm, Work, rotated
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.perplexity import Perplexity
 from moeedge.engine.layer_search import has_choice, open_session
-from moeedge.engine.loading import host_bytes
+from moeedge.engine.loading import host_bytes, load_draft, load_target
+from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
-from moeedge.errors import InputError
+from moeedge.errors import EngineError, InputError
 from moeedge.hardware.devices import ResolvedDevice, read_memory
 from moeedge.hardware.memory import available_memory, fits
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
@@ -44,6 +45,41 @@ NOTE = (
     "The model does not fit the memory, so modes are measured one after the other. Before each of them the model is "
     "loaded again; neither the page cache nor what earlier runs kept helps it."
 )
+
+
+def load_models(
+    base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack, device: ResolvedDevice | None = None
+) -> tuple[Model, Model | None]:
+    """Loads the target, and the draft model if there is one and a mode uses it; `stack` closes them.
+
+    device: of `resolve_device`, if it is known.
+    """
+    has_size = any(mode.cache_ratio is not None for mode in modes)
+    # a model that fits a GPU is not left there entirely where modes ask for a cache
+    target = stack.enter_context(load_target(base, device, whole_fits=False if has_size else None))
+    if not isinstance(base.draft, Path) or base.gamma == 0 or not any(mode.drafts for mode in modes):
+        return target, None
+    return target, stack.enter_context(load_draft(base, device))
+
+
+def open_arm(
+    base: EngineConfig,
+    mode: BenchMode,
+    stack: ExitStack,
+    *,
+    opened: Callable[..., Session] = Session.open,
+    own_target: bool = False,
+    **options: Any,
+) -> BenchArm:
+    """Opens the session of a mode; `stack` closes it. opened: makes it; options: of that function.
+
+    An error of the engine, such as too little memory for the mode's context, names the mode.
+    """
+    try:
+        session = stack.enter_context(opened(mode_config(base, mode), **options))
+    except (InputError, EngineError) as error:
+        raise type(error)(f"{mode.label} cannot run: {error.message}", error.hint) from error
+    return BenchArm(mode, session, own_target)
 
 
 @dataclass
@@ -131,8 +167,8 @@ class Arms(_Sessions):
                 apart = []
             elif layers:
                 self.report(["Whole layers and cache do not fit the memory at once: they are measured one by one."])
-            kept = [mode for mode in modes if mode in (*shared, *layers) and mode not in apart]
-            self.passes = split_passes(kept, together=together, apart=apart)
+            at_once = [mode for mode in modes if mode in (*shared, *layers) and mode not in apart]
+            self.passes = split_passes(at_once, together=together, apart=apart)
             if not self.passes:
                 raise InputError("No mode is left to measure.", " ".join(self.left_out))
             self.report(self.left_out)
@@ -168,9 +204,13 @@ class Arms(_Sessions):
         others = [mode for mode in swept if mode is not largest]
         with ExitStack() as probing:
             probe = self._open([largest], probing)
-            if others and not self._caches_fit(probe[largest.label], others):
-                self.report(["The caches do not fit the device at once: they are measured one after the other."])
-                return False
+            stats = probe[largest.label].session.placement_stats()
+            if others and stats is not None:
+                total = expert_bytes(expert_tensors(self.base.model)[0])
+                sizes = (stats.pool_bytes if mode.cache_ratio is None else mode.cache_ratio * total for mode in others)
+                if sum(sizes) > self._usable_bytes(stats.pool_bytes):
+                    self.report(["The caches do not fit the device at once: they are measured one after the other."])
+                    return False
             self.first |= probe | self._open(others, probing)
             self.first_resources.enter_context(probing.pop_all())
         return True
@@ -185,7 +225,7 @@ class Arms(_Sessions):
             room, split = f"of the {format_bytes(budget_bytes)} to fill", planner.for_budget(mode, budget_bytes)
             if split is None:
                 left_out = f"without experts it takes {format_bytes(planner.least_bytes(mode))} {room}"
-            elif not fits(n_bytes := self._host_bytes(split)):
+            elif not fits(n_bytes := whole_layers.layers_host_bytes(self.base, self.device, split.layers)):
                 free = f"next to the other modes {format_bytes(available_memory())} are free"
                 left_out = f"its own weights take {format_bytes(n_bytes)} of RAM, and {free}"
             else:
@@ -195,9 +235,6 @@ class Arms(_Sessions):
                 continue
             self.left_out.append(f"{mode.label} is left out: {left_out}.")
         return [mode for mode in modes if mode.label in self.splits]
-
-    def _host_bytes(self, split: whole_layers.Split) -> int:
-        return whole_layers.layers_host_bytes(self.base, self.device, split.layers.n_cpu_moe)
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> dict[str, BenchArm]:
         """Opens sessions, those with targets of their own last; `stack` closes them. Returns their arms by label."""
@@ -227,30 +264,24 @@ class Arms(_Sessions):
         None where host memory lacks room for these targets next to the shared one.
         """
         ours = [mode for mode in modes if mode.engine == "moeedge" and self.models[0].host_expert_layers]
-        found = [mode for mode in ours if has_choice(mode_config(self.base, mode), self.device)]
-        n_bytes = len(found) * host_bytes(self.base, self.device)
+        choosing = [mode for mode in ours if has_choice(mode_config(self.base, mode), self.device)]
+        n_bytes = len(choosing) * host_bytes(self.base, self.device)
         if fits(n_bytes):
-            return found
+            return choosing
         self.report(
             f"{mode.label} keeps no entire layers on the GPU: weights of its own could take another "
-            f"{format_bytes(n_bytes // len(found))} of RAM, and {format_bytes(available_memory())} are free."
-            for mode in found
+            f"{format_bytes(n_bytes // len(choosing))} of RAM, and {format_bytes(available_memory())} are free."
+            for mode in choosing
         )
         return []
-
-    def _caches_fit(self, probe: BenchArm, others: Sequence[BenchMode]) -> bool:
-        """Whether the device has room for the caches of `others` next to that of `probe`, which is open."""
-        stats = probe.session.placement_stats()
-        if stats is None:
-            return True
-        total = expert_bytes(expert_tensors(probe.session.model.path)[0])
-        sizes = (stats.pool_bytes if mode.cache_ratio is None else mode.cache_ratio * total for mode in others)
-        return sum(sizes) <= self._usable_bytes(stats.pool_bytes)
 
     def _layers_fit(self, modes: Sequence[BenchMode]) -> bool:
         """Whether GPU and host memory have room for the targets of these modes at once, next to all that is open."""
         splits = [self.splits[mode.label] for mode in modes]
-        n_bytes = sum({split.layers.n_cpu_moe: self._host_bytes(split) for split in splits}.values())
+        n_bytes = sum(
+            whole_layers.layers_host_bytes(self.base, self.device, layers)
+            for layers in {split.layers for split in splits}
+        )
         return fits(n_bytes) and sum(split.use.total_bytes for split in splits) <= self._usable_bytes()
 
     def _usable_bytes(self, pool_bytes: int = 0) -> float:
@@ -275,14 +306,14 @@ class ArmsInTurn(_Sessions):
         ram = "on" if self.base.ram == "auto" else self.base.ram  # what the run begins with, whatever is free later
         placement = replace(self.base.placement, warm_start=False)
         self.base = replace(self.base, ram=ram, placement=placement)
-        kept = [mode for mode in self.modes if mode.method == "shared"]
-        left_out = [mode.label for mode in self.modes if mode not in kept]
+        modes = [mode for mode in self.modes if mode.method == "shared"]
+        left_out = [mode.label for mode in self.modes if mode not in modes]
         reason = "it has no meaning where experts are loaded into RAM"
         self.report([NOTE, *(f"{label} is left out: {reason}." for label in left_out)])
-        if not kept:
+        if not modes:
             raise InputError("No mode is left to measure.", "Choose from stock-ar, stock-sd, moeedge and moeedge-ar.")
-        kept.sort(key=lambda mode: mode.label != REFERENCE)  # the others go on from its answers
-        self.passes = [Pass(tuple(kept))]
+        modes.sort(key=lambda mode: mode.label != REFERENCE)  # the others go on from its answers
+        self.passes = [Pass(tuple(modes))]
         return self
 
     def stock(self, label: str) -> BenchArm:

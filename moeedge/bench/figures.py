@@ -92,15 +92,24 @@ def budget_point(category: str, mode: str, own: Samples, reference: Samples, unb
 
 
 # figures of a point that a row has as its own, or by another name
-_IN_OTHER_KEYS = (
-    *("category", "mode", "n_answers", "n_scored", "score", "ratio", "tokens_per_step", "acceptance_rate"),
-    "experts_kept",
+_IN_OTHER_KEYS = tuple(
+    [
+        "category",
+        "mode",
+        "n_answers",
+        "n_scored",
+        "score",
+        "ratio",
+        "tokens_per_step",
+        "acceptance_rate",
+        "experts_kept",
+    ]
 )
 
 
 @dataclass(frozen=True)
 class BudgetFigures:
-    """What a row says about its expert budget, and about its mode as the base of others with a budget."""
+    """Figures of a row's expert budget, and of its mode as the base of others with a budget."""
 
     mode: BenchMode
     total: BudgetPoint = figure("", prefix="", without=_IN_OTHER_KEYS)
@@ -167,7 +176,7 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
         speeds = _speeds(tokens, seconds, turns[None])[:, 0]
         drawn = _speeds(tokens, seconds, rng.choice(turns, (_N_RESAMPLES, len(turns))))
         ratios = drawn[0] / drawn[1:].max(axis=0)
-        low, high = _interval(ratios) if len(turns) > 1 else (None, None)
+        low, high = np.percentile(ratios, _PERCENTILES).tolist() if len(turns) > 1 else (None, None)
         best = int(speeds[1:].argmax())
         ratio = float(speeds[0] / speeds[1 + best])
         return StockRatio(category, ratio, low, high, labels[best], len(turns)), ratios
@@ -178,14 +187,9 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
     parts = [measured(category, np.flatnonzero(of_turn == category)) for category in categories]
     low, high = None, None
     if all(part.n_turns > 1 for part, _ in parts):
-        low, high = _interval(np.mean([drawn for _, drawn in parts], axis=0))
+        low, high = np.percentile(np.mean([drawn for _, drawn in parts], axis=0), _PERCENTILES).tolist()
     mean = float(np.mean([part.ratio for part, _ in parts]))
     return (total, *(part for part, _ in parts), StockRatio(MEAN, mean, low, high, "", len(keys)))
-
-
-def _interval(drawn: Array) -> tuple[float, float]:
-    low, high = np.percentile(drawn, _PERCENTILES)
-    return float(low), float(high)
 
 
 def _speeds(tokens: Array, seconds: Array, turns: NDArray[np.intp]) -> Array:
@@ -195,7 +199,7 @@ def _speeds(tokens: Array, seconds: Array, turns: NDArray[np.intp]) -> Array:
 
 @dataclass(frozen=True)
 class ParallelFigures:
-    """What a row says about N texts that are decoded together."""
+    """Figures of N texts that are decoded together."""
 
     n_parallel: int = figure("Texts decoded together", least=1, absent=1)
     curve: str = figure("With --parallel: what rows of one curve have in common")

@@ -35,7 +35,7 @@ def n_common(reference: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def logits_in(context: Context) -> LogitsAt:
-    """Returns what computes the reference's logits in `context`, decoded one by one as plain decoding does.
+    """Returns a function of the reference's logits in `context`, decoded one by one as plain decoding does.
 
     It overwrites the context's KV cache: call it between answers.
     """
@@ -161,5 +161,5 @@ def _difference(
 
     expected, token = token_of(base), token_of(sample)
     gap = float(logits.max()) - logit(token) if own_split else abs(logit(expected) - logit(token))
-    found = {"position": position, "reference_token": expected, "token": token}
-    return filled(Difference, sample, **found, gap=gap, near_tie=gap <= NEAR_TIE_GAP)
+    tokens = {"position": position, "reference_token": expected, "token": token}
+    return filled(Difference, sample, **tokens, gap=gap, near_tie=gap <= NEAR_TIE_GAP)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from moeedge.bench.config import MODES, BenchMode, BenchPlan, SyntheticTest
+from moeedge.bench.experiment import BenchArm
 from moeedge.bench.figures import BudgetFigures, ParallelFigures, StockRatio
-from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.roofline import Roofline
 from moeedge.bench.samples import (

@@ -12,11 +12,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.arms import Arms, ArmsInTurn, Pass
+from moeedge.bench.arms import Arms, ArmsInTurn, Pass, load_models
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
-from moeedge.bench.experiment import Conversations, SyntheticWork, Together, Work, synthetic_modes
+from moeedge.bench.experiment import (
+    BenchArm,
+    Conversations,
+    SyntheticWork,
+    Together,
+    Work,
+    answer_text,
+    synthetic_modes,
+)
 from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
-from moeedge.bench.harness import BenchArm, answer_text, fit_context, load_models
 from moeedge.bench.journal import Journal
 from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.perplexity import measure_perplexity
@@ -26,12 +33,16 @@ from moeedge.bench.samples import Sample, Samples, common_samples, finished_work
 from moeedge.bench.scores import AnswerScorer, check_scoring
 from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import kv_on_gpu, load_target, memory_of, resolve_device
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import ContextTooSmallError, InputError
 from moeedge.hardware.machine_load import LoadReading, look
 from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import choose_n_ctx
 from moeedge.run import Cancel
+
+_CONTEXT_STEP = 256  # llama.cpp pads contexts to multiples of this many tokens
+_TOKENS_AROUND_ANSWER = 16  # that a template puts there; the exact number is not known before the answer is
 
 
 class Progress(Protocol):
@@ -326,3 +337,34 @@ class Bench:
         logits_at = logits_in(arm.session.target)
         lossy = arm.mode.budget is not None
         return check_answers(own, reference, logits_at, self._end_tokens, own_split=True, lossy=lossy)
+
+
+def needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:
+    """Returns the tokens that the conversation can grow to, with all answers at full length."""
+    messages = []
+    for index in range(len(prompt.turns)):
+        messages += [*prompt.messages(index), {"role": "assistant", "content": "-"}]
+    tokens = model.tokenize(model.render_chat(messages[:-1]))
+    return len(tokens) + len(prompt.turns) * (n_predict + _TOKENS_AROUND_ANSWER)
+
+
+def fit_context(
+    base: EngineConfig, model: Model, prompts: Sequence[Prompt], n_predict: int, n_synthetic: int
+) -> tuple[EngineConfig, tuple[Prompt, ...]]:
+    """Returns `base` with the context that the run needs, and the prompts that fit it.
+
+    Without -c the context is that of the longest conversation, limited to the model's training context, or of the
+    largest synthetic test (n_synthetic tokens), which is not limited: its tokens have no meaning to lose.
+    Raises ContextTooSmallError if no prompt fits.
+    """
+    needs = [needed_context(model, prompt, n_predict) for prompt in prompts]
+    limit = base.n_ctx or model.info.n_ctx_train
+    kept = tuple(prompt for prompt, need in zip(prompts, needs, strict=True) if need <= limit)
+    if prompts and not kept:
+        needed = f"the shortest needs {min(needs):,} tokens with its answer, but the context has {limit:,}"
+        raise ContextTooSmallError(f"No prompt fits: {needed}.", "Use a larger -c or a smaller -n.")
+    if base.n_ctx:
+        return base, kept
+    longest = max([n_synthetic, *(need for need in needs if need <= limit)])
+    padded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
+    return replace(base, n_ctx=min(padded, max(limit, n_synthetic))), kept

@@ -131,7 +131,7 @@ def counted(older: PlacementStats | None, newer: PlacementStats | None) -> Count
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Returns the items by what `key` says of them, in order."""
+    """Returns the items by their keys, in order."""
     groups: defaultdict[Any, list[T]] = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
@@ -193,9 +193,9 @@ def speed(samples: Samples, *phases: Phase) -> Spread | None:
 
 def mean_and_error(values: Iterable[float]) -> tuple[float | None, float | None]:
     """Returns the mean, None for no values, and its standard error, None for fewer than two."""
-    known = list(values)
-    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
-    return statistics.fmean(known) if known else None, error
+    numbers = list(values)
+    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else None
+    return statistics.fmean(numbers) if numbers else None, error
 
 
 def answer_scores(samples: Iterable[Sample]) -> dict[tuple[str, int], float]:
@@ -236,9 +236,8 @@ def disturbance(samples: Samples, reference: Samples, n_threads: int) -> Disturb
     own, base = speed(samples, "prefill", "decode"), speed(reference, "prefill", "decode")
     if own is None or base is None or len(own.values) != len(base.values):
         return None
-    ratios = spread([a / b for a, b in zip(own.values, base.values, strict=True)])
-    is_wide = ratios is not None and ratios.scatter is not None and ratios.scatter > RATIO_SCATTER
-    return "scatter" if is_wide else None
+    ratios = [a / b for a, b in zip(own.values, base.values, strict=True)]
+    return "scatter" if max(ratios) / min(ratios) - 1 > RATIO_SCATTER else None
 
 
 def quotient(numerator: float, denominator: float) -> float | None:

@@ -156,9 +156,9 @@ class SplitPlanner:
         return Split(layers, DeviceUse(*astuple(used)))
 
 
-def layers_host_bytes(config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int) -> int:
+def layers_host_bytes(config: EngineConfig, device: ResolvedDevice, layers: WholeLayers) -> int:
     """Returns the bytes of weights that such a target has in host memory."""
-    return host_bytes(replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe), device)
+    return host_bytes(replace(config, n_gpu_layers=None, n_cpu_moe=layers.n_cpu_moe), device)
 
 
 def load_whole_layers(

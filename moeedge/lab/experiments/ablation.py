@@ -21,9 +21,9 @@ from statistics import median
 import llama_cpp.llama_cpp as lib
 
 from moeedge import paths
+from moeedge.bench.arms import load_models, open_arm
 from moeedge.bench.config import MODES, REFERENCE, BenchMode
-from moeedge.bench.experiment import Conversations
-from moeedge.bench.harness import BenchArm, load_models, open_arm
+from moeedge.bench.experiment import BenchArm, Conversations
 from moeedge.bench.output_check import check_answers, logits_in, stop_tokens
 from moeedge.bench.samples import Sample
 from moeedge.data.prompts import Prompt

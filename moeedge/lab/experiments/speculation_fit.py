@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import moeedge
-from moeedge.bench.harness import GREEDY
+from moeedge.bench.experiment import GREEDY
 from moeedge.data.prompts import Prompt
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session

@@ -18,7 +18,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from moeedge.bench.harness import GREEDY, rotated
+from moeedge.bench.experiment import GREEDY, rotated
 from moeedge.bench.roofline import measure_read_speed
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
