@@ -109,7 +109,7 @@ class LayerProfile:
 def profile_layers(
     trace: Trace, layers: Sequence[int], *, steps: Steps | None = None, gamma: int | None = None
 ) -> list[LayerProfile]:
-    """Profiles of `layers`, in their order. steps, gamma: simulated verifications instead of the recorded steps."""
+    """Profiles `layers`, in their order. steps, gamma: simulated verifications instead of the recorded steps."""
     steps = recorded_steps(trace) if steps is None else steps
     gamma = trace.meta.gamma if gamma is None else gamma
     if not ((steps.n_tokens > 1).any() or (trace.phase == Phase.VERIFY).any()):
@@ -216,25 +216,18 @@ def layer_curves(trace: Trace, layer: int, rows: NDArray[np.int64]) -> RoutingCu
 
 
 def _hottest(trace: Trace, layer: int, rows: NDArray[np.int64], curves: RoutingCurves) -> list[HotExpert]:
-    p, ids = curves.popularity, trace.layer_ids(layer)[rows]
-    weights = None if trace.weights is None else trace.weights[rows, layer].astype(np.float64)
-    hottest = []
-    for expert in np.argsort(-p, kind="stable")[:N_HOTTEST]:
-        if p[expert] == 0:
-            break
-        mean_weight = None
-        if weights is not None and np.isfinite(weights[ids == expert]).any():
-            mean_weight = float(np.nanmean(weights[ids == expert]))
-        hottest.append(HotExpert(int(expert), round(float(p[expert]) * curves.tokens), float(p[expert]), mean_weight))
+    p, ids, hottest = curves.popularity, trace.layer_ids(layer)[rows], []
+    weights = np.full(ids.shape, np.nan) if trace.weights is None else trace.weights[rows, layer].astype(np.float64)
+    for expert in np.argsort(-p, kind="stable")[: min(N_HOTTEST, np.count_nonzero(p))].tolist():
+        own, share = weights[ids == expert], float(p[expert])
+        mean_weight = float(np.nanmean(own)) if np.isfinite(own).any() else None
+        hottest.append(HotExpert(expert, round(share * curves.tokens), share, mean_weight))
     return hottest
 
 
 def moving_mean(curve: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """Mean of the known values among the last `width` up to each step; NaN where none is known."""
-    known = np.isfinite(curve)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, curve, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    ends = np.arange(1, curve.size + 1)
-    starts = np.maximum(ends - width, 0)
-    n_known = counts[ends] - counts[starts]
-    return np.where(n_known > 0, (sums[ends] - sums[starts]) / np.maximum(n_known, 1), np.nan)
+    """Mean of the finite values among the last `width` up to each step; NaN where there are none."""
+    is_finite, window = np.isfinite(np.r_[curve, np.nan]), np.ones(width)
+    sums = np.convolve(np.where(is_finite, np.r_[curve, 0.0], 0.0), window)[: curve.size]
+    n_finite = np.convolve(is_finite, window)[: curve.size]
+    return np.where(n_finite > 0, sums / np.maximum(n_finite, 1), np.nan)

@@ -69,8 +69,7 @@ def membership(ids: IntArray, n_experts: int) -> BoolArray:
 def activation_probability(ids: IntArray, n_experts: int) -> FloatArray:
     """p_e [N] over the recorded tokens; zeros if there are none."""
     used = membership(ids, n_experts)
-    n_recorded = int(used.any(axis=1).sum())
-    return np.asarray(used.sum(axis=0) / max(n_recorded, 1), dtype=np.float64)
+    return np.asarray(used.sum(axis=0) / max(used.any(axis=1).sum(), 1), dtype=np.float64)
 
 
 def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray | None = None, lag: int = 1) -> float | None:
@@ -102,12 +101,10 @@ class Skew:
     @classmethod
     def of(cls, p: FloatArray, n_used: int) -> Skew:
         """The skew of popularity p [N] where each token uses `n_used` experts."""
-        total = float(p.sum())
-        unused = int(np.count_nonzero(p == 0))
+        total, unused = float(p.sum()), int(np.count_nonzero(p == 0))
         if total == 0:
             return cls(0.0, 0.0, 0.0, 0.0, 0.0, unused)
-        ordered = np.sort(p)
-        ranks = np.arange(1, p.size + 1)
+        ordered, ranks = np.sort(p), np.arange(1, p.size + 1)
         share = p[p > 0] / total
         entropy_bits = float(-(share * np.log2(share)).sum())
         n_hot = max(round(_HOT_SHARE * p.size), 1)
@@ -176,8 +173,8 @@ def mean_curves(curves: Sequence[RoutingCurves]) -> RoutingCurves | None:
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:
     """The mean; None where a value is missing or there are none."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known and len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers and len(numbers) == len(values) else None
 
 
 def unique_curve(

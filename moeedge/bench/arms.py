@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def largest_cache(modes: Sequence[BenchMode]) -> BenchMode:
 
 @dataclass(kw_only=True, eq=False)
 class _Sessions:
-    """What both kinds of arms have. Raises InputError on entering where no mode can run."""
+    """Base of both kinds of arms. Raises InputError on entering where no mode can run."""
 
     base: EngineConfig  # with the context size of the run
     modes: Sequence[BenchMode]
@@ -162,7 +162,7 @@ class Arms(_Sessions):
             self.first_resources = stack.enter_context(ExitStack())
             together = self._open_caches([mode for mode in shared if mode.engine == "moeedge"])
             apart = layers = self._plan_layers(layers)
-            if layers and together and self._layers_fit(layers):
+            if layers and together and self._layers_fit():
                 self.first |= self._open(layers, self.first_resources)
                 apart = []
             elif layers:
@@ -175,17 +175,18 @@ class Arms(_Sessions):
             self.resources = stack.pop_all()
         return self
 
-    def stock(self, label: str) -> BenchArm:
-        """The arm of a stock mode on the shared target."""
-        return self.always[label]
+    @property
+    def reference(self) -> BenchArm:
+        """Stock llama.cpp on the shared target."""
+        return self.always[REFERENCE]
 
     @contextmanager
     def opened(self, current: Pass) -> Iterator[None]:
         """Opens the arms of a pass, and closes them unless they are those of the only pass."""
         with ExitStack() as stack:
-            opened = self.always | (self.first if current is self.passes[0] else {})
-            opened |= self._open([mode for mode in current.modes if mode.label not in opened], stack)
-            current.arms = [opened[mode.label] for mode in current.modes]
+            arms = self.always | (self.first if current is self.passes[0] else {})
+            arms |= self._open([mode for mode in current.modes if mode.label not in arms], stack)
+            current.arms = [arms[mode.label] for mode in current.modes]
             yield
         if len(self.passes) > 1:
             self.first_resources.close()
@@ -238,7 +239,7 @@ class Arms(_Sessions):
 
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> dict[str, BenchArm]:
         """Opens sessions, those with targets of their own last; `stack` closes them. Returns their arms by label."""
-        opened: dict[str, BenchArm] = {}
+        arms: dict[str, BenchArm] = {}
 
         @cache
         def target(n_cpu_moe: int) -> Model:
@@ -251,12 +252,12 @@ class Arms(_Sessions):
                 how = {"opened": open_session, "own_target": True, "draft_model": draft if mode.drafts else None}
             elif mode.method == "ncmoe":
                 how |= {"model": target(self.splits[mode.label].layers.n_cpu_moe), "own_target": True}
-            arm = opened[mode.label] = self._arm(mode, stack, **how)
+            arm = arms[mode.label] = self._arm(mode, stack, **how)
             if mode.engine == "moeedge":
                 self.uses.append((mode, whole_layers.session_use(arm.session, self.device)))
-        for arm in opened.values():
+        for arm in arms.values():
             self.report(arm.session.info.notes)
-        return {mode.label: opened[mode.label] for mode in modes}
+        return {mode.label: arms[mode.label] for mode in modes}
 
     def _own_targets(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
         """The modes that choose themselves which layers are on the GPU, for which each loads a target of its own.
@@ -275,14 +276,12 @@ class Arms(_Sessions):
         )
         return []
 
-    def _layers_fit(self, modes: Sequence[BenchMode]) -> bool:
-        """Whether GPU and host memory have room for the targets of these modes at once, next to all that is open."""
-        splits = [self.splits[mode.label] for mode in modes]
-        n_bytes = sum(
-            whole_layers.layers_host_bytes(self.base, self.device, layers)
-            for layers in {split.layers for split in splits}
-        )
-        return fits(n_bytes) and sum(split.use.total_bytes for split in splits) <= self._usable_bytes()
+    def _layers_fit(self) -> bool:
+        """Whether GPU and host memory have room for the targets of all splits at once, next to all that is open."""
+        targets = {split.layers for split in self.splits.values()}
+        n_bytes = sum(whole_layers.layers_host_bytes(self.base, self.device, layers) for layers in targets)
+        n_device_bytes = sum(split.use.total_bytes for split in self.splits.values())
+        return fits(n_bytes) and n_device_bytes <= self._usable_bytes()
 
     def _usable_bytes(self, pool_bytes: int = 0) -> float:
         """Of what is free on the device next to an expert cache of `pool_bytes`.
@@ -300,7 +299,6 @@ class ArmsInTurn(_Sessions):
     """A context manager with the interface of `Arms`: one pass, of whose arms only one is open at a time."""
 
     measured: dict[str, BenchArm] = field(default_factory=dict)  # as they were opened last
-    reference: BenchArm | None = None
 
     def __enter__(self) -> ArmsInTurn:
         ram = "on" if self.base.ram == "auto" else self.base.ram  # what the run begins with, whatever is free later
@@ -316,12 +314,11 @@ class ArmsInTurn(_Sessions):
         self.passes = [Pass(tuple(modes))]
         return self
 
-    def stock(self, label: str) -> BenchArm:
-        """The reference, opened again: for logits, when nothing is measured any more."""
-        if self.reference is None:
-            mode = next(mode for mode in self.passes[0].modes if mode.label == label)
-            self.reference = self.resources.enter_context(self.open_alone(mode))
-        return self.reference
+    @cached_property
+    def reference(self) -> BenchArm:
+        """Stock llama.cpp, opened again: for logits, when nothing is measured any more."""
+        mode = next(mode for mode in self.passes[0].modes if mode.label == REFERENCE)
+        return self.resources.enter_context(self.open_alone(mode))
 
     @contextmanager
     def opened(self, current: Pass) -> Iterator[None]:

@@ -92,19 +92,7 @@ def budget_point(category: str, mode: str, own: Samples, reference: Samples, unb
 
 
 # figures of a point that a row has as its own, or by another name
-_IN_OTHER_KEYS = tuple(
-    [
-        "category",
-        "mode",
-        "n_answers",
-        "n_scored",
-        "score",
-        "ratio",
-        "tokens_per_step",
-        "acceptance_rate",
-        "experts_kept",
-    ]
-)
+_IN_OTHER_KEYS = ("category", "mode", "n_answers", "n_scored", "score", "ratio", "tokens_per_step", "acceptance_rate")
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ class BudgetFigures:
     """Figures of a row's expert budget, and of its mode as the base of others with a budget."""
 
     mode: BenchMode
-    total: BudgetPoint = figure("", prefix="", without=_IN_OTHER_KEYS)
+    total: BudgetPoint = figure("", prefix="", without=(*_IN_OTHER_KEYS, "experts_kept"))
     perplexity: Perplexity | None = figure("", prefix="", default=None)
     by_category: tuple[BudgetPoint, ...] = figure(
         "With expert budgets: quality and speed of each category; empty for one category",
