@@ -90,8 +90,7 @@ def uniform_unique(n_experts: int, n_used: int, n_tokens: float) -> float:
 
 def check_expert_shape(n_experts: int, n_used: int) -> None:
     """Raises ValueError unless 0 < k <= N."""
-    if not 0 < n_used <= n_experts:
-        raise ValueError(f"experts per token must be in 1..{n_experts}, not {n_used}")
+    require(0 < n_used <= n_experts, f"experts per token must be in 1..{n_experts}, not {n_used}")
 
 
 def verification_ratio(expert_share: float, expert_ratio: float) -> float:
@@ -104,8 +103,7 @@ def verification_ratio(expert_share: float, expert_ratio: float) -> float:
 
 def expert_share_for(ratio: float, expert_ratio: float) -> float:
     """The f at which `verification_ratio` gives `ratio`; raises ValueError where expert_ratio is 1."""
-    if expert_ratio == 1:
-        raise ValueError("an expert ratio of 1 says nothing about the share of experts")
+    require(expert_ratio != 1, "an expert ratio of 1 says nothing about the share of experts")
     return (ratio - 1) / (expert_ratio - 1)
 
 

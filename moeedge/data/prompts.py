@@ -39,9 +39,9 @@ class Prompt:
 
     @property
     def description(self) -> dict[str, str]:
-        """What a trace says about the prompt's texts: id, and category, language and dataset where they are known."""
-        named = {"id": self.id, "dataset": self.dataset, "category": self.category, "language": self.language}
-        return {name: value for name, value in named.items() if value}
+        """The prompt in a trace: id, and dataset, category and language where they are known."""
+        names = ("id", "dataset", "category", "language")
+        return {name: value for name in names if (value := getattr(self, name))}
 
     def messages(self, turn: int) -> list[dict[str, str]]:
         """Returns the messages before the answer to `turn` (from 0), as chat templates and the engine take them."""
@@ -72,12 +72,12 @@ class Dataset:
         """
         if limit is None or limit >= len(self.prompts):
             return self
-        kept: list[Prompt] = []
+        prompts: list[Prompt] = []
         for name in dict.fromkeys(prompt.dataset for prompt in self.prompts):
             own = [prompt for prompt in self.prompts if prompt.dataset == name]
             n = len(own)
-            kept += own if limit >= n else [own[i * n // limit] for i in range(limit)]
-        return replace(self, prompts=tuple(kept))
+            prompts += own if limit >= n else [own[i * n // limit] for i in range(limit)]
+        return replace(self, prompts=tuple(prompts))
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,17 @@ def join_datasets(sets: Sequence[Dataset]) -> Dataset:
     """
     if len(sets) == 1:
         return sets[0]
-    prompts = [
-        replace(prompt, id=f"{found.name}/{prompt.id}", category=found.name, dataset=found.name)
-        for found in sets
-        for prompt in found.prompts
-    ]
-    places = {found.place for found in sets}
+    pairs = [(each.name, prompt) for each in sets for prompt in each.prompts]
+    places = {each.place for each in sets}
     return Dataset(
-        name=",".join(found.name for found in sets),
-        prompts=tuple(prompts),
+        name=",".join(each.name for each in sets),
+        prompts=tuple(replace(p, id=f"{name}/{p.id}", category=name, dataset=name) for name, p in pairs),
         place=places.pop() if len(places) == 1 else "several",
-        path=Path(",".join(found.path.name for found in sets)),
-        sha256=",".join(found.sha256 for found in sets),
-        variant="; ".join(found.variant for found in sets),
-        unscored="; ".join(dict.fromkeys(found.unscored for found in sets if found.unscored)),
-        answer_tokens=max(found.answer_tokens for found in sets),
+        path=Path(",".join(each.path.name for each in sets)),
+        sha256=",".join(each.sha256 for each in sets),
+        variant="; ".join(each.variant for each in sets),
+        unscored="; ".join(dict.fromkeys(each.unscored for each in sets if each.unscored)),
+        answer_tokens=max(each.answer_tokens for each in sets),
     )
 
 

@@ -69,13 +69,10 @@ def want_pair(
     """Returns the model `name` and its draft: `draft`, or the first that the catalog lists for it."""
     if name.lower() == BUNDLED:
         raise InputError("The bundled pair comes with moeedge.", "Run moeedge chat without -m.")
-    wanted = [want(catalog, name, "target", quant=quant)]
-    choice = find(catalog, name, quant=quant)
+    target, choice = want(catalog, name, "target", quant=quant), find(catalog, name, quant=quant)
     if draft is None and isinstance(choice, Choice):
         draft = next((best.name for best in catalog.drafts(choice)), None)
-    if draft is not None and not no_draft:
-        wanted.append(want(catalog, draft, "draft"))
-    return wanted
+    return [target] if draft is None or no_draft else [target, want(catalog, draft, "draft")]
 
 
 def refresh(wanted: Sequence[WantedModel]) -> list[WantedModel]:
@@ -85,7 +82,7 @@ def refresh(wanted: Sequence[WantedModel]) -> list[WantedModel]:
 
 def missing_files(wanted: Sequence[WantedModel]) -> list[RemoteFile]:
     """Returns the files to download, with sizes and hashes as the hub serves them now. Raises DownloadError."""
-    found: dict[tuple[str, str], RemoteFile] = {}
+    files: dict[tuple[str, str], RemoteFile] = {}
     for variant in (model.variant for model in wanted if model.local is None):
         for file in variant.files:
             remote = ask_file(variant.repo, file.path, variant.revision)
@@ -96,8 +93,8 @@ def missing_files(wanted: Sequence[WantedModel]) -> list[RemoteFile]:
                     f"If you trust {variant.repo}: moeedge pull hf:{variant.repo}:{file.path}",
                 )
             have = min(cache.have_bytes(variant.repo, remote.etag), remote.size_bytes)
-            found[variant.repo, remote.etag] = replace(remote, sha256=remote.sha256 or file.sha256, have_bytes=have)
-    return list(found.values())
+            files[variant.repo, remote.etag] = replace(remote, sha256=remote.sha256 or file.sha256, have_bytes=have)
+    return list(files.values())
 
 
 def check_room(missing: Sequence[RemoteFile]) -> None:
@@ -132,9 +129,8 @@ def fetch_file(file: RemoteFile, show: ShowFile) -> None:
                     os.replace(partial, blob)
             _link(file)
     except Timeout:
-        raise DownloadError(
-            f"Another process is downloading {file.path}.", "Wait until it ends, then run the command again."
-        ) from None
+        hint = "Wait until it ends, then run the command again."
+        raise DownloadError(f"Another process is downloading {file.path}.", hint) from None
     except OSError as error:
         if error.errno not in DISK_FULL_ERRORS:
             raise
@@ -184,10 +180,8 @@ def _fetch(file: RemoteFile, partial: Path, at: At) -> str:
     if cache.size_of(partial) > file.size_bytes:  # of another program
         partial.unlink()
     if file.size_bytes > _MAX_HTTP_BYTES:
-        raise DownloadError(
-            f"{file.path} of {file.repo} is larger than the hub serves by plain HTTP (50 GB).",
-            f"Fetch it with hf download {file.repo} {file.path}; moeedge finds it in the same cache.",
-        )
+        hint = f"Fetch it with hf download {file.repo} {file.path}; moeedge finds it in the same cache."
+        raise DownloadError(f"{file.path} of {file.repo} is larger than the hub serves by plain HTTP (50 GB).", hint)
     with _HashedFile(partial, at) as sink:
         sink.hash_existing()
         while (have := sink.tell()) < file.size_bytes:

@@ -174,8 +174,8 @@ class Reference:
         if unknown:
             raise DatasetError(f"{where}: a reference has no field {', '.join(sorted(map(repr, unknown)))}.", _HINT)
         try:
-            given: dict[str, Any] = {key: _checked(key, value) for key, value in row.items() if value is not None}
-            return cls(**given)
+            values: dict[str, Any] = {key: _checked(key, value) for key, value in row.items() if value is not None}
+            return cls(**values)
         except TypeError:
             raise DatasetError(f'{where}: a reference needs a "scorer".', _HINT) from None
         except ValueError as error:
@@ -227,15 +227,15 @@ def _mismatch(reference: Reference, answer: str) -> str:
         case "number":
             number = last_number(answer)
             right = number is not None and number in map(as_number, expect)
-            found = "no number" if number is None else f"{number:f}"[:40]
+            value = "no number" if number is None else f"{number:f}"[:40]
         case "letter":
-            found = chosen_letter(answer) or "no letter"
-            right = found in map(str.upper, expect)
+            value = chosen_letter(answer) or "no letter"
+            right = value in map(str.upper, expect)
         case _:
             items = listed_items(answer)
-            right, found = [*map(normal, items)] == [*map(normal, expect)], _quoted(items[:20])
+            right, value = [*map(normal, items)] == [*map(normal, expect)], _quoted(items[:20])
             expect = (_quoted(expect),)
-    return "" if right else f"{found}, not {' or '.join(expect)}"
+    return "" if right else f"{value}, not {' or '.join(expect)}"
 
 
 def _beyond_limits(reference: Reference, answer: str) -> str:
@@ -277,8 +277,8 @@ def _quoted(texts: list[str] | tuple[str, ...], separator: str = ", ") -> str:
 
 def as_number(text: str) -> Decimal | None:
     """Returns the only number in `text`, possibly with a currency sign, thousands commas and a unit; else None."""
-    found = list(_DIGITS.finditer(text))
-    return _value(found[0]) if len(found) == 1 else None
+    numbers = list(_DIGITS.finditer(text))
+    return _value(numbers[0]) if len(numbers) == 1 else None
 
 
 def last_number(text: str) -> Decimal | None:
@@ -286,12 +286,9 @@ def last_number(text: str) -> Decimal | None:
     marked = _DIGITS.match(text.rpartition("####")[2].lstrip(" \t*")) if "####" in text else None
     if marked is not None:
         return _value(marked)
-    boxed = _BOXED.findall(text)
-    for part in (boxed[-1] if boxed else "", text):
-        found = list(_DIGITS.finditer(part))
-        if found:
-            return _value(found[-1])
-    return None
+    in_box = _DIGITS.finditer("".join(_BOXED.findall(text)[-1:]))
+    numbers = [*in_box] or [*_DIGITS.finditer(text)]
+    return _value(numbers[-1]) if numbers else None
 
 
 def chosen_letter(text: str) -> str | None:
@@ -301,10 +298,8 @@ def chosen_letter(text: str) -> str | None:
     lines = [line for line in text.splitlines() if line.strip()]
     alone = [match[1] for line in lines[:1] + lines[-1:] if (match := _ONLY_LETTER.fullmatch(line))]
     leading = [match[1] for line in lines[:1] if (match := _LETTER_FIRST.match(line))]
-    for letters in (stated, boxed, alone, leading, _IN_BRACKETS.findall(text), _ALONE.findall(text)):
-        if letters:
-            return str(letters[-1]).upper()
-    return None
+    letters = stated or boxed or alone or leading or _IN_BRACKETS.findall(text) or _ALONE.findall(text)
+    return str(letters[-1]).upper() if letters else None
 
 
 def listed_items(text: str) -> list[str]:

@@ -149,17 +149,11 @@ def drafts_of(steps: Steps) -> DraftStats | None:
     The chance is accepted drafts over those that the target judged: of a step's rejected drafts, it judged only the
     first on its own.
     """
-    n_drafted = steps.n_tokens - 1
+    n_drafted, n_accepted = steps.n_tokens - 1, steps.n_text - 1
     if not n_drafted.any():
         return None
-    n_accepted = steps.n_text - 1
     n_judged = np.minimum(n_accepted + 1, n_drafted)
-    return DraftStats(
-        gamma=int(n_drafted.max()),
-        drafted=int(n_drafted.sum()),
-        judged=int(n_judged.sum()),
-        accepted=int(n_accepted.sum()),
-    )
+    return DraftStats(int(n_drafted.max()), *(int(each.sum()) for each in (n_drafted, n_judged, n_accepted)))
 
 
 def _no_steps() -> Steps:
