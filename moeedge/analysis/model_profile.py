@@ -1,4 +1,4 @@
-"""The profile of a model: curves of all its layers, groups of texts, and what speculation can gain from them.
+"""The profile of a model: curves of all its layers, groups of texts, and the gain of speculation from them.
 
 `profile_model` is a function of a trace alone. Groups are kinds of text: data sets, categories and languages. The
 production study of MoE speculation, "Generalization across data domains", asks whether the overlap of adjacent tokens
@@ -85,18 +85,12 @@ class GroupProfile:
 
 
 def _profile_groups(trace: Trace, steps: Steps, layers: Sequence[int]) -> list[GroupProfile]:
-    """The groups of every kind that has several, in order of appearance.
-
-    Texts are described by the trace's parameter "texts", a list of objects with some of the kinds as keys, one per
-    sequence number; without it there are no groups.
-    """
-    described = trace.meta.parameters.get("texts")
-    if not isinstance(described, list):
-        return []
+    """The groups of every kind that has several, in order of appearance, by the trace's parameter "texts"."""
+    texts = trace.meta.parameters.get("texts")
     groups = []
     for kind in KINDS:
         sequences: dict[str, list[int]] = {}
-        for number, text in enumerate(described):
+        for number, text in enumerate(texts if isinstance(texts, list) else ()):
             name = text.get(kind) if isinstance(text, dict) else None
             if name and isinstance(name, str):
                 sequences.setdefault(name, []).append(number)

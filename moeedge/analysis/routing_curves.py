@@ -210,10 +210,10 @@ def unique_curve(
 
 
 def persistence(counts: NDArray[np.uint16], is_first: NDArray[np.bool_]) -> float | None:
-    """Correlation of an expert's activations in a step with those in the next step of the same text (Figure 8).
+    """Correlation of an expert's activations with those in the next step of the same text (MoE-SpAc, Figure 8).
 
     counts [n_steps, N], is_first [n_steps]: first steps of texts. None without two steps of one text, or where the
-    activations do not vary. MoE-SpAc, Appendix B.1: "tighter correlation across steps".
+    activations do not vary.
     """
     follows = ~is_first[1:]
     before, after = counts[:-1][follows].astype(np.float64), counts[1:][follows].astype(np.float64)

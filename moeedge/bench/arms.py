@@ -1,12 +1,9 @@
 """The sessions of a benchmark, opened in passes: which of them are open at once, and on which target.
 
-Stock modes on the shared target stay open, because every pass and the output check need the reference. Modes that fill
-a device (expert caches, whole layers) are open at once if they fit together. Otherwise the first pass has the stock
-modes and one cache, and every later pass has one more cache, or a mode with whole layers, and the reference once more:
-ratios stay those of neighbours in time.
-
-A model that is larger than the memory is measured mode by mode (ArmsInTurn). Stock modes map the file and live from
-the page cache, ours load experts into slots: open at once, each would take the memory that the other needs.
+Stock modes on the shared target stay open: every pass and the output check need the reference. Modes that fill a device
+(expert caches, whole layers) are open at once if they fit together; otherwise each pass has one of them and the
+reference, so that ratios stay those of neighbours in time. A model that is larger than the memory is measured mode by
+mode (ArmsInTurn): a stock mode's page cache and our slots would each take the memory that the other needs.
 """
 
 from __future__ import annotations
@@ -50,10 +47,7 @@ NOTE = (
 def load_models(
     base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack, device: ResolvedDevice | None = None
 ) -> tuple[Model, Model | None]:
-    """Loads the target, and the draft model if there is one and a mode uses it; `stack` closes them.
-
-    device: of `resolve_device`, if it is known.
-    """
+    """Loads the target, and the draft model if there is one and a mode uses it; `stack` closes them."""
     has_size = any(mode.cache_ratio is not None for mode in modes)
     # a model that fits a GPU is not left there entirely where modes ask for a cache
     target = stack.enter_context(load_target(base, device, whole_fits=False if has_size else None))
@@ -71,10 +65,7 @@ def open_arm(
     own_target: bool = False,
     **options: Any,
 ) -> BenchArm:
-    """Opens the session of a mode; `stack` closes it. opened: makes it; options: of that function.
-
-    An error of the engine, such as too little memory for the mode's context, names the mode.
-    """
+    """Opens the session of a mode by `opened` with its options; `stack` closes it. Errors name the mode."""
     try:
         session = stack.enter_context(opened(mode_config(base, mode), **options))
     except (InputError, EngineError) as error:
@@ -97,10 +88,7 @@ class Pass:
 
 
 def split_passes(modes: Sequence[BenchMode], *, together: bool, apart: Sequence[BenchMode] = ()) -> list[Pass]:
-    """Returns one pass, or one per swept mode where their caches do not fit the device together; none without modes.
-
-    apart: further modes, each of which needs a pass of its own.
-    """
+    """Returns one pass, or one per swept mode where their caches do not fit together, and one per mode of `apart`."""
     alone = [] if together else [mode for mode in modes if mode.is_swept][1:]
     first = [mode for mode in modes if mode not in alone]
     reference = [mode for mode in modes if mode.name == REFERENCE]
@@ -260,10 +248,7 @@ class Arms(_Sessions):
         return {mode.label: arms[mode.label] for mode in modes}
 
     def _own_targets(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
-        """The modes that choose themselves which layers are on the GPU, for which each loads a target of its own.
-
-        None where host memory lacks room for these targets next to the shared one.
-        """
+        """The modes that choose layers for the GPU and load targets of their own; none where host memory lacks room."""
         ours = [mode for mode in modes if mode.engine == "moeedge" and self.models[0].host_expert_layers]
         choosing = [mode for mode in ours if has_choice(mode_config(self.base, mode), self.device)]
         n_bytes = len(choosing) * host_bytes(self.base, self.device)
@@ -284,10 +269,7 @@ class Arms(_Sessions):
         return fits(n_bytes) and n_device_bytes <= self._usable_bytes()
 
     def _usable_bytes(self, pool_bytes: int = 0) -> float:
-        """Of what is free on the device next to an expert cache of `pool_bytes`.
-
-        The emulated device is memory of this machine. A device whose driver reports no memory counts as full.
-        """
+        """Of what is free on the device next to a cache of `pool_bytes`; 0 where its driver reports no memory."""
         if self.device.kind == "emulated":
             return _USABLE * available_memory()
         reading = read_memory(self.device, pool_bytes=pool_bytes)

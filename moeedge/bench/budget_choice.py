@@ -146,21 +146,17 @@ class BudgetChoice:
 
 
 def candidate_budgets(n_expert_used: int, experts: float) -> tuple[int, ...]:
-    """The budgets to try, ascending: multiples of half of a token's experts, below the `experts` of a verification.
-
-    experts: distinct experts per layer and unbudgeted verification, mean. A larger budget rarely changes anything.
-    """
+    """The budgets to try, ascending: multiples of half of a token's experts, below the `experts` of a verification."""
     grid = range(n_expert_used, math.ceil(experts), max(1, n_expert_used // 2))
     n = min(len(grid), _MOST_CANDIDATES)
     return tuple(grid[round(i * (len(grid) - 1) / max(n - 1, 1))] for i in range(n))
 
 
 def lost_too_many(scores: Sequence[float], unbudgeted: Sequence[float], n_tasks: int) -> bool:
-    """Whether a budget has lost so many tasks that measuring it further is pointless.
+    """Whether a budget has lost so many tasks that measuring it further is pointless; both scores: of the same tasks.
 
-    scores: of the tasks so far, unbudgeted: of the same. A mean of `n_tasks` scores between 0 and 1 has a standard
-    deviation of at most 0.5 / sqrt(n_tasks); a budget may lose so much. One that has lost twice that already, in sum
-    sqrt(n_tasks) tasks, will hardly win them back.
+    A mean of `n_tasks` scores has a standard deviation of at most 0.5 / sqrt(n_tasks), which a budget may lose. One
+    that has lost twice that already, sqrt(n_tasks) tasks, will hardly win them back.
     """
     return sum(unbudgeted) - sum(scores) > math.sqrt(n_tasks)
 
@@ -180,10 +176,7 @@ def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
 
 
 def find_budget(config: EngineConfig, template: ExpertBudget, *, notify: Notify = ignore) -> ExpertBudget | None:
-    """`template` with the number of experts that suits the model, its draft and the draft length; None: off.
-
-    As `choose_budget`, whose choice it reports; None with a sentence where there are no experts or no drafts.
-    """
+    """`template` with the number of experts that `choose_budget` chooses; None: off, or no experts or drafts."""
     if config.draft is None or config.gamma == 0 or not gguf_file.read_summary(config.model).expert_layers:
         missing = "experts" if config.draft is not None and config.gamma else "drafts to verify"
         notify(Notification(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING))
@@ -238,9 +231,7 @@ class Trials:
     """Tries budgets in an open session that began with one."""
 
     def __init__(self, session: Session, template: ExpertBudget, on_progress: OnProgress) -> None:
-        self._session = session
-        self._template = template
-        self._on_progress = on_progress
+        self._session, self._template, self._on_progress = session, template, on_progress
         self._arm = BenchArm(MODES["moeedge"], session)
 
     def run(self) -> BudgetChoice:
@@ -252,13 +243,16 @@ class Trials:
         seconds = time.perf_counter() - start_s
         return BudgetChoice(trials, "tasks" if is_tasks else "likelihood", source.name, self._session.gamma, seconds)
 
-    # tasks
-
     def _try_tasks(self, tasks: Dataset) -> list[BudgetTrial]:
         self._set_budget(None)
-        model, prompts, n_predict = self._session.model, tasks.prompts, tasks.answer_tokens
+        model, prompts = self._session.model, tasks.prompts
+
+        def answers_to(prompts: Sequence[Prompt]) -> list[Sample]:
+            work = Conversations(name="", warms_up=False, prompts=prompts, n_predict=tasks.answer_tokens)
+            return list(work.samples([self._arm], [0]))
+
         scorer = AnswerScorer(tasks, lambda sample: answer_text(model, sample.tokens), run_code=False)
-        warm = [s for prompt in prompts[:_WARM_UP_PROMPTS] for s in self._converse(prompt, n_predict)]
+        warm = answers_to(prompts[:_WARM_UP_PROMPTS])
         scores: dict[int | None, list[float]] = {budget: [] for budget in (None, *self._candidates(warm))}
         samples: dict[int | None, list[Sample]] = {budget: [] for budget in scores}
         running = list(scores)
@@ -266,7 +260,7 @@ class Trials:
         for index, prompt in enumerate(prompts):
             for budget in rotated(running, index):
                 self._set_budget(budget)
-                answers = [scorer.scored(sample) for sample in self._converse(prompt, n_predict)]
+                answers = [scorer.scored(sample) for sample in answers_to([prompt])]
                 scores[budget].append(statistics.fmean(answer.score or 0.0 for answer in answers))
                 samples[budget] += answers
             running = [each for each in running if not lost_too_many(scores[each], scores[None], len(prompts))]
@@ -275,17 +269,12 @@ class Trials:
                 break
         return [_task_trial(budget, scores[budget], samples[budget], samples[None]) for budget in scores]
 
-    def _converse(self, prompt: Prompt, n_predict: int) -> list[Sample]:
-        """The answers of one conversation, which goes on from them."""
-        work = Conversations(name="", warms_up=False, prompts=[prompt], n_predict=n_predict)
-        return list(work.samples([self._arm], [0]))
-
-    # a text
-
     def _try_text(self, text: EvaluationText) -> list[BudgetTrial]:
         """From the largest budget down, until one loses too much: what is smaller loses more, nearly always."""
         self._set_budget(None)
-        pieces = self._pieces(text)
+        tokens = self._session.model.tokenize(text.text)
+        most = min(len(tokens) // _TEXT_PIECES, self._session.target.n_ctx - 2 * _TEXT_ANSWER_TOKENS)
+        pieces = [tokens[i * len(tokens) // _TEXT_PIECES :][:most] for i in range(_TEXT_PIECES)]
         warm = [self._continued(piece) for piece in pieces]
         base = self._likelihood(None, text)
         trials = [base]
@@ -315,13 +304,6 @@ class Trials:
 
     def _continued(self, piece: Sequence[int]) -> Sample:
         return self._arm.answer(piece, n_predict=_TEXT_ANSWER_TOKENS, ignore_eos=True)
-
-    def _pieces(self, text: EvaluationText) -> list[list[int]]:
-        tokens = self._session.model.tokenize(text.text)
-        most = min(len(tokens) // _TEXT_PIECES, self._session.target.n_ctx - 2 * _TEXT_ANSWER_TOKENS)
-        return [tokens[i * len(tokens) // _TEXT_PIECES :][:most] for i in range(_TEXT_PIECES)]
-
-    # both
 
     def _candidates(self, samples: Samples) -> tuple[int, ...]:
         """Budgets below the experts of an unbudgeted verification."""

@@ -80,11 +80,7 @@ MODES = {mode.name: mode for mode in _MODES}
 
 
 def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tuple[BenchMode, ...], list[str]]:
-    """Returns the modes that make sense, and one sentence for each mode that is left out or changed.
-
-    Without a draft the mode moeedge decodes one token at a time, and each stock mode with drafts would repeat the one
-    without.
-    """
+    """Returns the modes that make sense, and one sentence for each that is left out or changed without a draft."""
     if has_draft:
         return tuple(modes), []
     plain = {"stock-sd": REFERENCE, "stock-ncmoe-sd": "stock-ncmoe"}
@@ -141,9 +137,8 @@ class Sweep:
         """Returns each mode once per choice that it has: modes of our backend per policy and ratio, and per budget.
 
         Stock modes that fill the same memory come once per ratio, modes with drafts once per draft length unless they
-        name their own. The mode without a budget stays, before those with one: it is what they are compared with.
-        Raises InputError where no mode has an expert cache, or drafts to verify, or where a mode cannot decode texts
-        together.
+        name their own. The mode without a budget stays, before those with one. Raises InputError where no mode has an
+        expert cache, or drafts to verify, or where a mode cannot decode texts together.
         """
         if self.has_caches and all(mode.engine == "stock" for mode in modes):
             reason = "The modes of llama.cpp alone (stock-...) have no expert cache."

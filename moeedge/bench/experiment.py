@@ -125,10 +125,7 @@ class BenchArm:
         )
 
     def drain_transfers(self) -> float:
-        """Ends the transfers of a sample, so that they do not slow down the arm that is measured next.
-
-        Returns the seconds that this took: no sample's decoding has them.
-        """
+        """Ends a sample's transfers, which would slow down the next arm; returns the seconds that this took."""
         start_s = time.perf_counter()
         if self.session.placement is not None:
             self.session.placement.drain_transfers(_PAUSE_S)
@@ -136,10 +133,9 @@ class BenchArm:
 
 
 def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
-    """Returns the order in which the items run for the `turn`-th time.
+    """Returns the order in which the items run for the `turn`-th time: rotated, every second cycle reversed.
 
-    A cycle of rotations puts every item in every place; every second cycle is reversed, so that every item also comes
-    after each other one. Slow drift of the machine (clock, heat, other programs) then affects all items alike.
+    Slow drift of the machine then affects all alike: each item comes in every place, and after each other one.
     """
     cycle, shift = divmod(turn, len(items))
     order = (*items[shift:], *items[:shift])
@@ -147,10 +143,7 @@ def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
 
 
 def answer_text(model: Model, tokens: Sequence[int]) -> str:
-    """Returns the text of an answer, without a character that the answer's end cut.
-
-    A replacement character could take more tokens in the next turn's prompt than were planned for.
-    """
+    """Returns the text of an answer without a character that its end cut, which could take more tokens than planned."""
     return b"".join(model.piece(token) for token in tokens).decode("utf-8", "ignore")
 
 
@@ -218,9 +211,8 @@ class Work(ABC):
 class Conversations(Work):
     """The prompts of a dataset, answered turn by turn; the arms take turns within a turn of the conversation.
 
-    Each arm has its own KV cache, which is empty at the first turn and then holds the conversation so far. All continue
-    from the reference's answer: where an arm's own answer differs, which the output check reports, the next turn still
-    asks all of them the same.
+    Each arm's KV cache is empty at the first turn and then holds the conversation so far. All continue from the
+    reference's answer, so that the next turn asks all of them the same, whatever they answered.
     """
 
     prompts: Sequence[Prompt]
@@ -269,8 +261,7 @@ class Conversations(Work):
 class Together(Work):
     """All prompts answered by arms that decode N texts at a time: a sample per repetition and arm.
 
-    Texts wait in a queue and join where one ends, so that the batch stays full as long as there are texts; only steps
-    with N texts count.
+    Texts wait in a queue and join where one ends; only steps with N texts count.
     """
 
     prompts: Sequence[Prompt]
@@ -344,9 +335,8 @@ def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[s
 class SyntheticWork(Work):
     """A test of llama-bench: N random tokens as a prompt (ppN), one by one (tgN), or both, at a depth of D (@ dD).
 
-    It times the target alone, as llama-bench does: no sampling, and no drafts, because random tokens cannot be guessed.
-    The difference to stock is the cost of our backend. With an expert cache, the policy observes and experts move as in
-    an answer.
+    It times the target alone, without sampling and drafts: random tokens cannot be guessed. With an expert cache, the
+    policy observes and experts move as in an answer.
     """
 
     test: SyntheticTest
@@ -362,10 +352,9 @@ class SyntheticWork(Work):
         return {"": 1 if self.test.n_prompt else -(-self.test.n_gen // _SLICE_TOKENS)}
 
     def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
-        """A round is a repetition of a prompt, or a slice of tokens that are decoded alone.
+        """A round is a repetition of a prompt, or a slice of tokens that are decoded alone, close in time to others.
 
-        Each arm continues in its own KV cache, and each slice is a sample: pairs of neighbours stay close in time
-        however large N is. Warming up takes a prompt, or one slice.
+        Each arm continues in its own KV cache. Warming up takes a prompt, or one slice.
         """
         tokens, n_slices = self._tokens(arms[0], self.test.n_gen), 0
         for repetition in ([-1] if self.warms_up else []) + [repetition for repetition, _ in left]:

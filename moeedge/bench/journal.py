@@ -59,10 +59,7 @@ def settings_of(plan: BenchPlan, environment: Provenance) -> Settings:
 
 
 class Journal:
-    """A context manager: every sample given to `add` is in the file when the call returns.
-
-    A new file is deleted at the end of a complete run, an existing one (`resume`) kept up to date.
-    """
+    """A context manager: every sample given to `add` is in the file when the call returns."""
 
     def __init__(
         self, path: Path | None, settings: Sequence[Settings], done: Sequence[tuple[Place, Sample]] = ()
@@ -85,10 +82,7 @@ class Journal:
 
     @classmethod
     def resume(cls, name: str, settings: Sequence[Settings]) -> Journal:
-        """Returns the journal of an interrupted run; name: of its file, or LAST.
-
-        Raises InputError for a file that is missing or another's, and where a setting differs.
-        """
+        """Returns the journal of an interrupted run; name: of its file, or LAST. Raises InputError where it cannot."""
         if name == LAST and not _files():
             raise InputError("There is no interrupted bench to resume.", "Run bench without --resume.")
         path = _files()[-1] if name == LAST else Path(name)
@@ -157,7 +151,7 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
     def _give_up(self) -> None:
-        """Nothing is written from here on. Closing fails as well where the disk is full: text is left to write."""
+        """Nothing is written from here on; closing fails as well where the disk is full."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()

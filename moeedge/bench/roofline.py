@@ -1,7 +1,6 @@
-"""The roofline of decoding on a CPU: no token is faster than memory delivers the weights that it needs.
+"""The roofline of decoding on a CPU (Williams et al. 2009): no token is faster than memory delivers its weights.
 
-Williams et al. 2009, "Roofline": a token needs one multiplication per weight, so the memory's read speed limits models
-that are larger than the processor's caches. The KV cache is not counted.
+The memory's read speed limits models that are larger than the processor's caches. The KV cache is not counted.
 """
 
 from __future__ import annotations

@@ -43,10 +43,7 @@ def disk_bytes_read() -> int | None:
 
 @dataclass
 class Sample(AnswerSums):
-    """One timed answer, one timed run of decodes in a synthetic test, or all answers decoded together.
-
-    All figures are computed from samples; a sum of samples (`records.combine`) has the rates of all of them.
-    """
+    """One timed answer, one timed run of decodes in a synthetic test, or all answers decoded together."""
 
     is_raw: ClassVar[bool] = True  # rates are no part of its JSON
 
@@ -212,10 +209,7 @@ def paired_ratios(samples: Samples, reference: Samples, speed_of: SpeedOf = attr
 
 
 def paired_ratio(samples: Samples, reference: Samples, speed_of: SpeedOf = attrgetter("tg_ts")) -> float | None:
-    """Returns the median of `paired_ratios`.
-
-    The two were measured within seconds of each other, so that slow drift cancels; a median ignores single outliers.
-    """
+    """Returns the median of `paired_ratios`: slow drift cancels in pairs, and single outliers do not count."""
     ratios = paired_ratios(samples, reference, speed_of)
     return statistics.median(ratios) if ratios else None
 

@@ -180,10 +180,7 @@ def load_text(name: str) -> EvaluationText:
 
 
 def load_calibration_text() -> EvaluationText:
-    """Loads the text by which expert budgets of models other than the bundled pair are chosen: letters, code, tables.
-
-    Figures about a chosen budget must come from other texts.
-    """
+    """Loads the text that chooses expert budgets of other models; figures about a budget must come from other texts."""
     return _read_text(CALIBRATION, _FOLDER / "calibration.txt")
 
 

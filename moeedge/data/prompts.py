@@ -26,8 +26,8 @@ class PromptMessage:
 class Prompt:
     """One conversation to answer turn by turn.
 
-    `turns[i]` are the messages appended before the i-th answer: usually one user message, more if the data has a system
-    message or a fixed history. `references[i]` is the reference for that answer; empty if the data has none.
+    `turns[i]` are the messages before the i-th answer: usually one, more with a system message or a fixed history.
+    `references[i]` is the reference for that answer; empty if the data has none.
     """
 
     id: str
@@ -66,10 +66,7 @@ class Dataset:
     answer_tokens: int = 512  # typical maximum of a complete answer
 
     def limited(self, limit: int | None) -> Dataset:
-        """Returns `limit` prompts of each set, spread evenly over it, so that every category occurs; all for None.
-
-        Prompt i of a set's is prompt floor(i * n / limit) of its file.
-        """
+        """Returns `limit` prompts of each set, spread evenly over it (floor(i * n / limit)); all for None."""
         if limit is None or limit >= len(self.prompts):
             return self
         prompts: list[Prompt] = []
@@ -90,10 +87,7 @@ class EvaluationText:
 
 
 def join_datasets(sets: Sequence[Dataset]) -> Dataset:
-    """Returns the prompts of several sets, one set after the other, as one whose categories are the sets.
-
-    Ids get the set's name in front, because they must be unique. A single set is returned as it is.
-    """
+    """Returns several sets as one: its categories are the sets, ids have their names in front; one set as it is."""
     if len(sets) == 1:
         return sets[0]
     pairs = [(each.name, prompt) for each in sets for prompt in each.prompts]

@@ -91,10 +91,7 @@ def locate(text: str) -> LocalModel:
 
 
 def chat_draft(catalog: Catalog, choice: Choice) -> Choice | None:
-    """Returns the draft that a chat with `choice` takes without -md.
-
-    Of a model on this machine the best that is here, too; of another the one that is downloaded with it.
-    """
+    """Returns the draft of a chat without -md: the best on this machine, or the one that comes with the download."""
     is_here = find_variant(choice.variant) is not None
     drafts = (draft for draft in catalog.drafts(choice) if not is_here or find_variant(draft.variant))
     return next(drafts, None)

@@ -79,10 +79,7 @@ def has_quant(file: str, quant: str) -> bool:
 
 
 def choose_files(reference: HubReference, listed: list[HubFile]) -> tuple[HubFile, ...]:
-    """Returns the parts of the model that `reference` means, out of the files of its repository.
-
-    Raises InputError naming the candidates if no model matches, or more than one.
-    """
+    """Returns the parts of the model that `reference` means, of its repository's files. Raises InputError."""
     by_path = {file.path: file for file in listed if file.path.lower().endswith(".gguf")}
     models = [path for path in by_path if is_first_part(path) and not any(word in path.lower() for word in _OTHER_GGUF)]
     if not models:

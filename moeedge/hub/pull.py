@@ -112,8 +112,7 @@ def check_room(missing: Sequence[RemoteFile]) -> None:
 def fetch_file(file: RemoteFile, show: ShowFile) -> None:
     """Downloads the missing bytes of `file` into the cache; one process at a time appends to a partial file.
 
-    Raises DownloadError; bytes that have arrived stay on any exception (KeyboardInterrupt included), unless their hash
-    is wrong.
+    Raises DownloadError; bytes that have arrived stay on any exception, unless their hash is wrong.
     """
     from filelock import FileLock, Timeout
 
@@ -226,10 +225,7 @@ def _link(file: RemoteFile) -> None:
 
 
 class _HashedFile(io.FileIO):
-    """A file that http_get writes to: hashes the bytes of earlier attempts, then every byte written.
-
-    Unbuffered, so that a disk error is raised by its own write and a killed process keeps every byte.
-    """
+    """A file that http_get writes to, hashed; unbuffered, so that its write raises errors and a crash loses no byte."""
 
     def __init__(self, path: Path, at: At) -> None:
         super().__init__(path, "r+" if path.exists() else "w+")

@@ -1,11 +1,4 @@
-"""From the rows of a trace to the steps of a decoder: rows that are computed together, and their activations.
-
-Three ways to cut the same trace:
-
-  recorded_steps   as it was computed: one step per decode or verification call, with rejected drafts
-  text_steps       as plain decoding would have read the same text: one accepted token per step
-  simulated_steps  the text of a trace cut into verification windows, with acceptance drawn at random
-"""
+"""From the rows of a trace to the steps of a decoder: rows that are computed together, and their activations."""
 
 from __future__ import annotations
 
@@ -53,7 +46,7 @@ class Steps:
 
 
 def recorded_steps(trace: Trace, phases: tuple[Phase, ...] = (Phase.DECODE, Phase.VERIFY)) -> Steps:
-    """The steps of these phases in the order in which they were computed."""
+    """The steps of these phases as they were computed, one per decode or verification call, with rejected drafts."""
     rows = np.flatnonzero(np.isin(trace.phase, phases))
     if not rows.size:
         return _no_steps()
@@ -144,11 +137,7 @@ def draft_stats(trace: Trace) -> DraftStats | None:
 
 
 def drafts_of(steps: Steps) -> DraftStats | None:
-    """The drafts of these steps; None without any.
-
-    The chance is accepted drafts over those that the target judged: of a step's rejected drafts, it judged only the
-    first on its own.
-    """
+    """The drafts of these steps; None without any. Of a step's rejected drafts the target judged only the first."""
     n_drafted, n_accepted = steps.n_tokens - 1, steps.n_text - 1
     if not n_drafted.any():
         return None
