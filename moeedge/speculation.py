@@ -1,4 +1,4 @@
-"""What speculative decoding gains: the formulas of three papers, as functions of numbers.
+"""The gain of speculative decoding: the formulas of three papers, as functions of numbers.
 
   MoE-SpAc               section 2.1 and Appendix A.1
   MoESD                  "MoESD: Unveil Speculative Decoding's Potential for Accelerating Sparse MoE", section 3.1
@@ -37,7 +37,7 @@ def expected_tokens(gamma: int, acceptance: float) -> float:
 
 
 def expected_tokens_by_position(acceptances: Sequence[float]) -> list[float]:
-    """The same for gamma = 0, 1, ..., len(acceptances), where draft i has the chance acceptances[i - 1]."""
+    """Expected tokens for gamma = 0, 1, ..., len(acceptances), where draft i has the chance acceptances[i - 1]."""
     return list(accumulate(accumulate(acceptances, mul), initial=1.0))
 
 

@@ -43,7 +43,7 @@ def uniform_overlap(n_experts: int, n_used: int) -> float:
 
 
 def independence_overlap(p: FloatArray) -> float:
-    """The same under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
+    """Expected overlap under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
     n_used = float(p.sum())
     return float(np.square(p).sum() / n_used) if n_used > 0 else 0.0
 

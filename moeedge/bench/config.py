@@ -115,7 +115,7 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is compared besides modes; an empty tuple leaves that choice as it is."""
+    """Choices that are compared besides modes; an empty tuple leaves a choice as it is."""
 
     policies: tuple[str, ...] = ()
     ratios: tuple[float, ...] = ()  # of expert caches

@@ -13,12 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
 
 from moeedge.bench.config import REFERENCE, BenchMode, SyntheticTest
-from moeedge.bench.samples import Counters, Sample, counted, disk_bytes_read, from_stats
+from moeedge.bench.samples import Counters, Sample, counted, disk_bytes_read, from_stats, grouped
 from moeedge.data.prompts import Prompt
 from moeedge.engine.answer import ParallelGeneration
 from moeedge.engine.session import Session
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 class Meter:
-    """What a session and its machine do in a `with` block: seconds, and processor time of us and of other programs."""
+    """Measures a `with` block of a session: seconds, processor time of us and of others, bytes read, cache counters."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -153,7 +154,7 @@ Round = tuple[int, Callable[[BenchArm], Sample | None]]  # with the rotation of 
 
 @dataclass(kw_only=True)
 class Work(ABC):
-    """What arms do in turns, in units of one part and repetition: what `--resume` measures completely or not at all."""
+    """Work of arms that take turns; `--resume` measures each part and repetition completely or not at all."""
 
     name: str  # the test of the samples
     warms_up: bool = True  # every arm once before the first sample
@@ -173,6 +174,13 @@ class Work(ABC):
     def n_samples(self) -> int:
         """Samples of a mode in one repetition."""
         return sum(self.parts.values())
+
+    def take_over(self, samples: Sequence[Sample], modes: Sequence[BenchMode], *, by_mode: bool) -> None:
+        """Takes an interrupted run's samples of the parts and repetitions that all modes finished, or each mode."""
+        n_modes = 1 if by_mode else len(self.modes(modes))
+        groups = grouped(samples, attrgetter("prompt", "repetition", *(["mode"] if by_mode else [])))
+        complete = (own for (part, *_), own in groups.items() if len(own) == n_modes * self.parts.get(part, 0))
+        self.measured = [sample for own in complete for sample in own]
 
     @abstractmethod
     def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
@@ -322,13 +330,13 @@ class Together(Work):
 
 def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[str]]:
     """Returns one mode per engine and expert cache, and one sentence for each mode that would repeat another one."""
-    kept: dict[tuple[object, ...], BenchMode] = {}
+    firsts: dict[tuple[object, ...], BenchMode] = {}
     notes = []
     for mode in modes:
-        first = kept.setdefault((mode.engine, mode.method, mode.policy, mode.cache_ratio), mode)
+        first = firsts.setdefault((mode.engine, mode.method, mode.policy, mode.cache_ratio), mode)
         if first is not mode:
             notes.append(f"{mode.label} is left out of pp and tg: without drafts it is the same as {first.label}.")
-    return list(kept.values()), notes
+    return list(firsts.values()), notes
 
 
 @dataclass(kw_only=True)

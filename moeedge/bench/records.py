@@ -39,7 +39,7 @@ _RATIO_ROUNDING = 0.01  # the cache has an integer number of slots
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(BudgetFacts, Provenance):
-    """What the figures of a row depend on: versions, machine, models, parameters. The same keys in every row."""
+    """Versions, machine, models and parameters that the figures of a row depend on; every row has all keys."""
 
     schema: Literal["moeedge-bench-4"] = figure("Name of this schema; a changed meaning changes it", default=SCHEMA)
     model: str = figure("File of the target")

@@ -29,7 +29,7 @@ from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, log
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_end
 from moeedge.bench.roofline import Roofline, measure_roofline
-from moeedge.bench.samples import Sample, Samples, common_samples, finished_work
+from moeedge.bench.samples import Sample, Samples, common_samples
 from moeedge.bench.scores import AnswerScorer, check_scoring
 from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import kv_on_gpu, load_target, memory_of, resolve_device
@@ -199,7 +199,13 @@ class Bench:
 
     def _measure(self, current: Pass, index: int, cancel: Cancel) -> None:
         self._report(synthetic_modes(current.modes)[1] if self.plan.tests else ())
-        self._take_over(current, index)
+        in_turn, by_test = isinstance(self.arms, ArmsInTurn), self._journal.samples(self._part, index)
+        for work in current.works:  # modes that are measured one after the other are finished one by one
+            work.take_over(by_test.get(work.name, ()), current.modes, by_mode=in_turn)
+            for sample in work.measured:
+                self._progress.advance(sample, work.name)
+                if isinstance(work, Conversations) and sample.mode == REFERENCE:
+                    work.answers.setdefault((sample.prompt, sample.turn), self._text_of(sample))
 
         def is_done(mode: BenchMode, repetition: int) -> bool:
             works = [work for work in current.works if mode in work.modes(current.modes)]
@@ -234,21 +240,6 @@ class Bench:
                 own, reference = ([s for s in samples if s.mode == each] for each in (label, REFERENCE))
                 logits_at = logits_in(arm.session.target)
                 current.checks[label] = self._check(own, reference, arm.mode, logits_at, own_split=True)
-
-    def _take_over(self, current: Pass, index: int) -> None:
-        """Takes the samples of an interrupted run: conversations and repetitions that it finished.
-
-        Modes that are measured one after the other are finished one by one.
-        """
-        in_turn, by_test = isinstance(self.arms, ArmsInTurn), self._journal.samples(self._part, index)
-        for work in current.works:
-            n_modes = 1 if in_turn else len(work.modes(current.modes))
-            n_expected = Counter({part: n_modes * n for part, n in work.parts.items()})
-            work.measured = finished_work(by_test.get(work.name, ()), n_expected.__getitem__, by_mode=in_turn)
-            for sample in work.measured:
-                self._progress.advance(sample, work.name)
-                if isinstance(work, Conversations) and sample.mode == REFERENCE:
-                    work.answers.setdefault((sample.prompt, sample.turn), self._text_of(sample))
 
     # rows
 

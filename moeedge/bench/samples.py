@@ -147,17 +147,6 @@ def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: in
     return [s for key, group in complete.items() if not full or key[2] in full for s in group]
 
 
-def finished_work(
-    samples: Iterable[Sample], n_expected: Callable[[str], int], *, by_mode: bool = False
-) -> list[Sample]:
-    """Returns the samples of conversations and repetitions that are complete, in order.
-
-    n_expected: samples of one repetition, by prompt. by_mode: of each mode alone, not of all together.
-    """
-    groups = grouped(samples, attrgetter("prompt", "repetition", *(["mode"] if by_mode else [])))
-    return [s for (prompt, *_), group in groups.items() if len(group) == n_expected(prompt) for s in group]
-
-
 @dataclass(frozen=True)
 class Spread:
     """A quantity over the repetitions."""

@@ -60,10 +60,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Shape:
-    """What an estimate of a model's memory needs, where its header cannot be read. K and V are of 16 bits.
-
-    The figures of experts are 0 for a dense model.
-    """
+    """Sizes for an estimate of a model's memory without its header; K and V of 16 bits. Experts: 0 in a dense model."""
 
     expert_layers: int
     experts: int  # per layer

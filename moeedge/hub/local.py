@@ -57,7 +57,7 @@ class ListedModel:
 
 @dataclass(frozen=True)
 class Removal:
-    """What `remove` deletes."""
+    """Files that `remove` deletes."""
 
     name: str
     links: tuple[Path, ...]  # files in snapshots

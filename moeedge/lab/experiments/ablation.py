@@ -186,7 +186,7 @@ def _row(arm: BenchArm, samples: Sequence[Sample], before: dict[str, float], equ
 
 
 def _counts(session: Session) -> dict[str, float]:
-    """What was counted since the session began: transfers, and experts between the layers of target and draft."""
+    """Counts since the session began: transfers, and experts between the layers of target and draft."""
     placement, stats = session.placement, session.placement_stats()
     assert placement is not None and placement.on_demand is not None and stats is not None
     counters = (

@@ -38,7 +38,7 @@ Shape = tuple[int, int]  # of a batch: sequences, tokens of each
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """What a step of a model reads and computes."""
+    """Bytes that a step of a model reads, and weights that it computes with."""
 
     dense_bytes: float  # every step
     dense_weights: float
@@ -234,12 +234,12 @@ def _points(
     seconds: Mapping[Shape, list[float]], n_used: int = 0, unique: Mapping[Shape, list[float]] | None = None
 ) -> list[TimePoint]:
     """The samples of each shape as a time, in the order of the shapes. unique: experts, where they were counted."""
-    found = []
+    points = []
     for shape, samples in sorted(seconds.items()):
         counted = unique.get(shape) if unique else None
         experts = fmean(counted) if counted else None
-        found.append(TimePoint(shape[0] * shape[1], median(samples), n_used, shape[0], experts, tuple(samples)))
-    return found
+        points.append(TimePoint(shape[0] * shape[1], median(samples), n_used, shape[0], experts, tuple(samples)))
+    return points
 
 
 def _decode_s(context: Context, parts: Sequence[BatchPart], phase: Phase) -> float:
