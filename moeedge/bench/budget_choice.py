@@ -103,14 +103,15 @@ class BudgetChoice:
         return self.unbudgeted.score - self.unbudgeted.score_stddev
 
     @property
-    def fastest(self) -> BudgetTrial:
-        """The fastest whose score is within one standard deviation; the unbudgeted trial where there is none.
+    def allowed(self) -> tuple[BudgetTrial, ...]:
+        """The budgets whose score is within one standard deviation; not those that were stopped, on easier tasks."""
+        complete = (trial for trial in self.trials[1:] if trial.n_scored >= self.unbudgeted.n_scored)
+        return tuple(trial for trial in complete if trial.score >= self.least_score)
 
-        Budgets that were stopped have scores of other, easier tasks.
-        """
-        complete = [trial for trial in self.trials[1:] if trial.n_scored >= self.unbudgeted.n_scored]
-        allowed = [trial for trial in complete if trial.score >= self.least_score]
-        return max(allowed, key=lambda trial: trial.ratio or 0.0, default=self.unbudgeted)
+    @property
+    def fastest(self) -> BudgetTrial:
+        """The fastest of them; the unbudgeted trial where there is none."""
+        return max(self.allowed, key=lambda trial: trial.ratio or 0.0, default=self.unbudgeted)
 
     @property
     def best(self) -> BudgetTrial:
@@ -128,7 +129,7 @@ class BudgetChoice:
         elif len(self.trials) == 1:
             experts = self.unbudgeted.experts or 0
             reason = f"a verification uses {experts:.1f} experts per layer, too few to leave some out"
-        elif self.fastest is self.unbudgeted:
+        elif not self.allowed:
             least = max(self.trials[1:], key=lambda trial: trial.score)
             lost = f"with {least.budget} {self._compared(least)}"
             reason = f"no budget keeps the score within one standard deviation; {lost}"
