@@ -21,10 +21,8 @@ def _installed(name: str, folders: tuple[Path, ...]) -> Path:
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-    raise ModelFileError(
-        f"This installation lacks {name}.",
-        "Install again from a checkout (pip install .), or name a model with -m FILE.gguf.",
-    )
+    hint = "Install again from a checkout (pip install .), or name a model with -m FILE.gguf."
+    raise ModelFileError(f"This installation lacks {name}.", hint)
 
 
 def user_path(text: str) -> Path:

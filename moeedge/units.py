@@ -23,9 +23,8 @@ def parse_size(text: str) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     size = float(match[1]) * factor if match and factor else math.nan
     if not math.isfinite(size):
-        raise ValueError(
-            f'"{text}" is not a size; write for instance 6GB (powers of 1,000) or 512MiB (powers of 1,024)'
-        )
+        examples = "6GB (powers of 1,000) or 512MiB (powers of 1,024)"
+        raise ValueError(f'"{text}" is not a size; write for instance {examples}')
     return round(size)
 
 

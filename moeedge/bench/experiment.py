@@ -3,7 +3,7 @@
 An arm is a mode with its session; `BenchArm.answer` is the only place where answers are timed. A work is the prompts of
 a dataset, answered one by one (Conversations) or several at once (Together), or a test of llama-bench with random
 tokens (SyntheticWork). `Work.samples` rotates the arms, warms them up, leaves out what an interrupted run has done, and
-ends when it is cancelled. `moeedge bench`, the choice of an expert budget and `moeedge lab ablate` measure this way.
+ends when it is cancelled. `moeedge bench`, the choice of an expert budget, `lab ablate` and `lab fit` measure this way.
 """
 
 from __future__ import annotations

@@ -133,10 +133,8 @@ def find(catalog: Catalog, name: str, *, quant: str | None = None) -> Choice | H
     if reference is None:
         similar = catalog.similar(name)
         suggestion = f"Did you mean {', '.join(similar)}? " if similar else ""
-        raise ModelNameError(
-            f"Unknown model '{name}'.",
-            f"{suggestion}moeedge list --all shows the catalog; hf:owner/repo:QUANT names a model on Hugging Face.",
-        )
+        names = "moeedge list --all shows the catalog; hf:owner/repo:QUANT names a model on Hugging Face."
+        raise ModelNameError(f"Unknown model '{name}'.", f"{suggestion}{names}")
     if quant and (reference.file or reference.quant):
         raise InputError(f"{reference} already names its file.", "Leave out --quant.")
     return HubReference(reference.repo, reference.revision, reference.file, quant or reference.quant)

@@ -103,9 +103,9 @@ def check_room(missing: Sequence[RemoteFile]) -> None:
     folder = cache.hub_cache()
     free = shutil.disk_usage(existing(folder)).free
     if needed and needed + _RESERVE_BYTES > free:
+        hint = "Free some space, choose a smaller --quant, or download to another disk ($HF_HUB_CACHE)."
         raise DownloadError(
-            f"The download needs {format_bytes(needed)}, and {folder} has {format_bytes(free)} free.",
-            "Free some space, choose a smaller --quant, or download to another disk ($HF_HUB_CACHE).",
+            f"The download needs {format_bytes(needed)}, and {folder} has {format_bytes(free)} free.", hint
         )
 
 
@@ -133,12 +133,10 @@ def fetch_file(file: RemoteFile, show: ShowFile) -> None:
     except OSError as error:
         if error.errno not in DISK_FULL_ERRORS:
             raise
-        have = format_bytes(cache.size_of(partial))
-        raise DownloadError(
-            f"The disk of {cache.hub_cache()} is full: {have} of {format_bytes(file.size_bytes)} of {file.path} have "
-            "arrived.",
-            "Free some space and run the same command again, or download to another disk ($HF_HUB_CACHE).",
-        ) from None
+        have, size = format_bytes(cache.size_of(partial)), format_bytes(file.size_bytes)
+        message = f"The disk of {cache.hub_cache()} is full: {have} of {size} of {file.path} have arrived."
+        hint = "Free some space and run the same command again, or download to another disk ($HF_HUB_CACHE)."
+        raise DownloadError(message, hint) from None
 
 
 class _EnoughError(DownloadError):
@@ -198,10 +196,8 @@ def _check(file: RemoteFile, partial: Path, digest: str) -> None:
     if size != file.size_bytes:
         if size > file.size_bytes:
             partial.unlink()
-        raise DownloadError(
-            f"The download of {file.path} stopped after {size:,} of {file.size_bytes:,} bytes.",
-            "Run the same command again: it continues there.",
-        )
+        message = f"The download of {file.path} stopped after {size:,} of {file.size_bytes:,} bytes."
+        raise DownloadError(message, "Run the same command again: it continues there.")
     if file.sha256 not in (None, digest):
         partial.unlink(missing_ok=True)
         raise DownloadError(

@@ -105,10 +105,8 @@ def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
     Raises DownloadError at once when HF_HUB_OFFLINE is set, as --offline does. Shows no bars of huggingface_hub's.
     """
     if is_offline():
-        raise DownloadError(
-            f"{what} was not downloaded: --offline or HF_HUB_OFFLINE=1 forbids it.",
-            "Leave out --offline, or unset HF_HUB_OFFLINE, and run the command again.",
-        )
+        hint = "Leave out --offline, or unset HF_HUB_OFFLINE, and run the command again."
+        raise DownloadError(f"{what} was not downloaded: --offline or HF_HUB_OFFLINE=1 forbids it.", hint)
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     had_bars = not are_progress_bars_disabled()
