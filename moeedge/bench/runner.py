@@ -33,7 +33,6 @@ from moeedge.bench.samples import Sample, Samples, common_samples
 from moeedge.bench.scores import AnswerScorer, check_scoring
 from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import kv_on_gpu, load_target, memory_of, resolve_device
-from moeedge.engine.types import EngineConfig
 from moeedge.errors import ContextTooSmallError, InputError
 from moeedge.hardware.machine_load import LoadReading, look
 from moeedge.hardware.provenance import read_provenance
@@ -114,14 +113,25 @@ class Bench:
     def _fit(self, n_synthetic: int) -> None:
         """Chooses the context, and the prompts that fit it. n_synthetic: tokens of the largest synthetic test.
 
-        Raises InputError where there are fewer prompts than are to be decoded together, or no memory for their texts.
+        Without -c the context is that of the longest conversation, limited to the model's training context, or of that
+        test, which is not limited: its tokens have no meaning to lose. Raises InputError where no prompt fits, where
+        fewer prompts do than are to be decoded together, or where there is no memory for their texts.
         """
-        plan = self.plan
+        plan, base, model = self.plan, self.plan.base, self._models[0]
         most = max((mode.n_parallel or 0 for mode in plan.modes), default=0)
         prompts: Sequence[Prompt] = () if plan.dataset is None else plan.dataset.prompts
         if most:
             prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
-        self._base, self._prompts = _fit_context(plan.base, self._models[0], prompts, plan.n_predict, n_synthetic)
+        needs = [_needed_context(model, prompt, plan.n_predict) for prompt in prompts]
+        limit = base.n_ctx or model.info.n_ctx_train
+        self._prompts = tuple(prompt for prompt, need in zip(prompts, needs, strict=True) if need <= limit)
+        if prompts and not self._prompts:
+            needed = f"the shortest needs {min(needs):,} tokens with its answer, but the context has {limit:,}"
+            raise ContextTooSmallError(f"No prompt fits: {needed}.", "Use a larger -c or a smaller -n.")
+        if not base.n_ctx:
+            longest = max([n_synthetic, *(need for need in needs if need <= limit)])
+            padded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
+            self._base = replace(base, n_ctx=min(padded, max(limit, n_synthetic)))
         self._n_left_out = len(prompts) - len(self._prompts)
         if self._n_left_out:
             self._report([f"{self._n_left_out} of {len(prompts)} prompts exceed the context: left out."])
@@ -134,7 +144,7 @@ class Bench:
             replace(self._base, n_parallel=most)
         except ValueError as error:
             raise InputError(f"Too large: {error}.", "Use a smaller -c or a smaller --parallel.") from None
-        if not kv_on_gpu(self._base, self._device, self._models[0]):
+        if not kv_on_gpu(self._base, self._device, model):
             models = [model for model in self._models if model is not None]
             choose_n_ctx(memory_of(self._base, models), self._base.n_ctx, n_parallel=most)
 
@@ -331,25 +341,3 @@ def _needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:
         messages += [*prompt.messages(index), {"role": "assistant", "content": "-"}]
     tokens = model.tokenize(model.render_chat(messages[:-1]))
     return len(tokens) + len(prompt.turns) * (n_predict + _TOKENS_AROUND_ANSWER)
-
-
-def _fit_context(
-    base: EngineConfig, model: Model, prompts: Sequence[Prompt], n_predict: int, n_synthetic: int
-) -> tuple[EngineConfig, tuple[Prompt, ...]]:
-    """Returns `base` with the context that the run needs, and the prompts that fit it.
-
-    Without -c the context is that of the longest conversation, limited to the model's training context, or of the
-    largest synthetic test (n_synthetic tokens), which is not limited: its tokens have no meaning to lose.
-    Raises ContextTooSmallError if no prompt fits.
-    """
-    needs = [_needed_context(model, prompt, n_predict) for prompt in prompts]
-    limit = base.n_ctx or model.info.n_ctx_train
-    fitting = tuple(prompt for prompt, need in zip(prompts, needs, strict=True) if need <= limit)
-    if prompts and not fitting:
-        needed = f"the shortest needs {min(needs):,} tokens with its answer, but the context has {limit:,}"
-        raise ContextTooSmallError(f"No prompt fits: {needed}.", "Use a larger -c or a smaller -n.")
-    if base.n_ctx:
-        return base, fitting
-    longest = max([n_synthetic, *(need for need in needs if need <= limit)])
-    padded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
-    return replace(base, n_ctx=min(padded, max(limit, n_synthetic))), fitting
