@@ -61,8 +61,7 @@ def speed_up(
     """Speculative over plain decoding (MoESD, Eq. 4).
 
     n_tokens: of a step, sigma * (gamma + 1). gamma: drafts of a step; a mean where some end early. target_s: a plain
-    step of the target, T_T(B, 1). verify_s: its verification. draft_s: one pass of the draft. reject_s: rejection
-    sampling of one step.
+    step, T_T(B, 1). verify_s, draft_s, reject_s: a verification, a pass of the draft, rejection sampling of a step.
     """
     return n_tokens / ((gamma * draft_s + verify_s + reject_s) / target_s)
 

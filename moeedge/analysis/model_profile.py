@@ -102,11 +102,10 @@ def _profile_groups(trace: Trace, steps: Steps, layers: Sequence[int]) -> list[G
 def _profile_group(
     trace: Trace, steps: Steps, layers: Sequence[int], kind: Kind, name: str, sequences: list[int]
 ) -> GroupProfile:
-    rows = steps.text_rows()
-    rows = rows[np.isin(trace.sequence[rows], sequences)]
-    mean = mean_curves([layer_curves(trace, layer, rows) for layer in layers])
     own_steps = np.isin(steps.sequence, sequences)
-    drafts = drafts_of(Steps(steps.rows[own_steps], steps.sequence[own_steps], steps.n_text[own_steps]))
+    steps = Steps(steps.rows[own_steps], steps.sequence[own_steps], steps.n_text[own_steps])
+    rows, drafts = steps.text_rows(), drafts_of(steps)
+    mean = mean_curves([layer_curves(trace, layer, rows) for layer in layers])
     return GroupProfile(
         kind=kind,
         name=name,

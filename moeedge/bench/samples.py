@@ -115,8 +115,8 @@ SpeedOf = Callable[[Sample], float | None]
 def from_stats(stats: GenerationStats, *, stop_reason: StopReason | None, **others: Any) -> Sample:
     """Returns a sample of an answer; `others` are the fields that are not in `stats`."""
     # the engine leaves a stop token out of the answer, but it was decoded
-    decoded = max(stats.generated_tokens - 1 + (stop_reason == "eos"), 0)
-    return filled(Sample, stats, **others, stop_reason=stop_reason, decode_tokens=decoded)
+    n_decoded = max(stats.generated_tokens - 1 + (stop_reason == "eos"), 0)
+    return filled(Sample, stats, **others, stop_reason=stop_reason, decode_tokens=n_decoded)
 
 
 def counted(older: PlacementStats | None, newer: PlacementStats | None) -> Counters | None:

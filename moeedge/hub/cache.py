@@ -95,13 +95,11 @@ def partial_bytes(variant: Variant) -> int:
 def cached_models() -> Iterator[CachedModel]:
     """Yields every GGUF model in the cache, each content once."""
     for repo, _ in _repos():
-        seen: set[Path] = set()
+        models: dict[Path, CachedModel] = {}  # by blob
         for snapshot in snapshots(repo):
             for model in _models_in(repo, snapshot):
-                blob = model.path.resolve()
-                if blob not in seen:
-                    seen.add(blob)
-                    yield model
+                models.setdefault(model.path.resolve(), model)
+        yield from models.values()
 
 
 def unfinished_downloads() -> Iterator[tuple[str, Path]]:

@@ -85,9 +85,7 @@ def simulated_steps(
     check_gamma(gamma, least=1)
     require(0 <= acceptance_chance <= 1, f"the chance of acceptance must be in [0, 1], not {acceptance_chance}")
     rejected_rng = rng.spawn(1)[0]
-    text = trace.text_rows()
-    windows: list[NDArray[np.int64]] = []
-    n_text: list[int] = []
+    text, windows, n_text = trace.text_rows(), list[NDArray[np.int64]](), list[int]()
     for rows in np.split(text, np.flatnonzero(np.diff(trace.sequence[text])) + 1):
         start = 0
         while start + gamma + 1 <= rows.size:
