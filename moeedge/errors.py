@@ -35,7 +35,7 @@ class DeviceFailedError(EngineError):
 
 
 class MeasurementError(MoeedgeError):
-    """What was measured scatters too much to say anything."""
+    """Measurements scatter too much to say anything."""
 
 
 class DownloadError(MoeedgeError):

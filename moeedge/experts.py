@@ -26,11 +26,7 @@ class Residency:
 
 
 def count_ids(
-    ids: IntArray,
-    n_experts: int,
-    *,
-    rows: IntArray | None = None,
-    n_rows: int | None = None,
+    ids: IntArray, n_experts: int, *, rows: IntArray | None = None, n_rows: int | None = None
 ) -> NDArray[np.int64]:
     """Activations int64 [n_rows, n_experts] in `ids`, negative ids left out.
 
@@ -42,5 +38,5 @@ def count_ids(
         ids = ids.reshape(n_rows, -1)
         rows = np.arange(n_rows)[:, None]
     flat_ids = rows * n_experts + ids
-    known = flat_ids.reshape(-1) if ids.min(initial=0) >= 0 else flat_ids[ids >= 0]
-    return np.bincount(known, minlength=n_rows * n_experts).reshape(n_rows, n_experts)
+    counted = flat_ids.reshape(-1) if ids.min(initial=0) >= 0 else flat_ids[ids >= 0]
+    return np.bincount(counted, minlength=n_rows * n_experts).reshape(n_rows, n_experts)

@@ -21,10 +21,8 @@ def _installed(name: str, folders: tuple[Path, ...]) -> Path:
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-    raise ModelFileError(
-        f"This installation lacks {name}.",
-        "Install again from a checkout (pip install .), or name a model with -m FILE.gguf.",
-    )
+    hint = "Install again from a checkout (pip install .), or name a model with -m FILE.gguf."
+    raise ModelFileError(f"This installation lacks {name}.", hint)
 
 
 def user_path(text: str) -> Path:
@@ -60,17 +58,12 @@ def catalog_file() -> Path:
 
 
 def own_catalog_file() -> Path | None:
-    """Returns the user's own catalog: $MOEEDGE_CATALOG, else catalog.toml in `config_dir` if it exists, else None."""
+    """Returns the user's catalog: $MOEEDGE_CATALOG, else ~/.config/moeedge/catalog.toml if it exists, else None."""
     named = os.environ.get("MOEEDGE_CATALOG")
     if named:
         return Path(named).expanduser()
-    path = config_dir() / "catalog.toml"
+    path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moeedge" / "catalog.toml"
     return path if path.is_file() else None
-
-
-def config_dir() -> Path:
-    """Returns the user's folder of settings: $XDG_CONFIG_HOME/moeedge, else ~/.config/moeedge; it may not exist."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "moeedge"
 
 
 def cache_dir() -> Path:

@@ -15,12 +15,11 @@ from dataclasses import MISSING, dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 T = TypeVar("T")
 How = Literal["", "sum", "max", "last"]
 _COMBINED: dict[str, Callable[[list[Any]], Any]] = {
-    "": lambda values: values[0],
     "sum": lambda values: _sum(values),
     "max": max,
     "last": lambda values: values[-1],
@@ -86,10 +85,10 @@ def gauge(help: str, unit: str = "", *, default: Any = 0, **declared: Any) -> An
     return figure(help, unit, default=default, of="last", **declared)
 
 
-def stored(record: Any, name: str, *, default: Any = None, **changes: Any) -> Any:
+def stored(record: Any, name: str, **changes: Any) -> Any:
     """A stored figure with the declaration of another record's, which may be derived there."""
     declared = dataclasses.replace(figures(record)[name], **{"place": next(_places), "kind": None} | changes)
-    return dataclasses.field(default=default, metadata={"figure": declared})
+    return dataclasses.field(default=None, metadata={"figure": declared})
 
 
 class Derived(Generic[T]):
@@ -106,12 +105,12 @@ class Derived(Generic[T]):
         return self if record is None else self.compute(record)
 
 
-def derived(help: str, unit: str = "", **declared: Any) -> Callable[[Callable[[Any], T]], Derived[T]]:
+def derived(help: str, **declared: Any) -> Callable[[Callable[[Any], T]], Derived[T]]:
     """Makes a method a derived figure; its type in JSON is that which the method returns."""
 
     def made(compute: Callable[[Any], T]) -> Derived[T]:
         kind = _evaluated(compute.__annotations__["return"], compute.__module__)
-        return Derived(compute, Figure(help=help, unit=unit, kind=kind, **declared))
+        return Derived(compute, Figure(help=help, kind=kind, **declared))
 
     return made
 
@@ -140,10 +139,10 @@ def quotient(
 @cache
 def figures(record: Any) -> dict[str, Figure]:
     """The figures of a class, stored and derived, by attribute, in order of declaration; other fields are left out."""
-    found = {each.name: each.metadata["figure"] for each in dataclasses.fields(record) if "figure" in each.metadata}
+    declared = {each.name: each.metadata["figure"] for each in dataclasses.fields(record) if "figure" in each.metadata}
     for base in reversed(record.__mro__):
-        found |= {name: entry.figure for name, entry in vars(base).items() if isinstance(entry, Derived)}
-    return dict(sorted(found.items(), key=lambda item: item[1].place))
+        declared |= {name: entry.figure for name, entry in vars(base).items() if isinstance(entry, Derived)}
+    return dict(sorted(declared.items(), key=lambda item: item[1].place))
 
 
 def json_figures(record: Any, holder: Figure | None = None) -> Iterator[tuple[str, str, Figure]]:
@@ -152,15 +151,10 @@ def json_figures(record: Any, holder: Figure | None = None) -> Iterator[tuple[st
     holder: the figure whose record this is, where the keys are those of another record.
     """
     for name, declared in figures(record).items():
-        is_left_out = getattr(record, "is_raw", False) and isinstance(vars_of(record, name), Derived)
+        is_left_out = getattr(record, "is_raw", False) and isinstance(getattr(record, name, None), Derived)
         if declared.in_json and not is_left_out and (holder is None or name not in holder.without):
             key = name if declared.key is None else declared.key
             yield name, key if holder is None else f"{holder.prefix}{key}", declared
-
-
-def vars_of(record: Any, name: str) -> Any:
-    """A class's own entry of a name, or that of the first base that has one; None: no class has one."""
-    return next((vars(base)[name] for base in record.__mro__ if name in vars(base)), None)
 
 
 @cache
@@ -172,13 +166,12 @@ def counters(record: Any) -> tuple[str, ...]:
 def combine(records: Sequence[T]) -> T:
     """One record of several, each figure combined as declared; None stays out of sums. Raises IndexError for none."""
     first: Any = records[0]
-    kind: Any = type(first)
-    values = {}
+    kind, combined = cast(Any, type(first)), {}
     for name, declared in figures(kind).items():
         if declared.of:
-            known = [value for record in records if (value := getattr(record, name)) is not None]
-            values[name] = _COMBINED[declared.of](known) if known else None
-    return dataclasses.replace(first, **values)  # type: ignore[no-any-return]
+            values = [value for record in records if (value := getattr(record, name)) is not None]
+            combined[name] = _COMBINED[declared.of](values) if values else None
+    return dataclasses.replace(first, **combined)  # type: ignore[no-any-return]
 
 
 def _sum(values: list[Any]) -> Any:

@@ -63,10 +63,6 @@ class Run:
         """Adds a sentence that needs attention to the notes."""
         self.notes.append(text)
 
-    def say(self, text: str, level: Level = Level.INFO) -> None:
-        """Shows a sentence at once."""
-        self.show(Notification(text, level))
-
     def report(self, notification: Notification) -> None:
         """Shows a notification at once, and adds it to the notes."""
         self.notes.append(notification)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,9 @@ def json_schema(kind: Any, title: str, about: str, *, nulls: bool = True) -> dic
     if "$ref" in root:
         root = maker.defs[kind.__name__]
     schema: dict[str, Any] = maker.inlined(root)
-    kept = {name: maker.inlined(entry) for name, entry in maker.defs.items() if maker.n_uses[name] > 1}
+    shared = {name: maker.inlined(entry) for name, entry in maker.defs.items() if maker.n_uses[name] > 1}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, "description": about}
-    return head | schema | ({"$defs": kept} if kept else {})
+    return head | schema | ({"$defs": shared} if shared else {})
 
 
 class _Maker:
@@ -37,7 +38,7 @@ class _Maker:
     def __init__(self, nulls: bool) -> None:
         self._nulls = nulls
         self.defs: dict[str, dict[str, Any]] = {}
-        self.n_uses: dict[str, int] = {}
+        self.n_uses: Counter[str] = Counter()
 
     def schema(self, kind: Any, declared: Figure | None) -> dict[str, Any]:
         """The schema of a type, with the bounds that a figure declares for its numbers."""
@@ -72,7 +73,7 @@ class _Maker:
 
     def _record(self, kind: Any) -> dict[str, Any]:
         name = kind.__name__
-        self.n_uses[name] = self.n_uses.get(name, 0) + 1
+        self.n_uses[name] += 1
         if name not in self.defs:
             made: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
             made |= {} if getattr(kind, "is_open", False) else {"additionalProperties": False}

@@ -1,4 +1,4 @@
-"""What speculative decoding gains: the formulas of three papers, as functions of numbers.
+"""The gain of speculative decoding: the formulas of three papers, as functions of numbers.
 
   MoE-SpAc               section 2.1 and Appendix A.1
   MoESD                  "MoESD: Unveil Speculative Decoding's Potential for Accelerating Sparse MoE", section 3.1
@@ -37,7 +37,7 @@ def expected_tokens(gamma: int, acceptance: float) -> float:
 
 
 def expected_tokens_by_position(acceptances: Sequence[float]) -> list[float]:
-    """The same for gamma = 0, 1, ..., len(acceptances), where draft i has the chance acceptances[i - 1]."""
+    """Expected tokens for gamma = 0, 1, ..., len(acceptances), where draft i has the chance acceptances[i - 1]."""
     return list(accumulate(accumulate(acceptances, mul), initial=1.0))
 
 
@@ -61,8 +61,7 @@ def speed_up(
     """Speculative over plain decoding (MoESD, Eq. 4).
 
     n_tokens: of a step, sigma * (gamma + 1). gamma: drafts of a step; a mean where some end early. target_s: a plain
-    step of the target, T_T(B, 1). verify_s: its verification. draft_s: one pass of the draft. reject_s: rejection
-    sampling of one step.
+    step, T_T(B, 1). verify_s, draft_s, reject_s: a verification, a pass of the draft, rejection sampling of a step.
     """
     return n_tokens / ((gamma * draft_s + verify_s + reject_s) / target_s)
 
@@ -90,8 +89,7 @@ def uniform_unique(n_experts: int, n_used: int, n_tokens: float) -> float:
 
 def check_expert_shape(n_experts: int, n_used: int) -> None:
     """Raises ValueError unless 0 < k <= N."""
-    if not 0 < n_used <= n_experts:
-        raise ValueError(f"experts per token must be in 1..{n_experts}, not {n_used}")
+    require(0 < n_used <= n_experts, f"experts per token must be in 1..{n_experts}, not {n_used}")
 
 
 def verification_ratio(expert_share: float, expert_ratio: float) -> float:
@@ -104,8 +102,7 @@ def verification_ratio(expert_share: float, expert_ratio: float) -> float:
 
 def expert_share_for(ratio: float, expert_ratio: float) -> float:
     """The f at which `verification_ratio` gives `ratio`; raises ValueError where expert_ratio is 1."""
-    if expert_ratio == 1:
-        raise ValueError("an expert ratio of 1 says nothing about the share of experts")
+    require(expert_ratio != 1, "an expert ratio of 1 says nothing about the share of experts")
     return (ratio - 1) / (expert_ratio - 1)
 
 

@@ -23,9 +23,8 @@ def parse_size(text: str) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     size = float(match[1]) * factor if match and factor else math.nan
     if not math.isfinite(size):
-        raise ValueError(
-            f'"{text}" is not a size; write for instance 6GB (powers of 1,000) or 512MiB (powers of 1,024)'
-        )
+        examples = "6GB (powers of 1,000) or 512MiB (powers of 1,024)"
+        raise ValueError(f'"{text}" is not a size; write for instance {examples}')
     return round(size)
 
 
@@ -50,11 +49,8 @@ def format_bytes(n_bytes: int) -> str:
     """Formats a size in powers of 1,024: "512 MiB", "5.9 GiB"."""
     if 0 < n_bytes < 2**10:
         return f"{n_bytes} bytes"
-    if n_bytes < 2**20:
-        return f"{n_bytes / 2**10:.0f} KiB"
-    if n_bytes < 2**30:
-        return f"{n_bytes / 2**20:.0f} MiB"
-    return f"{n_bytes / 2**30:.1f} GiB"
+    large = _in_units(n_bytes, ".1f", {"GiB": 2**30}) or _in_units(n_bytes, ".0f", {"MiB": 2**20})
+    return large or f"{n_bytes / 2**10:.0f} KiB"
 
 
 def _in_units(n: float, form: str, units: dict[str, float]) -> str:

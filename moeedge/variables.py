@@ -15,7 +15,6 @@ Reader = Literal["moeedge", "its build", "its tests", "models", "llama.cpp", "dr
 OPTION_PREFIX = "LLAMA_ARG_"
 _OWN_PREFIX = "MOEEDGE_"
 _SHOWN_PREFIXES = (_OWN_PREFIX, OPTION_PREFIX, "GGML_", "HF_", "HUGGINGFACE_", "GOMP_", "OMP_")
-_SECRET = ("TOKEN",)
 _SIMILAR = 0.7  # difflib's ratio from which a name is suggested
 
 
@@ -93,14 +92,14 @@ class SetVariable:
 
 def set_variables(environment: Mapping[str, str]) -> list[SetVariable]:
     """The variables that are set, by name, also unknown ones of known prefixes; not those that every shell sets."""
-    found = []
+    variables = []
     for name, value in sorted(environment.items()):
         variable = BY_NAME.get(name)
         usual = variable is not None and (variable.reader == "the terminal" or name.startswith(("XDG_", "TMP", "LD_")))
         if not value or (usual and name != "NO_COLOR") or (variable is None and not name.startswith(_SHOWN_PREFIXES)):
             continue
-        shown = "(set)" if any(word in name for word in _SECRET) else value
+        shown = "(set)" if "TOKEN" in name else value
         is_unknown = variable is None and name.startswith(_OWN_PREFIX)
         similar = difflib.get_close_matches(name, BY_NAME, 1, _SIMILAR) if is_unknown else []
-        found.append(SetVariable(name, shown, variable, next(iter(similar), "")))
-    return found
+        variables.append(SetVariable(name, shown, variable, next(iter(similar), "")))
+    return variables

@@ -1,12 +1,14 @@
-"""The profile of a model: curves of all its layers, groups of texts, and what speculation can gain from them.
+"""The profile of a model: curves of all its layers, groups of texts, and the gain of speculation from them.
 
 `profile_model` is a function of a trace alone. Groups are kinds of text: data sets, categories and languages. The
 production study of MoE speculation, "Generalization across data domains", asks whether the overlap of adjacent tokens
-is a property of the routing or of the text (13 categories of Spec-Bench, seven languages).
+is a property of the routing or of the text (13 categories of Spec-Bench, seven languages). The reports are the JSON of
+`moeedge profile`, with the keys that LayerProfile and ModelProfile declare (docs/lab/traces.md).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +17,15 @@ import numpy as np
 
 from moeedge.analysis.profile import LayerProfile, layer_curves, profile_layers
 from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
-from moeedge.records import figure
+from moeedge.engine.recording import Recording
+from moeedge.hardware.provenance import read_provenance
+from moeedge.records import as_dict, figure
 from moeedge.speculation import expected_tokens
 from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.steps import DraftStats, Steps, drafts_of, recorded_steps
 
+SCHEMA = "moeedge-profile-1"
+_DIGITS = 6  # of figures
 DETAILED_LAYERS = 3  # of those asked for, that a report shows step by step
 GAMMAS = tuple(range(13))  # draft lengths of Figure 7
 PAPER_ACCEPTANCE = 0.8  # alpha of Figure 7
@@ -79,34 +85,27 @@ class GroupProfile:
 
 
 def _profile_groups(trace: Trace, steps: Steps, layers: Sequence[int]) -> list[GroupProfile]:
-    """The groups of every kind that has several, in order of appearance.
-
-    Texts are described by the trace's parameter "texts", a list of objects with some of the kinds as keys, one per
-    sequence number; without it there are no groups.
-    """
-    described = trace.meta.parameters.get("texts")
-    if not isinstance(described, list):
-        return []
+    """The groups of every kind that has several, in order of appearance, by the trace's parameter "texts"."""
+    texts = trace.meta.parameters.get("texts")
     groups = []
     for kind in KINDS:
         sequences: dict[str, list[int]] = {}
-        for number, text in enumerate(described):
+        for number, text in enumerate(texts if isinstance(texts, list) else ()):
             name = text.get(kind) if isinstance(text, dict) else None
             if name and isinstance(name, str):
                 sequences.setdefault(name, []).append(number)
         if len(sequences) > 1:
-            groups += [_profile_group(trace, steps, layers, kind, name, found) for name, found in sequences.items()]
+            groups += [_profile_group(trace, steps, layers, kind, *group) for group in sequences.items()]
     return groups
 
 
 def _profile_group(
     trace: Trace, steps: Steps, layers: Sequence[int], kind: Kind, name: str, sequences: list[int]
 ) -> GroupProfile:
-    rows = steps.text_rows()
-    rows = rows[np.isin(trace.sequence[rows], sequences)]
-    mean = mean_curves([layer_curves(trace, layer, rows) for layer in layers])
     own_steps = np.isin(steps.sequence, sequences)
-    drafts = drafts_of(Steps(steps.rows[own_steps], steps.sequence[own_steps], steps.n_text[own_steps]))
+    steps = Steps(steps.rows[own_steps], steps.sequence[own_steps], steps.n_text[own_steps])
+    rows, drafts = steps.text_rows(), drafts_of(steps)
+    mean = mean_curves([layer_curves(trace, layer, rows) for layer in layers])
     return GroupProfile(
         kind=kind,
         name=name,
@@ -150,18 +149,13 @@ def profile_model(
     is_recorded = steps is None
     steps = recorded_steps(trace) if steps is None else steps
     detailed = profile_layers(trace, layers, steps=steps, gamma=gamma)
-    known = {profile.layer: profile.curves for profile in detailed}
-    rows = steps.text_rows()
-    curves = []
+    curves_of = {profile.layer: profile.curves for profile in detailed}
+    rows, curves = steps.text_rows(), []
     for done, layer in enumerate(trace.expert_layers()):
-        if layer not in known:
-            if cancel():
-                continue
-            known[layer] = layer_curves(trace, layer, rows)
-        curves.append(known[layer])
-        on_layer(done + 1)
-    drafts = drafts_of(steps)
-    mean = mean_curves(curves)
+        if layer in curves_of or not cancel():
+            curves.append(curves_of.get(layer) or layer_curves(trace, layer, rows))
+            on_layer(done + 1)
+    drafts, mean = drafts_of(steps), mean_curves(curves)
     return ModelProfile(
         meta=trace.meta,
         layers=detailed,
@@ -171,3 +165,55 @@ def profile_model(
         groups=_profile_groups(trace, steps, [each.layer for each in curves if each.layer is not None]),
         drafts=drafts,
     )
+
+
+def layer_report(profile: LayerProfile, run: dict[str, Any], *, by_step: bool = True) -> dict[str, Any]:
+    """The profile of a layer as one object: first the measurements, then the model and the run (`run_facts`).
+
+    by_step: with what was counted in each step and of each token, the bulk of the object.
+    """
+    report = as_dict(profile)
+    if not by_step:
+        del report["token_experts"], report["activation_counts"]["per_step"]
+        del report["hot_cold_accuracy"]["by_step"], report["hot_cold_accuracy"]["by_step_smoothed"]
+    return {**rounded(report), **run}
+
+
+def model_report(profile: ModelProfile) -> dict[str, Any]:
+    """The figures of more than one layer: curves by layer and their mean, groups, speculation."""
+    report = as_dict(profile) | {"group_unique_tokens": UNIQUE_TOKENS}
+    if profile.gain is not None:
+        report["speculation"] = {"gamma": GAMMAS, **report["speculation"]}
+    return dict(rounded(report))
+
+
+def complete_report(profile: ModelProfile, run: dict[str, Any]) -> dict[str, Any]:
+    """Every number of the report: the run, its layers in detail, and the model."""
+    layers = enumerate(profile.layers)
+    return {
+        "schema": SCHEMA,
+        "run": run,
+        "layers": [layer_report(layer, {}, by_step=place < DETAILED_LAYERS) for place, layer in layers],
+        "model_profile": model_report(profile),
+    }
+
+
+def run_facts(trace: Trace, recording: Recording | None = None) -> dict[str, Any]:
+    """The model and the run. recording: of this process; None for a trace that was read from a file."""
+    facts = as_dict(trace.meta)
+    del facts["source"]
+    parameters: dict[str, Any] = facts.pop("parameters")
+    if recording is not None:
+        answered = {"answers": recording.answers, "skipped": recording.skipped}
+        facts |= {"acceptance_rate": rounded(recording.acceptance_rate), **answered}
+    return facts | parameters | {"provenance": as_dict(read_provenance())}
+
+
+def rounded(value: Any) -> Any:
+    """The value with arrays as lists, its floats rounded, NaN as None and the keys of its dictionaries as strings."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, _DIGITS)
+    if isinstance(value, dict):
+        return {str(key): rounded(entry) for key, entry in value.items()}
+    entries = value.tolist() if isinstance(value, np.ndarray) else value
+    return [rounded(each) for each in entries] if isinstance(entries, (list, tuple)) else entries

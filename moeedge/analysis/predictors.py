@@ -78,8 +78,7 @@ def single_token_predictors(horizon: float) -> dict[str, Predictor]:
     """Predictors that read one token at a time and predict the next `horizon` tokens, by name; Algorithm 1 first.
 
     One token gives f in {0, 1}: the utility is binary (K = 1, Table 4 "w/o SpecUE") with boundaries 1, the smallest
-    that need an activation, so it equals "used by the last token". (floor(gamma / 2) with gamma = 0 would be 0, and an
-    unused expert would rise at every step, as 0 >= 0.)
+    that need an activation, so it equals "used by the last token".
 
     The average estimates the probability p that a token uses the expert; within `horizon` tokens it is more likely used
     than not if 1 - (1 - p)^horizon >= 1/2.
@@ -99,17 +98,15 @@ def replay_scores(
     is_first  [n_steps], first steps of texts, where the predictor starts anew, as for one prompt
     n_read    [n_steps], how many of `counts` belong to each step, such as its accepted tokens; None: one
     """
-    n_read = np.ones(len(is_first), dtype=np.int64) if n_read is None else n_read
+    ends = np.arange(1, len(is_first) + 1) if n_read is None else np.cumsum(n_read)
     state = predictor.start(counts.shape[1:])
     scores = np.zeros((len(is_first), *counts.shape[1:]), dtype=predictor.score(state).dtype)
-    start = 0
-    for step, n in enumerate(n_read.tolist()):
+    for step, read in enumerate(np.split(counts, ends)[: len(is_first)]):
         if is_first[step]:
             state = predictor.start(counts.shape[1:])
         scores[step] = predictor.score(state)
-        for read in counts[start : start + n]:
-            state = predictor.observe(state, read)
-        start += n
+        for each in read:
+            state = predictor.observe(state, each)
     return scores
 
 
@@ -132,12 +129,9 @@ def accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray) -> float
 def balanced_accuracy(predicted: BoolArray, truth: BoolArray, judged: BoolArray) -> float | None:
     """Mean of the recognised shares of hot and of cold experts; None if one of the two did not occur."""
     predicted_hot, hot = predicted[judged], truth[judged]
-    n_hot = int(hot.sum())
-    if n_hot in (0, hot.size):
+    if hot.all() or not hot.any():
         return None
-    hot_share = float((predicted_hot & hot).sum() / n_hot)
-    cold_share = float((~predicted_hot & ~hot).sum() / (hot.size - n_hot))
-    return (hot_share + cold_share) / 2
+    return float(predicted_hot[hot].mean() + (~predicted_hot[~hot]).mean()) / 2
 
 
 @dataclass(frozen=True)
@@ -171,24 +165,20 @@ def utility_curves(
     scores, counts = scores[~is_first], counts[~is_first].astype(np.int64)
     frequency = []
     for score in range(cap + 1):
-        found = counts[scores == score]
-        means = (found.mean(), np.median(found), (found > 0).mean()) if found.size else (None, None, None)
-        mean, median, used = (None if value is None else float(value) for value in means)
-        frequency.append(FrequencyOfScore(score, int(found.size), mean, median, used))
+        own = counts[scores == score]
+        means = [float(f(own)) if own.size else None for f in (np.mean, np.median, lambda n: np.mean(n > 0))]
+        frequency.append(FrequencyOfScore(score, int(own.size), *means))
     pairs, distinct = counts.sum(axis=1), (counts > 0).sum(axis=1)
-    left, served = [], []
-    for tau in range(1, cap + 1):
-        hot = scores >= tau
-        left.append(_ratio(np.where(hot, 0, counts).sum(axis=1), pairs))  # pairs that the CPU computes
-        served.append(_ratio((hot & (counts > 0)).sum(axis=1), distinct))
-    r_c, r_c_stddev = ([each[i] for each in left] for i in (0, 1))
-    r_g, r_g_stddev = ([each[i] for each in served] for i in (0, 1))
-    return UtilityCurves(predictor, len(counts), frequency, r_c, r_g, r_c_stddev, r_g_stddev)
+    hot = [scores >= tau for tau in range(1, cap + 1)]
+    left = [_ratio(np.where(each, 0, counts).sum(axis=1), pairs) for each in hot]  # pairs that the CPU computes
+    served = [_ratio((each & (counts > 0)).sum(axis=1), distinct) for each in hot]
+    rates = ([each[i] for each in ratios] for i in (0, 1) for ratios in (left, served))
+    return UtilityCurves(predictor, len(counts), frequency, *rates)
 
 
 def _ratio(parts: NDArray[np.int64], totals: NDArray[np.int64]) -> tuple[float | None, float | None]:
     """Over all steps, and the standard deviation of the steps' ratios; None without a step that has activations."""
-    known = totals > 0
-    if not known.any():
+    active = totals > 0
+    if not active.any():
         return None, None
-    return int(parts.sum()) / int(totals.sum()), float((parts[known] / totals[known]).std())
+    return int(parts.sum()) / int(totals.sum()), float((parts[active] / totals[active]).std())

@@ -109,65 +109,50 @@ class LayerProfile:
 def profile_layers(
     trace: Trace, layers: Sequence[int], *, steps: Steps | None = None, gamma: int | None = None
 ) -> list[LayerProfile]:
-    """Profiles of `layers`, in their order. steps, gamma: simulated verifications instead of the recorded steps."""
+    """Profiles `layers`, in their order. steps, gamma: simulated verifications instead of the recorded steps."""
     steps = recorded_steps(trace) if steps is None else steps
     gamma = trace.meta.gamma if gamma is None else gamma
     if not ((steps.n_tokens > 1).any() or (trace.phase == Phase.VERIFY).any()):
         gamma = 0
-    text = text_steps(trace, steps.text_rows())
+    rows = steps.text_rows()
+    text, is_first, cap = text_steps(trace, rows), steps.is_first(), predictors.utility_config(gamma, "floor").cap
     profiles = []
     for start in range(0, len(layers), _LAYERS_AT_ONCE):
         chunk = list(layers[start : start + _LAYERS_AT_ONCE])
         step_counts, token_counts = (activation_counts(trace, each, chunk) for each in (steps, text))
         replays = _replay_predictors(step_counts, token_counts, steps, text, gamma)
         for column, layer in enumerate(chunk):
-            counts = step_counts[:, column], token_counts[:, column]
-            profiles.append(_profile_layer(trace, layer, steps, text, *counts, replays, column, gamma))
+            counts, curves = step_counts[:, column], layer_curves(trace, layer, rows)
+            right = replays[0].hot[:, column] == replays[0].truth[:, column]
+            accuracy_curve = np.where(replays[0].is_first, np.nan, right.mean(axis=1))
+            profile = LayerProfile(
+                layer=layer,
+                n_experts=trace.meta.n_experts,
+                n_used=trace.used_per_layer[layer],
+                steps=len(steps),
+                tokens=curves.tokens,
+                counts=counts,
+                step_tokens=steps.n_tokens,
+                is_first=is_first,
+                speculative=gamma > 0,
+                scores=[replayed.score(column) for replayed in replays],
+                step_cold_share=float((counts[~is_first] == 0).mean()) if (~is_first).any() else None,
+                token_cold_share=float(1.0 - curves.popularity.mean()) if curves.tokens else None,
+                accuracy_curve=accuracy_curve[: len(steps)],  # with single tokens only, steps are tokens
+                curves=curves,
+                unique_per_step=float((counts > 0).sum(axis=1).mean()) if len(steps) else None,
+                hottest=_hottest(trace, layer, rows, curves),
+                token_ids=trace.layer_ids(layer)[rows],
+                persistence_sd=persistence(counts, is_first) if gamma > 0 else None,
+                persistence_ar=persistence(token_counts[:, column], text.is_first()),
+                utility=[
+                    utility_curves(each.predictor, each.scores[:, column], counts, is_first, cap)
+                    for each in replays
+                    if each.sensor == "sd" and each.predictor in CURVES_OF
+                ],
+            )
+            profiles.append(profile)
     return profiles
-
-
-def _profile_layer(
-    trace: Trace,
-    layer: int,
-    steps: Steps,
-    text: Steps,
-    counts: NDArray[np.uint16],
-    token_counts: NDArray[np.uint16],
-    replays: list[_Replay],
-    column: int,
-    gamma: int,
-) -> LayerProfile:
-    rows = text.rows[:, 0]
-    curves = layer_curves(trace, layer, rows)
-    is_first, cap = steps.is_first(), predictors.utility_config(gamma, "floor").cap
-    right = replays[0].hot[:, column] == replays[0].truth[:, column]
-    accuracy_curve = np.where(replays[0].is_first, np.nan, right.mean(axis=1))
-    return LayerProfile(
-        layer=layer,
-        n_experts=trace.meta.n_experts,
-        n_used=trace.used_per_layer[layer],
-        steps=len(steps),
-        tokens=curves.tokens,
-        counts=counts,
-        step_tokens=steps.n_tokens,
-        is_first=is_first,
-        speculative=gamma > 0,
-        scores=[replayed.score(column) for replayed in replays],
-        step_cold_share=float((counts[~is_first] == 0).mean()) if (~is_first).any() else None,
-        token_cold_share=float(1.0 - curves.popularity.mean()) if curves.tokens else None,
-        accuracy_curve=accuracy_curve[: len(steps)],  # with single tokens only, steps are tokens
-        curves=curves,
-        unique_per_step=float((counts > 0).sum(axis=1).mean()) if len(steps) else None,
-        hottest=_hottest(trace, layer, rows, curves),
-        token_ids=trace.layer_ids(layer)[rows],
-        persistence_sd=persistence(counts, is_first) if gamma > 0 else None,
-        persistence_ar=persistence(token_counts, text.is_first()),
-        utility=[
-            utility_curves(each.predictor, each.scores[:, column], counts, is_first, cap)
-            for each in replays
-            if each.sensor == "sd" and each.predictor in CURVES_OF
-        ],
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,25 +201,18 @@ def layer_curves(trace: Trace, layer: int, rows: NDArray[np.int64]) -> RoutingCu
 
 
 def _hottest(trace: Trace, layer: int, rows: NDArray[np.int64], curves: RoutingCurves) -> list[HotExpert]:
-    p, ids = curves.popularity, trace.layer_ids(layer)[rows]
-    weights = None if trace.weights is None else trace.weights[rows, layer].astype(np.float64)
-    hottest = []
-    for expert in np.argsort(-p, kind="stable")[:N_HOTTEST]:
-        if p[expert] == 0:
-            break
-        mean_weight = None
-        if weights is not None and np.isfinite(weights[ids == expert]).any():
-            mean_weight = float(np.nanmean(weights[ids == expert]))
-        hottest.append(HotExpert(int(expert), round(float(p[expert]) * curves.tokens), float(p[expert]), mean_weight))
+    p, ids, hottest = curves.popularity, trace.layer_ids(layer)[rows], []
+    weights = np.full(ids.shape, np.nan) if trace.weights is None else trace.weights[rows, layer].astype(np.float64)
+    for expert in np.argsort(-p, kind="stable")[: min(N_HOTTEST, np.count_nonzero(p))].tolist():
+        own, share = weights[ids == expert], float(p[expert])
+        mean_weight = float(np.nanmean(own)) if np.isfinite(own).any() else None
+        hottest.append(HotExpert(expert, round(share * curves.tokens), share, mean_weight))
     return hottest
 
 
 def moving_mean(curve: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """Mean of the known values among the last `width` up to each step; NaN where none is known."""
-    known = np.isfinite(curve)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, curve, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    ends = np.arange(1, curve.size + 1)
-    starts = np.maximum(ends - width, 0)
-    n_known = counts[ends] - counts[starts]
-    return np.where(n_known > 0, (sums[ends] - sums[starts]) / np.maximum(n_known, 1), np.nan)
+    """Mean of the finite values among the last `width` up to each step; NaN where there are none."""
+    is_finite, window = np.isfinite(np.r_[curve, np.nan]), np.ones(width)
+    sums = np.convolve(np.where(is_finite, np.r_[curve, 0.0], 0.0), window)[: curve.size]
+    n_finite = np.convolve(is_finite, window)[: curve.size]
+    return np.where(n_finite > 0, sums / np.maximum(n_finite, 1), np.nan)

@@ -43,7 +43,7 @@ def uniform_overlap(n_experts: int, n_used: int) -> float:
 
 
 def independence_overlap(p: FloatArray) -> float:
-    """The same under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
+    """Expected overlap under the measured popularity p [N]: (1/k) * sum_e p_e^2 with k = sum_e p_e; 0 if k is 0."""
     n_used = float(p.sum())
     return float(np.square(p).sum() / n_used) if n_used > 0 else 0.0
 
@@ -69,8 +69,7 @@ def membership(ids: IntArray, n_experts: int) -> BoolArray:
 def activation_probability(ids: IntArray, n_experts: int) -> FloatArray:
     """p_e [N] over the recorded tokens; zeros if there are none."""
     used = membership(ids, n_experts)
-    n_recorded = int(used.any(axis=1).sum())
-    return np.asarray(used.sum(axis=0) / max(n_recorded, 1), dtype=np.float64)
+    return np.asarray(used.sum(axis=0) / max(used.any(axis=1).sum(), 1), dtype=np.float64)
 
 
 def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray | None = None, lag: int = 1) -> float | None:
@@ -102,12 +101,10 @@ class Skew:
     @classmethod
     def of(cls, p: FloatArray, n_used: int) -> Skew:
         """The skew of popularity p [N] where each token uses `n_used` experts."""
-        total = float(p.sum())
-        unused = int(np.count_nonzero(p == 0))
+        total, unused = float(p.sum()), int(np.count_nonzero(p == 0))
         if total == 0:
             return cls(0.0, 0.0, 0.0, 0.0, 0.0, unused)
-        ordered = np.sort(p)
-        ranks = np.arange(1, p.size + 1)
+        ordered, ranks = np.sort(p), np.arange(1, p.size + 1)
         share = p[p > 0] / total
         entropy_bits = float(-(share * np.log2(share)).sum())
         n_hot = max(round(_HOT_SHARE * p.size), 1)
@@ -176,8 +173,8 @@ def mean_curves(curves: Sequence[RoutingCurves]) -> RoutingCurves | None:
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:
     """The mean; None where a value is missing or there are none."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known and len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers and len(numbers) == len(values) else None
 
 
 def unique_curve(
@@ -213,10 +210,10 @@ def unique_curve(
 
 
 def persistence(counts: NDArray[np.uint16], is_first: NDArray[np.bool_]) -> float | None:
-    """Correlation of an expert's activations in a step with those in the next step of the same text (Figure 8).
+    """Correlation of an expert's activations with those in the next step of the same text (MoE-SpAc, Figure 8).
 
     counts [n_steps, N], is_first [n_steps]: first steps of texts. None without two steps of one text, or where the
-    activations do not vary. MoE-SpAc, Appendix B.1: "tighter correlation across steps".
+    activations do not vary.
     """
     follows = ~is_first[1:]
     before, after = counts[:-1][follows].astype(np.float64), counts[1:][follows].astype(np.float64)

@@ -1,12 +1,9 @@
 """The sessions of a benchmark, opened in passes: which of them are open at once, and on which target.
 
-Stock modes on the shared target stay open, because every pass and the output check need the reference. Modes that fill
-a device (expert caches, whole layers) are open at once if they fit together. Otherwise the first pass has the stock
-modes and one cache, and every later pass has one more cache, or a mode with whole layers, and the reference once more:
-ratios stay those of neighbours in time.
-
-A model that is larger than the memory is measured mode by mode (ArmsInTurn). Stock modes map the file and live from
-the page cache, ours load experts into slots: open at once, each would take the memory that the other needs.
+Stock modes on the shared target stay open: every pass and the output check need the reference. Modes that fill a device
+(expert caches, whole layers) are open at once if they fit together; otherwise each pass has one of them and the
+reference, so that ratios stay those of neighbours in time. A model that is larger than the memory is measured mode by
+mode (ArmsInTurn): a stock mode's page cache and our slots would each take the memory that the other needs.
 """
 
 from __future__ import annotations
@@ -15,19 +12,20 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from moeedge.bench import whole_layers
 from moeedge.bench.config import MODES, REFERENCE, BenchMode, mode_config
-from moeedge.bench.experiment import Work
-from moeedge.bench.harness import BenchArm, open_arm, rotated
+from moeedge.bench.experiment import BenchArm, Work, rotated
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.perplexity import Perplexity
 from moeedge.engine.layer_search import has_choice, open_session
-from moeedge.engine.loading import host_bytes
+from moeedge.engine.loading import host_bytes, load_draft, load_target
+from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
-from moeedge.errors import InputError
+from moeedge.errors import EngineError, InputError
 from moeedge.hardware.devices import ResolvedDevice, read_memory
 from moeedge.hardware.memory import available_memory, fits
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
@@ -46,6 +44,35 @@ NOTE = (
 )
 
 
+def load_models(
+    base: EngineConfig, modes: Sequence[BenchMode], stack: ExitStack, device: ResolvedDevice | None = None
+) -> tuple[Model, Model | None]:
+    """Loads the target, and the draft model if there is one and a mode uses it; `stack` closes them."""
+    has_size = any(mode.cache_ratio is not None for mode in modes)
+    # a model that fits a GPU is not left there entirely where modes ask for a cache
+    target = stack.enter_context(load_target(base, device, whole_fits=False if has_size else None))
+    if not isinstance(base.draft, Path) or base.gamma == 0 or not any(mode.drafts for mode in modes):
+        return target, None
+    return target, stack.enter_context(load_draft(base, device))
+
+
+def open_arm(
+    base: EngineConfig,
+    mode: BenchMode,
+    stack: ExitStack,
+    *,
+    opened: Callable[..., Session] = Session.open,
+    own_target: bool = False,
+    **options: Any,
+) -> BenchArm:
+    """Opens the session of a mode by `opened` with its options; `stack` closes it. Errors name the mode."""
+    try:
+        session = stack.enter_context(opened(mode_config(base, mode), **options))
+    except (InputError, EngineError) as error:
+        raise type(error)(f"{mode.label} cannot run: {error.message}", error.hint) from error
+    return BenchArm(mode, session, own_target)
+
+
 @dataclass
 class Pass:
     """Modes that take turns, and their works. `repeated` is the reference of an earlier pass: it gets no row."""
@@ -61,10 +88,7 @@ class Pass:
 
 
 def split_passes(modes: Sequence[BenchMode], *, together: bool, apart: Sequence[BenchMode] = ()) -> list[Pass]:
-    """Returns one pass, or one per swept mode where their caches do not fit the device together; none without modes.
-
-    apart: further modes, each of which needs a pass of its own.
-    """
+    """Returns one pass, or one per swept mode where their caches do not fit together, and one per mode of `apart`."""
     alone = [] if together else [mode for mode in modes if mode.is_swept][1:]
     first = [mode for mode in modes if mode not in alone]
     reference = [mode for mode in modes if mode.name == REFERENCE]
@@ -79,7 +103,7 @@ def largest_cache(modes: Sequence[BenchMode]) -> BenchMode:
 
 @dataclass(kw_only=True, eq=False)
 class _Sessions:
-    """What both kinds of arms have. Raises InputError on entering where no mode can run."""
+    """Base of both kinds of arms. Raises InputError on entering where no mode can run."""
 
     base: EngineConfig  # with the context size of the run
     modes: Sequence[BenchMode]
@@ -126,30 +150,31 @@ class Arms(_Sessions):
             self.first_resources = stack.enter_context(ExitStack())
             together = self._open_caches([mode for mode in shared if mode.engine == "moeedge"])
             apart = layers = self._plan_layers(layers)
-            if layers and together and self._layers_fit(layers):
+            if layers and together and self._layers_fit():
                 self.first |= self._open(layers, self.first_resources)
                 apart = []
             elif layers:
                 self.report(["Whole layers and cache do not fit the memory at once: they are measured one by one."])
-            kept = [mode for mode in modes if mode in (*shared, *layers) and mode not in apart]
-            self.passes = split_passes(kept, together=together, apart=apart)
+            at_once = [mode for mode in modes if mode in (*shared, *layers) and mode not in apart]
+            self.passes = split_passes(at_once, together=together, apart=apart)
             if not self.passes:
                 raise InputError("No mode is left to measure.", " ".join(self.left_out))
             self.report(self.left_out)
             self.resources = stack.pop_all()
         return self
 
-    def stock(self, label: str) -> BenchArm:
-        """The arm of a stock mode on the shared target."""
-        return self.always[label]
+    @property
+    def reference(self) -> BenchArm:
+        """Stock llama.cpp on the shared target."""
+        return self.always[REFERENCE]
 
     @contextmanager
     def opened(self, current: Pass) -> Iterator[None]:
         """Opens the arms of a pass, and closes them unless they are those of the only pass."""
         with ExitStack() as stack:
-            opened = self.always | (self.first if current is self.passes[0] else {})
-            opened |= self._open([mode for mode in current.modes if mode.label not in opened], stack)
-            current.arms = [opened[mode.label] for mode in current.modes]
+            arms = self.always | (self.first if current is self.passes[0] else {})
+            arms |= self._open([mode for mode in current.modes if mode.label not in arms], stack)
+            current.arms = [arms[mode.label] for mode in current.modes]
             yield
         if len(self.passes) > 1:
             self.first_resources.close()
@@ -168,9 +193,13 @@ class Arms(_Sessions):
         others = [mode for mode in swept if mode is not largest]
         with ExitStack() as probing:
             probe = self._open([largest], probing)
-            if others and not self._caches_fit(probe[largest.label], others):
-                self.report(["The caches do not fit the device at once: they are measured one after the other."])
-                return False
+            stats = probe[largest.label].session.placement_stats()
+            if others and stats is not None:
+                total = expert_bytes(expert_tensors(self.base.model)[0])
+                sizes = (stats.pool_bytes if mode.cache_ratio is None else mode.cache_ratio * total for mode in others)
+                if sum(sizes) > self._usable_bytes(stats.pool_bytes):
+                    self.report(["The caches do not fit the device at once: they are measured one after the other."])
+                    return False
             self.first |= probe | self._open(others, probing)
             self.first_resources.enter_context(probing.pop_all())
         return True
@@ -185,7 +214,7 @@ class Arms(_Sessions):
             room, split = f"of the {format_bytes(budget_bytes)} to fill", planner.for_budget(mode, budget_bytes)
             if split is None:
                 left_out = f"without experts it takes {format_bytes(planner.least_bytes(mode))} {room}"
-            elif not fits(n_bytes := self._host_bytes(split)):
+            elif not fits(n_bytes := whole_layers.layers_host_bytes(self.base, self.device, split.layers)):
                 free = f"next to the other modes {format_bytes(available_memory())} are free"
                 left_out = f"its own weights take {format_bytes(n_bytes)} of RAM, and {free}"
             else:
@@ -196,12 +225,9 @@ class Arms(_Sessions):
             self.left_out.append(f"{mode.label} is left out: {left_out}.")
         return [mode for mode in modes if mode.label in self.splits]
 
-    def _host_bytes(self, split: whole_layers.Split) -> int:
-        return whole_layers.layers_host_bytes(self.base, self.device, split.layers.n_cpu_moe)
-
     def _open(self, modes: Sequence[BenchMode], stack: ExitStack) -> dict[str, BenchArm]:
         """Opens sessions, those with targets of their own last; `stack` closes them. Returns their arms by label."""
-        opened: dict[str, BenchArm] = {}
+        arms: dict[str, BenchArm] = {}
 
         @cache
         def target(n_cpu_moe: int) -> Model:
@@ -214,50 +240,36 @@ class Arms(_Sessions):
                 how = {"opened": open_session, "own_target": True, "draft_model": draft if mode.drafts else None}
             elif mode.method == "ncmoe":
                 how |= {"model": target(self.splits[mode.label].layers.n_cpu_moe), "own_target": True}
-            arm = opened[mode.label] = self._arm(mode, stack, **how)
+            arm = arms[mode.label] = self._arm(mode, stack, **how)
             if mode.engine == "moeedge":
                 self.uses.append((mode, whole_layers.session_use(arm.session, self.device)))
-        for arm in opened.values():
+        for arm in arms.values():
             self.report(arm.session.info.notes)
-        return {mode.label: opened[mode.label] for mode in modes}
+        return {mode.label: arms[mode.label] for mode in modes}
 
     def _own_targets(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
-        """The modes that choose themselves which layers are on the GPU, for which each loads a target of its own.
-
-        None where host memory lacks room for these targets next to the shared one.
-        """
+        """The modes that choose layers for the GPU and load targets of their own; none where host memory lacks room."""
         ours = [mode for mode in modes if mode.engine == "moeedge" and self.models[0].host_expert_layers]
-        found = [mode for mode in ours if has_choice(mode_config(self.base, mode), self.device)]
-        n_bytes = len(found) * host_bytes(self.base, self.device)
+        choosing = [mode for mode in ours if has_choice(mode_config(self.base, mode), self.device)]
+        n_bytes = len(choosing) * host_bytes(self.base, self.device)
         if fits(n_bytes):
-            return found
+            return choosing
         self.report(
             f"{mode.label} keeps no entire layers on the GPU: weights of its own could take another "
-            f"{format_bytes(n_bytes // len(found))} of RAM, and {format_bytes(available_memory())} are free."
-            for mode in found
+            f"{format_bytes(n_bytes // len(choosing))} of RAM, and {format_bytes(available_memory())} are free."
+            for mode in choosing
         )
         return []
 
-    def _caches_fit(self, probe: BenchArm, others: Sequence[BenchMode]) -> bool:
-        """Whether the device has room for the caches of `others` next to that of `probe`, which is open."""
-        stats = probe.session.placement_stats()
-        if stats is None:
-            return True
-        total = expert_bytes(expert_tensors(probe.session.model.path)[0])
-        sizes = (stats.pool_bytes if mode.cache_ratio is None else mode.cache_ratio * total for mode in others)
-        return sum(sizes) <= self._usable_bytes(stats.pool_bytes)
-
-    def _layers_fit(self, modes: Sequence[BenchMode]) -> bool:
-        """Whether GPU and host memory have room for the targets of these modes at once, next to all that is open."""
-        splits = [self.splits[mode.label] for mode in modes]
-        n_bytes = sum({split.layers.n_cpu_moe: self._host_bytes(split) for split in splits}.values())
-        return fits(n_bytes) and sum(split.use.total_bytes for split in splits) <= self._usable_bytes()
+    def _layers_fit(self) -> bool:
+        """Whether GPU and host memory have room for the targets of all splits at once, next to all that is open."""
+        targets = {split.layers for split in self.splits.values()}
+        n_bytes = sum(whole_layers.layers_host_bytes(self.base, self.device, layers) for layers in targets)
+        n_device_bytes = sum(split.use.total_bytes for split in self.splits.values())
+        return fits(n_bytes) and n_device_bytes <= self._usable_bytes()
 
     def _usable_bytes(self, pool_bytes: int = 0) -> float:
-        """Of what is free on the device next to an expert cache of `pool_bytes`.
-
-        The emulated device is memory of this machine. A device whose driver reports no memory counts as full.
-        """
+        """Of what is free on the device next to a cache of `pool_bytes`; 0 where its driver reports no memory."""
         if self.device.kind == "emulated":
             return _USABLE * available_memory()
         reading = read_memory(self.device, pool_bytes=pool_bytes)
@@ -269,28 +281,26 @@ class ArmsInTurn(_Sessions):
     """A context manager with the interface of `Arms`: one pass, of whose arms only one is open at a time."""
 
     measured: dict[str, BenchArm] = field(default_factory=dict)  # as they were opened last
-    reference: BenchArm | None = None
 
     def __enter__(self) -> ArmsInTurn:
         ram = "on" if self.base.ram == "auto" else self.base.ram  # what the run begins with, whatever is free later
         placement = replace(self.base.placement, warm_start=False)
         self.base = replace(self.base, ram=ram, placement=placement)
-        kept = [mode for mode in self.modes if mode.method == "shared"]
-        left_out = [mode.label for mode in self.modes if mode not in kept]
+        modes = [mode for mode in self.modes if mode.method == "shared"]
+        left_out = [mode.label for mode in self.modes if mode not in modes]
         reason = "it has no meaning where experts are loaded into RAM"
         self.report([NOTE, *(f"{label} is left out: {reason}." for label in left_out)])
-        if not kept:
+        if not modes:
             raise InputError("No mode is left to measure.", "Choose from stock-ar, stock-sd, moeedge and moeedge-ar.")
-        kept.sort(key=lambda mode: mode.label != REFERENCE)  # the others go on from its answers
-        self.passes = [Pass(tuple(kept))]
+        modes.sort(key=lambda mode: mode.label != REFERENCE)  # the others go on from its answers
+        self.passes = [Pass(tuple(modes))]
         return self
 
-    def stock(self, label: str) -> BenchArm:
-        """The reference, opened again: for logits, when nothing is measured any more."""
-        if self.reference is None:
-            mode = next(mode for mode in self.passes[0].modes if mode.label == label)
-            self.reference = self.resources.enter_context(self.open_alone(mode))
-        return self.reference
+    @cached_property
+    def reference(self) -> BenchArm:
+        """Stock llama.cpp, opened again: for logits, when nothing is measured any more."""
+        mode = next(mode for mode in self.passes[0].modes if mode.label == REFERENCE)
+        return self.resources.enter_context(self.open_alone(mode))
 
     @contextmanager
     def opened(self, current: Pass) -> Iterator[None]:

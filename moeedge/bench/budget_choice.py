@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from moeedge.bench.config import MODES
-from moeedge.bench.experiment import Conversations
-from moeedge.bench.harness import BenchArm, answer_text, rotated
+from moeedge.bench.experiment import BenchArm, Conversations, answer_text, rotated
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.samples import Sample, Samples, mean_and_error
 from moeedge.bench.scores import AnswerScorer
@@ -55,12 +54,11 @@ _TEXT_ANSWER_TOKENS = 64
 _TOY = "moeedge toy"  # how the names of the bundled pair and of models widened from it begin
 
 OnProgress = Callable[[int, int], None]  # parts done, of how many
-ScoreKind = Literal["tasks", "likelihood"]
 
 
 @dataclass(frozen=True)
 class BudgetTrial:
-    """What one budget did to the calibration's score and speed."""
+    """The score and the speed of the calibration under one budget."""
 
     budget: int | None  # experts per layer; None: unbudgeted
     score: float  # mean: share of the tasks that were solved, or log-likelihood of a text's token in nats
@@ -74,13 +72,13 @@ class BudgetTrial:
 
 @dataclass(frozen=True)
 class BudgetChoice:
-    """The trials under one set of conditions, and what the rule makes of them. Raises ValueError without any."""
+    """The trials under one set of conditions, and the choice by the rule. Raises ValueError without trials."""
 
     SCHEMA: ClassVar[int] = 1
     ALSO_KEPT: ClassVar[tuple[str, ...]] = ("budget", "least_score")
 
     trials: tuple[BudgetTrial, ...]  # the first is unbudgeted
-    score_kind: ScoreKind
+    score_kind: Literal["tasks", "likelihood"]
     calibrated_on: str  # name of the tasks or the text
     gamma: int
     seconds: float  # that measuring took
@@ -105,19 +103,19 @@ class BudgetChoice:
         return self.unbudgeted.score - self.unbudgeted.score_stddev
 
     @property
-    def kept(self) -> tuple[BudgetTrial, ...]:
+    def allowed(self) -> tuple[BudgetTrial, ...]:
         """The budgets whose score is within one standard deviation; not those that were stopped, on easier tasks."""
-        whole = (trial for trial in self.trials[1:] if trial.n_scored >= self.unbudgeted.n_scored)
-        return tuple(trial for trial in whole if trial.score >= self.least_score)
+        complete = (trial for trial in self.trials[1:] if trial.n_scored >= self.unbudgeted.n_scored)
+        return tuple(trial for trial in complete if trial.score >= self.least_score)
 
     @property
     def fastest(self) -> BudgetTrial:
         """The fastest of them; the unbudgeted trial where there is none."""
-        return max(self.kept, key=lambda trial: trial.ratio or 0.0, default=self.unbudgeted)
+        return max(self.allowed, key=lambda trial: trial.ratio or 0.0, default=self.unbudgeted)
 
     @property
     def best(self) -> BudgetTrial:
-        """The same, if it is clearly faster than unbudgeted verification; else the unbudgeted trial."""
+        """`fastest`, if it is clearly faster than unbudgeted verification; else the unbudgeted trial."""
         return self.fastest if (self.fastest.ratio or 0.0) >= _FASTER else self.unbudgeted
 
     def sentence(self) -> str:
@@ -131,7 +129,7 @@ class BudgetChoice:
         elif len(self.trials) == 1:
             experts = self.unbudgeted.experts or 0
             reason = f"a verification uses {experts:.1f} experts per layer, too few to leave some out"
-        elif not self.kept:
+        elif not self.allowed:
             least = max(self.trials[1:], key=lambda trial: trial.score)
             lost = f"with {least.budget} {self._compared(least)}"
             reason = f"no budget keeps the score within one standard deviation; {lost}"
@@ -149,33 +147,23 @@ class BudgetChoice:
 
 
 def candidate_budgets(n_expert_used: int, experts: float) -> tuple[int, ...]:
-    """The budgets to try, ascending: multiples of half of a token's experts, below the `experts` of a verification.
-
-    experts: distinct experts per layer and unbudgeted verification, mean. A larger budget rarely changes anything.
-    """
-    step = max(1, n_expert_used // 2)
-    grid = range(n_expert_used, math.ceil(experts), step)
-    if len(grid) <= _MOST_CANDIDATES:
-        return tuple(grid)
-    last = len(grid) - 1
-    return tuple(grid[round(i * last / (_MOST_CANDIDATES - 1))] for i in range(_MOST_CANDIDATES))
+    """The budgets to try, ascending: multiples of half of a token's experts, below the `experts` of a verification."""
+    grid = range(n_expert_used, math.ceil(experts), max(1, n_expert_used // 2))
+    n = min(len(grid), _MOST_CANDIDATES)
+    return tuple(grid[round(i * (len(grid) - 1) / max(n - 1, 1))] for i in range(n))
 
 
 def lost_too_many(scores: Sequence[float], unbudgeted: Sequence[float], n_tasks: int) -> bool:
-    """Whether a budget has lost so many tasks that measuring it further is pointless.
+    """Whether a budget has lost so many tasks that measuring it further is pointless; both scores: of the same tasks.
 
-    scores: of the tasks so far, unbudgeted: of the same. A mean of `n_tasks` scores between 0 and 1 has a standard
-    deviation of at most 0.5 / sqrt(n_tasks); a budget may lose so much. One that has lost twice that already, in sum
-    sqrt(n_tasks) tasks, will hardly win them back.
+    A mean of `n_tasks` scores has a standard deviation of at most 0.5 / sqrt(n_tasks), which a budget may lose. One
+    that has lost twice that already, sqrt(n_tasks) tasks, will hardly win them back.
     """
     return sum(unbudgeted) - sum(scores) > math.sqrt(n_tasks)
 
 
 def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDevice) -> Path:
-    """Where the choice under these conditions is kept; `template` has everything but the number of experts.
-
-    Raises OSError without a cache folder.
-    """
+    """The file of the choice under these conditions, `budget` of `template` aside. Raises OSError without a folder."""
     placement = asdict(config.placement) | {"ablations": sorted(config.placement.ablations)}
     del placement["measure_anew"], placement["calibrate"]
     conditions = session_conditions(config, device) | {
@@ -188,16 +176,8 @@ def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
     return measurement_file(f"{config.model.name}-budget", conditions)
 
 
-def read_choice(config: EngineConfig, template: ExpertBudget, device: ResolvedDevice) -> BudgetChoice | None:
-    """What an earlier run measured under the same conditions; None without it."""
-    return read_measurement(BudgetChoice, partial(choice_file, config, template, device))
-
-
 def find_budget(config: EngineConfig, template: ExpertBudget, *, notify: Notify = ignore) -> ExpertBudget | None:
-    """`template` with the number of experts that suits the model, its draft and the draft length; None: off.
-
-    As `choose_budget`, whose choice it reports; None with a sentence where there are no experts or no drafts.
-    """
+    """`template` with the number of experts that `choose_budget` chooses; None: off, or no experts or drafts."""
     if config.draft is None or config.gamma == 0 or not gguf_file.read_summary(config.model).expert_layers:
         missing = "experts" if config.draft is not None and config.gamma else "drafts to verify"
         notify(Notification(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING))
@@ -215,28 +195,28 @@ def choose_budget(
     notify: Notify = ignore,
     on_progress: OnProgress = lambda done, total: None,
 ) -> BudgetChoice:
-    """What an earlier run chose under the same conditions, or else a new measurement, kept for later runs.
+    """Reads the choice of an earlier run under the same conditions, or else measures, and keeps it for later runs.
 
     template: ranking and coverage; its number of experts is not read. Raises InputError without experts or
     drafts, KeyboardInterrupt where Ctrl-C ended the measurement.
     """
-    device = resolve_device(config)
-    choice = None if measure_anew else read_choice(config, template, device)
+    file = partial(choice_file, config, template, resolve_device(config))
+    choice = None if measure_anew else read_measurement(BudgetChoice, file)
     if choice is not None:
         return choice
     if config.draft is None or config.gamma == 0:
-        hint = "Give a draft with -md."
-        raise InputError("An expert budget limits verifications of drafts, and there are none.", hint)
+        reason = "An expert budget limits verifications of drafts, and there are none."
+        raise InputError(reason, "Give a draft with -md.")
     notify(Notification("Measuring the score and speed of expert budgets, once for this model: this takes minutes."))
     # the session must begin with a budget; the trials set theirs
     config_of_trials = replace(config, n_ctx=_CONTEXT, expert_budget=template, cpu_fallback=False)
     with open_session(config_of_trials, notify=notify) as session:
         if session.model.info.n_experts == 0:
-            hint = "Give a Mixture-of-Experts model with -m."
-            raise InputError("The model is dense: it has no experts to leave out.", hint)
+            reason = "The model is dense: it has no experts to leave out."
+            raise InputError(reason, "Give a Mixture-of-Experts model with -m.")
         choice = Trials(session, template, on_progress).run()
     try:
-        write_measurement(choice_file(config, template, device), choice)
+        write_measurement(file(), choice)
     except OSError:
         text = "The result cannot be saved (folder: MOEEDGE_CACHE): the next start measures expert budgets again."
         notify(Notification(text, Level.WARNING))
@@ -252,26 +232,28 @@ class Trials:
     """Tries budgets in an open session that began with one."""
 
     def __init__(self, session: Session, template: ExpertBudget, on_progress: OnProgress) -> None:
-        self._session = session
-        self._template = template
-        self._on_progress = on_progress
+        self._session, self._template, self._on_progress = session, template, on_progress
         self._arm = BenchArm(MODES["moeedge"], session)
 
     def run(self) -> BudgetChoice:
         """Measures unbudgeted verification and all candidates."""
         start_s = time.perf_counter()
         source = load_calibration() if is_toy(self._session.model) else load_calibration_text()
-        trials = self._try_tasks(source) if isinstance(source, Dataset) else self._try_text(source)
-        kind: ScoreKind = "tasks" if isinstance(source, Dataset) else "likelihood"
-        return BudgetChoice(tuple(trials), kind, source.name, self._session.gamma, time.perf_counter() - start_s)
-
-    # tasks
+        is_tasks = isinstance(source, Dataset)
+        trials = tuple(self._try_tasks(source) if isinstance(source, Dataset) else self._try_text(source))
+        seconds = time.perf_counter() - start_s
+        return BudgetChoice(trials, "tasks" if is_tasks else "likelihood", source.name, self._session.gamma, seconds)
 
     def _try_tasks(self, tasks: Dataset) -> list[BudgetTrial]:
         self._set_budget(None)
-        model, prompts, n_predict = self._session.model, tasks.prompts, tasks.answer_tokens
+        model, prompts = self._session.model, tasks.prompts
+
+        def answers_to(prompts: Sequence[Prompt]) -> list[Sample]:
+            work = Conversations(name="", warms_up=False, prompts=prompts, n_predict=tasks.answer_tokens)
+            return list(work.samples([self._arm], [0]))
+
         scorer = AnswerScorer(tasks, lambda sample: answer_text(model, sample.tokens), run_code=False)
-        warm = [s for prompt in prompts[:_WARM_UP_PROMPTS] for s in self._converse(prompt, n_predict)]
+        warm = answers_to(prompts[:_WARM_UP_PROMPTS])
         scores: dict[int | None, list[float]] = {budget: [] for budget in (None, *self._candidates(warm))}
         samples: dict[int | None, list[Sample]] = {budget: [] for budget in scores}
         running = list(scores)
@@ -279,7 +261,7 @@ class Trials:
         for index, prompt in enumerate(prompts):
             for budget in rotated(running, index):
                 self._set_budget(budget)
-                answers = [scorer.scored(sample) for sample in self._converse(prompt, n_predict)]
+                answers = [scorer.scored(sample) for sample in answers_to([prompt])]
                 scores[budget].append(statistics.fmean(answer.score or 0.0 for answer in answers))
                 samples[budget] += answers
             running = [each for each in running if not lost_too_many(scores[each], scores[None], len(prompts))]
@@ -288,53 +270,41 @@ class Trials:
                 break
         return [_task_trial(budget, scores[budget], samples[budget], samples[None]) for budget in scores]
 
-    def _converse(self, prompt: Prompt, n_predict: int) -> list[Sample]:
-        """The answers of one conversation, which goes on from them."""
-        work = Conversations(name="", warms_up=False, prompts=[prompt], n_predict=n_predict)
-        return list(work.samples([self._arm], [0]))
-
-    # a text
-
     def _try_text(self, text: EvaluationText) -> list[BudgetTrial]:
         """From the largest budget down, until one loses too much: what is smaller loses more, nearly always."""
         self._set_budget(None)
-        pieces = self._pieces(text)
+        tokens = self._session.model.tokenize(text.text)
+        most = min(len(tokens) // _TEXT_PIECES, self._session.target.n_ctx - 2 * _TEXT_ANSWER_TOKENS)
+        pieces = [tokens[i * len(tokens) // _TEXT_PIECES :][:most] for i in range(_TEXT_PIECES)]
         warm = [self._continued(piece) for piece in pieces]
         base = self._likelihood(None, text)
         trials = [base]
         candidates = self._candidates(warm)
         n_parts = len(candidates) + len(pieces)
         least_score = base.score - base.score_stddev
-        for index, budget in enumerate(reversed(candidates)):
-            trials.append(self._likelihood(budget, text))
+        for index, candidate in enumerate(reversed(candidates)):
+            trials.append(self._likelihood(candidate, text))
             self._on_progress(index + 1, n_parts)
             if trials[-1].score < least_score:
                 break
         samples: dict[int | None, list[Sample]] = {each.budget: [] for each in trials if each.score >= least_score}
         for index, piece in enumerate(pieces):
-            for kept in rotated(list(samples), index):
-                self._set_budget(kept)
+            for budget in rotated(list(samples), index):
+                self._set_budget(budget)
                 self._session.reset()
-                samples[kept].append(self._continued(piece))
+                samples[budget].append(self._continued(piece))
             self._on_progress(len(candidates) + index + 1, n_parts)
         timed = [_timed(each, samples.get(each.budget, []), samples[None]) for each in trials]
         return [timed[0], *reversed(timed[1:])]
 
     def _likelihood(self, budget: int | None, text: EvaluationText) -> BudgetTrial:
         self._set_budget(budget)
-        found = measure_perplexity(self._session.target, text, batch_tokens=self._session.gamma + 1)
-        assert found is not None  # nobody cancels
-        return BudgetTrial(budget, -found.nll, found.nll_stderr, found.n_tokens)
+        perplexity = measure_perplexity(self._session.target, text, batch_tokens=self._session.gamma + 1)
+        assert perplexity is not None  # it is not cancelled
+        return BudgetTrial(budget, -perplexity.nll, perplexity.nll_stderr, perplexity.n_tokens)
 
     def _continued(self, piece: Sequence[int]) -> Sample:
         return self._arm.answer(piece, n_predict=_TEXT_ANSWER_TOKENS, ignore_eos=True)
-
-    def _pieces(self, text: EvaluationText) -> list[list[int]]:
-        tokens = self._session.model.tokenize(text.text)
-        most = min(len(tokens) // _TEXT_PIECES, self._session.target.n_ctx - 2 * _TEXT_ANSWER_TOKENS)
-        return [tokens[i * len(tokens) // _TEXT_PIECES :][:most] for i in range(_TEXT_PIECES)]
-
-    # both
 
     def _candidates(self, samples: Samples) -> tuple[int, ...]:
         """Budgets below the experts of an unbudgeted verification."""
@@ -347,9 +317,9 @@ class Trials:
 
 def _task_trial(budget: int | None, scores: Sequence[float], samples: Samples, unbudgeted: Samples) -> BudgetTrial:
     mean, stddev = mean_and_error(scores)
-    known = {sample.key for sample in samples}
+    keys = {sample.key for sample in samples}
     trial = BudgetTrial(budget, mean or 0.0, stddev or 0.0, len(scores))
-    return _timed(trial, samples, [sample for sample in unbudgeted if sample.key in known])
+    return _timed(trial, samples, [sample for sample in unbudgeted if sample.key in keys])
 
 
 def _timed(trial: BudgetTrial, samples: Samples, unbudgeted: Samples) -> BudgetTrial:
@@ -358,10 +328,5 @@ def _timed(trial: BudgetTrial, samples: Samples, unbudgeted: Samples) -> BudgetT
         return trial
     own = combine(samples)
     base = combine(unbudgeted).tg_ts if unbudgeted else None
-    return replace(
-        trial,
-        tg_ts=own.tg_ts,
-        ratio=own.tg_ts / base if own.tg_ts and base else None,
-        tokens_per_step=own.tokens_per_step,
-        experts=own.experts_per_verification,
-    )
+    trial = replace(trial, tg_ts=own.tg_ts, ratio=own.tg_ts / base if own.tg_ts and base else None)
+    return replace(trial, tokens_per_step=own.tokens_per_step, experts=own.experts_per_verification)

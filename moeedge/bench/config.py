@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from moeedge.data.prompts import Dataset, EvaluationText
@@ -47,9 +48,9 @@ class BenchMode:
     @property
     def label(self) -> str:
         """The name, and the choices that distinguish this column of a sweep from the others."""
-        ratio = None if self.cache_ratio is None else f"{self.cache_ratio:g}"
-        cutoff = None if self.execution is None else f"cutoff {self.execution.cutoff_layer}"
-        parallel = None if self.n_parallel is None else f"parallel {self.n_parallel}"
+        ratio = "" if self.cache_ratio is None else f"{self.cache_ratio:g}"
+        cutoff = "" if self.execution is None else f"cutoff {self.execution.cutoff_layer}"
+        parallel = "" if self.n_parallel is None else f"parallel {self.n_parallel}"
         return " ".join(filter(None, (self.name, self.policy, ratio, cutoff, self.speculation, parallel)))
 
     @property
@@ -79,29 +80,24 @@ MODES = {mode.name: mode for mode in _MODES}
 
 
 def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tuple[BenchMode, ...], list[str]]:
-    """Returns the modes that make sense, and one sentence for each mode that is left out or changed.
-
-    Without a draft the mode moeedge decodes one token at a time, and each stock mode with drafts would repeat the one
-    without.
-    """
+    """Returns the modes that make sense, and one sentence for each that is left out or changed without a draft."""
     if has_draft:
         return tuple(modes), []
-    kept, notes, names = list[BenchMode](), [], [mode.name for mode in modes]
     plain = {"stock-sd": REFERENCE, "stock-ncmoe-sd": "stock-ncmoe"}
-    plain |= {"moeedge-ar": "moeedge"} if "moeedge" in names else {}
+    plain |= {"moeedge-ar": "moeedge"} if any(mode.name == "moeedge" for mode in modes) else {}
+    notes = []
     for mode in modes:
         if mode.name in plain:
             notes.append(f"{mode.name} is left out: without a draft it is the same as {plain[mode.name]}.")
-            continue
-        notes += ["moeedge runs without a draft."] if mode.name == "moeedge" else []
-        kept.append(replace(mode, drafts=False))
-    return tuple(kept), notes
+        elif mode.name == "moeedge":
+            notes.append("moeedge runs without a draft.")
+    return tuple(replace(mode, drafts=False) for mode in modes if mode.name not in plain), notes
 
 
 def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
     """Returns `base` as this mode runs it."""
-    asked = {"policy": mode.policy, "cache_ratio": mode.cache_ratio, "execution": mode.execution}
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    own = {name: getattr(mode, name) for name in ("policy", "cache_ratio", "execution")}
+    changes: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
     if mode.cache_ratio is not None:
         changes["vram_bytes"] = None
     gamma = GAMMA_MAX if mode.gamma == "auto" else mode.gamma
@@ -119,7 +115,7 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is compared besides modes; an empty tuple leaves that choice as it is."""
+    """Choices that are compared besides modes; an empty tuple leaves a choice as it is."""
 
     policies: tuple[str, ...] = ()
     ratios: tuple[float, ...] = ()  # of expert caches
@@ -133,7 +129,7 @@ class Sweep:
         return bool(self.policies or self.ratios)
 
     @property
-    def asked(self) -> bool:
+    def is_set(self) -> bool:
         """Whether anything is compared."""
         return self.has_caches or bool(self.budgets or self.counts) or len(self.gammas) > 1
 
@@ -141,13 +137,12 @@ class Sweep:
         """Returns each mode once per choice that it has: modes of our backend per policy and ratio, and per budget.
 
         Stock modes that fill the same memory come once per ratio, modes with drafts once per draft length unless they
-        name their own. The mode without a budget stays, before those with one: it is what they are compared with.
-        Raises InputError where no mode has an expert cache, or drafts to verify, or where a mode cannot decode texts
-        together.
+        name their own. The mode without a budget stays, before those with one. Raises InputError where no mode has an
+        expert cache, or drafts to verify, or where a mode cannot decode texts together.
         """
         if self.has_caches and all(mode.engine == "stock" for mode in modes):
-            hint = "Add moeedge or moeedge-ar to --modes."
-            raise InputError("The modes of llama.cpp alone (stock-...) have no expert cache.", hint)
+            reason = "The modes of llama.cpp alone (stock-...) have no expert cache."
+            raise InputError(reason, "Add moeedge or moeedge-ar to --modes.")
         if self.budgets and not any(mode.engine == "moeedge" and mode.drafts for mode in modes):
             reason = "An expert budget acts on the verification of drafts, and no mode of our backend has drafts."
             raise InputError(reason, "Add moeedge to --modes, and a draft with -md.")
@@ -162,12 +157,9 @@ class Sweep:
     def _caches(self, mode: BenchMode) -> list[BenchMode]:
         if mode.engine == "stock" and mode.method != "ncmoe":
             return [mode]
-        policies = self.policies if mode.engine == "moeedge" else ()
-        return [
-            replace(mode, policy=policy, cache_ratio=ratio)
-            for policy in policies or (mode.policy,)
-            for ratio in self.ratios or (mode.cache_ratio,)
-        ]
+        policies = (mode.engine == "moeedge" and self.policies) or (mode.policy,)
+        pairs = product(policies, self.ratios or (mode.cache_ratio,))
+        return [replace(mode, policy=policy, cache_ratio=ratio) for policy, ratio in pairs]
 
     def _speculation(self, mode: BenchMode) -> list[BenchMode]:
         ours = mode.engine == "moeedge" and mode.drafts
@@ -187,44 +179,44 @@ def parse_modes(text: str) -> tuple[BenchMode, ...]:
     """
     hint = f"Choose from: {', '.join(MODES)}, separated by commas."
     modes: list[BenchMode] = []
-    for element in parse_list(text, "--modes", hint):
-        name, has_lengths, lengths = element.partition(":")
+    for element in _parse_list(text, "--modes", hint):
+        name, colon, lengths = element.partition(":")
         if name not in MODES:
             raise InputError(f"Unknown mode '{name}'.", hint)
         mode = MODES[name]
-        modes += [replace(mode, gamma=gamma) for gamma in _lengths(mode, lengths)] if has_lengths else [mode]
+        modes += [replace(mode, gamma=gamma) for gamma in _lengths(mode, lengths)] if colon else [mode]
     columns = Counter(mode.name for mode in modes if mode.engine == "moeedge")
     return tuple(dict.fromkeys(replace(mode, has_own_cache=columns[mode.name] > 1) for mode in modes))
 
 
 def _lengths(mode: BenchMode, text: str) -> list[DraftLength]:
     """Reads "4", "1-8" or "auto" after the name of a mode. Raises InputError."""
-    hint = f"Write for instance {mode.name}:4, {mode.name}:1-8 or {mode.name}:auto."
     if not mode.drafts:
         raise InputError(f"The mode {mode.name} takes no draft length.", "Give one to stock-sd or moeedge.")
     if text == "auto":
         return ["auto"]
     first, _, last = text.partition("-")
     last = last or first
-    if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last) <= GAMMA_MAX:
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= GAMMA_MAX):
+        hint = f"Write for instance {mode.name}:4, {mode.name}:1-8 or {mode.name}:auto."
         raise InputError(f"'{text}' is not a draft length from 1 to {GAMMA_MAX}.", hint)
     return list(range(int(first), int(last) + 1))
 
 
-def parse_policies(text: str | None, known: Iterable[str]) -> tuple[str, ...]:
+def parse_policies(text: str | None, policies: Iterable[str]) -> tuple[str, ...]:
     """Reads a comma-separated list of policies, each kept once; () for None. Raises InputError."""
     if text is None:
         return ()
-    usable = [name for name in known if name != NO_POLICY]
+    usable = [name for name in policies if name != NO_POLICY]
     listed = ", ".join(usable)
     hint = f"Choose from: {listed}, separated by commas."
-    names = parse_list(text, "--policy", hint)
-    for name in names:
-        if name == NO_POLICY:
-            instead = f"Use -dev none instead, or choose from: {listed}."
-            raise InputError("The policy 'none' has no cache to measure.", instead)
-        if name not in usable:
-            raise InputError(f"Unknown policy '{name}'.", hint)
+    names = _parse_list(text, "--policy", hint)
+    unusable = next((name for name in names if name not in usable), None)
+    if unusable == NO_POLICY:
+        instead = f"Use -dev none instead, or choose from: {listed}."
+        raise InputError("The policy 'none' has no cache to measure.", instead)
+    if unusable is not None:
+        raise InputError(f"Unknown policy '{unusable}'.", hint)
     return names
 
 
@@ -233,7 +225,7 @@ def parse_ratios(text: str | None) -> tuple[float, ...]:
     if text is None:
         return ()
     hint, ratios = "Write for instance --cache-ratio 0.1,0.3.", dict[str, float]()
-    for name in parse_list(text, "--cache-ratio", hint):
+    for name in _parse_list(text, "--cache-ratio", hint):
         with suppress(ValueError):
             ratios[name] = float(name)
         if not 0 <= ratios.get(name, -1) <= 1:  # also rejects NaN
@@ -241,7 +233,7 @@ def parse_ratios(text: str | None) -> tuple[float, ...]:
     return tuple(dict.fromkeys(ratios.values()))
 
 
-def parse_list(text: str, option: str, hint: str) -> tuple[str, ...]:
+def _parse_list(text: str, option: str, hint: str) -> tuple[str, ...]:
     """Reads a comma-separated list, each element kept once. Raises InputError for an empty one."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
@@ -279,7 +271,7 @@ _MOST = 10**6  # tokens, repetitions, seconds, prompts: beyond what any run take
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
-    """Every choice of a run; recorded in every row."""
+    """Every choice of a run, recorded in every row. Raises ValueError for impossible ones."""
 
     base: EngineConfig  # n_ctx 0: as much as the longest conversation needs
     modes: tuple[BenchMode, ...]

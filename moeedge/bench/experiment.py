@@ -1,9 +1,9 @@
 """One experiment: arms take turns at a work, and every turn gives a sample.
 
-A work is the prompts of a dataset, answered one by one (Conversations) or several at once (Together), or a test of
-llama-bench with random tokens (SyntheticWork). `Work.samples` rotates the arms, warms them up, leaves out what an
-interrupted run has done, and ends when it is cancelled. `moeedge bench`, the choice of an expert budget and
-`moeedge lab ablate` measure this way.
+An arm is a mode with its session; `BenchArm.answer` is the only place where answers are timed. A work is the prompts of
+a dataset, answered one by one (Conversations) or several at once (Together), or a test of llama-bench with random
+tokens (SyntheticWork). `Work.samples` rotates the arms, warms them up, leaves out what an interrupted run has done, and
+ends when it is cancelled. `moeedge bench`, the choice of an expert budget, `lab ablate` and `lab fit` measure this way.
 """
 
 from __future__ import annotations
@@ -13,24 +13,140 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import numpy as np
 
 from moeedge.bench.config import REFERENCE, BenchMode, SyntheticTest
-from moeedge.bench.harness import GREEDY, BenchArm, Meter, answer_text, rotated
-from moeedge.bench.samples import Sample
+from moeedge.bench.samples import Counters, Sample, counted, disk_bytes_read, from_stats, grouped
 from moeedge.data.prompts import Prompt
 from moeedge.engine.answer import ParallelGeneration
+from moeedge.engine.session import Session
+from moeedge.engine.types import SamplingConfig
+from moeedge.hardware.machine_load import LoadReading
+from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.run import Cancel
 from moeedge.scheduler.stats import StepRecord
 
+GREEDY = SamplingConfig(temperature=0.0, seed=0)
+_PAUSE_S = 0.5  # the shortest of a user between two turns, in which experts may still move
 # long enough to take every path once (prefill, draft, verification, plain decoding), and short
 _WARM_UP_TOKENS = 16
 _WARM_UP_TOKENS_TOGETHER = 8
 _SEED = 1  # of random tokens
 _SLICE_TOKENS = 16
+
+T = TypeVar("T")
+
+
+class Meter:
+    """Measures a `with` block of a session: seconds, processor time of us and of others, bytes read, cache counters."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.seconds = self.cpu_s = self.others_s = 0.0
+        self.read_bytes: int | None = None  # by this process from disks
+
+    def __enter__(self) -> Meter:
+        self._placement, self._read = self._session.placement_stats(), disk_bytes_read()
+        self._load, self._cpu_s, self._start_s = LoadReading.now(), time.process_time(), time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds, self.cpu_s = time.perf_counter() - self._start_s, time.process_time() - self._cpu_s
+        self.others_s = LoadReading.now().others_s_since(self._load)
+        read = disk_bytes_read()
+        self.read_bytes = None if read is None or self._read is None else read - self._read
+
+    def counters(self) -> Counters | None:
+        """The expert cache's counters from the beginning of the block to now."""
+        return counted(self._placement, self._session.placement_stats())
+
+
+@dataclass(frozen=True, eq=False)
+class BenchArm:
+    """A mode and its session. Several arms share the models; each has contexts and an expert cache of its own."""
+
+    mode: BenchMode
+    session: Session
+    own_target: bool = False  # its target has other layers on a GPU than that of the other modes
+
+    def prompt_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """Returns the token ids of a conversation that asks for the next answer."""
+        model = self.session.model
+        return model.tokenize(model.render_chat(messages))
+
+    def answer(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        n_predict: int,
+        ignore_eos: bool = False,
+        cancel: Cancel = lambda: False,
+        drain: bool = True,
+        on_step: Callable[[StepRecord], None] | None = None,
+        **about: Any,
+    ) -> Sample:
+        """Answers greedily and returns the timed sample; the KV caches keep what they hold of the prompt.
+
+        drain: end the transfers of this answer before returning, timed apart from it. on_step: called with each step
+        after the prompt, scheduling included in its observe_s. about: fields of the sample that name its work.
+        Raises KeyboardInterrupt where Ctrl-C ended the answer; without that the measurement would go on.
+        """
+        session = self.session
+        with Meter(session) as prefill:
+            generation = session.generate(
+                prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
+            )
+            next(iter(generation), None)  # the first token ends it
+        prefill_placement = prefill.counters()
+        with Meter(session) as decoding:
+            for record in generation:
+                if on_step is not None:
+                    on_step(record)
+        if generation.stop_reason == "interrupted" and not cancel():
+            raise KeyboardInterrupt
+        drain_s = self.drain_transfers() if drain else 0.0
+        return from_stats(
+            generation.stats,
+            mode=self.mode.label,
+            **{"prompt": "", "turn": 0, "repetition": 0, "order": 0} | about,
+            cpu_s=prefill.cpu_s + decoding.cpu_s,
+            others_s=prefill.others_s + decoding.others_s,
+            prefill_read_bytes=prefill.read_bytes,
+            decode_read_bytes=decoding.read_bytes,
+            drain_s=drain_s,
+            prefill_placement=prefill_placement,
+            placement=decoding.counters(),
+            stop_reason=generation.stop_reason,
+            tokens=list(generation.tokens),
+            prompt_ids=list(prompt_ids),
+        )
+
+    def drain_transfers(self) -> float:
+        """Ends a sample's transfers, which would slow down the next arm; returns the seconds that this took."""
+        start_s = time.perf_counter()
+        if self.session.placement is not None:
+            self.session.placement.drain_transfers(_PAUSE_S)
+        return time.perf_counter() - start_s
+
+
+def rotated(items: Sequence[T], turn: int) -> tuple[T, ...]:
+    """Returns the order in which the items run for the `turn`-th time: rotated, every second cycle reversed.
+
+    Slow drift of the machine then affects all alike: each item comes in every place, and after each other one.
+    """
+    cycle, shift = divmod(turn, len(items))
+    order = (*items[shift:], *items[:shift])
+    return order[::-1] if cycle % 2 else order
+
+
+def answer_text(model: Model, tokens: Sequence[int]) -> str:
+    """Returns the text of an answer without a character that its end cut, which could take more tokens than planned."""
+    return b"".join(model.piece(token) for token in tokens).decode("utf-8", "ignore")
+
 
 # what every arm does once before the next round begins: a sample, or None where nothing is measured
 Round = tuple[int, Callable[[BenchArm], Sample | None]]  # with the rotation of the arms
@@ -38,7 +154,7 @@ Round = tuple[int, Callable[[BenchArm], Sample | None]]  # with the rotation of 
 
 @dataclass(kw_only=True)
 class Work(ABC):
-    """What arms do in turns, in units of one part and repetition: what `--resume` measures completely or not at all."""
+    """Work of arms that take turns; `--resume` measures each part and repetition completely or not at all."""
 
     name: str  # the test of the samples
     warms_up: bool = True  # every arm once before the first sample
@@ -58,6 +174,13 @@ class Work(ABC):
     def n_samples(self) -> int:
         """Samples of a mode in one repetition."""
         return sum(self.parts.values())
+
+    def take_over(self, samples: Sequence[Sample], modes: Sequence[BenchMode], *, by_mode: bool) -> None:
+        """Takes an interrupted run's samples of the parts and repetitions that all modes finished, or each mode."""
+        n_modes = 1 if by_mode else len(self.modes(modes))
+        groups = grouped(samples, attrgetter("prompt", "repetition", *(["mode"] if by_mode else [])))
+        complete = (own for (part, *_), own in groups.items() if len(own) == n_modes * self.parts.get(part, 0))
+        self.measured = [sample for own in complete for sample in own]
 
     @abstractmethod
     def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
@@ -96,9 +219,8 @@ class Work(ABC):
 class Conversations(Work):
     """The prompts of a dataset, answered turn by turn; the arms take turns within a turn of the conversation.
 
-    Each arm has its own KV cache, which is empty at the first turn and then holds the conversation so far. All continue
-    from the reference's answer: where an arm's own answer differs, which the output check reports, the next turn still
-    asks all of them the same.
+    Each arm's KV cache is empty at the first turn and then holds the conversation so far. All continue from the
+    reference's answer, so that the next turn asks all of them the same, whatever they answered.
     """
 
     prompts: Sequence[Prompt]
@@ -129,9 +251,8 @@ class Conversations(Work):
                 messages.append({"role": "assistant", "content": self.answers[part, turn]})
 
     def _answer(self, reference: BenchArm, prompt_ids: Sequence[int], about: dict[str, Any], arm: BenchArm) -> Sample:
-        sample = arm.answer(
-            prompt_ids, n_predict=self.n_predict, ignore_eos=self.ignore_eos, cancel=self.cancel, **about
-        )
+        lengths: dict[str, Any] = {"n_predict": self.n_predict, "ignore_eos": self.ignore_eos}
+        sample = arm.answer(prompt_ids, cancel=self.cancel, **lengths, **about)
         if arm is reference and not self.cancel():
             text = answer_text(arm.session.model, sample.tokens)
             self.answers.setdefault((sample.prompt, sample.turn), text)
@@ -148,8 +269,7 @@ class Conversations(Work):
 class Together(Work):
     """All prompts answered by arms that decode N texts at a time: a sample per repetition and arm.
 
-    Texts wait in a queue and join where one ends, so that the batch stays full as long as there are texts; only steps
-    with N texts count.
+    Texts wait in a queue and join where one ends; only steps with N texts count.
     """
 
     prompts: Sequence[Prompt]
@@ -170,15 +290,10 @@ class Together(Work):
         label, n_parallel = arm.mode.label, arm.mode.n_parallel or 1
         with Meter(arm.session) as meter:
             generation = self._generate(arm, self.prompt_ids, self.n_predict)
-        drain_s = arm.drain_transfers()
-        stats, own = generation.stats, generation.of_texts[n_parallel]
+        drain_s, stats, own = arm.drain_transfers(), generation.stats, generation.of_texts[n_parallel]
         for prompt, prompt_ids, answer in zip(self.prompts, self.prompt_ids, generation.answers, strict=True):
-            found: dict[str, Any] = {
-                "stop_reason": answer.stop_reason,
-                "tokens": list(answer.tokens),
-                "prompt_ids": list(prompt_ids),
-            }
-            self.texts.append(Sample(label, prompt.id, 0, repetition, 0, **found))
+            text = Sample(label, prompt.id, 0, repetition, 0, stop_reason=answer.stop_reason)
+            self.texts.append(replace(text, tokens=list(answer.tokens), prompt_ids=list(prompt_ids)))
         names = ("decode_s", "drafted", "accepted", "draft_s", "verify_s", "observe_s")
         return Sample(
             *(label, "", 0, repetition, 0),
@@ -215,22 +330,21 @@ class Together(Work):
 
 def synthetic_modes(modes: Sequence[BenchMode]) -> tuple[list[BenchMode], list[str]]:
     """Returns one mode per engine and expert cache, and one sentence for each mode that would repeat another one."""
-    kept: dict[tuple[object, ...], BenchMode] = {}
+    firsts: dict[tuple[object, ...], BenchMode] = {}
     notes = []
     for mode in modes:
-        first = kept.setdefault((mode.engine, mode.method, mode.policy, mode.cache_ratio), mode)
+        first = firsts.setdefault((mode.engine, mode.method, mode.policy, mode.cache_ratio), mode)
         if first is not mode:
             notes.append(f"{mode.label} is left out of pp and tg: without drafts it is the same as {first.label}.")
-    return list(kept.values()), notes
+    return list(firsts.values()), notes
 
 
 @dataclass(kw_only=True)
 class SyntheticWork(Work):
     """A test of llama-bench: N random tokens as a prompt (ppN), one by one (tgN), or both, at a depth of D (@ dD).
 
-    It times the target alone, as llama-bench does: no sampling, and no drafts, because random tokens cannot be guessed.
-    The difference to stock is the cost of our backend. With an expert cache, the policy observes and experts move as in
-    an answer.
+    It times the target alone, without sampling and drafts: random tokens cannot be guessed. With an expert cache, the
+    policy observes and experts move as in an answer.
     """
 
     test: SyntheticTest
@@ -246,13 +360,11 @@ class SyntheticWork(Work):
         return {"": 1 if self.test.n_prompt else -(-self.test.n_gen // _SLICE_TOKENS)}
 
     def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
-        """A round is a repetition of a prompt, or a slice of tokens that are decoded alone.
+        """A round is a repetition of a prompt, or a slice of tokens that are decoded alone, close in time to others.
 
-        Each arm continues in its own KV cache, and each slice is a sample: pairs of neighbours stay close in time
-        however large N is. Warming up takes a prompt, or one slice.
+        Each arm continues in its own KV cache. Warming up takes a prompt, or one slice.
         """
-        tokens = self._tokens(arms[0], self.test.n_gen)
-        n_slices = 0
+        tokens, n_slices = self._tokens(arms[0], self.test.n_gen), 0
         for repetition in ([-1] if self.warms_up else []) + [repetition for repetition, _ in left]:
             if self.test.n_prompt:
                 yield repetition + 1, partial(self._prompt, tokens, repetition)
@@ -283,16 +395,15 @@ class SyntheticWork(Work):
             _decode(arm, tokens)
         counters = meter.counters()
         decoded = self._slice(following, 0, repetition, arm, drains=False) if following else None
-        drain_s = arm.drain_transfers()
         sample = decoded or Sample(arm.mode.label, "", 0, repetition, 0)
         return replace(
             sample,
+            drain_s=arm.drain_transfers(),
             prompt_tokens=len(tokens),
             prefill_tokens=len(tokens),
             prefill_s=meter.seconds,
             cpu_s=sample.cpu_s + meter.cpu_s,
             others_s=sample.others_s + meter.others_s,
-            drain_s=drain_s,
             prefill_read_bytes=meter.read_bytes,
             prefill_placement=counters,
         )
@@ -320,10 +431,7 @@ class SyntheticWork(Work):
 
 
 def _decode(arm: BenchArm, tokens: Sequence[int], phase: Phase = Phase.PREFILL) -> None:
-    """Decodes a batch, lets the policy observe it, and starts the transfers of its plan, as the engine's loop does.
-
-    How many experts arrive before the next plan replaces the queue depends on the speed of the decodes and of the link.
-    """
+    """Decodes a batch, lets the policy observe it, and starts the transfers of its plan, as the engine's loop does."""
     target, placement = arm.session.target, arm.session.placement
     start_s = time.perf_counter()
     target.decode(tokens, phase=phase, logits="last")

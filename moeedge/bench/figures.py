@@ -2,15 +2,11 @@
 
 Expert budgets: a point of MoE-Spec's Figures 3, 4, 9 and 10 is one mode on one category of a dataset, or on all of it.
 Its speed-ups are medians of pairs, over stock-ar (the paper's x axis) and over the same mode without a budget; its
-quality is the mean score, its change the mean over answers of the difference from the answer without a budget. Answers
-are greedy, so that the errors stated are those of the choice of prompts alone.
+quality is the mean score. Answers are greedy: the errors stated are those of the choice of prompts alone.
 
-Stock at its best: with stock-ar and stock-sd at several draft lengths in one run, the comparison is the fastest of them
-for each category of the prompts, as a user would choose who had tried them all on these very prompts. Speeds are all
-tokens over all seconds of the same turns. Intervals are percentiles of bootstrap samples of these turns (Efron 1979);
-each chooses its own fastest stock mode, so that noise, which makes a maximum larger, counts for stock.
-
-Texts together: both modes of a speed-up decode the same texts, with the same number of them at a time.
+Stock at its best: the fastest stock mode of the run for each category, as a user would choose who had tried them all on
+these very prompts. Speeds are all tokens over all seconds of the same turns. Intervals are percentiles of bootstrap
+samples of these turns (Efron 1979); each chooses its own fastest stock mode, so that noise counts for stock.
 """
 
 from __future__ import annotations
@@ -62,10 +58,7 @@ class BudgetPoint:
 
 
 def budget_point(category: str, mode: str, own: Samples, reference: Samples, unbudgeted: Samples) -> BudgetPoint:
-    """Returns the point of `own`, the samples of one mode, scored if scores are wanted.
-
-    reference: stock-ar's samples. unbudgeted: those of the same mode without a budget, measured in turns with `own`.
-    """
+    """Returns the point of `own`, the samples of one mode; reference: stock-ar's, unbudgeted: without a budget."""
     scores, base = answer_scores(own), answer_scores(unbudgeted)
     sums = combine(own) if own else Sample("", "", 0, 0, 0)
     mean, error = mean_and_error(scores.values())
@@ -92,18 +85,15 @@ def budget_point(category: str, mode: str, own: Samples, reference: Samples, unb
 
 
 # figures of a point that a row has as its own, or by another name
-_IN_OTHER_KEYS = (
-    *("category", "mode", "n_answers", "n_scored", "score", "ratio", "tokens_per_step", "acceptance_rate"),
-    "experts_kept",
-)
+_IN_OTHER_KEYS = ("category", "mode", "n_answers", "n_scored", "score", "ratio", "tokens_per_step", "acceptance_rate")
 
 
 @dataclass(frozen=True)
 class BudgetFigures:
-    """What a row says about its expert budget, and about its mode as the base of others with a budget."""
+    """Figures of a row's expert budget, and of its mode as the base of others with a budget."""
 
     mode: BenchMode
-    total: BudgetPoint = figure("", prefix="", without=_IN_OTHER_KEYS)
+    total: BudgetPoint = figure("", prefix="", without=(*_IN_OTHER_KEYS, "experts_kept"))
     perplexity: Perplexity | None = figure("", prefix="", default=None)
     by_category: tuple[BudgetPoint, ...] = figure(
         "With expert budgets: quality and speed of each category; empty for one category",
@@ -116,10 +106,7 @@ class BudgetFigures:
 def budget_figures(
     mode: BenchMode, own: Samples, reference: Samples, unbudgeted: Samples, perplexity: Perplexity | None
 ) -> BudgetFigures:
-    """Returns the figures of a row of scored samples, as in `budget_point`.
-
-    A mode that no budget acts on is compared with stock-ar alone.
-    """
+    """Returns the figures of a row, as in `budget_point`; a mode that no budget acts on is compared with stock-ar."""
     if not (mode.engine == "moeedge" and mode.drafts):
         unbudgeted = ()
 
@@ -167,7 +154,7 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
         speeds = _speeds(tokens, seconds, turns[None])[:, 0]
         drawn = _speeds(tokens, seconds, rng.choice(turns, (_N_RESAMPLES, len(turns))))
         ratios = drawn[0] / drawn[1:].max(axis=0)
-        low, high = _interval(ratios) if len(turns) > 1 else (None, None)
+        low, high = np.percentile(ratios, _PERCENTILES).tolist() if len(turns) > 1 else (None, None)
         best = int(speeds[1:].argmax())
         ratio = float(speeds[0] / speeds[1 + best])
         return StockRatio(category, ratio, low, high, labels[best], len(turns)), ratios
@@ -178,14 +165,9 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
     parts = [measured(category, np.flatnonzero(of_turn == category)) for category in categories]
     low, high = None, None
     if all(part.n_turns > 1 for part, _ in parts):
-        low, high = _interval(np.mean([drawn for _, drawn in parts], axis=0))
+        low, high = np.percentile(np.mean([drawn for _, drawn in parts], axis=0), _PERCENTILES).tolist()
     mean = float(np.mean([part.ratio for part, _ in parts]))
     return (total, *(part for part, _ in parts), StockRatio(MEAN, mean, low, high, "", len(keys)))
-
-
-def _interval(drawn: Array) -> tuple[float, float]:
-    low, high = np.percentile(drawn, _PERCENTILES)
-    return float(low), float(high)
 
 
 def _speeds(tokens: Array, seconds: Array, turns: NDArray[np.intp]) -> Array:
@@ -195,7 +177,7 @@ def _speeds(tokens: Array, seconds: Array, turns: NDArray[np.intp]) -> Array:
 
 @dataclass(frozen=True)
 class ParallelFigures:
-    """What a row says about N texts that are decoded together."""
+    """Figures of N texts that are decoded together."""
 
     n_parallel: int = figure("Texts decoded together", least=1, absent=1)
     curve: str = figure("With --parallel: what rows of one curve have in common")
@@ -209,10 +191,7 @@ class ParallelFigures:
 
 
 def plain_mode(mode: BenchMode, modes: Sequence[BenchMode]) -> BenchMode | None:
-    """Returns the mode that decodes as many texts without drafts: of the same engine if there is one, else stock-ar.
-
-    Expert caches of both have the same policy and cache ratio. None for a mode without drafts.
-    """
+    """Returns the mode with as many texts and no drafts, of the same engine and cache if it is there, else stock-ar."""
     if not mode.drafts:
         return None
     plain = [other for other in modes if not other.drafts and other.n_parallel == mode.n_parallel]
@@ -224,10 +203,7 @@ def plain_mode(mode: BenchMode, modes: Sequence[BenchMode]) -> BenchMode | None:
 def parallel_figures(
     mode: BenchMode, own: Samples, plain: tuple[BenchMode, Samples] | None, gamma: int
 ) -> ParallelFigures:
-    """Returns the figures of a mode's samples.
-
-    plain: the mode without drafts that it is compared with, and its samples. gamma: 0 for plain decoding.
-    """
+    """Returns the figures of a mode's samples; plain: the mode without drafts to compare with, and its samples."""
     n_parallel = mode.n_parallel or 1
     throughput_ts = quotient(sum(s.decode_tokens for s in own), sum(s.decode_s for s in own))
     ratios = [] if plain is None else paired_ratios(own, plain[1])

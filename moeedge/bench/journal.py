@@ -25,8 +25,9 @@ from moeedge.paths import cache_dir
 
 SCHEMA = "moeedge-bench-run-1"
 LAST = "last"  # names the newest file in `folder`
-_N_KEPT = 5  # of interrupted runs
-_TOLD_DIFFERENCES = 3
+_MOST_FILES = 5  # of interrupted runs
+_MOST_DIFFERENCES = 3  # in an error message
+_HINT = "An interrupted bench names its file; --resume alone takes the newest."
 
 Settings = dict[str, Any]
 Place = tuple[int, int, str]  # where a sample was measured: part (of -t, -b, -ub), pass of that part, test
@@ -50,26 +51,21 @@ def settings_of(plan: BenchPlan, environment: Provenance) -> Settings:
         "dataset": dataset and [dataset.name, dataset.sha256, [prompt.id for prompt in dataset.prompts]],
         "text": plan.text and plan.text.sha256,
     }
-    for name in ("n_predict", "repetitions", "ignore_eos", "score", "run_code", "warm_up", "delay_s"):
-        values[name] = getattr(plan, name)
-    for name in ("version", "commit", "llama_cpp_version", "cpu", "os"):
-        values[name] = getattr(environment, name)
+    of_plan = ("n_predict", "repetitions", "ignore_eos", "score", "run_code", "warm_up", "delay_s")
+    of_machine = ("version", "commit", "llama_cpp_version", "cpu", "os")
+    values |= {name: getattr(plan, name) for name in of_plan}
+    values |= {name: getattr(environment, name) for name in of_machine}
     return json.loads(json.dumps(values, default=str))  # type: ignore[no-any-return]
 
 
 class Journal:
-    """A context manager: every sample given to `add` is in the file when the call returns.
-
-    A new file is deleted at the end of a complete run, an existing one (`resume`) kept up to date.
-    """
+    """A context manager: every sample given to `add` is in the file when the call returns."""
 
     def __init__(
         self, path: Path | None, settings: Sequence[Settings], done: Sequence[tuple[Place, Sample]] = ()
     ) -> None:
         """path: None where no file can be written. done: samples that are in the file."""
-        self.path = path
-        self._settings = list(settings)
-        self._done = list(done)
+        self.path, self._settings, self._done = path, list(settings), list(done)
         self._file: TextIOWrapper | None = None
         self._has_samples = bool(done)
 
@@ -78,7 +74,7 @@ class Journal:
         """Returns the journal of a new run, in the cache folder."""
         try:
             folder().mkdir(parents=True, exist_ok=True)
-            for old in _files()[: -_N_KEPT + 1]:
+            for old in _files()[: -_MOST_FILES + 1]:
                 old.unlink()
         except OSError:
             return cls(None, settings)
@@ -86,10 +82,7 @@ class Journal:
 
     @classmethod
     def resume(cls, name: str, settings: Sequence[Settings]) -> Journal:
-        """Returns the journal of an interrupted run; name: of its file, or LAST.
-
-        Raises InputError for a file that is missing or another's, and where a setting differs.
-        """
+        """Returns the journal of an interrupted run; name: of its file, or LAST. Raises InputError where it cannot."""
         if name == LAST and not _files():
             raise InputError("There is no interrupted bench to resume.", "Run bench without --resume.")
         path = _files()[-1] if name == LAST else Path(name)
@@ -100,13 +93,10 @@ class Journal:
             raise InputError(f"Cannot read {path}: {error}.", _HINT) from None
         if not isinstance(head, dict) or head.get("schema") != SCHEMA or "settings" not in head:
             raise InputError(f"{path} is not the file of an interrupted bench.", _HINT)
-        differences = _differences(head["settings"], list(settings))
+        differences = ", ".join(_differences(head["settings"], list(settings))[:_MOST_DIFFERENCES])
         if differences:
-            hint, told = (
-                "Repeat the command of the interrupted run exactly.",
-                ", ".join(differences[:_TOLD_DIFFERENCES]),
-            )
-            raise InputError(f"{path} was measured with other settings: {told}.", hint)
+            hint = "Repeat the command of the interrupted run exactly."
+            raise InputError(f"{path} was measured with other settings: {differences}.", hint)
         done = {}
         for line in lines[1:]:
             with suppress(ValueError, KeyError, TypeError):  # the line that an abort cut
@@ -142,16 +132,16 @@ class Journal:
 
     def samples(self, part: int, pass_index: int) -> dict[str, list[Sample]]:
         """Returns the samples of a pass that the file had when it was opened, by test."""
-        own = [(test, sample) for (*where, test), sample in self._done if where == [part, pass_index]]
+        own = [(test, sample) for (*place, test), sample in self._done if place == [part, pass_index]]
         return {test: [sample for name, sample in own if name == test] for test, _ in own}
 
     def add(self, place: Place, sample: Sample) -> None:
         """Writes a sample. A full disk ends the writing, not the run."""
         if self._file is not None:
-            entry = {**dict(zip(("part", "pass", "test"), place, strict=True)), "sample": asdict(sample)}
+            part, pass_index, test = place
             self._has_samples = True
             try:
-                self._write(entry)
+                self._write({"part": part, "pass": pass_index, "test": test, "sample": asdict(sample)})
             except OSError:
                 self._give_up()
 
@@ -161,7 +151,7 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
     def _give_up(self) -> None:
-        """Nothing is written from here on. Closing fails as well where the disk is full: text is left to write."""
+        """Nothing is written from here on; closing fails as well where the disk is full."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -173,24 +163,18 @@ class Journal:
         self._file.flush()
 
 
-_HINT = "An interrupted bench names its file; --resume alone takes the newest."
-
-
 def _files() -> list[Path]:
     """The files of runs that have not ended, the oldest first."""
     return sorted(folder().glob("*.jsonl"))
 
 
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """What differs between two JSON values, as "n_threads: 1, now 2"."""
+    """Returns the differences of two JSON values, as "n_threads: 1, now 2"."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = dict.fromkeys([*old, *new])
         return [text for key in keys for text in _differences(old.get(key), new.get(key), key)]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [text for before, after in zip(old, new, strict=True) for text in _differences(before, after, name)]
-    return [] if old == new else [f"{name}: {_short(old)}, now {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    before, after = (value if isinstance(value, str) else json.dumps(value) for value in (old, new))
+    before, after = (text if len(text) <= 40 else f"{text[:37]}..." for text in (before, after))
+    return [] if old == new else [f"{name}: {before}, now {after}"]

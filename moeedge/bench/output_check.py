@@ -35,10 +35,7 @@ def n_common(reference: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def logits_in(context: Context) -> LogitsAt:
-    """Returns what computes the reference's logits in `context`, decoded one by one as plain decoding does.
-
-    It overwrites the context's KV cache: call it between answers.
-    """
+    """Returns a function of the reference's logits by plain decoding, which overwrites the context's KV cache."""
 
     def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:
         context.clear()
@@ -113,9 +110,8 @@ def check_answers(
 ) -> OutputCheck:
     """Compares every answer of `samples` with the first answer that `reference` gave to the same turn.
 
-    end_tokens: ids that stop an answer, for the case that one of the two stopped. own_split: `logits_at` computes with
-    the same layers on the GPU as `samples`, which rounds otherwise than the reference: there the best token is right.
-    lossy: `samples` were made under an expert budget.
+    end_tokens: ids that stop an answer. own_split: `logits_at` computes with the same layers on the GPU as `samples`,
+    which rounds otherwise than the reference: there the best token is right. lossy: made under an expert budget.
     """
     expected: dict[tuple[str, int], Sample] = {}
     for sample in reference:
@@ -161,5 +157,5 @@ def _difference(
 
     expected, token = token_of(base), token_of(sample)
     gap = float(logits.max()) - logit(token) if own_split else abs(logit(expected) - logit(token))
-    found = {"position": position, "reference_token": expected, "token": token}
-    return filled(Difference, sample, **found, gap=gap, near_tie=gap <= NEAR_TIE_GAP)
+    tokens = {"position": position, "reference_token": expected, "token": token}
+    return filled(Difference, sample, **tokens, gap=gap, near_tie=gap <= NEAR_TIE_GAP)

@@ -52,8 +52,7 @@ def measure_perplexity(
 
     Overwrites the KV cache, which is empty afterwards. Raises InputError for a text of fewer than two tokens.
     """
-    tokens = context.model.tokenize(text.text)
-    window = min(_WINDOW_TOKENS, context.n_ctx)
+    tokens, window = context.model.tokenize(text.text), min(_WINDOW_TOKENS, context.n_ctx)
     losses: list[NDArray[np.float64]] = []
     try:
         for start in range(0, len(tokens), window):

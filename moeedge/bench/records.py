@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from moeedge.bench.config import MODES, BenchMode, BenchPlan, SyntheticTest
+from moeedge.bench.experiment import BenchArm
 from moeedge.bench.figures import BudgetFigures, ParallelFigures, StockRatio
-from moeedge.bench.harness import BenchArm
 from moeedge.bench.output_check import OutputCheck
 from moeedge.bench.roofline import Roofline
 from moeedge.bench.samples import (
@@ -25,7 +25,6 @@ from moeedge.bench.samples import (
 )
 from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import session_use
-from moeedge.engine.types import EngineInfo
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.provenance import Provenance
 from moeedge.llama.settings import FlashAttention, LoadMode, RopeSettings
@@ -38,15 +37,9 @@ SCHEMA: Literal["moeedge-bench-4"] = "moeedge-bench-4"  # changes when a key cha
 _RATIO_ROUNDING = 0.01  # the cache has an integer number of slots
 
 
-def backend_name() -> str:
-    """Returns the ggml backend that computes, as llama-bench names it: of the GPUs ("CUDA"), else "CPU"."""
-    found = dict.fromkeys(device.registry for device in devices() if device.kind in ("GPU", "IGPU", "RPC"))
-    return ",".join(found) or "CPU"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setup(BudgetFacts, Provenance):
-    """What the figures of a row depend on: versions, machine, models, parameters. The same keys in every row."""
+    """Versions, machine, models and parameters that the figures of a row depend on; every row has all keys."""
 
     schema: Literal["moeedge-bench-4"] = figure("Name of this schema; a changed meaning changes it", default=SCHEMA)
     model: str = figure("File of the target")
@@ -278,14 +271,13 @@ def compare_with_whole_layers(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
     Both were measured next to stock-ar, not always next to each other: the quotient is that of the ratios to stock-ar.
     """
+    layered = [row for row in rows if MODES[row.mode].method == "ncmoe"]
 
     def over_best(row: BenchRow, name: str) -> float | None:
-        place = row.test, row.asked_ratio
-        layered = [getattr(each, name) or 0.0 for each in whole if (each.test, each.asked_ratio) == place]
-        value = getattr(row, name)
-        return quotient(value, max(layered, default=0.0)) if value else None
+        equal = [each for each in layered if (each.test, each.asked_ratio) == (row.test, row.asked_ratio)]
+        best, value = max((getattr(each, name) or 0.0 for each in equal), default=0.0), getattr(row, name)
+        return quotient(value, best) if value else None
 
-    whole = [row for row in rows if MODES[row.mode].method == "ncmoe"]
     return [
         replace(row, ratio_ncmoe=over_best(row, "ratio"), ratio_pp_ncmoe=over_best(row, "ratio_pp")) for row in rows
     ]
@@ -294,13 +286,13 @@ def compare_with_whole_layers(rows: Sequence[BenchRow]) -> list[BenchRow]:
 def read_end(arm: BenchArm, device: ResolvedDevice) -> dict[str, Any]:
     """Returns the fields of Setup that the session tells at the end of its measurement: memory, lookahead."""
     stats, use = arm.session.placement_stats(), session_use(arm.session, device)
-    found: dict[str, Any] = {f"device_{kind}": n_bytes or None for kind, n_bytes in asdict(use).items()}
-    found["device_bytes"] = use.total_bytes or None
+    fields: dict[str, Any] = {f"device_{kind}": n_bytes or None for kind, n_bytes in asdict(use).items()}
+    fields["device_bytes"] = use.total_bytes or None
     if stats is not None:
         status = {} if stats.lookahead is None else asdict(stats.lookahead)
-        found |= {f"lookahead_{name}": status.get(name) for name in ("used", "gain", "reason")}
-        found["vram_bytes"] = stats.vram_used_bytes
-    return found
+        fields |= {f"lookahead_{name}": status.get(name) for name in ("used", "gain", "reason")}
+        fields["vram_bytes"] = stats.vram_used_bytes
+    return fields
 
 
 def describe_setup(
@@ -320,7 +312,11 @@ def describe_setup(
     """
     mode, model, info, base = arm.mode, arm.session.model.info, arm.session.info, plan.base
     settings, dataset, requested = info.settings, plan.dataset, base.placement
-    has_cache = info.cache_slots > 0
+    has_cache, ratio = info.cache_slots > 0, mode.cache_ratio
+    if has_cache and (ratio is None or abs(ratio - info.cache_ratio) > _RATIO_ROUNDING):
+        ratio = info.cache_ratio  # the cache became smaller for lack of memory
+    # as llama-bench names them
+    backends = dict.fromkeys(device.registry for device in devices() if device.kind in ("GPU", "IGPU", "RPC"))
     return filled(
         Setup,
         *(environment, info, model, roofline, settings, base, requested, plan, test),
@@ -333,11 +329,11 @@ def describe_setup(
         auto_gamma=drafts and info.auto_gamma,
         draft_p_min=base.draft_p_min if drafts else 0.0,
         policy=info.policy if has_cache or mode.policy is None else mode.policy,
-        cache_ratio=_ratio(mode, info) if has_cache else mode.cache_ratio,
+        cache_ratio=ratio,
         cache_slots=info.cache_slots if has_cache or mode.is_swept else None,
         pool_bytes=info.pool_bytes if has_cache else None,
         whole_layers=arm.session.model.n_whole_layers,
-        backend=backend_name(),
+        backend=",".join(backends) or "CPU",
         threads=info.n_threads,
         threads_batch=settings.n_threads_batch or info.n_threads,
         type_k_draft=base.draft_type_k,
@@ -355,9 +351,3 @@ def describe_setup(
         dataset_file=None if dataset is None else dataset.path.name,
         **{"vram_bytes": None} | others,  # not that after loading
     )
-
-
-def _ratio(mode: BenchMode, info: EngineInfo) -> float:
-    """Returns the requested cache ratio, or the actual one if the cache became smaller for lack of memory."""
-    ratio = mode.cache_ratio
-    return ratio if ratio is not None and abs(ratio - info.cache_ratio) <= _RATIO_ROUNDING else info.cache_ratio

@@ -1,7 +1,6 @@
-"""The roofline of decoding on a CPU: no token is faster than memory delivers the weights that it needs.
+"""The roofline of decoding on a CPU (Williams et al. 2009): no token is faster than memory delivers its weights.
 
-Williams et al. 2009, "Roofline": a token needs one multiplication per weight, so the memory's read speed limits models
-that are larger than the processor's caches. The KV cache is not counted.
+The memory's read speed limits models that are larger than the processor's caches. The KV cache is not counted.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
 from moeedge.native.compute import read_speed
+from moeedge.paths import text_of
 
 _BYTES_MIN = 128 << 20  # of the memory that is read
 _CACHES = 4  # it is so many times as large as the last caches of the threads' processors
@@ -23,7 +23,7 @@ _PROCESSORS = Path("/sys/devices/system/cpu")  # Linux only
 
 @dataclass(frozen=True)
 class Roofline:
-    """What decoding without drafts is limited by."""
+    """The limit of decoding without drafts."""
 
     read_bytes_per_s: float  # by as many threads as decode
     bytes_per_token: int  # of weights
@@ -48,19 +48,15 @@ def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
     info = model.info
     tensors = [tensor for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)]
     experts, _ = gguf_file.expert_tensors(model.path, n_layers=info.n_layers)
-    needed = gguf_file.bytes_per_token(tensors, experts, info.used_per_layer)
-    return Roofline(speed, needed) if needed > 0 else None
+    n_bytes = gguf_file.bytes_per_token(tensors, experts, info.used_per_layer)
+    return Roofline(speed, n_bytes) if n_bytes > 0 else None
 
 
 def _last_cache_bytes(n_threads: int) -> int:
     """Size of the last caches that so many threads can have, 0 where it is unknown: groups of cores have their own."""
     sizes: dict[str, int] = {}  # by the processors that share the cache
     for caches in _PROCESSORS.glob("cpu[0-9]*/cache"):
-        with suppress(OSError, ValueError):  # a processor that is off, a virtual machine
-            last = max(caches.glob("index[0-9]*"), key=lambda folder: int(_text(folder / "level")))
-            sizes[_text(last / "shared_cpu_list")] = int(_text(last / "size").removesuffix("K")) * 1024
+        with suppress(ValueError):  # a processor that is off, a virtual machine
+            last = max(caches.glob("index[0-9]*"), key=lambda folder: int(text_of(folder / "level")))
+            sizes[text_of(last / "shared_cpu_list")] = int(text_of(last / "size").removesuffix("K")) * 1024
     return sum(sorted(sizes.values())[-n_threads:])
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="ascii").strip()

@@ -12,17 +12,24 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.bench.arms import Arms, ArmsInTurn, Pass
+from moeedge.bench.arms import Arms, ArmsInTurn, Pass, load_models
 from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
-from moeedge.bench.experiment import Conversations, SyntheticWork, Together, Work, synthetic_modes
+from moeedge.bench.experiment import (
+    BenchArm,
+    Conversations,
+    SyntheticWork,
+    Together,
+    Work,
+    answer_text,
+    synthetic_modes,
+)
 from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
-from moeedge.bench.harness import BenchArm, answer_text, fit_context, load_models
 from moeedge.bench.journal import Journal
-from moeedge.bench.output_check import OutputCheck, check_answers, logits_in, stop_tokens
+from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_end
 from moeedge.bench.roofline import Roofline, measure_roofline
-from moeedge.bench.samples import Sample, Samples, common_samples, finished_work
+from moeedge.bench.samples import Sample, Samples, common_samples
 from moeedge.bench.scores import AnswerScorer, check_scoring
 from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import kv_on_gpu, load_target, memory_of, resolve_device
@@ -32,6 +39,9 @@ from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import choose_n_ctx
 from moeedge.run import Cancel
+
+_CONTEXT_STEP = 256  # llama.cpp pads contexts to multiples of this many tokens
+_TOKENS_AROUND_ANSWER = 16  # that a template puts there; the exact number is not known before the answer is
 
 
 class Progress(Protocol):
@@ -52,11 +62,9 @@ class Bench:
 
     def __init__(self, plan: BenchPlan, progress: Progress, journal: Journal | None = None, part: int = 0) -> None:
         """journal: gets every sample, and has those of an interrupted run, as part `part`; None: nothing is kept."""
-        self.plan = plan
+        self.plan, self._progress, self._part = plan, progress, part
         self.arms: Arms | ArmsInTurn  # the sessions of the run
-        self._progress = progress
         self._journal = journal or Journal(None, ())
-        self._part = part
         self._base = plan.base  # with the context that the prompts need
         self._models: tuple[Model, Model | None]
         self._prompts: tuple[Prompt, ...] = ()
@@ -85,15 +93,15 @@ class Bench:
             if self._device.loads_misses:
                 hint = "Measure one of them: -dev none, or --ram off."
                 raise InputError(f"bench does not measure experts in RAM next to {self._device.label}.", hint)
-            how: dict[str, Any] = {"modes": plan.modes, "report": self._report}
-            if self._device.kind == "ram":  # each mode loads its own
+            in_turn = self._device.kind == "ram"  # each mode loads its own
+            if in_turn:
                 self._models = stack.enter_context(load_target(plan.base, self._device, header_only=True)), None
-                self._fit(n_synthetic)
-                self.arms = stack.enter_context(ArmsInTurn(base=self._base, **how))
             else:
                 self._models = load_models(plan.base, plan.modes, stack, self._device)
-                self._fit(n_synthetic)
-                self.arms = stack.enter_context(Arms(base=self._base, device=self._device, models=self._models, **how))
+            self._fit(n_synthetic)
+            how: dict[str, Any] = {"base": self._base, "modes": plan.modes, "report": self._report}
+            self.arms = ArmsInTurn(**how) if in_turn else Arms(device=self._device, models=self._models, **how)
+            stack.enter_context(self.arms)
             for current in self.arms.passes:
                 current.works = self._works()
             self._resources = stack.pop_all()
@@ -105,14 +113,25 @@ class Bench:
     def _fit(self, n_synthetic: int) -> None:
         """Chooses the context, and the prompts that fit it. n_synthetic: tokens of the largest synthetic test.
 
-        Raises InputError where there are fewer prompts than are to be decoded together, or no memory for their texts.
+        Without -c the context is that of the longest conversation, limited to the model's training context, or of that
+        test, which is not limited: its tokens have no meaning to lose. Raises InputError where no prompt fits, where
+        fewer prompts do than are to be decoded together, or where there is no memory for their texts.
         """
-        plan = self.plan
+        plan, base, model = self.plan, self.plan.base, self._models[0]
         most = max((mode.n_parallel or 0 for mode in plan.modes), default=0)
         prompts: Sequence[Prompt] = () if plan.dataset is None else plan.dataset.prompts
         if most:
             prompts = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
-        self._base, self._prompts = fit_context(plan.base, self._models[0], prompts, plan.n_predict, n_synthetic)
+        needs = [_needed_context(model, prompt, plan.n_predict) for prompt in prompts]
+        limit = base.n_ctx or model.info.n_ctx_train
+        self._prompts = tuple(prompt for prompt, need in zip(prompts, needs, strict=True) if need <= limit)
+        if prompts and not self._prompts:
+            needed = f"the shortest needs {min(needs):,} tokens with its answer, but the context has {limit:,}"
+            raise ContextTooSmallError(f"No prompt fits: {needed}.", "Use a larger -c or a smaller -n.")
+        if not base.n_ctx:
+            longest = max([n_synthetic, *(need for need in needs if need <= limit)])
+            padded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
+            self._base = replace(base, n_ctx=min(padded, max(limit, n_synthetic)))
         self._n_left_out = len(prompts) - len(self._prompts)
         if self._n_left_out:
             self._report([f"{self._n_left_out} of {len(prompts)} prompts exceed the context: left out."])
@@ -125,7 +144,7 @@ class Bench:
             replace(self._base, n_parallel=most)
         except ValueError as error:
             raise InputError(f"Too large: {error}.", "Use a smaller -c or a smaller --parallel.") from None
-        if not kv_on_gpu(self._base, self._device, self._models[0]):
+        if not kv_on_gpu(self._base, self._device, model):
             models = [model for model in self._models if model is not None]
             choose_n_ctx(memory_of(self._base, models), self._base.n_ctx, n_parallel=most)
 
@@ -133,8 +152,7 @@ class Bench:
         """Returns what the modes of a pass do, one after the other."""
         plan, works = self.plan, list[Work]()
         if plan.dataset is not None and plan.decodes_together:
-            stock = self.arms.stock(REFERENCE)
-            prompt_ids = [stock.prompt_tokens(prompt.messages(0)) for prompt in self._prompts]
+            prompt_ids = [self.arms.reference.prompt_tokens(prompt.messages(0)) for prompt in self._prompts]
             works.append(Together(name=plan.dataset.name, prompt_ids=prompt_ids, **self._answering))
         elif plan.dataset is not None:
             works.append(Conversations(name=plan.dataset.name, **self._answering))
@@ -186,12 +204,18 @@ class Bench:
     def _answer_alone(self, cancel: Cancel) -> None:
         """Lets stock llama.cpp answer each prompt alone, for the output check."""
         alone = Conversations(name="alone", **self._answering | {"warms_up": False, "measured": self._alone})
-        for sample in alone.samples([self.arms.stock(REFERENCE)], [0], cancel=cancel):
+        for sample in alone.samples([self.arms.reference], [0], cancel=cancel):
             self._progress.advance(sample, alone.name)
 
     def _measure(self, current: Pass, index: int, cancel: Cancel) -> None:
         self._report(synthetic_modes(current.modes)[1] if self.plan.tests else ())
-        self._take_over(current, index)
+        in_turn, by_test = isinstance(self.arms, ArmsInTurn), self._journal.samples(self._part, index)
+        for work in current.works:  # modes that are measured one after the other are finished one by one
+            work.take_over(by_test.get(work.name, ()), current.modes, by_mode=in_turn)
+            for sample in work.measured:
+                self._progress.advance(sample, work.name)
+                if isinstance(work, Conversations) and sample.mode == REFERENCE:
+                    work.answers.setdefault((sample.prompt, sample.turn), self._text_of(sample))
 
         def is_done(mode: BenchMode, repetition: int) -> bool:
             works = [work for work in current.works if mode in work.modes(current.modes)]
@@ -217,26 +241,15 @@ class Bench:
         for arm in arms:
             label, gamma = arm.mode.label, arm.session.gamma
             if text is not None and arm.mode.engine == "moeedge" and gamma > 0 and label not in current.perplexity:
-                measured = measure_perplexity(arm.session.target, text, batch_tokens=gamma + 1, cancel=cancel)
-                current.perplexity |= {} if measured is None else {label: measured}
+                perplexity = measure_perplexity(arm.session.target, text, batch_tokens=gamma + 1, cancel=cancel)
+                current.perplexity |= {} if perplexity is None else {label: perplexity}
             current.ends[label] = read_end(arm, self._device)
-            if arm.own_target:
-                current.checks[label] = self._check_split(arm, current)
-
-    def _take_over(self, current: Pass, index: int) -> None:
-        """Takes the samples of an interrupted run: conversations and repetitions that it finished.
-
-        Modes that are measured one after the other are finished one by one.
-        """
-        in_turn, kept = isinstance(self.arms, ArmsInTurn), self._journal.samples(self._part, index)
-        for work in current.works:
-            n_modes = 1 if in_turn else len(work.modes(current.modes))
-            n_expected = Counter({part: n_modes * n for part, n in work.parts.items()})
-            work.measured = finished_work(kept.get(work.name, ()), n_expected.__getitem__, by_mode=in_turn)
-            for sample in work.measured:
-                self._progress.advance(sample, work.name)
-                if isinstance(work, Conversations) and sample.mode == REFERENCE:
-                    work.answers.setdefault((sample.prompt, sample.turn), self._text_of(sample))
+            if arm.own_target:  # its own context computes the logits, so the check comes while it is open
+                arm.session.set_mode("stock")
+                samples = next((work.measured for work in current.works if isinstance(work, Conversations)), [])
+                own, reference = ([s for s in samples if s.mode == each] for each in (label, REFERENCE))
+                logits_at = logits_in(arm.session.target)
+                current.checks[label] = self._check(own, reference, arm.mode, logits_at, own_split=True)
 
     # rows
 
@@ -279,50 +292,52 @@ class Bench:
             other_load=self._load,
             **current.ends.get(mode.label, {}) | (prompts if is_dataset else {}),
         )
-        found: dict[str, Any] = {"setup": setup, "n_planned": self.plan.repetitions * work.n_samples}
+        facts: dict[str, Any] = {"setup": setup, "n_planned": self.plan.repetitions * work.n_samples}
         if alone and mode.engine == "moeedge":
-            found["best_stock"] = over_best_stock(own, self._stock_samples(current, common))
+            facts["best_stock"] = over_best_stock(own, self._stock_samples(current, common))
         if is_dataset and expected:
-            found["output"] = current.checks[mode.label] if arm.own_target else self._check(answers, expected, mode)
+            check = current.checks.get(mode.label)
+            facts["output"] = check or self._check(answers, expected, mode, self._reference_logits)
         unbudgeted = samples_of(replace(mode, budget=None).label)
         if is_dataset and self._scorer is not None:
             own, reference, unbudgeted = (
                 [self._scorer.scored(sample) for sample in samples] for samples in (own, reference, unbudgeted)
             )
-            found["scores"] = self._scorer.summary(own)
+            facts["scores"] = self._scorer.summary(own)
         if alone and self.plan.compares_speculation:
             perplexity = current.perplexity.get(mode.label)
-            found["figures"] = budget_figures(mode, own, reference, unbudgeted, perplexity)
+            facts["figures"] = budget_figures(mode, own, reference, unbudgeted, perplexity)
         if isinstance(work, Together):
             plain = plain_mode(mode, current.modes)
             pair = None if plain is None else (plain, samples_of(plain.label))
-            found["parallel"] = parallel_figures(mode, own, pair, setup.gamma)
-        return make_row(mode, work.name, own, reference, **found)
+            facts["parallel"] = parallel_figures(mode, own, pair, setup.gamma)
+        return make_row(mode, work.name, own, reference, **facts)
 
     def _stock_samples(self, current: Pass, samples: Samples) -> list[list[Sample]]:
         """The samples of each stock mode; none where the pass lacks a stock mode, which could be the fastest."""
         stock = [mode for mode in self.plan.modes if mode.engine == "stock"]
-        found = [[sample for sample in samples if sample.mode == mode.label] for mode in stock]
-        return found if len(stock) > 1 and all(mode in current.modes for mode in stock) else []
+        if len(stock) < 2 or not all(mode in current.modes for mode in stock):
+            return []
+        return [[sample for sample in samples if sample.mode == mode.label] for mode in stock]
 
     def _text_of(self, sample: Sample) -> str:
         return answer_text(self._models[0], sample.tokens)
 
-    def _check(self, own: Samples, reference: Samples, mode: BenchMode) -> OutputCheck:
-        def logits_at(sample: Sample, position: int) -> NDArray[np.float32]:  # only where answers differ
-            return logits_in(self.arms.stock(REFERENCE).session.target)(sample, position)
+    def _reference_logits(self, sample: Sample, position: int) -> NDArray[np.float32]:
+        """Opens the reference only where answers differ."""
+        return logits_in(self.arms.reference.session.target)(sample, position)
 
-        return check_answers(own, reference, logits_at, self._end_tokens, lossy=mode.budget is not None)
+    def _check(
+        self, own: Samples, reference: Samples, mode: BenchMode, logits_at: LogitsAt, *, own_split: bool = False
+    ) -> OutputCheck:
+        lossy = mode.budget is not None
+        return check_answers(own, reference, logits_at, self._end_tokens, own_split=own_split, lossy=lossy)
 
-    def _check_split(self, arm: BenchArm, current: Pass) -> OutputCheck:
-        """Checks a mode with other layers on the GPU by stock llama.cpp with the same layers there.
 
-        Its own context computes the logits, so it must be open.
-        """
-        samples = next((work.measured for work in current.works if isinstance(work, Conversations)), [])
-        own = [sample for sample in samples if sample.mode == arm.mode.label]
-        reference = [sample for sample in samples if sample.mode == REFERENCE]
-        arm.session.set_mode("stock")
-        logits_at = logits_in(arm.session.target)
-        lossy = arm.mode.budget is not None
-        return check_answers(own, reference, logits_at, self._end_tokens, own_split=True, lossy=lossy)
+def _needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:
+    """Returns the tokens that the conversation can grow to, with all answers at full length."""
+    messages = []
+    for index in range(len(prompt.turns)):
+        messages += [*prompt.messages(index), {"role": "assistant", "content": "-"}]
+    tokens = model.tokenize(model.render_chat(messages[:-1]))
+    return len(tokens) + len(prompt.turns) * (n_predict + _TOKENS_AROUND_ANSWER)

@@ -43,10 +43,7 @@ def disk_bytes_read() -> int | None:
 
 @dataclass
 class Sample(AnswerSums):
-    """One timed answer, one timed run of decodes in a synthetic test, or all answers decoded together.
-
-    All figures are computed from samples; a sum of samples (`records.combine`) has the rates of all of them.
-    """
+    """One timed answer, one timed run of decodes in a synthetic test, or all answers decoded together."""
 
     is_raw: ClassVar[bool] = True  # rates are no part of its JSON
 
@@ -118,8 +115,8 @@ SpeedOf = Callable[[Sample], float | None]
 def from_stats(stats: GenerationStats, *, stop_reason: StopReason | None, **others: Any) -> Sample:
     """Returns a sample of an answer; `others` are the fields that are not in `stats`."""
     # the engine leaves a stop token out of the answer, but it was decoded
-    decoded = max(stats.generated_tokens - 1 + (stop_reason == "eos"), 0)
-    return filled(Sample, stats, **others, stop_reason=stop_reason, decode_tokens=decoded)
+    n_decoded = max(stats.generated_tokens - 1 + (stop_reason == "eos"), 0)
+    return filled(Sample, stats, **others, stop_reason=stop_reason, decode_tokens=n_decoded)
 
 
 def counted(older: PlacementStats | None, newer: PlacementStats | None) -> Counters | None:
@@ -131,7 +128,7 @@ def counted(older: PlacementStats | None, newer: PlacementStats | None) -> Count
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Returns the items by what `key` says of them, in order."""
+    """Returns the items by their keys, in order."""
     groups: defaultdict[Any, list[T]] = defaultdict(list)
     for item in items:
         groups[key(item)].append(item)
@@ -148,17 +145,6 @@ def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: in
     per_repetition = Counter(repetition for _, _, repetition in complete)
     full = {repetition for repetition, n in per_repetition.items() if expected is None or n >= expected}
     return [s for key, group in complete.items() if not full or key[2] in full for s in group]
-
-
-def finished_work(
-    samples: Iterable[Sample], n_expected: Callable[[str], int], *, by_mode: bool = False
-) -> list[Sample]:
-    """Returns the samples of conversations and repetitions that are complete, in order.
-
-    n_expected: samples of one repetition, by prompt. by_mode: of each mode alone, not of all together.
-    """
-    groups = grouped(samples, attrgetter("prompt", "repetition", *(["mode"] if by_mode else [])))
-    return [s for (prompt, *_), group in groups.items() if len(group) == n_expected(prompt) for s in group]
 
 
 @dataclass(frozen=True)
@@ -193,9 +179,9 @@ def speed(samples: Samples, *phases: Phase) -> Spread | None:
 
 def mean_and_error(values: Iterable[float]) -> tuple[float | None, float | None]:
     """Returns the mean, None for no values, and its standard error, None for fewer than two."""
-    known = list(values)
-    error = statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
-    return statistics.fmean(known) if known else None, error
+    numbers = list(values)
+    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else None
+    return statistics.fmean(numbers) if numbers else None, error
 
 
 def answer_scores(samples: Iterable[Sample]) -> dict[tuple[str, int], float]:
@@ -212,10 +198,7 @@ def paired_ratios(samples: Samples, reference: Samples, speed_of: SpeedOf = attr
 
 
 def paired_ratio(samples: Samples, reference: Samples, speed_of: SpeedOf = attrgetter("tg_ts")) -> float | None:
-    """Returns the median of `paired_ratios`.
-
-    The two were measured within seconds of each other, so that slow drift cancels; a median ignores single outliers.
-    """
+    """Returns the median of `paired_ratios`: slow drift cancels in pairs, and single outliers do not count."""
     ratios = paired_ratios(samples, reference, speed_of)
     return statistics.median(ratios) if ratios else None
 
@@ -236,9 +219,8 @@ def disturbance(samples: Samples, reference: Samples, n_threads: int) -> Disturb
     own, base = speed(samples, "prefill", "decode"), speed(reference, "prefill", "decode")
     if own is None or base is None or len(own.values) != len(base.values):
         return None
-    ratios = spread([a / b for a, b in zip(own.values, base.values, strict=True)])
-    is_wide = ratios is not None and ratios.scatter is not None and ratios.scatter > RATIO_SCATTER
-    return "scatter" if is_wide else None
+    ratios = [a / b for a, b in zip(own.values, base.values, strict=True)]
+    return "scatter" if max(ratios) / min(ratios) - 1 > RATIO_SCATTER else None
 
 
 def quotient(numerator: float, denominator: float) -> float | None:

@@ -68,17 +68,17 @@ class AnswerScorer:
         self._unscored = dataset.unscored or NO_REFERENCE
         self._text_of = text_of
         self._run_code = run_code
-        self._known: dict[tuple[str, int, str], Score] = {}
+        self._scores: dict[tuple[str, int, str], Score] = {}
 
     def scored(self, sample: Sample) -> Sample:
         """Returns `sample` with its answer's text and score."""
         text = self._text_of(sample)
         key, reference = (sample.prompt, sample.turn, text), self._reference(sample)
-        if key not in self._known:
-            self._known[key] = Score(None, self._unscored)
+        if key not in self._scores:
+            self._scores[key] = Score(None, self._unscored)
             if reference is not None:
-                self._known[key] = score_answer(reference, final_part(text), run_code=self._run_code)
-        score = self._known[key]
+                self._scores[key] = score_answer(reference, final_part(text), run_code=self._run_code)
+        score = self._scores[key]
         return replace(sample, answer=text, score=score.value, score_reason=score.reason)
 
     def summary(self, samples: Samples) -> Scores:
@@ -139,7 +139,7 @@ def different_scores(scores: Iterable[tuple[str, Scores]]) -> list[str]:
     """Returns a sentence for each mode whose mean differs from the first mode's: their answers must differ."""
     (first, base), *others = scores
     return [
-        f"SCORES DIFFER: {label} has {found}, {first} {base}. Their answers differ: see the output check."
-        for label, found in others
-        if found.score != base.score and found.n_scored == base.n_scored
+        f"SCORES DIFFER: {label} has {own}, {first} {base}. Their answers differ: see the output check."
+        for label, own in others
+        if own.score != base.score and own.n_scored == base.n_scored
     ]

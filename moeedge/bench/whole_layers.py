@@ -34,10 +34,7 @@ _NO_GPU: dict[DeviceKind, str] = {
 
 @dataclass(frozen=True)
 class DeviceUse(MemoryShare):
-    """Bytes on GPUs that one mode takes: llama.cpp's account of weights, KV caches and compute buffers, and the cache.
-
-    Target and draft together, as if the mode ran alone: modes that share a model count its weights each.
-    """
+    """Bytes on GPUs that one mode takes, target and draft, as if it ran alone: llama.cpp's account, and the cache."""
 
     cache_bytes: int = 0  # slots, staging slots and the columns that the cache computes at once
 
@@ -51,8 +48,7 @@ def session_use(session: Session, device: ResolvedDevice) -> DeviceUse:
     uses, cache_bytes = [use for use in session.memory_uses() if use.on_gpu], 0
     if session.placement is not None and device.kind == "gpu":
         info = session.model.info
-        tensors, _ = expert_tensors(session.model.path, n_layers=info.n_layers)
-        tensors = in_host_memory(tensors, session.model)
+        tensors = in_host_memory(expert_tensors(session.model.path, n_layers=info.n_layers)[0], session.model)
         columns = staging_and_scratch_bytes(tensors, info, n_ubatch=session.target.n_ubatch, n_stage=0)
         cache_bytes = session.placement.cache.info.pool_bytes + columns
     return DeviceUse(
@@ -64,10 +60,7 @@ def session_use(session: Session, device: ResolvedDevice) -> DeviceUse:
 
 
 def missing_reason(mode: BenchMode, device: ResolvedDevice, target: Model) -> str | None:
-    """Returns why a mode that chooses layers for a GPU cannot run; None if it can.
-
-    target: the one that the other modes share.
-    """
+    """Returns why a mode that chooses layers for a GPU cannot run; None if it can. target: of the other modes."""
     if mode.method == "shared":
         return None
     if target.info.n_experts == 0:
@@ -88,10 +81,7 @@ class Split:
 
 
 class SplitPlanner:
-    """Finds how many whole layers fit, for a mode with or without drafts.
-
-    base: with the context size of the run. draft: the draft model that the modes share, if any.
-    """
+    """Finds how many whole layers fit, for a mode with or without drafts. base: with the context size of the run."""
 
     def __init__(self, base: EngineConfig, device: ResolvedDevice, draft: Model | None) -> None:
         self._base = base
@@ -103,10 +93,7 @@ class SplitPlanner:
         self._tried = lru_cache(self._try)
 
     def for_budget(self, mode: BenchMode, budget_bytes: int) -> Split | None:
-        """Returns the most whole layers with which `mode` takes at most `budget_bytes`; None if it takes more anyway.
-
-        budget_bytes: for weights, KV caches and compute buffers of target and draft.
-        """
+        """Returns the most whole layers with which `mode` takes at most `budget_bytes`; None if it takes more."""
         left_bytes = budget_bytes - self.least_bytes(mode)
         if left_bytes < 0:
             return None
@@ -156,9 +143,9 @@ class SplitPlanner:
         return Split(layers, DeviceUse(*astuple(used)))
 
 
-def layers_host_bytes(config: EngineConfig, device: ResolvedDevice, n_cpu_moe: int) -> int:
+def layers_host_bytes(config: EngineConfig, device: ResolvedDevice, layers: WholeLayers) -> int:
     """Returns the bytes of weights that such a target has in host memory."""
-    return host_bytes(replace(config, n_gpu_layers=None, n_cpu_moe=n_cpu_moe), device)
+    return host_bytes(replace(config, n_gpu_layers=None, n_cpu_moe=layers.n_cpu_moe), device)
 
 
 def load_whole_layers(

@@ -157,7 +157,7 @@ def bench(
     sweep = replace(sweep, budgets=budgets.parse())
     if plot is not None:
         check_picture(plot)
-        if not sweep.asked:
+        if not sweep.is_set:
             raise InputError(
                 "--plot draws what --policy, --cache-ratio, --expert-budget, --draft-max and --parallel compare.",
                 "Give at least one of them.",
@@ -170,7 +170,7 @@ def bench(
             "Use -dev emulated; moeedge devices lists what this machine has.",
         )
     if dataset is None:
-        compares = sweep.asked and not synthetic.is_asked
+        compares = sweep.is_set and not synthetic.is_asked
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else load_datasets(dataset, offline_sample=offline_sample)

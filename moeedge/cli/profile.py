@@ -159,7 +159,7 @@ def profile(
     --layers. After Ctrl-C the profile covers the tokens until then.
     """
     engine.limit_openmp_spin(ram=ram)
-    from moeedge.analysis.profile_json import run_facts
+    from moeedge.analysis.model_profile import run_facts
     from moeedge.ui.console import check_output, check_picture
     from moeedge.ui.profile_plots import plot_profiles
 
@@ -225,7 +225,7 @@ def _model_profile(profiled: Profiled) -> tuple[ModelProfile, int]:
 
 def _print(model: ModelProfile, run: dict[str, Any], *, as_json: bool, single: bool) -> None:
     """The profile on standard output. single: one object instead of an array, which has no place for the model."""
-    from moeedge.analysis.profile_json import layer_report, model_report
+    from moeedge.analysis.model_profile import layer_report, model_report
     from moeedge.ui.console import stdout_console
     from moeedge.ui.profile_views import print_model, print_profiles
 
@@ -243,7 +243,7 @@ def _write_report(path: Path, profile: ModelProfile, run: dict[str, Any]) -> int
     """The page or its JSON. After a signal the page has the pictures that were drawn until then."""
     from rich.console import Console
 
-    from moeedge.analysis.profile_json import complete_report
+    from moeedge.analysis.model_profile import complete_report
     from moeedge.ui.chat.interrupt import Interrupt
     from moeedge.ui.console import say, stderr_console
     from moeedge.ui.profile_plots import profile_plots, report_html

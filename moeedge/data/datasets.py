@@ -129,8 +129,8 @@ def load_dataset(name: str, *, offline_sample: bool = False) -> Dataset:
         path = Path(name).expanduser()
         stem = path.name.split(".jsonl")[0].removesuffix(".json").removesuffix(".csv").removesuffix(".parquet")
         return _read(stem, path, parsers.parse_custom, "file", "the user's own file")
-    known = ", ".join((*CATALOG, SAMPLE, TOY))
-    raise DatasetError(f"Unknown dataset '{name}'.", f"Choose from: {known}, or give the path of a .jsonl file.")
+    names = ", ".join((*CATALOG, SAMPLE, TOY))
+    raise DatasetError(f"Unknown dataset '{name}'.", f"Choose from: {names}, or give the path of a .jsonl file.")
 
 
 def load_datasets(names: str, *, offline_sample: bool = False) -> Dataset:
@@ -142,9 +142,7 @@ def load_datasets(names: str, *, offline_sample: bool = False) -> Dataset:
     if not listed or len(set(listed)) < len(listed):
         raise DatasetError(f'"{names}" is not a list of different datasets.', "Separate names by commas.")
     sets = [load_dataset(name, offline_sample=offline_sample) for name in listed]
-    # two absent sets are replaced by parts of one sample, under one name
-    found = {dataset.name: dataset for dataset in sets}
-    if len(found) < len(sets):
+    if len({dataset.name for dataset in sets}) < len(sets):  # two absent sets are parts of one sample, of one name
         raise DatasetError("Several of the datasets are not on this machine.", "Leave out --offline-sample.")
     return join_datasets(sets)
 
@@ -154,24 +152,20 @@ def load_sample(kind: str | None = None) -> Dataset:
     sample = _packaged(SAMPLE, "moeedge's own small set of prompts")
     if kind is None:
         return sample
-    chosen = tuple(prompt for prompt in sample.prompts if prompt.id.startswith(f"{kind}-"))
-    return replace(sample, prompts=chosen, variant=f"{sample.variant}, those like {kind}")
+    alike = tuple(prompt for prompt in sample.prompts if prompt.id.startswith(f"{kind}-"))
+    return replace(sample, prompts=alike, variant=f"{sample.variant}, those like {kind}")
 
 
 def load_toy() -> Dataset:
-    """Loads prompts of the domains that the bundled pair was trained on, held out of its training data.
-
-    They are `held_back(42, "toy")` of models/generator, by domain and without the system messages
-    (`python -m models.toy`).
-    """
+    """Loads prompts of the bundled pair's domains, held out of its training data (made by `python -m models.toy`)."""
     return _packaged(TOY, "prompts that the bundled toy model can answer", answer_tokens=_TOY_ANSWER_TOKENS)
 
 
 def load_calibration() -> Dataset:
     """Loads the tasks by which expert budgets of the bundled pair, and of models widened from it, are chosen.
 
-    Held-out prompts as in the set "toy", none of which is here, without programs (`python -m models.toy
-    --calibration`). Not among the sets that `load_dataset` knows: figures about a chosen budget must come from others.
+    Held-out prompts as in the set "toy", none of which is here, without programs. `load_dataset` has no such set:
+    figures about a chosen budget must come from others (made by `python -m models.toy --calibration`).
     """
     return _packaged(CALIBRATION, "tasks that expert budgets are chosen by", answer_tokens=_TOY_ANSWER_TOKENS)
 
@@ -186,10 +180,7 @@ def load_text(name: str) -> EvaluationText:
 
 
 def load_calibration_text() -> EvaluationText:
-    """Loads the text by which expert budgets of models other than the bundled pair are chosen: letters, code, tables.
-
-    Figures about a chosen budget must come from other texts.
-    """
+    """Loads the text that chooses expert budgets of other models; figures about a budget must come from other texts."""
     return _read_text(CALIBRATION, _FOLDER / "calibration.txt")
 
 
@@ -205,58 +196,47 @@ def _packaged(name: str, about: str, **facts: Any) -> Dataset:
 
 
 def _load_entry(entry: DatasetEntry, offline_sample: bool) -> Dataset:
-    data = paths.data_dir()
+    def read(path: Path, place: Place, variant: str) -> Dataset:
+        facts = {"unscored": entry.unscored, "answer_tokens": entry.answer_tokens}
+        return _read(entry.name, path, entry.parse, place, variant, **facts)
+
+    data, cache = paths.data_dir(), paths.cache_dir() / "datasets"
+    hub = [(source, cache / source.repo.replace("/", "--")) for source in entry.hub]
     folders = [] if data is None else [("environment", data), ("environment", data / "prompts")]
     # place, folder, names of the set there and its content, in the order of the search
     places: list[tuple[Any, Path, tuple[str, ...], str]]
-    places = [(*place, entry.files, entry.about) for place in (*folders, ("cache", paths.cache_dir() / "datasets"))]
-    places += [("cache", _hub_folder(source), (source.file,), source.variant) for source in entry.hub]
+    places = [(*place, entry.files, entry.about) for place in (*folders, ("cache", cache))]
+    places += [("cache", folder, (source.file,), source.variant) for source, folder in hub]
     for place, folder, names, variant in places:
         for name in names:
             if (folder / name).is_file():
-                return _read_entry(entry, folder / name, place, variant)
+                return read(folder / name, place, variant)
     if offline_sample:
         return load_sample(entry.name)
 
-    searched = ", ".join(str(folder) for _, folder, _, _ in places)
-    if data is None:
-        searched += " ($MOEEDGE_DATA is not set)"
-    by_hand = f"Or get it from {entry.original} and save it as {entry.files[0]} in the folder that $MOEEDGE_DATA names."
-    path, source = _from_hub(entry, f"The dataset {entry.name} is not in {searched}", by_hand)
-    return _read_entry(entry, path, "hub", source.variant)
-
-
-def _from_hub(entry: DatasetEntry, absent: str, hint: str) -> tuple[Path, DatasetFile]:
-    """Downloads the first of the hub's files that works; `absent` and `hint` complete the error if none does."""
-    readable = [source for source in entry.hub if parsers.reads_parquet() or not source.file.endswith(".parquet")]
+    absent = f"The dataset {entry.name} is not in {', '.join(str(folder) for _, folder, _, _ in places)}"
+    absent += " ($MOEEDGE_DATA is not set)" if data is None else ""
+    hint = f"Or get it from {entry.original} and save it as {entry.files[0]} in the folder that $MOEEDGE_DATA names."
+    readable = [pair for pair in hub if parsers.reads_parquet() or not pair[0].file.endswith(".parquet")]
     if not readable:
         hint = f"{parsers.PARQUET_HINT} {hint} {_OFFLINE_HINT}"
         raise DatasetError(f"{absent}, and the hub's Parquet file needs the package pyarrow.", hint)
     failures = []
-    for source in readable:
+    for source, folder in readable:
         try:
-            return fetch_dataset_file(source.repo, source.file, source.revision, _hub_folder(source)), source
+            return read(fetch_dataset_file(source.repo, source.file, source.revision, folder), "hub", source.variant)
         except DownloadError as error:
             failures.append(error.message)
     hint = f"{_OFFLINE_HINT} Otherwise check the network and $HF_ENDPOINT ({hub_endpoint()}). {hint}"
     raise DownloadError(f"{absent}, and the download failed: {' '.join(failures)}", hint)
 
 
-def _hub_folder(source: DatasetFile) -> Path:
-    return paths.cache_dir() / "datasets" / source.repo.replace("/", "--")
-
-
-def _read_entry(entry: DatasetEntry, path: Path, place: Place, variant: str) -> Dataset:
-    facts = {"unscored": entry.unscored, "answer_tokens": entry.answer_tokens}
-    return _read(entry.name, path, entry.parse, place, variant, **facts)
-
-
 def _read(name: str, path: Path, parse: parsers.Parser, place: Place, variant: str, **facts: Any) -> Dataset:
     prompts = [parse(row) for row in parsers.read_rows(path)]
-    seen: Counter[str] = Counter()
+    n_seen: Counter[str] = Counter()
     for index, prompt in enumerate(prompts):  # ids must be unique: answers refer to prompts by id
-        seen[prompt.id] += 1
-        if seen[prompt.id] > 1:
-            prompts[index] = replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}")
+        n_seen[prompt.id] += 1
+        if n_seen[prompt.id] > 1:
+            prompts[index] = replace(prompt, id=f"{prompt.id}#{n_seen[prompt.id]}")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Dataset(name, tuple(prompts), place, path, digest, variant, **facts)

@@ -58,21 +58,18 @@ class Row:
 
     def optional_texts(self, *keys: str) -> tuple[str, ...]:
         """Returns the non-blank strings under the first of `keys` that has any (a string or a list); empty for none."""
-        for key in keys:
-            value = self.fields.get(key)
-            listed = value if isinstance(value, list) else [value]
-            texts = tuple(text for text in listed if isinstance(text, str) and text.strip())
-            if texts:
-                return texts
-        return ()
+        values = (value if isinstance(value, list) else [value] for value in map(self.fields.get, keys))
+        texts = (tuple(text for text in each if isinstance(text, str) and text.strip()) for each in values)
+        return next(filter(None, texts), ())
 
     def identity(self, *keys: str) -> str:
         """Returns the value of the first of `keys` that is present, else the row's number."""
-        for key in keys:
-            value = self.fields.get(key)
-            if isinstance(value, (str, int)) and str(value):
-                return str(value)
-        return str(self.number)
+        values = (*map(self.fields.get, keys), self.number)
+        return next(str(value) for value in values if isinstance(value, (str, int)) and str(value))
+
+    def category(self, default: str) -> str:
+        """Returns the category that the row names, else `default`."""
+        return str(self.fields.get("category") or default)
 
 
 Parser = Callable[[Row], Prompt]
@@ -182,31 +179,29 @@ def parse_custom(row: Row) -> Prompt:
         turns = user_turns(row.text("prompt"))
     else:
         raise DatasetError(f'{row.where}: none of "prompt", "turns", "messages" is present.', "Add one of them.")
-    identity, category = row.identity("id", "question_id", "task_id"), str(row.fields.get("category") or "custom")
-    references, language = _own_references(row, len(turns)), str(row.fields.get("language") or "")
-    return Prompt(identity, category, turns, references, language=language)
+    identity, language = row.identity("id", "question_id", "task_id"), str(row.fields.get("language") or "")
+    return Prompt(identity, row.category("custom"), turns, _own_references(row, len(turns)), language=language)
 
 
 def parse_turns(row: Row) -> Prompt:
     """Parses MT-bench and files in its form: "question_id", "category", "turns"."""
-    category = str(row.fields.get("category") or "other")
-    return Prompt(row.identity("question_id", "prompt_id", "id"), category, user_turns(*row.strings("turns")))
+    identity = row.identity("question_id", "prompt_id", "id")
+    return Prompt(identity, row.category("other"), user_turns(*row.strings("turns")))
 
 
 def parse_humaneval(row: Row) -> Prompt:
     """Parses HumanEval: the head of a Python function in "prompt", and `check(candidate)` in "test"."""
-    head = row.text("prompt")
-    tests, entry = row.optional_text("test"), row.optional_text("entry_point")
-    text = f"Complete this Python function.\n\n{head}"
+    head, tests, entry = row.text("prompt"), row.optional_text("test"), row.optional_text("entry_point")
     reference = Reference("code", tests=f"{tests}\n\ncheck({entry})\n", head=head) if tests and entry else None
-    return Prompt(row.identity("task_id"), "code", user_turns(text), (reference,))
+    turns = user_turns(f"Complete this Python function.\n\n{head}")
+    return Prompt(row.identity("task_id"), "code", turns, (reference,))
 
 
 def parse_gsm8k(row: Row) -> Prompt:
     """Parses GSM8K: "question", and "answer" with the number after "####"; or a benchmark collection's record."""
-    numbers = [given.rpartition("####")[2].strip() for given in row.optional_texts("answer", "reference")[:1]]
+    numbers = [text.rpartition("####")[2].strip() for text in row.optional_texts("answer", "reference")[:1]]
     references = tuple(Reference("number", (number,)) for number in numbers if as_number(number) is not None)
-    return _asked(row, "math", "question", references)
+    return _question(row, "math", "question", references)
 
 
 def parse_mmlu_pro(row: Row) -> Prompt:
@@ -218,45 +213,43 @@ def parse_mmlu_pro(row: Row) -> Prompt:
     task = 'Think step by step, then finish with "The answer is (X)", where X is the letter of the right answer.'
     text = "\n".join([row.text("question"), *lines, task])
     answer = row.optional_text("answer").strip().upper()
-    known = len(answer) == 1 and answer in LETTERS[: len(options)]
-    category = str(row.fields.get("category") or "other")
-    references = (Reference("letter", (answer,)),) if known else ()
-    return Prompt(row.identity("question_id"), category, user_turns(text), references)
+    is_letter = len(answer) == 1 and answer in LETTERS[: len(options)]
+    references = (Reference("letter", (answer,)),) if is_letter else ()
+    return Prompt(row.identity("question_id"), row.category("other"), user_turns(text), references)
 
 
 def parse_instructions(row: Row) -> Prompt:
     """Parses Alpaca and self-instruct: "instruction", its input in "input" or in the first of "instances"."""
-    text, given, instances = row.text("instruction"), row.fields.get("input"), row.fields.get("instances")
-    if given is None and isinstance(instances, list) and instances and isinstance(instances[0], dict):
-        given = instances[0].get("input")
-    if isinstance(given, str) and given.strip():
-        text = f"{text}\n\n{given}"
+    text, material, instances = row.text("instruction"), row.fields.get("input"), row.fields.get("instances")
+    if material is None and isinstance(instances, list) and instances and isinstance(instances[0], dict):
+        material = instances[0].get("input")
+    if isinstance(material, str) and material.strip():
+        text = f"{text}\n\n{material}"
     return Prompt(row.identity("id"), "instructions", user_turns(text))
 
 
 def parse_articles(row: Row) -> Prompt:
     """Parses CNN/DailyMail: the full request or the bare "article"; a summary in "reference" or "highlights"."""
-    given = row.optional_texts("reference", "highlights")
-    references = (Reference("rouge-l", given),) if given else ()
-    return _asked(row, "summarization", "article", references, before="Summarize: ")
+    summaries = row.optional_texts("reference", "highlights")
+    references = (Reference("rouge-l", summaries),) if summaries else ()
+    return _question(row, "summarization", "article", references, before="Summarize: ")
 
 
 def parse_questions(row: Row) -> Prompt:
     """Parses open questions: the full request or "question"; accepted answers in "answer", "answers" or "reference"."""
-    given = row.optional_texts("answer", "answers", "reference")
-    references = (Reference("contains-any", given),) if given else ()
-    return _asked(row, "qa", "question", references)
+    answers = row.optional_texts("answer", "answers", "reference")
+    references = (Reference("contains-any", answers),) if answers else ()
+    return _question(row, "qa", "question", references)
 
 
-def _asked(row: Row, category: str, key: str, references: tuple[Reference, ...], *, before: str = "") -> Prompt:
+def _question(row: Row, category: str, key: str, references: tuple[Reference, ...], *, before: str = "") -> Prompt:
     """Parses the text under `key`, or a benchmark collection's "turns" or "prompt", a string or a list of turns."""
     if "turns" in row.fields:
         return replace(parse_turns(row), references=references)
     if "prompt" not in row.fields:
         return Prompt(row.identity("id"), category, user_turns(before + row.text(key)), references)
     texts = row.strings("prompt") if isinstance(row.fields["prompt"], list) else [row.text("prompt")]
-    identity = row.identity("question_id", "id")
-    return Prompt(identity, str(row.fields.get("category") or category), user_turns(*texts), references)
+    return Prompt(row.identity("question_id", "id"), row.category(category), user_turns(*texts), references)
 
 
 def _own_references(row: Row, n_turns: int) -> tuple[Reference | None, ...]:
@@ -267,7 +260,7 @@ def _own_references(row: Row, n_turns: int) -> tuple[Reference | None, ...]:
         listed = [single] if isinstance(single, dict) else []
     if not isinstance(listed, list) or len(listed) not in (0, n_turns):
         raise DatasetError(f"{row.where}: expected one reference for each of the {n_turns} turns.", _HINT)
-    return tuple(None if given is None else Reference.from_row(given, row.where) for given in listed)
+    return tuple(None if each is None else Reference.from_row(each, row.where) for each in listed)
 
 
 def _messages(row: Row) -> tuple[PromptMessage, ...]:

@@ -26,8 +26,8 @@ class PromptMessage:
 class Prompt:
     """One conversation to answer turn by turn.
 
-    `turns[i]` are the messages appended before the i-th answer: usually one user message, more if the data has a system
-    message or a fixed history. `references[i]` is the reference for that answer; empty if the data has none.
+    `turns[i]` are the messages before the i-th answer: usually one, more with a system message or a fixed history.
+    `references[i]` is the reference for that answer; empty if the data has none.
     """
 
     id: str
@@ -39,9 +39,9 @@ class Prompt:
 
     @property
     def description(self) -> dict[str, str]:
-        """What a trace says about the prompt's texts: id, and category, language and dataset where they are known."""
-        named = {"id": self.id, "dataset": self.dataset, "category": self.category, "language": self.language}
-        return {name: value for name, value in named.items() if value}
+        """The prompt in a trace: id, and dataset, category and language where they are known."""
+        names = ("id", "dataset", "category", "language")
+        return {name: value for name in names if (value := getattr(self, name))}
 
     def messages(self, turn: int) -> list[dict[str, str]]:
         """Returns the messages before the answer to `turn` (from 0), as chat templates and the engine take them."""
@@ -66,18 +66,15 @@ class Dataset:
     answer_tokens: int = 512  # typical maximum of a complete answer
 
     def limited(self, limit: int | None) -> Dataset:
-        """Returns `limit` prompts of each set, spread evenly over it, so that every category occurs; all for None.
-
-        Prompt i of a set's is prompt floor(i * n / limit) of its file.
-        """
+        """Returns `limit` prompts of each set, spread evenly over it (floor(i * n / limit)); all for None."""
         if limit is None or limit >= len(self.prompts):
             return self
-        kept: list[Prompt] = []
+        prompts: list[Prompt] = []
         for name in dict.fromkeys(prompt.dataset for prompt in self.prompts):
             own = [prompt for prompt in self.prompts if prompt.dataset == name]
             n = len(own)
-            kept += own if limit >= n else [own[i * n // limit] for i in range(limit)]
-        return replace(self, prompts=tuple(kept))
+            prompts += own if limit >= n else [own[i * n // limit] for i in range(limit)]
+        return replace(self, prompts=tuple(prompts))
 
 
 @dataclass(frozen=True)
@@ -90,27 +87,20 @@ class EvaluationText:
 
 
 def join_datasets(sets: Sequence[Dataset]) -> Dataset:
-    """Returns the prompts of several sets, one set after the other, as one whose categories are the sets.
-
-    Ids get the set's name in front, because they must be unique. A single set is returned as it is.
-    """
+    """Returns several sets as one: its categories are the sets, ids have their names in front; one set as it is."""
     if len(sets) == 1:
         return sets[0]
-    prompts = [
-        replace(prompt, id=f"{found.name}/{prompt.id}", category=found.name, dataset=found.name)
-        for found in sets
-        for prompt in found.prompts
-    ]
-    places = {found.place for found in sets}
+    pairs = [(each.name, prompt) for each in sets for prompt in each.prompts]
+    places = {each.place for each in sets}
     return Dataset(
-        name=",".join(found.name for found in sets),
-        prompts=tuple(prompts),
+        name=",".join(each.name for each in sets),
+        prompts=tuple(replace(p, id=f"{name}/{p.id}", category=name, dataset=name) for name, p in pairs),
         place=places.pop() if len(places) == 1 else "several",
-        path=Path(",".join(found.path.name for found in sets)),
-        sha256=",".join(found.sha256 for found in sets),
-        variant="; ".join(found.variant for found in sets),
-        unscored="; ".join(dict.fromkeys(found.unscored for found in sets if found.unscored)),
-        answer_tokens=max(found.answer_tokens for found in sets),
+        path=Path(",".join(each.path.name for each in sets)),
+        sha256=",".join(each.sha256 for each in sets),
+        variant="; ".join(each.variant for each in sets),
+        unscored="; ".join(dict.fromkeys(each.unscored for each in sets if each.unscored)),
+        answer_tokens=max(each.answer_tokens for each in sets),
     )
 
 

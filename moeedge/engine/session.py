@@ -386,7 +386,7 @@ class Session(Closing):
         placement.postponed = None
         self.info.notes.extend(run.notes)
         if not stays:
-            self.run.say(run.notes[-1], Level.WARNING)
+            self.run.show(Notification(run.notes[-1], Level.WARNING))
             placement.close()  # its memory is given back
             self.placement = None
             self.info = replace(self.info, **_cache_fields(None))

@@ -78,16 +78,13 @@ def find_variant(variant: Variant) -> Path | None:
 
 def find_reference(reference: HubReference) -> list[CachedModel]:
     """Returns the cached models that `reference` may mean, those of its revision first."""
-    found: dict[str, CachedModel] = {}
+    models: dict[str, CachedModel] = {}
     for folder in snapshots(reference.repo, reference.revision):
         for model in _models_in(reference.repo, folder):
-            if reference.file:
-                matches = model.files[0] == all_parts(reference.file)[0]
-            else:
-                matches = not reference.quant or has_quant(model.files[0], reference.quant)
-            if matches:
-                found.setdefault(model.files[0], model)
-    return list(found.values())
+            first = model.files[0]
+            if first == all_parts(reference.file)[0] if reference.file else has_quant(first, reference.quant):
+                models.setdefault(first, model)
+    return list(models.values())
 
 
 def partial_bytes(variant: Variant) -> int:
@@ -98,13 +95,11 @@ def partial_bytes(variant: Variant) -> int:
 def cached_models() -> Iterator[CachedModel]:
     """Yields every GGUF model in the cache, each content once."""
     for repo, _ in _repos():
-        seen: set[Path] = set()
+        models: dict[Path, CachedModel] = {}  # by blob
         for snapshot in snapshots(repo):
             for model in _models_in(repo, snapshot):
-                blob = model.path.resolve()
-                if blob not in seen:
-                    seen.add(blob)
-                    yield model
+                models.setdefault(model.path.resolve(), model)
+        yield from models.values()
 
 
 def unfinished_downloads() -> Iterator[tuple[str, Path]]:
@@ -117,14 +112,10 @@ def unfinished_downloads() -> Iterator[tuple[str, Path]]:
 
 def snapshots(repo: str, revision: str = "main") -> list[Path]:
     """Returns the snapshots of a repository: of `revision`, of main, then the others, newest first."""
-    folder = repo_folder(repo)
-    ordered = []
-    for name in (revision, "main"):
-        ordered.append(folder / "snapshots" / name)
-        commit = text_of(folder / "refs" / name)
-        if re.fullmatch(r"[0-9a-f]+", commit):
-            ordered.append(folder / "snapshots" / commit)
-    ordered += sorted(children(folder / "snapshots"), key=lambda path: path.stat().st_mtime, reverse=True)
+    refs, folder = (repo_folder(repo) / name for name in ("refs", "snapshots"))
+    commits = {name: re.findall(r"\A[0-9a-f]+\Z", text_of(refs / name)) for name in (revision, "main")}
+    ordered = [folder / each for name, commit in commits.items() for each in (name, *commit)]
+    ordered += sorted(children(folder), key=lambda path: path.stat().st_mtime, reverse=True)
     return [path for path in dict.fromkeys(ordered) if path.is_dir()]
 
 
@@ -140,10 +131,9 @@ def _models_in(repo: str, snapshot: Path) -> Iterator[CachedModel]:
         name = path.relative_to(snapshot).as_posix()
         if not is_first_part(name):
             continue
-        files = all_parts(name)
+        files = tuple(all_parts(name))
         if all((snapshot / file).is_file() for file in files):
-            size = sum(size_of(snapshot / file) for file in files)
-            yield CachedModel(repo, snapshot.name, tuple(files), path, size)
+            yield CachedModel(repo, snapshot.name, files, path, sum(size_of(snapshot / file) for file in files))
 
 
 def _matches(path: Path, file: HubFile) -> bool:

@@ -60,10 +60,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Shape:
-    """What an estimate of a model's memory needs, where its header cannot be read. K and V are of 16 bits.
-
-    The figures of experts are 0 for a dense model.
-    """
+    """Sizes for an estimate of a model's memory without its header; K and V of 16 bits. Experts: 0 in a dense model."""
 
     expert_layers: int
     experts: int  # per layer
@@ -132,12 +129,11 @@ class Catalog:
     @cached_property
     def _names(self) -> dict[str, str]:
         """Names and aliases in lower case -> names; a name wins over another entry's alias."""
-        known = {alias.lower(): entry.name for entry in self.entries.values() for alias in entry.aliases}
-        return known | {name.lower(): name for name in self.entries}
+        aliases = {alias.lower(): entry.name for entry in self.entries.values() for alias in entry.aliases}
+        return aliases | {name.lower(): name for name in self.entries}
 
     def find(self, text: str) -> Choice | None:
-        """Returns the entry for NAME, an alias or NAME:QUANT. Raises CatalogError if only the quantization is
-        unknown."""
+        """Returns the entry for NAME, an alias or NAME:QUANT. Raises CatalogError for an unknown QUANT of an entry."""
         prefix, colon, quant = ("", "", "") if text.lower() in self._names else text.rpartition(":")
         name = self._names.get(prefix.lower() if colon else text.lower())
         if name is None:
@@ -146,10 +142,8 @@ class Catalog:
         for variant in entry.variants:
             if not colon or variant.quant.lower() == quant.lower():
                 return Choice(entry, variant)
-        raise CatalogError(
-            f"Unknown quantization '{quant}' of {entry.name}.",
-            f"Choose from: {', '.join(known.quant for known in entry.variants)}.",
-        )
+        quants = ", ".join(variant.quant for variant in entry.variants)
+        raise CatalogError(f"Unknown quantization '{quant}' of {entry.name}.", f"Choose from: {quants}.")
 
     def similar(self, text: str) -> list[str]:
         """Returns names similar to `text`: those that contain it first, then by similarity."""
@@ -163,15 +157,15 @@ class Catalog:
 
     def drafts(self, choice: Choice) -> list[Choice]:
         """Returns the drafts that go with `choice`, the best first, which is downloaded with it; not the same file."""
-        found = (self.find(name) for name in choice.entry.drafts)
-        return [draft for draft in found if draft is not None and draft.variant != choice.variant]
+        drafts = map(self.find, choice.entry.drafts)
+        return [draft for draft in drafts if draft is not None and draft.variant != choice.variant]
 
     def starter(self) -> Starter | None:
         """Returns the first real model to try, the user's own choice before ours; None if no entry is marked."""
         marked = [entry for entry in self.entries.values() if entry.starter]
         if not marked:
             return None
-        entry = next((entry for entry in marked if entry.own), marked[0])
+        entry = max(marked, key=lambda entry: entry.own)
         size_bytes = entry.variants[0].size_bytes or entry.variants[0].about_bytes
         return Starter(entry.name, size_bytes, f"moeedge pull {entry.name} && moeedge chat -m {entry.name}")
 
@@ -276,13 +270,13 @@ class _Reader:
 
     def check(self, table: dict[str, Any], rules: dict[str, _Rule], where: str) -> None:
         """Fails for an unknown key and for a value that breaks its rule."""
-        unknown = next((key for key in table if key not in rules), None)
-        known = ", ".join(sorted(rules))
-        self.require(unknown is None, f'{where} has an unknown key "{unknown}" (known: {known})')
+        for key in table:
+            keys = ", ".join(sorted(rules))
+            self.require(key in rules, f'{where} has an unknown key "{key}" (known: {keys})')
         for key, value in table.items():
             kinds, test, expected = rules[key]
-            if type(value) not in kinds or not test(value):
-                self.require(False, f'{key} of {where} must be {expected}, not "{value}"')
+            is_valid = type(value) in kinds and test(value)
+            self.require(is_valid, f'{key} of {where} must be {expected}, not "{value}"')
 
     def entry(self, table: dict[str, Any], *, own: bool) -> ModelEntry:
         where = f"model {table.get('name', '')}".rstrip()
@@ -292,11 +286,12 @@ class _Reader:
         self.require(variants, f"{where} has no [[model.variant]]")
         quants = {variant.quant.lower() for variant in variants}
         self.require(len(quants) == len(variants), f"{where} has two variants of one quant")
-        given: dict[str, Any] = {"about": "", "licence": ""}
-        given |= {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-        given["shape"] = self.shape(table["shape"], f"[model.shape] of {where}") if "shape" in table else None
-        del given["variant"]
-        return ModelEntry(**given, variants=variants, own=own)
+        values: dict[str, Any] = {"about": "", "licence": ""}
+        values |= {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        if "shape" in table:
+            values["shape"] = self.shape(table["shape"], f"[model.shape] of {where}")
+        del values["variant"]
+        return ModelEntry(**values, variants=variants, own=own)
 
     def shape(self, table: dict[str, Any], where: str) -> Shape:
         self.check(table, _SHAPE, where)

@@ -18,6 +18,7 @@ from moeedge.hub import cache
 from moeedge.hub.cache import find_reference, find_variant, size_of, snapshots
 from moeedge.hub.catalog import BUNDLED, Catalog, Choice, load_catalog
 from moeedge.hub.names import HubReference, find
+from moeedge.records import filled
 from moeedge.units import format_bytes
 
 State = Literal["complete", "partial", "absent"]
@@ -56,7 +57,7 @@ class ListedModel:
 
 @dataclass(frozen=True)
 class Removal:
-    """What `remove` deletes."""
+    """Files that `remove` deletes."""
 
     name: str
     links: tuple[Path, ...]  # files in snapshots
@@ -76,26 +77,21 @@ def locate(text: str) -> LocalModel:
         return LocalModel(path)
     choice = find(load_catalog(), text)
     if isinstance(choice, Choice):
-        found = find_variant(choice.variant)
-        if found is None:
+        file = find_variant(choice.variant)
+        if file is None:
             raise absent(choice)
-        return LocalModel(found, choice, choice.name)
+        return LocalModel(file, choice, choice.name)
     models = find_reference(choice)
     if not models:
         raise ModelNameError(f"{choice} is not on this machine.", f"Download it with moeedge pull {choice}.")
     if len(models) > 1:
-        raise InputError(
-            f"{choice} matches several files on this machine.",
-            f"Choose from: {', '.join(f'hf:{model.repo}:{model.files[0]}' for model in models)}.",
-        )
+        names = ", ".join(f"hf:{model.repo}:{model.files[0]}" for model in models)
+        raise InputError(f"{choice} matches several files on this machine.", f"Choose from: {names}.")
     return LocalModel(models[0].path, name=str(choice))
 
 
 def chat_draft(catalog: Catalog, choice: Choice) -> Choice | None:
-    """Returns the draft that a chat with `choice` takes without -md.
-
-    Of a model on this machine the best that is here, too; of another the one that is downloaded with it.
-    """
+    """Returns the draft of a chat without -md: the best on this machine, or the one that comes with the download."""
     is_here = find_variant(choice.variant) is not None
     drafts = (draft for draft in catalog.drafts(choice) if not is_here or find_variant(draft.variant))
     return next(drafts, None)
@@ -123,19 +119,13 @@ def list_models(catalog: Catalog, *, everything: bool) -> list[ListedModel]:
 
     everything: also the catalog's models that are not on this machine.
     """
-    rows = list(_bundled())
-    known: set[Path] = set()
     choices = [Choice(entry, variant) for entry in catalog.entries.values() for variant in entry.variants]
-    for choice in choices:
-        row = _catalog_row(catalog, choice)
-        if row.path is not None:
-            known.add(Path(row.path).resolve())
-        if everything or row.state != "absent":
-            rows.append(row)
+    of_catalog = [_catalog_row(catalog, choice) for choice in choices]
+    rows = [*_bundled(), *(row for row in of_catalog if everything or row.state != "absent")]
+    files = {Path(row.path).resolve() for row in of_catalog if row.path is not None}
     for model in cache.cached_models():
-        if model.path.resolve() not in known:
-            name = str(HubReference(model.repo, file=model.files[0]))
-            size = model.size_bytes
+        if model.path.resolve() not in files:
+            name, size = str(HubReference(model.repo, file=model.files[0])), model.size_bytes
             rows.append(ListedModel(name, "", "complete", size, size, str(model.path), repo=model.repo))
     hashes = {file.sha256 for choice in choices for file in choice.variant.files}
     for repo, blob in cache.unfinished_downloads():
@@ -146,10 +136,9 @@ def list_models(catalog: Catalog, *, everything: bool) -> list[ListedModel]:
 
 def _bundled() -> Iterator[ListedModel]:
     with suppress(ModelFileError):
-        files = paths.bundled_target(), paths.bundled_draft()
-        size = sum(size_of(file) for file in files)
-        about = "the toy pair that comes with moeedge: target and draft"
-        yield ListedModel(BUNDLED, about, "complete", size, size, str(files[0]))
+        target, draft = paths.bundled_target(), paths.bundled_draft()
+        size, about = size_of(target) + size_of(draft), "the toy pair that comes with moeedge: target and draft"
+        yield ListedModel(BUNDLED, about, "complete", size, size, str(target))
 
 
 def _catalog_row(catalog: Catalog, choice: Choice) -> ListedModel:
@@ -159,10 +148,9 @@ def _catalog_row(catalog: Catalog, choice: Choice) -> ListedModel:
     if path is not None and size is None:
         size = sum(size_of(path.with_name(Path(file.path).name)) for file in variant.files) or size_of(path)
     n_here = size or 0 if path is not None else cache.partial_bytes(variant)
-    shared = {name: getattr(entry, name) for name in ("about", "licence", "draft_max", "note")}
-    shared |= {name: getattr(variant, name) for name in ("about_bytes", "repo", "verified")}
-    return ListedModel(
-        **shared,
+    return filled(
+        ListedModel,
+        *(entry, variant),
         name=choice.name,
         state="complete" if path is not None else "partial" if n_here else "absent",
         size_bytes=size,
@@ -181,18 +169,14 @@ def plan_removal(catalog: Catalog, name: str) -> Removal:
     Raises ModelNameError if there are none, InputError for the bundled pair and for files outside the cache.
     """
     if name.lower() == BUNDLED:
-        raise InputError(
-            "The bundled pair is part of moeedge and cannot be removed alone.",
-            "pip uninstall moeedge removes the entire program.",
-        )
+        why = "The bundled pair is part of moeedge and cannot be removed alone."
+        raise InputError(why, "pip uninstall moeedge removes the entire program.")
     choice = find(catalog, name)
     if isinstance(choice, Choice):
         variant, label = choice.variant, choice.name
         if variant.local is not None:
-            raise InputError(
-                f"{label} is a file of your own catalog, which moeedge does not delete.",
-                f"Delete {variant.local} and its entry in the catalog.",
-            )
+            why = f"{label} is a file of your own catalog, which moeedge does not delete."
+            raise InputError(why, f"Delete {variant.local} and its entry in the catalog.")
         repo, files = variant.repo, [file.path for file in variant.files]
         unfinished = [cache.blob_file(repo, file.sha256, cache.INCOMPLETE) for file in variant.files if file.sha256]
     else:

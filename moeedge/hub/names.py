@@ -45,13 +45,11 @@ def parse_reference(text: str) -> HubReference | None:
     if page:
         return HubReference(page["repo"], page["revision"], file=page["file"])
     match = _FORM.fullmatch(rest)
-    if match is None or (prefix is None and not match["what"]):
-        if prefix is None:
-            return None
-        raise InputError(
-            f'"{text}" is not the name of a repository: it lacks OWNER/REPO.',
-            "Write hf:owner/repo:file.gguf or hf:owner/repo:QUANT.",
-        )
+    if prefix is None and (match is None or not match["what"]):
+        return None
+    if match is None:
+        hint = "Write hf:owner/repo:file.gguf or hf:owner/repo:QUANT."
+        raise InputError(f'"{text}" is not the name of a repository: it lacks OWNER/REPO.', hint)
     what, revision = match["what"] or "", match["revision"] or "main"
     if not what.lower().endswith(".gguf"):
         return HubReference(match["repo"], revision, quant=what)
@@ -75,27 +73,24 @@ def is_first_part(file: str) -> bool:
 
 
 def has_quant(file: str, quant: str) -> bool:
-    """Whether the path of a file names this quantization."""
-    return re.search(rf"(?<![A-Za-z0-9_]){re.escape(quant)}(?![A-Za-z0-9_])", file, re.IGNORECASE) is not None
+    """Whether the path of a file names this quantization; "" is any."""
+    pattern = rf"(?<![A-Za-z0-9_]){re.escape(quant)}(?![A-Za-z0-9_])"
+    return not quant or re.search(pattern, file, re.IGNORECASE) is not None
 
 
 def choose_files(reference: HubReference, listed: list[HubFile]) -> tuple[HubFile, ...]:
-    """Returns the parts of the model that `reference` means, out of the files of its repository.
-
-    Raises InputError naming the candidates if no model matches, or more than one.
-    """
+    """Returns the parts of the model that `reference` means, of its repository's files. Raises InputError."""
     by_path = {file.path: file for file in listed if file.path.lower().endswith(".gguf")}
     models = [path for path in by_path if is_first_part(path) and not any(word in path.lower() for word in _OTHER_GGUF)]
     if not models:
         raise InputError(f"{reference.repo} has no GGUF model.", "Look for a repository whose name ends with -GGUF.")
-    chosen = _matching(reference, models, by_path)
-    if len(chosen) != 1:
+    matches = _matching(reference, models, by_path)
+    if len(matches) != 1:
         what = reference.file or reference.quant
-        hint = f"Choose from: {', '.join(sorted(chosen or models)[:_MAX_OFFERS])}."
-        if not what:
-            raise InputError(f"{reference.repo} has several models.", hint)
-        raise InputError(f'{reference.repo} has {"several files" if chosen else "no file"} for "{what}".', hint)
-    parts = all_parts(chosen[0])
+        number = f'{"several files" if matches else "no file"} for "{what}"' if what else "several models"
+        hint = f"Choose from: {', '.join(sorted(matches or models)[:_MAX_OFFERS])}."
+        raise InputError(f"{reference.repo} has {number}.", hint)
+    parts = all_parts(matches[0])
     missing = [path for path in parts if path not in by_path]
     if missing:
         raise InputError(f"{reference.repo} lacks {missing[0]}, a part of the model.", "Choose another file.")
@@ -114,14 +109,14 @@ def _matching(reference: HubReference, models: list[str], by_path: dict[str, Hub
     if len(models) == 1:
         return models
     defaults = (_of_quant(models, quant, strict=True) for quant in _DEFAULT_QUANTS)
-    return next((found for found in defaults if len(found) == 1), [])
+    return next((matches for matches in defaults if len(matches) == 1), [])
 
 
 def _of_quant(models: list[str], quant: str, *, strict: bool = False) -> list[str]:
     """Returns the models of `quant`; UD-`quant`, another recipe, only if there is no plain one and not `strict`."""
-    found = [path for path in models if has_quant(path, quant)]
-    plain = [path for path in found if not has_quant(path, f"UD-{quant}")]
-    return plain if strict else plain or found
+    matches = [path for path in models if has_quant(path, quant)]
+    plain = [path for path in matches if not has_quant(path, f"UD-{quant}")]
+    return plain if strict else plain or matches
 
 
 def find(catalog: Catalog, name: str, *, quant: str | None = None) -> Choice | HubReference:
@@ -138,10 +133,8 @@ def find(catalog: Catalog, name: str, *, quant: str | None = None) -> Choice | H
     if reference is None:
         similar = catalog.similar(name)
         suggestion = f"Did you mean {', '.join(similar)}? " if similar else ""
-        raise ModelNameError(
-            f"Unknown model '{name}'.",
-            f"{suggestion}moeedge list --all shows the catalog; hf:owner/repo:QUANT names a model on Hugging Face.",
-        )
+        names = "moeedge list --all shows the catalog; hf:owner/repo:QUANT names a model on Hugging Face."
+        raise ModelNameError(f"Unknown model '{name}'.", f"{suggestion}{names}")
     if quant and (reference.file or reference.quant):
         raise InputError(f"{reference} already names its file.", "Leave out --quant.")
     return HubReference(reference.repo, reference.revision, reference.file, quant or reference.quant)

@@ -69,13 +69,10 @@ def want_pair(
     """Returns the model `name` and its draft: `draft`, or the first that the catalog lists for it."""
     if name.lower() == BUNDLED:
         raise InputError("The bundled pair comes with moeedge.", "Run moeedge chat without -m.")
-    wanted = [want(catalog, name, "target", quant=quant)]
-    choice = find(catalog, name, quant=quant)
+    target, choice = want(catalog, name, "target", quant=quant), find(catalog, name, quant=quant)
     if draft is None and isinstance(choice, Choice):
         draft = next((best.name for best in catalog.drafts(choice)), None)
-    if draft is not None and not no_draft:
-        wanted.append(want(catalog, draft, "draft"))
-    return wanted
+    return [target] if draft is None or no_draft else [target, want(catalog, draft, "draft")]
 
 
 def refresh(wanted: Sequence[WantedModel]) -> list[WantedModel]:
@@ -85,7 +82,7 @@ def refresh(wanted: Sequence[WantedModel]) -> list[WantedModel]:
 
 def missing_files(wanted: Sequence[WantedModel]) -> list[RemoteFile]:
     """Returns the files to download, with sizes and hashes as the hub serves them now. Raises DownloadError."""
-    found: dict[tuple[str, str], RemoteFile] = {}
+    files: dict[tuple[str, str], RemoteFile] = {}
     for variant in (model.variant for model in wanted if model.local is None):
         for file in variant.files:
             remote = ask_file(variant.repo, file.path, variant.revision)
@@ -96,8 +93,8 @@ def missing_files(wanted: Sequence[WantedModel]) -> list[RemoteFile]:
                     f"If you trust {variant.repo}: moeedge pull hf:{variant.repo}:{file.path}",
                 )
             have = min(cache.have_bytes(variant.repo, remote.etag), remote.size_bytes)
-            found[variant.repo, remote.etag] = replace(remote, sha256=remote.sha256 or file.sha256, have_bytes=have)
-    return list(found.values())
+            files[variant.repo, remote.etag] = replace(remote, sha256=remote.sha256 or file.sha256, have_bytes=have)
+    return list(files.values())
 
 
 def check_room(missing: Sequence[RemoteFile]) -> None:
@@ -106,17 +103,16 @@ def check_room(missing: Sequence[RemoteFile]) -> None:
     folder = cache.hub_cache()
     free = shutil.disk_usage(existing(folder)).free
     if needed and needed + _RESERVE_BYTES > free:
+        hint = "Free some space, choose a smaller --quant, or download to another disk ($HF_HUB_CACHE)."
         raise DownloadError(
-            f"The download needs {format_bytes(needed)}, and {folder} has {format_bytes(free)} free.",
-            "Free some space, choose a smaller --quant, or download to another disk ($HF_HUB_CACHE).",
+            f"The download needs {format_bytes(needed)}, and {folder} has {format_bytes(free)} free.", hint
         )
 
 
 def fetch_file(file: RemoteFile, show: ShowFile) -> None:
     """Downloads the missing bytes of `file` into the cache; one process at a time appends to a partial file.
 
-    Raises DownloadError; bytes that have arrived stay on any exception (KeyboardInterrupt included), unless their hash
-    is wrong.
+    Raises DownloadError; bytes that have arrived stay on any exception, unless their hash is wrong.
     """
     from filelock import FileLock, Timeout
 
@@ -132,18 +128,15 @@ def fetch_file(file: RemoteFile, show: ShowFile) -> None:
                     os.replace(partial, blob)
             _link(file)
     except Timeout:
-        raise DownloadError(
-            f"Another process is downloading {file.path}.", "Wait until it ends, then run the command again."
-        ) from None
+        hint = "Wait until it ends, then run the command again."
+        raise DownloadError(f"Another process is downloading {file.path}.", hint) from None
     except OSError as error:
         if error.errno not in DISK_FULL_ERRORS:
             raise
-        have = format_bytes(cache.size_of(partial))
-        raise DownloadError(
-            f"The disk of {cache.hub_cache()} is full: {have} of {format_bytes(file.size_bytes)} of {file.path} have "
-            "arrived.",
-            "Free some space and run the same command again, or download to another disk ($HF_HUB_CACHE).",
-        ) from None
+        have, size = format_bytes(cache.size_of(partial)), format_bytes(file.size_bytes)
+        message = f"The disk of {cache.hub_cache()} is full: {have} of {size} of {file.path} have arrived."
+        hint = "Free some space and run the same command again, or download to another disk ($HF_HUB_CACHE)."
+        raise DownloadError(message, hint) from None
 
 
 class _EnoughError(DownloadError):
@@ -184,10 +177,8 @@ def _fetch(file: RemoteFile, partial: Path, at: At) -> str:
     if cache.size_of(partial) > file.size_bytes:  # of another program
         partial.unlink()
     if file.size_bytes > _MAX_HTTP_BYTES:
-        raise DownloadError(
-            f"{file.path} of {file.repo} is larger than the hub serves by plain HTTP (50 GB).",
-            f"Fetch it with hf download {file.repo} {file.path}; moeedge finds it in the same cache.",
-        )
+        hint = f"Fetch it with hf download {file.repo} {file.path}; moeedge finds it in the same cache."
+        raise DownloadError(f"{file.path} of {file.repo} is larger than the hub serves by plain HTTP (50 GB).", hint)
     with _HashedFile(partial, at) as sink:
         sink.hash_existing()
         while (have := sink.tell()) < file.size_bytes:
@@ -205,10 +196,8 @@ def _check(file: RemoteFile, partial: Path, digest: str) -> None:
     if size != file.size_bytes:
         if size > file.size_bytes:
             partial.unlink()
-        raise DownloadError(
-            f"The download of {file.path} stopped after {size:,} of {file.size_bytes:,} bytes.",
-            "Run the same command again: it continues there.",
-        )
+        message = f"The download of {file.path} stopped after {size:,} of {file.size_bytes:,} bytes."
+        raise DownloadError(message, "Run the same command again: it continues there.")
     if file.sha256 not in (None, digest):
         partial.unlink(missing_ok=True)
         raise DownloadError(
@@ -232,10 +221,7 @@ def _link(file: RemoteFile) -> None:
 
 
 class _HashedFile(io.FileIO):
-    """A file that http_get writes to: hashes the bytes of earlier attempts, then every byte written.
-
-    Unbuffered, so that a disk error is raised by its own write and a killed process keeps every byte.
-    """
+    """A file that http_get writes to, hashed; unbuffered, so that its write raises errors and a crash loses no byte."""
 
     def __init__(self, path: Path, at: At) -> None:
         super().__init__(path, "r+" if path.exists() else "w+")

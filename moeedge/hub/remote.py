@@ -19,9 +19,7 @@ from moeedge.hub.catalog import SHA256, HubFile
 from moeedge.units import format_bytes
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
-_DATASET_TIMEOUT_S = (
-    5.0  # shorter than $HF_HUB_ETAG_TIMEOUT: further sources follow; the download itself has the library's limits
-)
+_DATASET_TIMEOUT_S = 5.0  # shorter than $HF_HUB_ETAG_TIMEOUT: further sources follow
 _ETAG = re.compile(r"[\w.-]+")
 _ERRNO = re.compile(r"\[Errno -?\d+\] ")
 
@@ -107,10 +105,8 @@ def hub_errors(what: str, repo: str, revision: str) -> Iterator[None]:
     Raises DownloadError at once when HF_HUB_OFFLINE is set, as --offline does. Shows no bars of huggingface_hub's.
     """
     if is_offline():
-        raise DownloadError(
-            f"{what} was not downloaded: --offline or HF_HUB_OFFLINE=1 forbids it.",
-            "Leave out --offline, or unset HF_HUB_OFFLINE, and run the command again.",
-        )
+        hint = "Leave out --offline, or unset HF_HUB_OFFLINE, and run the command again."
+        raise DownloadError(f"{what} was not downloaded: --offline or HF_HUB_OFFLINE=1 forbids it.", hint)
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     had_bars = not are_progress_bars_disabled()
@@ -142,30 +138,28 @@ def _explain(error: Exception, what: str, repo: str, revision: str) -> DownloadE
         reason = _ERRNO.sub("", " ".join(str(error).split()))[:200] or type(error).__name__
         return NoAnswerError(
             f"Cannot reach {endpoint} for {what} ({reason}).",
-            f"Check the network, $HF_ENDPOINT and your proxy.{_kept(repo)}",
+            f"Check the network, $HF_ENDPOINT and your proxy.{_arrived(repo)}",
         )
     code = response.headers.get("X-Error-Code", "")
-    gated, unknown = code == "GatedRepo" or status == 403, status in (401, 404)
-    terms = f"Accept its terms at {endpoint}/{repo} and set HF_TOKEN to a token of that account (or: hf auth login)."
-    newest = f"Its owner may have rewritten it: take the newest with moeedge pull hf:{repo}."
-    private = "Check the name; for a private one set HF_TOKEN (or: hf auth login)."
-    answers = (  # the first that applies
-        (gated, f"{repo} is gated at {endpoint}", terms),
-        (
-            code == "EntryNotFound",
-            f"There is no {what} at {endpoint}, revision {revision}",
-            f"See {endpoint}/{repo}/tree/main for its files.",
-        ),
-        (code == "RevisionNotFound", f"{repo} has no revision {revision} at {endpoint}", newest),
-        (unknown, f"There is no repository {repo} at {endpoint}, or it is private", private),
-        (status == 429, f"{endpoint} limits requests", "Try again later, or set HF_TOKEN."),
-        (True, f"{endpoint} does not serve {what}", f"Try again later.{_kept(repo)}"),
-    )
-    message, hint = next((message, hint) for applies, message, hint in answers if applies)
+    message, hint = f"{endpoint} does not serve {what}", f"Try again later.{_arrived(repo)}"
+    if code == "GatedRepo" or status == 403:
+        message = f"{repo} is gated at {endpoint}"
+        hint = f"Accept its terms at {endpoint}/{repo} and set HF_TOKEN to a token of that account (or: hf auth login)."
+    elif code == "EntryNotFound":
+        message = f"There is no {what} at {endpoint}, revision {revision}"
+        hint = f"See {endpoint}/{repo}/tree/main for its files."
+    elif code == "RevisionNotFound":
+        message = f"{repo} has no revision {revision} at {endpoint}"
+        hint = f"Its owner may have rewritten it: take the newest with moeedge pull hf:{repo}."
+    elif status in (401, 404):
+        message = f"There is no repository {repo} at {endpoint}, or it is private"
+        hint = "Check the name; for a private one set HF_TOKEN (or: hf auth login)."
+    elif status == 429:
+        message, hint = f"{endpoint} limits requests", "Try again later, or set HF_TOKEN."
     return DownloadError(f"{message} (HTTP status {status}).", hint)
 
 
-def _kept(repo: str) -> str:
+def _arrived(repo: str) -> str:
     """A sentence for a hint where bytes of an unfinished download of the repository are on the disk; else empty."""
     n_bytes = sum(cache.size_of(path) for owner, path in cache.unfinished_downloads() if owner == repo)
     return f" A partial download is kept: {format_bytes(n_bytes)}." if n_bytes else ""

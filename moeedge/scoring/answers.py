@@ -12,8 +12,9 @@ import textwrap
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from moeedge.errors import DatasetError, InputError, require
@@ -37,7 +38,7 @@ def program_of(answer: str, tests: str, *, head: str = "") -> str:
     definition = next(reversed([*_LAST_DEFINITION.finditer(head)]), None)  # of the function that `head` starts
     entry = definition[1] if definition else ""
     code = _code_of(answer, entry)
-    if definition and re.search(rf"^(?:async )?def {entry}\b", code, re.MULTILINE):
+    if definition and _defines(code, entry):
         code = f"{head[: definition.start()]}\n{code}"
     elif head:
         code = _completed(head, code)
@@ -56,12 +57,15 @@ def compiles(code: str) -> bool:
     return True
 
 
+def _defines(code: str, entry: str) -> bool:
+    return re.search(rf"^(?:async )?def {entry}\b", code, re.MULTILINE) is not None
+
+
 def _code_of(answer: str, entry: str) -> str:
     """Returns the fenced block that defines `entry`, else the last one; without fences the part that may be code."""
     blocks = [textwrap.dedent(block) for block in _FENCE.findall(answer)]
     if blocks:
-        pattern = rf"^(?:async )?def {entry}\b"
-        defining = [block for block in blocks if entry and re.search(pattern, block, re.MULTILINE)]
+        defining = [block for block in blocks if entry and _defines(block, entry)]
         return (defining or blocks)[-1]
     start = _CODE_STARTS.search(answer)
     if start is None or (entry and f"def {entry}" not in answer):
@@ -72,17 +76,11 @@ def _code_of(answer: str, entry: str) -> str:
 def _completed(head: str, body: str) -> str:
     """Returns `head` with `body` below its signature, for any indentation; text after the body is dropped."""
     start = head if head.endswith("\n") else f"{head}\n"
-    indented = textwrap.indent(body.strip("\n"), "    ")
     first_only = f"    {body.strip()}"  # an indented body whose first blanks were stripped
-    shapes = [body.strip("\n"), first_only, indented]
-    for shape in shapes:
-        if shape.startswith((" ", "\t")) and compiles(start + shape):
-            return start + shape
-    for shape in shapes:
-        code = _longest_code(start + shape, at_least=start.count("\n") + 1)
-        if shape.startswith((" ", "\t")) and compiles(code):
-            return code
-    return start + body
+    shapes = (body.strip("\n"), first_only, textwrap.indent(body.strip("\n"), "    "))
+    complete = [start + shape for shape in shapes if shape.startswith((" ", "\t"))]
+    prefixes = (_longest_code(code, at_least=start.count("\n") + 1) for code in complete)
+    return next(filter(compiles, chain(complete, prefixes)), start + body)
 
 
 def _longest_code(text: str, at_least: int = 1) -> str:
@@ -174,8 +172,8 @@ class Reference:
         if unknown:
             raise DatasetError(f"{where}: a reference has no field {', '.join(sorted(map(repr, unknown)))}.", _HINT)
         try:
-            given: dict[str, Any] = {key: _checked(key, value) for key, value in row.items() if value is not None}
-            return cls(**given)
+            values: dict[str, Any] = {key: _checked(key, value) for key, value in row.items() if value is not None}
+            return cls(**values)
         except TypeError:
             raise DatasetError(f'{where}: a reference needs a "scorer".', _HINT) from None
         except ValueError as error:
@@ -194,8 +192,7 @@ def score_answer(reference: Reference, answer: str, *, run_code: bool = False) -
     ROUGE-L is the F1 of the longest common subsequence of stemmed words, 0 to 1, with the best reference. Raises
     InputError if rouge-score is missing, SandboxError if the sandbox cannot be started.
     """
-    beyond = _beyond_limits(reference, answer)
-    if beyond:
+    if beyond := _beyond_limits(reference, answer):
         return Score(0.0, beyond)
     if reference.scorer == "code":
         if not run_code:
@@ -227,15 +224,15 @@ def _mismatch(reference: Reference, answer: str) -> str:
         case "number":
             number = last_number(answer)
             right = number is not None and number in map(as_number, expect)
-            found = "no number" if number is None else f"{number:f}"[:40]
+            value = "no number" if number is None else f"{number:f}"[:40]
         case "letter":
-            found = chosen_letter(answer) or "no letter"
-            right = found in map(str.upper, expect)
+            value = chosen_letter(answer) or "no letter"
+            right = value in map(str.upper, expect)
         case _:
             items = listed_items(answer)
-            right, found = [*map(normal, items)] == [*map(normal, expect)], _quoted(items[:20])
+            right, value = [*map(normal, items)] == [*map(normal, expect)], _quoted(items[:20])
             expect = (_quoted(expect),)
-    return "" if right else f"{found}, not {' or '.join(expect)}"
+    return "" if right else f"{value}, not {' or '.join(expect)}"
 
 
 def _beyond_limits(reference: Reference, answer: str) -> str:
@@ -277,8 +274,8 @@ def _quoted(texts: list[str] | tuple[str, ...], separator: str = ", ") -> str:
 
 def as_number(text: str) -> Decimal | None:
     """Returns the only number in `text`, possibly with a currency sign, thousands commas and a unit; else None."""
-    found = list(_DIGITS.finditer(text))
-    return _value(found[0]) if len(found) == 1 else None
+    numbers = list(_DIGITS.finditer(text))
+    return _value(numbers[0]) if len(numbers) == 1 else None
 
 
 def last_number(text: str) -> Decimal | None:
@@ -286,12 +283,9 @@ def last_number(text: str) -> Decimal | None:
     marked = _DIGITS.match(text.rpartition("####")[2].lstrip(" \t*")) if "####" in text else None
     if marked is not None:
         return _value(marked)
-    boxed = _BOXED.findall(text)
-    for part in (boxed[-1] if boxed else "", text):
-        found = list(_DIGITS.finditer(part))
-        if found:
-            return _value(found[-1])
-    return None
+    in_box = _DIGITS.finditer("".join(_BOXED.findall(text)[-1:]))
+    numbers = [*in_box] or [*_DIGITS.finditer(text)]
+    return _value(numbers[-1]) if numbers else None
 
 
 def chosen_letter(text: str) -> str | None:
@@ -301,10 +295,8 @@ def chosen_letter(text: str) -> str | None:
     lines = [line for line in text.splitlines() if line.strip()]
     alone = [match[1] for line in lines[:1] + lines[-1:] if (match := _ONLY_LETTER.fullmatch(line))]
     leading = [match[1] for line in lines[:1] if (match := _LETTER_FIRST.match(line))]
-    for letters in (stated, boxed, alone, leading, _IN_BRACKETS.findall(text), _ALONE.findall(text)):
-        if letters:
-            return str(letters[-1]).upper()
-    return None
+    letters = stated or boxed or alone or leading or _IN_BRACKETS.findall(text) or _ALONE.findall(text)
+    return str(letters[-1]).upper() if letters else None
 
 
 def listed_items(text: str) -> list[str]:
@@ -326,11 +318,8 @@ def normal(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def _value(match: re.Match[str]) -> Decimal | None:
-    try:
-        value = Decimal(match["digits"].replace(",", ""))
-    except InvalidOperation:
-        return None
+def _value(match: re.Match[str]) -> Decimal:
+    value = Decimal(match["digits"].replace(",", ""))
     return -value if match["sign"] or match["inner"] else value
 
 

@@ -88,9 +88,8 @@ def _reason(error: BaseException) -> str:
 def main() -> None:
     """Runs the program and exits without Python's own shutdown, which the program could have changed."""
     cpu_s, memory_bytes, instructions = int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])
-    with open(0, "rb", closefd=False) as given:
-        token = given.read(_TOKEN_BYTES)
-        source = given.read()
+    with open(0, "rb", closefd=False) as stream:
+        token, source = stream.read(_TOKEN_BYTES), stream.read()
     report_fd = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

@@ -226,8 +226,8 @@ class Trace:
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays that the trace has, by field."""
-        arrays = {name: getattr(self, name) for name in (*_REQUIRED, *_OPTIONAL)}
-        return {name: array for name, array in arrays.items() if array is not None}
+        names = (*_REQUIRED, *_OPTIONAL)
+        return {name: array for name in names if (array := getattr(self, name)) is not None}
 
 
 _REQUIRED = tuple(name for name in figures(Trace) if name not in _OPTIONAL)
@@ -235,22 +235,17 @@ _REQUIRED = tuple(name for name in figures(Trace) if name not in _OPTIONAL)
 
 def array_schemas() -> dict[str, dict[str, Any]]:
     """The JSON Schemas of the arrays of a file, by name: their types and the lengths of their axes."""
-    made = {}
+    schemas = {}
     for name, declared in figures(Trace).items():
         *types, axes = declared.kind.split()
+        lengths = {"items": {"type": "integer", "minimum": 0}, "minItems": len(axes), "maxItems": len(axes)}
         members = {
             "dtype": {"description": "NumPy's name of the elements' type.", "enum": types},
-            "shape": {
-                "description": f"Length of each axis: {', '.join(axes)}.",
-                "type": "array",
-                "items": {"type": "integer", "minimum": 0},
-                "minItems": len(axes),
-                "maxItems": len(axes),
-            },
+            "shape": {"description": f"Length of each axis: {', '.join(axes)}.", "type": "array", **lengths},
         }
-        object_ = {"type": "object", "additionalProperties": False, "properties": members, "required": [*members]}
-        made[_IN_FILE.get(name, name)] = {"description": declared.description, **object_}
-    return made
+        schema = {"type": "object", "additionalProperties": False, "properties": members, "required": [*members]}
+        schemas[_IN_FILE.get(name, name)] = {"description": declared.description, **schema}
+    return schemas
 
 
 def unusable_trace(path: Path, reason: str) -> InputError:
@@ -295,9 +290,8 @@ def read_npy(path: Path) -> NDArray[Any]:
 
 def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:
     """One array. Raises ValueError for a header that promises more data than there is, before memory is allocated."""
-    version = npy.read_magic(stream)
-    header = npy.read_array_header_1_0(stream) if version == (1, 0) else npy.read_array_header_2_0(stream)
-    shape, _, dtype = header
+    read_header = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read_header(stream)
     require(not dtype.hasobject and math.prod(shape) * dtype.itemsize <= n_bytes, "header and data disagree")
     stream.seek(0)
     return np.asarray(npy.read_array(stream, allow_pickle=False))
@@ -313,8 +307,8 @@ def _parse_meta(path: Path, array: NDArray[Any]) -> TraceMeta:
     if header.get("schema") != SCHEMA:
         raise unusable_trace(path, f"its schema is {header.get('schema')!r}, this version reads {SCHEMA}")
     header = {_IN_MEMORY.get(key, key): value for key, value in header.items()}
-    known = {item.name for item in fields(TraceMeta)}
+    names = {item.name for item in fields(TraceMeta)}
     try:  # unknown keys are ignored: a later version may write more
-        return TraceMeta(**{key: value for key, value in header.items() if key in known})
+        return TraceMeta(**{key: value for key, value in header.items() if key in names})
     except (TypeError, ValueError) as error:
         raise unusable_trace(path, f"its metadata is incomplete ({error})") from None

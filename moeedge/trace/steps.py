@@ -1,11 +1,4 @@
-"""From the rows of a trace to the steps of a decoder: rows that are computed together, and their activations.
-
-Three ways to cut the same trace:
-
-  recorded_steps   as it was computed: one step per decode or verification call, with rejected drafts
-  text_steps       as plain decoding would have read the same text: one accepted token per step
-  simulated_steps  the text of a trace cut into verification windows, with acceptance drawn at random
-"""
+"""From the rows of a trace to the steps of a decoder: rows that are computed together, and their activations."""
 
 from __future__ import annotations
 
@@ -53,7 +46,7 @@ class Steps:
 
 
 def recorded_steps(trace: Trace, phases: tuple[Phase, ...] = (Phase.DECODE, Phase.VERIFY)) -> Steps:
-    """The steps of these phases in the order in which they were computed."""
+    """The steps of these phases as they were computed, one per decode or verification call, with rejected drafts."""
     rows = np.flatnonzero(np.isin(trace.phase, phases))
     if not rows.size:
         return _no_steps()
@@ -92,9 +85,7 @@ def simulated_steps(
     check_gamma(gamma, least=1)
     require(0 <= acceptance_chance <= 1, f"the chance of acceptance must be in [0, 1], not {acceptance_chance}")
     rejected_rng = rng.spawn(1)[0]
-    text = trace.text_rows()
-    windows: list[NDArray[np.int64]] = []
-    n_text: list[int] = []
+    text, windows, n_text = trace.text_rows(), list[NDArray[np.int64]](), list[int]()
     for rows in np.split(text, np.flatnonzero(np.diff(trace.sequence[text])) + 1):
         start = 0
         while start + gamma + 1 <= rows.size:
@@ -144,22 +135,12 @@ def draft_stats(trace: Trace) -> DraftStats | None:
 
 
 def drafts_of(steps: Steps) -> DraftStats | None:
-    """The drafts of these steps; None without any.
-
-    The chance is accepted drafts over those that the target judged: of a step's rejected drafts, it judged only the
-    first on its own.
-    """
-    n_drafted = steps.n_tokens - 1
+    """The drafts of these steps; None without any. Of a step's rejected drafts the target judged only the first."""
+    n_drafted, n_accepted = steps.n_tokens - 1, steps.n_text - 1
     if not n_drafted.any():
         return None
-    n_accepted = steps.n_text - 1
     n_judged = np.minimum(n_accepted + 1, n_drafted)
-    return DraftStats(
-        gamma=int(n_drafted.max()),
-        drafted=int(n_drafted.sum()),
-        judged=int(n_judged.sum()),
-        accepted=int(n_accepted.sum()),
-    )
+    return DraftStats(int(n_drafted.max()), *(int(each.sum()) for each in (n_drafted, n_judged, n_accepted)))
 
 
 def _no_steps() -> Steps:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeedge.analysis.model_profile import layer_report, run_facts
 from moeedge.analysis.profile import LayerProfile, profile_layers
-from moeedge.analysis.profile_json import layer_report, run_facts
 from moeedge.engine.recording import Recording
 from moeedge.lab.traces.importers import read_trace
 from moeedge.native.abi import Phase

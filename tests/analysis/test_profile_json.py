@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge.analysis.model_profile import profile_model
-from moeedge.analysis.profile_json import complete_report
+from moeedge.analysis.model_profile import complete_report, profile_model
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from moeedge.ui.profile_plots import profile_plots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ from moeedge.bench.budget_choice import (
     choice_file,
     find_budget,
     lost_too_many,
-    read_choice,
 )
 from moeedge.bench.samples import Sample
 from moeedge.data.datasets import load_calibration
@@ -27,12 +27,17 @@ from moeedge.engine.loading import resolve_device
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.hardware.devices import ResolvedDevice
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Notification
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.measurement import write_measurement
+from moeedge.scheduler.measurement import read_measurement, write_measurement
 
 TEMPLATE = ExpertBudget(budget=1 << 20)
+
+
+def read_choice(config: EngineConfig, template: ExpertBudget, device: ResolvedDevice) -> BudgetChoice | None:
+    return read_measurement(BudgetChoice, partial(choice_file, config, template, device))
 
 
 def choice(*trials: tuple[int, float, float | None], stddev: float = 0.02) -> BudgetChoice:

@@ -56,7 +56,7 @@ def test_choices_of_a_budget_distinguish_its_lanes() -> None:
 def test_nothing_asked_leaves_the_modes() -> None:
     modes = tuple(MODES.values())
     assert Sweep(gammas=(4,)).modes(modes) == modes
-    assert not Sweep(gammas=(4,)).asked
+    assert not Sweep(gammas=(4,)).is_set
     with pytest.raises(InputError, match="has drafts"):
         Sweep(budgets=(ExpertBudget(budget=4),)).modes(parse_modes("stock-sd,moeedge-ar"))
 

@@ -18,8 +18,7 @@ from moeedge.bench.config import (
     parse_policies,
     parse_ratios,
 )
-from moeedge.bench.experiment import synthetic_modes
-from moeedge.bench.harness import rotated
+from moeedge.bench.experiment import rotated, synthetic_modes
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.policies.registry import POLICIES
@@ -106,7 +105,7 @@ def test_every_mode_of_ours_is_measured_with_every_policy_and_ratio() -> None:
     ]
     assert [mode.label for mode in Sweep((), (0.17,)).modes(_ALL)][2:] == ["moeedge 0.17", "moeedge-ar 0.17"]
     assert Sweep().modes(_ALL) == _ALL
-    assert not Sweep().asked
+    assert not Sweep().is_set
     with pytest.raises(InputError, match="have no expert cache"):
         Sweep(("spac",), ()).modes(parse_modes("stock-ar"))
 

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from moeedge.bench.config import MODES, BenchPlan, Sweep, parse_modes
-from moeedge.bench.experiment import Together
+from moeedge.bench.experiment import BenchArm, Together
 from moeedge.bench.figures import parallel_figures, plain_mode
-from moeedge.bench.harness import BenchArm
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge import paths
-from moeedge.bench.harness import rotated
+from moeedge.bench.experiment import rotated
 from moeedge.data.datasets import load_toy
 from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model

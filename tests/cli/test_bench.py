@@ -353,7 +353,7 @@ def test_depth_fills_the_context(tiny_moe: Path) -> None:
     base = EngineConfig(model=tiny_moe, n_threads=1)
     plan, _ = make_bench_plan(base, "stock-ar", None, tests=[SyntheticTest(8, 4, 32)])
     with Bench(plan, Recorder()) as bench:
-        target = bench.arms.stock("stock-ar").session.target
+        target = bench.arms.reference.session.target
         decode = target.decode
 
         def counted(tokens: list[int], **options: object) -> None:

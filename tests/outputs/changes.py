@@ -52,6 +52,8 @@ MODULES: dict[str, str] = {
     "moeedge.hub.download": "moeedge.hub.pull",
     "moeedge.cli.bench_tests": "moeedge.cli.bench_options",
     "moeedge.bench.passes": "moeedge.bench.arms",
+    "moeedge.bench.harness": "moeedge.bench.experiment",
+    "moeedge.analysis.profile_json": "moeedge.analysis.model_profile",
     "moeedge.data.texts": "moeedge.data.datasets",
     "moeedge.bench.synthetic": "moeedge.bench.experiment",
     "moeedge.bench.budgets": "moeedge.bench.figures",

@@ -170,7 +170,7 @@ def _budgets() -> Iterator[tuple[str, Any]]:
         ]
         kind = ("tasks", "likelihood")[number % 2]
         choice = where.BudgetChoice((base, *trials), kind, "sample", 4, 12.5, from_file=number % 3 == 0)
-        yield f"budget {number}", plain([choice.best, choice.kept, choice.least_score, choice.sentence()])
+        yield f"budget {number}", plain([choice.best, choice.allowed, choice.least_score, choice.sentence()])
     for used in (1, 2, 4, 8):
         yield f"budgets of {used}", plain([where.candidate_budgets(used, n) for n in (1.0, 8.5, 24.0, 61.3, 128.0)])
     scores = [[float((i * k) % 3 > 0) for i in range(k + 5)] for k in range(1, 12)]

@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moeedge.analysis.model_profile import ModelProfile, profile_model
-from moeedge.analysis.profile_json import complete_report
+from moeedge.analysis.model_profile import ModelProfile, complete_report, profile_model
 from moeedge.errors import InputError
 from moeedge.ui.plots import COLOURS, DARK_COLOURS, save_plots, svg_of
 from moeedge.ui.profile_plots import profile_plots, report_html

@@ -219,7 +219,7 @@ def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, An
 
     Keys in docs/lab/expert-budget.md.
     """
-    from moeedge.analysis.profile_json import rounded
+    from moeedge.analysis.model_profile import rounded
 
     errors = analysis.errors
     report = {

@@ -21,9 +21,9 @@ from statistics import median
 import llama_cpp.llama_cpp as lib
 
 from moeedge import paths
+from moeedge.bench.arms import load_models, open_arm
 from moeedge.bench.config import MODES, REFERENCE, BenchMode
-from moeedge.bench.experiment import Conversations
-from moeedge.bench.harness import BenchArm, load_models, open_arm
+from moeedge.bench.experiment import BenchArm, Conversations
 from moeedge.bench.output_check import check_answers, logits_in, stop_tokens
 from moeedge.bench.samples import Sample
 from moeedge.data.prompts import Prompt
@@ -186,7 +186,7 @@ def _row(arm: BenchArm, samples: Sequence[Sample], before: dict[str, float], equ
 
 
 def _counts(session: Session) -> dict[str, float]:
-    """What was counted since the session began: transfers, and experts between the layers of target and draft."""
+    """Counts since the session began: transfers, and experts between the layers of target and draft."""
     placement, stats = session.placement, session.placement_stats()
     assert placement is not None and placement.on_demand is not None and stats is not None
     counters = (

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import moeedge
-from moeedge.bench.harness import GREEDY
+from moeedge.bench.experiment import GREEDY
 from moeedge.data.prompts import Prompt
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
@@ -48,7 +48,7 @@ _MAX_DEPTH = 128  # tokens before a timed batch: 32 sequences of them need 32 ti
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """What `moeedge lab fit` measures and predicts."""
+    """Choices of `moeedge lab fit`."""
 
     tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48)  # in a batch
     gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -98,7 +98,7 @@ class FitReport:
     ) -> FitReport:
         """Fits the times in both forms and predicts with the one that misses less of what it was not given."""
         fits = [fit_steps(times, in_sequence=in_sequence) for in_sequence in (False, True)]
-        fit, other = sorted(fits, key=lambda found: found.left_out_error or found.fit_error)
+        fit, other = sorted(fits, key=lambda fit: fit.left_out_error or fit.fit_error)
         fitted, sloped = expert_share(fit.model), expert_share_measured(times)
         max_tokens = max(point.n_tokens for point in times.target)
         speed_ups = []

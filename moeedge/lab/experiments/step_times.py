@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 
-from moeedge.bench.harness import GREEDY, rotated
+from moeedge.bench.config import MODES
+from moeedge.bench.experiment import GREEDY, BenchArm, Round, Work, rotated
 from moeedge.bench.roofline import measure_read_speed
+from moeedge.bench.samples import Sample
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.errors import InputError
@@ -34,11 +37,12 @@ _PREFILL_TOKENS = 256  # of the batch that says how many operations per second t
 _N_STEPS = 3  # plain steps, of which the fastest counts
 
 Shape = tuple[int, int]  # of a batch: sequences, tokens of each
+Measure = Callable[[Shape, int], tuple[float, float]]  # of a shape's pass in a repetition: seconds, distinct experts
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """What a step of a model reads and computes."""
+    """Bytes that a step of a model reads, and weights that it computes with."""
 
     dense_bytes: float  # every step
     dense_weights: float
@@ -100,6 +104,34 @@ def this_machine(session: Session, weights: ModelWeights, text: Sequence[int]) -
 
 
 @dataclass(kw_only=True)
+class _Passes(Work):
+    """A pass per shape and repetition, the smallest batches first and those of one size in rotated order."""
+
+    shapes: Sequence[Shape]
+    measure: Measure
+    begin: Callable[[], None]  # of a repetition
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """A pass of each shape."""
+        return {_part(shape): 1 for shape in self.shapes}
+
+    def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
+        """A round is a pass."""
+        for turn in dict.fromkeys(turn for turn, _ in left):
+            self.begin()
+            for size in sorted({size for size, _ in self.shapes}):
+                for shape in rotated([shape for shape in self.shapes if shape[0] == size], turn):
+                    if (turn, _part(shape)) in left:
+                        yield 0, partial(self._sample, shape, turn)
+
+    def _sample(self, shape: Shape, turn: int, arm: BenchArm) -> Sample:
+        seconds, experts = self.measure(shape, turn)
+        sample = Sample(arm.mode.label, _part(shape), 0, turn, 0, decode_tokens=shape[0] * shape[1], steps=1)
+        return replace(sample, decode_s=seconds, experts_sum=experts)
+
+
+@dataclass(kw_only=True)
 class StepTimer:
     """Times passes of a session's models over windows of `text`; its KV caches are the timer's while it works.
 
@@ -137,18 +169,18 @@ class StepTimer:
     def target(self) -> list[TimePoint]:
         """T_T of all shapes, with the distinct experts that the batches used, per MoE layer."""
         context = self.session.target
-        n_layers = max(1, len(context.model.host_expert_layers))
-        seconds: dict[Shape, list[float]] = defaultdict(list)
-        unique: dict[Shape, list[float]] = defaultdict(list)
-        for shape, turn in self._turns(self.shapes, context):
+        n_layers, sensor = max(1, len(context.model.host_expert_layers)), context.sensor
+
+        def measure(shape: Shape, turn: int) -> tuple[float, float]:
+            self._fill(context, shape[0], turn)
             self._warm_up(context, shape, turn, Phase.VERIFY)
-            if context.sensor is not None:
-                context.sensor.read_counts()
-            seconds[shape].append(_decode_s(context, self._parts(context, shape, turn), Phase.VERIFY))
-            if context.sensor is not None:
-                unique[shape].append(np.count_nonzero(context.sensor.read_counts()) / n_layers)
+            if sensor is not None:
+                sensor.read_counts()
+            seconds = _decode_s(context, self._parts(context, shape, turn), Phase.VERIFY)
             self.on_pass()
-        return _points(seconds, context.model.info.n_expert_used, unique)
+            return seconds, 0.0 if sensor is None else np.count_nonzero(sensor.read_counts()) / n_layers
+
+        return self._times(self.shapes, measure, context.clear, context.model.info.n_expert_used)
 
     def draft(self) -> list[TimePoint]:
         """T_D(B): one pass of the draft model over a token of each sequence, and a choice for each."""
@@ -156,17 +188,20 @@ class StepTimer:
         if context is None:
             return []
         sampler = Sampler(GREEDY, context.model.info.n_vocab)
-        seconds: dict[Shape, list[float]] = defaultdict(list)
-        for shape, turn in self._turns([(size, 1) for size in self.draft_sizes], context):
+
+        def measure(shape: Shape, turn: int) -> tuple[float, float]:
+            self._fill(context, shape[0], turn)
             self._warm_up(context, shape, turn, Phase.DRAFT)
             parts = self._parts(context, shape, turn)
             start_s = time.perf_counter()
             for logits in context.decode_parts(parts, phase=Phase.DRAFT):
                 sampler.pick(sampler.candidates(logits[0], []))
-            seconds[shape].append(time.perf_counter() - start_s)
+            seconds = time.perf_counter() - start_s
             _take_back(parts)
             self.on_pass()
-        return _points(seconds)
+            return seconds, 0.0
+
+        return self._times([(size, 1) for size in self.draft_sizes], measure, context.clear)
 
     def reject(self) -> list[TimePoint]:
         """T_rej(t): rejection sampling of t - 1 drafts, all of which are accepted, which takes longest."""
@@ -179,24 +214,32 @@ class StepTimer:
         (logits,) = (rows.copy() for rows in context.decode_parts([part], phase=Phase.VERIFY))
         best = [int(token) for token in logits.argmax(axis=1)]
         certain = [Candidates.certain(token) for token in best]
-        seconds: dict[Shape, list[float]] = defaultdict(list)
-        for turn in range(self.repetitions):
-            for shape in rotated(self.shapes, turn):
-                n_tokens = shape[1]
-                start_s = time.perf_counter()
-                sampler.accept(logits[:n_tokens], best[: n_tokens - 1], certain[: n_tokens - 1], before)
-                seconds[shape].append(time.perf_counter() - start_s)
-        _take_back([part])
-        return _points(seconds)
 
-    def _turns(self, shapes: Sequence[Shape], context: Context) -> Iterator[tuple[Shape, int]]:
-        """(shape, repetition), the smallest batches first, with the text before them in the KV cache."""
-        for turn in range(self.repetitions):
-            context.clear()
-            for size in sorted({size for size, _ in shapes}):
-                for shape in rotated([shape for shape in shapes if shape[0] == size], turn):
-                    self._fill(context, size, turn)
-                    yield shape, turn
+        def measure(shape: Shape, _turn: int) -> tuple[float, float]:
+            n_tokens = shape[1]
+            start_s = time.perf_counter()
+            sampler.accept(logits[:n_tokens], best[: n_tokens - 1], certain[: n_tokens - 1], before)
+            return time.perf_counter() - start_s, 0.0
+
+        points = self._times(self.shapes, measure, lambda: None)
+        _take_back([part])
+        return points
+
+    def _times(
+        self, shapes: Sequence[Shape], measure: Measure, begin: Callable[[], None], n_used: int = 0
+    ) -> list[TimePoint]:
+        """The samples of each shape as a time, in the order of the shapes."""
+        work = _Passes(name="", warms_up=False, shapes=shapes, measure=measure, begin=begin)
+        by_part: dict[str, list[Sample]] = defaultdict(list)
+        for sample in work.samples([BenchArm(MODES["moeedge"], self.session)], range(self.repetitions)):
+            by_part[sample.prompt].append(sample)
+        points = []
+        for size, each in sorted(set(shapes)):
+            samples = by_part[_part((size, each))]
+            seconds = tuple(sample.decode_s for sample in samples)
+            experts = fmean(sample.experts_sum for sample in samples) or None  # where they were counted
+            points.append(TimePoint(size * each, median(seconds), n_used, size, experts, seconds))
+        return points
 
     def _place(self, index: int, turn: int) -> int:
         """Where the timed tokens of a sequence begin in the text; the sequences lie apart from each other."""
@@ -230,18 +273,6 @@ class StepTimer:
         self._fill(context, shape[0], turn)
 
 
-def _points(
-    seconds: Mapping[Shape, list[float]], n_used: int = 0, unique: Mapping[Shape, list[float]] | None = None
-) -> list[TimePoint]:
-    """The samples of each shape as a time, in the order of the shapes. unique: experts, where they were counted."""
-    found = []
-    for shape, samples in sorted(seconds.items()):
-        counted = unique.get(shape) if unique else None
-        experts = fmean(counted) if counted else None
-        found.append(TimePoint(shape[0] * shape[1], median(samples), n_used, shape[0], experts, tuple(samples)))
-    return found
-
-
 def _decode_s(context: Context, parts: Sequence[BatchPart], phase: Phase) -> float:
     """Seconds of one pass, of which the KV cache keeps nothing."""
     start_s = time.perf_counter()
@@ -249,6 +280,10 @@ def _decode_s(context: Context, parts: Sequence[BatchPart], phase: Phase) -> flo
     seconds = time.perf_counter() - start_s
     _take_back(parts)
     return seconds
+
+
+def _part(shape: Shape) -> str:
+    return f"{shape[0]}x{shape[1]}"
 
 
 def _take_back(parts: Sequence[BatchPart]) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from moeedge.bench.arms import load_models, open_arm
 from moeedge.bench.config import MODES, BenchMode
-from moeedge.bench.harness import BenchArm, load_models, open_arm
+from moeedge.bench.experiment import BenchArm
 from moeedge.bench.samples import Sample, quotient
 from moeedge.engine.recording import TraceCollector
 from moeedge.engine.types import EngineConfig

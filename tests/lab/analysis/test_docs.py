@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeedge.analysis.model_profile import profile_model
+from moeedge.analysis.model_profile import complete_report, layer_report, profile_model, run_facts
 from moeedge.analysis.profile import profile_layers
-from moeedge.analysis.profile_json import complete_report, layer_report, run_facts
 from moeedge.engine.recording import Recording
 from moeedge.lab.analysis.pair_similarity import PairSimilarity
 from tests.support.traces import two_texts

@@ -14,7 +14,7 @@ import llama_cpp.llama_cpp as lib
 import pytest
 
 from moeedge.bench import roofline
-from moeedge.bench.harness import GREEDY
+from moeedge.bench.experiment import GREEDY
 from moeedge.bench.roofline import measure_read_speed
 from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Prompt, user_turns
