@@ -76,6 +76,7 @@ _CACHE_MODE = r"(source|simulated_tg_ts|simulated_moeedge_tg_ts)"
 _FIT = r"(predicted_speed_up|predicted_by_tokens|beyond_measured)"
 REMOVED: list[tuple[str, str, str]] = [
     (r"screens: (bench_views\.model_table|parallel_views\.parallel_markdown) ", "", "parts of bench_views.render"),
+    (r"choices: speculation check_gamma: ", "", "draft lengths are checked in one place, which is no formula"),
     (r"functions: planning\.estimate\.known_model: ", "", "sizes of a model are one type, with what a context takes"),
     (r"commands: list fits: \d+\.fit\.device_ratio", "", "no cache where an expert per layer has no room, as in chat"),
     (r"commands-slow: report\.json: ", "lab pair", "the list of its keys lost model_profile.pair"),
