@@ -1,11 +1,9 @@
 """Policies lru, lfu, static and none; and the order of use, which other caches share. One pool for all layers.
 
 lru     Least recently used. Within a batch the experts of a later token are more recent, where the tokens' expert ids
-        are known. Mixtral-Offloading, with slots per layer and misses computed on the device, is in
-        lab/policies/layer_lru.py.
-lfu     Least frequently used with decay. Decayed frequency is the classic compromise between LFU and LRU (LRFU: Lee et
-        al., IEEE Transactions on Computers 50(12), 2001, section 2: every use weighs (1/2)^(lambda * age)). It is not
-        the rule of one published MoE system.
+        are known. lab/policies/layer_lru.py has slots per layer.
+lfu     Least frequently used with decay, the classic compromise between LFU and LRU (LRFU: Lee et al., IEEE
+        Transactions on Computers 50(12), 2001, section 2: every use weighs (1/2)^(lambda * age)).
 static  The most used experts of a profile, or, without one, of the first steps; then no expert moves.
 none    No expert is moved; the CPU computes every expert.
 """
@@ -77,7 +75,6 @@ class Lru(PooledPolicy):
         self._score, self._used = self._recency.last, self._recency.used
 
     def observe(self, observation: Observation) -> None:
-        """Takes in which experts a step used."""
         self._recency.observe(observation)
         np.copyto(self._utility, self._recency.used)
 
@@ -113,7 +110,6 @@ class Static(PooledPolicy):
             self._steps_left = 0
 
     def observe(self, observation: Observation) -> None:
-        """Counts activations during the first steps."""
         if self._steps_left > 0:
             self._score += observation.counts.astype(np.float32)
             self._steps_left -= not observation.prefill
@@ -136,5 +132,4 @@ class NoCache(Policy):
         self._plan = self._make_plan(nothing, nothing.astype(np.uint8), nothing)
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Returns the empty plan."""
         return self._plan

@@ -40,18 +40,14 @@ class ExpertBudget:
             raise InputError("An expert budget is at least 1 expert per layer.", "Give a number such as 16.")
         if self.ranking not in self.RANKINGS:
             raise InputError(f"Unknown ranking '{self.ranking}'.", f"Choose from: {', '.join(self.RANKINGS)}.")
-        if self.coverage not in get_args(Coverage):
-            raise InputError(
-                f"Unknown budget policy '{self.coverage}'.", f"Choose from: {', '.join(get_args(Coverage))}."
-            )
+        if self.coverage not in (names := get_args(Coverage)):
+            raise InputError(f"Unknown budget policy '{self.coverage}'.", f"Choose from: {', '.join(names)}.")
 
     @property
     def label(self) -> str:
         """The words that every result carries, with what is not the default: "budget 16 router (lossy)"."""
-        words = ["budget", str(self.budget)]
-        words += [] if self.ranking == "picks" else [self.ranking]
-        words += [] if self.coverage == "substitution" else [self.coverage]
-        return f"{' '.join(words)} (lossy)"
+        words = [word for word in (self.ranking, self.coverage) if word not in ("picks", "substitution")]
+        return " ".join(["budget", str(self.budget), *words, "(lossy)"])
 
     def label_at(self, gamma: int) -> str:
         """The label at that draft length: without drafts nothing is lost, "budget 16 (idle)"."""
@@ -68,10 +64,8 @@ class ExpertBudget:
         used = np.broadcast_to(np.asarray(n_expert_used), (n_layers,))[expert_layers]
         most = int(used.max(initial=0))
         if budget < most:
-            raise InputError(
-                f"An expert budget of {budget} is below the {most} experts that the model uses per token.",
-                f"Give at least {most}.",
-            )
+            text = f"An expert budget of {budget} is below the {most} experts that the model uses per token."
+            raise InputError(text, f"Give at least {most}.")
         budgets = np.zeros(n_layers, dtype=np.int32)
         budgets[expert_layers] = budget
         return budgets

@@ -39,8 +39,8 @@ class PolicyEntry:
         if not isinstance(self.policy, str):
             return self.policy
         module, _, name = self.policy.partition(":")
-        found: type[Policy] = getattr(import_module(f"moeedge.lab.policies.{module}"), name)
-        return found
+        policy: type[Policy] = getattr(import_module(f"moeedge.lab.policies.{module}"), name)
+        return policy
 
 
 def _simulated(policy: str, description: str) -> PolicyEntry:
@@ -116,9 +116,7 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
 
 def expand_names(names: Sequence[str]) -> list[str]:
     """The names; "all" among them stands for every policy but the bounds and none."""
-    if "all" in names:
-        return [name for name in POLICIES | SIMULATED if name != "none"]
-    return list(names)
+    return [name for name in POLICIES | SIMULATED if name != "none"] if "all" in names else list(names)
 
 
 def ignored_ablations(name: str, ablations: frozenset[str]) -> list[str]:

@@ -77,13 +77,10 @@ class Calibration:
                 f"an expert takes {cpu_s * 1e6:.0f} us on the CPU, {device_s * 1e6:.0f} us on the device, "
                 f"{self.units.transfer_expert_s * 1e6:.0f} us to move"
             )
+        step, other = "a step with the cache has", "one without"
         if emulated:
-            parts.append(
-                f"this is emulation on the CPU's own cores: {self.speed:.2f} times the speed of plain decoding"
-            )
-        else:
-            parts.append(f"a step with the cache has {self.speed:.2f} times the speed of one without")
-        parts.append(f"for prompts {_PATH_TEXTS[prefill]}")
+            step, other = "this is emulation on the CPU's own cores:", "plain decoding"
+        parts += [f"{step} {self.speed:.2f} times the speed of {other}", f"for prompts {_PATH_TEXTS[prefill]}"]
         if not self.kept:
             parts.append("the result cannot be saved (folder: MOEEDGE_CACHE), so that the next run measures again")
         return f"{when}: {'; '.join(parts)}."
@@ -93,10 +90,8 @@ def calibration_file(
     target: Context, cache: ExpertCache, config: PlacementConfig, gamma: int, device: ResolvedDevice
 ) -> Path:
     """Where a calibration under these conditions is kept. Raises OSError without a cache folder."""
-    path = target.model.path
-    status = path.stat()
-    # everything that the measurement depends on
-    conditions = {
+    path, status = target.model.path, target.model.path.stat()
+    conditions = {  # everything that the measurement depends on
         "schema": Calibration.SCHEMA,
         "model": path.name,
         "model_bytes": status.st_size,

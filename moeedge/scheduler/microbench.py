@@ -1,12 +1,12 @@
-"""Measures what the policy's cost model needs (MoE-SpAc, Appendix C.1), on the real model with the real cache.
+"""Measures what the policy's cost model needs (MoE-SpAc, Appendix C.1), on a fixed text with the real model and cache.
 
-It times computing an expert on the CPU and on the device by tokens per expert, moving one, drafting a token, the
-shares r_c and r_g of the policy's utilities, entire steps with the cache and without, and prompts by each path, all on
-a fixed text.
+These are the times of an expert on the CPU and on the device by its tokens, of moving one and of drafting a token, the
+shares r_c and r_g of the policy's utilities, steps with the cache and without, and prompts by each path.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -76,8 +76,8 @@ def calibrate(
 ) -> Calibration | None:
     """Reads what an earlier run measured under the same conditions, or else measures, and keeps it for the next run.
 
-    None where neither exists: measuring is switched off (config.calibrate) or the context is too small. Raises
-    Cancelled where `run` is. Leaves KV caches and slots empty.
+    None where measuring is switched off (config.calibrate) or the context is too small. Raises Cancelled where `run`
+    is. Leaves KV caches and slots empty.
     """
     find_file = partial(calibration_file, target, cache, config, gamma, device)
     calibration = None if config.measure_anew else read_measurement(Calibration, find_file)
@@ -101,8 +101,7 @@ def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: Resol
     units = calibration.units
     if units is None or not (device.link_bytes_per_s or device.latency_us):
         return calibration
-    expert_bytes = float(cache.groups()[2].mean())
-    link_s = expert_bytes / device.link_bytes_per_s if device.link_bytes_per_s else 0.0
+    link_s = float(cache.groups()[2].mean()) / (device.link_bytes_per_s or math.inf)
     floor_s = link_s + device.latency_us * 1e-6
     return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
 
@@ -121,9 +120,8 @@ class _Measuring:
         policy = make_policy(config.policy, cache_shape(cache), config.policy_config(gamma=gamma))
         self._driver = StepDriver(policy, self._store)
         # one way to compute small batches where the device is the host, or where one was asked for; else all compete
-        self._device_paths = (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
-        if config.device_path is not None:
-            self._device_paths = (config.device_path,)
+        only = config.device_path or (DevicePath.PAIRS if cache.info.is_host else None)
+        self._device_paths = tuple(DevicePath) if only is None else (only,)
         self._n_asked = gamma + 1
         self.n_verified = min(self._n_asked, target.n_ctx // 4)
         self._records: dict[DevicePath, list[NDArray[np.void]]] = defaultdict(list)
@@ -134,7 +132,7 @@ class _Measuring:
         cache.attach(self._sensor)
 
     def measure(self, draft: Context | None) -> Calibration:
-        """Leaves KV caches and slots empty, and the cache detached, with the fastest path."""
+        """All figures; leaves KV caches and slots empty, and the cache detached, with the fastest path."""
         try:
             transfer_s, n_readers = self.time_transfers()
             self.learn()
@@ -171,14 +169,13 @@ class _Measuring:
 
     def time_transfers(self) -> tuple[float, int]:
         """Fills the slots; seconds per transfer, 0 without one, and reading threads, the fewest that are fast."""
-        resident = self._cache.residency()
         group = self._cache.groups()[0]
-        absent = np.argwhere((resident == 0) & (group >= 0)[:, None]).astype(np.int32)
+        absent = np.argwhere((self._cache.residency() == 0) & (group >= 0)[:, None]).astype(np.int32)
         uploads = absent[np.random.default_rng(0).permutation(len(absent))[: self._cache.info.n_slots]]
         times_s = [self._time_uploads(uploads)]  # pages of file and device are cold: not the lasting speed
         self._cache.clear()
-        n_cores = os.cpu_count() or 1
-        readers = [1] if self._cache.info.is_host else [n for n in _READERS if n <= max(1, n_cores // 2)]
+        n_max = 1 if self._cache.info.is_host else max(1, (os.cpu_count() or 1) // 2)
+        readers = [n for n in _READERS if n <= n_max]
         times: dict[int, list[float]] = {n: [] for n in readers}
         times[1] += times_s
         for index, part in enumerate(np.array_split(uploads, _FILLS * len(readers))):
@@ -191,7 +188,6 @@ class _Measuring:
         return best[chosen], chosen
 
     def _time_uploads(self, uploads: NDArray[np.int32]) -> float:
-        """Seconds per transfer; 0 without one."""
         self.check()
         before = self._cache.stats()
         self._store.push_uploads(uploads)
@@ -201,7 +197,7 @@ class _Measuring:
         return (after.transfer_s - before.transfer_s) / moved if moved else 0.0
 
     def learn(self) -> None:
-        """Lets the policy see verifications of the text and act; notes how its utilities would split each of them."""
+        """Lets the policy see verifications of the text and act; sets the shares by its utilities, r_c and r_g."""
         reader = RoutingReader(self._sensor)
         utilities, activations = [], []
         size = max(2, self.n_verified)
@@ -268,10 +264,7 @@ class _Measuring:
             self._target.clear()
 
     def _reset_graph(self) -> None:
-        """Empties the context and makes llama.cpp build a new graph for the next batch.
-
-        It would reuse its last graph for a batch of the same size, on the devices of the last path.
-        """
+        """Empties the context; llama.cpp would reuse its last graph, on the last path, for a batch of the same size."""
         self._target.clear()
         self._target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
         self._target.clear()
@@ -310,11 +303,11 @@ class _Measuring:
     def time_draft(self, draft: Context) -> float:
         """Median seconds that the draft model takes for a token."""
         n = min(8, draft.n_ctx // 4)
-        known = [token for token in self.tokens if token < draft.model.info.n_vocab]
+        tokens = [token for token in self.tokens if token < draft.model.info.n_vocab]
         draft.clear()
-        draft.decode(known[:n], phase=Phase.DRAFT, logits="none")
+        draft.decode(tokens[:n], phase=Phase.DRAFT, logits="none")
         times = []
-        for token in known[n : 2 * n]:
+        for token in tokens[n : 2 * n]:
             self.check()
             start_s = time.perf_counter()
             draft.decode([token], phase=Phase.DRAFT)
@@ -330,16 +323,14 @@ class _Measuring:
         records = records[(records["pairs_device"] > 0) & (records["n_tokens"] <= max(_BATCHES))]
         if records.size == 0:
             return None
-        sides = [
+        cpu, device = (
             fit_side(part["n_tokens"], part[f"unique_{side}"], part[f"pairs_{side}"], part[f"{side}_ns"] * 1e-9)
             for side, part in (("cpu", records), ("device", records if self._cache.info.is_host else _timed(records)))
-        ]
-        cpu, device = sides
+        )
         if cpu is None or device is None:
             return None
-        n_layers = len(self._target.model.host_expert_layers)
-        chosen = records[records["n_tokens"] == self.n_verified]
-        chosen = chosen if chosen.size else records
+        n_layers, same = len(self._target.model.host_expert_layers), records["n_tokens"] == self.n_verified
+        chosen = records[same] if same.any() else records
         experts_s = float(np.median(np.maximum(chosen["cpu_ns"], chosen["device_ns"]))) * 1e-9
         return CostModel(
             cpu_expert_s=cpu.curve(),
@@ -365,8 +356,7 @@ def fewest_readers(seconds: dict[int, float]) -> int:
 def _timed(records: NDArray[np.void]) -> NDArray[np.void]:
     """Block records with an exact device time; all of them where those are too few.
 
-    The device time of a GPU ends when the CPU, its own part done, asks for it: it is exact only where the CPU had to
-    wait. For some blocks the backend waits before the CPU's part begins. The emulated device measures itself.
+    A GPU's time ends when the CPU, its own part done, asks for it: it is exact only where the CPU had to wait.
     """
     exact = records[records["wait_ns"] > 0.1 * records["device_ns"]]
     return exact if len(exact) >= _MIN_TIMED_BLOCKS else records

@@ -23,7 +23,6 @@ class CacheStore:
         self.residency = cache.residency
 
     def push(self, plan: Plan) -> None:
-        """Replaces what is queued by `plan`."""
         self.cache.plan(plan.uploads, plan.priority, plan.victims, plan.victim_utility)
 
     def push_uploads(self, uploads: NDArray[np.int32]) -> None:
@@ -80,10 +79,10 @@ class RoutingReader:
 
     def _router_scores(self, n_tokens: int) -> NDArray[np.float32] | None:
         """A copy, float32 [n_layers, n_tokens, n_experts]; None where they were not captured."""
-        if self._scores is None:
+        captured = None if self._scores is None else self._scores.read(CaptureFlags.PROBS)
+        if captured is None or n_tokens > captured.rows.shape[1]:
             return None
-        captured = self._scores.read(CaptureFlags.PROBS)
-        if n_tokens > captured.rows.shape[1] or not (np.isin(captured.layer_tokens, (0, n_tokens))).all():
+        if not np.isin(captured.layer_tokens, (0, n_tokens)).all():
             return None
         values = captured.rows[:, :n_tokens].copy()
         values[captured.layer_tokens == 0] = 0.0
@@ -101,9 +100,7 @@ class RoutingReader:
                 break
             start -= frame.n_tokens
             frames.insert(0, frame)
-        n_before = start
-        pieces = []
-        left = counts.astype(np.int64)
+        n_before, pieces, left = start, [], counts.astype(np.int64)
         for frame in frames:
             tokens = np.array(prompt[start : start + frame.n_tokens], dtype=np.int32)
             start += frame.n_tokens

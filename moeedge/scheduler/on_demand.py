@@ -1,7 +1,7 @@
 """Between the layers of a verification: load missing experts on demand, plan for the next layers.
 
-In moeedge the CPU computes missing experts. Most published systems compute on the device alone and load a missing
-expert when its layer is computed ("on demand"); the engine can do that, too, for comparisons.
+In moeedge the CPU computes missing experts. Most published systems load them when their layer is computed ("on demand")
+and compute on the device alone; the engine can do that, too, for comparisons.
 """
 
 from __future__ import annotations
@@ -114,9 +114,8 @@ def predicted_uploads(
 ) -> Plan:
     """Keeps the uploads of a plan that were predicted, and in the layers that are planned for: a `PlanFilter`.
 
-    A policy also brings back experts that were used, since in moeedge no transfer is waited for during a step.
-    Where misses are loaded on demand those are resident already: only predictions add uploads.
-    loader: loads the misses; None where the CPU computes them.
+    A policy also brings back experts that were used, since in moeedge no transfer is waited for during a step. Where
+    `loader` loads misses on demand those are resident already. loader: None where the CPU computes misses.
     """
     if loader is None and layers is None:
         return plan
@@ -124,9 +123,8 @@ def predicted_uploads(
     keep = predicted[plan.uploads[:, 0], plan.uploads[:, 1]]
     if layers is not None:
         keep &= (plan.uploads[:, 0] >= layers.start) & (plan.uploads[:, 0] < layers.stop)
-    uploads = plan.uploads[keep]
-    n_victims = len(plan.victims) if len(uploads) else 0
-    victims, victim_utility = plan.victims[:n_victims], plan.victim_utility[:n_victims]
+    uploads, needed = plan.uploads[keep], slice(None if keep.any() else 0)
+    victims, victim_utility = plan.victims[needed], plan.victim_utility[needed]
     if loader is not None:
         victims = loader.make_room(predicted, uploads)
         victim_utility = np.arange(len(victims), dtype=np.float32)

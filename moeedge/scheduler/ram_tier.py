@@ -1,7 +1,7 @@
 """Tiers of experts, and those in RAM for a model that is larger than it: their memory, and by what experts leave it.
 
-The native cache of the device "ram" loads an absent expert from the model's file when a computation needs it, in place
-of the resident one that the policy expects the least of.
+The native cache of the device "ram" loads an absent expert when a computation needs it, in place of the resident one
+that the policy expects the least of.
 """
 
 from __future__ import annotations
@@ -66,14 +66,13 @@ def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
 
 def describe_dense(dense: DenseWeights) -> str:
     """A sentence for the user: where the dense weights in host memory are."""
+    where = f"are in the page cache, {format_bytes(dense.locked_bytes)} of them locked"
     if dense.locked_bytes >= dense.host_bytes:
         where = "are locked in memory"
     elif dense.own_bytes >= dense.host_bytes:
         where = "stay in memory; raise ulimit -l to keep them out of swap"
     elif dense.locked_bytes == 0:
         where = "are in the page cache; raise ulimit -l to lock them in memory"
-    else:
-        where = f"are in the page cache, {format_bytes(dense.locked_bytes)} of them locked"
     size = format_bytes(min(dense.n_bytes, dense.host_bytes))  # a GPU has the others
     return f"The {size} of weights that are not experts {where}."
 
@@ -81,28 +80,26 @@ def describe_dense(dense: DenseWeights) -> str:
 def use_measured_readers(cache: ExpertCache, target: Context, run: Run) -> None:
     """Reads as `calibrate --disk` found best, but not with fewer threads than usual: they also copy what they read."""
     measured = read_kept(target.model.path)
-    if measured is None or measured.in_memory:
-        return
-    n_threads = cache.reader().n_threads
-    best = measured.best_from(n_threads)  # other pieces may be the best with fewer requests
-    n_threads = max(n_threads, best.depth)
-    cache.set_readers(n_threads, best.piece_bytes)
-    reading = f"{n_threads} threads read experts, in pieces of {format_bytes(best.piece_bytes)}"
-    run.note(f"{reading}, as moeedge calibrate --disk found best.")
+    if measured is not None and not measured.in_memory:
+        n_threads = cache.reader().n_threads
+        best = measured.best_from(n_threads)  # other pieces may be the best with fewer requests
+        n_threads = max(n_threads, best.depth)
+        cache.set_readers(n_threads, best.piece_bytes)
+        reading = f"{n_threads} threads read experts, in pieces of {format_bytes(best.piece_bytes)}"
+        run.note(f"{reading}, as moeedge calibrate --disk found best.")
 
 
 def warm_start(cache: ExpertCache, target: Context, run: Run) -> KeptActivations:
     """Starts to load the experts that earlier runs used most, after what a prompt needs; the counts of these runs."""
-    info = target.model.info
-    kept = KeptActivations.open(target.model.path, info.n_layers, info.n_experts)
-    most_used = kept.most_used(cache_shape(cache))
+    activations = KeptActivations.open(target.model.path, target.model.info.n_layers, target.model.info.n_experts)
+    most_used = activations.most_used(cache_shape(cache))
     CacheStore(cache).push_uploads(most_used)
-    kept.n_first = len(most_used)
-    if kept.file is None:
+    activations.n_first = len(most_used)
+    if activations.file is None:
         run.note("The use of experts is not saved for the next start: there is no folder for it (MOEEDGE_CACHE).")
     if len(most_used):
         run.note(f"{len(most_used):,} experts that earlier runs used most are loaded first.")
-    return kept
+    return activations
 
 
 class RamStore(CacheStore):
@@ -164,17 +161,13 @@ class Tier:
             self.attached = True
 
     def detach(self) -> None:
-        """Lets the context compute as without the slots; the experts stay there."""
         self.cache.detach()
         self.attached = False
 
     def observe(
         self, observations: Sequence[Observation], tokens: Sequence[int], on_device: NDArray[np.bool_] | None = None
     ) -> None:
-        """Shows the policy what was activated, and plans for the next batch, as StepDriver.plan_next.
-
-        on_device: bool [n_layers, n_experts], experts of another tier; in RAM these come last.
-        """
+        """Shows the policy what was activated, and plans as StepDriver.plan_next; on_device: as that of RamStore."""
         for observation in observations:
             self.driver.observe(observation)
             if self.kept is not None:

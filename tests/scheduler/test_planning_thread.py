@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from moeedge.scheduler.planning_thread import PlanningThread
+from moeedge.scheduler.manager import PlanningThread
 
 
 def test_calls_run_in_order_next_to_the_caller() -> None:
