@@ -93,10 +93,7 @@ def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
 
 
 def ram(other: ResolvedDevice) -> ResolvedDevice:
-    """Host memory as the place of experts that are loaded on demand, for a model that is larger than it.
-
-    other: what -dev stands for, which has no memory for experts.
-    """
+    """Host memory as the place of experts that are loaded on demand; other: what -dev stands for, which has none."""
     return ResolvedDevice(
         "ram",
         ggml_name="ram",
@@ -118,10 +115,8 @@ def _automatic(bundled: bool) -> ResolvedDevice:
     notes = [f"{gpu.name} is not used. {gpu.advice}" for gpu in missed]
     shared = [device.name for device in devices if device.shares_host_memory]
     if shared:
-        notes.append(
-            f"{shared[0]} is a GPU without memory of its own, so experts stay on the CPU. "
-            f"-dev {shared[0]} uses it all the same."
-        )
+        text = f"{shared[0]} is a GPU without memory of its own, so experts stay on the CPU."
+        notes.append(f"{text} -dev {shared[0]} uses it all the same.")
     if bundled:
         text = "No GPU: the emulated device, a second CPU instance, takes its place; -dev none does without."
         notes.append(Notification(text, Level.NOTICE))
@@ -183,8 +178,8 @@ def _find(name: str) -> native.Device:
     """Returns the device of that name, which is the CPU or can hold experts."""
     devices = native.devices()
     usable = [device.name for device in devices if device.kind not in ("ACCEL", "RPC")]
-    known = ["auto", "none", EMULATED, *usable, *([_RPC_FORM] if rpc.is_built_in() else [])]
-    hint = f"Choose from: {', '.join(known)}."
+    names = ["auto", "none", EMULATED, *usable, *([_RPC_FORM] if rpc.is_built_in() else [])]
+    hint = f"Choose from: {', '.join(names)}."
     device = next((device for device in devices if device.name == name), None)
     if device is None:
         raise DeviceError(f"Unknown device '{name}'.", hint)
@@ -206,22 +201,19 @@ def list_devices() -> list[DeviceRow]:
     remark = "the CPU plays a GPU, to try everything without one; emulated:link=25GB/s,threads=2 sets its speed"
     sizes = available_memory(), total_memory()
     rows.append(DeviceRow(EMULATED, "emulated", "a second CPU instance", *sizes, True, remark))
-    has_rpc = rpc.is_built_in()
-    remark = f"the installed llama.cpp was built without RPC: {rpc.build_command()}"
-    remark = "start moeedge worker there first" if has_rpc else remark
+    has_rpc, remark = rpc.is_built_in(), "start moeedge worker there first"
+    remark = remark if has_rpc else f"the installed llama.cpp was built without RPC: {rpc.build_command()}"
     return [*rows, DeviceRow(_RPC_FORM, "RPC", "another machine's device", None, None, has_rpc, remark)]
 
 
 def _row(device: native.Device) -> DeviceRow:
-    usable = device.kind in ("GPU", "IGPU")
+    usable, remark = device.kind in ("GPU", "IGPU"), "holds experts, and layers with -ngl"
     if device.kind == "CPU":
         remark = "experts that are on no other device are stored and computed here"
     elif not usable:
         remark = "has no memory of its own, so it cannot hold experts"
     elif device.shares_host_memory:
         remark = "has no memory of its own; -dev auto does not choose it"
-    else:
-        remark = "holds experts, and layers with -ngl"
     # llama.cpp reports all memory of the CPU as free
     free = available_memory() if device.kind == "CPU" else device.free_bytes
     free_bytes, total_bytes = (free, device.total_bytes) if device.total_bytes else (None, None)

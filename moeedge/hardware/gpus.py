@@ -61,14 +61,14 @@ class PresentGpu:
     @property
     def advice(self) -> str:
         """What makes it usable: one or two sentences, a command last."""
+        if not self.is_driven and self.driver == "vfio-pci":
+            return "It is handed to a virtual machine (driver vfio-pci)."
         if not self.is_driven:
-            held = f"the kernel's driver is {self.driver}" if self.driver else "no driver is loaded"
-            if self.driver == "vfio-pci":
-                return "It is handed to a virtual machine (driver vfio-pci)."
-            return f"Install {self.vendor}'s driver first: {held}."
+            reason = f"the kernel's driver is {self.driver}" if self.driver else "no driver is loaded"
+            return f"Install {self.vendor}'s driver first: {reason}."
         if not self.reachable:
-            given = "--gpus all" if self.vendor == "NVIDIA" else "--device /dev/dri"
-            return f"Its driver is loaded, but this process cannot reach it: give a container the GPU ({given})."
+            option = "--gpus all" if self.vendor == "NVIDIA" else "--device /dev/dri"
+            return f"Its driver is loaded, but this process cannot reach it: give a container the GPU ({option})."
         if self.blocked:
             return f"You may not open {self.blocked}: sudo usermod -aG render,video $USER, then log in again."
         option = _BUILD_OPTIONS.get(self.vendor, _APPLE_OPTION)
@@ -96,13 +96,13 @@ def unused_gpus(devices: list[native.Device]) -> list[PresentGpu]:
 
 def present_gpus() -> list[PresentGpu]:
     """Every GPU of this machine that could compute, in the order of the bus."""
-    found = list(_on_pci())
+    gpus = list(_on_pci())
     cards = list(nvidia.cards())  # with the names that the driver gives, in the order of the bus
-    for i, gpu in enumerate(found):
+    for i, gpu in enumerate(gpus):
         if gpu.vendor == "NVIDIA" and gpu.is_driven:
-            found[i] = replace(gpu, name=cards.pop(0)) if cards else replace(gpu, reachable=False)
-    found += [PresentGpu("NVIDIA", card) for card in cards]  # as in WSL, which has no bus
-    return found + [PresentGpu("Apple", "the Mac's GPU", in_processor=True)] * (sys.platform == "darwin")
+            gpus[i] = replace(gpu, name=cards.pop(0)) if cards else replace(gpu, reachable=False)
+    gpus += [PresentGpu("NVIDIA", card) for card in cards]  # as in WSL, which has no bus
+    return gpus + [PresentGpu("Apple", "the Mac's GPU", in_processor=True)] * (sys.platform == "darwin")
 
 
 def _on_pci() -> Iterator[PresentGpu]:
@@ -112,9 +112,8 @@ def _on_pci() -> Iterator[PresentGpu]:
         if vendor is None or not kind.startswith(_DISPLAY_CLASS):
             continue
         pci_id = folder.name.lower()
-        driver = folder / "driver"
-        total_text = text_of(folder / "mem_info_vram_total")  # amdgpu's
-        total = int(total_text) if total_text.isdigit() else None
+        driver, size = folder / "driver", text_of(folder / "mem_info_vram_total")  # amdgpu's
+        total = int(size) if size.isdigit() else None
         # programs compute through the render nodes
         names = sorted(each.name for each in children(folder / "drm") if each.name.startswith("renderD"))
         nodes = [node for name in names if (node := ROOT / "dev/dri" / name).exists()]
@@ -138,5 +137,5 @@ def _name(pci_id: str, vendor_id: str, device_id: str, vendor: str) -> str:
     if by_driver := value_in(ROOT / "proc/driver/nvidia/gpus" / pci_id / "information", "model"):
         return by_driver
     listed = re.compile(rf"^{vendor_id}.*\n(?:\t.*\n)*?\t{device_id}(.+)", re.MULTILINE)  # below a vendor its devices
-    found = next(filter(None, (listed.search(text_of(ROOT / place)) for place in _NAME_LISTS)), None)
-    return f"{vendor} {found[1].strip()}" if found else f"{vendor} GPU {vendor_id}:{device_id}"
+    match = next(filter(None, (listed.search(text_of(ROOT / place)) for place in _NAME_LISTS)), None)
+    return f"{vendor} {match[1].strip()}" if match else f"{vendor} GPU {vendor_id}:{device_id}"

@@ -18,7 +18,7 @@ import moeedge
 from moeedge import native, paths
 from moeedge.errors import ModelFileError, MoeedgeError
 from moeedge.hardware.gpus import unused_gpus
-from moeedge.hardware.machine_load import busy_note, look
+from moeedge.hardware.machine_load import busy_note, others_now
 from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.hardware.processor import core_limit, cpu_name, instruction_sets, physical_cores, usable_cores
 from moeedge.hub.cache import cached_models, hub_cache, unfinished_downloads
@@ -165,7 +165,7 @@ def threads() -> Iterator[Finding]:
     text = f"{n_threads} (-t N sets it); {n_usable} of {n_all} logical cores may be used"
     if limit is not None and limit < n_usable:
         text += f", a container's limit is {limit:g}"
-    busy = busy_note(look(), n_threads)
+    busy = busy_note(others_now(), n_threads)
     text += f". {busy}" if busy else ""
     spin = os.environ.get("GOMP_SPINCOUNT", "0")
     spins = not spin.isdigit() or int(spin) > _LONG_SPIN or os.environ.get("OMP_WAIT_POLICY", "").lower() == "active"
