@@ -7,6 +7,7 @@ file's mean bits per weight, and compute buffers are allowances.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -39,7 +40,7 @@ _ORDER: tuple[Place, ...] = ("GPU", "GPU and RAM", "RAM", "disk")  # the best fi
 
 @dataclass(frozen=True)
 class Memory:
-    """What is free, in bytes; vram_bytes 0: no GPU. A total of 0: all is free."""
+    """Free memory in bytes; vram_bytes 0: no GPU. A total of 0: all is free."""
 
     ram_bytes: int
     vram_bytes: int = 0
@@ -48,13 +49,13 @@ class Memory:
 
 
 def free_memory(vram_bytes: int | None = None, ram_bytes: int | None = None) -> Memory:
-    """What is free here, on the GPU that -dev auto means and in RAM; given sizes replace the measured ones."""
+    """The free memory of the GPU that -dev auto means and of RAM; given sizes replace the measured ones."""
     ram, total = (available_memory(), total_memory()) if ram_bytes is None else (ram_bytes, ram_bytes)
     if vram_bytes is not None:
         return Memory(ram, vram_bytes, ram_total_bytes=total)
     library.start()
-    found = resolve(DeviceSpec("auto"))
-    return Memory(ram, *((found.free_bytes, found.total_bytes) if found.kind == "gpu" else (0, 0)), total)
+    device = resolve(DeviceSpec("auto"))
+    return Memory(ram, *((device.free_bytes, device.total_bytes) if device.kind == "gpu" else (0, 0)), total)
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,17 @@ def known_model(choice: Choice) -> ModelMemory | None:
 
 def known_file(path: Path, size_bytes: int) -> ModelMemory:
     """A file on this machine that the catalog does not have: its experts by its header, the rest assumed."""
-    try:
+    known = replace(_UNKNOWN, weights_bytes=size_bytes)
+    with suppress(ModelFileError):
         tensors, _ = expert_tensors(path)
-    except ModelFileError:
-        tensors = []
-    n_experts = {tensor.layer: tensor.n_experts for tensor in tensors}
-    most, n_bytes = max(n_experts.values(), default=0), expert_bytes(tensors)
-    return replace(
-        _UNKNOWN, weights_bytes=size_bytes, experts_bytes=n_bytes, n_expert_layers=len(n_experts), n_experts=most
-    )
+        n_experts, n_bytes = {tensor.layer: tensor.n_experts for tensor in tensors}, expert_bytes(tensors)
+        n_most = max(n_experts.values(), default=0)
+        known = replace(known, experts_bytes=n_bytes, n_expert_layers=len(n_experts), n_experts=n_most)
+    return known
 
 
 def known_row(row: ListedModel, choice: Choice | None) -> ModelMemory | None:
-    """What is known of a row of `moeedge list`, by its entry in the catalog or else by its file; None: no size."""
+    """The facts of a row of `moeedge list`, by its entry in the catalog or else by its file; None: no size."""
     if choice is not None:
         return known_model(choice)
     return known_file(Path(row.path), row.size_bytes) if row.path and row.size_bytes else None
@@ -169,8 +168,8 @@ def fitting(models: Iterable[ListedModel], catalog: Catalog, memory: Memory) -> 
         known = known_row(row, choice)
         if known is not None:
             draft = None if choice is None else chat_draft(catalog, choice)
-            found = estimate(known, memory, draft=None if draft is None else known_model(draft))
-            rows += [FittingModel(row, found)] if found.place != "nowhere" else []
+            placed = estimate(known, memory, draft=None if draft is None else known_model(draft))
+            rows += [FittingModel(row, placed)] if placed.place != "nowhere" else []
             sizes[row.name] = known.weights_bytes
     rows.sort(key=lambda row: (_ORDER.index(row.map.place), -sizes[row.model.name]))
     return FittingModels(memory, tuple(rows), len(models) - len(rows))

@@ -51,10 +51,9 @@ class Footprint:
 def footprint(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bool = False) -> Footprint:
     """Returns the memory of `model`, loaded without weights, and of a session's context of `n_ctx` tokens."""
     with _dry_context(model, n_ctx, config, is_draft=is_draft) as context:
-        found = _read(context, has_weights=True)
-    if config.load.is_mapped and not config.load.is_locked:
-        return found
-    return replace(found, fixed_bytes=found.ram.weights_bytes)
+        memory = _read(context, has_weights=True)
+    is_paged = config.load.is_mapped and not config.load.is_locked
+    return memory if is_paged else replace(memory, fixed_bytes=memory.ram.weights_bytes)
 
 
 def draft_footprint(chosen: ChosenDraft, target: Model, n_ctx: int, config: EngineConfig) -> Footprint:
@@ -75,8 +74,7 @@ def _dry_context(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bo
 
 
 def _read(context: Context, *, has_weights: bool) -> Footprint:
-    gpus: dict[str, MemoryShare] = {}
-    ram, repacked = MemoryShare(), 0
+    gpus, ram, repacked = dict[str, MemoryShare](), MemoryShare(), 0
     for use in context.memory_uses():
         weights = use.weights_bytes if has_weights else 0
         share = MemoryShare(weights, use.memory_bytes, use.compute_bytes)
@@ -110,7 +108,6 @@ class MemoryPool:
 
     @property
     def used_bytes(self) -> int:
-        """Without the reserve."""
         return sum(line.n_bytes for line in self.lines if not line.spare)
 
     @property
@@ -189,10 +186,8 @@ def this_machine(
         device = replace(device, free_bytes=ram_bytes, total_bytes=ram_bytes)
     gpus = [listed.name for listed in native.devices() if listed.kind == "GPU"]
     if len(gpus) > 1 and device.kind == "gpu" and device.llama_device == "auto":
-        notes.append(
-            f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, but only {device.ggml_name} "
-            f"caches experts. Use it alone with -dev {device.ggml_name}."
-        )
+        text = f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, but only"
+        notes.append(f"{text} {device.ggml_name} caches experts. Use it alone with -dev {device.ggml_name}.")
     total, free = (total_memory(), available_memory()) if ram_bytes is None else (ram_bytes, ram_bytes)
     return PlannedMachine(device, total, free, vram_bytes is not None, ram_bytes is not None, tuple(notes))
 

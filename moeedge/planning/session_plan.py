@@ -46,12 +46,12 @@ class SessionPlan:
 
 
 def make_session_plan(
-    planner: Planner, *, given: Sequence[str] = (), beyond_ram: RamTierRequest | None = None
+    planner: Planner, *, options: Sequence[str] = (), beyond_ram: RamTierRequest | None = None
 ) -> SessionPlan:
     """Returns the plan at the planner's context.
 
-    given: options of `moeedge chat`, as the user typed them; they go into the command. beyond_ram: what is known of the
-    disk and the routing, for a model that is larger than the memory.
+    options: of `moeedge chat`, as the user typed them; they go into the command. beyond_ram: the disk and the routing,
+    for a model that is larger than the memory.
     """
     chosen = planner.default_map()
     trained = planner.facts.n_ctx_train
@@ -81,7 +81,7 @@ def make_session_plan(
         rows = [row.n_ctx for row in contexts if row.n_ctx <= largest]
         advised = planner.map(max(rows, default=largest))  # a step below the largest leaves room for experts
     slots_bytes = tier.machine.slots_bytes if tier is not None and has_slots and planner.machine.ram_given else 0
-    command = "" if advised.verdict == "does not fit" else _command(planner, advised, given, slots_bytes)
+    command = "" if advised.verdict == "does not fit" else _command(planner, advised, options, slots_bytes)
     if not has_room:
         notes.append("Not even one expert per layer fits the memory next to the rest.")
     return SessionPlan(
@@ -99,18 +99,13 @@ def _about_files(planner: Planner) -> list[str]:
         if facts is not None and not facts.is_here:
             notes.append(f"moeedge pull {facts.file} downloads {format_bytes(facts.file_bytes)}.")
         elif facts is not None and facts.missing_bytes:
-            notes.append(
-                f"{facts.file} is incomplete: {format_bytes(facts.missing_bytes)} of its weights are missing. "
-                "The plan needs only its header."
-            )
+            text = f"{facts.file} is incomplete: {format_bytes(facts.missing_bytes)} of its weights are missing."
+            notes.append(f"{text} The plan needs only its header.")
     return notes
 
 
 def _advice(planner: Planner, chosen: MemoryMap, largest: int, *, has_slots: bool) -> list[str]:
-    """Returns notes on what does not fit and what the user can do; the first one says whether the plan fits.
-
-    has_slots: experts are loaded from the file into slots in RAM.
-    """
+    """Returns notes on what does not fit and what the user can do; has_slots: experts are loaded into slots in RAM."""
     facts, ram = planner.facts, _ram(chosen)
     notes = [chosen.refused] if chosen.refused else []
     where = f" for a context of {chosen.n_ctx:,} tokens"
@@ -144,18 +139,18 @@ def _smaller_file(facts: ModelFacts, ram: MemoryPool) -> str:
     return "No smaller quantization fits."
 
 
-def _command(planner: Planner, advised: MemoryMap, given: Sequence[str], ram_slots_bytes: int) -> str:
-    """Returns the command: the options given, and those that keep a chat to the plan.
+def _command(planner: Planner, advised: MemoryMap, options: Sequence[str], ram_slots_bytes: int) -> str:
+    """Returns the command: the options of the user, and those that keep a chat to the plan.
 
     ram_slots_bytes: of experts that are loaded from the file into RAM, where the user gave the RAM; 0 elsewhere.
     """
     config, machine = planner.config, planner.machine
-    words = ["moeedge", "chat", *given]
+    words = ["moeedge", "chat", *options]
     if not config.n_ctx and not advised.whole_on_gpu:  # entirely on the GPU it uses the rest for its context
         words += ["-c", str(advised.n_ctx)]
-    asked = config.placement.cache_ratio is not None or planner.reserve > 0
+    has_size = config.placement.cache_ratio is not None or planner.reserve > 0
     device = machine.device  # a GPU's division between whole layers and cache is measured without a ratio
-    if advised.budget.n_slots and (asked or (device.default_ratio is None and device.kind != "gpu")):
+    if advised.budget.n_slots and (has_size or (device.default_ratio is None and device.kind != "gpu")):
         ratio = math.floor(advised.cache_ratio * 1000 + 1e-9) / 1000  # rounded down so that it fits
         words += ["--cache-ratio", f"{ratio:g}"]
     elif config.placement.cache_ratio == 0:

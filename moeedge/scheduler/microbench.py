@@ -241,7 +241,10 @@ class _Measuring:
                     self._use_cache(way is not None)
                     if way is not None:
                         self._cache.set_device_path(way)
-                    self._rewind()
+                    if self._target.model.can_roll_back and self._target.n_past >= self._n_prompt:
+                        self._target.trim(self._n_prompt)
+                    else:  # the memory cannot forget single tokens
+                        self._target.clear()
                     times[n, way].append(self._time_decode(n, Phase.VERIFY if n > 1 else Phase.DECODE))
                     if way is not None:
                         self._records[way].append(self._cache.blocks())
@@ -255,19 +258,6 @@ class _Measuring:
         self._cache.detach()
         if use:
             self._cache.attach(self._sensor)
-
-    def _rewind(self) -> None:
-        """Goes back to the end of the prompt, or to the start where the memory cannot forget single tokens."""
-        if self._target.model.can_roll_back and self._target.n_past >= self._n_prompt:
-            self._target.trim(self._n_prompt)
-        else:
-            self._target.clear()
-
-    def _reset_graph(self) -> None:
-        """Empties the context; llama.cpp would reuse its last graph, on the last path, for a batch of the same size."""
-        self._target.clear()
-        self._target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
-        self._target.clear()
 
     def _time_decode(self, n: int, phase: Phase) -> float:
         self.check()
@@ -293,7 +283,10 @@ class _Measuring:
         for repetition in range(_PREFILL_REPETITIONS):
             for path in prefill_paths if repetition % 2 else reversed(prefill_paths):
                 self._cache.set_prefill(path, min(n, 65))
-                self._reset_graph()
+                # a token between: llama.cpp would reuse its last graph, on the last path, for a batch of the same size
+                self._target.clear()
+                self._target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
+                self._target.clear()
                 times[path].append(self._time_decode(n, Phase.PREFILL))
             if time.perf_counter() - start_s > _PART_LIMITS_S["prefill"]:
                 break
