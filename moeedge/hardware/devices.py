@@ -75,8 +75,7 @@ class VramReading:
 def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
     """Finds the device; `bundled`: the model is the bundled one, which auto runs on the emulated device.
 
-    Raises DeviceError for a name that llama.cpp does not list and for a worker that does not answer, BackendError for
-    rpc:// if llama.cpp was built without RPC.
+    Raises DeviceError for an unknown name and a worker that does not answer, BackendError for rpc:// without RPC.
     """
     native.attach()
     if spec.kind == "emulated":
@@ -226,9 +225,8 @@ def _row(device: native.Device) -> DeviceRow:
 def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: int | None = None) -> VramReading | None:
     """Returns the device's memory now, None without a device; cheap enough for several calls a second.
 
-    pool_bytes: what the expert cache has allocated; filled_bytes: the part of it that holds experts (default: all).
-    The emulated device has no memory but the pool. A worker is asked only when it is resolved, because asking one that
-    has gone would end this process: its reading is that first answer less the pool.
+    pool_bytes: of the expert cache, all that the emulated device has; filled_bytes: those that hold experts (default:
+    all). A worker's reading is its first answer less the pool: asking one that has gone would end this process.
     """
     if device.kind == "none":
         return None

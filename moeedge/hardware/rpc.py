@@ -104,8 +104,8 @@ def _ask(connection: socket.socket, command: int, request: bytes, form: str) -> 
 def add_worker(endpoint: str) -> tuple[str, Worker | None]:
     """Registers the worker's first device with llama.cpp; returns its name there and the worker's answer.
 
-    The answer is None if another session of this process uses the worker, which then answers no second greeting.
-    Raises BackendError without RPC, DeviceError for a worker that cannot be used.
+    The answer is None if another session of this process uses the worker, which answers no second greeting. Raises
+    BackendError without RPC, DeviceError for a worker that cannot be used.
     """
     check_built_in()
     is_shared = bool(_connections(endpoint)) and endpoint not in _lost

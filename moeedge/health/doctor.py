@@ -197,10 +197,7 @@ def library() -> Iterator[Finding]:
 
 
 def gpu() -> Iterator[Finding]:
-    """The GPUs that llama.cpp can use, and those that it cannot. Needs the native library.
-
-    Raises BackendFileError for a file of $GGML_BACKEND_PATH that cannot be loaded.
-    """
+    """The GPUs, also those that llama.cpp cannot use; raises BackendFileError for a file of $GGML_BACKEND_PATH."""
     from moeedge.llama import library
 
     library.start()
@@ -235,10 +232,7 @@ _REFERENCE = "python -m moeedge.cli.reference"  # has the table of all variables
 
 
 def environment(values: Mapping[str, str] = os.environ, *, honoured: Collection[str] = ()) -> Iterator[Finding]:
-    """One finding for all that is well, one for each variable that is not.
-
-    honoured: the variables of llama.cpp's options (LLAMA_ARG_*) that act here.
-    """
+    """One finding for all that is well, one for each variable that is not; honoured: LLAMA_ARG_* that act here."""
     variables = set_variables(values)
     wrong = {variable.name: finding for variable in variables if (finding := _wrong(variable, honoured)) is not None}
     well = [f"{variable.name}={variable.value}" for variable in variables if variable.name not in wrong]
@@ -264,10 +258,7 @@ def _wrong(variable: SetVariable, honoured: Collection[str]) -> Finding | None:
 
 
 def examine(honoured: Collection[str] = ()) -> Report:
-    """Runs every check, in a second or two; loads no model, downloads nothing and writes nothing.
-
-    honoured: the variables of llama.cpp's options (LLAMA_ARG_*) that act here.
-    """
+    """Runs every check, in a second or two, without models, downloads and writing; honoured: as of `environment`."""
     findings = checked("library", library)
     works = not Report(tuple(findings)).is_broken
     checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (

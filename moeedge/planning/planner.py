@@ -1,7 +1,7 @@
 """Computes how much memory of each kind a session takes, from headers alone.
 
-Every decision is the session's own: the place of layers (engine/loading.py), the context size (llama/model_memory.py),
-the number of cache slots (scheduler/sizing.py). llama.cpp reports what it would allocate.
+Every decision is the session's own code (engine/loading.py, llama/model_memory.py, scheduler/sizing.py), and llama.cpp
+reports what it would allocate.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from moeedge.scheduler.sizing import CacheBudget
 class Planner(Closing):
     """Memory maps of one model (and draft) on one machine, at any context size; a context manager.
 
-    reserve: bytes of the device to leave free in addition to the cache's own reserve. names: pull names of models of
-    which only the header is on this machine.
+    reserve: bytes of the device to leave free besides the cache's own reserve. names: pull names of headers alone.
     """
 
     def __init__(
@@ -222,7 +221,7 @@ class Planner(Closing):
         return budget, [MemoryItem("cache: staging and columns", overhead), reserve, slots]
 
     def largest_n_ctx(self, ratio: float = 0.0, *, from_disk: bool = False) -> int:
-        """Returns the largest context up to the trained one that fits with at least that cache ratio; 0 if none does.
+        """Returns the largest context up to the trained one with at least that ratio of a cache; 0 if none fits.
 
         from_disk: accept a model larger than the memory. A cache that can be on must be on.
         """
@@ -263,8 +262,7 @@ def _items(
 def _weights(n_bytes: int, experts: int, repacked: int | None = None) -> list[MemoryItem]:
     """Returns the items of the target's weights in one kind of memory; `experts` of the `n_bytes` are experts.
 
-    repacked: bytes that cannot be dropped, by default all. llama.cpp does not report their tensors; nearly all of them
-    are experts.
+    repacked: bytes that cannot be dropped, by default all; nearly all of them are experts.
     """
     fixed = n_bytes if repacked is None else repacked
     if n_bytes < experts:  # the other layers are elsewhere

@@ -118,17 +118,13 @@ class PlacementManager:
         assert target.sensor is not None  # opening.py checks it
         execution = config.execution
         self.cache, self.driver = tier.cache, tier.driver
-        self.device = device.label
-        self.ram = ram
-        self._tier = tier
+        self.device, self.ram, self._tier = device.label, ram, tier
         self._tiers = [tier] if ram is None else [tier, ram]
         self.memory, self._kept = self._tiers[-1].memory, self._tiers[-1].kept  # of slots in RAM; None: there are none
         self.notify: Notify = ignore  # gets warnings, e.g. of a lost device; may be replaced
         # a measurement that waits for the end of an answer: returns its result, and whether the cache stays
         self.postponed: Callable[[Run], tuple[Calibration, bool]] | None = None
-        self._device = device
-        self._sensor = target.sensor
-        self._op_offload = target.op_offload
+        self._device, self._sensor, self._op_offload = device, target.sensor, target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)
         self._keeps_hidden_states = keeps_hidden_states
         self._remake_policy = remake_policy
@@ -153,8 +149,7 @@ class PlacementManager:
         self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
         self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
-        self._lost = False
-        self._warned_unknown = False
+        self._lost = self._warned_unknown = False
         self.attach()
 
     @property
@@ -337,12 +332,11 @@ class PlacementManager:
     def after_verification(
         self, counts: Counts, batch: Sequence[int], record: StepRecord, order: NDArray[np.intp] | None = None
     ) -> None:
-        """Shows the policy what `batch` activated, plans for the next one and starts the transfers.
+        """Shows the policy the activations of `batch`, plans for the next one and starts the transfers.
 
         counts: uint32 [n_layers, n_experts]. batch: a prompt if record.n_verified is 0. Of the next batch the last of
         record.tokens is known, the target's own. order: of several texts (`share`), the places in the batch, those that
-        became text first; of the next batch the texts' own tokens are known if there were no drafts. The transfers go
-        on while the draft model works.
+        became text first; of the next batch the texts' own tokens are known if there were no drafts.
         """
         if not self._tier.attached:
             if self.governor is not None:  # it switched the cache off, whose slots are still on the device
@@ -416,7 +410,8 @@ class PlacementManager:
     def _add_schedule(self, start_s: float) -> None:
         """Counts the time since `start_s` as scheduling, unless it was for a prompt."""
         if self._in_step:
-            self._tier.add_schedule(time.perf_counter() - start_s)
+            seconds = time.perf_counter() - start_s
+            self._tier.add(schedule_s=seconds, decode_s=seconds)
 
     @property
     def predicted_share(self) -> float | None:

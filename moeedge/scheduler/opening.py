@@ -57,10 +57,9 @@ class Opening:
     has_draft_states: bool  # drafts come with hidden states all the same, since a head of the target makes them
 
     def open(self, in_ram: PlacementConfig | None) -> tuple[PlacementManager | None, Calibration | None]:
-        """The placement of the target's experts on the device, and what was measured for it.
+        """The placement of the target's experts, to be closed before the contexts, and what was measured for it.
 
-        in_ram: of the experts in RAM where device.loads_misses; its vram_bytes are those of RAM. The caller closes the
-        manager before it frees the contexts.
+        in_ram: of the experts in RAM where device.loads_misses; its vram_bytes are those of RAM.
         """
         self.run.notes.extend(self.device.notes)
         if self.device.kind == "none":
@@ -97,8 +96,7 @@ class Opening:
 
     def open_in_ram(self) -> PlacementManager | None:
         """Experts that are loaded into RAM as needed; no device holds any."""
-        tier = self.open_tier()
-        if tier is None:
+        if (tier := self.open_tier()) is None:
             return None
         with ExitStack() as stack:
             stack.callback(tier.close)
@@ -108,8 +106,7 @@ class Opening:
 
     def open_tier(self) -> Tier | None:
         """Experts in RAM, those first that earlier runs used most; None where there is no room."""
-        cache = self.open_cache()
-        if cache is None:
+        if (cache := self.open_cache()) is None:
             return None
         target, run = self.target, self.run
         with ExitStack() as stack:
@@ -151,10 +148,9 @@ class Opening:
         return manager, calibration
 
     def _measure_now(self, manager: PlacementManager, run: Run) -> tuple[Calibration, bool]:
-        """Measures with an open placement and empty KV caches, and goes on with a policy that knows the result.
+        """Measures with an open placement and empty KV caches: the result, and whether the cache stays.
 
-        Returns the result, and whether the cache stays; run's notes say so. Raises Cancelled where `run` is; the
-        placement then goes on as it was, with empty slots.
+        Raises Cancelled where `run` is; the placement then goes on as it was, with empty slots.
         """
         with manager.measuring():
             calibration = calibrate(self.target, self.draft, manager.cache, self.config, self.gamma, self.device, run)
@@ -325,11 +321,7 @@ class Opening:
 
 
 def warm_up_gpu(target: Context, draft: Context | None, gamma: int) -> None:
-    """Lets a GPU load its kernels and allocate their scratch memory, so that free memory stays free afterwards.
-
-    Compute buffers exist since the contexts were made; the rest comes with the first batches of each size. Leaves the
-    KV caches empty.
-    """
+    """Decodes a batch of each size, which makes a GPU allocate its scratch memory. Leaves the KV caches empty."""
     for context in filter(None, (target, draft)):
         text = context.model.tokenize("A few words, so that there is something to compute.")
         for n in (_PREFILL_TOKENS_MIN, context.n_parallel * (gamma + 1), 1):
@@ -342,9 +334,8 @@ def warm_up_gpu(target: Context, draft: Context | None, gamma: int) -> None:
 
 
 def _capture(context: Context) -> ActivationCapture:
-    """The capture of a target with a sensor, or of a draft that a predictor reads."""
     capture = context.capture_activations()
-    assert capture is not None
+    assert capture is not None  # a target with a sensor, or a draft that a predictor reads
     return capture
 
 

@@ -103,14 +103,12 @@ def warm_start(cache: ExpertCache, target: Context, run: Run) -> KeptActivations
 
 
 class RamStore(CacheStore):
-    """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched.
-
-    on_device: bool [n_layers, n_experts], the experts that another cache holds; they go first.
-    """
+    """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched."""
 
     def __init__(self, cache: ExpertCache, policy: Callable[[], Policy]) -> None:
         super().__init__(cache)
         self._policy = policy
+        # [n_layers, n_experts], experts that another cache holds: they go first
         self.on_device: NDArray[np.bool_] | None = None
 
     def push(self, plan: Plan) -> None:
@@ -124,7 +122,7 @@ class RamStore(CacheStore):
 class Tier:
     """An expert cache of a context, the policy that fills it, and the figures of both.
 
-    memory: of slots in RAM; None on a device. kept: get the activations of this run; the manager saves them at its end.
+    memory: of slots in RAM; None on a device. kept: gets the activations of this run; the manager saves it at its end.
     """
 
     def __init__(
@@ -177,25 +175,22 @@ class Tier:
             self.store.on_device = on_device
 
     def add_step(self, record: StepRecord) -> None:
-        """Counts a verification or plain decode; the time of scheduling it is added with `add_schedule`."""
+        """Counts a verification or plain decode, without the time of scheduling it."""
         step_s = record.draft_s + record.verify_s + record.observe_s
-        self._add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
-
-    def add_schedule(self, seconds: float) -> None:
-        """Counts time that the policy and its plan took, part of a step's."""
-        self._add(schedule_s=seconds, decode_s=seconds)
+        self.add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
 
     def time_plan(self, call: Callable[[], object]) -> None:
         """Runs the policy and its plans, in whichever thread, and counts the time."""
         start_s = time.perf_counter()
         call()
-        self._add(plan_s=time.perf_counter() - start_s)
+        self.add(plan_s=time.perf_counter() - start_s)
 
     def skip(self, before: CacheStats) -> None:
         """Does not count what the cache has done since `before`."""
         self._start = self._start - (PlacementStats(**vars(before)) - PlacementStats(**vars(self.cache.stats())))
 
-    def _add(self, **amounts: float) -> None:
+    def add(self, **amounts: float) -> None:
+        """Adds to figures of PlacementStats."""
         for name, amount in amounts.items():
             self._sums[name] += amount
 

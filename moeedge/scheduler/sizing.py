@@ -121,13 +121,8 @@ def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -
 
 
 def emulated_threads(device: ResolvedDevice) -> int:
-    """Threads of the emulated device, 0 for a real one.
-
-    Half the cores: the CPU computes its part at the same time, and two teams on the same cores wait for each other.
-    """
-    if device.kind != "emulated":
-        return 0
-    return device.threads or max(1, library.physical_cores() // 2)
+    """Threads of the emulated device, 0 for a real one. Half the cores: the CPU computes its part at the same time."""
+    return (device.threads or max(1, library.physical_cores() // 2)) if device.kind == "emulated" else 0
 
 
 def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n_ubatch: int, n_stage: int) -> int:

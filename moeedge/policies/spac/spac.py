@@ -44,8 +44,8 @@ _PAUSE_STEPS, _PAUSE_STEPS_MAX = 256, 4096  # without predictions, doubled each 
 class LookaheadJudge:
     """Compares two rankings of the experts after each judged step; `on` says whether to use the predictions.
 
-    Both rankings choose as many experts as there are slots. The activations that the step brought to either choice say
-    what a perfectly fast link would have gained. Where the gain stays below 1 %, the predictions rest for a while.
+    Both choose as many experts as there are slots. The activations that the step brought to either choice tell the gain
+    with a perfectly fast link. Where it stays below 1 %, the predictions rest for a while.
     """
 
     def __init__(self, n_slots: int) -> None:
@@ -75,13 +75,11 @@ class LookaheadJudge:
     def end_step(self) -> None:
         """A verification ended."""
         self._n_steps += 1
-        if not self.on:
-            self._n_paused += 1
-            if self._n_paused >= self._pause_steps:
-                self._pause_steps = min(2 * self._pause_steps, _PAUSE_STEPS_MAX)
-                self.on = True
-                self._hits = self._hits_without = 0.0
-                self._n_judged = 0
+        self._n_paused += not self.on
+        if not self.on and self._n_paused >= self._pause_steps:
+            self._pause_steps = min(2 * self._pause_steps, _PAUSE_STEPS_MAX)
+            self.on, self._n_judged = True, 0
+            self._hits = self._hits_without = 0.0
 
     def judge(self, score: FloatArray, score_without: FloatArray, now: FloatArray) -> None:
         """Adds a step with the activations `now` [n]: the scores [n] with and without predictions."""

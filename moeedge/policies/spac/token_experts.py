@@ -207,7 +207,6 @@ class TokenExpertTable:
             self._learn(tokens[start : start + piece].tolist(), ids[:, start : start + piece])
 
     def _read(self, rows: list[int]) -> FloatArray:
-        """The rows as float32 [len(rows), n]."""
         if len(self._bytes) < len(rows):
             self._bytes = np.empty((len(rows), self._rows.shape[1]), dtype=np.uint8)
             self._floats = np.empty(self._bytes.shape, dtype=np.float32)
@@ -281,10 +280,9 @@ class NextBatchPredictor:
         *,
         weight: float = 1.0,
     ) -> float:
-        """Adds to `out` [n] what `tokens` are expected to activate beyond `rate`; returns how many are predicted.
+        """Adds to `out` [n], by `weight`, what `tokens` should activate beyond `rate`; returns how many are predicted.
 
-        rate: activations per token [n], for what the tokens do not predict. hidden_states: float32 [n_states, n_embd],
-        the draft's for the first of `tokens`. weight: of what is added.
+        rate: activations per token [n]. hidden_states: float32 [n_states, n_embd], the draft's for the first `tokens`.
         """
         predicted, share = self._predicted, 0.0
         predicted.fill(0.0)
