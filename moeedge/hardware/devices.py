@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moeedge import native
@@ -119,13 +119,13 @@ def _automatic(bundled: bool) -> ResolvedDevice:
     if bundled:
         text = "No GPU: the emulated device, a second CPU instance, takes its place; -dev none does without."
         notes.append(Notification(text, Level.NOTICE))
-        return _emulated(DeviceSpec("emulated"), notes=notes)
+        return replace(_emulated(DeviceSpec("emulated")), notes=notes)
     if not shared:
         notes.append(Notification("No GPU: all experts stay on the CPU (see moeedge devices)."))
     return ResolvedDevice("none", llama_device="auto", notes=notes)
 
 
-def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDevice:
+def _emulated(spec: DeviceSpec) -> ResolvedDevice:
     link = f", link {format_rate(spec.link_bytes_per_s)}" if spec.link_bytes_per_s else ""
     link += f", latency {spec.latency_us:g} us" if spec.latency_us else ""
     return ResolvedDevice(
@@ -139,7 +139,6 @@ def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDe
         free_bytes=available_memory(),
         total_bytes=total_memory(),
         default_ratio=EMULATED_RATIO,
-        notes=notes or [],
     )
 
 
@@ -148,17 +147,9 @@ def _worker(endpoint: str) -> ResolvedDevice:
     n_devices, free, total = worker or (1, 0, 0)
     if free == total:  # a worker on a CPU reports all memory as free, including that of other programs
         free = total // 2
-    note = f"rpc://{endpoint} serves {n_devices} devices; moeedge uses the first one."
-    return ResolvedDevice(
-        "rpc",
-        ggml_name=name,
-        label=f"rpc://{endpoint}",
-        llama_device="auto",
-        endpoint=endpoint,
-        free_bytes=free,
-        total_bytes=total,
-        notes=[note] if n_devices > 1 else [],
-    )
+    device = ResolvedDevice("rpc", name, f"rpc://{endpoint}", "auto", endpoint=endpoint)
+    note = f"{device.label} serves {n_devices} devices; moeedge uses the first one."
+    return replace(device, free_bytes=free, total_bytes=total, notes=[note] if n_devices > 1 else [])
 
 
 def _gpu(device: native.Device, *, llama_device: str) -> ResolvedDevice:

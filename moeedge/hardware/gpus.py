@@ -80,17 +80,14 @@ class PresentGpu:
 
 def unused_gpus(devices: list[native.Device]) -> list[PresentGpu]:
     """The GPUs of this machine that are none of llama.cpp's `devices`."""
-    left = present_gpus()
-    usable = [device for device in devices if device.kind in ("GPU", "IGPU")]
-    unknown = []
+    present, usable = present_gpus(), [device for device in devices if device.kind in ("GPU", "IGPU")]
+    addresses = {device.pci_id.lower() for device in usable} & {gpu.pci_id for gpu in present} - {""}
+    left = [gpu for gpu in present if gpu.pci_id not in addresses]
     for device in usable:
-        same = next((gpu for gpu in left if gpu.pci_id and gpu.pci_id == device.pci_id.lower()), None)
-        unknown += [] if same else [device]
-        left = [gpu for gpu in left if gpu is not same]
-    for device in unknown:  # backends that do not tell the address
-        text = f"{device.registry} {device.name} {device.description}".lower()
-        same = next((gpu for gpu in left if any(word in text for word in _WORDS[gpu.vendor])), None)
-        left = [gpu for gpu in left if gpu is not same]
+        if device.pci_id.lower() not in addresses:  # its backend does not tell the address
+            text = f"{device.registry} {device.name} {device.description}".lower()
+            same = next((gpu for gpu in left if any(word in text for word in _WORDS[gpu.vendor])), None)
+            left = [gpu for gpu in left if gpu is not same]
     return left
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
@@ -40,12 +41,9 @@ class MemoryShare:
 class Footprint:
     """Memory of a model and one context of it."""
 
-    gpus: dict[str, MemoryShare]  # by llama.cpp's name of the GPU
+    gpus: defaultdict[str, MemoryShare]  # by llama.cpp's name of the GPU
     ram: MemoryShare
     fixed_bytes: int  # of the weights in RAM: those that cannot be paged out to the file, as copies for the CPU
-
-    def gpu(self, name: str) -> MemoryShare:
-        return self.gpus.get(name, MemoryShare())
 
 
 def footprint(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bool = False) -> Footprint:
@@ -65,7 +63,7 @@ def draft_footprint(chosen: ChosenDraft, target: Model, n_ctx: int, config: Engi
         ):
             return _read(head, has_weights=chosen.model is not None)
     if chosen.model is None:
-        return Footprint({}, MemoryShare(), 0)
+        return Footprint(defaultdict(MemoryShare), MemoryShare(), 0)
     return footprint(chosen.model, n_ctx, config, is_draft=True)
 
 
@@ -74,12 +72,12 @@ def _dry_context(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bo
 
 
 def _read(context: Context, *, has_weights: bool) -> Footprint:
-    gpus, ram, repacked = dict[str, MemoryShare](), MemoryShare(), 0
+    gpus, ram, repacked = defaultdict[str, MemoryShare](MemoryShare), MemoryShare(), 0
     for use in context.memory_uses():
         weights = use.weights_bytes if has_weights else 0
         share = MemoryShare(weights, use.memory_bytes, use.compute_bytes)
         if use.on_gpu:
-            gpus[use.device] = gpus.get(use.device, MemoryShare()) + share
+            gpus[use.device] += share
         else:
             ram += share
             repacked += weights if not use.device and use.buffer_type not in PLAIN_BUFFERS else 0

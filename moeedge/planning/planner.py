@@ -122,7 +122,7 @@ class Planner(Closing):
         target, device = self._target(all_on_gpu), self.machine.device
         loaded = self._footprints(target, N_CTX_STEP)
         if device.kind == "gpu" and loading.kv_on_gpu(self.config, device, target):
-            weights = sum(model.gpu(device.ggml_name).weights_bytes for model in loaded)
+            weights = sum(model.gpus[device.ggml_name].weights_bytes for model in loaded)
             return max(0, device.free_bytes - KERNEL_BYTES - weights)
         return max(0, self.machine.ram_free_bytes - sum(model.fixed_bytes for model in loaded))
 
@@ -162,9 +162,9 @@ class Planner(Closing):
         adapters = MemoryItem("LoRA adapters", sum(tensor.size_bytes for tensor in tensors))
         places, budget, lines = [], CacheBudget(0.0, 0, 0), list[MemoryItem]()
         if device.kind == "gpu":
-            share = ours.gpu(device.ggml_name)
+            share = ours.gpus[device.ggml_name]
             weights = _weights(share.weights_bytes, self.facts.experts_bytes - host_experts)
-            lines = _items(weights, share, drafts.gpu(device.ggml_name))
+            lines = _items(weights, share, drafts.gpus[device.ggml_name])
             lines += [adapters, MemoryItem("kernels (an allowance)", KERNEL_BYTES)]
         if device.kind != "none":
             budget, cache = self._cache(target, device.free_bytes - sum(line.n_bytes for line in lines))

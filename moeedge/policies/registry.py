@@ -47,11 +47,6 @@ def _simulated(policy: str, description: str) -> PolicyEntry:
     return PolicyEntry(policy, description, "simulation")
 
 
-def _bound(description: str) -> PolicyEntry:
-    """A residency that the replay computes: it plans nothing."""
-    return PolicyEntry(NoCache, f"bound: {description}", "bound")
-
-
 TABLE: dict[str, PolicyEntry] = {
     "spac": PolicyEntry(
         Spac,
@@ -94,8 +89,9 @@ TABLE: dict[str, PolicyEntry] = {
     ),
     "vllm": _simulated("placed:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
     "accelerate": _simulated("placed:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
-    "oracle": _bound("the best residency for each step, known in advance"),
-    "belady": _bound("the best that a cache filled by use can keep (MIN)"),
+    # the replay computes their residency: they plan nothing
+    "oracle": PolicyEntry(NoCache, "bound: the best residency for each step, known in advance", "bound"),
+    "belady": PolicyEntry(NoCache, "bound: the best that a cache filled by use can keep (MIN)", "bound"),
 }
 
 # name -> description

@@ -90,20 +90,11 @@ def calibrate(
             write_measurement(find_file(), calibration)
         except OSError:
             calibration = replace(calibration, kept=False)
-    return _with_link_floor(calibration, cache, device)
-
-
-def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: ResolvedDevice) -> Calibration:
-    """With transfers at least as long as an emulated link takes.
-
-    The emulated link catches up with what a busy machine delayed, which a short measurement mistakes for speed.
-    """
-    units = calibration.units
-    if units is None or not (device.link_bytes_per_s or device.latency_us):
+    if (units := calibration.units) is None:
         return calibration
-    link_s = float(cache.groups()[2].mean()) / (device.link_bytes_per_s or math.inf)
-    floor_s = link_s + device.latency_us * 1e-6
-    return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
+    # an emulated link catches up with what a busy machine delayed, which a short measurement mistakes for speed
+    least_s = float(cache.groups()[2].mean()) / (device.link_bytes_per_s or math.inf) + device.latency_us * 1e-6
+    return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, least_s)))
 
 
 class _Measuring:
