@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import Queue
-from threading import Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,41 +36,36 @@ from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.units import format_bytes
 
 _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
-Call = Callable[[], object]
 
 
 class PlanningThread:
     """Runs calls in their order next to the models: llama.cpp computes without Python's lock, so that both overlap.
 
-    The calls may use what the decoding thread leaves alone until it has called `wait`. The thread begins with the first
-    call, and ends with `close` or the process. overlaps: False runs each call at once, in the thread that submits it.
+    The calls may use what the decoding thread leaves alone until it has called `wait`. overlaps: False runs each call
+    at once, in the thread that submits it.
     """
 
     def __init__(self, *, overlaps: bool = True) -> None:
-        self._overlaps = overlaps
-        self._calls: Queue[Call | None] = Queue()
-        self._errors: list[BaseException] = []  # of the calls since the last `wait`
-        self._thread: Thread | None = None
+        self._pool = ThreadPoolExecutor(1, "moeedge-planning") if overlaps else None
+        self._plans: list[Future[object]] = []  # since the last `wait`
+        self._process = os.getpid()
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: Callable[[], object]) -> None:
         """Runs `call` after those submitted before."""
-        if not self._overlaps:
+        if self._pool is None:
             call()
-            return
-        if self._thread is None:
-            arguments = (self._calls, self._errors)
-            self._thread = Thread(target=_run, args=arguments, name="moeedge-planning", daemon=True)
-            self._thread.start()
-        self._calls.put(call)
+        else:
+            self._plans.append(self._pool.submit(call))
 
     def wait(self) -> None:
         """Returns when all calls have ended; may be interrupted, and called again. Raises what the first one raised."""
-        if self._thread is not None and self._thread.is_alive():  # a forked process does not have it
-            self._calls.join()
-        if self._errors:
-            error = self._errors[0]
-            self._errors.clear()
-            raise error
+        if self._process == os.getpid():  # a forked process does not have the thread
+            for plan in self._plans:
+                plan.exception()
+        plans, self._plans = self._plans, []
+        for plan in plans:
+            if plan.done():
+                plan.result()
 
     def close(self) -> None:
         """Ends the thread after its calls, whatever they raise. May be called twice."""
@@ -78,20 +73,8 @@ class PlanningThread:
             with suppress(Exception):
                 self.wait()
         finally:
-            if self._thread is not None and self._thread.is_alive():
-                self._calls.put(None)
-                self._thread.join()
-            self._thread = None
-
-
-def _run(calls: Queue[Call | None], errors: list[BaseException]) -> None:
-    while (call := calls.get()) is not None:
-        try:
-            call()
-        except BaseException as error:  # raised again in the thread that waits
-            errors.append(error)
-        calls.task_done()
-    calls.task_done()
+            if self._pool is not None:
+                self._pool.shutdown()
 
 
 class PlacementManager:
