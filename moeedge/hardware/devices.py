@@ -153,15 +153,9 @@ def _worker(endpoint: str) -> ResolvedDevice:
 
 
 def _gpu(device: native.Device, *, llama_device: str) -> ResolvedDevice:
-    return ResolvedDevice(
-        "gpu",
-        ggml_name=device.name,
-        label=f"{device.name} ({device.description})",
-        llama_device=llama_device,
-        pci_id=device.pci_id if device.registry == "CUDA" else "",
-        free_bytes=device.free_bytes,
-        total_bytes=device.total_bytes,
-    )
+    label, pci_id = f"{device.name} ({device.description})", device.pci_id if device.registry == "CUDA" else ""
+    resolved = ResolvedDevice("gpu", device.name, label, llama_device, pci_id=pci_id)
+    return replace(resolved, free_bytes=device.free_bytes, total_bytes=device.total_bytes)
 
 
 def _find(name: str) -> native.Device:

@@ -22,8 +22,7 @@ ROOT = Path("/")  # of the system's files
 _VENDORS = {"10de": "NVIDIA", "1002": "AMD", "8086": "Intel"}  # others drive screens only
 _DISPLAY_CLASS = "03"  # PCI class of display controllers: 0300 VGA, 0302 3D, 0380 other
 _DRIVERS = {"NVIDIA": ("nvidia",), "AMD": ("amdgpu",), "Intel": ("i915", "xe")}  # those that compute
-_BUILD_OPTIONS = {"NVIDIA": "-DGGML_CUDA=on", "AMD": "-DGGML_HIP=on", "Intel": "-DGGML_VULKAN=on"}
-_APPLE_OPTION = "-DGGML_METAL=on"
+_BACKENDS = {"NVIDIA": "CUDA", "AMD": "HIP", "Intel": "VULKAN", "Apple": "METAL"}  # of ggml
 # what a backend calls the vendor's devices
 _WORDS = {
     "NVIDIA": ("nvidia", "geforce", "cuda"),
@@ -37,8 +36,6 @@ _SMALL_BYTES = 4 * 2**30  # memory of its own below which an AMD GPU is taken fo
 
 @dataclass(frozen=True)
 class PresentGpu:
-    """A GPU of this machine."""
-
     vendor: str  # NVIDIA, AMD, Intel or Apple
     name: str
     pci_id: str = ""  # domain:bus:device.function in lower case; empty: not on PCI, or unknown
@@ -71,11 +68,9 @@ class PresentGpu:
             return f"Its driver is loaded, but this process cannot reach it: give a container the GPU ({option})."
         if self.blocked:
             return f"You may not open {self.blocked}: sudo usermod -aG render,video $USER, then log in again."
-        option = _BUILD_OPTIONS.get(self.vendor, _APPLE_OPTION)
-        return (
-            "The installed llama.cpp has no backend for it. Load a prebuilt one with --backend FILE "
-            f"(docs/devices.md, two minutes), or compile: {build_command(option)}"
-        )
+        text = "The installed llama.cpp has no backend for it. Load a prebuilt one with --backend FILE"
+        compiling = build_command(f"-DGGML_{_BACKENDS[self.vendor]}=on")
+        return f"{text} (docs/devices.md, two minutes), or compile: {compiling}"
 
 
 def unused_gpus(devices: list[native.Device]) -> list[PresentGpu]:

@@ -38,7 +38,7 @@ def cpu_name() -> str:
 
 def instruction_sets() -> list[str]:
     """Returns the vector instructions that the system reports; empty where it reports none."""
-    flags = set((value_in(CPU_INFO, "flags") or value_in(CPU_INFO, "features")).lower().split())
+    flags = (value_in(CPU_INFO, "flags") or value_in(CPU_INFO, "features")).lower().split()
     return [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
 
 

@@ -1,8 +1,8 @@
 """Devices of other processes and machines over llama.cpp's RPC: add a worker's device, or serve one of this machine.
 
-llama.cpp ends the process when a worker gives an unexpected answer, and waits without limit for a busy one. So every
-worker is greeted here first, within a time limit, by the protocol of ggml-rpc.cpp: a request is a command byte, its
-size and its bytes; an answer is its size and its bytes; all little-endian.
+llama.cpp ends the process at a worker's unexpected answer, and waits for a busy one where Ctrl-C does not reach. So
+every worker is greeted here first, within a time limit, by the protocol of ggml-rpc.cpp: a request is a command byte,
+its size and its bytes; an answer is its size and its bytes; all little-endian.
 """
 
 from __future__ import annotations
@@ -135,10 +135,7 @@ def mark_lost(endpoint: str) -> None:
 
 
 def limit_waits(endpoint: str) -> None:
-    """Sets a time limit on llama.cpp's connections to the worker, after which a hanging worker counts as lost.
-
-    llama.cpp itself waits without limit, in native code that Ctrl-C does not reach.
-    """
+    """Sets a time limit on llama.cpp's connections to the worker, after which a hanging worker counts as lost."""
     limit = struct.pack("@ll", _HANGING_S, 0)  # struct timeval
     for fd in _connections(endpoint):
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
@@ -171,10 +168,9 @@ def _procedure(name: str, result: Any, *arguments: Any) -> Any:
 
 
 class Server:
-    """llama.cpp's RPC server for one device, on its own thread; it stops only when the process ends."""
+    """llama.cpp's RPC server for one device, on its own thread, until the process ends. n_threads: on the CPU only."""
 
     def __init__(self, device: str, host: str, port: int, n_threads: int) -> None:
-        """Starts to listen at once; host is an IPv4 address, n_threads applies to the CPU only."""
         check_built_in()
         self.endpoint = f"{host}:{port}"
         devices = (c_void_p * 1)(ggml_function("ggml_backend_dev_by_name", c_void_p, c_char_p)(device.encode()))

@@ -40,8 +40,6 @@ Status = Literal["ok", "info", "warning", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked."""
-
     topic: str
     status: Status  # info: could be better; warning: something is slower or missing; broken: commands fail
     text: str  # what was found, in a line
@@ -56,7 +54,6 @@ class Report:
 
     @property
     def is_broken(self) -> bool:
-        """Whether something fails."""
         return any(finding.status == "broken" for finding in self.findings)
 
 

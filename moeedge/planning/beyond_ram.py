@@ -40,8 +40,6 @@ RoutingSource = Literal["kept", "assumed"]  # kept: activations of earlier runs
 
 @dataclass(frozen=True)
 class Disk:
-    """The rate at which experts are read."""
-
     bytes_per_s: float
     source: Source
 

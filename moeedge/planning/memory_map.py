@@ -86,8 +86,6 @@ def _read(context: Context, *, has_weights: bool) -> Footprint:
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One consumer of memory."""
-
     what: str
     n_bytes: int
     mapped_bytes: int = 0  # of these, pages of the model file: the system can drop and reread them
@@ -179,7 +177,16 @@ def this_machine(
     device = find_device(config)
     notes = list(device.notes)
     if vram_bytes is not None:
-        device, notes = _with_memory(config, device, vram_bytes), []
+        if vram_bytes <= 0:
+            raise InputError("--vram must be more than 0.", "Plan without a GPU with -dev none.")
+        size = format_bytes(vram_bytes)
+        if device.kind == "gpu":
+            device = replace(device, label=f"{device.label}, planned with {size}")
+        elif config.device == "auto":
+            device = ResolvedDevice("gpu", DRY_RUN_GPU, label=f"a GPU of {size}", llama_device=DRY_RUN_GPU)
+        elif device.kind == "none":
+            raise InputError(f"-dev {config.device} has no memory for experts.", "Leave out --vram, or -dev.")
+        device, notes = replace(device, free_bytes=vram_bytes, total_bytes=vram_bytes, notes=[]), []
     elif device.kind == "emulated" and ram_bytes is not None:
         device = replace(device, free_bytes=ram_bytes, total_bytes=ram_bytes)
     gpus = [listed.name for listed in native.devices() if listed.kind == "GPU"]
@@ -188,16 +195,3 @@ def this_machine(
         notes.append(f"{text} {device.ggml_name} caches experts. Use it alone with -dev {device.ggml_name}.")
     total, free = (total_memory(), available_memory()) if ram_bytes is None else (ram_bytes, ram_bytes)
     return PlannedMachine(device, total, free, vram_bytes is not None, ram_bytes is not None, tuple(notes))
-
-
-def _with_memory(config: EngineConfig, device: ResolvedDevice, vram_bytes: int) -> ResolvedDevice:
-    if vram_bytes <= 0:
-        raise InputError("--vram must be more than 0.", "Plan without a GPU with -dev none.")
-    size = format_bytes(vram_bytes)
-    if device.kind == "gpu":
-        device = replace(device, label=f"{device.label}, planned with {size}")
-    elif config.device == "auto":
-        device = ResolvedDevice("gpu", ggml_name=DRY_RUN_GPU, label=f"a GPU of {size}", llama_device=DRY_RUN_GPU)
-    elif device.kind == "none":
-        raise InputError(f"-dev {config.device} has no memory for experts.", "Leave out --vram, or -dev.")
-    return replace(device, free_bytes=vram_bytes, total_bytes=vram_bytes, notes=[])

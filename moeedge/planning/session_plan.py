@@ -122,21 +122,16 @@ def _advice(planner: Planner, chosen: MemoryMap, largest: int, *, has_slots: boo
     if chosen.verdict != "fits" and 0 < largest < chosen.n_ctx:
         notes.append(f"A context of {largest:,} tokens fits: -c {largest}.")
     if ram.verdict != "fits":
-        notes.append(_smaller_file(facts, ram))
+        weights = facts.experts_bytes + facts.dense_bytes
+        most = min(weights + ram.left_bytes, _MIN_SAVING * weights)
+        sizes = {name: round(bits * facts.n_weights / 8) for name, bits in _PRESETS.items()}
+        name = next((name for name, n_bytes in sizes.items() if n_bytes <= most), "")  # the largest that fits
+        about = f"about {format_bytes(sizes.get(name, 0))} instead of {format_bytes(weights)}"
+        notes.append(f"A file in {name} fits: {about}." if name else "No smaller quantization fits.")
         notes.append(f"RAM that holds it all: {format_bytes(ram.used_bytes)} free.")
     elif chosen.verdict != "fits":
         notes.append("Leave all but N layers to the CPU with -ngl N, or plan without the device with -dev none.")
     return notes
-
-
-def _smaller_file(facts: ModelFacts, ram: MemoryPool) -> str:
-    """Suggests llama.cpp's largest preset whose file fits in memory."""
-    weights = facts.experts_bytes + facts.dense_bytes
-    most = min(weights + ram.left_bytes, _MIN_SAVING * weights)
-    for name, bits in _PRESETS.items():
-        if (n_bytes := round(bits * facts.n_weights / 8)) <= most:
-            return f"A file in {name} fits: about {format_bytes(n_bytes)} instead of {format_bytes(weights)}."
-    return "No smaller quantization fits."
 
 
 def _command(planner: Planner, advised: MemoryMap, options: Sequence[str], ram_slots_bytes: int) -> str:

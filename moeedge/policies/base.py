@@ -107,8 +107,7 @@ class PolicyConfig:
         # NaN fails, too
         require((self.max_uploads or 0) >= 0, f"the uploads per step must be >= 0, not {self.max_uploads}")
         require(self.predictor_bytes >= 0, f"the memory of predictors must be >= 0 bytes, not {self.predictor_bytes}")
-        unknown = sorted(self.ablations - set(ABLATIONS))
-        if unknown:
+        if unknown := sorted(self.ablations - set(ABLATIONS)):
             raise ValueError(f"--ablate does not know '{unknown[0]}'; choose from: {', '.join(ABLATIONS)}")
 
     @property
@@ -215,8 +214,7 @@ class Policy:
         self._utility: FloatArray = np.zeros(self._score.shape, dtype=np.float32)
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
         self._cap = config.cap
-        flat_ids = np.arange(self._score.size)
-        self._pair_of = np.stack(np.divmod(flat_ids, shape.n_experts), axis=1).astype(np.int32)
+        self._pair_of = np.stack(np.divmod(np.arange(self._score.size), shape.n_experts), axis=1).astype(np.int32)
         # of a plan: the best of more than the link carries, which with unused time carries a part of an expert more
         self._max_uploads = None if config.max_uploads is None else math.ceil(config.max_uploads)
 

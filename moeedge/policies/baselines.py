@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.experts import BoolArray, FloatArray, Resident
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, PolicyConfig
@@ -39,7 +38,13 @@ class Recency:
         np.greater(observation.counts, 0, out=self.used)
         self.last[self.used] = self.now + 1.0
         if observation.ids is not None:
-            self._observe_tokens(observation.ids)
+            for token in range(observation.ids.shape[1]):
+                ids = observation.ids[:, token]  # [n_layers, k]
+                if ids.min(initial=0) >= 0:
+                    self.last[self._layers, ids] = self.now + 1.0 + token
+                else:
+                    layers, ranks = np.nonzero(ids >= 0)
+                    self.last[layers, ids[layers, ranks]] = self.now + 1.0 + token
         self.now += max(observation.n_tokens, 1)
         if self.now > _RENUMBER_AT:
             self.now -= _RENUMBER_AT / 2
@@ -52,16 +57,6 @@ class Recency:
         chosen_counts = counts[chosen]
         out[chosen] = self.now + 0.5 + 0.4 * chosen_counts / max(float(chosen_counts.max(initial=0.0)), 1.0)
         return out
-
-    def _observe_tokens(self, ids: NDArray[np.int32]) -> None:
-        for token in range(ids.shape[1]):
-            token_ids = ids[:, token]  # [n_layers, k]
-            if token_ids.min(initial=0) >= 0:
-                self.last[self._layers, token_ids] = self.now + 1.0 + token
-            else:
-                known = token_ids >= 0
-                layers = np.broadcast_to(self._layers, token_ids.shape)[known]
-                self.last[layers, token_ids[known]] = self.now + 1.0 + token
 
 
 class Lru(PooledPolicy):

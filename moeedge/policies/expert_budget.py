@@ -21,7 +21,7 @@ Coverage = Literal["substitution", "truncation"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertBudget:
-    """At most `budget` experts per layer in each verification.
+    """At most `budget` experts per layer in each verification. Raises InputError for values that suit no model.
 
     ranking: who is shortlisted, by the shares of the tokens' natural picks ("picks", not in the paper) or by the sum of
     the tokens' routing probabilities over all experts ("router", Eq. 5). coverage: what tokens get whose experts are
@@ -35,7 +35,6 @@ class ExpertBudget:
     RANKINGS: ClassVar[tuple[str, ...]] = ("picks", "router")
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for values that suit no model."""
         if self.budget < 1:
             raise InputError("An expert budget is at least 1 expert per layer.", "Give a number such as 16.")
         if self.ranking not in self.RANKINGS:

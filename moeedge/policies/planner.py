@@ -212,10 +212,9 @@ def predicted_counts(prediction: ExpertPrediction | None, shape: CacheShape) -> 
 
 
 class PerLayerPolicy(Policy):
-    """Base of policies with slots per layer; they keep no state between plans except the scores and the shares."""
+    """Base of policies with slots per layer. shares: slots of each layer [n_layers]; None: even ones."""
 
     def __init__(self, shape: CacheShape, config: PolicyConfig, shares: IndexArray | None = None) -> None:
-        """shares: slots of each layer [n_layers]; None: even ones."""
         super().__init__(shape, config)
         self.shares = even_shares(shape) if shares is None else shares
         self._layers = np.arange(shape.n_layers)

@@ -24,8 +24,6 @@ _ALL = frozenset(ABLATIONS)
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    """One policy of the table."""
-
     policy: type[Policy] | str  # the class; of the lab's, which the product does not import: its module and name
     description: str
     runs_in: RunsIn = "engine"

@@ -57,7 +57,6 @@ class Calibration:
 
     @property
     def pays(self) -> bool:
-        """Whether the cache makes steps faster."""
         return self.speed >= 1
 
     @property
@@ -72,11 +71,9 @@ class Calibration:
         when = "Measured before" if self.from_file else f"Measured in {self.seconds:.1f} s"
         parts = []
         if self.units is not None:
-            cpu_s, device_s = self.units.cpu_expert_s[1], self.units.device_expert_s[1]
-            parts.append(
-                f"an expert takes {cpu_s * 1e6:.0f} us on the CPU, {device_s * 1e6:.0f} us on the device, "
-                f"{self.units.transfer_expert_s * 1e6:.0f} us to move"
-            )
+            cpu_us, device_us = self.units.cpu_expert_s[1] * 1e6, self.units.device_expert_s[1] * 1e6
+            times = f"{cpu_us:.0f} us on the CPU, {device_us:.0f} us on the device"
+            parts.append(f"an expert takes {times}, {self.units.transfer_expert_s * 1e6:.0f} us to move")
         step, other = "a step with the cache has", "one without"
         if emulated:
             step, other = "this is emulation on the CPU's own cores:", "plain decoding"

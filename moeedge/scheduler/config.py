@@ -61,12 +61,9 @@ class PlacementConfig:
 
     def policy_config(self, *, gamma: int) -> PolicyConfig:
         """The policy's settings, before anything is measured; gamma: the draft length."""
+        cutoff = self.execution.cutoff_layer
         return PolicyConfig(
-            gamma=gamma,
-            cap=self.utility_cap,
-            forgetting=self.forgetting,
-            ablations=self.ablations,
-            cutoff_layer=self.execution.cutoff_layer,
+            gamma=gamma, cap=self.utility_cap, forgetting=self.forgetting, ablations=self.ablations, cutoff_layer=cutoff
         )
 
     @property

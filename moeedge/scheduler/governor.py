@@ -232,7 +232,6 @@ class DraftGovernor:
         self._expert_ratio = [ratio**self._SHARING for ratio in unique]
         self._target = VerificationTime(np.array(self._expert_ratio))  # without waits for experts
         self._loading_s = 0.0  # that a plain step waits for experts
-        self._n_loading_times = 0
         self._acceptance = AcceptanceByPosition(self.gamma_max)
         self._by_confidence = AcceptanceByConfidence()
         self._by_ngram = AcceptanceByConfidence([self._NGRAM_PRIOR] * N_BINS, forget=self._NGRAM_FORGET)
@@ -320,9 +319,8 @@ class DraftGovernor:
         self._pay(step)
         self._steps_s = None
         self._target.observe(n_drafted + 1, max(step.target_s - step.loading_s, 0.01 * step.target_s))
-        self._n_loading_times += 1
         loading_s = step.loading_s / self._expert_ratio[n_drafted]
-        self._loading_s += (loading_s - self._loading_s) * max(self._LOADING_GAIN, 1 / self._n_loading_times)
+        self._loading_s += (loading_s - self._loading_s) * max(self._LOADING_GAIN, 1 / self._target.n_measured)
         if n_computed:
             self._n_draft_times += 1
             seconds = step.draft_s / n_computed

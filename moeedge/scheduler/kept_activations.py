@@ -70,7 +70,6 @@ class KeptActivations:
             return cls(empty, 0.0, file)
 
     def add(self, observation: Observation) -> None:
-        """Counts a step or a prompt."""
         self.counts += observation.counts
         self.n_tokens += observation.n_tokens
 

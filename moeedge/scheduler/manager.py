@@ -141,7 +141,6 @@ class PlacementManager:
 
     @property
     def cache_ratio(self) -> float:
-        """Share of all experts that have a slot."""
         return self._tier.cache_ratio
 
     @property
@@ -263,7 +262,6 @@ class PlacementManager:
 
     @property
     def in_trial(self) -> bool:
-        """Whether the next step is computed otherwise than usual, to measure it."""
         return self.governor is not None and self.governor.choice.is_trial
 
     def begin_step(self) -> None:
@@ -353,7 +351,6 @@ class PlacementManager:
         self._add_schedule(start_s)
 
     def wait(self) -> None:
-        """Waits for the plans that are being made."""
         self._planning.wait()
 
     def _do(self, call: Callable[[], object]) -> None:

@@ -1,7 +1,6 @@
-"""What was measured on a machine, kept for later runs: one JSON file for each model and set of conditions.
+"""Measurements of a machine, kept for later runs: one JSON file for each model and set of conditions.
 
-A file holds a dataclass with SCHEMA, its version: the fields that are not UNKEPT, and for other readers the properties
-that ALSO_KEPT names.
+It holds a dataclass with SCHEMA, its version: the fields that are not UNKEPT, and the properties that ALSO_KEPT names.
 """
 
 from __future__ import annotations

@@ -106,8 +106,7 @@ class _Measuring:
         assert target.sensor is not None
         self._target, self._cache, self._sensor = target, cache, target.sensor
         self._cancelled, self._start_s = cancelled, time.perf_counter()
-        self._store = CacheStore(cache)
-        self._cap = config.utility_cap
+        self._store, self._cap = CacheStore(cache), config.utility_cap
         policy = make_policy(config.policy, cache_shape(cache), config.policy_config(gamma=gamma))
         self._driver = StepDriver(policy, self._store)
         # one way to compute small batches where the device is the host, or where one was asked for; else all compete

@@ -47,13 +47,10 @@ class RoutingReader:
     """Reads the frames of one context, independently of other readers; scores: captures the routers' probabilities."""
 
     def __init__(self, sensor: Sensor, scores: ActivationCapture | None = None) -> None:
-        self._sensor = sensor
-        self._scores = scores
-        self._last_serial = 0
+        self._sensor, self._scores, self._last_serial = sensor, scores, 0
         self.skip()
 
     def skip(self) -> None:
-        """Skips the frames so far."""
         self._frames()
 
     def _frames(self, *phases: Phase) -> list[Frame]:

@@ -63,7 +63,11 @@ class Opening:
         """
         self.run.notes.extend(self.device.notes)
         if self.device.kind == "none":
-            self.run.notes.extend(_ignored_options(self.config))
+            reason, ignored = "no device holds experts here", ignored_ablations("none", self.config.ablations)
+            if self.config.has_size:
+                self.run.warn(f"--vram and --cache-ratio have no effect: {reason} (moeedge devices lists them).")
+            if ignored:
+                self.run.warn(f"--ablate {', '.join(ignored)} has no effect: {reason}.")
             return None, None
         if self.device.kind == "ram":
             return self.open_in_ram(), None
@@ -244,16 +248,15 @@ class Opening:
         if self.device.kind == "rpc":
             rpc.limit_waits(self.device.endpoint)
         if n_slots < len(self.target.model.host_expert_layers):
-            self.run.warn(
-                f"{label} has memory for {n_slots} experts, less than one per layer: the expert cache is off."
-            )
+            text = f"{label} has memory for {n_slots} experts, less than one per layer"
+            self.run.warn(f"{text}: the expert cache is off.")
             return False
         if n_slots < info.slots_wanted:
             text = f"The expert cache holds {n_slots:,} experts instead of {info.slots_wanted:,}"
             self.run.warn(f"{text}: {label} has no memory for more.")
         if info.unpinned:
-            text = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory"
-            self.run.warn(f"{text} for them.")
+            text = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked)"
+            self.run.warn(f"{text} memory for them.")
         return True
 
     def _make_manager(
@@ -262,10 +265,10 @@ class Opening:
         """The manager, with everything that the policy reads."""
         target, draft, execution = self.target, self.draft, self.config.execution
         policy, reads = tier.driver.policy, tier.driver.policy.required_inputs
-        router_scores = _capture(target) if "router-scores" in reads else None
-        if router_scores is not None:
+        router_scores, gate_predictor, draft_predictor = None, None, None
+        if "router-scores" in reads:
+            router_scores = _capture(target)
             router_scores.enable(CaptureFlags.PROBS)
-        gate_predictor, draft_predictor = None, None
         if "block-inputs" in reads:
             predicted = "the next layers' experts from what routers read"
             gate_predictor = self._predictor(policy, partial(NextGatePredictor, target.model), predicted)
@@ -356,25 +359,13 @@ def _describe_placement(
     info = target.model.info
     ignored = ignored_ablations(config.policy, config.ablations)
     ablated = "".join(f", {name}" for name in sorted(config.ablations - set(ignored)))
-    n_all = info.n_expert_layers * info.n_experts
-    sentence = (
-        f"Experts are cached on {device.label}: {cache.info.n_slots:,} of {n_all:,} "
-        f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}), policy {config.policy}{ablated}."
-    )
+    n_slots, n_all = cache.info.n_slots, info.n_expert_layers * info.n_experts
+    slots = f"{n_slots:,} of {n_all:,} ({n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)})"
+    sentence = f"Experts are cached on {device.label}: {slots}, policy {config.policy}{ablated}."
     notes: list[str] = [Notification(sentence)]
     if target.model.storage == "mapped":
         text = "The model is larger than the free memory: its other experts stay as they are in the file"
         notes.append(f"{text}, and the CPU computes those slower than repacked ones.")
     if ignored:
         notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
-    return notes
-
-
-def _ignored_options(config: PlacementConfig) -> list[str]:
-    """Sentences for the options that have no effect without a device."""
-    reason, notes = "no device holds experts here", []
-    if config.has_size:
-        notes.append(f"--vram and --cache-ratio have no effect: {reason} (moeedge devices lists them).")
-    if ignored := ignored_ablations("none", config.ablations):
-        notes.append(f"--ablate {', '.join(ignored)} has no effect: {reason}.")
     return notes

@@ -77,8 +77,7 @@ class DraftRouterPredictor:
 
     def begin_batch(self) -> None:
         """Forgets the last batch."""
-        self._n_tokens = 0
-        self._has_partial_token = False
+        self._n_tokens, self._has_partial_token = 0, False
         self._ids.fill(-1)
         self._last_serial = self._capture.read(CaptureFlags.INPUTS).serial
 
@@ -168,7 +167,6 @@ class NextGatePredictor:
         return ExpertPrediction(layer_ids=ids)
 
     def compare(self, used: NDArray[np.int32]) -> None:
-        """Adds the batch to `accuracy`; `used` [n_layers, n_tokens, k] are the experts that it used."""
         if self._predicted is not None and self._predicted.shape[1] == used.shape[1]:
             self.accuracy.add(self._predicted, used)
         self._predicted = None
@@ -233,7 +231,6 @@ class DraftPrefetch:
         return self.plan_ahead(tokens, self.predictor.prediction, layers)
 
     def _wait_for_transfers(self) -> None:
-        """Waits for the experts that the previous layer requested."""
         if self._has_pushed:
             self._has_pushed = False
             self.wait(_TIMEOUT_S)

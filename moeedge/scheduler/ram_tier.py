@@ -51,16 +51,12 @@ def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
 
 def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
     """Sentences for the user: where the experts are."""
-    info = target.model.info
-    n_all = info.n_expert_layers * info.n_experts
-    slots = cache.info.n_slots
-    experts = (
-        f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed, "
-        f"into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
-        f"policy {policy}."
-    )
-    dense = target.model.dense
+    info, dense, slots = target.model.info, target.model.dense, cache.info.n_slots
     assert dense is not None  # loaded for this
+    n_all = info.n_expert_layers * info.n_experts
+    experts = f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed,"
+    experts += f" into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}),"
+    experts += f" policy {policy}."
     return [Notification(experts, Level.NOTICE), Notification(describe_dense(dense), Level.NOTICE)]
 
 
@@ -149,11 +145,9 @@ class Tier:
 
     @property
     def cache_ratio(self) -> float:
-        """Share of all experts that have a slot."""
         return self.cache.info.n_slots / self._n_all
 
     def attach(self, sensor: Sensor) -> None:
-        """Lets the sensor's context compute from the slots."""
         if not self.attached:
             self.cache.attach(sensor)
             self.attached = True

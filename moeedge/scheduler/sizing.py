@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeedge.errors import InputError
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
@@ -57,11 +57,12 @@ def plan_budget(
             f"{option} asks for {format_bytes(vram_bytes)}, and {place} has {format_bytes(total_bytes)}.",
             f"Ask for less, or leave out {option} to use what is free.",
         )
+    off = CacheBudget(0.0, 0, 0)
     if experts_on_device:
-        return _off("All experts are on the device already: the expert cache is off.")
+        return replace(off, notes=("All experts are on the device already: the expert cache is off.",))
     n_all = n_expert_layers * n_experts
     if n_all == 0 or expert_bytes_total == 0:
-        return _off("The model is dense: there are no experts to cache.")
+        return replace(off, notes=("The model is dense: there are no experts to cache.",))
 
     def slots_of(n_bytes: int) -> int:
         """Experts of average size that fit, in integer arithmetic, which is exact for files of any size."""
@@ -76,7 +77,7 @@ def plan_budget(
     if ratio is not None:
         wanted_slots = int(ratio * n_all + 1e-6)  # 0.29 * 100 is 28.999999999999996
     if wanted_slots == 0 and (ratio == 0 or vram_bytes == 0):
-        return CacheBudget(0.0, 0, 0)
+        return off
     n_slots = min(wanted_slots, slots_of(room))
     per_layer = format_bytes(-(-expert_bytes_total // n_experts))
     if in_ram and vram_bytes is not None and wanted_slots < n_expert_layers:
@@ -87,7 +88,8 @@ def plan_budget(
     if n_slots < n_expert_layers:
         wanted_bytes = vram_bytes if ratio is None else round(ratio * expert_bytes_total)
         size = format_bytes(bytes_of(n_slots) if n_slots < wanted_slots or wanted_bytes is None else wanted_bytes)
-        return _off(f"The expert cache is off: {size} cannot hold one expert per layer, which takes {per_layer}.")
+        text = f"The expert cache is off: {size} cannot hold one expert per layer, which takes {per_layer}."
+        return replace(off, notes=(text,))
     notes: tuple[str, ...] = ()
     if n_slots < wanted_slots:
         size, wanted = format_bytes(bytes_of(n_slots)), format_bytes(bytes_of(wanted_slots))
@@ -95,10 +97,6 @@ def plan_budget(
         reserve = f"{format_bytes(reserve_bytes)} of these stay free"
         notes = (f"The expert cache gets {size} instead of {wanted}: {free}, and {reserve}.",)
     return CacheBudget(n_slots / n_all, n_slots, bytes_of(n_slots), notes)
-
-
-def _off(note: str) -> CacheBudget:
-    return CacheBudget(0.0, 0, 0, (note,))
 
 
 def in_host_memory(tensors: list[ExpertTensor], model: Model) -> list[ExpertTensor]:

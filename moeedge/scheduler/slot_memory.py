@@ -92,13 +92,9 @@ class SlotMemory:
     """
 
     def __init__(self, cache: ExpertCache, model: Path, n_layers: int, watch: MemoryWatch) -> None:
-        self.cache = cache
-        self.watch = watch
-        self.lost = False
-        self._model = model
-        self._n_layers = n_layers
-        self._n_slots_opened = cache.info.n_slots
-        self._warned_unknown = self._closed = False
+        self.cache, self.watch = cache, watch
+        self.lost = self._warned_unknown = self._closed = False
+        self._model, self._n_layers, self._n_slots_opened = model, n_layers, cache.info.n_slots
         self._waiting: list[Notification] = []  # to be returned by the next `check`
         self._lock, self._process = Lock(), os.getpid()
         self._stop = Event()

@@ -134,10 +134,7 @@ class DraftStop:
 
 
 class ConfidentDrafts(DraftStop):
-    """Ends a draft before a token whose confidence is below `minimum`, or where `inner` ends it.
-
-    llama.cpp's --draft-p-min; like `inner` it reads the draft's distribution, never the token that is drawn from it.
-    """
+    """Ends a draft before a token whose confidence is below `minimum` (--draft-p-min), or where `inner` ends it."""
 
     def __init__(self, minimum: float, inner: DraftStop | None = None) -> None:
         super().__init__()

@@ -40,10 +40,9 @@ _IDENTITY = np.eye(_N)
 
 
 class ActivationEMA:
-    """Predicts `rate` [n]. Call `read`, then `observe`, for every step."""
+    """Predicts `rate` [n]. Call `read`, then `observe`, for every step. fitted: False keeps the initial mix."""
 
     def __init__(self, n: int, *, fitted: bool = True) -> None:
-        """fitted: False keeps the initial mix."""
         self._fitted = fitted
         self.discount = 0.0  # 0 to below 1
         self.rate: FloatArray = np.zeros(n, dtype=np.float32)
@@ -112,10 +111,8 @@ class ActivationEMA:
         self._products *= _FORGET
         self._products += weight / self._trace_weight * np.einsum("ij,j->i", trace, self.now[:: self._every])
         self._n_steps += 1
-        if self._n_steps <= _SOLVE_ALL_STEPS or self._n_steps % _SOLVE_EVERY == 0:
-            self._solve()
-
-    def _solve(self) -> None:
+        if self._n_steps > _SOLVE_ALL_STEPS and self._n_steps % _SOLVE_EVERY != 0:
+            return
         pull = _RIDGE * float(self._gram.trace()) / _N + 1e-12
         left = self._gram + pull * _IDENTITY
         right = self._products + pull * _INITIAL_MIX

@@ -125,7 +125,6 @@ class Spac(PooledPolicy):
         # None: no predictions from tokens
         self._judge = LookaheadJudge(self._n_slots) if predictor_bytes > 0 else None
         self.required_inputs = Spac.required_inputs if predictor_bytes > 0 else frozenset()
-        self._n_expert_layers = shape.expert_layers.size
         self._n_used = 0.0  # experts per token
         self._layer_pairs = 0.0  # expected activations per layer, of the last plan
         # by the last step; under the ablations that read it
@@ -162,7 +161,7 @@ class Spac(PooledPolicy):
             return
         n_planned, self._n_planned = self._n_planned, 0
         if self._n_used == 0.0:
-            self._n_used = float(counts.sum()) / observation.n_tokens / max(self._n_expert_layers, 1)
+            self._n_used = float(counts.sum()) / observation.n_tokens / max(self.shape.expert_layers.size, 1)
         now = self._ema.read(counts.reshape(-1), observation.n_tokens)
         looks_ahead = self._looks_ahead
         if not observation.prefill:

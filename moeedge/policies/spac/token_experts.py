@@ -193,8 +193,13 @@ class TokenExpertTable:
         if not parts:
             return 0.0
         factors = [part / (self._occurrences[row] + _PRIOR) for row, part in parts]
-        read = self._read([row for row, _ in parts])
-        out += np.einsum("i,ij->j", np.array(factors, dtype=np.float32), read)
+        n = len(parts)
+        if len(self._bytes) < n:
+            self._bytes = np.empty((n, self._rows.shape[1]), dtype=np.uint8)
+            self._floats = np.empty(self._bytes.shape, dtype=np.float32)
+        counts = self._floats[:n]
+        np.copyto(counts, self._rows.take([row for row, _ in parts], axis=0, out=self._bytes[:n], mode="clip"))
+        out += np.einsum("i,ij->j", np.array(factors, dtype=np.float32), counts)
         return float(sum(part for _, part in parts) - _PRIOR * sum(factors))
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
@@ -205,14 +210,6 @@ class TokenExpertTable:
         piece = min(_HALVE_AT - 1, self.n_rows)
         for start in range(0, len(tokens), piece):
             self._learn(tokens[start : start + piece].tolist(), ids[:, start : start + piece])
-
-    def _read(self, rows: list[int]) -> FloatArray:
-        if len(self._bytes) < len(rows):
-            self._bytes = np.empty((len(rows), self._rows.shape[1]), dtype=np.uint8)
-            self._floats = np.empty(self._bytes.shape, dtype=np.float32)
-        floats = self._floats[: len(rows)]
-        np.copyto(floats, self._rows.take(rows, axis=0, out=self._bytes[: len(rows)], mode="clip"))
-        return floats
 
     def _learn(self, tokens: list[int], ids: NDArray[np.int32]) -> None:
         rows = [self._claim(token) for token in tokens]
