@@ -103,7 +103,7 @@ def plan(
         with Planner(config, machine, reserve=reserve or 0, names=pull_names) as planner:
             beyond_ram = known_tier(planner.facts, planner.file.original, disk_rate, tuple(sizes[1:]))
             repeated = _repeated(context, _NOT_REPEATED | _OF_LAYERS if ignored else _NOT_REPEATED)
-            found = make_session_plan(planner, options=repeated, beyond_ram=beyond_ram)
+            found = make_session_plan(planner, given=repeated, beyond_ram=beyond_ram)
         emit(output, plan_json, print_plan, found)
 
 

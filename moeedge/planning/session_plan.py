@@ -46,12 +46,12 @@ class SessionPlan:
 
 
 def make_session_plan(
-    planner: Planner, *, options: Sequence[str] = (), beyond_ram: RamTierRequest | None = None
+    planner: Planner, *, given: Sequence[str] = (), beyond_ram: RamTierRequest | None = None
 ) -> SessionPlan:
     """Returns the plan at the planner's context.
 
-    options: of `moeedge chat`, as the user typed them; they go into the command. beyond_ram: the disk and the routing,
-    for a model that is larger than the memory.
+    given: options of `moeedge chat`, as the user typed them; they go into the command. beyond_ram: the disk and the
+    routing, for a model that is larger than the memory.
     """
     chosen = planner.default_map()
     trained = planner.facts.n_ctx_train
@@ -81,7 +81,7 @@ def make_session_plan(
         rows = [row.n_ctx for row in contexts if row.n_ctx <= largest]
         advised = planner.map(max(rows, default=largest))  # a step below the largest leaves room for experts
     slots_bytes = tier.machine.slots_bytes if tier is not None and has_slots and planner.machine.ram_given else 0
-    command = "" if advised.verdict == "does not fit" else _command(planner, advised, options, slots_bytes)
+    command = "" if advised.verdict == "does not fit" else _command(planner, advised, given, slots_bytes)
     if not has_room:
         notes.append("Not even one expert per layer fits the memory next to the rest.")
     return SessionPlan(

@@ -49,6 +49,7 @@ MODULES: dict[str, str] = {
     "moeedge.sim": "moeedge.lab.sim",
     "moeedge.llama.context_size": "moeedge.llama.model_memory",
     "moeedge.planning.model_card": "moeedge.planning.headers",
+    "moeedge.scheduler.planning_thread": "moeedge.scheduler.manager",
     "moeedge.hub.download": "moeedge.hub.pull",
     "moeedge.cli.bench_tests": "moeedge.cli.bench_options",
     "moeedge.bench.passes": "moeedge.bench.arms",

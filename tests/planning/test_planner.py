@@ -104,7 +104,7 @@ def test_facts_are_sums_of_the_tensors(tiny: TinyFactory) -> None:
 def test_a_model_that_fits_is_entirely_on_the_gpu(bundled_pair: tuple[Path, Path]) -> None:
     config = EngineConfig(model=bundled_pair[0], draft=bundled_pair[1])
     with Planner(config, gpu(2**32)) as planner:
-        plan = make_session_plan(planner, options=["-m", "x.gguf"])
+        plan = make_session_plan(planner, given=["-m", "x.gguf"])
     assert plan.map.whole_on_gpu and plan.map.cache_ratio == 1 and plan.map.verdict == "fits"
     assert plan.command == "moeedge chat -m x.gguf"
     assert lines(plan.map.places[0])["experts"].n_bytes > 20 * MIB
@@ -115,7 +115,7 @@ def test_ratio_and_reserve_determine_cache_and_command(bundled_pair: tuple[Path,
     def command(reserve: int, ratio: float | None) -> tuple[str, float]:
         config = EngineConfig(model=bundled_pair[0], n_ctx=1024, placement=PlacementConfig(cache_ratio=ratio))
         with Planner(config, gpu(1024 * MIB), reserve=reserve) as planner:
-            plan = make_session_plan(planner, options=["-m", "x.gguf", "-md", "d.gguf", "-c", "1024"])
+            plan = make_session_plan(planner, given=["-m", "x.gguf", "-md", "d.gguf", "-c", "1024"])
         return plan.command, plan.map.cache_ratio
 
     assert command(0, 0.5) == ("moeedge chat -m x.gguf -md d.gguf -c 1024 --cache-ratio 0.5", 0.5)
@@ -132,7 +132,7 @@ def test_a_plan_that_does_not_fit_advises(tiny: TinyFactory) -> None:
     config = EngineConfig(model=path, n_ctx=4096)
     with Planner(config, machine) as planner:
         planner._program_bytes = reserve
-        plan = make_session_plan(planner, options=["-m", "x.gguf"])
+        plan = make_session_plan(planner, given=["-m", "x.gguf"])
     assert plan.map.verdict == "does not fit" and plan.command == ""
     assert 0 < plan.largest_n_ctx < 4096
     text = " ".join(plan.notes)
@@ -140,7 +140,7 @@ def test_a_plan_that_does_not_fit_advises(tiny: TinyFactory) -> None:
     machine = PlannedMachine(ResolvedDevice("none"), ram_total_bytes=2**30, ram_free_bytes=reserve + size - 1)
     with Planner(EngineConfig(model=path, n_ctx=256), machine) as planner:
         planner._program_bytes = 0
-        plan = make_session_plan(planner, options=["-m", "x.gguf"])
+        plan = make_session_plan(planner, given=["-m", "x.gguf"])
     assert plan.map.verdict == "from disk" and plan.command
     assert any("from the disk" in note for note in plan.notes)
     assert any("A file in" in note for note in plan.notes)
