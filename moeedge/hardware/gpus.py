@@ -57,7 +57,7 @@ class PresentGpu:
 
     @property
     def advice(self) -> str:
-        """What makes it usable: one or two sentences, a command last."""
+        """The way to make it usable: one or two sentences, a command last."""
         if not self.is_driven and self.driver == "vfio-pci":
             return "It is handed to a virtual machine (driver vfio-pci)."
         if not self.is_driven:

@@ -138,9 +138,9 @@ def kernels() -> Iterator[Finding]:
     """Which of our kernels compute experts; each was compared with ggml's. Needs the native library."""
     if compute.is_amx_disabled():
         yield Finding("AMX", "info", "off: llama.cpp's AMX kernels fail as they are compiled here; others compute")
-    found = compute.kernels()
+    tested = compute.kernels()
     best: dict[str, compute.Kernel] = {}
-    for kernel in found:  # the newest instructions first
+    for kernel in tested:  # the newest instructions first
         if kernel.is_equal:
             best.setdefault(kernel.layout, kernel)
     if not best:
@@ -150,7 +150,7 @@ def kernels() -> Iterator[Finding]:
     instructions = ", ".join(dict.fromkeys(kernel.instructions for kernel in best.values()))
     used = sum(gain > 1 for gain in gains)
     text = f"ours ({instructions}) for {used} of {len(best)} weight layouts, up to {max(gains):.1f} x llama.cpp's"
-    differing = len({kernel.layout for kernel in found}) - len(best)
+    differing = len({kernel.layout for kernel in tested}) - len(best)
     yield Finding("kernels", "ok", text + (f"; {differing} not used: other bits" if differing else ""))
 
 

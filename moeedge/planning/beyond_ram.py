@@ -1,4 +1,4 @@
-"""What a model larger than the memory needs of its disk: slots for experts in RAM, hits, bytes and seconds per token.
+"""Models larger than the memory: slots for experts in RAM, hits, bytes and seconds per token, by the disk's rate.
 
 The seconds are a limit, for one token at a time and perfect overlap of reading and computing:
 

@@ -112,30 +112,30 @@ def estimate(model: ModelMemory, memory: Memory, n_ctx: int = 0, draft: ModelMem
     contexts_bytes = sum(each.context_bytes(n_ctx) for each in models) + (draft.weights_bytes if draft else 0)
     free_bytes, total_bytes = memory.vram_bytes - KERNEL_BYTES, memory.vram_total_bytes or memory.vram_bytes
     on_gpu = model.weights_bytes > 0 and fit_whole(models, free_bytes, total_bytes, n_ctx=n_ctx)
-    beside_bytes = model.dense_bytes + contexts_bytes
-    beside = not on_gpu and model.n_experts > 0 and memory.vram_bytes > 0
-    beside = beside and fits(beside_bytes, free_bytes, total_bytes)
+    gpu_bytes = model.dense_bytes + contexts_bytes
+    is_split = not on_gpu and model.n_experts > 0 and memory.vram_bytes > 0
+    is_split = is_split and fits(gpu_bytes, free_bytes, total_bytes)
     device_ratio = 1.0 if on_gpu else 0.0
-    if beside:
+    if is_split:
         n_all = model.n_expert_layers * model.n_experts
         staging = _LAYOUTS * n_staging_slots(PlacementConfig(), "gpu", model.n_experts)
         device_ratio = plan_budget(
             expert_bytes_total=model.experts_bytes,
             n_expert_layers=model.n_expert_layers,
             n_experts=model.n_experts,
-            free_bytes=free_bytes - beside_bytes,
+            free_bytes=free_bytes - gpu_bytes,
             reserve_bytes=default_reserve(total_bytes) + staging * model.experts_bytes // n_all,
         ).ratio
     # experts are pages of the file, which the system may drop; dense weights next to them are read for every token
-    uses_gpu = on_gpu or beside
+    uses_gpu = on_gpu or is_split
     fixed_bytes = _PROGRAM_BYTES + (0 if uses_gpu else contexts_bytes)
     fixed_bytes += model.dense_bytes if model.n_experts and not uses_gpu else 0
     paged_bytes = 0 if on_gpu else model.experts_bytes if model.n_experts else model.dense_bytes
     host_bytes = sum(each.weights_bytes for each in models)  # as `engine.loading.host_bytes`
-    host_bytes = 0 if on_gpu else model.experts_bytes if beside else host_bytes
+    host_bytes = 0 if on_gpu else model.experts_bytes if is_split else host_bytes
     ram_total_bytes = memory.ram_total_bytes or memory.ram_bytes
     loads_experts = model.n_experts and not fits(host_bytes, memory.ram_bytes, ram_total_bytes)
-    place: Place = "GPU" if on_gpu else "GPU and RAM" if beside else "RAM"
+    place: Place = "GPU" if on_gpu else "GPU and RAM" if is_split else "RAM"
     if fixed_bytes + paged_bytes > memory.ram_bytes or loads_experts:
         place = "nowhere" if fixed_bytes > memory.ram_bytes else "GPU" if on_gpu else "disk"
     ram_ratio = (memory.ram_bytes - fixed_bytes) / model.experts_bytes if model.experts_bytes else 1.0

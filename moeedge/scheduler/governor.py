@@ -65,7 +65,7 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """What is drafted in a step, and its reasons; speed-ups are over plain decoding, by estimate."""
+    """The drafts of a step, and the reasons; speed-ups are over plain decoding, by estimate."""
 
     gamma: int = figure("Tokens to draft in the next step at most")
     gamma_max: int = figure("The most that may be chosen")

@@ -20,7 +20,7 @@ _KEPT = 0.5  # of earlier runs' counts at each start: what a user does with a mo
 
 @dataclass(frozen=True)
 class EarlierRuns:
-    """What earlier runs have left for a warm start."""
+    """Activations of earlier runs, for a warm start."""
 
     n_tokens: float  # that the counts are of; at each start the earlier ones are halved
     kept_at_s: float  # end of the newest of these runs, in seconds since 1970
@@ -87,7 +87,7 @@ class KeptActivations:
 
     @property
     def earlier_runs(self) -> EarlierRuns | None:
-        """What this run began with; None for the first."""
+        """The activations that this run began with; None for the first."""
         if self.file is None or not self._earlier_tokens:
             return None
         return EarlierRuns(self._earlier_tokens / _KEPT, self.kept_at_s, self.n_first, str(self.file))

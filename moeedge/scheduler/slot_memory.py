@@ -70,7 +70,7 @@ class MemoryWatch:
         return self.reserve_bytes - self.free_bytes
 
     def read_spare_bytes(self) -> int | None:
-        """What is free above the reserve, negative where it is short; a reading at once. None where unknown."""
+        """Free bytes above the reserve, negative where it is short, by a reading at once; None where unknown."""
         with suppress(MoeedgeError):  # a driver that does not answer
             reading = self.read(self.device)
             return None if reading is None else reading.free_bytes - self.reserve_bytes

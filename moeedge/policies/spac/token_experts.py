@@ -326,8 +326,8 @@ class NextBatchPredictor:
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
         """Adds a batch: `tokens` [n_tokens], `ids` [n_layers, n_tokens, k], -1: unknown."""
-        known = tokens >= 0
-        if not known.all():
-            tokens, ids = tokens[known], ids[:, known]
+        is_known = tokens >= 0
+        if not is_known.all():
+            tokens, ids = tokens[is_known], ids[:, is_known]
         self.knn.learn(tokens, ids)
         self.table.learn(tokens, ids)
