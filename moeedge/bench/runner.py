@@ -34,7 +34,7 @@ from moeedge.bench.scores import AnswerScorer, check_scoring
 from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import kv_on_gpu, load_target, memory_of, resolve_device
 from moeedge.errors import ContextTooSmallError, InputError
-from moeedge.hardware.machine_load import LoadReading, look
+from moeedge.hardware.machine_load import LoadReading, others_now
 from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import choose_n_ctx
@@ -75,7 +75,7 @@ class Bench:
         self._notes: set[str] = set()  # those that were reported
         self._scorer: AnswerScorer | None = None
         self._roofline: Roofline | None = None
-        self._load_before = look()
+        self._load_before = others_now()
         self._load: float | None = None  # of other programs, while the run measured
 
     def __enter__(self) -> Bench:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moeedge import native
@@ -75,8 +75,7 @@ class VramReading:
 def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
     """Finds the device; `bundled`: the model is the bundled one, which auto runs on the emulated device.
 
-    Raises DeviceError for a name that llama.cpp does not list and for a worker that does not answer, BackendError for
-    rpc:// if llama.cpp was built without RPC.
+    Raises DeviceError for an unknown name and a worker that does not answer, BackendError for rpc:// without RPC.
     """
     native.attach()
     if spec.kind == "emulated":
@@ -93,10 +92,7 @@ def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
 
 
 def ram(other: ResolvedDevice) -> ResolvedDevice:
-    """Host memory as the place of experts that are loaded on demand, for a model that is larger than it.
-
-    other: what -dev stands for, which has no memory for experts.
-    """
+    """Host memory as the place of experts that are loaded on demand; other: what -dev stands for, which has none."""
     return ResolvedDevice(
         "ram",
         ggml_name="ram",
@@ -118,20 +114,18 @@ def _automatic(bundled: bool) -> ResolvedDevice:
     notes = [f"{gpu.name} is not used. {gpu.advice}" for gpu in missed]
     shared = [device.name for device in devices if device.shares_host_memory]
     if shared:
-        notes.append(
-            f"{shared[0]} is a GPU without memory of its own, so experts stay on the CPU. "
-            f"-dev {shared[0]} uses it all the same."
-        )
+        text = f"{shared[0]} is a GPU without memory of its own, so experts stay on the CPU."
+        notes.append(f"{text} -dev {shared[0]} uses it all the same.")
     if bundled:
         text = "No GPU: the emulated device, a second CPU instance, takes its place; -dev none does without."
         notes.append(Notification(text, Level.NOTICE))
-        return _emulated(DeviceSpec("emulated"), notes=notes)
+        return replace(_emulated(DeviceSpec("emulated")), notes=notes)
     if not shared:
         notes.append(Notification("No GPU: all experts stay on the CPU (see moeedge devices)."))
     return ResolvedDevice("none", llama_device="auto", notes=notes)
 
 
-def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDevice:
+def _emulated(spec: DeviceSpec) -> ResolvedDevice:
     link = f", link {format_rate(spec.link_bytes_per_s)}" if spec.link_bytes_per_s else ""
     link += f", latency {spec.latency_us:g} us" if spec.latency_us else ""
     return ResolvedDevice(
@@ -145,7 +139,6 @@ def _emulated(spec: DeviceSpec, *, notes: list[str] | None = None) -> ResolvedDe
         free_bytes=available_memory(),
         total_bytes=total_memory(),
         default_ratio=EMULATED_RATIO,
-        notes=notes or [],
     )
 
 
@@ -154,37 +147,23 @@ def _worker(endpoint: str) -> ResolvedDevice:
     n_devices, free, total = worker or (1, 0, 0)
     if free == total:  # a worker on a CPU reports all memory as free, including that of other programs
         free = total // 2
-    note = f"rpc://{endpoint} serves {n_devices} devices; moeedge uses the first one."
-    return ResolvedDevice(
-        "rpc",
-        ggml_name=name,
-        label=f"rpc://{endpoint}",
-        llama_device="auto",
-        endpoint=endpoint,
-        free_bytes=free,
-        total_bytes=total,
-        notes=[note] if n_devices > 1 else [],
-    )
+    device = ResolvedDevice("rpc", name, f"rpc://{endpoint}", "auto", endpoint=endpoint)
+    note = f"{device.label} serves {n_devices} devices; moeedge uses the first one."
+    return replace(device, free_bytes=free, total_bytes=total, notes=[note] if n_devices > 1 else [])
 
 
 def _gpu(device: native.Device, *, llama_device: str) -> ResolvedDevice:
-    return ResolvedDevice(
-        "gpu",
-        ggml_name=device.name,
-        label=f"{device.name} ({device.description})",
-        llama_device=llama_device,
-        pci_id=device.pci_id if device.registry == "CUDA" else "",
-        free_bytes=device.free_bytes,
-        total_bytes=device.total_bytes,
-    )
+    label, pci_id = f"{device.name} ({device.description})", device.pci_id if device.registry == "CUDA" else ""
+    resolved = ResolvedDevice("gpu", device.name, label, llama_device, pci_id=pci_id)
+    return replace(resolved, free_bytes=device.free_bytes, total_bytes=device.total_bytes)
 
 
 def _find(name: str) -> native.Device:
     """Returns the device of that name, which is the CPU or can hold experts."""
     devices = native.devices()
     usable = [device.name for device in devices if device.kind not in ("ACCEL", "RPC")]
-    known = ["auto", "none", EMULATED, *usable, *([_RPC_FORM] if rpc.is_built_in() else [])]
-    hint = f"Choose from: {', '.join(known)}."
+    names = ["auto", "none", EMULATED, *usable, *([_RPC_FORM] if rpc.is_built_in() else [])]
+    hint = f"Choose from: {', '.join(names)}."
     device = next((device for device in devices if device.name == name), None)
     if device is None:
         raise DeviceError(f"Unknown device '{name}'.", hint)
@@ -206,22 +185,19 @@ def list_devices() -> list[DeviceRow]:
     remark = "the CPU plays a GPU, to try everything without one; emulated:link=25GB/s,threads=2 sets its speed"
     sizes = available_memory(), total_memory()
     rows.append(DeviceRow(EMULATED, "emulated", "a second CPU instance", *sizes, True, remark))
-    has_rpc = rpc.is_built_in()
-    remark = f"the installed llama.cpp was built without RPC: {rpc.build_command()}"
-    remark = "start moeedge worker there first" if has_rpc else remark
+    has_rpc, remark = rpc.is_built_in(), "start moeedge worker there first"
+    remark = remark if has_rpc else f"the installed llama.cpp was built without RPC: {rpc.build_command()}"
     return [*rows, DeviceRow(_RPC_FORM, "RPC", "another machine's device", None, None, has_rpc, remark)]
 
 
 def _row(device: native.Device) -> DeviceRow:
-    usable = device.kind in ("GPU", "IGPU")
+    usable, remark = device.kind in ("GPU", "IGPU"), "holds experts, and layers with -ngl"
     if device.kind == "CPU":
         remark = "experts that are on no other device are stored and computed here"
     elif not usable:
         remark = "has no memory of its own, so it cannot hold experts"
     elif device.shares_host_memory:
         remark = "has no memory of its own; -dev auto does not choose it"
-    else:
-        remark = "holds experts, and layers with -ngl"
     # llama.cpp reports all memory of the CPU as free
     free = available_memory() if device.kind == "CPU" else device.free_bytes
     free_bytes, total_bytes = (free, device.total_bytes) if device.total_bytes else (None, None)
@@ -234,9 +210,8 @@ def _row(device: native.Device) -> DeviceRow:
 def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: int | None = None) -> VramReading | None:
     """Returns the device's memory now, None without a device; cheap enough for several calls a second.
 
-    pool_bytes: what the expert cache has allocated; filled_bytes: the part of it that holds experts (default: all).
-    The emulated device has no memory but the pool. A worker is asked only when it is resolved, because asking one that
-    has gone would end this process: its reading is that first answer less the pool.
+    pool_bytes: of the expert cache, all that the emulated device has; filled_bytes: those that hold experts (default:
+    all). A worker's reading is its first answer less the pool: asking one that has gone would end this process.
     """
     if device.kind == "none":
         return None

@@ -22,8 +22,7 @@ ROOT = Path("/")  # of the system's files
 _VENDORS = {"10de": "NVIDIA", "1002": "AMD", "8086": "Intel"}  # others drive screens only
 _DISPLAY_CLASS = "03"  # PCI class of display controllers: 0300 VGA, 0302 3D, 0380 other
 _DRIVERS = {"NVIDIA": ("nvidia",), "AMD": ("amdgpu",), "Intel": ("i915", "xe")}  # those that compute
-_BUILD_OPTIONS = {"NVIDIA": "-DGGML_CUDA=on", "AMD": "-DGGML_HIP=on", "Intel": "-DGGML_VULKAN=on"}
-_APPLE_OPTION = "-DGGML_METAL=on"
+_BACKENDS = {"NVIDIA": "CUDA", "AMD": "HIP", "Intel": "VULKAN", "Apple": "METAL"}  # of ggml
 # what a backend calls the vendor's devices
 _WORDS = {
     "NVIDIA": ("nvidia", "geforce", "cuda"),
@@ -37,8 +36,6 @@ _SMALL_BYTES = 4 * 2**30  # memory of its own below which an AMD GPU is taken fo
 
 @dataclass(frozen=True)
 class PresentGpu:
-    """A GPU of this machine."""
-
     vendor: str  # NVIDIA, AMD, Intel or Apple
     name: str
     pci_id: str = ""  # domain:bus:device.function in lower case; empty: not on PCI, or unknown
@@ -60,49 +57,44 @@ class PresentGpu:
 
     @property
     def advice(self) -> str:
-        """What makes it usable: one or two sentences, a command last."""
+        """The way to make it usable: one or two sentences, a command last."""
+        if not self.is_driven and self.driver == "vfio-pci":
+            return "It is handed to a virtual machine (driver vfio-pci)."
         if not self.is_driven:
-            held = f"the kernel's driver is {self.driver}" if self.driver else "no driver is loaded"
-            if self.driver == "vfio-pci":
-                return "It is handed to a virtual machine (driver vfio-pci)."
-            return f"Install {self.vendor}'s driver first: {held}."
+            reason = f"the kernel's driver is {self.driver}" if self.driver else "no driver is loaded"
+            return f"Install {self.vendor}'s driver first: {reason}."
         if not self.reachable:
-            given = "--gpus all" if self.vendor == "NVIDIA" else "--device /dev/dri"
-            return f"Its driver is loaded, but this process cannot reach it: give a container the GPU ({given})."
+            option = "--gpus all" if self.vendor == "NVIDIA" else "--device /dev/dri"
+            return f"Its driver is loaded, but this process cannot reach it: give a container the GPU ({option})."
         if self.blocked:
             return f"You may not open {self.blocked}: sudo usermod -aG render,video $USER, then log in again."
-        option = _BUILD_OPTIONS.get(self.vendor, _APPLE_OPTION)
-        return (
-            "The installed llama.cpp has no backend for it. Load a prebuilt one with --backend FILE "
-            f"(docs/devices.md, two minutes), or compile: {build_command(option)}"
-        )
+        text = "The installed llama.cpp has no backend for it. Load a prebuilt one with --backend FILE"
+        compiling = build_command(f"-DGGML_{_BACKENDS[self.vendor]}=on")
+        return f"{text} (docs/devices.md, two minutes), or compile: {compiling}"
 
 
 def unused_gpus(devices: list[native.Device]) -> list[PresentGpu]:
     """The GPUs of this machine that are none of llama.cpp's `devices`."""
-    left = present_gpus()
-    usable = [device for device in devices if device.kind in ("GPU", "IGPU")]
-    unknown = []
+    present, usable = present_gpus(), [device for device in devices if device.kind in ("GPU", "IGPU")]
+    addresses = {device.pci_id.lower() for device in usable} & {gpu.pci_id for gpu in present} - {""}
+    left = [gpu for gpu in present if gpu.pci_id not in addresses]
     for device in usable:
-        same = next((gpu for gpu in left if gpu.pci_id and gpu.pci_id == device.pci_id.lower()), None)
-        unknown += [] if same else [device]
-        left = [gpu for gpu in left if gpu is not same]
-    for device in unknown:  # backends that do not tell the address
-        text = f"{device.registry} {device.name} {device.description}".lower()
-        same = next((gpu for gpu in left if any(word in text for word in _WORDS[gpu.vendor])), None)
-        left = [gpu for gpu in left if gpu is not same]
+        if device.pci_id.lower() not in addresses:  # its backend does not tell the address
+            text = f"{device.registry} {device.name} {device.description}".lower()
+            same = next((gpu for gpu in left if any(word in text for word in _WORDS[gpu.vendor])), None)
+            left = [gpu for gpu in left if gpu is not same]
     return left
 
 
 def present_gpus() -> list[PresentGpu]:
     """Every GPU of this machine that could compute, in the order of the bus."""
-    found = list(_on_pci())
+    gpus = list(_on_pci())
     cards = list(nvidia.cards())  # with the names that the driver gives, in the order of the bus
-    for i, gpu in enumerate(found):
+    for i, gpu in enumerate(gpus):
         if gpu.vendor == "NVIDIA" and gpu.is_driven:
-            found[i] = replace(gpu, name=cards.pop(0)) if cards else replace(gpu, reachable=False)
-    found += [PresentGpu("NVIDIA", card) for card in cards]  # as in WSL, which has no bus
-    return found + [PresentGpu("Apple", "the Mac's GPU", in_processor=True)] * (sys.platform == "darwin")
+            gpus[i] = replace(gpu, name=cards.pop(0)) if cards else replace(gpu, reachable=False)
+    gpus += [PresentGpu("NVIDIA", card) for card in cards]  # as in WSL, which has no bus
+    return gpus + [PresentGpu("Apple", "the Mac's GPU", in_processor=True)] * (sys.platform == "darwin")
 
 
 def _on_pci() -> Iterator[PresentGpu]:
@@ -112,9 +104,8 @@ def _on_pci() -> Iterator[PresentGpu]:
         if vendor is None or not kind.startswith(_DISPLAY_CLASS):
             continue
         pci_id = folder.name.lower()
-        driver = folder / "driver"
-        total_text = text_of(folder / "mem_info_vram_total")  # amdgpu's
-        total = int(total_text) if total_text.isdigit() else None
+        driver, size = folder / "driver", text_of(folder / "mem_info_vram_total")  # amdgpu's
+        total = int(size) if size.isdigit() else None
         # programs compute through the render nodes
         names = sorted(each.name for each in children(folder / "drm") if each.name.startswith("renderD"))
         nodes = [node for name in names if (node := ROOT / "dev/dri" / name).exists()]
@@ -138,5 +129,5 @@ def _name(pci_id: str, vendor_id: str, device_id: str, vendor: str) -> str:
     if by_driver := value_in(ROOT / "proc/driver/nvidia/gpus" / pci_id / "information", "model"):
         return by_driver
     listed = re.compile(rf"^{vendor_id}.*\n(?:\t.*\n)*?\t{device_id}(.+)", re.MULTILINE)  # below a vendor its devices
-    found = next(filter(None, (listed.search(text_of(ROOT / place)) for place in _NAME_LISTS)), None)
-    return f"{vendor} {found[1].strip()}" if found else f"{vendor} GPU {vendor_id}:{device_id}"
+    match = next(filter(None, (listed.search(text_of(ROOT / place)) for place in _NAME_LISTS)), None)
+    return f"{vendor} {match[1].strip()}" if match else f"{vendor} GPU {vendor_id}:{device_id}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 BUSY = 0.25  # processors' worth of other programs, from which on a run is not quiet
-_LOOK_S = 0.1  # ten ticks of Linux's clock: of less time nothing can be said
+_INTERVAL_S = 0.1  # ten ticks of Linux's clock: of less time nothing can be said
 _IDLE = ("idle", "iowait", "guest", "guest_nice")  # the last two are part of user and nice
 
 
@@ -35,13 +35,13 @@ class LoadReading:
     def others_since(self, older: LoadReading) -> float:
         """Returns the processors that other programs used on average since `older`; 0 where that is too short ago."""
         elapsed_s = self.at_s - older.at_s
-        return max(self.others_s_since(older), 0.0) / elapsed_s if elapsed_s >= _LOOK_S else 0.0
+        return max(self.others_s_since(older), 0.0) / elapsed_s if elapsed_s >= _INTERVAL_S else 0.0
 
 
-def look() -> float:
+def others_now() -> float:
     """Returns the processors that other programs use now, measured for a tenth of a second."""
     before = LoadReading.now()
-    time.sleep(_LOOK_S)
+    time.sleep(_INTERVAL_S)
     return LoadReading.now().others_since(before)
 
 
@@ -52,7 +52,6 @@ def takes_cores(others: float, n_threads: int) -> bool:
 
 def busy_note(others: float, n_threads: int) -> str | None:
     """Returns a sentence where `takes_cores` is true."""
-    if not takes_cores(others, n_threads):
-        return None
     threads = f"{n_threads} threads need" if n_threads > 1 else "one thread needs"
-    return f"Other programs use {others:.1f} of {os.cpu_count()} cores, which the model's {threads}."
+    text = f"Other programs use {others:.1f} of {os.cpu_count()} cores, which the model's {threads}."
+    return text if takes_cores(others, n_threads) else None

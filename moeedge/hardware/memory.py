@@ -57,10 +57,7 @@ def _limits() -> Iterator[tuple[int, int, Path]]:
 
 
 def control_groups(controller: str) -> Iterator[tuple[int, Path]]:
-    """The control groups of this process and those around them that may limit a resource, "memory" or "cpu".
-
-    Each with its folder, and 0 for version 2 of control groups or 1 for version 1.
-    """
+    """Version (0: v2, 1: v1) and folder of the control groups around this process for "memory" or "cpu"."""
     for line in text_of(_MEMBERSHIP).splitlines():
         number, controllers, name = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -19,24 +18,22 @@ def memory(pci_id: str) -> tuple[int, int, int] | None:
     pci_id: domain:bus:device.function. None, too, for a slice of a card (MIG), which may not read the card's memory.
     """
     handle = _handle(pci_id) if pci_id else None
-    found = None if handle is None else _ask("nvmlDeviceGetMemoryInfo", handle)
-    return None if found is None else (int(found.used), int(found.free), int(found.total))
+    info = None if handle is None else _ask("nvmlDeviceGetMemoryInfo", handle)
+    return None if info is None else (int(info.used), int(info.free), int(info.total))
 
 
 def process_bytes() -> dict[int, int]:
     """Returns the bytes that processes have on all cards together, by process id, where the driver says so."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for card in _cards():
         for process in _ask("nvmlDeviceGetComputeRunningProcesses", card) or ():
-            found[process.pid] = found.get(process.pid, 0) + (process.usedGpuMemory or 0)
-    return {pid: n_bytes for pid, n_bytes in found.items() if n_bytes}
+            sizes[process.pid] = sizes.get(process.pid, 0) + (process.usedGpuMemory or 0)
+    return {pid: n_bytes for pid, n_bytes in sizes.items() if n_bytes}
 
 
-def _cards() -> Iterator[Any]:
-    for i in range(_ask("nvmlDeviceGetCount") or 0):
-        handle = _ask("nvmlDeviceGetHandleByIndex", i)
-        if handle is not None:
-            yield handle
+def _cards() -> list[Any]:
+    handles = (_ask("nvmlDeviceGetHandleByIndex", i) for i in range(_ask("nvmlDeviceGetCount") or 0))
+    return [handle for handle in handles if handle is not None]
 
 
 @cache
@@ -46,8 +43,7 @@ def _handle(pci_id: str) -> Any:
 
 def _ask(question: str, *arguments: Any) -> Any:
     """The driver's answer, or None."""
-    nvml = _nvml()
-    if nvml is None:
+    if (nvml := _nvml()) is None:
         return None
     try:
         return getattr(nvml, question)(*arguments)
@@ -57,7 +53,6 @@ def _ask(question: str, *arguments: Any) -> Any:
 
 @cache
 def _nvml() -> Any:
-    """Returns the initialised NVML module, or None."""
     try:
         import pynvml
 

@@ -30,19 +30,15 @@ _INSTRUCTIONS = {
 
 
 def cpu_name() -> str:
-    """Returns the processor's own name, else the architecture.
-
-    Virtual machines name a brand alone ("AMD EPYC"): family and model tell generations apart.
-    """
-    known = {key: value_in(CPU_INFO, key) for key in ("model name", "hardware", "cpu family", "model")}
-    name = known["model name"] or known["hardware"] or platform.processor() or platform.machine()
-    family, model = known["cpu family"], known["model"]
+    """Returns the processor's own name, else the architecture; family and model tell a brand's generations apart."""
+    name, board, family, model = (value_in(CPU_INFO, key) for key in ("model name", "hardware", "cpu family", "model"))
+    name = name or board or platform.processor() or platform.machine()
     return f"{name} (family {family}, model {model})" if family and model else name
 
 
 def instruction_sets() -> list[str]:
     """Returns the vector instructions that the system reports; empty where it reports none."""
-    flags = set((value_in(CPU_INFO, "flags") or value_in(CPU_INFO, "features")).lower().split())
+    flags = (value_in(CPU_INFO, "flags") or value_in(CPU_INFO, "features")).lower().split()
     return [name for flag, name in _INSTRUCTIONS.items() if flag in flags]
 
 
@@ -59,8 +55,7 @@ def concurrent_threads() -> int:
 
 def physical_cores() -> int:
     """Returns the physical cores that this process may use, within a container's limit: the default of threads."""
-    usable = usable_cores()
-    limit = core_limit()
+    usable, limit = usable_cores(), core_limit()
     cores = min(psutil.cpu_count(logical=False) or usable, usable)
     return max(1, cores if limit is None else min(cores, int(limit)))
 

@@ -46,12 +46,9 @@ def read_provenance() -> Provenance:
 
 
 def _git_state(package: Path) -> tuple[str | None, bool | None]:
-    """Commit and dirty flag of the checkout with `package` in its root; (None, None) elsewhere.
-
-    A package inside another project's checkout (a virtual environment, for instance) has no commit of ours.
-    """
+    """Commit and dirty flag of the checkout with `package` in its root; (None, None) elsewhere."""
     root = package.parent
-    if not (root / ".git").exists():
+    if not (root / ".git").exists():  # the checkout around a virtual environment is another project's
         return None, None
     command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:

@@ -1,6 +1,6 @@
 """Devices of other processes and machines over llama.cpp's RPC: add a worker's device, or serve one of this machine.
 
-llama.cpp ends the process when a worker gives an unexpected answer, and waits without limit for a busy one. Therefore
+llama.cpp ends the process at a worker's unexpected answer, and waits for a busy one where Ctrl-C does not reach. So
 every worker is greeted here first, within a time limit, by the protocol of ggml-rpc.cpp: a request is a command byte,
 its size and its bytes; an answer is its size and its bytes; all little-endian.
 """
@@ -58,10 +58,8 @@ def check_built_in() -> None:
 
 def build_command(option: str = "-DGGML_RPC=on") -> str:
     """Returns the command that installs llama.cpp with a build option; pip's wheel cache ignores CMAKE_ARGS."""
-    return (
-        f'CMAKE_ARGS="{option}" pip install --no-cache-dir --force-reinstall --no-deps '
-        f"llama-cpp-python=={version('llama-cpp-python')}"
-    )
+    install = "pip install --no-cache-dir --force-reinstall --no-deps"
+    return f'CMAKE_ARGS="{option}" {install} llama-cpp-python=={version("llama-cpp-python")}'
 
 
 def greet(endpoint: str) -> Worker:
@@ -71,10 +69,8 @@ def greet(endpoint: str) -> Worker:
         connection = socket.create_connection((host, port), timeout=_CONNECT_S)
     except OSError as error:
         reason = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
-        raise DeviceError(
-            f"No worker at rpc://{endpoint} ({reason}).",
-            f"Start one on that machine: moeedge worker --listen {endpoint}",
-        ) from error
+        hint = f"Start one on that machine: moeedge worker --listen {endpoint}"
+        raise DeviceError(f"No worker at rpc://{endpoint} ({reason}).", hint) from error
     with connection:
         connection.settimeout(_ANSWER_S)
         try:
@@ -87,14 +83,11 @@ def greet(endpoint: str) -> Worker:
             (n_devices,) = _ask(connection, _DEVICE_COUNT, b"", "<I")
             free, total = _ask(connection, _GET_DEVICE_MEMORY, struct.pack("<I", 0), "<QQ")
         except TimeoutError as error:
-            raise DeviceError(
-                f"The worker at rpc://{endpoint} is busy with another session.",
-                "End the other session, or start a second worker on another port: each serves one session.",
-            ) from error
+            hint = "End the other session, or start a second worker on another port: each serves one session."
+            raise DeviceError(f"The worker at rpc://{endpoint} is busy with another session.", hint) from error
         except (OSError, struct.error) as error:
-            raise DeviceError(
-                f"The server at {endpoint} is not a moeedge worker.", "Check the port; moeedge worker prints it."
-            ) from error
+            hint = "Check the port; moeedge worker prints it."
+            raise DeviceError(f"The server at {endpoint} is not a moeedge worker.", hint) from error
     return Worker(n_devices, free, total)
 
 
@@ -111,8 +104,8 @@ def _ask(connection: socket.socket, command: int, request: bytes, form: str) -> 
 def add_worker(endpoint: str) -> tuple[str, Worker | None]:
     """Registers the worker's first device with llama.cpp; returns its name there and the worker's answer.
 
-    The answer is None if another session of this process uses the worker, which then answers no second greeting.
-    Raises BackendError without RPC, DeviceError for a worker that cannot be used.
+    The answer is None if another session of this process uses the worker, which answers no second greeting. Raises
+    BackendError without RPC, DeviceError for a worker that cannot be used.
     """
     check_built_in()
     is_shared = bool(_connections(endpoint)) and endpoint not in _lost
@@ -126,8 +119,7 @@ def add_worker(endpoint: str) -> tuple[str, Worker | None]:
             spelling = f"{host}:0{port}"
         _spellings[endpoint] = spelling
         _lost.discard(endpoint)
-        add = _procedure("ggml_backend_rpc_add_server", c_void_p, c_char_p)
-        registry = add(spelling.encode())
+        registry = _procedure("ggml_backend_rpc_add_server", c_void_p, c_char_p)(spelling.encode())
         if not registry:
             raise DeviceError(f"The worker at rpc://{endpoint} serves no device.", "Start it again with --device NAME.")
         ggml_function("ggml_backend_register", None, c_void_p)(registry)
@@ -143,10 +135,7 @@ def mark_lost(endpoint: str) -> None:
 
 
 def limit_waits(endpoint: str) -> None:
-    """Sets a time limit on llama.cpp's connections to the worker, after which a hanging worker counts as lost.
-
-    llama.cpp itself waits without limit, in native code that Ctrl-C does not reach.
-    """
+    """Sets a time limit on llama.cpp's connections to the worker, after which a hanging worker counts as lost."""
     limit = struct.pack("@ll", _HANGING_S, 0)  # struct timeval
     for fd in _connections(endpoint):
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
@@ -179,23 +168,17 @@ def _procedure(name: str, result: Any, *arguments: Any) -> Any:
 
 
 class Server:
-    """llama.cpp's RPC server for one device, on its own thread; it stops only when the process ends."""
+    """llama.cpp's RPC server for one device, on its own thread, until the process ends. n_threads: on the CPU only."""
 
     def __init__(self, device: str, host: str, port: int, n_threads: int) -> None:
-        """Starts to listen at once; host is an IPv4 address, n_threads applies to the CPU only."""
         check_built_in()
         self.endpoint = f"{host}:{port}"
-        self._device = ggml_function("ggml_backend_dev_by_name", c_void_p, c_char_p)(device.encode())
-        self._n_threads = n_threads
-        self._thread = threading.Thread(target=self._run, name="moeedge-worker", daemon=True)
+        devices = (c_void_p * 1)(ggml_function("ggml_backend_dev_by_name", c_void_p, c_char_p)(device.encode()))
+        kinds = (c_char_p, c_char_p, c_size_t, c_size_t, ctypes.POINTER(c_void_p))
+        start = _procedure("ggml_backend_rpc_start_server", None, *kinds)
+        arguments = (self.endpoint.encode(), None, n_threads, 1, devices)
+        self._thread = threading.Thread(target=start, args=arguments, name="moeedge-worker", daemon=True)
         self._thread.start()
-
-    def _run(self) -> None:
-        devices = (c_void_p * 1)(self._device)
-        start = _procedure(
-            "ggml_backend_rpc_start_server", None, c_char_p, c_char_p, c_size_t, c_size_t, ctypes.POINTER(c_void_p)
-        )
-        start(self.endpoint.encode(), None, self._n_threads, 1, devices)
 
     def wait_until_ready(self) -> Worker:
         """Returns the server's answer to a greeting. Raises BackendError if it stops or does not answer."""
@@ -223,10 +206,8 @@ def reserve_port(host: str, port: int) -> tuple[str, int]:
             probe.bind((address, port))
             probe.listen(1)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise DeviceError(
-                f"Cannot listen on {host}:{port} ({reason}).", "Give another port, or 0 for any."
-            ) from error
+            text = f"Cannot listen on {host}:{port} ({(error.strerror or str(error)).lower()})."
+            raise DeviceError(text, "Give another port, or 0 for any.") from error
         return address, probe.getsockname()[1]
 
 

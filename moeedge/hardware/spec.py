@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from moeedge.errors import DeviceError
+from moeedge.errors import DeviceError, require
 from moeedge.units import parse_rate
 
 SpecKind = Literal["auto", "none", "emulated", "name", "rpc"]
@@ -13,7 +14,6 @@ EMULATED = "emulated"
 RPC_SCHEME = "rpc://"
 MAX_N_THREADS = 512  # GGML_MAX_N_THREADS; ggml crashes beyond it
 _EMULATED_FORM = "Write emulated, or emulated: and any of link=25GB/s, latency=20us, threads=2, separated by commas."
-_RPC_FORM = "Write rpc://HOST:PORT, for instance rpc://127.0.0.1:50052."
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,17 @@ class DeviceSpec:
             return cls("auto" if text == "auto" else "none")
         if text == EMULATED or text.startswith(f"{EMULATED}:"):
             return _parse_emulated(text)
-        if text.startswith(RPC_SCHEME):
-            return cls("rpc", endpoint=_parse_endpoint(text))
         if not text:
             raise DeviceError("The device name is empty.", "Write auto, none, emulated, rpc://HOST:PORT or a name.")
-        return cls("name", name=text)
+        if not text.startswith(RPC_SCHEME):
+            return cls("name", name=text)
+        try:
+            host, port = parse_host_port(text.removeprefix(RPC_SCHEME).rstrip("/"))
+            require(port, "it lacks a port")
+        except ValueError as error:
+            hint = "Write rpc://HOST:PORT, for instance rpc://127.0.0.1:50052."
+            raise DeviceError(f'"{text}" is not the address of a worker: {error}.', hint) from error
+        return cls("rpc", endpoint=f"{host}:{port}")
 
 
 def _parse_emulated(text: str) -> DeviceSpec:
@@ -62,9 +68,8 @@ def _parse_emulated(text: str) -> DeviceSpec:
             latency_us = _parse_latency(value)
         elif key == "threads":
             if not (value.isascii() and value.isdigit() and 1 <= int(value) <= MAX_N_THREADS):
-                raise DeviceError(
-                    f'The emulated device cannot have "{value}" threads.', f"Give a number from 1 to {MAX_N_THREADS}."
-                )
+                hint = f"Give a number from 1 to {MAX_N_THREADS}."
+                raise DeviceError(f'The emulated device cannot have "{value}" threads.', hint)
             threads = int(value)
         else:
             raise DeviceError(f'The emulated device has no option "{option.strip()}".', _EMULATED_FORM)
@@ -80,23 +85,10 @@ def _parse_latency(text: str) -> float:
     raise DeviceError(f'The emulated device cannot have the latency "{text}".', "Write it like 20us or 1ms.")
 
 
-def _parse_endpoint(text: str) -> str:
-    try:
-        host, port = parse_host_port(text.removeprefix(RPC_SCHEME).rstrip("/"))
-        if port == 0:
-            raise ValueError("it lacks a port")
-    except ValueError as error:
-        raise DeviceError(f'"{text}" is not the address of a worker: {error}.', _RPC_FORM) from error
-    return f"{host}:{port}"
-
-
 def parse_host_port(text: str) -> tuple[str, int]:
     """Splits HOST:PORT; the host is an IPv4 address or a name, as llama.cpp's RPC has no IPv6. Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host:
-        raise ValueError("it is not HOST:PORT")
-    if ":" in host or "/" in host or any(character.isspace() for character in host):
-        raise ValueError(f'"{host}" is neither an IPv4 address nor a host name')
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ValueError(f'"{port}" is not a port')
+    host, _, port = text.rpartition(":")
+    require(host, "it is not HOST:PORT")
+    require(not re.search(r"[:/\s]", host), f'"{host}" is neither an IPv4 address nor a host name')
+    require(port.isascii() and port.isdigit() and int(port) <= 65535, f'"{port}" is not a port')
     return host, int(port)

@@ -1,1 +1,1 @@
-"""What `moeedge doctor` checks: installation, GPU, processor, memory, disks, environment, and what was measured."""
+"""The checks of `moeedge doctor`: installation, GPU, processor, memory, disks, environment, and what was measured."""

@@ -18,7 +18,7 @@ import moeedge
 from moeedge import native, paths
 from moeedge.errors import ModelFileError, MoeedgeError
 from moeedge.hardware.gpus import unused_gpus
-from moeedge.hardware.machine_load import busy_note, look
+from moeedge.hardware.machine_load import busy_note, others_now
 from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.hardware.processor import core_limit, cpu_name, instruction_sets, physical_cores, usable_cores
 from moeedge.hub.cache import cached_models, hub_cache, unfinished_downloads
@@ -40,8 +40,6 @@ Status = Literal["ok", "info", "warning", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked."""
-
     topic: str
     status: Status  # info: could be better; warning: something is slower or missing; broken: commands fail
     text: str  # what was found, in a line
@@ -56,7 +54,6 @@ class Report:
 
     @property
     def is_broken(self) -> bool:
-        """Whether something fails."""
         return any(finding.status == "broken" for finding in self.findings)
 
 
@@ -71,14 +68,14 @@ def models() -> Iterator[Finding]:
     folder = hub_cache()
     there = paths.existing(folder)
     free = shutil.disk_usage(there).free
-    found, read_only = list(cached_models()), not os.access(there, os.W_OK)
-    text = f"{paths.short(folder)}: {len(found)} here, {format_bytes(free)} free"
+    files, read_only = [model.path for model in cached_models()], not os.access(there, os.W_OK)
+    text = f"{paths.short(folder)}: {len(files)} here, {format_bytes(free)} free"
     if unfinished := len(list(unfinished_downloads())):
         text += f", {unfinished} unfinished"
     text += ", not writable" if read_only else ""
     little = free < _LITTLE_DISK_BYTES and "Free some space (moeedge rm NAME), or set HF_HUB_CACHE elsewhere."
     yield _warn_if("models", text, read_only and "Set HF_HUB_CACHE to a folder that you may write.", little)
-    yield _disk([model.path for model in found])
+    yield _disk(files)
 
 
 def _disk(files: list[Path]) -> Finding:
@@ -87,9 +84,8 @@ def _disk(files: list[Path]) -> Finding:
         from moeedge.scheduler import disk  # which needs llama.cpp
 
         files = sorted(files, key=lambda file: -file.stat().st_size) or [paths.bundled_target()]
-        kept = disk.read_kept(files[0])
-        if kept is not None:
-            speed, how = kept.best.bytes_per_s, "measured"
+        if (calibration := disk.read_kept(files[0])) is not None:
+            speed, how = calibration.best.bytes_per_s, "measured"
         else:
             speed, direct = disk.quick_rate(files[0])
             how = "at a glance" if direct else "at a glance, the page cache may have helped"
@@ -108,33 +104,33 @@ def kept_files() -> Iterator[Finding]:
         hint = "Set MOEEDGE_CACHE to a folder that you may write; until then nothing is kept between runs."
         yield Finding("kept files", "warning", f"no cache folder: {error.strerror or error}", hint)
         return
-    kept = list(measurement_dir().glob("*.json")) if measurement_dir().is_dir() else []
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if not os.access(folder, os.W_OK):
         hint = "Make it writable, or set MOEEDGE_CACHE to another folder: every run measures anew."
         yield Finding("kept files", "warning", f"{paths.short(folder)} is not writable", hint)
         return
-    measured = f"{len(kept)} measurements" if kept else "nothing measured yet: the first chat measures"
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    n_files = len(list(measurement_dir().glob("*.json")))  # none without the folder
+    measured = f"{n_files} measurements" if n_files else "nothing measured yet: the first chat measures"
     yield Finding("kept files", "ok", f"{paths.short(folder)}, {format_bytes(size)}: {measured}")
 
 
 def checked(topic: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """The findings of a check; an error that it raises on purpose is one: something is broken."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        found.extend(check())  # keeps those before an error
+        findings.extend(check())  # keeps those before an error
     except MoeedgeError as error:
-        found.append(Finding(topic, "broken", error.message, error.hint))
+        findings.append(Finding(topic, "broken", error.message, error.hint))
     except OSError as error:
-        found.append(Finding(topic, "broken", f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")))
-    return found
+        findings.append(Finding(topic, "broken", f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")))
+    return findings
 
 
 def processor() -> Iterator[Finding]:
     """Name and instructions. An x86 processor without AVX2 is slow."""
-    found = instruction_sets()
-    text = f"{cpu_name()}; {', '.join(found) or 'no vector instructions that matter here'}"
-    slow = not found and platform.machine() in ("x86_64", "amd64")
+    instructions = instruction_sets()
+    text = f"{cpu_name()}; {', '.join(instructions) or 'no vector instructions that matter here'}"
+    slow = not instructions and platform.machine() in ("x86_64", "amd64")
     yield _warn_if("processor", text, slow and "Expect slow answers: kernels in plain C++ compute.", status="info")
 
 
@@ -142,9 +138,9 @@ def kernels() -> Iterator[Finding]:
     """Which of our kernels compute experts; each was compared with ggml's. Needs the native library."""
     if compute.is_amx_disabled():
         yield Finding("AMX", "info", "off: llama.cpp's AMX kernels fail as they are compiled here; others compute")
-    found = compute.kernels()
+    tested = compute.kernels()
     best: dict[str, compute.Kernel] = {}
-    for kernel in found:  # the newest instructions first
+    for kernel in tested:  # the newest instructions first
         if kernel.is_equal:
             best.setdefault(kernel.layout, kernel)
     if not best:
@@ -154,18 +150,17 @@ def kernels() -> Iterator[Finding]:
     instructions = ", ".join(dict.fromkeys(kernel.instructions for kernel in best.values()))
     used = sum(gain > 1 for gain in gains)
     text = f"ours ({instructions}) for {used} of {len(best)} weight layouts, up to {max(gains):.1f} x llama.cpp's"
-    differing = len({kernel.layout for kernel in found}) - len(best)
+    differing = len({kernel.layout for kernel in tested}) - len(best)
     yield Finding("kernels", "ok", text + (f"; {differing} not used: other bits" if differing else ""))
 
 
 def threads() -> Iterator[Finding]:
     """How many threads compute, and what may keep them from it."""
     n_threads, n_usable, limit = physical_cores(), usable_cores(), core_limit()
-    n_all = psutil.cpu_count() or n_usable
-    text = f"{n_threads} (-t N sets it); {n_usable} of {n_all} logical cores may be used"
+    text = f"{n_threads} (-t N sets it); {n_usable} of {psutil.cpu_count() or n_usable} logical cores may be used"
     if limit is not None and limit < n_usable:
         text += f", a container's limit is {limit:g}"
-    busy = busy_note(look(), n_threads)
+    busy = busy_note(others_now(), n_threads)
     text += f". {busy}" if busy else ""
     spin = os.environ.get("GOMP_SPINCOUNT", "0")
     spins = not spin.isdigit() or int(spin) > _LONG_SPIN or os.environ.get("OMP_WAIT_POLICY", "").lower() == "active"
@@ -185,8 +180,8 @@ def memory() -> Iterator[Finding]:
     swapped = psutil.swap_memory().used
     if swapped > _LITTLE_BYTES and free < total / 4:
         text += f", {format_bytes(swapped)} swapped out"
-    little = free < _LITTLE_BYTES
-    yield _warn_if("memory", text, little and "End other programs, or choose a smaller model (moeedge plan).")
+    hint = "End other programs, or choose a smaller model (moeedge plan)."
+    yield _warn_if("memory", text, free < _LITTLE_BYTES and hint)
 
 
 def library() -> Iterator[Finding]:
@@ -199,22 +194,18 @@ def library() -> Iterator[Finding]:
 
 
 def gpu() -> Iterator[Finding]:
-    """The GPUs that llama.cpp can use, and those that it cannot. Needs the native library.
-
-    Raises BackendFileError for a file of $GGML_BACKEND_PATH that cannot be loaded.
-    """
+    """The GPUs, also those that llama.cpp cannot use; raises BackendFileError for a file of $GGML_BACKEND_PATH."""
     from moeedge.llama import library
 
     library.start()
     devices = native.devices()
-    usable = [device for device in devices if device.kind in ("GPU", "IGPU")]
+    usable, unused = [device for device in devices if device.kind in ("GPU", "IGPU")], unused_gpus(devices)
     for device in usable:
         shared = " of the host's memory" if device.shares_host_memory else ""
         size = f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free{shared}"
         yield Finding("GPU", "ok", f"{device.name}, {device.description}: {size}")
-    unused = unused_gpus(devices)
-    for found in unused:
-        yield Finding("GPU", "info" if found.in_processor else "warning", f"{found.name}: not used", found.advice)
+    for gpu in unused:
+        yield Finding("GPU", "info" if gpu.in_processor else "warning", f"{gpu.name}: not used", gpu.advice)
     if not usable and not unused:
         yield Finding("GPU", "ok", "none found: experts are computed on the CPU")
 
@@ -226,8 +217,7 @@ def bundled_files() -> Iterator[Finding]:
         yield Finding("toy pair", "ok", f"bundled, {format_bytes(size)}")
     except ModelFileError as error:
         yield Finding("toy pair", "warning", error.message, error.hint)
-    catalog = load_catalog()
-    own = paths.own_catalog_file()
+    catalog, own = load_catalog(), paths.own_catalog_file()
     mine = sum(entry.own for entry in catalog.entries.values())
     text = f"{len(catalog.entries)} models" + (f", {mine} of them your own ({paths.short(own)})" if own else "")
     yield Finding("catalog", "ok", text)
@@ -239,26 +229,23 @@ _REFERENCE = "python -m moeedge.cli.reference"  # has the table of all variables
 
 
 def environment(values: Mapping[str, str] = os.environ, *, honoured: Collection[str] = ()) -> Iterator[Finding]:
-    """One finding for all that is well, one for each variable that is not.
-
-    honoured: the variables of llama.cpp's options (LLAMA_ARG_*) that act here.
-    """
-    found = set_variables(values)
-    wrong = {variable.name: finding for variable in found if (finding := _wrong(variable, honoured)) is not None}
-    well = [f"{variable.name}={variable.value}" for variable in found if variable.name not in wrong]
+    """One finding for all that is well, one for each variable that is not; honoured: LLAMA_ARG_* that act here."""
+    variables = set_variables(values)
+    wrong = {variable.name: finding for variable in variables if (finding := _wrong(variable, honoured)) is not None}
+    well = [f"{variable.name}={variable.value}" for variable in variables if variable.name not in wrong]
     yield Finding("variables", "ok", ", ".join(well) or "none set that acts here")
     yield from wrong.values()
 
 
-def _wrong(found: SetVariable, honoured: Collection[str]) -> Finding | None:
-    name, value, unset = found.name, found.value, f"Unset {found.name}, or name a"
-    meant = f"Did you mean {found.suggestion}?" if found.suggestion else f"{_REFERENCE} lists those that do."
+def _wrong(variable: SetVariable, honoured: Collection[str]) -> Finding | None:
+    name, value, unset = variable.name, variable.value, f"Unset {variable.name}, or name a"
+    meant = f"Did you mean {variable.suggestion}?" if variable.suggestion else f"{_REFERENCE} lists those that do."
     have = f"{_REFERENCE} lists those that have."
     offline = name == "HF_HUB_OFFLINE" and value.upper() in ("1", "TRUE", "YES", "ON")
     wrong: tuple[tuple[bool, Status, str, str], ...] = (
         (name in _FOLDERS and not Path(value).is_dir(), "warning", ": no such folder", f"{unset} folder."),
         (name in _FILES and not Path(value).expanduser().is_file(), "broken", ": no such file", f"{unset} file."),
-        (found.variable is None and name.startswith("MOEEDGE_"), "warning", " has no effect", meant),
+        (variable.variable is None and name.startswith("MOEEDGE_"), "warning", " has no effect", meant),
         (name.startswith(OPTION_PREFIX) and name not in honoured, "info", " has no effect here", have),
         (offline, "info", ": nothing is downloaded", "Unset it before moeedge pull."),
         (name == "GGML_CPU_DISABLE_FUSION", "info", ": the CPU computes slower", "Unset it."),
@@ -268,12 +255,9 @@ def _wrong(found: SetVariable, honoured: Collection[str]) -> Finding | None:
 
 
 def examine(honoured: Collection[str] = ()) -> Report:
-    """Runs every check, in a second or two; loads no model, downloads nothing and writes nothing.
-
-    honoured: the variables of llama.cpp's options (LLAMA_ARG_*) that act here.
-    """
-    found = checked("library", library)
-    works = not Report(tuple(found)).is_broken
+    """Runs every check, in a second or two, without models, downloads and writing; honoured: as of `environment`."""
+    findings = checked("library", library)
+    works = not Report(tuple(findings)).is_broken
     checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("GPU", gpu),
         ("toy pair", bundled_files),
@@ -287,5 +271,5 @@ def examine(honoured: Collection[str] = ()) -> Report:
     )
     for topic, check in checks:
         if works or check not in (gpu, kernels, memory):  # these need the library
-            found += checked(topic, check)
-    return Report(tuple(found))
+            findings += checked(topic, check)
+    return Report(tuple(findings))

@@ -25,8 +25,7 @@ class RunningProcess:
 
 def list_running() -> list[RunningProcess]:
     """The user's processes, the oldest first, without the one that asks."""
-    found = []
-    on_gpus = nvidia.process_bytes()
+    running, on_gpus = [], nvidia.process_bytes()
     for process in psutil.process_iter():
         try:
             words = process.cmdline() if process.pid != os.getpid() else []
@@ -34,19 +33,13 @@ def list_running() -> list[RunningProcess]:
             if command is None or process.uids().real != os.getuid():
                 continue
             files = {region.path for region in process.memory_maps()} | {file.path for file in process.open_files()}
-            found.append(
-                RunningProcess(
-                    pid=process.pid,
-                    command=command,
-                    models=tuple(sorted(path for path in files if path.endswith(".gguf"))),
-                    memory_bytes=process.memory_info().rss,
-                    gpu_bytes=on_gpus.get(process.pid),
-                    started_s=process.create_time(),
-                )
-            )
+            models = tuple(sorted(path for path in files if path.endswith(".gguf")))
+            memory_bytes, gpu_bytes = process.memory_info().rss, on_gpus.get(process.pid)
+            row = RunningProcess(process.pid, command, models, memory_bytes, gpu_bytes, process.create_time())
+            running.append(row)
         except psutil.Error:  # it ended meanwhile, or is another user's
             continue
-    return sorted(found, key=lambda running: running.started_s)
+    return sorted(running, key=lambda row: row.started_s)
 
 
 def command_of(words: Sequence[str]) -> str | None:

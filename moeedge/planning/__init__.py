@@ -1,1 +1,1 @@
-"""What a model needs and what fits, before any of its weights are loaded."""
+"""The memory that a model needs, and models that fit, before any of its weights are loaded."""

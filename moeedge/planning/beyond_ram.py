@@ -1,4 +1,4 @@
-"""What a model larger than the memory needs of its disk: slots for experts in RAM, hits, bytes and seconds per token.
+"""Models larger than the memory: slots for experts in RAM, hits, bytes and seconds per token, by the disk's rate.
 
 The seconds are a limit, for one token at a time and perfect overlap of reading and computing:
 
@@ -40,8 +40,6 @@ RoutingSource = Literal["kept", "assumed"]  # kept: activations of earlier runs
 
 @dataclass(frozen=True)
 class Disk:
-    """The rate at which experts are read."""
-
     bytes_per_s: float
     source: Source
 
@@ -51,7 +49,7 @@ Hits = Callable[[Sequence[float]], NDArray[np.float64]]  # of a token's experts,
 
 @dataclass(frozen=True)
 class RamTierRequest:
-    """What is known of disk and routing, which neither the model's header nor the machine says."""
+    """Disk and routing, which neither the model's header nor the machine tells."""
 
     disks: tuple[Disk, ...]  # at least one; the first is the machine's
     hits: Hits | None = None  # None: the assumed ones
@@ -63,18 +61,21 @@ class RamTierRequest:
 def known_tier(
     facts: ModelFacts, file: Path, disk_rates: Sequence[float] | None, sizes: tuple[int, ...]
 ) -> RamTierRequest:
-    """What was given or measured of the disk, and what earlier runs of this file have used.
+    """The given or measured rates of the disk, and the activations of earlier runs of this file.
 
     disk_rates: bytes/s; None: what was measured. sizes: free bytes of other machines.
     """
     measured = read_kept(file) if facts.is_here else None
-    rates = [ASSUMED_DISK_BYTES_PER_S] if measured is None else [measured.best.bytes_per_s]
-    source: Source = "given" if disk_rates is not None else "assumed" if measured is None else "measured"
-    disks = tuple(Disk(rate, source) for rate in (rates if disk_rates is None else disk_rates))
-    kept = KeptActivations.open(file, facts.n_layers, facts.n_experts) if facts.is_here and facts.n_experts else None
-    if kept is None or kept.earlier_runs is None:
-        return RamTierRequest(disks, sizes=sizes)
-    return RamTierRequest(disks, kept_hits(kept.counts), "kept", kept.earlier_runs.n_tokens, sizes)
+    disks: tuple[Disk, ...] = (Disk(ASSUMED_DISK_BYTES_PER_S, "assumed"),)
+    if disk_rates is not None:
+        disks = tuple(Disk(rate, "given") for rate in disk_rates)
+    elif measured is not None:
+        disks = (Disk(measured.best.bytes_per_s, "measured"),)
+    if facts.is_here and facts.n_experts:
+        activations = KeptActivations.open(file, facts.n_layers, facts.n_experts)
+        if (earlier := activations.earlier_runs) is not None:
+            return RamTierRequest(disks, kept_hits(activations.counts), "kept", earlier.n_tokens, sizes)
+    return RamTierRequest(disks, sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,6 @@ class RamTierPlan:
 
     @property
     def machine(self) -> RamTierRow:
-        """The row of the planned machine."""
         return self.rows[0]
 
 
@@ -115,19 +115,17 @@ def assumed_hits(ratios: Sequence[float]) -> NDArray[np.float64]:
 
 
 def kept_hits(counts: NDArray[np.float64]) -> Hits:
-    """Hits with the experts in RAM that earlier runs used most.
+    """Hits with the experts in RAM that earlier runs used most; a policy that follows the text finds more.
 
-    counts: [n_layers, n_experts] activations; layers without experts are zeros. A policy that follows the text finds
-    more.
+    counts: [n_layers, n_experts] activations; layers without experts are zeros.
     """
     used = counts[counts.sum(axis=1) > 0].reshape(-1)
     hits = np.concatenate([[0.0], np.cumsum(-np.sort(-used))])
-
     return lambda ratios: hits[[min(round(ratio * used.size), used.size) for ratio in ratios]] / hits[-1]
 
 
 def plan_ram_tier(
-    found: MemoryMap,
+    memory_map: MemoryMap,
     request: RamTierRequest,
     *,
     n_expert_layers: int,
@@ -140,7 +138,7 @@ def plan_ram_tier(
     n_expert_layers: layers whose experts are in host memory. n_experts: per layer. expert_bytes: of all of these.
     None where not even one expert per layer fits.
     """
-    ram = found.places[-1]
+    ram = memory_map.places[-1]
     n_all = n_expert_layers * n_experts
     others_bytes = ram.used_bytes - expert_bytes  # KV cache, dense weights
     more = request.sizes or tuple(round(ram.free_bytes * factor) for factor in MORE_RAM)
@@ -181,4 +179,4 @@ def plan_ram_tier(
 
     pairs = list(zip(machines, hits.tolist(), strict=True))
     rows = tuple(row(*machine, hit_rate, disk) for machine, hit_rate in pairs for disk in request.disks)
-    return RamTierPlan(found.n_ctx, n_all, rows, request.source, request.n_tokens)
+    return RamTierPlan(memory_map.n_ctx, n_all, rows, request.source, request.n_tokens)

@@ -7,6 +7,7 @@ file's mean bits per weight, and compute buffers are allowances.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -39,7 +40,7 @@ _ORDER: tuple[Place, ...] = ("GPU", "GPU and RAM", "RAM", "disk")  # the best fi
 
 @dataclass(frozen=True)
 class Memory:
-    """What is free, in bytes; vram_bytes 0: no GPU. A total of 0: all is free."""
+    """Free memory in bytes; vram_bytes 0: no GPU. A total of 0: all is free."""
 
     ram_bytes: int
     vram_bytes: int = 0
@@ -48,13 +49,13 @@ class Memory:
 
 
 def free_memory(vram_bytes: int | None = None, ram_bytes: int | None = None) -> Memory:
-    """What is free here, on the GPU that -dev auto means and in RAM; given sizes replace the measured ones."""
+    """The free memory of the GPU that -dev auto means and of RAM; given sizes replace the measured ones."""
     ram, total = (available_memory(), total_memory()) if ram_bytes is None else (ram_bytes, ram_bytes)
     if vram_bytes is not None:
         return Memory(ram, vram_bytes, ram_total_bytes=total)
     library.start()
-    found = resolve(DeviceSpec("auto"))
-    return Memory(ram, *((found.free_bytes, found.total_bytes) if found.kind == "gpu" else (0, 0)), total)
+    device = resolve(DeviceSpec("auto"))
+    return Memory(ram, *((device.free_bytes, device.total_bytes) if device.kind == "gpu" else (0, 0)), total)
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,17 @@ def known_model(choice: Choice) -> ModelMemory | None:
 
 def known_file(path: Path, size_bytes: int) -> ModelMemory:
     """A file on this machine that the catalog does not have: its experts by its header, the rest assumed."""
-    try:
+    known = replace(_UNKNOWN, weights_bytes=size_bytes)
+    with suppress(ModelFileError):
         tensors, _ = expert_tensors(path)
-    except ModelFileError:
-        tensors = []
-    n_experts = {tensor.layer: tensor.n_experts for tensor in tensors}
-    most, n_bytes = max(n_experts.values(), default=0), expert_bytes(tensors)
-    return replace(
-        _UNKNOWN, weights_bytes=size_bytes, experts_bytes=n_bytes, n_expert_layers=len(n_experts), n_experts=most
-    )
+        n_experts, n_bytes = {tensor.layer: tensor.n_experts for tensor in tensors}, expert_bytes(tensors)
+        n_most = max(n_experts.values(), default=0)
+        known = replace(known, experts_bytes=n_bytes, n_expert_layers=len(n_experts), n_experts=n_most)
+    return known
 
 
 def known_row(row: ListedModel, choice: Choice | None) -> ModelMemory | None:
-    """What is known of a row of `moeedge list`, by its entry in the catalog or else by its file; None: no size."""
+    """The facts of a row of `moeedge list`, by its entry in the catalog or else by its file; None: no size."""
     if choice is not None:
         return known_model(choice)
     return known_file(Path(row.path), row.size_bytes) if row.path and row.size_bytes else None
@@ -113,30 +112,30 @@ def estimate(model: ModelMemory, memory: Memory, n_ctx: int = 0, draft: ModelMem
     contexts_bytes = sum(each.context_bytes(n_ctx) for each in models) + (draft.weights_bytes if draft else 0)
     free_bytes, total_bytes = memory.vram_bytes - KERNEL_BYTES, memory.vram_total_bytes or memory.vram_bytes
     on_gpu = model.weights_bytes > 0 and fit_whole(models, free_bytes, total_bytes, n_ctx=n_ctx)
-    beside_bytes = model.dense_bytes + contexts_bytes
-    beside = not on_gpu and model.n_experts > 0 and memory.vram_bytes > 0
-    beside = beside and fits(beside_bytes, free_bytes, total_bytes)
+    gpu_bytes = model.dense_bytes + contexts_bytes
+    is_split = not on_gpu and model.n_experts > 0 and memory.vram_bytes > 0
+    is_split = is_split and fits(gpu_bytes, free_bytes, total_bytes)
     device_ratio = 1.0 if on_gpu else 0.0
-    if beside:
+    if is_split:
         n_all = model.n_expert_layers * model.n_experts
         staging = _LAYOUTS * n_staging_slots(PlacementConfig(), "gpu", model.n_experts)
         device_ratio = plan_budget(
             expert_bytes_total=model.experts_bytes,
             n_expert_layers=model.n_expert_layers,
             n_experts=model.n_experts,
-            free_bytes=free_bytes - beside_bytes,
+            free_bytes=free_bytes - gpu_bytes,
             reserve_bytes=default_reserve(total_bytes) + staging * model.experts_bytes // n_all,
         ).ratio
     # experts are pages of the file, which the system may drop; dense weights next to them are read for every token
-    uses_gpu = on_gpu or beside
+    uses_gpu = on_gpu or is_split
     fixed_bytes = _PROGRAM_BYTES + (0 if uses_gpu else contexts_bytes)
     fixed_bytes += model.dense_bytes if model.n_experts and not uses_gpu else 0
     paged_bytes = 0 if on_gpu else model.experts_bytes if model.n_experts else model.dense_bytes
     host_bytes = sum(each.weights_bytes for each in models)  # as `engine.loading.host_bytes`
-    host_bytes = 0 if on_gpu else model.experts_bytes if beside else host_bytes
+    host_bytes = 0 if on_gpu else model.experts_bytes if is_split else host_bytes
     ram_total_bytes = memory.ram_total_bytes or memory.ram_bytes
     loads_experts = model.n_experts and not fits(host_bytes, memory.ram_bytes, ram_total_bytes)
-    place: Place = "GPU" if on_gpu else "GPU and RAM" if beside else "RAM"
+    place: Place = "GPU" if on_gpu else "GPU and RAM" if is_split else "RAM"
     if fixed_bytes + paged_bytes > memory.ram_bytes or loads_experts:
         place = "nowhere" if fixed_bytes > memory.ram_bytes else "GPU" if on_gpu else "disk"
     ram_ratio = (memory.ram_bytes - fixed_bytes) / model.experts_bytes if model.experts_bytes else 1.0
@@ -169,8 +168,8 @@ def fitting(models: Iterable[ListedModel], catalog: Catalog, memory: Memory) -> 
         known = known_row(row, choice)
         if known is not None:
             draft = None if choice is None else chat_draft(catalog, choice)
-            found = estimate(known, memory, draft=None if draft is None else known_model(draft))
-            rows += [FittingModel(row, found)] if found.place != "nowhere" else []
+            placed = estimate(known, memory, draft=None if draft is None else known_model(draft))
+            rows += [FittingModel(row, placed)] if placed.place != "nowhere" else []
             sizes[row.name] = known.weights_bytes
     rows.sort(key=lambda row: (_ORDER.index(row.map.place), -sizes[row.model.name]))
     return FittingModels(memory, tuple(rows), len(models) - len(rows))

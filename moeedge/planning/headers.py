@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from moeedge.errors import DownloadError, EngineError, ModelFileError, ModelNameError
 from moeedge.hub.catalog import Choice, load_catalog
@@ -52,13 +51,11 @@ def loadable(path: Path) -> Iterator[LoadableModel]:
     with ExitStack() as stack:
         make_folder = cache(lambda: Path(stack.enter_context(TemporaryDirectory(prefix="moeedge-plan-"))))
         try:
-            found = _prepare(path, make_folder)
+            model = _prepare(path, make_folder)
         except OSError as error:
-            raise EngineError(
-                f"Cannot copy the header of {path} to a temporary file: {error.strerror or error}.",
-                "Set TMPDIR to a folder with room and support for sparse files.",
-            ) from error
-        yield found
+            text = f"Cannot copy the header of {path} to a temporary file: {error.strerror or error}."
+            raise EngineError(text, "Set TMPDIR to a folder with room and support for sparse files.") from error
+        yield model
 
 
 def _prepare(path: Path, folder: Callable[[], Path]) -> LoadableModel:
@@ -99,9 +96,8 @@ def _read_padded(file: Path, copy: Path) -> list[gguf_file.GgufTensor]:
 
 
 def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> tuple[Path, str]:
-    """Returns the model that `text` means: on this machine, or only its header, fetched from the hub into `folder`.
+    """Returns the model that `text` means, or its header from the hub in `folder` and its name for moeedge pull.
 
-    With its name for moeedge pull, which is empty for a model on this machine.
     Raises ModelNameError for an unknown name, DownloadError if the hub does not answer.
     """
     with suppress(ModelNameError):
@@ -126,8 +122,7 @@ def _fetch_header(file: RemoteFile, folder: Path) -> Path:
             gguf_file.read_tensors(target)
             return target
         except ModelFileError as error:
-            with target.open("rb") as head:
-                is_gguf = head.read(len(gguf_file.MAGIC)) == gguf_file.MAGIC
+            is_gguf = target.read_bytes().startswith(gguf_file.MAGIC)
             if not is_gguf or n_bytes >= min(file.size_bytes, _HEADER_MAX_BYTES):
                 raise DownloadError(f"{file.path} of {file.repo} has no GGUF header.", "Name another file.") from error
         n_bytes *= 4
@@ -171,14 +166,11 @@ class ModelFacts:
 
 def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> tuple[ModelFacts, list[ExpertTensor]]:
     """Returns the facts and the expert tensors for the cache; names: pull names of models not on this machine."""
-    info = model.info
-    name = names.get(file.original)
+    info, name = model.info, names.get(file.original)
     tensors = gguf_file.read_all_tensors(file.path)
     experts, _ = expert_tensors(file.path, n_layers=info.n_layers)
-    total = sum(tensor.size_bytes for tensor in tensors)
     routed = expert_bytes(experts)
-    names_of_both = [each.name for each in fields(ModelFacts) if hasattr(info, each.name)]
-    shared: dict[str, Any] = {each: getattr(info, each) for each in names_of_both}
+    shared = {each.name: getattr(info, each.name) for each in fields(ModelFacts) if hasattr(info, each.name)}
     facts = ModelFacts(
         **shared,
         file=name or str(file.original),
@@ -188,7 +180,7 @@ def read_facts(model: Model, file: LoadableModel, names: Mapping[Path, str]) -> 
         missing_bytes=file.missing_bytes,
         experts_bytes=routed,
         expert_bytes=routed // max(1, info.n_expert_layers * info.n_experts),
-        dense_bytes=total - routed,
+        dense_bytes=sum(tensor.size_bytes for tensor in tensors) - routed,
         active_bytes=gguf_file.bytes_per_token(tensors, experts, info.used_per_layer),
         memory=_memory(model),
     )

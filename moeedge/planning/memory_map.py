@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
@@ -40,21 +41,17 @@ class MemoryShare:
 class Footprint:
     """Memory of a model and one context of it."""
 
-    gpus: dict[str, MemoryShare]  # by llama.cpp's name of the GPU
+    gpus: defaultdict[str, MemoryShare]  # by llama.cpp's name of the GPU
     ram: MemoryShare
     fixed_bytes: int  # of the weights in RAM: those that cannot be paged out to the file, as copies for the CPU
-
-    def gpu(self, name: str) -> MemoryShare:
-        return self.gpus.get(name, MemoryShare())
 
 
 def footprint(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bool = False) -> Footprint:
     """Returns the memory of `model`, loaded without weights, and of a session's context of `n_ctx` tokens."""
     with _dry_context(model, n_ctx, config, is_draft=is_draft) as context:
-        found = _read(context, has_weights=True)
-    if config.load.is_mapped and not config.load.is_locked:
-        return found
-    return replace(found, fixed_bytes=found.ram.weights_bytes)
+        memory = _read(context, has_weights=True)
+    is_paged = config.load.is_mapped and not config.load.is_locked
+    return memory if is_paged else replace(memory, fixed_bytes=memory.ram.weights_bytes)
 
 
 def draft_footprint(chosen: ChosenDraft, target: Model, n_ctx: int, config: EngineConfig) -> Footprint:
@@ -66,7 +63,7 @@ def draft_footprint(chosen: ChosenDraft, target: Model, n_ctx: int, config: Engi
         ):
             return _read(head, has_weights=chosen.model is not None)
     if chosen.model is None:
-        return Footprint({}, MemoryShare(), 0)
+        return Footprint(defaultdict(MemoryShare), MemoryShare(), 0)
     return footprint(chosen.model, n_ctx, config, is_draft=True)
 
 
@@ -75,13 +72,12 @@ def _dry_context(model: Model, n_ctx: int, config: EngineConfig, *, is_draft: bo
 
 
 def _read(context: Context, *, has_weights: bool) -> Footprint:
-    gpus: dict[str, MemoryShare] = {}
-    ram, repacked = MemoryShare(), 0
+    gpus, ram, repacked = defaultdict[str, MemoryShare](MemoryShare), MemoryShare(), 0
     for use in context.memory_uses():
         weights = use.weights_bytes if has_weights else 0
         share = MemoryShare(weights, use.memory_bytes, use.compute_bytes)
         if use.on_gpu:
-            gpus[use.device] = gpus.get(use.device, MemoryShare()) + share
+            gpus[use.device] += share
         else:
             ram += share
             repacked += weights if not use.device and use.buffer_type not in PLAIN_BUFFERS else 0
@@ -90,8 +86,6 @@ def _read(context: Context, *, has_weights: bool) -> Footprint:
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One consumer of memory."""
-
     what: str
     n_bytes: int
     mapped_bytes: int = 0  # of these, pages of the model file: the system can drop and reread them
@@ -110,7 +104,6 @@ class MemoryPool:
 
     @property
     def used_bytes(self) -> int:
-        """Without the reserve."""
         return sum(line.n_bytes for line in self.lines if not line.spare)
 
     @property
@@ -184,27 +177,21 @@ def this_machine(
     device = find_device(config)
     notes = list(device.notes)
     if vram_bytes is not None:
-        device, notes = _with_memory(config, device, vram_bytes), []
+        if vram_bytes <= 0:
+            raise InputError("--vram must be more than 0.", "Plan without a GPU with -dev none.")
+        size = format_bytes(vram_bytes)
+        if device.kind == "gpu":
+            device = replace(device, label=f"{device.label}, planned with {size}")
+        elif config.device == "auto":
+            device = ResolvedDevice("gpu", DRY_RUN_GPU, label=f"a GPU of {size}", llama_device=DRY_RUN_GPU)
+        elif device.kind == "none":
+            raise InputError(f"-dev {config.device} has no memory for experts.", "Leave out --vram, or -dev.")
+        device, notes = replace(device, free_bytes=vram_bytes, total_bytes=vram_bytes, notes=[]), []
     elif device.kind == "emulated" and ram_bytes is not None:
         device = replace(device, free_bytes=ram_bytes, total_bytes=ram_bytes)
     gpus = [listed.name for listed in native.devices() if listed.kind == "GPU"]
     if len(gpus) > 1 and device.kind == "gpu" and device.llama_device == "auto":
-        notes.append(
-            f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, but only {device.ggml_name} "
-            f"caches experts. Use it alone with -dev {device.ggml_name}."
-        )
+        text = f"There are {len(gpus)} GPUs: llama.cpp spreads the layers over all of them, but only"
+        notes.append(f"{text} {device.ggml_name} caches experts. Use it alone with -dev {device.ggml_name}.")
     total, free = (total_memory(), available_memory()) if ram_bytes is None else (ram_bytes, ram_bytes)
     return PlannedMachine(device, total, free, vram_bytes is not None, ram_bytes is not None, tuple(notes))
-
-
-def _with_memory(config: EngineConfig, device: ResolvedDevice, vram_bytes: int) -> ResolvedDevice:
-    if vram_bytes <= 0:
-        raise InputError("--vram must be more than 0.", "Plan without a GPU with -dev none.")
-    size = format_bytes(vram_bytes)
-    if device.kind == "gpu":
-        device = replace(device, label=f"{device.label}, planned with {size}")
-    elif config.device == "auto":
-        device = ResolvedDevice("gpu", ggml_name=DRY_RUN_GPU, label=f"a GPU of {size}", llama_device=DRY_RUN_GPU)
-    elif device.kind == "none":
-        raise InputError(f"-dev {config.device} has no memory for experts.", "Leave out --vram, or -dev.")
-    return replace(device, free_bytes=vram_bytes, total_bytes=vram_bytes, notes=[])

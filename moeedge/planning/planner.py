@@ -1,7 +1,7 @@
 """Computes how much memory of each kind a session takes, from headers alone.
 
-Every decision is the session's own: the place of layers (engine/loading.py), the context size (llama/model_memory.py),
-the number of cache slots (scheduler/sizing.py). llama.cpp reports what it would allocate.
+Every decision is the session's own code (engine/loading.py, llama/model_memory.py, scheduler/sizing.py), and llama.cpp
+reports what it would allocate.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from moeedge.scheduler.sizing import CacheBudget
 class Planner(Closing):
     """Memory maps of one model (and draft) on one machine, at any context size; a context manager.
 
-    reserve: bytes of the device to leave free in addition to the cache's own reserve. names: pull names of models of
-    which only the header is on this machine.
+    reserve: bytes of the device to leave free besides the cache's own reserve. names: pull names of headers alone.
     """
 
     def __init__(
@@ -82,13 +81,8 @@ class Planner(Closing):
 
     def _load_target(self, all_on_gpu: bool) -> Model:
         machine = self.machine
-        storage = loading.weight_storage(
-            replace(self.config, ram="auto"),  # as in a chat without --ram
-            machine.device,
-            machine.ram_free_bytes,
-            machine.ram_total_bytes,
-            whole_fits=all_on_gpu,
-        )
+        config, sizes = replace(self.config, ram="auto"), (machine.ram_free_bytes, machine.ram_total_bytes)
+        storage = loading.weight_storage(config, machine.device, *sizes, whole_fits=all_on_gpu)  # without --ram
         device = replace(machine.device, storage=storage)
         target = loading.load_target(self.config, device, whole_fits=all_on_gpu, header_only=True)
         return self._stack.enter_context(target)
@@ -108,7 +102,7 @@ class Planner(Closing):
 
     @property
     def _models(self) -> list[Model]:
-        return [model for model in (self._target(False), self.chosen.model) if model is not None]
+        return list(filter(None, (self._target(False), self.chosen.model)))
 
     @property
     def _memory(self) -> list[ModelMemory]:
@@ -121,7 +115,6 @@ class Planner(Closing):
         return loading.whole_model_fits(replace(self.config, n_ctx=n_ctx), self.machine.device, self._models)
 
     def _footprints(self, target: Model, n_ctx: int) -> tuple[Footprint, Footprint]:
-        """Memory of the target and of the draft."""
         return footprint(target, n_ctx, self.config), draft_footprint(self.chosen, target, n_ctx, self.config)
 
     def _kv_room(self, all_on_gpu: bool) -> int:
@@ -129,7 +122,7 @@ class Planner(Closing):
         target, device = self._target(all_on_gpu), self.machine.device
         loaded = self._footprints(target, N_CTX_STEP)
         if device.kind == "gpu" and loading.kv_on_gpu(self.config, device, target):
-            weights = sum(model.gpu(device.ggml_name).weights_bytes for model in loaded)
+            weights = sum(model.gpus[device.ggml_name].weights_bytes for model in loaded)
             return max(0, device.free_bytes - KERNEL_BYTES - weights)
         return max(0, self.machine.ram_free_bytes - sum(model.fixed_bytes for model in loaded))
 
@@ -153,26 +146,25 @@ class Planner(Closing):
 
     def map(self, n_ctx: int) -> MemoryMap:
         """Returns the map of a session with -c n_ctx."""
-        all_on_gpu = self._all_on_gpu(n_ctx)
+        all_on_gpu, refused = self._all_on_gpu(n_ctx), ""
         try:
             choose_n_ctx(self._memory, n_ctx, self._kv_room(all_on_gpu))
         except InputError as error:
-            return replace(self._map(n_ctx, all_on_gpu), refused=error.message)
-        return self._map(n_ctx, all_on_gpu)
+            refused = error.message
+        return replace(self._map(n_ctx, all_on_gpu), refused=refused)
 
     def _compute(self, n_ctx: int, all_on_gpu: bool) -> MemoryMap:
         target, machine, device = self._target(all_on_gpu), self.machine, self.machine.device
         ours, drafts = self._footprints(target, n_ctx)
         host_experts = expert_bytes(sizing.in_host_memory(self._experts, target))
         # next to the weights that they change: on a GPU, if the model uses one
-        files = [adapter.path for adapter in self.config.context.adapters]
-        n_bytes = sum(tensor.size_bytes for file in files for tensor in read_tensors(file))
-        adapters = MemoryItem("LoRA adapters", n_bytes)
+        tensors = (tensor for adapter in self.config.context.adapters for tensor in read_tensors(adapter.path))
+        adapters = MemoryItem("LoRA adapters", sum(tensor.size_bytes for tensor in tensors))
         places, budget, lines = [], CacheBudget(0.0, 0, 0), list[MemoryItem]()
         if device.kind == "gpu":
-            share = ours.gpu(device.ggml_name)
+            share = ours.gpus[device.ggml_name]
             weights = _weights(share.weights_bytes, self.facts.experts_bytes - host_experts)
-            lines = _items(weights, share, drafts.gpu(device.ggml_name))
+            lines = _items(weights, share, drafts.gpus[device.ggml_name])
             lines += [adapters, MemoryItem("kernels (an allowance)", KERNEL_BYTES)]
         if device.kind != "none":
             budget, cache = self._cache(target, device.free_bytes - sum(line.n_bytes for line in lines))
@@ -215,26 +207,21 @@ class Planner(Closing):
     def _cache(self, target: Model, free_bytes: int) -> tuple[CacheBudget, list[MemoryItem]]:
         """Returns the expert cache on a device with `free_bytes` left, and its items."""
         device, requested, n_ubatch = self.machine.device, self.config.placement, self.config.n_ubatch
+        free_bytes, total_bytes = max(0, free_bytes - self.reserve), device.total_bytes
         budget = sizing.cache_budget(
-            requested,
-            device,
-            self._experts,
-            target,
-            free_bytes=max(0, free_bytes - self.reserve),
-            total_bytes=device.total_bytes,
-            n_ubatch=n_ubatch,
+            requested, device, self._experts, target, free_bytes=free_bytes, total_bytes=total_bytes, n_ubatch=n_ubatch
         )
-        kept = MemoryItem("reserve", self.reserve + sizing.reserve_bytes(device, device.total_bytes), spare=True)
+        reserve = MemoryItem("reserve", self.reserve + sizing.reserve_bytes(device, total_bytes), spare=True)
         if not budget.n_slots:
-            return budget, [kept]
+            return budget, [reserve]
         n_stage = sizing.n_staging_slots(requested, device.kind, target.info.n_experts)
         tensors = sizing.in_host_memory(self._experts, target)
         overhead = sizing.staging_and_scratch_bytes(tensors, target.info, n_ubatch=n_ubatch, n_stage=n_stage)
         slots = MemoryItem(f"expert slots: {budget.n_slots:,} of {self._n_all:,}", budget.pool_bytes)
-        return budget, [MemoryItem("cache: staging and columns", overhead), kept, slots]
+        return budget, [MemoryItem("cache: staging and columns", overhead), reserve, slots]
 
     def largest_n_ctx(self, ratio: float = 0.0, *, from_disk: bool = False) -> int:
-        """Returns the largest context up to the trained one that fits with at least that cache ratio; 0 if none does.
+        """Returns the largest context up to the trained one with at least that ratio of a cache; 0 if none fits.
 
         from_disk: accept a model larger than the memory. A cache that can be on must be on.
         """
@@ -248,12 +235,12 @@ class Planner(Closing):
         return low * N_CTX_STEP
 
     def _is_acceptable(self, n_ctx: int, ratio: float, from_disk: bool) -> bool:
-        found = self.map(n_ctx)
-        if found.verdict == "does not fit" or (found.verdict == "from disk" and not from_disk):
+        planned = self.map(n_ctx)
+        if planned.verdict == "does not fit" or (planned.verdict == "from disk" and not from_disk):
             return False
         if self.machine.device.kind == "none" or not self._experts or self.config.placement.cache_ratio == 0:
             return True
-        return found.whole_on_gpu or (found.budget.n_slots > 0 and found.cache_ratio >= ratio)
+        return planned.whole_on_gpu or (planned.budget.n_slots > 0 and planned.cache_ratio >= ratio)
 
     def close(self) -> None:
         self._stack.close()
@@ -262,7 +249,6 @@ class Planner(Closing):
 def _items(
     weights: list[MemoryItem], ours: MemoryShare, drafts: MemoryShare, draft_mapped_bytes: int = 0
 ) -> list[MemoryItem]:
-    """Returns the items of target and draft in one kind of memory."""
     return [
         *weights,
         MemoryItem("KV cache", ours.kv_bytes),
@@ -276,8 +262,7 @@ def _items(
 def _weights(n_bytes: int, experts: int, repacked: int | None = None) -> list[MemoryItem]:
     """Returns the items of the target's weights in one kind of memory; `experts` of the `n_bytes` are experts.
 
-    repacked: bytes that cannot be dropped, by default all. llama.cpp does not report their tensors; nearly all of them
-    are experts.
+    repacked: bytes that cannot be dropped, by default all; nearly all of them are experts.
     """
     fixed = n_bytes if repacked is None else repacked
     if n_bytes < experts:  # the other layers are elsewhere

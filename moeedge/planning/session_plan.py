@@ -50,8 +50,8 @@ def make_session_plan(
 ) -> SessionPlan:
     """Returns the plan at the planner's context.
 
-    given: options of `moeedge chat`, as the user typed them; they go into the command. beyond_ram: what is known of the
-    disk and the routing, for a model that is larger than the memory.
+    given: options of `moeedge chat`, as the user typed them; they go into the command. beyond_ram: the disk and the
+    routing, for a model that is larger than the memory.
     """
     chosen = planner.default_map()
     trained = planner.facts.n_ctx_train
@@ -99,18 +99,13 @@ def _about_files(planner: Planner) -> list[str]:
         if facts is not None and not facts.is_here:
             notes.append(f"moeedge pull {facts.file} downloads {format_bytes(facts.file_bytes)}.")
         elif facts is not None and facts.missing_bytes:
-            notes.append(
-                f"{facts.file} is incomplete: {format_bytes(facts.missing_bytes)} of its weights are missing. "
-                "The plan needs only its header."
-            )
+            text = f"{facts.file} is incomplete: {format_bytes(facts.missing_bytes)} of its weights are missing."
+            notes.append(f"{text} The plan needs only its header.")
     return notes
 
 
 def _advice(planner: Planner, chosen: MemoryMap, largest: int, *, has_slots: bool) -> list[str]:
-    """Returns notes on what does not fit and what the user can do; the first one says whether the plan fits.
-
-    has_slots: experts are loaded from the file into slots in RAM.
-    """
+    """Returns notes on what does not fit and what the user can do; has_slots: experts are loaded into slots in RAM."""
     facts, ram = planner.facts, _ram(chosen)
     notes = [chosen.refused] if chosen.refused else []
     where = f" for a context of {chosen.n_ctx:,} tokens"
@@ -127,35 +122,30 @@ def _advice(planner: Planner, chosen: MemoryMap, largest: int, *, has_slots: boo
     if chosen.verdict != "fits" and 0 < largest < chosen.n_ctx:
         notes.append(f"A context of {largest:,} tokens fits: -c {largest}.")
     if ram.verdict != "fits":
-        notes.append(_smaller_file(facts, ram))
+        weights = facts.experts_bytes + facts.dense_bytes
+        most = min(weights + ram.left_bytes, _MIN_SAVING * weights)
+        sizes = {name: round(bits * facts.n_weights / 8) for name, bits in _PRESETS.items()}
+        name = next((name for name, n_bytes in sizes.items() if n_bytes <= most), "")  # the largest that fits
+        about = f"about {format_bytes(sizes.get(name, 0))} instead of {format_bytes(weights)}"
+        notes.append(f"A file in {name} fits: {about}." if name else "No smaller quantization fits.")
         notes.append(f"RAM that holds it all: {format_bytes(ram.used_bytes)} free.")
     elif chosen.verdict != "fits":
         notes.append("Leave all but N layers to the CPU with -ngl N, or plan without the device with -dev none.")
     return notes
 
 
-def _smaller_file(facts: ModelFacts, ram: MemoryPool) -> str:
-    """Suggests llama.cpp's largest preset whose file fits in memory."""
-    weights = facts.experts_bytes + facts.dense_bytes
-    most = min(weights + ram.left_bytes, _MIN_SAVING * weights)
-    for name, bits in _PRESETS.items():
-        if (n_bytes := round(bits * facts.n_weights / 8)) <= most:
-            return f"A file in {name} fits: about {format_bytes(n_bytes)} instead of {format_bytes(weights)}."
-    return "No smaller quantization fits."
-
-
-def _command(planner: Planner, advised: MemoryMap, given: Sequence[str], ram_slots_bytes: int) -> str:
-    """Returns the command: the options given, and those that keep a chat to the plan.
+def _command(planner: Planner, advised: MemoryMap, options: Sequence[str], ram_slots_bytes: int) -> str:
+    """Returns the command: the options of the user, and those that keep a chat to the plan.
 
     ram_slots_bytes: of experts that are loaded from the file into RAM, where the user gave the RAM; 0 elsewhere.
     """
     config, machine = planner.config, planner.machine
-    words = ["moeedge", "chat", *given]
+    words = ["moeedge", "chat", *options]
     if not config.n_ctx and not advised.whole_on_gpu:  # entirely on the GPU it uses the rest for its context
         words += ["-c", str(advised.n_ctx)]
-    asked = config.placement.cache_ratio is not None or planner.reserve > 0
+    has_size = config.placement.cache_ratio is not None or planner.reserve > 0
     device = machine.device  # a GPU's division between whole layers and cache is measured without a ratio
-    if advised.budget.n_slots and (asked or (device.default_ratio is None and device.kind != "gpu")):
+    if advised.budget.n_slots and (has_size or (device.default_ratio is None and device.kind != "gpu")):
         ratio = math.floor(advised.cache_ratio * 1000 + 1e-9) / 1000  # rounded down so that it fits
         words += ["--cache-ratio", f"{ratio:g}"]
     elif config.placement.cache_ratio == 0:

@@ -1,15 +1,12 @@
 """The interface of a scheduling policy, which observes routing and plans which experts to keep on the device.
 
-A policy is pure NumPy, without clock, files or threads. `moeedge.scheduler.driver.StepDriver` calls it, for the engine,
-the replay and the simulator alike, in the order given there. The caller makes predictions from hidden states: a policy
-lists in `required_inputs` what it reads, and works without an input that is missing. `execution_model` states how the
-published system executes its plans, where that differs from the engine's rules (the CPU computes experts that are not
-resident; all layers share one pool of slots). The replay and the simulator follow it.
+A policy is pure NumPy, without clock, files or threads. `moeedge.scheduler.driver.StepDriver` calls it in the order
+given there. A policy lists in `required_inputs` what it reads, and works without an input that is missing.
+`execution_model` states how the published system executes its plans, where that differs from the engine's rules (the
+CPU computes experts that are not resident; all layers share one pool of slots); replay and simulator follow it.
 
-Utilities are in 0..K (MoE-SpAc, section 3.2); tau in {1..K} separates hot from cold, per layer. An expert in use has
-score K + 1 (Appendix D): the native library enforces it by pinning the slots that a computation reads.
-
-A flat expert index, `flat_ids`, is layer * n_experts + expert.
+Utilities are in 0..K (MoE-SpAc, section 3.2); tau in {1..K} separates hot from cold, per layer. The score K + 1 of an
+expert in use (Appendix D) is the native library's pin on its slot. A flat expert index is layer * n_experts + expert.
 """
 
 from __future__ import annotations
@@ -60,8 +57,8 @@ class CacheShape:
         n_layers, n_experts = self.n_layers, self.n_experts
         require(n_layers >= 1 and n_experts >= 1, f"a cache needs layers and experts, not {n_layers} and {n_experts}")
         require(self.group.shape == (n_layers,), f"group must have shape ({n_layers},), not {self.group.shape}")
-        known = self.group.min() >= -1 and self.group.max() < self.n_groups
-        require(known, f"a group is not in -1..{self.n_groups - 1}")
+        is_valid = self.group.min() >= -1 and self.group.max() < self.n_groups
+        require(is_valid, f"a group is not in -1..{self.n_groups - 1}")
         require((self.capacity >= 0).all(), "a capacity is negative")
 
     @classmethod
@@ -71,7 +68,6 @@ class CacheShape:
 
     @property
     def n_groups(self) -> int:
-        """Number of pools."""
         return int(self.capacity.size)
 
     @property
@@ -111,8 +107,7 @@ class PolicyConfig:
         # NaN fails, too
         require((self.max_uploads or 0) >= 0, f"the uploads per step must be >= 0, not {self.max_uploads}")
         require(self.predictor_bytes >= 0, f"the memory of predictors must be >= 0 bytes, not {self.predictor_bytes}")
-        unknown = sorted(self.ablations - set(ABLATIONS))
-        if unknown:
+        if unknown := sorted(self.ablations - set(ABLATIONS)):
             raise ValueError(f"--ablate does not know '{unknown[0]}'; choose from: {', '.join(ABLATIONS)}")
 
     @property
@@ -195,7 +190,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class LookaheadStatus:
-    """What a policy makes of the drafts: used where this is measured to pay, in the session that runs."""
+    """A policy's use of the drafts, which it reads where this is measured to pay, in the session that runs."""
 
     used: bool = figure("Whether it is in use, by the newest plan that knew drafts")
     gain: float | None = figure("Hits with it over those without, minus 1; null: not judged", default=None, least=None)
@@ -219,8 +214,7 @@ class Policy:
         self._utility: FloatArray = np.zeros(self._score.shape, dtype=np.float32)
         self._tau: FloatArray = np.ones(shape.n_layers, dtype=np.float32)
         self._cap = config.cap
-        flat_ids = np.arange(self._score.size)
-        self._pair_of = np.stack(np.divmod(flat_ids, shape.n_experts), axis=1).astype(np.int32)
+        self._pair_of = np.stack(np.divmod(np.arange(self._score.size), shape.n_experts), axis=1).astype(np.int32)
         # of a plan: the best of more than the link carries, which with unused time carries a part of an expert more
         self._max_uploads = None if config.max_uploads is None else math.ceil(config.max_uploads)
 
@@ -257,11 +251,10 @@ class Policy:
         )
 
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans transfers while `layer` is computed, mostly for the layers after it. No expert of `layer` is a victim.
+        """Plans transfers for the layers after `layer`, none of whose experts is a victim, while it is computed.
 
         Only with `ExecutionModel.prefetch_within_step`: called before each layer with experts, the first one included,
-        after the plans of `plan`. What it uploads is of use to later layers alone: without time (replay) it is there
-        for the next one.
+        after the plans of `plan`. Without time (replay) its uploads are there for the next layer.
         """
         raise NotImplementedError
 
@@ -285,10 +278,10 @@ def limit_uploads(plan: Plan, score: FloatArray, max_uploads: int | None, staged
     if max_uploads is None or len(plan.uploads) <= max_uploads:
         return plan
     layers, experts = plan.uploads.T
-    kept = np.zeros(len(layers), dtype=np.bool_) if staged is None else staged[layers, experts]
-    moved = np.flatnonzero(~kept)
-    kept[moved[np.argsort(-score[layers[moved], experts[moved]], kind="stable")[:max_uploads]]] = True
-    return replace(plan, uploads=plan.uploads[kept], priority=plan.priority[kept])
+    chosen = np.zeros(len(layers), dtype=np.bool_) if staged is None else staged[layers, experts]
+    moved = np.flatnonzero(~chosen)
+    chosen[moved[np.argsort(-score[layers[moved], experts[moved]], kind="stable")[:max_uploads]]] = True
+    return replace(plan, uploads=plan.uploads[chosen], priority=plan.priority[chosen])
 
 
 def check_plan(plan: Plan, shape: CacheShape, resident: Resident, cap: int) -> None:

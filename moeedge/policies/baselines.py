@@ -1,11 +1,9 @@
 """Policies lru, lfu, static and none; and the order of use, which other caches share. One pool for all layers.
 
 lru     Least recently used. Within a batch the experts of a later token are more recent, where the tokens' expert ids
-        are known. Mixtral-Offloading, with slots per layer and misses computed on the device, is in
-        lab/policies/layer_lru.py.
-lfu     Least frequently used with decay. Decayed frequency is the classic compromise between LFU and LRU (LRFU: Lee et
-        al., IEEE Transactions on Computers 50(12), 2001, section 2: every use weighs (1/2)^(lambda * age)). It is not
-        the rule of one published MoE system.
+        are known. lab/policies/layer_lru.py has slots per layer.
+lfu     Least frequently used with decay, the classic compromise between LFU and LRU (LRFU: Lee et al., IEEE
+        Transactions on Computers 50(12), 2001, section 2: every use weighs (1/2)^(lambda * age)).
 static  The most used experts of a profile, or, without one, of the first steps; then no expert moves.
 none    No expert is moved; the CPU computes every expert.
 """
@@ -15,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moeedge.experts import BoolArray, FloatArray, Resident
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, PolicyConfig
@@ -41,7 +38,13 @@ class Recency:
         np.greater(observation.counts, 0, out=self.used)
         self.last[self.used] = self.now + 1.0
         if observation.ids is not None:
-            self._observe_tokens(observation.ids)
+            for token in range(observation.ids.shape[1]):
+                ids = observation.ids[:, token]  # [n_layers, k]
+                if ids.min(initial=0) >= 0:
+                    self.last[self._layers, ids] = self.now + 1.0 + token
+                else:
+                    layers, ranks = np.nonzero(ids >= 0)
+                    self.last[layers, ids[layers, ranks]] = self.now + 1.0 + token
         self.now += max(observation.n_tokens, 1)
         if self.now > _RENUMBER_AT:
             self.now -= _RENUMBER_AT / 2
@@ -55,16 +58,6 @@ class Recency:
         out[chosen] = self.now + 0.5 + 0.4 * chosen_counts / max(float(chosen_counts.max(initial=0.0)), 1.0)
         return out
 
-    def _observe_tokens(self, ids: NDArray[np.int32]) -> None:
-        for token in range(ids.shape[1]):
-            token_ids = ids[:, token]  # [n_layers, k]
-            if token_ids.min(initial=0) >= 0:
-                self.last[self._layers, token_ids] = self.now + 1.0 + token
-            else:
-                known = token_ids >= 0
-                layers = np.broadcast_to(self._layers, token_ids.shape)[known]
-                self.last[layers, token_ids[known]] = self.now + 1.0 + token
-
 
 class Lru(PooledPolicy):
     """Score: the number of the token that used the expert last. Only experts of the last step are uploaded."""
@@ -77,7 +70,6 @@ class Lru(PooledPolicy):
         self._score, self._used = self._recency.last, self._recency.used
 
     def observe(self, observation: Observation) -> None:
-        """Takes in which experts a step used."""
         self._recency.observe(observation)
         np.copyto(self._utility, self._recency.used)
 
@@ -113,7 +105,6 @@ class Static(PooledPolicy):
             self._steps_left = 0
 
     def observe(self, observation: Observation) -> None:
-        """Counts activations during the first steps."""
         if self._steps_left > 0:
             self._score += observation.counts.astype(np.float32)
             self._steps_left -= not observation.prefill
@@ -136,5 +127,4 @@ class NoCache(Policy):
         self._plan = self._make_plan(nothing, nothing.astype(np.uint8), nothing)
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Returns the empty plan."""
         return self._plan

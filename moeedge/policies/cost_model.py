@@ -1,8 +1,8 @@
 """Measured times of one machine, model file and device, from which the balancer derives thresholds, and their fit.
 
 MoE-SpAc, Table 1: the unit times T_cpu, T_gpu, T_io, T_draft and the warm-up curves r_c(tau), r_g(tau) of Appendix C.1.
-The paper's unit times are single numbers. Here they are curves over the tokens per expert, because both devices serve
-several tokens of one expert in much less time than several experts of one token each.
+The paper's unit times are numbers, here curves over the tokens per expert: both devices serve several tokens of one
+expert in much less time than several experts of one token each.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ FloatArray = NDArray[np.float64]
 class CostModel:
     """Times in seconds. Raises ValueError for values that cannot be times or ratios.
 
-    A curve's index is the number of tokens that one expert serves: [0] is 0, [1] the time of an expert with one token;
-    beyond the last one time is proportional to the tokens. A ratio's index is tau in 0..K (at tau = 0 every expert is
-    hot): `r_c` is the share of (token, expert) pairs left to the CPU, `r_g` the share of distinct experts served by the
-    device.
+    A curve's index is the number of tokens that one expert serves, from 0 on; beyond its end time is proportional to
+    the tokens. A ratio's index is tau in 0..K (at 0 every expert is hot): `r_c` is the share of (token, expert) pairs
+    left to the CPU, `r_g` the share of distinct experts served by the device.
     """
 
     SCHEMA: ClassVar[int] = 1
@@ -117,12 +116,11 @@ def _non_negative(columns: FloatArray, target: FloatArray) -> FloatArray:
     best, best_error = np.zeros(columns.shape[1]), float(target @ target)
     for subset in itertools.product((False, True), repeat=columns.shape[1]):
         chosen = columns[:, list(subset)]
-        found = np.linalg.lstsq(chosen, target, rcond=None)[0]
-        error = float(np.sum((chosen @ found - target) ** 2))
-        if error < best_error and (found >= 0).all():
-            best_error = error
-            best = np.zeros(columns.shape[1])
-            best[list(subset)] = found
+        solution = np.linalg.lstsq(chosen, target, rcond=None)[0]
+        error = float(np.sum((chosen @ solution - target) ** 2))
+        if error < best_error and (solution >= 0).all():
+            best, best_error = np.zeros(columns.shape[1]), error
+            best[list(subset)] = solution
     return best
 
 

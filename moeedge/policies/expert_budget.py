@@ -21,7 +21,7 @@ Coverage = Literal["substitution", "truncation"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertBudget:
-    """At most `budget` experts per layer in each verification.
+    """At most `budget` experts per layer in each verification. Raises InputError for values that suit no model.
 
     ranking: who is shortlisted, by the shares of the tokens' natural picks ("picks", not in the paper) or by the sum of
     the tokens' routing probabilities over all experts ("router", Eq. 5). coverage: what tokens get whose experts are
@@ -35,23 +35,18 @@ class ExpertBudget:
     RANKINGS: ClassVar[tuple[str, ...]] = ("picks", "router")
 
     def __post_init__(self) -> None:
-        """Raises `InputError` for values that suit no model."""
         if self.budget < 1:
             raise InputError("An expert budget is at least 1 expert per layer.", "Give a number such as 16.")
         if self.ranking not in self.RANKINGS:
             raise InputError(f"Unknown ranking '{self.ranking}'.", f"Choose from: {', '.join(self.RANKINGS)}.")
-        if self.coverage not in get_args(Coverage):
-            raise InputError(
-                f"Unknown budget policy '{self.coverage}'.", f"Choose from: {', '.join(get_args(Coverage))}."
-            )
+        if self.coverage not in (names := get_args(Coverage)):
+            raise InputError(f"Unknown budget policy '{self.coverage}'.", f"Choose from: {', '.join(names)}.")
 
     @property
     def label(self) -> str:
         """The words that every result carries, with what is not the default: "budget 16 router (lossy)"."""
-        words = ["budget", str(self.budget)]
-        words += [] if self.ranking == "picks" else [self.ranking]
-        words += [] if self.coverage == "substitution" else [self.coverage]
-        return f"{' '.join(words)} (lossy)"
+        words = [word for word in (self.ranking, self.coverage) if word not in ("picks", "substitution")]
+        return " ".join(["budget", str(self.budget), *words, "(lossy)"])
 
     def label_at(self, gamma: int) -> str:
         """The label at that draft length: without drafts nothing is lost, "budget 16 (idle)"."""
@@ -68,10 +63,8 @@ class ExpertBudget:
         used = np.broadcast_to(np.asarray(n_expert_used), (n_layers,))[expert_layers]
         most = int(used.max(initial=0))
         if budget < most:
-            raise InputError(
-                f"An expert budget of {budget} is below the {most} experts that the model uses per token.",
-                f"Give at least {most}.",
-            )
+            text = f"An expert budget of {budget} is below the {most} experts that the model uses per token."
+            raise InputError(text, f"Give at least {most}.")
         budgets = np.zeros(n_layers, dtype=np.int32)
         budgets[expert_layers] = budget
         return budgets

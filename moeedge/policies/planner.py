@@ -2,14 +2,12 @@
 
 One pool per group of layers (`PooledPolicy`): its slots should hold the experts with the highest scores. A resident
 expert's score counts `margin` more, so that two experts of nearly equal score do not replace each other step after
-step. One partition finds the score of the last expert that fits; only the experts that move are sorted. Uploads follow
-MoE-SpAc, section 3.4: by priority, K first, down to the layer's threshold tau; equal priorities in the order of layers,
-in which they will be used. At tau = 1, the lowest threshold, every expert that fits is hot. Victims are in the order of
+step. Uploads follow MoE-SpAc, section 3.4: by priority, K first, down to the layer's threshold tau; equal priorities in
+the order of layers, in which they will be used. At tau = 1 every expert that fits is hot. Victims are in the order of
 their scores, lowest first, and few more than the uploads need.
 
-A share of the slots per layer (`PerLayerPolicy`), as most published systems have it. The device still has one pool per
-group, so such a system keeps to its shares by its plans. A layer may hold more while the pool has free slots: experts
-above the share are victims, and leave when another layer needs the slot.
+A share of the slots per layer (`PerLayerPolicy`), as most published systems have it and keep by their plans: the device
+has one pool per group. A layer may hold more while the pool has free slots; these experts are victims.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ class PooledPolicy(Policy):
     """Base of policies with one pool of slots per group and tau = 1.
 
     A subclass sets `_score` and `_utility`, which rises with it, in `observe` or in `_set_utilities`, and `_used` if
-    only experts of the last step may be uploaded. A `plan` of its own calls `_fit`, then `_moves`, with the same scores
-    and residency.
+    only experts of the last step may be uploaded. A `plan` of its own calls `_fit`, then `_moves`.
     """
 
     def __init__(self, shape: CacheShape, config: PolicyConfig, *, cap: int = 0, evict: bool | None = None) -> None:
@@ -63,7 +60,6 @@ class PooledPolicy(Policy):
         self._lowest = [0.0] * shape.n_groups
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans to hold the experts with the highest scores."""
         self._set_utilities(self._fit(resident))
         return self._moves(resident, self._max_uploads, self._used)
 
@@ -96,14 +92,14 @@ class PooledPolicy(Policy):
         """
         flat_score, flat_utility = self._score.reshape(-1), self._utility.reshape(-1)
         residency = resident.reshape(-1)
-        found = [self._candidates(group, residency, allowed) for group in range(len(self._groups))]
-        up = found[0].uploads if len(found) == 1 else np.sort(np.concatenate([_NO_IDS, *(c.uploads for c in found)]))
+        groups = [self._candidates(group, residency, allowed) for group in range(len(self._groups))]
+        up = groups[0].uploads if len(groups) == 1 else np.sort(np.concatenate([_NO_IDS, *(c.uploads for c in groups)]))
         up, priority = self._hot(up, flat_utility)
         if max_uploads is not None and up.size > max_uploads:
             n_left = up.size - max_uploads
             best = np.sort(np.argpartition(flat_score[up], n_left - 1)[n_left:])
             up, priority = up[best], priority[best]
-        down = self._victims(up, found, flat_score, flat_utility)
+        down = self._victims(up, groups, flat_score, flat_utility)
         return self._make_plan(up, priority, down, expected)
 
     def _candidates(self, group: int, residency: NDArray[Any], allowed: BoolArray | None) -> _Candidates:
@@ -154,12 +150,12 @@ class PooledPolicy(Policy):
         priority = reached.astype(np.uint8)
         return up, np.maximum(priority, _LOWEST_PRIORITY, out=priority)
 
-    def _victims(self, up: IndexArray, found: list[_Candidates], score: FloatArray, utility: FloatArray) -> IndexArray:
+    def _victims(self, up: IndexArray, groups: list[_Candidates], score: FloatArray, utility: FloatArray) -> IndexArray:
         """As many victims as the uploads need and some to spare, lowest utility first."""
         chosen: list[IndexArray] = []
-        for group, candidates in enumerate(found):
+        for group, candidates in enumerate(groups):
             down = candidates.victims
-            in_group = up if len(found) == 1 else up[self.shape.group[up // self.shape.n_experts] == group]
+            in_group = up if len(groups) == 1 else up[self.shape.group[up // self.shape.n_experts] == group]
             n_needed = in_group.size - candidates.free
             if n_needed > 0 and down.size:
                 n_named = n_needed + _SPARE_VICTIMS
@@ -176,10 +172,7 @@ class PooledPolicy(Policy):
 
 def _flat_ids(shape: CacheShape, group: int) -> slice | IndexArray:
     """Flat ids of a group; a slice, which needs no copies, where the group has all layers."""
-    layers = np.flatnonzero(shape.group == group)
-    n = shape.n_experts
-    if layers.size == 0:
-        return np.zeros(0, dtype=np.intp)
+    layers, n = np.flatnonzero(shape.group == group), shape.n_experts
     if layers.size == shape.n_layers:
         return slice(0, shape.n_layers * n)
     return np.asarray((layers[:, None] * n + np.arange(n)).reshape(-1), dtype=np.intp)
@@ -219,16 +212,14 @@ def predicted_counts(prediction: ExpertPrediction | None, shape: CacheShape) -> 
 
 
 class PerLayerPolicy(Policy):
-    """Base of policies with slots per layer; they keep no state between plans except the scores and the shares."""
+    """Base of policies with slots per layer. shares: slots of each layer [n_layers]; None: even ones."""
 
     def __init__(self, shape: CacheShape, config: PolicyConfig, shares: IndexArray | None = None) -> None:
-        """shares: slots of each layer [n_layers]; None: even ones."""
         super().__init__(shape, config)
         self.shares = even_shares(shape) if shares is None else shares
         self._layers = np.arange(shape.n_layers)
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans to hold each layer's experts with the highest scores."""
         return self._plan(self._score, resident)
 
     def _plan(
@@ -242,8 +233,7 @@ class PerLayerPolicy(Policy):
         """Uploads the absent experts to hold; the resident ones that are not to be held are the victims.
 
         score    [n_layers, n_experts] >= 0, orders experts of equal utility; without a score none is uploaded
-        allowed  [n_layers, n_experts] experts that may be uploaded; None: all
-        only     layers that may change; None: all
+        allowed  [n_layers, n_experts], may be uploaded; only: layers that may change; None: all
         staged   [n_layers, n_experts], see `limit_uploads`
         """
         held = resident != 0

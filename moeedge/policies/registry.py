@@ -24,8 +24,6 @@ _ALL = frozenset(ABLATIONS)
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    """One policy of the table."""
-
     policy: type[Policy] | str  # the class; of the lab's, which the product does not import: its module and name
     description: str
     runs_in: RunsIn = "engine"
@@ -39,17 +37,12 @@ class PolicyEntry:
         if not isinstance(self.policy, str):
             return self.policy
         module, _, name = self.policy.partition(":")
-        found: type[Policy] = getattr(import_module(f"moeedge.lab.policies.{module}"), name)
-        return found
+        policy: type[Policy] = getattr(import_module(f"moeedge.lab.policies.{module}"), name)
+        return policy
 
 
 def _simulated(policy: str, description: str) -> PolicyEntry:
     return PolicyEntry(policy, description, "simulation")
-
-
-def _bound(description: str) -> PolicyEntry:
-    """A residency that the replay computes: it plans nothing."""
-    return PolicyEntry(NoCache, f"bound: {description}", "bound")
 
 
 TABLE: dict[str, PolicyEntry] = {
@@ -94,8 +87,9 @@ TABLE: dict[str, PolicyEntry] = {
     ),
     "vllm": _simulated("placed:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
     "accelerate": _simulated("placed:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
-    "oracle": _bound("the best residency for each step, known in advance"),
-    "belady": _bound("the best that a cache filled by use can keep (MIN)"),
+    # the replay computes their residency: they plan nothing
+    "oracle": PolicyEntry(NoCache, "bound: the best residency for each step, known in advance", "bound"),
+    "belady": PolicyEntry(NoCache, "bound: the best that a cache filled by use can keep (MIN)", "bound"),
 }
 
 # name -> description
@@ -116,9 +110,7 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
 
 def expand_names(names: Sequence[str]) -> list[str]:
     """The names; "all" among them stands for every policy but the bounds and none."""
-    if "all" in names:
-        return [name for name in POLICIES | SIMULATED if name != "none"]
-    return list(names)
+    return [name for name in POLICIES | SIMULATED if name != "none"] if "all" in names else list(names)
 
 
 def ignored_ablations(name: str, ablations: frozenset[str]) -> list[str]:

@@ -1,12 +1,10 @@
 """Whether steps are faster with the expert cache than without it, by what they have taken.
 
-The steps of now give T(t), the seconds of a step that verifies t tokens (`governor.VerificationTime`). Now and then a
-few steps in a row are computed the other way. Their seconds over T(t) measure one number, the logarithm of the time
-without the cache over the time with it; its variance grows with every step, since the text and what the cache holds
-change. The cache goes off where that number is below zero beyond doubt, and on again likewise.
-
-Trials are paid from a credit, as those of draft lengths (`governor.DraftGovernor`). A trial that is much slower ends at
-once; one of the cache begins with steps that are not measured, in which it fills.
+Recent steps give T(t), the seconds of a step that verifies t tokens (`governor.VerificationTime`). Now and then a few
+steps in a row are computed the other way. Their seconds over T(t) measure the logarithm of the time without the cache
+over the time with it; its variance grows with every step, since the text and what the cache holds change. The cache
+goes off where that number is below zero beyond doubt, and on again likewise. Trials are paid from a credit, as those of
+draft lengths are (`governor.DraftGovernor`). A trial of the cache begins with unmeasured steps, in which it fills.
 """
 
 from __future__ import annotations
@@ -60,13 +58,8 @@ class CacheGovernor:
     @property
     def choice(self) -> CacheChoice:
         """How the next step is computed."""
-        is_trial = self._n_trial > 0
-        return CacheChoice(
-            on=self._pays != is_trial,
-            is_trial=is_trial,
-            pays=self._pays,
-            gain=None if math.isinf(self._variance) else math.exp(self._log_gain),
-        )
+        is_trial, gain = self._n_trial > 0, None if math.isinf(self._variance) else math.exp(self._log_gain)
+        return CacheChoice(on=self._pays != is_trial, is_trial=is_trial, pays=self._pays, gain=gain)
 
     def begin_answer(self) -> None:
         """A prompt was decoded; the step after it is not measured."""
@@ -101,14 +94,12 @@ class CacheGovernor:
         if math.isinf(self._variance):
             return True
         loss = self._log_gain if self._pays else -self._log_gain  # of the other way
-        n_steps = _N_SKIPPED[not self._pays] + _N_MEASURED
-        cost_s = n_steps * step_s * max(math.expm1(loss), 0.0)
+        cost_s = (_N_SKIPPED[not self._pays] + _N_MEASURED) * step_s * max(math.expm1(loss), 0.0)
         return _HOPE * math.sqrt(self._variance) - loss > _MARGIN and cost_s <= max(self._credit_s, 0.0)
 
     def _observe_trial(self, seconds: float, expected_s: float) -> None:
         self._trial_cost_s += seconds - expected_s
-        n_skipped = _N_SKIPPED[not self._pays]
-        n_measured = self._n_trial - n_skipped
+        n_measured = self._n_trial - _N_SKIPPED[not self._pays]
         self._n_trial += 1
         if n_measured <= 0:
             return
@@ -118,9 +109,8 @@ class CacheGovernor:
             return
         # the trial ends: the other way took exp(loss) times as long
         variance = self._time.noise * (1 / n_measured + 0.3)  # 0.3: of what was expected
-        measured = loss if self._pays else -loss
         weight = 1.0 if math.isinf(self._variance) else self._variance / (self._variance + variance)
-        self._log_gain += weight * (measured - self._log_gain)
+        self._log_gain += weight * ((loss if self._pays else -loss) - self._log_gain)
         self._variance = variance if math.isinf(self._variance) else self._variance * (1 - weight)
         self._credit_s -= self._trial_cost_s
         self._n_trial, self._trial_sum, self._trial_cost_s = 0, 0.0, 0.0

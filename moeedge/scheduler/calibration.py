@@ -57,7 +57,6 @@ class Calibration:
 
     @property
     def pays(self) -> bool:
-        """Whether the cache makes steps faster."""
         return self.speed >= 1
 
     @property
@@ -72,18 +71,13 @@ class Calibration:
         when = "Measured before" if self.from_file else f"Measured in {self.seconds:.1f} s"
         parts = []
         if self.units is not None:
-            cpu_s, device_s = self.units.cpu_expert_s[1], self.units.device_expert_s[1]
-            parts.append(
-                f"an expert takes {cpu_s * 1e6:.0f} us on the CPU, {device_s * 1e6:.0f} us on the device, "
-                f"{self.units.transfer_expert_s * 1e6:.0f} us to move"
-            )
+            cpu_us, device_us = self.units.cpu_expert_s[1] * 1e6, self.units.device_expert_s[1] * 1e6
+            times = f"{cpu_us:.0f} us on the CPU, {device_us:.0f} us on the device"
+            parts.append(f"an expert takes {times}, {self.units.transfer_expert_s * 1e6:.0f} us to move")
+        step, other = "a step with the cache has", "one without"
         if emulated:
-            parts.append(
-                f"this is emulation on the CPU's own cores: {self.speed:.2f} times the speed of plain decoding"
-            )
-        else:
-            parts.append(f"a step with the cache has {self.speed:.2f} times the speed of one without")
-        parts.append(f"for prompts {_PATH_TEXTS[prefill]}")
+            step, other = "this is emulation on the CPU's own cores:", "plain decoding"
+        parts += [f"{step} {self.speed:.2f} times the speed of {other}", f"for prompts {_PATH_TEXTS[prefill]}"]
         if not self.kept:
             parts.append("the result cannot be saved (folder: MOEEDGE_CACHE), so that the next run measures again")
         return f"{when}: {'; '.join(parts)}."
@@ -93,10 +87,8 @@ def calibration_file(
     target: Context, cache: ExpertCache, config: PlacementConfig, gamma: int, device: ResolvedDevice
 ) -> Path:
     """Where a calibration under these conditions is kept. Raises OSError without a cache folder."""
-    path = target.model.path
-    status = path.stat()
-    # everything that the measurement depends on
-    conditions = {
+    path, status = target.model.path, target.model.path.stat()
+    conditions = {  # everything that the measurement depends on
         "schema": Calibration.SCHEMA,
         "model": path.name,
         "model_bytes": status.st_size,

@@ -25,8 +25,8 @@ class ExecutionConfig:
 
     def __post_init__(self) -> None:
         for name, value, choices in (("misses", self.misses, Misses), ("drafting", self.drafting, Drafting)):
-            known = get_args(choices)
-            require(value in known, f'unknown {name} "{value}"; choose from {", ".join(known)}')
+            values = get_args(choices)
+            require(value in values, f'unknown {name} "{value}"; choose from {", ".join(values)}')
         require((self.batch or 0) >= 0, f"batch must be >= 0, not {self.batch}")
 
 
@@ -51,23 +51,19 @@ class PlacementConfig:
     governed: bool = False  # the cache goes off while steps are slower with it
 
     def __post_init__(self) -> None:
-        ratio = self.cache_ratio or 0.0
-        require((self.vram_bytes or 0) >= 0, f"vram_bytes (--vram) must be 0 or more, not {self.vram_bytes}")
+        ratio, size = self.cache_ratio or 0.0, self.vram_bytes or 0
+        require(size >= 0, f"vram_bytes (--vram) must be 0 or more, not {size}")
         text = f"the cache ratio (--cache-ratio) must be from 0 to 1 (1: all experts), not {ratio:g}"
         require(0 <= ratio <= 1, text)  # NaN fails, too
-        has_both = self.vram_bytes is not None and self.cache_ratio is not None
-        require(not has_both, "--vram and --cache-ratio cannot be used together")
+        require(None in (self.vram_bytes, self.cache_ratio), "--vram and --cache-ratio cannot be used together")
         self.policy_config(gamma=0)  # checks the other values
         object.__setattr__(self, "prefill", PrefillPath(self.prefill))
 
     def policy_config(self, *, gamma: int) -> PolicyConfig:
         """The policy's settings, before anything is measured; gamma: the draft length."""
+        cutoff = self.execution.cutoff_layer
         return PolicyConfig(
-            gamma=gamma,
-            cap=self.utility_cap,
-            forgetting=self.forgetting,
-            ablations=self.ablations,
-            cutoff_layer=self.execution.cutoff_layer,
+            gamma=gamma, cap=self.utility_cap, forgetting=self.forgetting, ablations=self.ablations, cutoff_layer=cutoff
         )
 
     @property

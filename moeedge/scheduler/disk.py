@@ -14,9 +14,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import ClassVar
@@ -28,6 +29,7 @@ from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
 from moeedge.native.mapping import open_direct
+from moeedge.paths import text_of
 from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement, write_measurement
 
 DEPTHS = (1, 2, 4, 8, 16)  # requests at a time
@@ -84,8 +86,8 @@ class DiskCalibration:
         allowed = [rate for rate in self.rates if rate.depth >= depth] or list(self.rates)
         limit = max(smooth[rate] for rate in allowed)
         enough = [rate for rate in allowed if smooth[rate] >= _ENOUGH * limit]
-        found = min(enough, key=lambda rate: (rate.depth, rate.piece_bytes))
-        return replace(found, bytes_per_s=smooth[found])
+        best = min(enough, key=lambda rate: (rate.depth, rate.piece_bytes))
+        return replace(best, bytes_per_s=smooth[best])
 
     @property
     def in_memory(self) -> bool:
@@ -95,8 +97,7 @@ class DiskCalibration:
 
 def calibration_file(model: Path) -> Path:
     """Where the figures of the disk that holds `model` are kept. Raises OSError without a cache folder."""
-    device = model.stat().st_dev
-    # numbers of devices may change when the machine starts anew
+    device = model.stat().st_dev  # may change when the machine starts anew
     conditions = {"schema": DiskCalibration.SCHEMA, "device": device, "file_system": os.statvfs(model).f_fsid}
     return measurement_file(f"disk-{os.major(device)}-{os.minor(device)}", conditions)
 
@@ -118,8 +119,7 @@ def measure(
 
     One size more is measured: that of an expert's largest matrix. Sizes for which the file is too small are left out.
     read_s: seconds of each size and depth in each of three passes, whose median counts. on_progress: gets the parts
-    done and their number.
-    Raises ModelFileError.
+    done and their number. Raises ModelFileError.
     """
     start_s = time.perf_counter()
     experts, _ = gguf_file.expert_tensors(model)
@@ -127,20 +127,19 @@ def measure(
     ranges = ranges_by_file(weights.experts or weights.dense)
     matrix_bytes = max((tensor.stride for tensor in experts), default=0)
     sizes = {*pieces_bytes, -(-matrix_bytes // _ALIGNMENT) * _ALIGNMENT} - {0}
-    places = {size: found for size in sorted(sizes) if len(found := _places(ranges, size))}
+    places = {size: rows for size in sorted(sizes) if len(rows := _places(ranges, size))}
     if not places:
         raise ModelFileError(f"{model.name} is too small to measure its disk.", "Name a larger model on that disk.")
     name, file_system = _mount_of(model)
     with ExitStack() as stack:
         files = _Files(list(ranges), stack)
-        tasks = [(depth, size) for depth in depths for size in places] * _PASSES
-        rng = np.random.default_rng(0)
-        order = np.concatenate([rng.permutation(len(tasks) // _PASSES) for _ in range(_PASSES)])
+        tasks, rng = list(product(depths, places)), np.random.default_rng(0)
+        order = np.concatenate([rng.permutation(len(tasks)) for _ in range(_PASSES)])
         passes: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)  # reads, seconds
-        for done, index in enumerate(order.tolist()):
+        for n_done, index in enumerate(order.tolist(), start=1):
             depth, size = tasks[index]
             passes[depth, size].append(files.read(rng.permutation(places[size]), size, depth, read_s))
-            on_progress(done + 1, len(tasks))
+            on_progress(n_done, len(order))
     by_layer = gguf_file.expert_bytes_by_layer(experts, 1 + max((tensor.layer for tensor in experts), default=0))
     calibration = DiskCalibration(
         model=model.name,
@@ -151,8 +150,8 @@ def measure(
         file_system=file_system,
         direct=files.is_direct and file_system not in _IN_MEMORY,
         rates=tuple(
-            ReadRate(depth, size, median(size * n / seconds for n, seconds in found), sum(n for n, _ in found))
-            for (depth, size), found in sorted(passes.items())
+            ReadRate(depth, size, median(size * n / seconds for n, seconds in reads), sum(n for n, _ in reads))
+            for (depth, size), reads in sorted(passes.items())
         ),
         seconds=time.perf_counter() - start_s,
     )
@@ -202,8 +201,7 @@ class _Files:
                 own = places[thread::depth].tolist() or places.tolist()
                 buffer[:1] = b"\0"
                 begin.wait()
-                start_s = now_s = time.perf_counter()
-                n_reads = 0
+                n_reads, start_s = 0, (now_s := time.perf_counter())
                 while (now_s < start_s + read_s or n_reads == 0) and not is_failed.is_set():
                     file, offset = own[n_reads % len(own)]
                     try:
@@ -218,34 +216,31 @@ class _Files:
 
         with ThreadPoolExecutor(depth) as pool:
             try:
-                found = list(pool.map(read, range(depth)))
+                n_reads, starts_s, ends_s = zip(*pool.map(read, range(depth)), strict=True)
             except OSError as error:
                 raise ModelFileError(f"Cannot read {self._name}: {error.strerror}.", "Check the disk.") from error
-        n_reads, starts_s, ends_s = zip(*found, strict=True)
         return sum(n_reads), max(ends_s) - min(starts_s)
 
 
 def _places(ranges: dict[Path, list[tuple[int, int]]], size: int) -> NDArray[np.int64]:
     """Where pieces of this size are, next to each other: file and offset, [n, 2]."""
-    found = [np.zeros((0, 2), dtype=np.int64)]
+    places = [np.zeros((0, 2), dtype=np.int64)]
     for index, parts in enumerate(ranges.values()):
         for offset, n_bytes in parts:
             first = -(-offset // _ALIGNMENT) * _ALIGNMENT
             offsets = np.arange(first, offset + n_bytes - size + 1, size, dtype=np.int64)
-            found.append(np.stack([np.full_like(offsets, index), offsets], axis=1))
-    return np.concatenate(found)
+            places.append(np.stack([np.full_like(offsets, index), offsets], axis=1))
+    return np.concatenate(places)
 
 
 def _mount_of(model: Path) -> tuple[str, str]:
     """Name and folder of the disk that holds a file, and its file system; empty where the system does not list them."""
-    try:
+    with suppress(OSError):
         device = model.stat().st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in text_of(Path("/proc/self/mountinfo")).splitlines():
             fields, _, rest = line.partition(" - ")
             if fields.split()[2] == number:
                 file_system, source, *_options = rest.split()
                 return f"{source} on {fields.split()[4]}", file_system
-    except OSError:
-        pass
     return "", ""

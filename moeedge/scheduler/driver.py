@@ -1,6 +1,4 @@
-"""The protocol between a policy and the store of its experts, in one place.
-
-One step of speculative decoding, seen from the policy:
+"""The protocol between a policy and the store of its experts. One step of speculative decoding, seen from the policy:
 
     observe     the activations of the batch that was verified
     plan_next   the next batch, of which only the target's own token is known
@@ -10,8 +8,8 @@ One step of speculative decoding, seen from the policy:
     push_layer  before each layer of the verification, for policies that plan layer by layer
     plan_load   as a layer is computed, for policies that keep what is loaded on demand (replay and simulator)
 
-The engine, the calibration, the synthetic benchmark, the replay and the simulator drive policies through this class
-alone, so that a policy sees the same calls in the same order wherever it runs. It has no clock: the caller counts time.
+Engine, calibration, replay and simulator drive policies through this class alone, so that a policy sees the same calls
+in the same order wherever it runs. It has no clock: the caller counts time.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class ExpertStore(Protocol):
         """[n_layers, n_experts]: bool, or uint8 of `Residency`."""
 
     def push(self, plan: Plan) -> object:
-        """Replaces what is queued by `plan`."""
+        """Replaces the queued transfers by those of `plan`."""
 
 
 class StepDriver:
@@ -97,9 +95,9 @@ class StepDriver:
     ) -> Plan:
         """Plans for a batch whose tokens are known: the token emitted last, and the drafts.
 
-        prediction: of the batch's experts. hidden_states: float32 [n_states, n_embd], the draft's, of the first tokens
-        of the batch; used where the policy reads them and there is no prediction. layers: handed to `filter_plan`.
-        Where the policy does not read drafts, the plan of `plan_next` stands: it is returned, and nothing is pending.
+        prediction: of the batch's experts. hidden_states: float32 [n_states, n_embd], the draft's, of the batch's first
+        tokens, for a policy that reads them if there is no prediction. layers: handed to `filter_plan`. Where the
+        policy does not read drafts, the plan of `plan_next` stands: it is returned, and nothing is pending.
         """
         if self._newest is not None and not self.reads_drafts:
             return self._newest

@@ -1,4 +1,4 @@
-"""How many tokens to draft: the length with the most tokens per second, by what steps have cost so far.
+"""How many tokens to draft: the length with the most tokens per second, by the cost of the steps so far.
 
 A step with gamma drafts emits N(gamma) tokens and takes gamma * T_D + T_T(gamma + 1) (`moeedge.speculation` for the
 notation). All three are estimated from the steps themselves:
@@ -6,20 +6,14 @@ notation). All three are estimated from the steps themselves:
   N    from the chance that draft i is accepted after all before it were, counted by position, old steps forgotten
   T_D  the mean time of a draft token
   T_T  a Gaussian estimate of log T_T(t) for t = 1..n, in which one measurement corrects all t: its prior has the shape
-       of the production study's T(K + 1) (`speculation.verification_ratio`)
+       of the production study's T(K + 1) (`speculation.verification_ratio`), and its level may drift much faster, as
+       costs fall while a cache fills, whatever is drafted. Waits for experts from the file are no part of it: they grow
+       with the distinct experts of t tokens and change faster
 
-Where experts are loaded from the file, the time that steps wait for them is not part of T_T: it grows with the distinct
-experts of t tokens and changes faster.
-
-The level of T_T may drift much faster than its shape. While a cache fills, costs fall from step to step whatever is
-drafted, and that must not speak for the lengths that happen to come last.
-
-Now and then another length is tried, where what the trial is expected to tell is worth more than what it is expected
-to cost. That cost is paid from a credit, which grows by a fixed share of the time: that bounds the cost of all trials.
-Plain steps are tried without credit, so that drafts that lose are found out soon.
-
-Where drafts come with a confidence, most steps have no fixed length: a draft ends where another token does not pay, and
-there is none where that is cheaper (`stopping`).
+Now and then another length is tried, where the trial is expected to tell more than it costs. It is paid from a credit,
+which grows by a fixed share of the time and so bounds the cost of all trials. Plain steps are tried without credit, so
+that drafts that lose are found out soon. Where drafts come with a confidence, most steps have no fixed length: a draft
+ends where another token does not pay (`stopping`).
 
 This runs in every step: what a step needs repeatedly is kept until `observe`, and lists of up to 17 numbers are
 Python's floats, for which a call of NumPy takes longer than the list.
@@ -71,7 +65,7 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """What is drafted in a step, and its reasons; speed-ups are over plain decoding, by estimate."""
+    """The drafts of a step, and the reasons; speed-ups are over plain decoding, by estimate."""
 
     gamma: int = figure("Tokens to draft in the next step at most")
     gamma_max: int = figure("The most that may be chosen")
@@ -153,11 +147,10 @@ class VerificationTime:
 class AcceptanceByPosition:
     """The chance of each draft, after all before it were accepted: by position, drawn towards that of all positions.
 
-    Counts lose `_FORGET` of their weight with each step; without drafts the estimate returns to the chance of all
-    drafts so far, before any to `_PRIOR`.
+    Without drafts the estimate returns to the chance of all drafts so far, before any to `_PRIOR`.
     """
 
-    _FORGET = 0.015
+    _FORGET = 0.015  # of the counts' weight, with each step
     _FORGET_ALL = 0.001  # of what all drafts of the session were
     _PRIOR = 0.8
     _PRIOR_WEIGHT = 8.0  # verdicts
@@ -173,13 +166,12 @@ class AcceptanceByPosition:
     def observe(self, n_drafted: int, n_accepted: int, left_out: float | None = None) -> None:
         """The first `n_accepted` of the drafts were accepted; those after the first rejected one say nothing.
 
-        left_out: the chance of a draft that was not verified. It counts by that, since those that are verified have the
-        better chances.
+        left_out: the chance of a draft that was not verified, by which it counts: verified ones have better chances.
         """
-        kept, n_judged = 1 - self._FORGET, min(n_accepted + 1, n_drafted)
+        weight, n_judged = 1 - self._FORGET, min(n_accepted + 1, n_drafted)
         self._tokens = None
-        self._judged = [n * kept + (i < n_judged) for i, n in enumerate(self._judged)]
-        self._accepted = [n * kept + (i < n_accepted) for i, n in enumerate(self._accepted)]
+        self._judged = [n * weight + (i < n_judged) for i, n in enumerate(self._judged)]
+        self._accepted = [n * weight + (i < n_accepted) for i, n in enumerate(self._accepted)]
         self._n_judged = (1 - self._FORGET_ALL) * self._n_judged + n_judged
         self._n_accepted = (1 - self._FORGET_ALL) * self._n_accepted + n_accepted
         if left_out is not None and n_accepted == n_drafted:
@@ -193,7 +185,7 @@ class AcceptanceByPosition:
         return self._tokens
 
     def raised_tokens(self, n_deviations: float) -> list[float]:
-        """The same with chances that are so many standard deviations higher."""
+        """`tokens` with chances that are so many standard deviations higher."""
         n_judged = sum(self._judged) + self._PRIOR_WEIGHT
         chance = (sum(self._accepted) + self._n_accepted / self._n_judged * self._PRIOR_WEIGHT) / n_judged
         chance = min(1.0, chance + n_deviations * math.sqrt(chance * (1 - chance) / n_judged))
@@ -212,8 +204,8 @@ class DraftGovernor:
     may draft instead in single steps; whether they would have been right is known after each step at no cost.
 
     gamma_max: the longest draft, at least 1. own_max: that of the session's own source, where n-grams may draft more.
-    n_experts, n_used: of a MoE layer, per token; 0 experts for a dense model.
-    stop: ends the draft of the step that was chosen last, unless it has a fixed length.
+    n_experts, n_used: of a MoE layer, per token; 0 experts for a dense model. stop: ends the draft of the step that was
+    chosen last, unless it has a fixed length.
     """
 
     _TRIAL_SHARE = 0.02  # of the time, that trials may cost
@@ -240,7 +232,6 @@ class DraftGovernor:
         self._expert_ratio = [ratio**self._SHARING for ratio in unique]
         self._target = VerificationTime(np.array(self._expert_ratio))  # without waits for experts
         self._loading_s = 0.0  # that a plain step waits for experts
-        self._n_loading_times = 0
         self._acceptance = AcceptanceByPosition(self.gamma_max)
         self._by_confidence = AcceptanceByConfidence()
         self._by_ngram = AcceptanceByConfidence([self._NGRAM_PRIOR] * N_BINS, forget=self._NGRAM_FORGET)
@@ -281,10 +272,10 @@ class DraftGovernor:
         return self.choice
 
     def _by_gain(self, rate: Sequence[float], ngram: float | None) -> DraftChoice:
-        """What is drafted where the step is no trial: by the source with the larger gain, to the length that pays."""
+        """The drafts of a step that is no trial: by the source with the larger gain, to the length that pays."""
         best_rate, step_s, tokens = rate[self._best], self._step_s(), self._drafted(self._acceptance.tokens())
         other = 0 if self._best else rate.index(max(rate[1:]), 1)
-        found = DraftChoice(
+        choice = DraftChoice(
             gamma=self._best,
             gamma_max=self.gamma_max,
             best=self._best,
@@ -303,14 +294,14 @@ class DraftGovernor:
             looking = gain.of_looking(self._by_confidence.chances(), [n / n_looks for n in self._looks])
             if looking > own:
                 more = (looking - own) / (best_rate * step_s[max(self._best, 1)])
-                found = replace(found, gamma=limit, ends_early=True, speed_up=best_rate / rate[0] * (1 + more))
+                choice = replace(choice, gamma=limit, ends_early=True, speed_up=best_rate / rate[0] * (1 + more))
                 self.stop, own = DraftStop(gain, self._by_confidence.chances(self._BENEFIT)), looking
         if ngram is not None:
             length, by_ngrams = gain.of_equals(self._by_ngram.chance(confidence_bin(ngram)))
             if by_ngrams > own:
                 self.stop = DraftStop()
-                return replace(found, gamma=length, source="ngram")
-        return found
+                return replace(choice, gamma=length, source="ngram")
+        return choice
 
     def observe(self, step: StepCost) -> None:
         """The step after `choose`; it may have fewer drafts than chosen."""
@@ -328,9 +319,8 @@ class DraftGovernor:
         self._pay(step)
         self._steps_s = None
         self._target.observe(n_drafted + 1, max(step.target_s - step.loading_s, 0.01 * step.target_s))
-        self._n_loading_times += 1
         loading_s = step.loading_s / self._expert_ratio[n_drafted]
-        self._loading_s += (loading_s - self._loading_s) * max(self._LOADING_GAIN, 1 / self._n_loading_times)
+        self._loading_s += (loading_s - self._loading_s) * max(self._LOADING_GAIN, 1 / self._target.n_measured)
         if n_computed:
             self._n_draft_times += 1
             seconds = step.draft_s / n_computed
@@ -387,13 +377,13 @@ class DraftGovernor:
     def _trial(self, rate: Sequence[float], variances: Sequence[float], now_rate: float) -> int:
         """The length of the next step: the best, or one whose trial is worth what it is expected to cost.
 
-        k trials move the estimate of a length's advantage by a deviation that is known before. What is then expected of
-        the better of the two counts for `_HORIZON` steps (the knowledge gradient of Frazier, Powell and Dayanik 2008,
-        of k measurements at once). now_rate: tokens per second of the step without a trial.
+        k trials move the estimate of a length's advantage by a known deviation. The expected gain of the better of the
+        two counts for `_HORIZON` steps (the knowledge gradient of Frazier, Powell and Dayanik 2008, of k measurements
+        at once). now_rate: tokens per second of the step without a trial.
         """
         if self._n_since_trial < self._TRIAL_DISTANCE:
             return self._best
-        found, most = self._best, 0.0
+        length, most = self._best, 0.0
         unit_s = self._step_s()[self._best]
         for gamma in range(min(2 * self._best + 4, self._own_max + 1)):  # not far beyond what was measured
             if gamma == self._best:
@@ -410,11 +400,11 @@ class DraftGovernor:
                 deviation = math.sqrt(variance * k * variance / (k * variance + self._target.noise))
                 worth = self._HORIZON * deviation * gain_of_better(advantage / deviation) / k - cost
                 if worth > most:
-                    found, most = gamma, worth
-        return found
+                    length, most = gamma, worth
+        return length
 
     def _trial_cost_s(self, gamma: int, best_rate: float) -> float:
-        """What a step of a length is expected to take longer than its tokens at the best rate."""
+        """Seconds that a step of a length is expected to take longer than its tokens at the best rate."""
         return max(self._step_s()[gamma] - self._drafted(self._acceptance.tokens())[gamma] / best_rate, 0.0)
 
     def _pay(self, step: StepCost) -> None:

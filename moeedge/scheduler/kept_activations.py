@@ -20,7 +20,7 @@ _KEPT = 0.5  # of earlier runs' counts at each start: what a user does with a mo
 
 @dataclass(frozen=True)
 class EarlierRuns:
-    """What earlier runs have left for a warm start."""
+    """Activations of earlier runs, for a warm start."""
 
     n_tokens: float  # that the counts are of; at each start the earlier ones are halved
     kept_at_s: float  # end of the newest of these runs, in seconds since 1970
@@ -56,21 +56,20 @@ class KeptActivations:
 
     @classmethod
     def open(cls, model: Path, n_layers: int, n_experts: int) -> KeptActivations:
-        """What earlier runs have kept; zeros where there is nothing, or nothing usable."""
+        """The counts that earlier runs have kept; zeros where there is nothing, or nothing usable."""
         empty, file = np.zeros((n_layers, n_experts)), None
         try:
             with model.open("rb") as opened:
                 header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()
             identity = {"model": model.name, "model_bytes": model.stat().st_size, "header": header}
             file = measurement_file(f"{model.name}-activations", {"activations": _Counts.SCHEMA, **identity})
-            kept = parse_measurement(_Counts, file.read_text(encoding="utf-8"))
-            require(kept.counts.shape == empty.shape, "these are not the activations of this model")
-            return cls(kept.counts * _KEPT, kept.n_tokens * _KEPT, file, file.stat().st_mtime)
+            earlier = parse_measurement(_Counts, file.read_text(encoding="utf-8"))
+            require(earlier.counts.shape == empty.shape, "these are not the activations of this model")
+            return cls(earlier.counts * _KEPT, earlier.n_tokens * _KEPT, file, file.stat().st_mtime)
         except (OSError, ValueError):
             return cls(empty, 0.0, file)
 
     def add(self, observation: Observation) -> None:
-        """Counts a step or a prompt."""
         self.counts += observation.counts
         self.n_tokens += observation.n_tokens
 
@@ -83,18 +82,17 @@ class KeptActivations:
             best = best[counts[best] > 0]
             layer, expert = np.divmod(best, shape.n_experts)
             chosen.append(np.stack([counts[best], layers[layer], expert], axis=1))
-        rows = np.concatenate(chosen) if chosen else np.zeros((0, 3))
+        rows = np.concatenate([np.zeros((0, 3)), *chosen])
         return rows[np.argsort(-rows[:, 0], kind="stable")][:, 1:].astype(np.int32)
 
     @property
     def earlier_runs(self) -> EarlierRuns | None:
-        """What this run began with; None for the first."""
+        """The activations that this run began with; None for the first."""
         if self.file is None or not self._earlier_tokens:
             return None
         return EarlierRuns(self._earlier_tokens / _KEPT, self.kept_at_s, self.n_first, str(self.file))
 
     def save(self) -> None:
         """Keeps the counts for the next run. Raises OSError where they cannot be written."""
-        if self.file is None or self.n_tokens == self._earlier_tokens:  # nothing was used
-            return
-        write_measurement(self.file, _Counts(round(self.n_tokens, 1), np.round(self.counts, 1)))
+        if self.file is not None and self.n_tokens != self._earlier_tokens:  # something was used
+            write_measurement(self.file, _Counts(round(self.n_tokens, 1), np.round(self.counts, 1)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -26,7 +28,6 @@ from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
 from moeedge.scheduler.kept_activations import EarlierRuns
 from moeedge.scheduler.native_io import RoutingReader, cache_shape
 from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, predicted_uploads
-from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
 from moeedge.scheduler.ram_tier import Tier
 from moeedge.scheduler.sizing import reserve_bytes
@@ -37,12 +38,50 @@ from moeedge.units import format_bytes
 _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
 
 
+class PlanningThread:
+    """Runs calls in their order next to the models: llama.cpp computes without Python's lock, so that both overlap.
+
+    The calls may use what the decoding thread leaves alone until it has called `wait`. overlaps: False runs each call
+    at once, in the thread that submits it.
+    """
+
+    def __init__(self, *, overlaps: bool = True) -> None:
+        self._pool = ThreadPoolExecutor(1, "moeedge-planning") if overlaps else None
+        self._plans: list[Future[object]] = []  # since the last `wait`
+        self._process = os.getpid()
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Runs `call` after those submitted before."""
+        if self._pool is None:
+            call()
+        else:
+            self._plans.append(self._pool.submit(call))
+
+    def wait(self) -> None:
+        """Returns when all calls have ended; may be interrupted, and called again. Raises what the first one raised."""
+        if self._process == os.getpid():  # a forked process does not have the thread
+            for plan in self._plans:
+                plan.exception()
+        plans, self._plans = self._plans, []
+        for plan in plans:
+            if plan.done():
+                plan.result()
+
+    def close(self) -> None:
+        """Ends the thread after its calls, whatever they raise. May be called twice."""
+        try:
+            with suppress(Exception):
+                self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+
+
 class PlacementManager:
     """Places the experts of a tier, or of one on a device and one in RAM; it frees them in `close`.
 
     A step of speculative.py calls before_verification and after_verification. The policy and its plans run in a thread
-    of their own, next to the drafting and the verification that follow; not for policies that the decoding thread asks
-    in between, before each layer or after each draft token.
+    of their own, unless the decoding thread asks the policy in between, before each layer or after each draft token.
     """
 
     def __init__(
@@ -62,17 +101,13 @@ class PlacementManager:
         assert target.sensor is not None  # opening.py checks it
         execution = config.execution
         self.cache, self.driver = tier.cache, tier.driver
-        self.device = device.label
-        self.ram = ram
-        self._tier = tier
+        self.device, self.ram, self._tier = device.label, ram, tier
         self._tiers = [tier] if ram is None else [tier, ram]
         self.memory, self._kept = self._tiers[-1].memory, self._tiers[-1].kept  # of slots in RAM; None: there are none
         self.notify: Notify = ignore  # gets warnings, e.g. of a lost device; may be replaced
         # a measurement that waits for the end of an answer: returns its result, and whether the cache stays
         self.postponed: Callable[[Run], tuple[Calibration, bool]] | None = None
-        self._device = device
-        self._sensor = target.sensor
-        self._op_offload = target.op_offload
+        self._device, self._sensor, self._op_offload = device, target.sensor, target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)
         self._keeps_hidden_states = keeps_hidden_states
         self._remake_policy = remake_policy
@@ -87,19 +122,17 @@ class PlacementManager:
         vanilla = execution.drafting == "vanilla"
         if self.on_demand is not None or vanilla:
             self.driver.filter_plan = partial(predicted_uploads, cache_shape(tier.cache), self.on_demand)
-        self.layer_hook: LayerHook | None = None
-        if self.on_demand is not None or self.driver.plans_layers:
-            self.layer_hook = LayerHook(self.driver, lambda: self.active, gate_predictor, self.on_demand)
+        hook = LayerHook(self.driver, lambda: self.active, gate_predictor, self.on_demand)
+        self.layer_hook = hook if self.on_demand is not None or self.driver.plans_layers else None
         self._predictors = [each for each in (draft_predictor, gate_predictor) if each is not None]
         self.draft_prefetch: DraftPrefetch | None = None
         if draft_predictor is not None:
-            wait, is_on = tier.cache.drain, self._prefetching
-            self.draft_prefetch = DraftPrefetch(draft_predictor, self._plan_draft, wait, is_on, vanilla)
+            plan, wait = self._plan_draft, tier.cache.drain
+            self.draft_prefetch = DraftPrefetch(draft_predictor, plan, wait, self._prefetching, vanilla)
         self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
         self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
-        self._lost = False
-        self._warned_unknown = False
+        self._lost = self._warned_unknown = False
         self.attach()
 
     @property
@@ -108,7 +141,6 @@ class PlacementManager:
 
     @property
     def cache_ratio(self) -> float:
-        """Share of all experts that have a slot."""
         return self._tier.cache_ratio
 
     @property
@@ -142,12 +174,12 @@ class PlacementManager:
         return self._keeps_hidden_states and self._n_texts == 1 and self.active and self.driver.reads_drafts
 
     def _prefetching(self) -> DraftPrefetch | None:
-        """What moves experts while a draft is made; for several texts the draft predicts none."""
+        """The prefetch of experts while a draft is made; for several texts the draft predicts none."""
         return self.draft_prefetch if self._n_texts == 1 and self.active else None
 
     @property
     def earlier_runs(self) -> EarlierRuns | None:
-        """What earlier runs have left for a warm start in RAM; None without any."""
+        """The activations of earlier runs, for a warm start in RAM; None without any."""
         return self._kept.earlier_runs if self._kept is not None else None
 
     @contextmanager
@@ -168,7 +200,6 @@ class PlacementManager:
         self.driver.use(remake_policy(cache_shape(self.cache)))
 
     def begin_text(self) -> None:
-        """A new conversation begins."""
         self.wait()
         for tier in self._tiers:
             tier.driver.begin_text()
@@ -215,7 +246,7 @@ class PlacementManager:
             cache.attach(target.sensor)
 
     def share(self, n_texts: int) -> None:
-        """The next steps verify so many texts."""
+        """The next steps verify `n_texts` texts."""
         self._n_texts = n_texts
 
     # one step, in the order of the calls
@@ -226,13 +257,11 @@ class PlacementManager:
             self.attach()
 
     def begin_answer(self) -> None:
-        """The prompt was decoded, and steps come."""
         if self.governor is not None:
             self.governor.begin_answer()
 
     @property
     def in_trial(self) -> bool:
-        """Whether the next step is computed otherwise than usual, to measure it."""
         return self.governor is not None and self.governor.choice.is_trial
 
     def begin_step(self) -> None:
@@ -284,12 +313,11 @@ class PlacementManager:
     def after_verification(
         self, counts: Counts, batch: Sequence[int], record: StepRecord, order: NDArray[np.intp] | None = None
     ) -> None:
-        """Shows the policy what `batch` activated, plans for the next one and starts the transfers.
+        """Shows the policy the activations of `batch`, plans for the next one and starts the transfers.
 
         counts: uint32 [n_layers, n_experts]. batch: a prompt if record.n_verified is 0. Of the next batch the last of
         record.tokens is known, the target's own. order: of several texts (`share`), the places in the batch, those that
-        became text first; of the next batch the texts' own tokens are known if there were no drafts. The transfers go
-        on while the draft model works.
+        became text first; of the next batch the texts' own tokens are known if there were no drafts.
         """
         if not self._tier.attached:
             if self.governor is not None:  # it switched the cache off, whose slots are still on the device
@@ -323,11 +351,10 @@ class PlacementManager:
         self._add_schedule(start_s)
 
     def wait(self) -> None:
-        """Waits for the plans that are being made."""
         self._planning.wait()
 
     def _do(self, call: Callable[[], object]) -> None:
-        """In the planning thread; counts the time, unless it is for a prompt."""
+        """Runs `call` in the planning thread; counts the time, unless it is for a prompt."""
         self._planning.submit(partial(self._tier.time_plan, call) if self._in_step else call)
 
     def _observe_and_plan(self, observations: Sequence[Observation], tokens: Sequence[int]) -> None:
@@ -363,7 +390,8 @@ class PlacementManager:
     def _add_schedule(self, start_s: float) -> None:
         """Counts the time since `start_s` as scheduling, unless it was for a prompt."""
         if self._in_step:
-            self._tier.add_schedule(time.perf_counter() - start_s)
+            seconds = time.perf_counter() - start_s
+            self._tier.add(schedule_s=seconds, decode_s=seconds)
 
     @property
     def predicted_share(self) -> float | None:
@@ -384,31 +412,25 @@ class PlacementManager:
             self._warn(f"{text} how these layers compute, or the device cannot compute them or has no memory for it.")
 
     def _stop_planning(self) -> None:
-        """The cache is lost."""
         self._lost = True
         self.driver.pending = None
 
     def watch_memory(self) -> None:
         """Notifies of slots in RAM that a thread has given back since the last call; also in the middle of a decode."""
-        if self.memory is not None:
-            for notification in self.memory.check():
-                self.notify(notification)
+        for notification in self.memory.check() if self.memory is not None else ():
+            self.notify(notification)
 
     def _check_memory(self) -> None:
         """Gives slots back where the device runs short of memory."""
         before = self.cache.info.n_slots
-        if self._watch is None or self._lost or not before:
-            return
-        missing_bytes = self._watch.missing_bytes()
-        if not missing_bytes:
+        if self._watch is None or self._lost or not before or not (missing_bytes := self._watch.missing_bytes()):
             return
         self.resize(before - slots_of(self.cache, missing_bytes))  # staging slots stay
-        now = self.cache.info.n_slots
+        now, free = self.cache.info.n_slots, format_bytes(self._watch.free_bytes)
         if now == before:
             return
         off = "is off: the CPU computes all experts from here on"
         effect = f"now holds {now:,} experts instead of {before:,}" if now else off
-        free = format_bytes(self._watch.free_bytes)
         text = f"{self.device} has only {free} of free memory left: the expert cache {effect}."
         if not now and not self._op_offload and self.ram is None:  # the context was made for streamed prompts
             text += " Prompts are slower, too, until the next start."
@@ -436,20 +458,16 @@ class PlacementManager:
     def stats(self) -> PlacementStats:
         """All figures since the session began."""
         self.wait()
-        memory, pushed, ram = self.device_memory(), self.driver.pushed, None
+        (used, total), pushed, ram = self.device_memory() or (None, None), self.driver.pushed, None
         if self.ram is not None:
-            ram = self.ram.stats(
-                device="RAM",
-                policy=self.ram.driver.policy.name,
-                vram_used_bytes=total_memory() - available_memory(),
-                vram_total_bytes=total_memory(),
-            )
+            sizes = {"vram_used_bytes": total_memory() - available_memory(), "vram_total_bytes": total_memory()}
+            ram = self.ram.stats(device="RAM", policy=self.ram.driver.policy.name, **sizes)
         return self._tier.stats(
             lost=self.lost,
             device=self.device,
             policy=self.policy.name,
-            vram_used_bytes=memory[0] if memory else None,
-            vram_total_bytes=memory[1] if memory else None,
+            vram_used_bytes=used,
+            vram_total_bytes=total,
             tau=() if pushed is None else tuple(pushed.tau[self._cached_layers].tolist()),
             lookahead=None if self._device.kind == "ram" else self.policy.lookahead,  # nothing is uploaded ahead there
             ram=ram,
@@ -472,7 +490,7 @@ class PlacementManager:
         try:
             if self.memory is not None:
                 self.memory.close()
-                self.watch_memory()
+            self.watch_memory()
             self._planning.close()
             try:
                 if self._kept is not None:

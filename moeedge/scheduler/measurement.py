@@ -1,7 +1,6 @@
-"""What was measured on a machine, kept for later runs: one JSON file for each model and set of conditions.
+"""Measurements of a machine, kept for later runs: one JSON file for each model and set of conditions.
 
-A file holds a dataclass with SCHEMA, its version: the fields that are not UNKEPT, and for other readers the properties
-that ALSO_KEPT names.
+It holds a dataclass with SCHEMA, its version: the fields that are not UNKEPT, and the properties that ALSO_KEPT names.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ def measurement_file(name: str, conditions: dict[str, Any]) -> Path:
 
 def measurement_files(name: str) -> list[Path]:
     """All files that `measurement_file` named so, oldest first. Raises OSError without a cache folder."""
-    found = measurement_dir().glob(f"{escape(name)}-{'[0-9a-f]' * _DIGITS}.json")
-    return sorted(found, key=lambda file: (file.stat().st_mtime_ns, file.name))
+    files = measurement_dir().glob(f"{escape(name)}-{'[0-9a-f]' * _DIGITS}.json")
+    return sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name))
 
 
 def read_measurement(kind: type[Kept], find_file: Callable[[], Path]) -> Kept | None:
-    """What an earlier run kept in the file; None where there is none, or nothing usable."""
+    """The measurement that an earlier run kept in the file; None where there is none, or nothing usable."""
     with suppress(OSError, ValueError):
         return parse_measurement(kind, find_file().read_text(encoding="utf-8"))
     return None
@@ -68,8 +67,8 @@ def kept_fields(value: Any) -> Any:
     """A measurement, or a part of one, as JSON has it; members of an IntEnum by their names."""
     if dataclasses.is_dataclass(value):
         names = [*_kept_names(value), *getattr(value, "ALSO_KEPT", ())]
-        found = {name: kept_fields(getattr(value, name)) for name in names}
-        return found | {"schema": value.SCHEMA} if hasattr(value, "SCHEMA") else found
+        entries = {name: kept_fields(getattr(value, name)) for name in names}
+        return entries | {"schema": value.SCHEMA} if hasattr(value, "SCHEMA") else entries
     if isinstance(value, dict):
         return {kept_fields(key): kept_fields(each) for key, each in value.items()}
     if isinstance(value, tuple):
@@ -82,10 +81,10 @@ def kept_fields(value: Any) -> Any:
 def parse_measurement(kind: type[Kept], text: str) -> Kept:
     """Reads what `write_measurement` wrote of such a dataclass. Raises ValueError for anything else."""
     try:
-        found: Kept = _parsed(kind, json.loads(text))
+        measured: Kept = _parsed(kind, json.loads(text))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no such measurement: {error}") from None
-    return found
+    return measured
 
 
 def _kept_names(kind: Any) -> list[str]:
@@ -98,8 +97,8 @@ def _parsed(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         types = get_type_hints(kind)
         require(value.get("schema") == getattr(kind, "SCHEMA", None), "this measurement is of another version")
-        given = {name: _parsed(types[name], value[name]) for name in _kept_names(kind) if name in value}
-        return make(**given, **({"from_file": True} if "from_file" in types else {}))
+        values = {name: _parsed(types[name], value[name]) for name in _kept_names(kind) if name in value}
+        return make(**values, **({"from_file": True} if "from_file" in types else {}))
     if origin is UnionType:
         return None if value is None else _parsed(inner[0], value)
     if origin is dict:

@@ -1,12 +1,12 @@
-"""Measures what the policy's cost model needs (MoE-SpAc, Appendix C.1), on the real model with the real cache.
+"""Measures what the policy's cost model needs (MoE-SpAc, Appendix C.1), on a fixed text with the real model and cache.
 
-It times computing an expert on the CPU and on the device by tokens per expert, moving one, drafting a token, the
-shares r_c and r_g of the policy's utilities, entire steps with the cache and without, and prompts by each path, all on
-a fixed text.
+These are the times of an expert on the CPU and on the device by its tokens, of moving one and of drafting a token, the
+shares r_c and r_g of the policy's utilities, steps with the cache and without, and prompts by each path.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict
@@ -76,8 +76,8 @@ def calibrate(
 ) -> Calibration | None:
     """Reads what an earlier run measured under the same conditions, or else measures, and keeps it for the next run.
 
-    None where neither exists: measuring is switched off (config.calibrate) or the context is too small. Raises
-    Cancelled where `run` is. Leaves KV caches and slots empty.
+    None where measuring is switched off (config.calibrate) or the context is too small. Raises Cancelled where `run`
+    is. Leaves KV caches and slots empty.
     """
     find_file = partial(calibration_file, target, cache, config, gamma, device)
     calibration = None if config.measure_anew else read_measurement(Calibration, find_file)
@@ -91,21 +91,11 @@ def calibrate(
             write_measurement(find_file(), calibration)
         except OSError:
             calibration = replace(calibration, kept=False)
-    return _with_link_floor(calibration, cache, device)
-
-
-def _with_link_floor(calibration: Calibration, cache: ExpertCache, device: ResolvedDevice) -> Calibration:
-    """With transfers at least as long as an emulated link takes.
-
-    The emulated link catches up with what a busy machine delayed, which a short measurement mistakes for speed.
-    """
-    units = calibration.units
-    if units is None or not (device.link_bytes_per_s or device.latency_us):
+    if (units := calibration.units) is None:
         return calibration
-    expert_bytes = float(cache.groups()[2].mean())
-    link_s = expert_bytes / device.link_bytes_per_s if device.link_bytes_per_s else 0.0
-    floor_s = link_s + device.latency_us * 1e-6
-    return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, floor_s)))
+    # an emulated link catches up with what a busy machine delayed, which a short measurement mistakes for speed
+    least_s = float(cache.groups()[2].mean()) / (device.link_bytes_per_s or math.inf) + device.latency_us * 1e-6
+    return replace(calibration, units=replace(units, transfer_expert_s=max(units.transfer_expert_s, least_s)))
 
 
 class _Measuring:
@@ -117,14 +107,12 @@ class _Measuring:
         assert target.sensor is not None
         self._target, self._cache, self._sensor = target, cache, target.sensor
         self._cancelled, self._start_s = cancelled, time.perf_counter()
-        self._store = CacheStore(cache)
-        self._cap = config.utility_cap
+        self._store, self._cap = CacheStore(cache), config.utility_cap
         policy = make_policy(config.policy, cache_shape(cache), config.policy_config(gamma=gamma))
         self._driver = StepDriver(policy, self._store)
         # one way to compute small batches where the device is the host, or where one was asked for; else all compete
-        self._device_paths = (DevicePath.PAIRS,) if cache.info.is_host else tuple(DevicePath)
-        if config.device_path is not None:
-            self._device_paths = (config.device_path,)
+        only = config.device_path or (DevicePath.PAIRS if cache.info.is_host else None)
+        self._device_paths = tuple(DevicePath) if only is None else (only,)
         self._n_asked = gamma + 1
         self.n_verified = min(self._n_asked, target.n_ctx // 4)
         self._records: dict[DevicePath, list[NDArray[np.void]]] = defaultdict(list)
@@ -135,7 +123,7 @@ class _Measuring:
         cache.attach(self._sensor)
 
     def measure(self, draft: Context | None) -> Calibration:
-        """Leaves KV caches and slots empty, and the cache detached, with the fastest path."""
+        """All figures; leaves KV caches and slots empty, and the cache detached, with the fastest path."""
         try:
             transfer_s, n_readers = self.time_transfers()
             self.learn()
@@ -172,14 +160,13 @@ class _Measuring:
 
     def time_transfers(self) -> tuple[float, int]:
         """Fills the slots; seconds per transfer, 0 without one, and reading threads, the fewest that are fast."""
-        resident = self._cache.residency()
         group = self._cache.groups()[0]
-        absent = np.argwhere((resident == 0) & (group >= 0)[:, None]).astype(np.int32)
+        absent = np.argwhere((self._cache.residency() == 0) & (group >= 0)[:, None]).astype(np.int32)
         uploads = absent[np.random.default_rng(0).permutation(len(absent))[: self._cache.info.n_slots]]
         times_s = [self._time_uploads(uploads)]  # pages of file and device are cold: not the lasting speed
         self._cache.clear()
-        n_cores = os.cpu_count() or 1
-        readers = [1] if self._cache.info.is_host else [n for n in _READERS if n <= max(1, n_cores // 2)]
+        n_max = 1 if self._cache.info.is_host else max(1, (os.cpu_count() or 1) // 2)
+        readers = [n for n in _READERS if n <= n_max]
         times: dict[int, list[float]] = {n: [] for n in readers}
         times[1] += times_s
         for index, part in enumerate(np.array_split(uploads, _FILLS * len(readers))):
@@ -192,7 +179,6 @@ class _Measuring:
         return best[chosen], chosen
 
     def _time_uploads(self, uploads: NDArray[np.int32]) -> float:
-        """Seconds per transfer; 0 without one."""
         self.check()
         before = self._cache.stats()
         self._store.push_uploads(uploads)
@@ -202,7 +188,7 @@ class _Measuring:
         return (after.transfer_s - before.transfer_s) / moved if moved else 0.0
 
     def learn(self) -> None:
-        """Lets the policy see verifications of the text and act; notes how its utilities would split each of them."""
+        """Lets the policy see verifications of the text and act; sets the shares by its utilities, r_c and r_g."""
         reader = RoutingReader(self._sensor)
         utilities, activations = [], []
         size = max(2, self.n_verified)
@@ -246,7 +232,10 @@ class _Measuring:
                     self._use_cache(way is not None)
                     if way is not None:
                         self._cache.set_device_path(way)
-                    self._rewind()
+                    if self._target.model.can_roll_back and self._target.n_past >= self._n_prompt:
+                        self._target.trim(self._n_prompt)
+                    else:  # the memory cannot forget single tokens
+                        self._target.clear()
                     times[n, way].append(self._time_decode(n, Phase.VERIFY if n > 1 else Phase.DECODE))
                     if way is not None:
                         self._records[way].append(self._cache.blocks())
@@ -260,22 +249,6 @@ class _Measuring:
         self._cache.detach()
         if use:
             self._cache.attach(self._sensor)
-
-    def _rewind(self) -> None:
-        """Goes back to the end of the prompt, or to the start where the memory cannot forget single tokens."""
-        if self._target.model.can_roll_back and self._target.n_past >= self._n_prompt:
-            self._target.trim(self._n_prompt)
-        else:
-            self._target.clear()
-
-    def _reset_graph(self) -> None:
-        """Empties the context and makes llama.cpp build a new graph for the next batch.
-
-        It would reuse its last graph for a batch of the same size, on the devices of the last path.
-        """
-        self._target.clear()
-        self._target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
-        self._target.clear()
 
     def _time_decode(self, n: int, phase: Phase) -> float:
         self.check()
@@ -301,7 +274,10 @@ class _Measuring:
         for repetition in range(_PREFILL_REPETITIONS):
             for path in prefill_paths if repetition % 2 else reversed(prefill_paths):
                 self._cache.set_prefill(path, min(n, 65))
-                self._reset_graph()
+                # a token between: llama.cpp would reuse its last graph, on the last path, for a batch of the same size
+                self._target.clear()
+                self._target.decode(self.tokens[:1], phase=Phase.PREFILL, logits="last")
+                self._target.clear()
                 times[path].append(self._time_decode(n, Phase.PREFILL))
             if time.perf_counter() - start_s > _PART_LIMITS_S["prefill"]:
                 break
@@ -311,11 +287,11 @@ class _Measuring:
     def time_draft(self, draft: Context) -> float:
         """Median seconds that the draft model takes for a token."""
         n = min(8, draft.n_ctx // 4)
-        known = [token for token in self.tokens if token < draft.model.info.n_vocab]
+        tokens = [token for token in self.tokens if token < draft.model.info.n_vocab]
         draft.clear()
-        draft.decode(known[:n], phase=Phase.DRAFT, logits="none")
+        draft.decode(tokens[:n], phase=Phase.DRAFT, logits="none")
         times = []
-        for token in known[n : 2 * n]:
+        for token in tokens[n : 2 * n]:
             self.check()
             start_s = time.perf_counter()
             draft.decode([token], phase=Phase.DRAFT)
@@ -331,16 +307,14 @@ class _Measuring:
         records = records[(records["pairs_device"] > 0) & (records["n_tokens"] <= max(_BATCHES))]
         if records.size == 0:
             return None
-        sides = [
+        cpu, device = (
             fit_side(part["n_tokens"], part[f"unique_{side}"], part[f"pairs_{side}"], part[f"{side}_ns"] * 1e-9)
             for side, part in (("cpu", records), ("device", records if self._cache.info.is_host else _timed(records)))
-        ]
-        cpu, device = sides
+        )
         if cpu is None or device is None:
             return None
-        n_layers = len(self._target.model.host_expert_layers)
-        chosen = records[records["n_tokens"] == self.n_verified]
-        chosen = chosen if chosen.size else records
+        n_layers, same = len(self._target.model.host_expert_layers), records["n_tokens"] == self.n_verified
+        chosen = records[same] if same.any() else records
         experts_s = float(np.median(np.maximum(chosen["cpu_ns"], chosen["device_ns"]))) * 1e-9
         return CostModel(
             cpu_expert_s=cpu.curve(),
@@ -366,8 +340,7 @@ def fewest_readers(seconds: dict[int, float]) -> int:
 def _timed(records: NDArray[np.void]) -> NDArray[np.void]:
     """Block records with an exact device time; all of them where those are too few.
 
-    The device time of a GPU ends when the CPU, its own part done, asks for it: it is exact only where the CPU had to
-    wait. For some blocks the backend waits before the CPU's part begins. The emulated device measures itself.
+    A GPU's time ends when the CPU, its own part done, asks for it: it is exact only where the CPU had to wait.
     """
     exact = records[records["wait_ns"] > 0.1 * records["device_ns"]]
     return exact if len(exact) >= _MIN_TIMED_BLOCKS else records

@@ -23,7 +23,6 @@ class CacheStore:
         self.residency = cache.residency
 
     def push(self, plan: Plan) -> None:
-        """Replaces what is queued by `plan`."""
         self.cache.plan(plan.uploads, plan.priority, plan.victims, plan.victim_utility)
 
     def push_uploads(self, uploads: NDArray[np.int32]) -> None:
@@ -48,13 +47,10 @@ class RoutingReader:
     """Reads the frames of one context, independently of other readers; scores: captures the routers' probabilities."""
 
     def __init__(self, sensor: Sensor, scores: ActivationCapture | None = None) -> None:
-        self._sensor = sensor
-        self._scores = scores
-        self._last_serial = 0
+        self._sensor, self._scores, self._last_serial = sensor, scores, 0
         self.skip()
 
     def skip(self) -> None:
-        """Skips the frames so far."""
         self._frames()
 
     def _frames(self, *phases: Phase) -> list[Frame]:
@@ -80,10 +76,10 @@ class RoutingReader:
 
     def _router_scores(self, n_tokens: int) -> NDArray[np.float32] | None:
         """A copy, float32 [n_layers, n_tokens, n_experts]; None where they were not captured."""
-        if self._scores is None:
+        captured = None if self._scores is None else self._scores.read(CaptureFlags.PROBS)
+        if captured is None or n_tokens > captured.rows.shape[1]:
             return None
-        captured = self._scores.read(CaptureFlags.PROBS)
-        if n_tokens > captured.rows.shape[1] or not (np.isin(captured.layer_tokens, (0, n_tokens))).all():
+        if not np.isin(captured.layer_tokens, (0, n_tokens)).all():
             return None
         values = captured.rows[:, :n_tokens].copy()
         values[captured.layer_tokens == 0] = 0.0
@@ -101,9 +97,7 @@ class RoutingReader:
                 break
             start -= frame.n_tokens
             frames.insert(0, frame)
-        n_before = start
-        pieces = []
-        left = counts.astype(np.int64)
+        n_before, pieces, left = start, [], counts.astype(np.int64)
         for frame in frames:
             tokens = np.array(prompt[start : start + frame.n_tokens], dtype=np.int32)
             start += frame.n_tokens

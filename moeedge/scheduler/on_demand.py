@@ -1,7 +1,7 @@
 """Between the layers of a verification: load missing experts on demand, plan for the next layers.
 
-In moeedge the CPU computes missing experts. Most published systems compute on the device alone and load a missing
-expert when its layer is computed ("on demand"); the engine can do that, too, for comparisons.
+In moeedge the CPU computes missing experts. Most published systems load them when their layer is computed ("on demand")
+and compute on the device alone; the engine can do that, too, for comparisons.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class OnDemandLoader:
 
     Every layer has an even share of the slots. The least recently used expert of the same layer makes room; a layer
     below its share takes slots from layers above theirs, and one that needs more than its share at once from any layer.
-
-    Counters since the session began: needed, the distinct experts of all layers; loaded, those of them that were absent
-    before their layer; late, those that were in flight; uncached, those without room.
+    Counters since the session began: needed, the distinct experts of all layers; loaded, those that were absent before
+    their layer; late, those that were in flight; uncached, those without room.
     """
 
     def __init__(self, cache: ExpertCache) -> None:
@@ -72,8 +71,7 @@ class OnDemandLoader:
         self._last_use[layer, experts] = self._n_blocks
         resident = self._cache.residency()
         here = resident[layer, experts]
-        n_resident = int(np.count_nonzero(here == Residency.RESIDENT))
-        n_absent = int(np.count_nonzero(here == Residency.ABSENT))
+        n_resident, n_absent = (int((here == state).sum()) for state in (Residency.RESIDENT, Residency.ABSENT))
         self.needed += experts.size
         if n_resident == experts.size:
             return
@@ -82,16 +80,14 @@ class OnDemandLoader:
         held = np.count_nonzero(resident, axis=1)
         evict_first = held > self._share if held[layer] < self._share[layer] else np.arange(held.size) == layer
         utility[~evict_first[victims[:, 0]]] += self._n_blocks  # after all of those
-        n_found = self._cache.demand(layer, experts, victims, utility, _TIMEOUT_S)
         self.loaded += n_absent
         self.late += experts.size - n_resident - n_absent
-        self.uncached += experts.size - n_found
+        self.uncached += experts.size - self._cache.demand(layer, experts, victims, utility, _TIMEOUT_S)
 
     def make_room(self, predicted: NDArray[np.bool_], uploads: NDArray[np.int32]) -> NDArray[np.int32]:
         """Victims int32 [m, 2] for `uploads` [n, 2], none of them predicted, the least recently used first.
 
-        predicted: bool [n_layers, n_experts]. Those count as used just now, so that they stay until their layer is
-        computed (SP-MoE, section 4.4: a prefetched expert goes to the end of the queue).
+        Experts `predicted`, bool [n_layers, n_experts], count as used just now (SP-MoE, section 4.4).
         """
         self._last_use[predicted] = self._n_blocks
         resident = self._cache.residency()
@@ -114,9 +110,8 @@ def predicted_uploads(
 ) -> Plan:
     """Keeps the uploads of a plan that were predicted, and in the layers that are planned for: a `PlanFilter`.
 
-    A policy also brings back experts that were used, since in moeedge no transfer is waited for during a step.
-    Where misses are loaded on demand those are resident already: only predictions add uploads.
-    loader: loads the misses; None where the CPU computes them.
+    A policy also brings back experts that were used, since in moeedge no transfer is waited for during a step. Where
+    `loader` loads misses on demand those are resident already. loader: None where the CPU computes misses.
     """
     if loader is None and layers is None:
         return plan
@@ -124,9 +119,8 @@ def predicted_uploads(
     keep = predicted[plan.uploads[:, 0], plan.uploads[:, 1]]
     if layers is not None:
         keep &= (plan.uploads[:, 0] >= layers.start) & (plan.uploads[:, 0] < layers.stop)
-    uploads = plan.uploads[keep]
-    n_victims = len(plan.victims) if len(uploads) else 0
-    victims, victim_utility = plan.victims[:n_victims], plan.victim_utility[:n_victims]
+    uploads, needed = plan.uploads[keep], slice(None if keep.any() else 0)
+    victims, victim_utility = plan.victims[needed], plan.victim_utility[needed]
     if loader is not None:
         victims = loader.make_room(predicted, uploads)
         victim_utility = np.arange(len(victims), dtype=np.float32)

@@ -57,14 +57,17 @@ class Opening:
     has_draft_states: bool  # drafts come with hidden states all the same, since a head of the target makes them
 
     def open(self, in_ram: PlacementConfig | None) -> tuple[PlacementManager | None, Calibration | None]:
-        """The placement of the target's experts on the device, and what was measured for it.
+        """The placement of the target's experts, to be closed before the contexts, and what was measured for it.
 
-        in_ram: of the experts in RAM where device.loads_misses; its vram_bytes are those of RAM. The caller closes the
-        manager before it frees the contexts.
+        in_ram: of the experts in RAM where device.loads_misses; its vram_bytes are those of RAM.
         """
         self.run.notes.extend(self.device.notes)
         if self.device.kind == "none":
-            self.run.notes.extend(_ignored_options(self.config))
+            reason, ignored = "no device holds experts here", ignored_ablations("none", self.config.ablations)
+            if self.config.has_size:
+                self.run.warn(f"--vram and --cache-ratio have no effect: {reason} (moeedge devices lists them).")
+            if ignored:
+                self.run.warn(f"--ablate {', '.join(ignored)} has no effect: {reason}.")
             return None, None
         if self.device.kind == "ram":
             return self.open_in_ram(), None
@@ -97,8 +100,7 @@ class Opening:
 
     def open_in_ram(self) -> PlacementManager | None:
         """Experts that are loaded into RAM as needed; no device holds any."""
-        tier = self.open_tier()
-        if tier is None:
+        if (tier := self.open_tier()) is None:
             return None
         with ExitStack() as stack:
             stack.callback(tier.close)
@@ -108,8 +110,7 @@ class Opening:
 
     def open_tier(self) -> Tier | None:
         """Experts in RAM, those first that earlier runs used most; None where there is no room."""
-        cache = self.open_cache()
-        if cache is None:
+        if (cache := self.open_cache()) is None:
             return None
         target, run = self.target, self.run
         with ExitStack() as stack:
@@ -117,16 +118,16 @@ class Opening:
             policy = self._policy_maker(None)(cache_shape(cache))
             run.notes.extend(ram_tier.describe(cache, target, self.config.policy))
             ram_tier.use_measured_readers(cache, target, run)
-            kept = ram_tier.warm_start(cache, target, run) if self.config.warm_start else None
+            activations = ram_tier.warm_start(cache, target, run) if self.config.warm_start else None
             watch = MemoryWatch(self.device, reserve_bytes(self.device, self.device.total_bytes))
             memory = SlotMemory(cache, target.model.path, len(target.model.host_expert_layers), watch)
             stack.pop_all()
-        return Tier(cache, policy, target.model, memory, kept)
+        return Tier(cache, policy, target.model, memory, activations)
 
     def open_on_device(
         self, cache: ExpertCache, ram: Tier | None
     ) -> tuple[PlacementManager | None, Calibration | None]:
-        """The placement in the open cache, and what was measured for it; None where the cache does not pay."""
+        """The placement in the open cache, None where it does not pay, and what was measured for it."""
         config, calibration = self.config, None
         postpones = config.calibrate and config.calibrate_later
         if ram is None:
@@ -151,10 +152,9 @@ class Opening:
         return manager, calibration
 
     def _measure_now(self, manager: PlacementManager, run: Run) -> tuple[Calibration, bool]:
-        """Measures with an open placement and empty KV caches, and goes on with a policy that knows the result.
+        """Measures with an open placement and empty KV caches: the result, and whether the cache stays.
 
-        Returns the result, and whether the cache stays; run's notes say so. Raises Cancelled where `run` is; the
-        placement then goes on as it was, with empty slots.
+        Raises Cancelled where `run` is; the placement then goes on as it was, with empty slots.
         """
         with manager.measuring():
             calibration = calibrate(self.target, self.draft, manager.cache, self.config, self.gamma, self.device, run)
@@ -199,21 +199,14 @@ class Opening:
         tensors, files = expert_tensors(model.path, n_layers=info.n_layers)
         if device.kind == "gpu" and model.host_expert_layers:
             warm_up_gpu(target, self.draft, self.gamma)
-        reading = devices.read_memory(device) if device.kind in ("gpu", "ram") else None
-        free_bytes = reading.free_bytes if reading is not None else device.free_bytes
-        pool_bytes_max = 0
+        reading = (devices.read_memory(device) if device.kind in ("gpu", "ram") else None) or device
+        free_bytes, total_bytes, pool_bytes_max = reading.free_bytes, reading.total_bytes, 0
         if device.kind == "ram":
             assert model.dense is not None  # loaded for this
             free_bytes = ram_tier.free_for_slots(free_bytes, model.dense)
             pool_bytes_max = ram_tier.POOL_SLOTS * max((tensor.stride for tensor in tensors), default=0)
         budget = cache_budget(
-            config,
-            device,
-            tensors,
-            model,
-            free_bytes=free_bytes,
-            total_bytes=reading.total_bytes if reading is not None else device.total_bytes,
-            n_ubatch=target.n_ubatch,
+            config, device, tensors, model, free_bytes=free_bytes, total_bytes=total_bytes, n_ubatch=target.n_ubatch
         )
         self.run.notes.extend(budget.notes)
         if budget.n_slots == 0:
@@ -244,26 +237,26 @@ class Opening:
             stack.enter_context(cache)
             if model.dense is not None:
                 model.dense.check_files()  # the cache reads where the header said
-            if self._has_room_for_every_layer(cache):
-                stack.pop_all()
-                return cache
-        return None
+            if not self._has_room_for_every_layer(cache):
+                return None
+            stack.pop_all()
+        return cache
 
     def _has_room_for_every_layer(self, cache: ExpertCache) -> bool:
         """Whether the slots suffice for an expert of every layer: a device may give less memory than it promised."""
-        info, label = cache.info, self.device.label
+        info, label, n_slots = cache.info, self.device.label, cache.info.n_slots
         if self.device.kind == "rpc":
             rpc.limit_waits(self.device.endpoint)
-        if info.n_slots < len(self.target.model.host_expert_layers):
-            text = f"{label} has memory for {info.n_slots} experts, less than one per layer: the expert cache is off."
-            self.run.warn(text)
+        if n_slots < len(self.target.model.host_expert_layers):
+            text = f"{label} has memory for {n_slots} experts, less than one per layer"
+            self.run.warn(f"{text}: the expert cache is off.")
             return False
-        if info.n_slots < info.slots_wanted:
-            text = f"The expert cache holds {info.n_slots:,} experts instead of {info.slots_wanted:,}"
+        if n_slots < info.slots_wanted:
+            text = f"The expert cache holds {n_slots:,} experts instead of {info.slots_wanted:,}"
             self.run.warn(f"{text}: {label} has no memory for more.")
         if info.unpinned:
-            text = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory"
-            self.run.warn(f"{text} for them.")
+            text = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked)"
+            self.run.warn(f"{text} memory for them.")
         return True
 
     def _make_manager(
@@ -272,19 +265,18 @@ class Opening:
         """The manager, with everything that the policy reads."""
         target, draft, execution = self.target, self.draft, self.config.execution
         policy, reads = tier.driver.policy, tier.driver.policy.required_inputs
-        router_scores = _capture(target) if "router-scores" in reads else None
-        if router_scores is not None:
+        router_scores, gate_predictor, draft_predictor = None, None, None
+        if "router-scores" in reads:
+            router_scores = _capture(target)
             router_scores.enable(CaptureFlags.PROBS)
-        gate_predictor, draft_predictor = None, None
         if "block-inputs" in reads:
-            what = "the next layers' experts from what routers read"
-            gate_predictor = self._predictor(policy, partial(NextGatePredictor, target.model), what)
+            predicted = "the next layers' experts from what routers read"
+            gate_predictor = self._predictor(policy, partial(NextGatePredictor, target.model), predicted)
         if "draft-inputs" in reads and execution.drafting != "off":
-            info = target.model.info
-            n_layers = policy.cutoff(info.n_expert_used)
-            what = f"the experts of the first {n_layers} of {info.n_expert_layers} layers "
-            what += "from what the draft's layers read"
-            draft_predictor = self._predictor(policy, partial(open_draft_predictor, target, draft, n_layers), what)
+            n_layers = policy.cutoff(target.model.info.n_expert_used)
+            layers = f"first {n_layers} of {target.model.info.n_expert_layers} layers"
+            predicted = f"the experts of the {layers} from what the draft's layers read"
+            draft_predictor = self._predictor(policy, partial(open_draft_predictor, target, draft, n_layers), predicted)
         usual = _TRANSFER_EXPERTS if policy.execution_model.batched_io else 0
         tier.cache.set_batch(usual if execution.batch is None else execution.batch)
         manager = PlacementManager(
@@ -300,8 +292,8 @@ class Opening:
             ram=ram,
         )
         if target.n_parallel > 1 and manager.reads_draft:
-            text = f"For several texts in a batch the policy {policy.name} plans without what the draft computes."
-            self.run.warn(text)
+            text = f"For several texts in a batch the policy {policy.name} plans"
+            self.run.warn(f"{text} without what the draft computes.")
         if manager.layer_hook is not None:
             if target.n_parallel * (self.gamma + 1) > CAPTURED_TOKENS:
                 text = f"In verifications of more than {CAPTURED_TOKENS} tokens no expert is predicted or loaded"
@@ -311,14 +303,14 @@ class Opening:
             _capture(draft).set_hook(manager.draft_prefetch.before_draft_layer)
         return manager
 
-    def _predictor(self, policy: Policy, make: Callable[[], _Predictor], what: str) -> _Predictor | None:
+    def _predictor(self, policy: Policy, make: Callable[[], _Predictor], predicted: str) -> _Predictor | None:
         """The predictor that `make` returns; None, with a note, where it raises ModelFileError."""
         try:
             predictor = make()
         except ModelFileError as error:
             self.run.warn(f"The policy {policy.name} predicts no experts here: {error}.")
             return None
-        self.run.note(f"The policy {policy.name} predicts {what}.")
+        self.run.note(f"The policy {policy.name} predicts {predicted}.")
         return predictor
 
     def _keeps_hidden_states(self, policy: Policy) -> bool:
@@ -332,14 +324,8 @@ class Opening:
 
 
 def warm_up_gpu(target: Context, draft: Context | None, gamma: int) -> None:
-    """Lets a GPU load its kernels and allocate their scratch memory, so that free memory stays free afterwards.
-
-    Compute buffers exist since the contexts were made; the rest comes with the first batches of each size. Leaves the
-    KV caches empty.
-    """
-    for context in (target, draft):
-        if context is None:
-            continue
+    """Decodes a batch of each size, which makes a GPU allocate its scratch memory. Leaves the KV caches empty."""
+    for context in filter(None, (target, draft)):
         text = context.model.tokenize("A few words, so that there is something to compute.")
         for n in (_PREFILL_TOKENS_MIN, context.n_parallel * (gamma + 1), 1):
             n = max(1, min(n, context.n_ctx // 4, context.n_ubatch))
@@ -351,9 +337,8 @@ def warm_up_gpu(target: Context, draft: Context | None, gamma: int) -> None:
 
 
 def _capture(context: Context) -> ActivationCapture:
-    """The capture of a target with a sensor, or of a draft that a predictor reads."""
     capture = context.capture_activations()
-    assert capture is not None
+    assert capture is not None  # a target with a sensor, or a draft that a predictor reads
     return capture
 
 
@@ -374,27 +359,13 @@ def _describe_placement(
     info = target.model.info
     ignored = ignored_ablations(config.policy, config.ablations)
     ablated = "".join(f", {name}" for name in sorted(config.ablations - set(ignored)))
-    n_all = info.n_expert_layers * info.n_experts
-    sentence = (
-        f"Experts are cached on {device.label}: {cache.info.n_slots:,} of {n_all:,} "
-        f"({cache.info.n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)}), policy {config.policy}{ablated}."
-    )
+    n_slots, n_all = cache.info.n_slots, info.n_expert_layers * info.n_experts
+    slots = f"{n_slots:,} of {n_all:,} ({n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)})"
+    sentence = f"Experts are cached on {device.label}: {slots}, policy {config.policy}{ablated}."
     notes: list[str] = [Notification(sentence)]
     if target.model.storage == "mapped":
         text = "The model is larger than the free memory: its other experts stay as they are in the file"
         notes.append(f"{text}, and the CPU computes those slower than repacked ones.")
     if ignored:
         notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
-    return notes
-
-
-def _ignored_options(config: PlacementConfig) -> list[str]:
-    """Sentences for the options that have no effect without a device."""
-    where = "no device holds experts here"
-    notes = []
-    if config.has_size:
-        notes.append(f"--vram and --cache-ratio have no effect: {where} (moeedge devices lists them).")
-    ignored = ignored_ablations("none", config.ablations)
-    if ignored:
-        notes.append(f"--ablate {', '.join(ignored)} has no effect: {where}.")
     return notes

@@ -1,8 +1,7 @@
 """Predicts from hidden states which experts the coming tokens will use.
 
-DraftRouterPredictor  (SP-MoE) puts what the draft's layers read while it drafts through the target's routers. Where
-                      draft and target have different depths, each target layer goes with the draft layer at the same
-                      relative depth.
+DraftRouterPredictor  (SP-MoE) puts what the draft's layers read through the routers of the target's layers at the same
+                      relative depths.
 NextGatePredictor     (Mixtral-Offloading, AdapMoE, Fate, HybriMoE) puts what a layer's router reads through the
                       routers of the next layers, before the layer's own experts are computed.
 DraftPrefetch         moves the predicted experts while the draft model works.
@@ -46,9 +45,9 @@ class PredictionAccuracy:
         """Both int32 [n_layers, n_tokens, k], -1 where unknown; the tokens of a batch in order."""
         n = min(predicted.shape[1], used.shape[1])
         predicted, used = predicted[:, :n], used[:, :n]
-        known = (predicted >= 0) & (used[..., :1] >= 0)
-        self.n_predicted += int(np.count_nonzero(known))
-        self.n_correct += int(np.count_nonzero(known & (predicted[..., :, None] == used[..., None, :]).any(axis=-1)))
+        valid = (predicted >= 0) & (used[..., :1] >= 0)
+        self.n_predicted += int(np.count_nonzero(valid))
+        self.n_correct += int(np.count_nonzero(valid & (predicted[..., :, None] == used[..., None, :]).any(axis=-1)))
 
 
 def matching_layers(n_layers: int, n_draft_layers: int) -> NDArray[np.intp]:
@@ -78,8 +77,7 @@ class DraftRouterPredictor:
 
     def begin_batch(self) -> None:
         """Forgets the last batch."""
-        self._n_tokens = 0
-        self._has_partial_token = False
+        self._n_tokens, self._has_partial_token = 0, False
         self._ids.fill(-1)
         self._last_serial = self._capture.read(CaptureFlags.INPUTS).serial
 
@@ -169,7 +167,6 @@ class NextGatePredictor:
         return ExpertPrediction(layer_ids=ids)
 
     def compare(self, used: NDArray[np.int32]) -> None:
-        """Adds the batch to `accuracy`; `used` [n_layers, n_tokens, k] are the experts that it used."""
         if self._predicted is not None and self._predicted.shape[1] == used.shape[1]:
             self.accuracy.add(self._predicted, used)
         self._predicted = None
@@ -183,13 +180,10 @@ PlanAhead = Callable[[Sequence[int], ExpertPrediction | None, slice | None], int
 class DraftPrefetch:
     """Plans and moves experts between two verifications.
 
-    In SP-MoE's way (section 3.3) the mover works on its own: after each draft token the plan is made anew, and drafting
-    never waits. vanilla: in AdapMoE's way, SP-MoE's baseline, each draft layer's experts are requested when the layer
-    is computed, and the next layer waits until they have arrived.
-
-    wait: returns when what was pushed has arrived, or after so many seconds. is_on: whether the cache can be used.
-
-    Counters since the session began: plans; stops, how often drafting waited for transfers.
+    In SP-MoE's way (section 3.3) the plan is made anew after each draft token, and drafting never waits. vanilla: in
+    AdapMoE's way, SP-MoE's baseline, each draft layer's experts are requested when the layer is computed, and the next
+    layer waits until they have arrived. wait: returns when what was pushed has arrived, or after so many seconds.
+    is_on: whether the cache can be used. plans, stops: since the session began, and how often drafting waited.
     """
 
     predictor: DraftRouterPredictor
@@ -203,7 +197,6 @@ class DraftPrefetch:
     _has_pushed: bool = False
 
     def begin_batch(self) -> None:
-        """A new batch is to be drafted."""
         self.predictor.begin_batch()
         self._tokens = ()
 
@@ -238,7 +231,6 @@ class DraftPrefetch:
         return self.plan_ahead(tokens, self.predictor.prediction, layers)
 
     def _wait_for_transfers(self) -> None:
-        """Waits for the experts that the previous layer requested."""
         if self._has_pushed:
             self._has_pushed = False
             self.wait(_TIMEOUT_S)
@@ -251,9 +243,8 @@ def open_draft_predictor(target: Context, draft: Context | None, n_predicted_lay
         raise ModelFileError("there is no draft model")
     n_embd, n_draft_embd = target.model.info.n_embd, draft.model.info.n_embd
     if n_embd != n_draft_embd:
-        raise ModelFileError(
-            f"the draft's hidden states have {n_draft_embd} values and the target's routers read {n_embd}"
-        )
+        states = f"the draft's hidden states have {n_draft_embd} values"
+        raise ModelFileError(f"{states} and the target's routers read {n_embd}")
     capture = draft.capture_activations()
     if capture is None:
         raise ModelFileError("llama.cpp computes the draft on a GPU")

@@ -1,7 +1,7 @@
 """Tiers of experts, and those in RAM for a model that is larger than it: their memory, and by what experts leave it.
 
-The native cache of the device "ram" loads an absent expert from the model's file when a computation needs it, in place
-of the resident one that the policy expects the least of.
+The native cache of the device "ram" loads an absent expert when a computation needs it, in place of the resident one
+that the policy expects the least of.
 """
 
 from __future__ import annotations
@@ -51,29 +51,24 @@ def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
 
 def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
     """Sentences for the user: where the experts are."""
-    info = target.model.info
-    n_all = info.n_expert_layers * info.n_experts
-    slots = cache.info.n_slots
-    experts = (
-        f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed, "
-        f"into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}), "
-        f"policy {policy}."
-    )
-    dense = target.model.dense
+    info, dense, slots = target.model.info, target.model.dense, cache.info.n_slots
     assert dense is not None  # loaded for this
+    n_all = info.n_expert_layers * info.n_experts
+    experts = f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed,"
+    experts += f" into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}),"
+    experts += f" policy {policy}."
     return [Notification(experts, Level.NOTICE), Notification(describe_dense(dense), Level.NOTICE)]
 
 
 def describe_dense(dense: DenseWeights) -> str:
     """A sentence for the user: where the dense weights in host memory are."""
+    where = f"are in the page cache, {format_bytes(dense.locked_bytes)} of them locked"
     if dense.locked_bytes >= dense.host_bytes:
         where = "are locked in memory"
     elif dense.own_bytes >= dense.host_bytes:
         where = "stay in memory; raise ulimit -l to keep them out of swap"
     elif dense.locked_bytes == 0:
         where = "are in the page cache; raise ulimit -l to lock them in memory"
-    else:
-        where = f"are in the page cache, {format_bytes(dense.locked_bytes)} of them locked"
     size = format_bytes(min(dense.n_bytes, dense.host_bytes))  # a GPU has the others
     return f"The {size} of weights that are not experts {where}."
 
@@ -81,39 +76,35 @@ def describe_dense(dense: DenseWeights) -> str:
 def use_measured_readers(cache: ExpertCache, target: Context, run: Run) -> None:
     """Reads as `calibrate --disk` found best, but not with fewer threads than usual: they also copy what they read."""
     measured = read_kept(target.model.path)
-    if measured is None or measured.in_memory:
-        return
-    n_threads = cache.reader().n_threads
-    best = measured.best_from(n_threads)  # other pieces may be the best with fewer requests
-    n_threads = max(n_threads, best.depth)
-    cache.set_readers(n_threads, best.piece_bytes)
-    reading = f"{n_threads} threads read experts, in pieces of {format_bytes(best.piece_bytes)}"
-    run.note(f"{reading}, as moeedge calibrate --disk found best.")
+    if measured is not None and not measured.in_memory:
+        n_threads = cache.reader().n_threads
+        best = measured.best_from(n_threads)  # other pieces may be the best with fewer requests
+        n_threads = max(n_threads, best.depth)
+        cache.set_readers(n_threads, best.piece_bytes)
+        reading = f"{n_threads} threads read experts, in pieces of {format_bytes(best.piece_bytes)}"
+        run.note(f"{reading}, as moeedge calibrate --disk found best.")
 
 
 def warm_start(cache: ExpertCache, target: Context, run: Run) -> KeptActivations:
     """Starts to load the experts that earlier runs used most, after what a prompt needs; the counts of these runs."""
-    info = target.model.info
-    kept = KeptActivations.open(target.model.path, info.n_layers, info.n_experts)
-    most_used = kept.most_used(cache_shape(cache))
+    activations = KeptActivations.open(target.model.path, target.model.info.n_layers, target.model.info.n_experts)
+    most_used = activations.most_used(cache_shape(cache))
     CacheStore(cache).push_uploads(most_used)
-    kept.n_first = len(most_used)
-    if kept.file is None:
+    activations.n_first = len(most_used)
+    if activations.file is None:
         run.note("The use of experts is not saved for the next start: there is no folder for it (MOEEDGE_CACHE).")
     if len(most_used):
         run.note(f"{len(most_used):,} experts that earlier runs used most are loaded first.")
-    return kept
+    return activations
 
 
 class RamStore(CacheStore):
-    """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched.
-
-    on_device: bool [n_layers, n_experts], the experts that another cache holds; they go first.
-    """
+    """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched."""
 
     def __init__(self, cache: ExpertCache, policy: Callable[[], Policy]) -> None:
         super().__init__(cache)
         self._policy = policy
+        # [n_layers, n_experts], experts that another cache holds: they go first
         self.on_device: NDArray[np.bool_] | None = None
 
     def push(self, plan: Plan) -> None:
@@ -127,7 +118,7 @@ class RamStore(CacheStore):
 class Tier:
     """An expert cache of a context, the policy that fills it, and the figures of both.
 
-    memory: of slots in RAM; None on a device. kept: get the activations of this run; the manager saves them at its end.
+    memory: of slots in RAM; None on a device. kept: gets the activations of this run; the manager saves it at its end.
     """
 
     def __init__(
@@ -154,27 +145,21 @@ class Tier:
 
     @property
     def cache_ratio(self) -> float:
-        """Share of all experts that have a slot."""
         return self.cache.info.n_slots / self._n_all
 
     def attach(self, sensor: Sensor) -> None:
-        """Lets the sensor's context compute from the slots."""
         if not self.attached:
             self.cache.attach(sensor)
             self.attached = True
 
     def detach(self) -> None:
-        """Lets the context compute as without the slots; the experts stay there."""
         self.cache.detach()
         self.attached = False
 
     def observe(
         self, observations: Sequence[Observation], tokens: Sequence[int], on_device: NDArray[np.bool_] | None = None
     ) -> None:
-        """Shows the policy what was activated, and plans for the next batch, as StepDriver.plan_next.
-
-        on_device: bool [n_layers, n_experts], experts of another tier; in RAM these come last.
-        """
+        """Shows the policy what was activated, and plans as StepDriver.plan_next; on_device: as that of RamStore."""
         for observation in observations:
             self.driver.observe(observation)
             if self.kept is not None:
@@ -184,25 +169,22 @@ class Tier:
             self.store.on_device = on_device
 
     def add_step(self, record: StepRecord) -> None:
-        """Counts a verification or plain decode; the time of scheduling it is added with `add_schedule`."""
+        """Counts a verification or plain decode, without the time of scheduling it."""
         step_s = record.draft_s + record.verify_s + record.observe_s
-        self._add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
-
-    def add_schedule(self, seconds: float) -> None:
-        """Counts time that the policy and its plan took, part of a step's."""
-        self._add(schedule_s=seconds, decode_s=seconds)
+        self.add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
 
     def time_plan(self, call: Callable[[], object]) -> None:
         """Runs the policy and its plans, in whichever thread, and counts the time."""
         start_s = time.perf_counter()
         call()
-        self._add(plan_s=time.perf_counter() - start_s)
+        self.add(plan_s=time.perf_counter() - start_s)
 
     def skip(self, before: CacheStats) -> None:
         """Does not count what the cache has done since `before`."""
         self._start = self._start - (PlacementStats(**vars(before)) - PlacementStats(**vars(self.cache.stats())))
 
-    def _add(self, **amounts: float) -> None:
+    def add(self, **amounts: float) -> None:
+        """Adds to figures of PlacementStats."""
         for name, amount in amounts.items():
             self._sums[name] += amount
 

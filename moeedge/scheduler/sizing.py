@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeedge.errors import InputError
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
@@ -45,11 +45,11 @@ def plan_budget(
 ) -> CacheBudget:
     """The cache for a model whose experts take `expert_bytes_total`, on a device with `free_bytes` left.
 
-    free_bytes: after weights, KV caches and compute buffers are allocated. total_bytes: of the device, 0 where unknown.
-    At most one of vram_bytes and cache_ratio (PlacementConfig checks them) is the user's, default_ratio the device's;
-    without any the cache takes all that is free except the reserve. experts_on_device: llama.cpp has put them there.
-    in_ram: the device is the memory that the CPU computes from, vram_bytes the user's --ram.
-    Raises InputError for more memory than the device has, and for too little --ram for an expert of every layer.
+    free_bytes: after weights, KV caches and compute buffers. total_bytes: of the device, 0 where unknown. At most one
+    of vram_bytes and cache_ratio is the user's, default_ratio the device's; without any the cache takes all that is
+    free except the reserve. experts_on_device: llama.cpp has put them there. in_ram: the device is the memory that the
+    CPU computes from, vram_bytes the user's --ram. Raises InputError for more memory than the device has, and for too
+    little --ram for an expert of every layer.
     """
     if vram_bytes is not None and 0 < total_bytes < vram_bytes:
         option, place = ("--ram", "this machine") if in_ram else ("--vram", "the device for experts (-dev)")
@@ -57,11 +57,12 @@ def plan_budget(
             f"{option} asks for {format_bytes(vram_bytes)}, and {place} has {format_bytes(total_bytes)}.",
             f"Ask for less, or leave out {option} to use what is free.",
         )
+    off = CacheBudget(0.0, 0, 0)
     if experts_on_device:
-        return _off("All experts are on the device already: the expert cache is off.")
+        return replace(off, notes=("All experts are on the device already: the expert cache is off.",))
     n_all = n_expert_layers * n_experts
     if n_all == 0 or expert_bytes_total == 0:
-        return _off("The model is dense: there are no experts to cache.")
+        return replace(off, notes=("The model is dense: there are no experts to cache.",))
 
     def slots_of(n_bytes: int) -> int:
         """Experts of average size that fit, in integer arithmetic, which is exact for files of any size."""
@@ -76,7 +77,7 @@ def plan_budget(
     if ratio is not None:
         wanted_slots = int(ratio * n_all + 1e-6)  # 0.29 * 100 is 28.999999999999996
     if wanted_slots == 0 and (ratio == 0 or vram_bytes == 0):
-        return CacheBudget(0.0, 0, 0)
+        return off
     n_slots = min(wanted_slots, slots_of(room))
     per_layer = format_bytes(-(-expert_bytes_total // n_experts))
     if in_ram and vram_bytes is not None and wanted_slots < n_expert_layers:
@@ -85,20 +86,17 @@ def plan_budget(
             f"Give more than {per_layer}, or --ram off, so that llama.cpp maps the file.",
         )
     if n_slots < n_expert_layers:
-        asked = vram_bytes if ratio is None else round(ratio * expert_bytes_total)
-        given = format_bytes(bytes_of(n_slots) if n_slots < wanted_slots or asked is None else asked)
-        return _off(f"The expert cache is off: {given} cannot hold one expert per layer, which takes {per_layer}.")
+        wanted_bytes = vram_bytes if ratio is None else round(ratio * expert_bytes_total)
+        size = format_bytes(bytes_of(n_slots) if n_slots < wanted_slots or wanted_bytes is None else wanted_bytes)
+        text = f"The expert cache is off: {size} cannot hold one expert per layer, which takes {per_layer}."
+        return replace(off, notes=(text,))
     notes: tuple[str, ...] = ()
     if n_slots < wanted_slots:
-        got, wanted = format_bytes(bytes_of(n_slots)), format_bytes(bytes_of(wanted_slots))
-        where = f"{format_bytes(free_bytes)} are free {'in memory' if in_ram else 'on the device'}"
-        stays = f"{format_bytes(reserve_bytes)} of these stay free"
-        notes = (f"The expert cache gets {got} instead of {wanted}: {where}, and {stays}.",)
+        size, wanted = format_bytes(bytes_of(n_slots)), format_bytes(bytes_of(wanted_slots))
+        free = f"{format_bytes(free_bytes)} are free {'in memory' if in_ram else 'on the device'}"
+        reserve = f"{format_bytes(reserve_bytes)} of these stay free"
+        notes = (f"The expert cache gets {size} instead of {wanted}: {free}, and {reserve}.",)
     return CacheBudget(n_slots / n_all, n_slots, bytes_of(n_slots), notes)
-
-
-def _off(note: str) -> CacheBudget:
-    return CacheBudget(0.0, 0, 0, (note,))
 
 
 def in_host_memory(tensors: list[ExpertTensor], model: Model) -> list[ExpertTensor]:
@@ -121,29 +119,23 @@ def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -
 
 
 def emulated_threads(device: ResolvedDevice) -> int:
-    """Threads of the emulated device, 0 for a real one.
-
-    Half the cores: the CPU computes its part at the same time, and two teams on the same cores wait for each other.
-    """
-    if device.kind != "emulated":
-        return 0
-    return device.threads or max(1, library.physical_cores() // 2)
+    """Threads of the emulated device, 0 for a real one. Half the cores: the CPU computes its part at the same time."""
+    return (device.threads or max(1, library.physical_cores() // 2)) if device.kind == "emulated" else 0
 
 
 def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n_ubatch: int, n_stage: int) -> int:
-    """What the cache takes in addition to its slots: staging slots of every group, and the columns it computes with.
+    """Bytes of the staging slots of every group and of the columns that the cache computes with.
 
     tensors: of the experts in host memory.
     """
-    n_layers = len({tensor.layer for tensor in tensors})
-    expert = expert_bytes(tensors) // max(1, n_layers * info.n_experts)
+    expert = expert_bytes(tensors) // max(1, len({tensor.layer for tensor in tensors}) * info.n_experts)
     n_pairs = min(n_ubatch * info.n_expert_used, _MAX_DEVICE_PAIRS)
     # the backend's buffer for columns has room for half as many again
     return n_stage * n_groups(tensors) * expert + scratch_bytes(tensors, n_pairs) * 3 // 2
 
 
 def reserve_bytes(device: ResolvedDevice, total_bytes: int) -> int:
-    """What the cache leaves free on a device of that size."""
+    """Bytes that the cache leaves free on a device of that size."""
     return default_reserve(total_bytes) if device.kind in ("gpu", "ram") else 0
 
 
@@ -161,13 +153,11 @@ def cache_budget(
 
     tensors: of all experts. Those of layers that are on the device entirely need no slot; their bytes count to --vram.
     """
-    info = model.info
-    whole_bytes = expert_bytes(tensors)
+    info, n_layers, all_bytes = model.info, len(model.host_expert_layers), expert_bytes(tensors)
     tensors = in_host_memory(tensors, model)
     experts_total = expert_bytes(tensors)
-    whole_bytes -= experts_total
+    whole_bytes = all_bytes - experts_total
     counted_bytes = 0 if device.kind == "ram" else whole_bytes
-    n_layers = len(model.host_expert_layers)
     # ratios count all experts of the model
     cache_ratio, default_ratio = (
         None if ratio is None else min(1.0, ratio * info.n_expert_layers / max(1, n_layers))

@@ -1,11 +1,8 @@
-"""Whether a device runs short of memory while slots hold what was free when they were opened, and what slots in RAM do.
+"""Memory of slots: whether a device runs short of it, and slots in RAM that give it back and take it again.
 
-llama.cpp and the kernels allocate during a decode, and some backends end the process where that fails (CUDA). So when
-another program takes memory, slots have to give some back before the rest is gone; those in RAM take it again where it
-stays free.
-
-Slots in RAM are memory that the kernel can only swap. So a thread reads the free memory as long as the session is open,
-also while a chat waits for a message or while a warm start fills the slots.
+llama.cpp and the kernels allocate during a decode, and some backends end the process where that fails (CUDA): when
+another program takes memory, slots have to give some back before the rest is gone. Slots in RAM are memory that the
+kernel can only swap, so that a thread reads the free memory also while a chat waits or a warm start fills the slots.
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ class MemoryWatch:
         return self.reserve_bytes - self.free_bytes
 
     def read_spare_bytes(self) -> int | None:
-        """What is free above the reserve, negative where it is short; a reading at once. None where unknown."""
+        """Free bytes above the reserve, negative where it is short, by a reading at once; None where unknown."""
         with suppress(MoeedgeError):  # a driver that does not answer
             reading = self.read(self.device)
             return None if reading is None else reading.free_bytes - self.reserve_bytes
@@ -88,23 +85,16 @@ class MemoryWatch:
 
 
 class SlotMemory:
-    """Gives slots of a cache in RAM back where memory runs short, and says what the user should know of the cache.
+    """Gives slots of a cache in RAM back where memory runs short, and tells the user of trouble with the cache.
 
     n_layers: with experts in host memory; so many slots always stay. watch: of the machine's memory. lost: experts can
-    no longer be loaded.
-
-    Any thread may call. Notifications of what this object's thread did are returned by the next `check`. A forked
-    process does not have that thread.
+    no longer be loaded. Any thread may call; a forked process does not have this object's thread.
     """
 
     def __init__(self, cache: ExpertCache, model: Path, n_layers: int, watch: MemoryWatch) -> None:
-        self.cache = cache
-        self.watch = watch
-        self.lost = False
-        self._model = model
-        self._n_layers = n_layers
-        self._n_slots_opened = cache.info.n_slots
-        self._warned_unknown = self._closed = False
+        self.cache, self.watch = cache, watch
+        self.lost = self._warned_unknown = self._closed = False
+        self._model, self._n_layers, self._n_slots_opened = model, n_layers, cache.info.n_slots
         self._waiting: list[Notification] = []  # to be returned by the next `check`
         self._lock, self._process = Lock(), os.getpid()
         self._stop = Event()
@@ -113,19 +103,18 @@ class SlotMemory:
         self._thread.start()
 
     def check(self) -> list[Notification]:
-        """Checks the cache; returns the notifications since the last call.
+        """Checks the cache; returns the notifications since the last call, those of the thread too.
 
-        Also during a decode. Cheap enough for every step: the thread gives slots back, and what it does just then is in
-        a later call's.
+        Also during a decode, and cheap enough for every step: a thread that works just then makes it return none.
         """
-        lock, found = self._locked(), list[Notification]()
+        lock, notifications = self._locked(), list[Notification]()
         if lock.acquire(blocking=False):
             try:
                 self._check_cache()
-                found, self._waiting = self._waiting, []
+                notifications, self._waiting = self._waiting, []
             finally:
                 lock.release()
-        return found
+        return notifications
 
     def make_room(self, n_bytes: int) -> None:
         """Gives so many slots back, empty ones too, that `n_bytes` can be allocated and the reserve stays free."""
@@ -163,13 +152,13 @@ class SlotMemory:
                 let_experts_read_ahead(self._model)
             with suppress(MoeedgeError):
                 self.cache.limit(0)  # the page cache needs the memory
-            self._say(LOST)
+            self._notify(LOST)
         elif n_unknown and not self._warned_unknown:
             self._warned_unknown = True
             text = "The experts of some layers are read from the file at each use, which is slow: moeedge does not"
-            self._say(f"{text} recognise how these layers compute.")
+            self._notify(f"{text} recognise how these layers compute.")
 
-    def _say(self, text: str, level: Level = Level.WARNING) -> None:
+    def _notify(self, text: str, level: Level = Level.WARNING) -> None:
         self._waiting.append(Notification(text, level))
 
     def _check_memory(self) -> None:
@@ -185,35 +174,32 @@ class SlotMemory:
 
     def _limit(self, n_left: int, reason: str) -> None:
         """Leaves about `n_left` slots if there are more, but one per layer: with fewer it could not grow again."""
-        before, n_left = self.cache.info.n_slots, max(n_left, self._n_layers)
-        if n_left >= before:
-            return
-        self.cache.limit(n_left)
-        now = self.cache.info.n_slots
-        if now < before:
-            self._say(f"{reason}: RAM now holds at most {now:,} experts instead of {before:,}.")
+        n_left = max(n_left, self._n_layers)
+        if n_left < self.cache.info.n_slots:
+            self._resize(n_left, f"{reason}: RAM now holds at most")
 
     def _take(self, spare_bytes: int) -> None:
         """Uses slots again that were given back."""
-        before = self.cache.info.n_slots
         n_slots = self.cache.stats().slots_used + slots_of(self.cache, spare_bytes)
-        if spare_bytes <= 0 or n_slots <= before:
-            return
-        self.cache.limit(min(n_slots, self._n_slots_opened))
-        now = self.cache.info.n_slots
-        if now > before:
-            text = f"{format_bytes(self.watch.free_bytes)} of memory are free again"
-            self._say(f"{text}: RAM now holds up to {now:,} experts instead of {before:,}.", Level.NOTICE)
+        if spare_bytes > 0 and n_slots > self.cache.info.n_slots:
+            reason = f"{format_bytes(self.watch.free_bytes)} of memory are free again"
+            self._resize(min(n_slots, self._n_slots_opened), f"{reason}: RAM now holds up to", Level.NOTICE)
+
+    def _resize(self, n_slots: int, text: str, level: Level = Level.WARNING) -> None:
+        before = self.cache.info.n_slots
+        self.cache.limit(n_slots)
+        if (now := self.cache.info.n_slots) != before:
+            self._notify(f"{text} {now:,} experts instead of {before:,}.", level)
 
 
 def _update_periodically(memory: weakref.ref[SlotMemory], stop: Event) -> None:
     """The thread: until `stop` is set, the cache is closed, or no reference to the memory is left."""
     while not stop.wait(_INTERVAL_S):
-        held = memory()
-        if held is None:
+        slots = memory()
+        if slots is None:
             return
         try:
-            held.update()
+            slots.update()
         except MoeedgeError:  # the cache is closed
             return
-        del held
+        del slots

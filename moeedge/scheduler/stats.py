@@ -16,22 +16,16 @@ from moeedge.scheduler.governor import DraftChoice
 
 @dataclass(kw_only=True, eq=False)  # arrays do not compare to one truth value
 class StepRecord:
-    """One step of the loop: draft, verify, observe, plan, prefetch. `n_verified` 0: a prompt.
+    """One step of the loop: draft, verify, observe, plan, prefetch."""
 
-    `tokens` are those emitted in this step (accepted drafts and the one token that the target adds), already cut at a
-    stop token. `experts_unique` is the mean over the MoE layers of the number of distinct experts that verification
-    used (0 for a dense model or in stock mode). Under an expert budget it counts the experts that were computed,
-    `experts_natural` those that the router had selected, and `kept_probability` is not None.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # emitted: accepted drafts and the one token that the target adds, already cut at a stop token
     n_drafted: int = 0
     n_accepted: int = 0
-    n_verified: int = 0  # tokens in the verification batch
-    experts_unique: float = 0.0
-    experts_natural: float = 0.0
+    n_verified: int = 0  # tokens in the verification batch; 0: a prompt
+    experts_unique: float = 0.0  # distinct ones that verification computed, mean over MoE layers; 0: dense or stock
+    experts_natural: float = 0.0  # those that the router had selected, where an expert budget computes fewer
     experts_max: int = 0  # most distinct experts of any layer under an expert budget
-    # share of the routing probability of the router's experts that shortlisted ones hold, mean over layers
+    # share of the routing probability that shortlisted experts hold of the router's, mean; None: no budget
     kept_probability: float | None = None
     substituted_layers: int = 0  # where truncation was asked for, and the experts' weights were not recognised
     draft_s: float = 0.0

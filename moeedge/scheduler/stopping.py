@@ -2,15 +2,12 @@
 
 A draft comes with a confidence, known before it is drawn: of a draft model the share of its most likely token, of
 n-grams the part of the longest n-gram that was found. How often drafts of a confidence are accepted is counted from the
-verifications, in a few bins.
-
-Let lambda be the tokens per second that steps give anyway. A longer draft pays iff
+verifications, in a few bins. With lambda, the tokens per second that steps give anyway, a longer draft pays iff
 
   expected further tokens > lambda * expected further seconds
 
-which is the stopping rule of the most tokens per second (renewal reward). Whether a draft is kept depends on its
-distribution and on earlier drafts, never on the token that is drawn from it, and what is drawn is verified: rejection
-sampling stays exact.
+(renewal reward: the most tokens per second). Whether a draft is kept depends on its distribution and on earlier drafts,
+never on the token that is drawn from it, and what is drawn is verified: rejection sampling stays exact.
 """
 
 from __future__ import annotations
@@ -48,9 +45,9 @@ class AcceptanceByConfidence:
 
     def observe(self, confidences: list[float], n_accepted: int) -> None:
         """Of drafts with these confidences, in order, the first `n_accepted` were accepted, and the next was not."""
-        kept = 1 - self._forget
-        self._judged = [n * kept for n in self._judged]
-        self._accepted = [n * kept for n in self._accepted]
+        weight = 1 - self._forget
+        self._judged = [n * weight for n in self._judged]
+        self._accepted = [n * weight for n in self._accepted]
         for i, confidence in enumerate(confidences[: n_accepted + 1]):
             where = confidence_bin(confidence)
             self._judged[where] += 1
@@ -61,24 +58,21 @@ class AcceptanceByConfidence:
         return [self.chance(where, n_deviations) for where in range(N_BINS)]
 
     def chance(self, where: int, n_deviations: float = 0.0) -> float:
-        """The same of one bin."""
+        """The chance of one bin's drafts, as in `chances`."""
         n_judged = self._judged[where] + self._PRIOR_WEIGHT
         chance = (self._accepted[where] + self._PRIOR_WEIGHT * self._prior[where]) / n_judged
         return min(chance + n_deviations * math.sqrt(chance * (1 - chance) / n_judged), 1.0)
 
 
 class ExpectedGain:
-    """What a step is expected to give beyond a plain one, in tokens, by the length and the chances of its drafts.
+    """Tokens that a step is expected to give beyond a plain one, by the length and the chances of its drafts.
 
-    Seconds count as the tokens that they give anyway. step_tokens: lambda * seconds of a step with 0, 1, ..., n drafts
-    [n + 1]. pass_tokens: the part of one draft in them, lambda * T_D. tokens: N(gamma) of drafts of unknown confidence,
-    [n + 1].
+    Seconds count as the tokens that they give anyway. step_tokens: lambda * seconds of a step with 0, 1, ..., n drafts.
+    pass_tokens: the part of one draft in them, lambda * T_D. tokens: N(0), ..., N(n) of drafts of unknown confidence.
     """
 
     def __init__(self, step_tokens: Sequence[float], pass_tokens: float, tokens: Sequence[float]) -> None:
-        self._step = step_tokens
-        self._pass = pass_tokens
-        self._tokens = tokens
+        self._step, self._pass, self._tokens = step_tokens, pass_tokens, tokens
         # chance that the first i drafts are accepted
         self._reached = [max(more - less, 1e-12) for less, more in zip((0.0, *tokens), tokens, strict=False)]
 
@@ -96,10 +90,7 @@ class ExpectedGain:
         return own + max(self.of_more(n_kept + 1, chance), 0.0)
 
     def of_looking(self, chances: Sequence[float], frequency: Sequence[float]) -> float:
-        """The gain of computing the first draft, to keep it where that pays.
-
-        chances, frequency: of the bins of confidence, [n_bins]; the frequencies sum to 1.
-        """
+        """The gain of computing the first draft, to keep it where that pays; both by bin of confidence, [N_BINS]."""
         by_bin = zip(chances, frequency, strict=True)
         return sum([share * max(self.of_next(0, chance), 0.0) for chance, share in by_bin if share]) - self._pass
 
@@ -143,10 +134,7 @@ class DraftStop:
 
 
 class ConfidentDrafts(DraftStop):
-    """Ends a draft before a token whose confidence is below `minimum`, or where `inner` ends it.
-
-    llama.cpp's --draft-p-min; like `inner` it reads the draft's distribution, never the token that is drawn from it.
-    """
+    """Ends a draft before a token whose confidence is below `minimum` (--draft-p-min), or where `inner` ends it."""
 
     def __init__(self, minimum: float, inner: DraftStop | None = None) -> None:
         super().__init__()

@@ -75,6 +75,8 @@ def test_one_that_llama_cpp_uses_is_not_listed_again(machine: Machine, monkeypat
     vulkan = native.Device("Vulkan0", "GPU", "AMD Radeon RX", 1, 1, "Vulkan")  # which tells no address
     assert [gpu.pci_id for gpu in unused_gpus([CPU, vulkan])] == ["0000:04:00.0"]
     assert unused_gpus([CPU, rocm, vulkan]) == []
+    same = native.Device("Vulkan0", "GPU", "AMD Radeon RX", 1, 1, "Vulkan", "0000:04:00.0")
+    assert [gpu.pci_id for gpu in unused_gpus([CPU, rocm, same])] == ["0000:03:00.0"]
     other = native.Device("CUDA0", "GPU", "NVIDIA Made Up", 1, 1, "CUDA", "0000:01:00.0")
     assert len(unused_gpus([CPU, other])) == 2
 

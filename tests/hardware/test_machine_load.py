@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from moeedge.hardware.machine_load import LoadReading, busy_note, look, takes_cores
+from moeedge.hardware.machine_load import LoadReading, busy_note, others_now, takes_cores
 
 
 def test_our_own_work_does_not_count() -> None:
@@ -35,7 +35,7 @@ def test_another_program_is_seen() -> None:
         try:
             assert other.stdout is not None
             other.stdout.readline()
-            seen = max(look() for _ in range(5))
+            seen = max(others_now() for _ in range(5))
         finally:
             other.kill()
     assert seen > 0.3

@@ -98,7 +98,7 @@ def test_kernels_with_other_bits_are_not_counted(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "look", lambda: 0.0)
+    monkeypatch.setattr(doctor, "others_now", lambda: 0.0)
     monkeypatch.setattr(doctor, "core_limit", lambda: None)
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
@@ -115,7 +115,7 @@ def test_a_busy_machine_and_a_containers_limit(idle: None, monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "usable_cores", lambda: 4)
     monkeypatch.setattr(doctor, "core_limit", lambda: 1.5)
     assert "1.5" in only(doctor.threads()).text
-    monkeypatch.setattr(doctor, "look", lambda: 1000.0)
+    monkeypatch.setattr(doctor, "others_now", lambda: 1000.0)
     assert only(doctor.threads()).status == "warning"
 
 

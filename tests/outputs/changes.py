@@ -49,6 +49,7 @@ MODULES: dict[str, str] = {
     "moeedge.sim": "moeedge.lab.sim",
     "moeedge.llama.context_size": "moeedge.llama.model_memory",
     "moeedge.planning.model_card": "moeedge.planning.headers",
+    "moeedge.scheduler.planning_thread": "moeedge.scheduler.manager",
     "moeedge.hub.download": "moeedge.hub.pull",
     "moeedge.cli.bench_tests": "moeedge.cli.bench_options",
     "moeedge.bench.passes": "moeedge.bench.arms",
@@ -78,6 +79,7 @@ _CACHE_MODE = r"(source|simulated_tg_ts|simulated_moeedge_tg_ts)"
 _FIT = r"(predicted_speed_up|predicted_by_tokens|beyond_measured)"
 REMOVED: list[tuple[str, str, str]] = [
     (r"screens: (bench_views\.model_table|parallel_views\.parallel_markdown) ", "", "parts of bench_views.render"),
+    (r"choices: speculation check_gamma: ", "", "draft lengths are checked in one place, which is no formula"),
     (r"functions: planning\.estimate\.known_model: ", "", "sizes of a model are one type, with what a context takes"),
     (r"commands: list fits: \d+\.fit\.device_ratio", "", "no cache where an expert per layer has no room, as in chat"),
     (r"commands-slow: report\.json: ", "lab pair", "the list of its keys lost model_profile.pair"),
@@ -182,7 +184,6 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: bench .*: config\.(BenchPlan\.base|EngineConfig)\.n_(threads|u?batch)$", "", "the first of a list"),
     (r"options: bench --perplexity (-3|no such): ended\.names", "", "names of an error's lists"),
     (r"options: fit --draft-max -3: ended\.names", "", "its texts are those of every list of numbers"),
-    (r"choices: speculation check_gamma: ", "", "a check that several modules had, each in its words"),
     (r"commands: schema( replay)?: (printed|/)", "", "the rows of a replay have a schema since"),
     (r"options: chat --expert-budget auto: config\.measure_anew$", "calibrate --expert-budget", "chat never asks"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from moeedge.scheduler.planning_thread import PlanningThread
+from moeedge.scheduler.manager import PlanningThread
 
 
 def test_calls_run_in_order_next_to_the_caller() -> None:
@@ -33,7 +33,7 @@ def test_an_error_is_raised_where_the_caller_waits() -> None:
     planning.wait()
     planning.submit(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     planning.close()
-    assert not any(thread.name == "moeedge-planning" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("moeedge-planning") for thread in threading.enumerate())
 
 
 def test_an_interrupted_wait_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,15 @@
 """Activations that an expert brings while it stays on the device, predicted from decayed counts (pure NumPy).
 
-An expert that is uploaded stays for many steps where few experts move, and for one or two where many do. So the
-prediction is a discounted mean over the steps to come, in activations per token:
+An uploaded expert stays for many steps where few experts move, for one or two where many do. So the prediction is a
+discounted mean over the steps to come; the caller sets `discount` after the turnover of the slots (0: the next step):
 
     rate = (1 - discount) * sum over j >= 0 of discount^j * (activations per token of step t + 1 + j)
 
-`discount` 0 predicts the next step alone. The caller sets it after the turnover of the slots.
-
-Five averages are kept per expert, in activations per token: of the last step, of the drafts that the last step rejected
-(how many of a rejected draft's experts return with the next one differs from pair to pair), and three exponentially
-decayed ones, which remember a passage, a text, and other texts. Their best mix differs from text to text and with the
-discount, so it is fitted while the model runs: ridge regression of what came on the averages before it, with old steps
-forgotten, a pull towards a fixed mix and no negative weights. A trace of discounted past averages pairs each step with
-all averages that should have predicted it (as in TD(1); Sutton, 1988).
+Five averages are kept per expert, in activations per token: of the last step, of the drafts that it rejected, and three
+exponentially decayed ones, which remember a passage, a text, and other texts. Their best mix differs from text to text
+and with the discount, so it is fitted while the model runs: ridge regression of what came on the averages before it,
+with old steps forgotten, a pull towards a fixed mix and no negative weights. A trace of discounted past averages pairs
+each step with all averages that should have predicted it (as in TD(1); Sutton, 1988).
 
 No product of arrays uses BLAS, here and in token_experts.py: it would spread those of 9,216 elements and more over
 threads and wait for cores that the model is computing on, 50 microseconds for a sum of 5.
@@ -43,10 +40,9 @@ _IDENTITY = np.eye(_N)
 
 
 class ActivationEMA:
-    """Predicts `rate` [n]. Call `read`, then `observe`, for every step."""
+    """Predicts `rate` [n]. Call `read`, then `observe`, for every step. fitted: False keeps the initial mix."""
 
     def __init__(self, n: int, *, fitted: bool = True) -> None:
-        """fitted: False keeps the initial mix."""
         self._fitted = fitted
         self.discount = 0.0  # 0 to below 1
         self.rate: FloatArray = np.zeros(n, dtype=np.float32)
@@ -77,10 +73,9 @@ class ActivationEMA:
     def observe(
         self, n_tokens: int, rejected: NDArray[Any] | None = None, *, fit: bool = True, weight: float = 1.0
     ) -> None:
-        """Takes in the step in `now`.
+        """Takes in the step in `now`, with its weight in the decayed averages.
 
         rejected: activations [n] of its rejected drafts. fit: False for a step that is not to be predicted (a prefill).
-        weight: of the step in the decayed averages.
         """
         now, averages, change = self.now, self._averages, self._change
         if fit and self._fitted and self._filled[-1] > 0.0:
@@ -90,11 +85,11 @@ class ActivationEMA:
             averages[_REJECTED] = 0.0
         else:
             np.multiply(rejected, np.float32(1.0 / n_tokens), out=averages[_REJECTED], casting="unsafe")
-        for index, kept in enumerate(_KEPT):
-            self._filled[index] = kept * self._filled[index] + (1.0 - kept) * weight
+        for index, decay in enumerate(_KEPT):
+            self._filled[index] = decay * self._filled[index] + (1.0 - decay) * weight
             average = averages[_SHORT + index]
             np.subtract(now, average, out=change)
-            change *= np.float32((1.0 - kept) * weight / self._filled[index])  # the first step counts in full
+            change *= np.float32((1.0 - decay) * weight / self._filled[index])  # the first step counts in full
             average += change
         rate = self.rate
         rate.fill(0.0)
@@ -116,16 +111,14 @@ class ActivationEMA:
         self._products *= _FORGET
         self._products += weight / self._trace_weight * np.einsum("ij,j->i", trace, self.now[:: self._every])
         self._n_steps += 1
-        if self._n_steps <= _SOLVE_ALL_STEPS or self._n_steps % _SOLVE_EVERY == 0:
-            self._solve()
-
-    def _solve(self) -> None:
+        if self._n_steps > _SOLVE_ALL_STEPS and self._n_steps % _SOLVE_EVERY != 0:
+            return
         pull = _RIDGE * float(self._gram.trace()) / _N + 1e-12
         left = self._gram + pull * _IDENTITY
         right = self._products + pull * _INITIAL_MIX
         mix = np.linalg.solve(left, right)
         if mix.min() < 0.0:  # drop the negative weights and solve for the others
-            kept = np.flatnonzero(mix > 0.0)
+            rows = np.flatnonzero(mix > 0.0)
             mix[:] = 0.0
-            mix[kept] = np.maximum(np.linalg.solve(left[kept][:, kept], right[kept]), 0.0)
+            mix[rows] = np.maximum(np.linalg.solve(left[rows][:, rows], right[rows]), 0.0)
         self.mix = mix

@@ -9,12 +9,9 @@ MoE-SpAc, section 3.3, Eq. 7-12, solved by the closed form of Appendix C.2, Eq. 
     n(tau) <= room(tau)                                               (Eq. 11, in slots)
 
 A higher tau leaves fewer experts hot: r_c rises, r_g and n fall, so T_cpu - T_gpu rises and its absolute value has one
-minimum. The best integer is next to the zero, or the end of the feasible range nearest to it. Without a feasible tau,
-tau = K, which uploads least.
-
-Eq. 10's right side is not monotonic (the larger of a rising and a falling time), so the feasible set need not be the
-contiguous range that Eq. 37 assumes. The two candidates are therefore the feasible tau next to the zero on either side,
-which is Eq. 39 where the set is contiguous and exact where it is not.
+minimum. Eq. 10's right side is not monotonic, so the feasible set need not be the contiguous range that Eq. 37 assumes.
+The candidates are therefore the feasible tau next to the zero on either side, which is Eq. 39 where the set is
+contiguous and exact where it is not. Without a feasible tau, tau = K, which uploads least.
 """
 
 from __future__ import annotations
@@ -60,13 +57,12 @@ class ExpectedWorkload:
 
     MoE-SpAc takes r_c(tau), r_g(tau) and b from a warm-up and the last step (Appendix C.1). With expected activations
     of every expert they follow for each layer and step: the pairs and the distinct experts on either side of tau. Unit
-    times are affine in the tokens per expert (fetching the weights, and a time per token), fitted to the cost model's
-    curves, so that a sum over experts needs only the number of experts and of pairs.
+    times are affine in the tokens per expert, fitted to the cost model's curves, so that a sum over experts needs only
+    the number of experts and of pairs.
 
     All layers share the link (Eq. 10), so its constraint applies to the entire step, as the number of uploads that fit
-    its time; if more are hot, the best are uploaded. Layer by layer, as printed, a layer with two uploads would raise
-    its tau while the link is idle for the others, and a cold cache with a slow link would stay empty (measured:
-    pair-hit 0.55 instead of 0.62 on gpt-oss-20b at 2 ms an expert, and 0.06 at 20 ms).
+    its time; if more are hot, the best are uploaded. Layer by layer, as printed, a cold cache with a slow link would
+    stay empty (measured: pair-hit 0.55 instead of 0.62 on gpt-oss-20b at 2 ms an expert, and 0.06 at 20 ms).
     """
 
     def __init__(self, shape: CacheShape, cap: int, cost_model: CostModel, gamma: int) -> None:

@@ -1,26 +1,22 @@
 """Policy spac, the default: decayed counts over the time that an expert stays, and the draft's tokens where that pays.
 
 The score of an expert is the number of activations that it is expected to bring per step while it stays on the device:
-a fitted mix of decayed counts (activation_ema.py). How long experts stay follows from what happens: slots divided by
-the experts that arrive per step. A slow link moves few experts, which stay long, so that the score says what is used in
-the long run; a fast link makes it follow the next step. Nothing needs to know the link's speed.
+a fitted mix of decayed counts (activation_ema.py). How long experts stay is the number of slots over the experts that
+arrive per step. A slow link moves few experts, which stay long, so that the score tells what is used in the long run; a
+fast link makes it follow the next step. The link's speed need not be known.
 
-For the next batch the draft's tokens are known before verification. What they activated before, in similar contexts
-where a draft model gives hidden states (token_experts.py), replaces the counts' prediction of that batch, as far as it
+For the next batch the draft's tokens are known before verification. Their earlier activations, in similar contexts
+where a draft model gives hidden states (token_experts.py), replace the counts' prediction of that batch, as far as it
 proved right, and as far as the next batch matters for the time that an expert stays. Whether these predictions bring
 more activations to the device than the counts alone is measured as the model runs (LookaheadJudge); where they do
-not, they are neither made nor learned, and plans follow from the counts.
+not, they are neither made nor learned.
 
-Utility and tau. MoE-SpAc's utilities are integers 0..K, and tau counts the same steps. Here the utility is the score in
-units of the marginal one, the score of the last expert that fits the slots, limited to K:
-
-  tau = 1   everything that fits is hot: memory alone decides
-  tau = j   only experts expected to be used j times as often as the last one that fits
-
-so the balancer (balancer.py) can keep work on the CPU where the device is slow, and changes nothing where it is fast. A
-slow link limits the uploads of a plan instead, for all layers together. Where there are more slots than used experts,
-the mean score is the unit. The workload of each tau follows from the scores, per layer and step, with the measured time
-curves; the cost model's warm-up ratios r_c and r_g are not used.
+MoE-SpAc's utilities are integers 0..K, and tau counts the same steps. Here the utility is the score in units of the
+marginal one, the score of the last expert that fits the slots (with more slots than used experts, the mean score),
+limited to K. At tau = 1 everything that fits is hot; at tau = j only experts expected to be used j times as often as
+the last one that fits. So the balancer (balancer.py) can keep work on the CPU where the device is slow, and changes
+nothing where it is fast; a slow link limits the uploads of a plan, for all layers together. The workload of each tau
+follows from the scores, per layer and step, with the measured time curves; the ratios r_c and r_g are not used.
 """
 
 from __future__ import annotations
@@ -48,8 +44,8 @@ _PAUSE_STEPS, _PAUSE_STEPS_MAX = 256, 4096  # without predictions, doubled each 
 class LookaheadJudge:
     """Compares two rankings of the experts after each judged step; `on` says whether to use the predictions.
 
-    Both rankings choose as many experts as there are slots. The activations that the step brought to either choice say
-    what a perfectly fast link would have gained. Where the gain stays below 1 %, the predictions rest for a while.
+    Both choose as many experts as there are slots. The activations that the step brought to either choice tell the gain
+    with a perfectly fast link. Where it stays below 1 %, the predictions rest for a while.
     """
 
     def __init__(self, n_slots: int) -> None:
@@ -66,7 +62,7 @@ class LookaheadJudge:
 
     @property
     def status(self) -> LookaheadStatus:
-        """What is decided now, and the gain measured so far."""
+        """The decision, and the gain measured so far."""
         gain = self._gain if self._n_judged else None
         if not self.on:
             return LookaheadStatus(used=False, gain=gain, reason="it does not pay here", reads_drafts=False)
@@ -79,13 +75,11 @@ class LookaheadJudge:
     def end_step(self) -> None:
         """A verification ended."""
         self._n_steps += 1
-        if not self.on:
-            self._n_paused += 1
-            if self._n_paused >= self._pause_steps:
-                self._pause_steps = min(2 * self._pause_steps, _PAUSE_STEPS_MAX)
-                self.on = True
-                self._hits = self._hits_without = 0.0
-                self._n_judged = 0
+        self._n_paused += not self.on
+        if not self.on and self._n_paused >= self._pause_steps:
+            self._pause_steps = min(2 * self._pause_steps, _PAUSE_STEPS_MAX)
+            self.on, self._n_judged = True, 0
+            self._hits = self._hits_without = 0.0
 
     def judge(self, score: FloatArray, score_without: FloatArray, now: FloatArray) -> None:
         """Adds a step with the activations `now` [n]: the scores [n] with and without predictions."""
@@ -121,20 +115,16 @@ class Spac(PooledPolicy):
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         super().__init__(shape, config, cap=config.effective_cap)
-        size = self._score.shape
-        n = self._score.size
+        size, n = self._score.shape, self._score.size
         self._binary = config.binary
         fitted = "no-ada-bc" not in config.ablations
         predictor_bytes = 0 if self._binary else config.predictor_bytes
         self._n_slots = int(shape.capacity.sum())
         self._ema = ActivationEMA(n, fitted=fitted)
         self._predictor = NextBatchPredictor(shape.n_layers, shape.n_experts, predictor_bytes, fitted=fitted)
-        self._judge: LookaheadJudge | None = None  # None: no predictions from tokens
-        if predictor_bytes > 0:
-            self._judge = LookaheadJudge(self._n_slots)
-        else:
-            self.required_inputs = frozenset()
-        self._n_expert_layers = shape.expert_layers.size
+        # None: no predictions from tokens
+        self._judge = LookaheadJudge(self._n_slots) if predictor_bytes > 0 else None
+        self.required_inputs = Spac.required_inputs if predictor_bytes > 0 else frozenset()
         self._n_used = 0.0  # experts per token
         self._layer_pairs = 0.0  # expected activations per layer, of the last plan
         # by the last step; under the ablations that read it
@@ -166,13 +156,12 @@ class Spac(PooledPolicy):
         return _NO_LOOKAHEAD if self._judge is None else self._judge.status
 
     def observe(self, observation: Observation) -> None:
-        """Learns from the routing of a step."""
         counts = observation.counts
         if observation.n_tokens < 1:
             return
         n_planned, self._n_planned = self._n_planned, 0
         if self._n_used == 0.0:
-            self._n_used = float(counts.sum()) / observation.n_tokens / max(self._n_expert_layers, 1)
+            self._n_used = float(counts.sum()) / observation.n_tokens / max(self.shape.expert_layers.size, 1)
         now = self._ema.read(counts.reshape(-1), observation.n_tokens)
         looks_ahead = self._looks_ahead
         if not observation.prefill:
@@ -197,7 +186,6 @@ class Spac(PooledPolicy):
             np.greater(counts, 0, out=self._last_used)
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
-        """Plans to hold the experts with the most expected activations."""
         if self._n_planned == 0:
             self._set_discount(resident)
         known = len(tokens) > 1 or (len(tokens) == 1 and self._n_batch <= 1.0)
@@ -206,15 +194,12 @@ class Spac(PooledPolicy):
         is_first_of_two = not known and self._n_plans > 1 and self._looks_ahead
         deviations = _MARGIN_FIRST_PLAN if is_first_of_two else _MARGIN
         margin = 0.0 if self._binary else deviations * math.sqrt(self._marginal)
-        marginal = self._fit(resident, margin)
-        unit = self._unit(marginal)
-        np.divide(score, unit, out=self._utility)
+        np.divide(score, self._unit(self._fit(resident, margin)), out=self._utility)
         np.minimum(self._utility, self._caps, out=self._utility)
         if self._n_planned == 0:  # once per step: the second plan has the same threshold
             self._balance()
         self._n_planned += 1
-        expected = None if self._binary else score
-        return self._moves(resident, self._max_uploads, self._used, expected)
+        return self._moves(resident, self._max_uploads, self._used, None if self._binary else score)
 
     def reset(self) -> None:
         """Forgets the passage; tables and longer memories stay."""

@@ -3,13 +3,11 @@
 The draft's tokens are known before verification, and where a draft model made them, its hidden states. Two predictors
 learn from them while the model runs, without training or inspecting either model:
 
-HiddenStateKNN     k nearest neighbours over the draft's last hidden states, a by-product of drafting. Which experts a
-                   token activates depends on its meaning in its context. So each verified token is stored with the
-                   draft's hidden state and the experts that the target chose, and a new token is expected to activate
-                   what its nearest neighbours did: stored tokens with the most similar hidden states (cosine), the same
-                   vocabulary token preferred. The last draft of a batch has no hidden state yet, since no token was
-                   drafted from it. It uses the hidden state of the token before it, among occurrences of the same
-                   vocabulary token.
+HiddenStateKNN     k nearest neighbours over the draft's last hidden states, a by-product of drafting. Each verified
+                   token is stored with the draft's hidden state and the experts that the target chose. A new token is
+                   expected to activate what the stored tokens with the most similar states (cosine) did, the same
+                   vocabulary token preferred. The last draft of a batch has no state yet, since no token was drafted
+                   from it: it uses that of the token before it, among occurrences of the same vocabulary token.
 TokenExpertTable   all occurrences of the same vocabulary token, for what the neighbours leave open.
 
 `NextBatchPredictor` mixes both with the activation rates of `ActivationEMA`.
@@ -53,12 +51,12 @@ _TRUST_PRIOR = 1.0  # squared activations per layer that count for full trust at
 class HiddenStateKNN:
     """`expect` adds what neighbours activated, `learn` stores a batch. n = n_layers * n_experts.
 
-    Rows are a ring buffer. Hidden states of more than 64 values are reduced to sums of a few values each, with fixed
-    random signs, which keeps inner products except for noise (a count sketch; Charikar et al., 2002).
+    Rows are a ring buffer of `n_bytes`; 0: it stays empty. Hidden states of more than 64 values are reduced to sums of
+    a few values each, with fixed random signs, which keeps inner products except for noise (a count sketch; Charikar et
+    al., 2002).
     """
 
     def __init__(self, n_layers: int, n_experts: int, n_bytes: int) -> None:
-        """n_bytes: memory of the rows; 0: the predictor stays empty."""
         self._n_layers, self._n = n_layers, n_layers * n_experts
         self._n_bytes = n_bytes
         self._layer_start = (np.arange(n_layers) * n_experts)[:, None, None]
@@ -112,20 +110,17 @@ class HiddenStateKNN:
         return confidence
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
-        """Stores a batch: `tokens` [n_tokens], `ids` [n_layers, n_tokens, k], -1: unknown.
-
-        Without a preceding `expect` for these tokens their hidden states are unknown, and the batch is left out.
-        """
+        """Stores a batch: `tokens` [n_tokens], `ids` [n_layers, n_tokens, k], -1: unknown; after `expect` for it."""
         pending, self._pending = self._pending, None
         if pending is None or pending[0] != tokens.tolist() or not self._allocate(pending[1].shape[1], ids.shape[2]):
             return
         hidden_states = pending[1]
         n = min(len(tokens), self.n_rows)
-        known = np.zeros((len(tokens), hidden_states.shape[1]), dtype=np.float32)
-        known[: len(hidden_states)] = hidden_states
+        states = np.zeros((len(tokens), hidden_states.shape[1]), dtype=np.float32)
+        states[: len(hidden_states)] = hidden_states
         flat_ids = np.where(ids >= 0, ids + self._layer_start, self._n).transpose(1, 0, 2).reshape(len(tokens), -1)
         rows = (self._next_row + np.arange(n)) % self.n_rows
-        self._states[rows] = known[:n]
+        self._states[rows] = states[:n]
         self._begins_batch[rows] = False
         self._begins_batch[rows[0]] = True
         self._tokens[rows] = tokens[:n]
@@ -172,12 +167,11 @@ class TokenExpertTable:
     """P(expert | layer, token), n = n_layers * n_experts. `expect` adds predictions, `learn` counts a batch.
 
     A row per token holds, for every layer and expert, how many of the token's last occurrences used it: one byte each,
-    halved when the row has counted 128 occurrences, so that it follows the text. Only tokens that occurred have rows;
-    when the table is full a new token takes the row of the token that was seen longest ago.
+    halved when the row has counted 128 occurrences, so that it follows the text. When the table of `n_bytes` is full (0
+    bytes: it stays empty), a new token takes the row of the token that was seen longest ago.
     """
 
     def __init__(self, n_layers: int, n_experts: int, n_bytes: int) -> None:
-        """n_bytes: memory of the table; 0: it stays empty."""
         n = n_layers * n_experts
         self.n_rows = n_bytes // (n + _TOKEN_BYTES)
         # zeroed pages use no memory until they are written
@@ -190,18 +184,23 @@ class TokenExpertTable:
         self._floats: FloatArray = np.empty((0, n), dtype=np.float32)
 
     def expect(self, tokens: Sequence[int], weight: FloatArray, out: FloatArray) -> float:
-        """Adds to `out` [n] the activations of each token times its `weight` [n_tokens]; returns the sum of shares.
+        """Adds to `out` [n] each token's activations times its `weight` [n_tokens]; returns the sum of shares.
 
         A token with w occurrences has the share w / (w + prior) of its weight, an unknown one none.
         """
         rows = map(self._row_of.get, tokens)
-        known = [(row, part) for row, part in zip(rows, weight.tolist(), strict=True) if row is not None]
-        if not known:
+        parts = [(row, part) for row, part in zip(rows, weight.tolist(), strict=True) if row is not None]
+        if not parts:
             return 0.0
-        factors = [part / (self._occurrences[row] + _PRIOR) for row, part in known]
-        read = self._read([row for row, _ in known])
-        out += np.einsum("i,ij->j", np.array(factors, dtype=np.float32), read)
-        return float(sum(part for _, part in known) - _PRIOR * sum(factors))
+        factors = [part / (self._occurrences[row] + _PRIOR) for row, part in parts]
+        n = len(parts)
+        if len(self._bytes) < n:
+            self._bytes = np.empty((n, self._rows.shape[1]), dtype=np.uint8)
+            self._floats = np.empty(self._bytes.shape, dtype=np.float32)
+        counts = self._floats[:n]
+        np.copyto(counts, self._rows.take([row for row, _ in parts], axis=0, out=self._bytes[:n], mode="clip"))
+        out += np.einsum("i,ij->j", np.array(factors, dtype=np.float32), counts)
+        return float(sum(part for _, part in parts) - _PRIOR * sum(factors))
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
         """Counts a batch: `tokens` [n_tokens], `ids` [n_layers, n_tokens, k], -1: unknown."""
@@ -211,15 +210,6 @@ class TokenExpertTable:
         piece = min(_HALVE_AT - 1, self.n_rows)
         for start in range(0, len(tokens), piece):
             self._learn(tokens[start : start + piece].tolist(), ids[:, start : start + piece])
-
-    def _read(self, rows: list[int]) -> FloatArray:
-        """The rows as float32 [len(rows), n]."""
-        if len(self._bytes) < len(rows):
-            self._bytes = np.empty((len(rows), self._rows.shape[1]), dtype=np.uint8)
-            self._floats = np.empty(self._bytes.shape, dtype=np.float32)
-        floats = self._floats[: len(rows)]
-        np.copyto(floats, self._rows.take(rows, axis=0, out=self._bytes[: len(rows)], mode="clip"))
-        return floats
 
     def _learn(self, tokens: list[int], ids: NDArray[np.int32]) -> None:
         rows = [self._claim(token) for token in tokens]
@@ -256,8 +246,8 @@ class NextBatchPredictor:
     """Mixes predictions from tokens with activation rates; n = n_layers * n_experts.
 
     `trust` [n_layers] in 0..1 is the weight of predictions from tokens: the regression, kept while the model runs, of
-    the activations beyond the rates on those predicted beyond the rates. A layer whose routing follows neither context
-    nor token drives it to 0, and the predictions have no effect.
+    the activations beyond the rates on those predicted beyond the rates. Routing that follows neither context nor token
+    drives it to 0.
     """
 
     def __init__(self, n_layers: int, n_experts: int, n_bytes: int, *, fitted: bool = True) -> None:
@@ -287,10 +277,9 @@ class NextBatchPredictor:
         *,
         weight: float = 1.0,
     ) -> float:
-        """Adds to `out` [n] what `tokens` are expected to activate beyond `rate`; returns how many are predicted.
+        """Adds to `out` [n], by `weight`, what `tokens` should activate beyond `rate`; returns how many are predicted.
 
-        rate: activations per token [n], for what the tokens do not predict. hidden_states: float32 [n_states, n_embd],
-        the draft's for the first of `tokens`. weight: of what is added.
+        rate: activations per token [n]. hidden_states: float32 [n_states, n_embd], the draft's for the first `tokens`.
         """
         predicted, share = self._predicted, 0.0
         predicted.fill(0.0)
@@ -300,8 +289,7 @@ class NextBatchPredictor:
             share = float(confidence.sum())
             open_part -= confidence
         share += self.table.expect(tokens, open_part, predicted)
-        self._n_tokens = len(tokens)
-        self._share = share
+        self._n_tokens, self._share = len(tokens), share
         if share == 0.0:
             return share
         # weight * trust * (predicted - share * rate)
@@ -338,8 +326,8 @@ class NextBatchPredictor:
 
     def learn(self, tokens: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
         """Adds a batch: `tokens` [n_tokens], `ids` [n_layers, n_tokens, k], -1: unknown."""
-        known = tokens >= 0
-        if not known.all():
-            tokens, ids = tokens[known], ids[:, known]
+        is_known = tokens >= 0
+        if not is_known.all():
+            tokens, ids = tokens[is_known], ids[:, is_known]
         self.knn.learn(tokens, ids)
         self.table.learn(tokens, ids)

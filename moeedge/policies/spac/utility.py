@@ -8,18 +8,18 @@ number of the step's gamma+1 tokens that used it and d = f_t - f_{t-1}:
 
 Both boundaries start at floor(gamma / 2) and the transition uses those from before the calibration. Three variants:
 
-  "floor"   as printed. With l = 0.1 and gamma = 8 the floor lets a boundary only fall: from b it would rise at
-            d >= 10 + b, but d <= 9. It ends at 1, where every fluctuation triggers.
+  "floor"   as printed. With l = 0.1 and gamma = 8 a boundary only falls: from b it would rise at d >= 10 + b, but
+            d <= 9. It ends at 1, where every fluctuation triggers.
   "float"   the moving average is kept as a real number, so that it can rise again.
   "fixed"   no calibration: up = 3, down = 1 (Table 4, "w/o AdaBC").
 
-Shapes: `counts` is integer [n_layers, n_experts] (any leading shape works), the state's arrays have the same shape.
+`counts` is integer [n_layers, n_experts] (any leading shape works), as are the state's arrays.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,8 @@ class UtilityConfig:
         check_gamma(self.gamma)
         require(self.cap >= 1, f"the utility cap K must be >= 1, not {self.cap}")
         require(0 <= self.forgetting <= 1, f"the forgetting factor must be in [0, 1], not {self.forgetting}")
-        if self.boundaries not in ("floor", "float", "fixed"):
-            raise ValueError(f"boundaries must be floor, float or fixed, not {self.boundaries}")
+        is_valid = self.boundaries in get_args(Boundaries)
+        require(is_valid, f"boundaries must be floor, float or fixed, not {self.boundaries}")
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
