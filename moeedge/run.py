@@ -43,17 +43,34 @@ def ignore(notification: Notification) -> None:
     """A `Notify` for callers that show nothing."""
 
 
+class Progress:
+    """Receives how far an operation is; this one shows nothing."""
+
+    def start(self, label: str, total: float) -> None:
+        """Begins a task of `total` units."""
+
+    def add(self, amount: float = 1) -> None:
+        """Advances the task by some units."""
+
+    def phase(self, text: str) -> None:
+        """Describes what the task does now."""
+
+
+NO_PROGRESS = Progress()
+
+
 @dataclass(eq=False)
 class Run:
     """One operation: opening a session, a measurement.
 
     show: shows a message at once; may be replaced. notes: sentences about the result, a warning where they are plain
-    strings.
+    strings. progress: of the operation, whose caller has begun the task where it knows the total.
     """
 
     show: Notify = ignore
     notes: list[str] = field(default_factory=list)
     cancelled: Cancel = lambda: False
+    progress: Progress = NO_PROGRESS
 
     def note(self, text: str, level: Level = Level.INFO) -> None:
         """Adds a sentence to the notes."""

@@ -9,7 +9,7 @@ is a property of the routing or of the text (13 categories of Spec-Bench, seven 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
 from moeedge.engine.recording import Recording
 from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict, figure
+from moeedge.run import Run
 from moeedge.speculation import expected_tokens
 from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.steps import DraftStats, Steps, drafts_of, recorded_steps
@@ -138,23 +139,23 @@ def profile_model(
     *,
     steps: Steps | None = None,
     gamma: int | None = None,
-    on_layer: Callable[[int], None] = lambda _done: None,
-    cancel: Callable[[], bool] = lambda: False,
+    run: Run | None = None,
 ) -> ModelProfile:
     """The profile of a trace; `layers` in detail.
 
-    steps, gamma: other steps than the recorded ones, such as simulated verifications. on_layer: called with the number
-    of layers done. cancel: True leaves out the layers that are not done yet; those in detail are.
+    steps, gamma: other steps than the recorded ones, such as simulated verifications. run: its progress is in layers;
+    cancelled it leaves out the layers that are not done yet, but for those in detail.
     """
+    run = run or Run()
     is_recorded = steps is None
     steps = recorded_steps(trace) if steps is None else steps
     detailed = profile_layers(trace, layers, steps=steps, gamma=gamma)
     curves_of = {profile.layer: profile.curves for profile in detailed}
     rows, curves = steps.text_rows(), []
-    for done, layer in enumerate(trace.expert_layers()):
-        if layer in curves_of or not cancel():
+    for layer in trace.expert_layers():
+        if layer in curves_of or not run.cancelled():
             curves.append(curves_of.get(layer) or layer_curves(trace, layer, rows))
-            on_layer(done + 1)
+            run.progress.add()
     drafts, mean = drafts_of(steps), mean_curves(curves)
     return ModelProfile(
         meta=trace.meta,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import combine
-from moeedge.run import Level, Notification, Notify, ignore
+from moeedge.run import Level, Notification, Progress, Run
 from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement, write_measurement
 
 _FASTER = 1.03  # times the unbudgeted speed, which a lossy budget must reach: less is within the noise of measuring
@@ -53,7 +53,6 @@ _TEXT_PIECES = 4  # of the text; each is continued
 _TEXT_ANSWER_TOKENS = 64
 _TOY = "moeedge toy"  # how the names of the bundled pair and of models widened from it begin
 
-OnProgress = Callable[[int, int], None]  # parts done, of how many
 
 
 @dataclass(frozen=True)
@@ -176,24 +175,23 @@ def choice_file(config: EngineConfig, template: ExpertBudget, device: ResolvedDe
     return measurement_file(f"{config.model.name}-budget", conditions)
 
 
-def find_budget(config: EngineConfig, template: ExpertBudget, *, notify: Notify = ignore) -> ExpertBudget | None:
+def find_budget(config: EngineConfig, template: ExpertBudget, run: Run) -> ExpertBudget | None:
     """`template` with the number of experts that `choose_budget` chooses; None: off, or no experts or drafts."""
     if config.draft is None or config.gamma == 0 or not gguf_file.read_summary(config.model).expert_layers:
         missing = "experts" if config.draft is not None and config.gamma else "drafts to verify"
-        notify(Notification(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING))
+        run.show(Notification(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING))
         return None
-    choice = choose_budget(config, template, notify=notify)
-    notify(Notification(choice.sentence()))
+    choice = choose_budget(config, template, run)
+    run.show(Notification(choice.sentence()))
     return None if choice.budget is None else replace(template, budget=choice.budget)
 
 
 def choose_budget(
     config: EngineConfig,
     template: ExpertBudget,
+    run: Run,
     *,
     measure_anew: bool = False,
-    notify: Notify = ignore,
-    on_progress: OnProgress = lambda done, total: None,
 ) -> BudgetChoice:
     """Reads the choice of an earlier run under the same conditions, or else measures, and keeps it for later runs.
 
@@ -207,19 +205,19 @@ def choose_budget(
     if config.draft is None or config.gamma == 0:
         reason = "An expert budget limits verifications of drafts, and there are none."
         raise InputError(reason, "Give a draft with -md.")
-    notify(Notification("Measuring the score and speed of expert budgets, once for this model: this takes minutes."))
+    run.show(Notification("Measuring the score and speed of expert budgets, once for this model: this takes minutes."))
     # the session must begin with a budget; the trials set theirs
     config_of_trials = replace(config, n_ctx=_CONTEXT, expert_budget=template, cpu_fallback=False)
-    with open_session(config_of_trials, notify=notify) as session:
+    with open_session(config_of_trials, run) as session:
         if session.model.info.n_experts == 0:
             reason = "The model is dense: it has no experts to leave out."
             raise InputError(reason, "Give a Mixture-of-Experts model with -m.")
-        choice = Trials(session, template, on_progress).run()
+        choice = Trials(session, template, run.progress).run()
     try:
         write_measurement(file(), choice)
     except OSError:
         text = "The result cannot be saved (folder: MOEEDGE_CACHE): the next start measures expert budgets again."
-        notify(Notification(text, Level.WARNING))
+        run.show(Notification(text, Level.WARNING))
     return choice
 
 
@@ -231,8 +229,8 @@ def is_toy(model: Model) -> bool:
 class Trials:
     """Tries budgets in an open session that began with one."""
 
-    def __init__(self, session: Session, template: ExpertBudget, on_progress: OnProgress) -> None:
-        self._session, self._template, self._on_progress = session, template, on_progress
+    def __init__(self, session: Session, template: ExpertBudget, progress: Progress) -> None:
+        self._session, self._template, self._progress = session, template, progress
         self._arm = BenchArm(MODES["moeedge"], session)
 
     def run(self) -> BudgetChoice:
@@ -258,6 +256,7 @@ class Trials:
         samples: dict[int | None, list[Sample]] = {budget: [] for budget in scores}
         running = list(scores)
         end_s = time.perf_counter() + _LIMIT_S
+        self._progress.start("measuring", len(prompts))
         for index, prompt in enumerate(prompts):
             for budget in rotated(running, index):
                 self._set_budget(budget)
@@ -265,7 +264,7 @@ class Trials:
                 scores[budget].append(statistics.fmean(answer.score or 0.0 for answer in answers))
                 samples[budget] += answers
             running = [each for each in running if not lost_too_many(scores[each], scores[None], len(prompts))]
-            self._on_progress(index + 1, len(prompts))
+            self._progress.add()
             if index + 1 >= _TASKS_MIN and time.perf_counter() > end_s:
                 break
         return [_task_trial(budget, scores[budget], samples[budget], samples[None]) for budget in scores]
@@ -280,20 +279,21 @@ class Trials:
         base = self._likelihood(None, text)
         trials = [base]
         candidates = self._candidates(warm)
-        n_parts = len(candidates) + len(pieces)
         least_score = base.score - base.score_stddev
-        for index, candidate in enumerate(reversed(candidates)):
+        self._progress.start("measuring", len(candidates) + len(pieces))
+        for candidate in reversed(candidates):
             trials.append(self._likelihood(candidate, text))
-            self._on_progress(index + 1, n_parts)
+            self._progress.add()
             if trials[-1].score < least_score:
                 break
+        self._progress.add(len(candidates) - len(trials) + 1)  # those that need no measurement
         samples: dict[int | None, list[Sample]] = {each.budget: [] for each in trials if each.score >= least_score}
         for index, piece in enumerate(pieces):
             for budget in rotated(list(samples), index):
                 self._set_budget(budget)
                 self._session.reset()
                 samples[budget].append(self._continued(piece))
-            self._on_progress(len(candidates) + index + 1, n_parts)
+            self._progress.add()
         timed = [_timed(each, samples.get(each.budget, []), samples[None]) for each in trials]
         return [timed[0], *reversed(timed[1:])]
 

@@ -105,7 +105,7 @@ def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> N
     from moeedge.scheduler.measurement import measurement_json
     from moeedge.ui.console import say, stderr_console
     from moeedge.ui.machine_views import print_disk
-    from moeedge.ui.progress import count_bar
+    from moeedge.ui.progress import Bar
 
     if unused:
         verb = "has" if len(unused) == 1 else "have"
@@ -114,8 +114,8 @@ def _measure_disk(engine: EngineOptions, unused: list[str], output: Output) -> N
             f"--disk measures reads of the model's file alone: {' and '.join(unused)} {verb} no effect.",
         )
     model = resolve_models(engine.model, "none").target
-    with count_bar(stderr_console(), "reading", "parts", 0) as bar:
-        found = measure(model, on_progress=lambda done, total: bar.update(completed=done, total=total))
+    with Bar(stderr_console(), "parts") as bar:
+        found = measure(model, progress=bar)
     emit(output, measurement_json, print_disk, found)
 
 
@@ -124,18 +124,13 @@ def _choose_budget(config: EngineConfig, output: Output) -> None:
     from moeedge.scheduler.measurement import measurement_json
     from moeedge.ui.console import notifier, stderr_console
     from moeedge.ui.machine_views import print_budget_choice
-    from moeedge.ui.progress import count_bar
+    from moeedge.ui.progress import Bar
 
     err = stderr_console()
     assert config.expert_budget is not None
-    with count_bar(err, "measuring", "parts", 0) as bar:
-        choice = choose_budget(
-            config,
-            config.expert_budget,
-            measure_anew=True,
-            notify=notifier(err),
-            on_progress=lambda done, total: bar.update(completed=done, total=total),
-        )
+    with Bar(err, "parts") as bar:
+        run = Run(show=notifier(err), progress=bar)
+        choice = choose_budget(config, config.expert_budget, run, measure_anew=True)
     emit(output, measurement_json, print_budget_choice, choice)
 
 

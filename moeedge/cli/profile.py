@@ -215,8 +215,7 @@ def _model_profile(profiled: Profiled) -> tuple[ModelProfile, int]:
             profiled.layers,
             steps=profiled.steps,
             gamma=profiled.gamma,
-            on_layer=lambda done: bar.update(completed=done),
-            cancel=interrupt,
+            run=Run(cancelled=interrupt, progress=bar),
         )
     if interrupt.exit_code:
         say(err, f"Stopped: curves of {len(profile.curves)} of {n_layers} layers.", style="yellow")

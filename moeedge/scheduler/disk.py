@@ -113,13 +113,13 @@ def measure(
     depths: Sequence[int] = DEPTHS,
     pieces_bytes: Sequence[int] = PIECES_BYTES,
     read_s: float = _READ_S,
-    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    progress: Progress = NO_PROGRESS,
 ) -> DiskCalibration:
     """Measures random reads among the experts of a model (of a dense one: its weights), and keeps the figures.
 
     One size more is measured: that of an expert's largest matrix. Sizes for which the file is too small are left out.
-    read_s: seconds of each size and depth in each of three passes, whose median counts. on_progress: gets the parts
-    done and their number. Raises ModelFileError.
+    read_s: seconds of each size and depth in each of three passes, whose median counts. progress: of
+    these parts. Raises ModelFileError.
     """
     start_s = time.perf_counter()
     experts, _ = gguf_file.expert_tensors(model)
@@ -136,10 +136,11 @@ def measure(
         tasks, rng = list(product(depths, places)), np.random.default_rng(0)
         order = np.concatenate([rng.permutation(len(tasks)) for _ in range(_PASSES)])
         passes: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)  # reads, seconds
-        for n_done, index in enumerate(order.tolist(), start=1):
+        progress.start("reading", len(order))
+        for index in order.tolist():
             depth, size = tasks[index]
             passes[depth, size].append(files.read(rng.permutation(places[size]), size, depth, read_s))
-            on_progress(n_done, len(order))
+            progress.add()
     by_layer = gguf_file.expert_bytes_by_layer(experts, 1 + max((tensor.layer for tensor in experts), default=0))
     calibration = DiskCalibration(
         model=model.name,

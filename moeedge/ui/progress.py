@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich import progress as rich_progress
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from moeedge.run import Progress
 from moeedge.ui.console import say, stderr_console, supports_panel
 from moeedge.units import format_bytes, format_rate
 
@@ -39,7 +41,7 @@ class _Amount(ProgressColumn):
         return Text(f"{format_bytes(int(task.completed))} of {format_bytes(int(task.total or 0))}{rate}")
 
 
-class Bar:
+class Bar(Progress):
     """A context manager around the work; `is_shown` tells whether a person sees a bar."""
 
     def __init__(self, console: Console, unit: str, *, is_shown: bool | None = None, transient: bool = True) -> None:
@@ -50,12 +52,14 @@ class Bar:
         self._amount = _Amount(unit)
         columns = [TextColumn("{task.description}"), BarColumn(40 if self.is_wide else 12), self._amount]
         left = [TimeRemainingColumn()] if self.is_wide else []
-        self._progress = Progress(*columns, *left, console=console, transient=transient, disable=not self.is_shown)
+        self._progress = rich_progress.Progress(*columns, *left, console=console, transient=transient, disable=not self.is_shown)
         self._task: TaskID | None = None
         self._line_s = time.monotonic()
 
     def start(self, label: str, total: float) -> None:
-        """Begin a task."""
+        """Begin a task, in place of the one that runs."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
         self._task = self._progress.add_task(label, total=total)
 
     def update(self, **changes: Any) -> None:
@@ -75,11 +79,6 @@ class Bar:
     def phase(self, text: str) -> None:
         """What the task does now."""
         self.update(description=text)
-
-    def part(self) -> Callable[[int], None]:
-        """A callback for the next part of the task; it takes the amount done of that part."""
-        before = self._progress.tasks[-1].completed
-        return lambda amount: self.update(completed=before + amount)
 
     def note(self, text: str) -> None:
         """A sentence for the user, above the bar."""
@@ -124,8 +123,6 @@ class BenchProgress(Bar):
 
     def begin(self, total: int) -> None:
         """`total` samples will come; a run of several parts begins each of them."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
         self.start("warming up", total)
 
     def advance(self, sample: Sample, test: str) -> None:

@@ -13,6 +13,8 @@ from moeedge.analysis import routing_curves
 from moeedge.analysis.model_profile import profile_model
 from moeedge.analysis.routing_curves import BATCHES, Skew, mean_curves, persistence, unique_curve
 from moeedge.lab.traces.importers import read_trace
+from moeedge.run import Run
+from tests.support.progress import SeenProgress
 from tests.support.traces import make_trace, two_texts
 
 
@@ -64,9 +66,9 @@ def test_layers_without_tokens_have_no_part_in_the_mean() -> None:
 
 
 def test_a_stop_keeps_the_layers_until_then() -> None:
-    done: list[int] = []
-    profile = profile_model(two_texts(n_layers=5), [4], on_layer=done.append, cancel=lambda: len(done) == 2)
-    assert [curves.layer for curves in profile.curves] == [0, 1, 4] and done == [1, 2, 5]
+    seen = SeenProgress()
+    profile = profile_model(two_texts(n_layers=5), [4], run=Run(cancelled=lambda: len(seen.amounts) == 2, progress=seen))
+    assert [curves.layer for curves in profile.curves] == [0, 1, 4] and len(seen.amounts) == 3
     assert [layer.layer for layer in profile.layers] == [4]
 
 

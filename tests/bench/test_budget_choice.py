@@ -29,7 +29,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.run import Notification
+from moeedge.run import Notification, Run
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.measurement import read_measurement, write_measurement
 
@@ -152,10 +152,10 @@ def test_a_trial_is_timed_against_the_same_tasks_and_scored_by_its_mean() -> Non
 def test_auto_is_off_without_drafts(bundled_pair: tuple[Path, Path]) -> None:
     notes: list[Notification] = []
     config = EngineConfig(model=bundled_pair[0], draft=None, device="none", n_gpu_layers=0)
-    assert find_budget(config, TEMPLATE, notify=notes.append) is None
+    assert find_budget(config, TEMPLATE, Run(notes.append)) is None
     assert len(notes) == 1
     with pytest.raises(InputError):
-        budget_choice.choose_budget(config, TEMPLATE, measure_anew=True)
+        budget_choice.choose_budget(config, TEMPLATE, Run(), measure_anew=True)
 
 
 def _pair_session(bundled_pair: tuple[Path, Path]) -> Session:
@@ -171,10 +171,11 @@ def test_the_pair_is_tried_on_its_tasks(monkeypatch: pytest.MonkeyPatch, bundled
     few = replace(tasks, prompts=tasks.prompts[:3])
     monkeypatch.setattr(budget_choice, "load_calibration", lambda: few)
     monkeypatch.setattr(budget_choice, "candidate_budgets", lambda n_used, experts: (8, 24))
-    done: list[tuple[int, int]] = []
+    progress = SeenProgress()
     with _pair_session(bundled_pair) as session:
-        found = Trials(session, TEMPLATE, lambda *parts: done.append(parts)).run()
-    assert (found.score_kind, found.gamma, done) == ("tasks", 8, [(1, 3), (2, 3), (3, 3)])
+        found = Trials(session, TEMPLATE, progress).run()
+    assert (found.score_kind, found.gamma) == ("tasks", 8)
+    assert (progress.tasks, progress.amounts) == ([("measuring", 3)], [1, 1, 1])
     assert [trial.budget for trial in found.trials] == [None, 8, 24]
     assert all(trial.n_scored <= 3 and 0 <= trial.score <= 1 and trial.ratio for trial in found.trials)
     experts = [trial.experts or 0.0 for trial in found.trials]
@@ -185,8 +186,8 @@ def test_the_pair_is_tried_on_its_tasks(monkeypatch: pytest.MonkeyPatch, bundled
 def test_other_models_are_tried_on_a_text(monkeypatch: pytest.MonkeyPatch, bundled_pair: tuple[Path, Path]) -> None:
     monkeypatch.setattr(budget_choice, "is_toy", lambda model: False)
     with _pair_session(bundled_pair) as session:
-        found = Trials(session, TEMPLATE, lambda *parts: None).run()
-    assert found.score_kind == "likelihood"
+        found = Trials(session, TEMPLATE, progress := SeenProgress()).run()
+    assert found.score_kind == "likelihood" and sum(progress.amounts) == progress.tasks[0][1]
     budgets = [trial.budget for trial in found.trials]
     assert budgets[0] is None and len(budgets) > 1 and budgets[1:] == sorted(budgets[1:])
     for trial in found.trials:

@@ -22,6 +22,7 @@ from moeedge.scheduler.disk import DiskCalibration, ReadRate
 from moeedge.scheduler.measurement import kept_fields, measurement_json, parse_measurement
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run, run_json
+from tests.support.progress import SeenProgress
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs preadv")
 
@@ -41,8 +42,8 @@ def wide(tiny: TinyFactory) -> Path:
 
 
 def test_rates_of_every_size_and_depth(wide: Path) -> None:
-    parts: list[tuple[int, int]] = []
-    found = quick(wide, pieces_bytes=(65536, 2**30), on_progress=lambda *part: parts.append(part))
+    progress = SeenProgress()
+    found = quick(wide, pieces_bytes=(65536, 2**30), progress=progress)
     experts, _ = gguf_file.expert_tensors(wide)
     assert found.matrix_bytes == 1024 * 512 // 32 * 18
     assert found.expert_bytes == max(gguf_file.expert_bytes_by_layer(experts, 3)) == 3 * found.matrix_bytes
@@ -55,7 +56,7 @@ def test_rates_of_every_size_and_depth(wide: Path) -> None:
         (4, found.matrix_bytes),
     ]
     assert all(rate.bytes_per_s > 0 and rate.reads >= 3 * rate.depth for rate in found.rates)
-    assert parts == [(n, 12) for n in range(1, 13)]
+    assert (progress.tasks, progress.amounts) == ([("reading", 12)], [1] * 12)
 
 
 def test_reads_are_aligned_and_among_the_experts(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,15 +49,14 @@ class PairSimilarity:
 def compare_pair(
     session: Session,
     texts: Sequence[Sequence[int]],
-    *,
-    cancel: Callable[[], bool] = lambda: False,
-    on_tokens: Callable[[int], None] = lambda _n: None,
+    run: Run | None = None,
 ) -> tuple[PairSimilarity | None, str]:
     """Both models read `texts` (token ids), MAX_TOKENS at most; the result, or None and the reason.
 
-    The contexts' KV caches are empty afterwards. cancel: asked between batches; the result covers the tokens until
-    then. on_tokens: called with the number of tokens of each batch.
+    The contexts' KV caches are empty afterwards. run: asked between batches whether to stop; the result covers the
+    tokens until then. Its progress is in tokens.
     """
+    run = run or Run()
     draft = session.draft_context
     if draft is None:
         return None, "there is no draft model"
@@ -78,10 +77,10 @@ def compare_pair(
         read = text[:n_ctx]  # an answer may have gone on after a context shift
         for start in range(0, len(read), _BATCH):
             batch = list(read[start : start + min(_BATCH, MAX_TOKENS - sums.tokens)])
-            if cancel() or not batch:
+            if run.cancelled() or not batch:
                 break
             sums.read(batch)
-            on_tokens(len(batch))
+            run.progress.add(len(batch))
     session.reset()
     result = sums.result(draft.model.path.name)
     return result, "" if result else "no layer of the two was captured"

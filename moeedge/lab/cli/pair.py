@@ -69,7 +69,7 @@ def pair(
             )
         n_tokens = min(sum(map(len, recording.conversations)), MAX_TOKENS)
         with count_bar(err, "comparing draft and target", "tokens", n_tokens) as bar:
-            found, reason = compare_pair(session, recording.conversations, cancel=interrupt, on_tokens=bar.add)
+            found, reason = compare_pair(session, recording.conversations, Run(cancelled=interrupt, progress=bar))
     if found is None:
         raise (
             typer.Exit(interrupt.exit_code)

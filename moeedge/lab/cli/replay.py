@@ -151,7 +151,7 @@ def replay(
     with count_bar(stderr_console(), "replaying", "steps", sum(job.schedule.prefill.size for job in jobs)) as bar:
         for job in jobs:
             own = replace(config, profile=job.profile, expert_bytes=job.expert_bytes, budgets=job.budgets)
-            rows += replay_schedule(job.schedule, own, on_batches=bar.part(), on_phase=bar.phase)
+            rows += replay_schedule(job.schedule, own, bar)
     emit(output, replay_json, print_replay, rows)
     for line in shortcomings(rows) if output is not Output.TEXT else ():  # the tables include them
         say(stderr_console(), line)
@@ -275,7 +275,7 @@ def _show_curves(
     n_tasks = len(inputs) * (len(config.policies) + len(PAIR_BOUNDS))
     n_processes = n_processes or len(os.sched_getaffinity(0))
     with count_bar(stderr_console(), "replaying", "curves", n_tasks) as bar:
-        panels = trace_curves(inputs, config, n_processes=n_processes, on_done=bar.part())
+        panels = trace_curves(inputs, config, n_processes=n_processes, progress=bar)
     emit(output, replay_json, print_curves, panels)
     if plot is not None:
         draw_curves(panels, plot)

@@ -11,7 +11,7 @@ though policies carry what they learned from one to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -26,6 +26,7 @@ from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, Setting, lacks_predi
 from moeedge.lab.traces.schedule import Schedule
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.records import filled
+from moeedge.run import NO_PROGRESS, Progress
 
 PAIR_BOUNDS = ("oracle",)  # curves are of pairs; belady bounds distinct experts
 LIMITS: tuple[float, ...] = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # uploads per layer and step
@@ -135,13 +136,9 @@ class _Sums(NamedTuple):
 
 
 def trace_curves(
-    inputs: Sequence[CurveInput],
-    config: CurveConfig,
-    *,
-    n_processes: int = 1,
-    on_done: Callable[[int], None] = lambda _n: None,
+    inputs: Sequence[CurveInput], config: CurveConfig, *, n_processes: int = 1, progress: Progress = NO_PROGRESS
 ) -> list[CurvePanel]:
-    """A panel for each input. on_done: called with the number of (input, policy) pairs that are done.
+    """A panel for each input. progress: of a task whose unit is an (input, policy) pair.
 
     The result does not depend on `n_processes`. Raises ValueError for an unknown policy.
     """
@@ -149,16 +146,16 @@ def trace_curves(
     tasks.sort(key=lambda task: -inputs[task[0]].schedule.n_steps)  # the longest first
     found: dict[tuple[int, str], list[_Sums]] = {}
     if n_processes == 1:
-        for done, task in enumerate(tasks, start=1):
+        for task in tasks:
             found[task] = _run(inputs, config, *task)
-            on_done(done)
+            progress.add()
     else:
         with ProcessPoolExecutor(
             n_processes, get_context("spawn"), initializer=_Worker.begin, initargs=(inputs, config)
         ) as pool:
-            for done, (task, sums) in enumerate(zip(tasks, pool.map(_Worker.run, tasks), strict=True), start=1):
+            for task, sums in zip(tasks, pool.map(_Worker.run, tasks), strict=True):
                 found[task] = sums
-                on_done(done)
+                progress.add()
     return [
         _panel(each, config, {name: found[index, name] for name in (*config.policies, *PAIR_BOUNDS)})
         for index, each in enumerate(inputs)

@@ -5,7 +5,7 @@ All policies and cache ratios go through the trace together, chunk by chunk: win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +21,7 @@ from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 from moeedge.records import figure, filled
+from moeedge.run import NO_PROGRESS, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +139,10 @@ class ReplayConfig:
         require(is_limit, f"the uploads per layer and step must be >= 0, not {self.max_uploads}")
 
 
-def replay(
-    schedule: Schedule,
-    config: ReplayConfig,
-    *,
-    on_batches: Callable[[int], None] = lambda _n: None,
-    on_phase: Callable[[str], None] = lambda _text: None,
-) -> list[ReplayRow]:
+def replay(schedule: Schedule, config: ReplayConfig, progress: Progress = NO_PROGRESS) -> list[ReplayRow]:
     """A row for every cache ratio and policy, in the order of `config`; after each ratio's policies the bounds.
 
-    on_batches: called with the number of batches that are done. on_phase: called with what comes next.
-    Raises ValueError for an unknown policy.
+    progress: of a task whose unit is a batch. Raises ValueError for an unknown policy.
     """
     arms = [
         ReplayArm(name, ratio, None if name in BOUNDS else config.max_uploads, budget)
@@ -156,18 +150,13 @@ def replay(
         for budget in config.budgets or (None,)
         for name in (*config.policies, *BOUNDS)
     ]
-    found = replay_arms(schedule, arms, config, on_batches=on_batches, on_phase=on_phase)
+    found = replay_arms(schedule, arms, config, progress)
     by_arm = dict(zip(arms, found, strict=True))
     return [_row(schedule, config, arm, by_arm) for arm in arms]
 
 
 def replay_arms(
-    schedule: Schedule,
-    arms: Sequence[ReplayArm],
-    config: ReplayConfig,
-    *,
-    on_batches: Callable[[int], None] = lambda _n: None,
-    on_phase: Callable[[str], None] = lambda _text: None,
+    schedule: Schedule, arms: Sequence[ReplayArm], config: ReplayConfig, progress: Progress = NO_PROGRESS
 ) -> list[ReplayStats]:
     """What each arm found; of `config` what all arms share: seed, bytes, profile, predictors, memory between texts.
 
@@ -179,7 +168,7 @@ def replay_arms(
         if arm.budget is not None or config.budgets is not None
     }
     next_use: dict[ExpertBudget | None, NextUse] = {}
-    on_phase("reading ahead")
+    progress.phase("reading ahead")
     for budget in dict.fromkeys(arm.budget for arm in arms if arm.policy == "belady"):
         uncounted = BudgetedTrace(schedule.trace, budget)
         chunks = (chunk if budget is None else uncounted.limited_chunk(chunk) for chunk in schedule.chunks())
@@ -194,20 +183,19 @@ def replay_arms(
     sources = [config.accuracy.source_for(TABLE[arm.policy].make.required_inputs) for arm in arms]
     popularity = profile_of(schedule).astype(np.float64) if any(sources) else np.zeros((0, 0))
     predictor = NoisyPredictor(popularity, config.accuracy, config.seed)
-    on_phase("replaying")
+    progress.phase("replaying")
     for chunk in schedule.chunks():
         predictions: list[BatchPredictions | None] = []
         if any(sources):
             predictions = [None if batch.prefill else predictor.predict(batch.ids) for batch in chunk.batches]
         limited = {budget: trace.limited_chunk(chunk) for budget, trace in budgeted.items()}
-        for n_done, (arm, source, arm_replay) in enumerate(zip(arms, sources, replays, strict=True)):
-            on_batches(chunk.first + len(chunk.batches) * n_done // len(arms))
+        for arm, source, arm_replay in zip(arms, sources, replays, strict=True):
             own = limited.get(arm.budget, chunk)
             if isinstance(arm_replay, BoundReplay):
                 arm_replay.run(own)
             else:
                 arm_replay.run(own, None if source is None else predictions)
-        on_batches(chunk.first + len(chunk.batches))
+            progress.add(len(chunk.batches) / len(arms))
     for arm, arm_replay in zip(arms, replays, strict=True):
         arm_replay.stats.budgeted = budgeted.get(arm.budget)
     return [arm_replay.stats for arm_replay in replays]

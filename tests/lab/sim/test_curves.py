@@ -13,6 +13,7 @@ from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.traces.schedule import cut_schedule, recorded_schedule
 from tests.lab.sim.test_replay import by_name, walk
+from tests.support.progress import SeenProgress
 from tests.support.traces import two_texts
 
 POLICIES = ("spac", "lfu", "mixtral-offloading")
@@ -117,13 +118,13 @@ def test_the_same_whatever_the_number_of_processes() -> None:
     assert schedule is not None
     inputs = [CurveInput("two.npz", schedule, ratio) for ratio in (0.25, 0.5)]
     config = CurveConfig(policies=("spac", "lfu"), limits=LIMITS, resamples=20)
-    done: list[int] = []
+    progress = SeenProgress()
     alone, shared = (
-        json.dumps([panel.as_dict() for panel in trace_curves(inputs, config, n_processes=n, on_done=done.append)])
+        json.dumps([panel.as_dict() for panel in trace_curves(inputs, config, n_processes=n, progress=progress)])
         for n in (1, 2)
     )
     assert alone == shared
-    assert done == [*range(1, 7)] * 2
+    assert progress.amounts == [1] * 12
 
 
 def test_impossible_configurations_are_refused() -> None:
