@@ -81,30 +81,18 @@ class Context(Closing):
         n_snapshots: tokens of a batch that a recurrent memory can take back (`Model.keeps_snapshots`).
         Raises EngineError where memory is short.
         """
-        self.model = model
-        self.settings = settings = settings or ContextSettings()
+        self.model, self.settings = model, settings or ContextSettings()
         self.n_threads = n_threads or library.physical_cores()
-        self.op_offload = op_offload
-        self.n_parallel = n_parallel  # sequences
-        parameters = lib.llama_context_default_params()
+        self.op_offload, self.n_parallel = op_offload, n_parallel
+        parameters = _parameters(self.settings, self.n_threads)
         parameters.n_ctx = n_ctx if n_parallel == 1 else n_parallel * (n_ctx or model.info.n_ctx_train)
-        parameters.n_seq_max = n_parallel
-        parameters.kv_unified = n_parallel > 1
-        parameters.n_batch = n_batch
-        parameters.n_ubatch = min(n_ubatch, n_batch)
-        parameters.n_outputs_max = n_outputs
-        parameters.op_offload = op_offload
-        parameters.n_threads = self.n_threads
-        parameters.n_threads_batch = settings.n_threads_batch or self.n_threads
-        parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
-        parameters.no_perf = True
-        parameters.n_rs_seq = n_snapshots
-        _apply(settings, parameters)
+        parameters.n_seq_max, parameters.kv_unified = n_parallel, n_parallel > 1
+        parameters.n_batch, parameters.n_ubatch = n_batch, min(n_ubatch, n_batch)
+        parameters.n_outputs_max, parameters.op_offload, parameters.n_rs_seq = n_outputs, op_offload, n_snapshots
         self._complete(parameters)
-        adapters = model.load_adapters(settings.adapters)  # before the context, which makes room for their operations
-        self.budget: ContextBudget | None = None  # None: no verification can keep to one
-        if has_budget and model.info.n_experts > 0:
-            self.budget = ContextBudget(model.info, parameters)
+        adapters = model.load_adapters(self.settings.adapters)  # before the context, which makes room for them
+        # None: no verification can keep to one
+        self.budget = ContextBudget(model.info, parameters) if has_budget and model.info.n_experts > 0 else None
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         keep_activations_near(None if model.header_only else model.gpu)
@@ -114,14 +102,14 @@ class Context(Closing):
             if self.budget is not None:
                 self.budget.close()
             of_each = f" for each of {n_parallel} texts" if n_parallel > 1 else ""
+            others = "" if self.settings == ContextSettings() else ", or leave out -ctk, -ctv or -fa"
             raise EngineError(
                 f"llama.cpp cannot create a context of {n_ctx or model.info.n_ctx_train:,} tokens{of_each}: "
                 f"{library.first_error()}.",
-                "Choose a smaller one with -c N"
-                + ("." if settings == ContextSettings() else ", or leave out -ctk, -ctv or -fa."),
+                f"Choose a smaller one with -c N{others}.",
             )
         if adapters:
-            scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in settings.adapters))
+            scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in self.settings.adapters))
             pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
             lib.llama_set_adapters_lora(self.handle, pointers, len(adapters), scales)
         self._decoder = Decoder(lib._lib, self.handle)
@@ -131,12 +119,12 @@ class Context(Closing):
         self.n_snapshots = int(lib.llama_n_rs_seq(self.handle))
         # the most drafts of a batch that can be taken back; None: no limit
         self.n_drafts_max = self.n_snapshots if model.keeps_snapshots else None
-        self._n_outputs = n_outputs or lib.llama_n_batch(self.handle)
+        n_max: int = lib.llama_n_batch(self.handle)
+        self._n_outputs = n_outputs or n_max
         self.memory = lib.llama_get_memory(self.handle)
         self.sequences = tuple(ContextSequence(self, index) for index in range(n_parallel))
         n_positions = 4 if lib.llama_model_rope_type(model.handle) in _SECTION_ROPES else 1
-        n_positions = n_positions if self.states_alone else 0
-        self._batch = TokenBatch(lib.llama_n_batch(self.handle), n_parallel, self.state_width, n_positions)
+        self._batch = TokenBatch(n_max, n_parallel, self.state_width, n_positions if self.states_alone else 0)
         self._view: Logits | None = None
         self._view_key = (0, 0)
         self.mode: Mode = "stock"
@@ -144,8 +132,7 @@ class Context(Closing):
         self._instance = newest_instance()
         self._capture: native.ActivationCapture | None = None
         self._keeps_hidden_states = False
-        self._tap: StateTap | None = None
-        self._read_states: ReadStates | None = None
+        self._read_states: Callable[[Sequence[BatchPart], int], None] | None = None
         try:
             self.sensor = self._attach_sensor()
             self._set_offload_scope(mode)
@@ -197,8 +184,8 @@ class Context(Closing):
     def tap_states(self, layers: Sequence[int], read: ReadStates) -> None:
         """Hands the hidden states of all tokens that are decoded from now on to `read`. layers: as of `StateTap`."""
         info = self.model.info
-        self._tap = StateTap(self.handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
-        self._read_states = read
+        tap = StateTap(self.handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
+        self._read_states = lambda parts, n_tokens: read(parts, tap.read(n_tokens))
 
     def set_budget(self, budget: ExpertBudget | None) -> None:
         """Sets the most experts of a verification per layer; None: all. Raises InputError for an unsuitable one."""
@@ -270,7 +257,7 @@ class Context(Closing):
                     raise self._full()
         self._batch.fill(parts)
         budget = None if self.mode == "stock" else self.budget
-        wait = n_out > 0 or self._tap is not None
+        wait = n_out > 0 or self._read_states is not None
         if budget is None:
             self._run(n, wait=wait)
         else:
@@ -280,8 +267,8 @@ class Context(Closing):
             part.sequence.append(part.tokens)
         if self._capture is not None:
             self._capture.raise_error()
-        if self._tap is not None and self._read_states is not None:
-            self._read_states(parts, self._tap.read(n))
+        if self._read_states is not None:
+            self._read_states(parts, n)
         rows = self._logits(n_out)
         if len(parts) == 1:
             return [rows]
@@ -309,20 +296,20 @@ class Context(Closing):
         except BaseException:  # raised by `cancel`
             self._drop_counts()
             raise
+        if code == 0:
+            return
         if code == 1:
             raise self._full()
-        if code != 0:
-            self._drop_counts()
+        self._drop_counts()
         if code == _STOPPED:
             raise Cancelled
-        if code != 0:
-            reason = library.first_error()
-            if _UNREAD in reason:
-                raise EngineError(f"{reason}.", "Check the disk, and start again. A new version belongs in a new file.")
-            message = f"llama.cpp failed to decode {n} tokens (code {code}): {reason}."
-            if self.model.uses_gpu and code in _COMPUTE_FAILED:
-                raise DeviceFailedError(message, _WITHOUT_GPU)
-            raise EngineError(message)
+        reason = library.first_error()
+        if _UNREAD in reason:
+            raise EngineError(f"{reason}.", "Check the disk, and start again. A new version belongs in a new file.")
+        message = f"llama.cpp failed to decode {n} tokens (code {code}): {reason}."
+        if self.model.uses_gpu and code in _COMPUTE_FAILED:
+            raise DeviceFailedError(message, _WITHOUT_GPU)
+        raise EngineError(message)
 
     def _drop_counts(self) -> None:
         """Forgets what a decode that has ended early activated: it was counted in some layers only."""
@@ -337,14 +324,13 @@ class Context(Closing):
         sequence, tokens, logits, states = part
         if states is not None:
             raise ValueError(f"{len(tokens)} tokens of a draft head do not fit one batch")
-        size = min(self._batch.n_max, self._n_outputs) if logits in ("all", "states") else self._batch.n_max
-        pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-        if logits in ("all", "states"):
-            decoded = (sequence.decode(piece, phase=phase, logits=logits, cancel=cancel) for piece in pieces)
-            return np.concatenate([rows.copy() for rows in decoded])
-        for piece in pieces[:-1]:
-            sequence.decode(piece, phase=phase, logits="none", cancel=cancel)
-        return sequence.decode(pieces[-1], phase=phase, logits=logits, cancel=cancel)
+        of_all = logits in ("all", "states")
+        size = min(self._batch.n_max, self._n_outputs) if of_all else self._batch.n_max
+        rows: list[Logits] = []
+        for start in range(0, len(tokens), size):
+            piece, wanted = tokens[start : start + size], logits if of_all or start + size >= len(tokens) else "none"
+            rows.append(sequence.decode(piece, phase=phase, logits=wanted, cancel=cancel).copy())
+        return np.concatenate(rows)
 
     def _logits(self, n_out: int) -> Logits:
         """Returns the last `n_out` rows; the view is reused while the address stays."""
@@ -401,7 +387,7 @@ class Context(Closing):
         if self.handle:
             self._view = None
             self.sensor = None
-            self._tap = None
+            self._read_states = None
             if self._capture is not None:
                 self._capture.close()
                 self._capture = None
@@ -411,8 +397,13 @@ class Context(Closing):
                 self.budget.close()  # llama.cpp's context, which would call it, is gone
 
 
-def _apply(settings: ContextSettings, parameters: Any) -> None:
-    """Sets the fields of llama_context_params; those at llama.cpp's own defaults stay as they are."""
+def _parameters(settings: ContextSettings, n_threads: int) -> Any:
+    """llama_context_params with these settings; what is at llama.cpp's own defaults stays as it is."""
+    parameters: Any = lib.llama_context_default_params()
+    parameters.n_threads = n_threads
+    parameters.n_threads_batch = settings.n_threads_batch or n_threads
+    parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
+    parameters.no_perf = True
     parameters.type_k = KV_TYPES[settings.type_k].ggml_type
     parameters.type_v = KV_TYPES[settings.type_v].ggml_type
     parameters.flash_attn_type = _FLASH_ATTENTION[settings.flash_attn]
@@ -422,6 +413,6 @@ def _apply(settings: ContextSettings, parameters: Any) -> None:
     parameters.rope_freq_base, parameters.rope_freq_scale = rope.freq_base, rope.freq_scale
     parameters.yarn_orig_ctx = rope.yarn_orig_ctx
     for name in YARN_FACTORS:
-        value = getattr(rope, name)
-        if value >= 0:
-            setattr(parameters, name, value)
+        if getattr(rope, name) >= 0:
+            setattr(parameters, name, getattr(rope, name))
+    return parameters
