@@ -34,7 +34,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Origin:
-    """What a chat was held with; an answer can only be continued where all of it is the same."""
+    """The conditions of a chat; an answer can only be continued where all of them are equal."""
 
     model: str  # file name
     model_bytes: int
@@ -83,11 +83,11 @@ class Autosave:
         if self._file < 0 or header != self._header:
             records.append(header)
         messages = list(conversation.messages)
-        known = self._messages
-        if known is None or messages[: len(known)] != known:
-            known = []
+        written = self._messages
+        if written is None or messages[: len(written)] != written:
+            written = []
             records.append({"clear": True})
-        records += [vars(message) for message in messages[len(known) :]]
+        records += [vars(message) for message in messages[len(written) :]]
         self._messages = None  # Ctrl-C may come in between
         self._write(records)
         self._header, self._messages = header, messages
@@ -148,8 +148,7 @@ def unfinished_chats(folder: Callable[[], Path], notify: Notify = ignore) -> lis
     """The chats in `folder()` that ended unexpectedly, the newest first; those that still run are left alone.
 
     Removes files without messages and all but the newest MAX_KEPT. A damaged file gets another name, of which `notify`
-    hears. Files that are not ours stay and are passed over, and hidden ones: a process that has just made its file has
-    not locked it yet.
+    hears. Other programs' files stay, and hidden ones, which a process has just made and not locked yet.
     """
     chats: list[UnfinishedChat] = []
     with suppress(OSError):

@@ -144,17 +144,14 @@ def _identity(path: Path | str) -> list[Any]:
 
 
 def read_choice(config: EngineConfig, device: ResolvedDevice) -> LayerChoice | None:
-    """What an earlier run measured under the same conditions; None without it."""
+    """The choice of an earlier run under the same conditions; None without one."""
     choice = read_measurement(LayerChoice, partial(choice_file, config, device))
     return choice if choice is not None and choice.suits(device) else None
 
 
 @contextmanager
 def mark(split: LayerSplit, config: EngineConfig, device: ResolvedDevice) -> Iterator[None]:
-    """Keeps a file while `split` is measured, which tells later processes if this one ends meanwhile.
-
-    Some backends end the process where memory runs out (CUDA).
-    """
+    """Keeps a file while `split` is measured, for later processes: CUDA ends this one where memory runs out."""
     with suppress(OSError):  # without a cache folder
         file = _mark_file(split, config, device)
         file.parent.mkdir(parents=True, exist_ok=True)

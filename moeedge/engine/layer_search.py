@@ -53,7 +53,7 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
     device = resolve_device(config)
     if not has_choice(config, device):
         return Session.open(config, draft_model=draft_model, notify=notify)
-    kept: list[str] = []
+    notes: list[str] = []
     choice = None if config.placement.measure_anew else read_choice(config, device)
     if choice is None and config.placement.calibrate:
         about = f"Measuring how many layers to keep on {device.label}, with and without a cache, once for this model"
@@ -67,7 +67,7 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
                 write_measurement(choice_file(config, device), choice)
         except OSError:
             again = "the next start measures the layers again"
-            kept.append(f"The result cannot be saved (folder: MOEEDGE_CACHE): {again}.")
+            notes.append(f"The result cannot be saved (folder: MOEEDGE_CACHE): {again}.")
     if choice is None:
         return Session.open(config, draft_model=draft_model, notify=notify)
     config = replace(config, placement=replace(config.placement, measure_anew=False))
@@ -75,26 +75,23 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
         session = _open_split(config, choice.best, draft_model, notify)
     except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
         session = Session.open(config, draft_model=draft_model, notify=notify)
-        kept.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
+        notes.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
     else:
         session.layer_choice = choice
         session.info = replace(session.info, layers=choice.sentence())
         session.info.notes.append(Notification(session.info.layers))
-    session.info.notes.extend(kept)
+    session.info.notes.extend(notes)
     return session
 
 
 def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
-    """Whether `open_session` chooses the layers: a GPU that cannot hold the model, and no option that says them.
-
-    Not where experts are loaded from the file, whose reading would be what is measured.
-    """
+    """Whether `open_session` chooses the layers: a GPU that cannot hold the model, and no option that says them."""
+    # where experts are loaded from the file, reading it would be measured
     if device.kind != "gpu" or device.loads_misses or config.mode != "moeedge" or config.n_gpu_layers == 0:
         return False
     placement = config.placement
-    if placement.cache_ratio is not None or placement.vram_bytes == 0:
-        return False
-    if config.n_cpu_moe is not None or config.load.overrides:
+    has_split = config.n_cpu_moe is not None or bool(config.load.overrides)
+    if placement.cache_ratio is not None or placement.vram_bytes == 0 or has_split:
         return False
     n_gpus = sum(listed.kind == "GPU" for listed in native.devices())
     if device.llama_device == "auto" and n_gpus > 1:  # llama.cpp spreads the layers over all of them
@@ -108,7 +105,7 @@ def _open_split(config: EngineConfig, split: LayerSplit, draft: Model | None, no
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one session's answers took."""
+    """Figures of one session's answers."""
 
     step_s: float  # mean of a step
     hit_rate: float  # share of the (token, expert) pairs that the cache served; 0 without one
@@ -125,9 +122,9 @@ def time_steps(session: Session) -> StepTimes:
     times_s = sorted(_answer(session, tokens[half : 2 * half], _STEPS))
     after = session.placement_stats()
     session.reset()
-    n_kept = max(1, len(times_s) - int(_SLOWEST * len(times_s)))
+    n_fast = max(1, len(times_s) - int(_SLOWEST * len(times_s)))
     hit_rate = (after - before).hit_rate_pairs if before is not None and after is not None else None
-    return StepTimes(sum(times_s[:n_kept]) / n_kept, hit_rate or 0.0)
+    return StepTimes(sum(times_s[:n_fast]) / n_fast, hit_rate or 0.0)
 
 
 def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float]:
@@ -197,11 +194,8 @@ class StepEstimate:
 
     def best_between(self) -> int | None:
         """The fastest number of whole layers that leaves each other layer a slot; None where there is none."""
-        possible = [
-            n
-            for n in range(1, min(self.n_whole, self.n_layers - 1) + 1)
-            if self.n_slots - n * self.n_experts >= self.n_layers - n
-        ]
+        numbers = range(1, min(self.n_whole, self.n_layers - 1) + 1)
+        possible = (n for n in numbers if self.n_slots - n * self.n_experts >= self.n_layers - n)
         return min(possible, key=self.step_s, default=None)
 
 
@@ -276,7 +270,7 @@ class _Search:
             yield session
 
     def _leaves_out(self, split: LayerSplit) -> bool:
-        """Whether an earlier process ended while it measured `split`, unless it is to be measured anew."""
+        """Whether an earlier process ended while it measured `split`, unless it shall be measured anew."""
         if self._config.placement.measure_anew or not is_marked(split, self._config, self._device):
             return False
         why = "An earlier start ended while it measured this; moeedge calibrate tries again."

@@ -126,8 +126,7 @@ class TraceCollector:
     def begin(self, prompt: list[int], description: dict[str, str] | None = None) -> None:
         """A new text starts; the observer is called with its prefill next. description: for the trace's "texts"."""
         self._sequence += 1
-        self._step = 0
-        self._position = 0
+        self._step = self._position = 0
         self.text = list(prompt)
         self._descriptions.append(description or {})
 
@@ -164,8 +163,7 @@ class TraceCollector:
         """Rows of the graphs of one batch, whose first token is at `position` of the text."""
         start = 0
         for frame in frames:  # more than one where the batch is larger than a graph may be
-            n = frame.n_tokens
-            stop = start + n
+            n, stop = frame.n_tokens, start + frame.n_tokens
             ids, weights = _rows(frame, self._dtype)
             columns = {
                 "ids": ids,
@@ -209,11 +207,8 @@ class TraceCollector:
 def _rows(frame: Frame, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.float16]]:
     """A frame's ids and weights as [n_tokens, n_layers, k]; the highest id and NaN where a layer saw no token."""
     ids, weights = routing(frame)
-    unseen = ids < 0
-    rows = ids.astype(dtype)
-    rows[unseen] = np.iinfo(dtype).max
-    weights[unseen] = np.nan
-    return rows.transpose(1, 0, 2), weights.astype(np.float16).transpose(1, 0, 2)
+    rows = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
+    return rows.transpose(1, 0, 2), np.where(ids < 0, np.nan, weights).astype(np.float16).transpose(1, 0, 2)
 
 
 def _describe_run(session: Session, n_predict: int, sampling: SamplingConfig, source: dict[str, Any]) -> TraceMeta:
@@ -285,12 +280,12 @@ def check_layers(session: Session, layers: Sequence[int]) -> list[int]:
             f"{session.info.model} is a dense model: it has no experts whose use could be profiled.",
             "Give a Mixture-of-Experts model with -m FILE.gguf.",
         )
-    kept = [layer for layer in layers if check_layer(layer, info.n_layers) in info.expert_layers]
-    if not kept:
+    with_experts = [layer for layer in layers if check_layer(layer, info.n_layers) in info.expert_layers]
+    if not with_experts:
         missing = f"Layer {layers[0]} has" if len(layers) == 1 else "These layers have"
-        with_experts = describe_layers(list(info.expert_layers))
-        raise LayerRangeError(f"{missing} no experts; the layers with experts are {with_experts}.")
-    seen = [layer for layer in kept if layer in session.model.host_expert_layers]
+        others = describe_layers(list(info.expert_layers))
+        raise LayerRangeError(f"{missing} no experts; the layers with experts are {others}.")
+    seen = [layer for layer in with_experts if layer in session.model.host_expert_layers]
     if not seen:
         raise LayerRangeError(unseen_layers(session), "Leave out -ncmoe, or choose -dev none.")
     return seen

@@ -25,6 +25,7 @@ from moeedge.engine.loading import (
 from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
+from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.gguf_file import adapts_experts
@@ -54,17 +55,13 @@ _TAG_TOKENS = 32  # in which a tag of reasoning at the end of a prompt is looked
 class Session(Closing):
     """The loaded models with their contexts and placement. Made by `Session.open`; a context manager.
 
-    target: the llama.cpp context. draft: the source of drafts. gamma: the draft length, may be changed between answers
-    (0: plain decoding). governor: chooses each step's length up to `gamma`; None: all have that length
-    (`set_draft_length`).
-    n_keep: tokens at the start that a context shift never drops, e.g. the system message.
-    template: the chat template of the prompts, which says how reasoning in answers is marked.
-    observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0). The
-    record of a step of several texts holds their sums.
-    Only the answers that began last go on: earlier ones raise EngineError when they are continued.
-    placement: places experts; None without a device. calibration: what was measured for it, or None. layer_choice: how
-    a GPU was divided between whole layers and cache, and what else was measured; None where there was no choice.
-    run: shows that an operation takes a while, or that a device is lost in an answer; its notes are those of `info`.
+    gamma: the draft length, may be changed between answers (0: plain decoding). governor: chooses each step's length up
+    to `gamma`; None: all have that length (`set_draft_length`). n_keep: tokens at the start that a context shift never
+    drops, e.g. the system message. template: the chat template of the prompts, which says how reasoning in answers is
+    marked. observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0);
+    of a step of several texts with their sums. placement: places experts; None without a device. layer_choice: how a
+    GPU was divided between whole layers and cache; None where there was no choice. run: shows what takes a while; its
+    notes are those of `info`. Only the answers that began last go on: earlier ones raise EngineError.
     """
 
     config: EngineConfig
@@ -110,15 +107,12 @@ class Session(Closing):
             config = replace(config, gamma=0)
         if model is not None or draft_model is not None:  # which `_fall_back` would free
             config = replace(config, cpu_fallback=False)
+        run = Run(notify)
         with ExitStack() as stack:
-            if model is None:
-                model = stack.enter_context(load_target(config, device))
+            model = model or stack.enter_context(load_target(config, device))
             if config.n_parallel > 1 and not model.can_roll_back:
-                raise InputError(
-                    f"{model.info.architecture} models cannot decode several texts in one batch.",
-                    "Leave out --parallel.",
-                )
-            run = Run(notify)
+                problem = f"{model.info.architecture} models cannot decode several texts in one batch."
+                raise InputError(problem, "Leave out --parallel.")
             if model.info.n_experts == 0:
                 run.note(f"{config.model.name} is a dense model: it has no experts to cache.")
             elif isinstance(config.ram, int) and device.kind not in ("ram", "none") and not device.loads_misses:
@@ -126,32 +120,16 @@ class Session(Closing):
             chosen = choose_draft(config, device, model, draft_model, run, stack)
             models = [model] if chosen.model is None else [model, chosen.model]
             n_ctx = context_size(config, device, models, run)
-            has_budget = config.expert_budget is not None and config.mode == "moeedge"
+            has_budget = config.expert_budget is not None and config.mode == "moeedge"  # stock mode has none
             target = stack.enter_context(make_context(config, model, n_ctx, has_budget=has_budget))
             run.notes.extend(setting_notes(config, target))
             draft = open_draft(config, chosen, target, stack)
             gamma = 0 if chosen.name == "none" else _at_most(config.gamma, target.n_drafts_max)
+            wanted, n_texts = config.expert_budget if has_budget else None, config.n_parallel
+            budget, notes = usable_budget(wanted, model.info, gamma=gamma, draft=chosen.name, n_parallel=n_texts)
+            run.notes.extend(notes)
             usual_gamma = min(gamma, DEFAULT_GAMMA) if config.auto_gamma else gamma
-            asked = config.expert_budget if has_budget else None  # stock mode has none
-            budget, budget_notes = usable_budget(
-                asked, model.info, gamma=gamma, draft=chosen.name, n_parallel=config.n_parallel
-            )
-            run.notes.extend(budget_notes)
-            placement, calibration = None, None
-            no_cache = config.layers_measured and config.placement.cache_ratio == 0
-            no_cache = no_cache or adapts_experts(config.context.adapters)
-            if config.mode == "moeedge" and target.sensor is not None and not no_cache:
-                opening = Opening(
-                    config=config.placement if device.kind != "ram" else _in_ram(config, run),
-                    device=device,
-                    target=target,
-                    draft=draft.context if isinstance(draft, ModelDraft) else None,
-                    gamma=usual_gamma,
-                    keep=config.placement.has_size or config.layers_measured,
-                    run=run,
-                    has_draft_states=chosen.head is not None and chosen.head.block is None,
-                )
-                placement, calibration = opening.open(_next_to_device(config) if device.loads_misses else None)
+            placement, calibration = _open_placement(config, device, target, draft, usual_gamma, run)
             if model.dense is not None and (placement is None or not placement.loads_on_demand):
                 let_experts_read_ahead(model.path)
             if placement is not None:
@@ -190,11 +168,10 @@ class Session(Closing):
     def set_expert_budget(self, budget: ExpertBudget | None) -> None:
         """Limits the experts of later verifications; None: no limit. Between answers.
 
-        The target's KV cache is emptied, since what verifications under another budget left there is not exact. Raises
-        InputError if the budget does not suit the model, and ValueError where the session began without one.
+        Raises InputError if the budget does not suit the model, and ValueError where the session began without one.
         """
         self.target.set_budget(budget)
-        self.target.clear()
+        self.target.clear()  # what verifications under another budget left there is not exact
         self.info = replace(self.info, expert_budget=budget)
 
     def set_draft_length(self, gamma: int | Literal["auto"]) -> None:
@@ -218,10 +195,7 @@ class Session(Closing):
     def set_mode(self, mode: Mode) -> None:
         """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""
         if self.placement is not None:
-            if mode == "stock":
-                self.placement.detach()
-            else:
-                self.placement.attach()
+            self.placement.detach() if mode == "stock" else self.placement.attach()
         self.target.set_mode(mode)
         if self.draft_context is not None:
             self.draft_context.set_mode(mode)
@@ -243,10 +217,8 @@ class Session(Closing):
         begun: the first tokens of an answer that was cut off; it goes on after them.
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
-        fields = self._new_text([*prompt_tokens, *begun], sampling, begun)
-        return Generation(
-            **fields, n_predict=n_predict, ignore_eos=ignore_eos, begun=begun, loop=self._new_loop(cancel)
-        )
+        text = self._new_text([*prompt_tokens, *begun], sampling, begun)
+        return Generation(**text, n_predict=n_predict, ignore_eos=ignore_eos, begun=begun, loop=self._new_loop(cancel))
 
     def generate_parallel(
         self,
@@ -262,13 +234,13 @@ class Session(Closing):
         Each answer is what `generate` gives for its prompt alone. sampling: of all texts, or of each. n_predict,
         cancel, ignore_eos and errors: as of `generate`. `draft` and `gamma` are those of the session now.
         """
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else sampling
 
         def new_answer(prompt: Sequence[int], n_predict: int, sampling: SamplingConfig) -> Answer:
             return Answer(**self._new_text(prompt, sampling), n_predict=n_predict, ignore_eos=ignore_eos)
 
         generation = ParallelGeneration(self._new_loop(cancel), new_answer)
-        for prompt, config in zip(prompts, each, strict=True):
+        configs = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else sampling
+        for prompt, config in zip(prompts, configs, strict=True):
             generation.add(prompt, n_predict=n_predict, sampling=config)
         return generation
 
@@ -329,7 +301,7 @@ class Session(Closing):
 
     @property
     def _recover(self) -> Recover | None:
-        """What an answer calls when a GPU fails; None where it cannot go on without."""
+        """The function that an answer calls when a GPU fails; None where it cannot go on without."""
         draft_uses_gpu = isinstance(self.draft, ContextDraft) and self.draft.context.model.uses_gpu
         return self._fall_back if self.config.cpu_fallback and (self.model.uses_gpu or draft_uses_gpu) else None
 
@@ -346,9 +318,10 @@ class Session(Closing):
         """Gives the answer in progress contexts on the CPU. Raises MoeedgeError if the models cannot be loaded."""
         text = f"{error.message} The models are loaded again, and the answer goes on, on the CPU."
         self.run.report(Notification(text, Level.WARNING))
+        make_room = None
         if self.placement is not None:
             self.placement.lose_device(context_usable=not self.target.is_closed)
-        make_room = self.placement.make_room if self.placement is not None else None
+            make_room = self.placement.make_room
         self.target, self._chosen, self.draft = reopen_on_cpu(
             self.config, self.target, self._chosen, self.draft, self._resources, make_room
         )
@@ -429,8 +402,8 @@ def prepare_answers(
     if sampling.grammar:
         Grammar.parse(sampling.grammar, session.model.vocab)
         unthinking = replace(template, think="off")
-        known = frozenset() if raw else session.model.chat_format(template.source).variables
-        if template.think == "auto" and unthinking.can_think_so(known):
+        variables = frozenset() if raw else session.model.chat_format(template.source).variables
+        if template.think == "auto" and unthinking.can_think_so(variables):
             template = unthinking
             notes.append("The grammar holds from the first token on, so the model does not think before it answers.")
     session.template = template
@@ -439,6 +412,26 @@ def prepare_answers(
 
 def _at_most(n: int, limit: int | None) -> int:
     return n if limit is None else min(n, limit)
+
+
+def _open_placement(
+    config: EngineConfig, device: ResolvedDevice, target: Context, draft: DraftSource, gamma: int, run: Run
+) -> tuple[PlacementManager | None, Calibration | None]:
+    """Opens the placement of experts, and what was measured for it; None where there is nothing to place."""
+    no_cache = config.layers_measured and config.placement.cache_ratio == 0
+    if config.mode != "moeedge" or target.sensor is None or no_cache or adapts_experts(config.context.adapters):
+        return None, None
+    opening = Opening(
+        config=config.placement if device.kind != "ram" else _in_ram(config, run),
+        device=device,
+        target=target,
+        draft=draft.context if isinstance(draft, ModelDraft) else None,
+        gamma=gamma,
+        keep=config.placement.has_size or config.layers_measured,
+        run=run,
+        has_draft_states=isinstance(draft, HeadDraft) and draft.head.context.kind.block is None,
+    )
+    return opening.open(_next_to_device(config) if device.loads_misses else None)
 
 
 def _in_ram(config: EngineConfig, run: Run) -> PlacementConfig:
@@ -456,12 +449,11 @@ def _next_to_device(config: EngineConfig) -> PlacementConfig:
 
 def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
     """The fields of EngineInfo about the expert cache."""
-    memory = None if placement is None else placement.device_memory()
+    if placement is None:
+        empty = {"cache_ratio": 0.0, "cache_slots": 0, "pool_bytes": 0, "vram_bytes": None}
+        return {"device": "none", "policy": "none", **empty}
+    memory, info = placement.device_memory(), placement.cache.info
     return {
-        "device": "none" if placement is None else placement.device,
-        "policy": "none" if placement is None else placement.policy.name,
-        "cache_ratio": 0.0 if placement is None else placement.cache_ratio,
-        "cache_slots": 0 if placement is None else placement.cache.info.n_slots,
-        "pool_bytes": 0 if placement is None else placement.cache.info.pool_bytes,
-        "vram_bytes": None if memory is None else memory[0],
+        **{"device": placement.device, "policy": placement.policy.name, "cache_ratio": placement.cache_ratio},
+        **{"cache_slots": info.n_slots, "pool_bytes": info.pool_bytes, "vram_bytes": memory and memory[0]},
     }

@@ -1,8 +1,7 @@
 """A model whose experts stay in its file: the other weights are read and kept in memory.
 
-llama.cpp maps such a file lazily (`moeedge.native.mapping`). The pages of its dense weights get memory of their own:
-the kernel does not drop them in favour of other files, and they stay what they are if the file changes. Where that is
-not possible they are in the page cache. Either way they are locked as far as the limit of locked memory allows.
+llama.cpp maps such a file lazily (`moeedge.native.mapping`). The pages of its dense weights get memory of their own,
+or stay in the page cache, and are locked as far as the limit of locked memory allows.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ class SplitWeights:
 
     @classmethod
     def read(cls, path: Path, *, n_layers: int | None = None) -> SplitWeights:
-        """Reads the headers of all parts. Raises ModelFileError.
-
-        n_layers: experts of blocks after so many layers (MTP heads) are dense weights; no cache holds them.
-        """
+        """Reads all headers. n_layers: experts of blocks after so many layers (MTP heads) are dense weights."""
         versions = {file: _version(file) for file in gguf_file.parts(path)}
         experts, _ = gguf_file.expert_tensors(path, n_layers=n_layers)
         names, tensors = {tensor.name for tensor in experts}, gguf_file.read_all_tensors(path)
@@ -77,10 +73,7 @@ class SplitWeights:
         return max((1 + int(layer[1]) for layer in layers if layer), default=0)
 
     def read_ahead(self, n_host_experts: int | None = None) -> None:
-        """Reads the dense tensors into the page cache in large requests. Raises ModelFileError.
-
-        n_host_experts: the first layers, whose experts are in host memory; None: all. Experts of others are read, too.
-        """
+        """Reads dense tensors, and experts after the first `n_host_experts` layers (None: none) into the page cache."""
         on_gpu = [] if n_host_experts is None else [t for t in self.experts if not t.is_on_host(n_host_experts)]
         for path, ranges in ranges_by_file([*self.dense, *on_gpu]).items():
             _read_ahead(path, ranges)
@@ -98,7 +91,7 @@ class SplitWeights:
         on_host = ranges_by_file([tensor for tensor in self.dense if tensor.is_on_host(n_host_layers)])
         pages = {file: pages_of([m for m in mapped(file) if m not in before], on_host[file]) for file in on_host}
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
-        own_bytes = locked_bytes = 0
+        own_bytes = 0
         if fits(n_pages_bytes):
             for file, of_file in pages.items():
                 try:
@@ -109,8 +102,7 @@ class SplitWeights:
             for file, of_file in pages.items():
                 advise_normal(of_file)
                 _read_ahead(file, on_host[file])
-        for of_file in pages.values():
-            locked_bytes += lock_in_memory(of_file)
+        locked_bytes = sum(map(lock_in_memory, pages.values()))
         if hasattr(os, "posix_fadvise"):  # pages of experts that came with the headers leave the page cache
             for path, ranges in ranges_by_file(self.experts).items():
                 with path.open("rb", buffering=0) as opened:
@@ -161,11 +153,11 @@ def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
 
 def ranges_by_file(tensors: Sequence[GgufTensor]) -> dict[Path, list[tuple[int, int]]]:
     """Offset and bytes of the tensors, adjacent ones together; what is between these is padding."""
-    found: dict[Path, list[tuple[int, int]]] = {}
+    by_file: dict[Path, list[tuple[int, int]]] = {}
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
-        ranges = found.setdefault(tensor.file, [])
+        ranges = by_file.setdefault(tensor.file, [])
         if ranges and tensor.offset - sum(ranges[-1]) < _PADDING_BYTES:
             ranges[-1] = (ranges[-1][0], tensor.offset + tensor.size_bytes - ranges[-1][0])
         else:
             ranges.append((tensor.offset, tensor.size_bytes))
-    return found
+    return by_file

@@ -16,7 +16,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
@@ -91,8 +91,8 @@ def missing_head(model: Model) -> str | None:
     if info.architecture == "deepseek2" and not all(model.metadata(f"deepseek2.attention.{key}") for key in _LATENT):
         return "its attention is not of the kind that llama.cpp's MTP graph computes"
     if info.architecture == "mimo2":
-        wanted = {f"blk.{info.n_layers + i}.{part}.weight" for i in range(info.n_head_layers) for part in _MIMO_PARTS}
-        if not wanted <= _tensor_names(model):
+        blocks = range(info.n_layers, info.n_layers + info.n_head_layers)
+        if not {f"blk.{block}.{part}.weight" for block in blocks for part in _MIMO_PARTS} <= _tensor_names(model):
             return "its heads are not of the kind that llama.cpp's MTP graph computes"
     return None
 
@@ -158,8 +158,7 @@ def _block_layout(draft: Model) -> BlockLayout:
     names = _tensor_names(draft)
     if "selector_hidden.weight" in names:
         raise InputError(f"{name} is a DFlash 2 draft with a selector, which is not supported.", _OTHER_DRAFT)
-    is_dspark = "markov_w1.weight" in names
-    samples_last = is_dspark and value("sample_from_anchor") != "false"
+    samples_last = "markov_w1.weight" in names and value("sample_from_anchor") != "false"  # of DSpark
     n_tokens = int(value("block_size") or _BLOCK_TOKENS)
     if n_tokens < 2:
         raise InputError(f"{name} has blocks of {n_tokens} tokens; drafting needs two or more.", _OTHER_DRAFT)
@@ -189,11 +188,10 @@ def check_compatible(target: Model, draft: Model) -> int:
         differences.append(f"it has {sizes[1]:,} tokens instead of {sizes[0]:,}")
     tokens = range(_FIRST_COMPARED_TOKEN, n_common)
     of_target, of_draft = (map(lib.llama_vocab_get_text, repeat(model.vocab), tokens) for model in (target, draft))
-    differing = (token for token, one, other in zip(tokens, of_target, of_draft, strict=True) if one != other)
-    for token, _ in zip(differing, range(_SHOWN_DIFFERENCES), strict=False):
-        differences.append(
-            f"token {token} is {draft.token_text(token)!r} in the draft and {target.token_text(token)!r} in the model"
-        )
+    differing = (token for token, *texts in zip(tokens, of_target, of_draft, strict=True) if texts[0] != texts[1])
+    for token in islice(differing, _SHOWN_DIFFERENCES):
+        text, expected = draft.token_text(token), target.token_text(token)
+        differences.append(f"token {token} is {text!r} in the draft and {expected!r} in the model")
     if differences:
         raise VocabularyMismatchError(f"{names}: {'; '.join(differences)}.", _HINT)
     return n_common
@@ -263,8 +261,7 @@ class HeadContext(Context):
 
     def last_state(self, n_rows: int) -> NDArray[np.float32]:
         """The last token's own state after a decode of `n_rows` tokens with all logits: a float32 [1, n_embd] copy."""
-        rows = own_states(self.handle, n_rows, self.model.info.n_embd)
-        return np.array(rows[-1:])
+        return np.array(own_states(self.handle, n_rows, self.model.info.n_embd)[-1:])
 
     @contextmanager
     def head(self, index: int) -> Iterator[None]:
@@ -277,7 +274,7 @@ class HeadContext(Context):
                 choose_head(self.handle, 0)
 
     def input_states(self, states: StateRows) -> StateRows:
-        """What the head decodes: the target's `states`, projected to the head's width by an EAGLE-3 draft."""
+        """The states that the head decodes: the target's, projected to the head's width by an EAGLE-3 draft."""
         if not self.kind.encodes or len(states) == 0:
             return states
         projected = []

@@ -106,5 +106,5 @@ def buffer_types() -> dict[str, int]:
     """The types of memory in which weights can be kept, as -ot names them: ggml_backend_buffer_type_t by name."""
     ggml = ggml_functions()
     devices = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
-    found = [int(ggml.ggml_backend_dev_buffer_type(device)) for device in devices]
-    return {ggml.ggml_backend_buft_name(each).decode(): each for each in found if each}
+    types = [int(ggml.ggml_backend_dev_buffer_type(device)) for device in devices]
+    return {ggml.ggml_backend_buft_name(each).decode(): each for each in types if each}

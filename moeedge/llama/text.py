@@ -33,7 +33,7 @@ CHATML = (
 
 
 class _TemplateError(Exception):
-    """What a template raises when it is parsed or rendered; `line` of its source, where that is known."""
+    """An error of a template that is parsed or rendered; `line` of its source, where Jinja names it."""
 
     def __init__(self, reason: str, line: int | None) -> None:
         super().__init__(reason)

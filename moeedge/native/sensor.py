@@ -1,9 +1,8 @@
-"""What our backend sees of one llama.cpp context: activation counts, routing, the activations of its layers.
+"""The sensor of one llama.cpp context: activation counts, routing, the activations of its layers.
 
-Counts and routing are read without a copy per layer. Activations are captured after each small batch, or passed to a
-hook before each block of it; predictors of experts read the input of a layer's router (in a dense model, of its FFN).
-Both work where our backend computes the layers: with an offload scope other than NONE, and with the weights in host
-memory.
+Activations are captured after each small batch, or passed to a hook before each block of it; predictors of experts
+read the input of a layer's router (in a dense model, of its FFN). All of it needs an offload scope other than NONE, and
+the weights in host memory: our backend must compute the layers.
 """
 
 from __future__ import annotations
@@ -67,9 +66,6 @@ class SensorStats:
     blocks: int = counter("MoE blocks seen")
     sense_s: float = counter("finding the MoE blocks, copying ids and weights, counting", "s")
     compute_s: float = counter("computing graphs, sensing included", "s")
-
-
-_StatsStruct = c_struct(SensorStats)
 
 
 class Instance:
@@ -144,12 +140,11 @@ class Sensor(Instance):
                 view(raw.weights, shape, np.float32),
             )
             self._views[place] = views
-        layer_tokens, ids, weights = views
-        return Frame(raw.serial, raw.phase, raw.n_tokens, layer_tokens, ids, weights)
+        return Frame(raw.serial, raw.phase, raw.n_tokens, *views)
 
     def stats(self) -> SensorStats:
         """The backend's figures since the context was made."""
-        raw = _StatsStruct()
+        raw = c_struct(SensorStats)()
         _check(self._library.moeedge_instance_get_stats(self.instance, ctypes.byref(raw)))
         return from_c(SensorStats, raw)
 
@@ -215,34 +210,29 @@ class ActivationCapture(Instance):
 
     def set_hook(self, hook: Callable[[Block], None] | None) -> None:
         """Call `hook`, which must not decode, before each block of a small batch; `raise_error` has its exception."""
-        raw = BLOCK_HOOK() if hook is None else BLOCK_HOOK(self._guarded(hook))
-        _check(self._library.moeedge_instance_set_hook(self.instance, raw, None))
-        self._hook = raw
 
-    def _guarded(self, hook: Callable[[Block], None]) -> Callable[[int, object], None]:
         def called(_user: int, raw: ctypes._Pointer[BlockStruct]) -> None:
-            if self._error is not None:
-                return
             try:
-                hook(_block(raw.contents))
+                if self._error is None and hook is not None:
+                    hook(_block(raw.contents))
             except BaseException as error:  # Ctrl-C, too: no exception may pass through native code
                 self._error = error
 
-        return called  # type: ignore[return-value]
+        native_hook = BLOCK_HOOK() if hook is None else BLOCK_HOOK(called)
+        _check(self._library.moeedge_instance_set_hook(self.instance, native_hook, None))
+        self._hook = native_hook
 
     def expert_outputs(self, block: Block) -> NDArray[np.float32]:
-        """What each expert of `block` gives for each token, selected or not: float32 [n_tokens, n_experts, n_embd].
+        """The outputs of all experts, before the router's weights: float32 [n_tokens, n_experts, n_embd].
 
-        Before the router's weights. Only within the hook's call for that block. Raises BackendError where the block
-        cannot be computed for all experts: it applies the router's weights before the experts (llama4), has a LoRA, or
-        is of a dense model.
+        Only within the hook's call for that block. Raises BackendError for a block that applies the router's weights
+        before the experts (llama4), has a LoRA, or is of a dense model.
         """
         if block.ids is None:
             raise BackendError("A dense model has no experts.")
         _, n_embd, n_experts = self._shape
         outputs = np.empty((len(block.ids), n_experts, n_embd), dtype=np.float32)
-        status = self._library.moeedge_instance_expert_outputs(self.instance, outputs.ctypes.data, outputs.size)
-        if status < 0:
+        if self._library.moeedge_instance_expert_outputs(self.instance, outputs.ctypes.data, outputs.size) < 0:
             reason = self._library.moeedge_last_error().decode(errors="replace")
             raise BackendError(f"The outputs of layer {block.layer}'s experts are not available: {reason}")
         return outputs
