@@ -1,9 +1,8 @@
 """Keeps a chat on disk while it goes on, so that an abort, kill -9 or a closed terminal loses one step at most.
 
-One file per chat, of JSON lines that are only appended: a header, then each change of the conversation, then each step
-of the answer in progress. Every line reaches the kernel before the next step begins, so it survives the process (not a
-power failure: lines are not synced). The process locks its file while it lives; a file without a lock is the rest of a
-chat that ended unexpectedly.
+One file per chat, of JSON lines that are only appended: a header, then each change of the conversation and each step of
+the answer in progress. A line survives the process, not a power failure. The process locks its file while it lives; a
+file without a lock is the rest of a chat that ended unexpectedly.
 """
 
 from __future__ import annotations
@@ -78,10 +77,8 @@ class Autosave:
         """Writes what has changed of the conversation and its settings."""
         if self._file < 0 and not conversation.messages:
             return
-        records: list[dict[str, Any]] = []
         header = {"system": conversation.system, "budgets": list(conversation.budgets), "settings": settings}
-        if self._file < 0 or header != self._header:
-            records.append(header)
+        records: list[dict[str, Any]] = [header] if self._file < 0 or header != self._header else []
         messages = list(conversation.messages)
         written = self._messages
         if written is None or messages[: len(written)] != written:

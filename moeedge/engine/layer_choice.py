@@ -1,9 +1,8 @@
-"""How a GPU's memory is divided between whole layers and the expert cache: what was measured, kept for later starts.
+"""The division of a GPU's memory between whole layers and the expert cache, kept for later starts.
 
 llama.cpp's --n-cpu-moe N keeps the experts of the first N layers in host memory and has the others on the GPU with
 their layers: such whole layers cost no transfer of activations between GPU and CPU, but hold rarely used experts too.
-The cache serves the first N layers with the memory that is left. engine/layer_search.py measures which division is
-fastest.
+The cache serves the first N layers with the rest of the memory. engine/layer_search.py measures the fastest division.
 """
 
 from __future__ import annotations

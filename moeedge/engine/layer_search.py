@@ -1,9 +1,8 @@
 """Measures how to divide a GPU's memory between whole layers and the expert cache, and opens sessions accordingly.
 
-Three divisions are measured with answers to the same text, each in a session of its own: everything for the cache, as
-many whole layers as fit without a cache (llama.cpp's --n-cpu-moe), and the one in between that `StepEstimate`, fitted
-to these two, says is fastest. The fastest of the three is chosen: no choice is slower than --n-cpu-moe in the same
-memory by more than the noise of the measurement.
+The fastest of three divisions is chosen, each measured in a session of its own: everything for the cache, as many whole
+layers as fit without a cache (llama.cpp's --n-cpu-moe), and the one in between that `StepEstimate`, fitted to these
+two, says is fastest. So no choice is slower than --n-cpu-moe by more than the noise of the measurement.
 """
 
 from __future__ import annotations
@@ -149,20 +148,17 @@ def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float
 
 def _streams_ts(session: Session) -> float:
     """Speed of prompts through which experts are streamed; 0 where they are computed in another way."""
-    calibration = session.calibration
-    if calibration is None or calibration.prefill_path is not PrefillPath.STREAM:
-        return 0.0
-    return calibration.prefill_ts[PrefillPath.STREAM]
+    measured, stream = session.calibration, PrefillPath.STREAM
+    return measured.prefill_ts[stream] if measured is not None and measured.prefill_path is stream else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """A step's time with any number of whole layers, from the steps of three sessions.
+    """A step's time with any number of whole layers, from the steps of three sessions; linear in the layers.
 
-    Linear in the layers: plain_step_s has all experts on the CPU, whole_step_s has n_whole whole layers and no cache,
-    cached has n_slots in a cache for all layers. A cached layer costs overhead_s more than one on the CPU at no hits,
-    and gains in proportion to its hits. The hit rate is the slots' share of the experts to a power: no hits
-    without slots, all with all of them, and the measured rate at the measured share.
+    plain_step_s: all experts on the CPU. whole_step_s: with n_whole whole layers and no cache. cached: with n_slots
+    in a cache for all layers. A cached layer costs overhead_s more than one on the CPU, and gains in proportion to its
+    hits. The hit rate is the slots' share of the experts to a power that the measured rate gives.
     """
 
     n_layers: int  # with experts
@@ -209,10 +205,7 @@ class _Search:
     _notify: Notify
 
     def run(self) -> LayerChoice | None:
-        """The choice; None where the context is too small, or where an earlier process ended while it measured.
-
-        Raises MoeedgeError where no session opens at all.
-        """
+        """The choice; None where the context is too small, or an earlier process ended here. Raises MoeedgeError."""
         start_s = time.perf_counter()
         cache_only = LayerSplit(0, ALL_ON_CPU, 1, 0.0)
         if self._leaves_out(cache_only):
@@ -236,8 +229,7 @@ class _Search:
             splits = [wide] if wide is not None else splits
         tensors, _ = gguf_file.expert_tensors(self._config.model, n_layers=info.n_layers)
         whole = self._measure_whole(tensors, info.n_layers, room_bytes)
-        if whole is not None:
-            splits.append(whole)
+        splits += [] if whole is None else [whole]
         if whole is not None and n_slots:
             estimate = StepEstimate(
                 n_layers=info.n_expert_layers,
@@ -307,18 +299,15 @@ class _Search:
         return None
 
     def _measure_wide(self, split: LayerSplit, streams_ts: float) -> LayerSplit | None:
-        """`split` with graphs of more tokens for streamed prompts; None where these are not faster than `streams_ts`.
-
-        The streamed experts then serve more tokens. llama.cpp's own offload is off: our backend takes these blocks.
-        """
+        """`split` with graphs of more tokens for streamed prompts; None where not faster than `streams_ts`."""
+        # llama.cpp's own offload is off: our backend takes these blocks
         wide = replace(split, n_ubatch=_WIDE_UBATCH, op_offload=False)
         return self._measure(wide, lambda session: _streams_ts(session) >= _FASTER * streams_ts)
 
     def _room_for_experts(self, session: Session) -> int:
         """Bytes that whole layers may take where no cache is."""
-        reading = devices.read_memory(self._device)
+        reading, vram_bytes = devices.read_memory(self._device), self._config.placement.vram_bytes
         if reading is None:
             return 0
         room = reading.free_bytes + session.info.pool_bytes - reserve_bytes(self._device, reading.total_bytes)
-        vram_bytes = self._config.placement.vram_bytes
         return max(0, room if vram_bytes is None else min(room, vram_bytes))

@@ -97,11 +97,7 @@ def _files(config: EngineConfig) -> list[Path]:
 
 
 def load_target(
-    config: EngineConfig,
-    device: ResolvedDevice | None = None,
-    *,
-    whole_fits: bool | None = None,
-    header_only: bool = False,
+    config: EngineConfig, device: ResolvedDevice | None, *, whole_fits: bool | None = None, header_only: bool = False
 ) -> Model:
     """The target model, with as many layers on the GPU as -ngl and as many experts in host memory as -ncmoe give.
 
@@ -139,7 +135,7 @@ def load_target(
 
 def load_draft(
     config: EngineConfig,
-    device: ResolvedDevice | None = None,
+    device: ResolvedDevice | None,
     *,
     header_only: bool = False,
     free_bytes: int | None = None,
@@ -168,7 +164,7 @@ def _storage(n_bytes: int, free_bytes: int | None = None, total_bytes: int | Non
 def make_context(
     config: EngineConfig, model: Model, n_ctx: int, *, has_budget: bool = False, is_draft: bool = False
 ) -> Context:
-    """A context for decoding, of the target or of the draft; has_budget: verifications can keep to an expert budget."""
+    """A context for decoding, of the target or of the draft; has_budget: as of `Context`."""
     return Context(
         model,
         n_ctx=n_ctx,

@@ -1,8 +1,7 @@
 """Draws the next token: llama.cpp's default chain of filters, and exact rejection sampling for drafts.
 
-The chain is penalties -> top-k -> top-p -> min-p -> temperature -> draw. Distributions are short lists of candidates
-(ids and probabilities), not rows over the vocabulary. After top-k they are lists of Python's own numbers: a call of
-NumPy takes longer than a loop over 40 of them. Without top-k there may be as many candidates as tokens, in arrays.
+The chain is penalties -> top-k -> top-p -> min-p -> temperature -> draw. After top-k candidates are lists of Python's
+own numbers: a call of NumPy takes longer than a loop over 40 of them. Without top-k they are arrays.
 
 Rejection sampling: Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023,
 algorithm 1. The emitted tokens are distributed as if the target alone had drawn them.

@@ -7,21 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from moeedge.engine import loading
 from moeedge.engine.answer import Answer, Generation, ParallelGeneration
 from moeedge.engine.context_choice import context_size, setting_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDraft
 from moeedge.engine.grammar import new_sampler
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.layer_choice import LayerChoice
-from moeedge.engine.loading import (
-    ChosenDraft,
-    choose_draft,
-    load_target,
-    make_context,
-    open_draft,
-    reopen_on_cpu,
-    resolve_device,
-)
+from moeedge.engine.loading import ChosenDraft
 from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
@@ -98,7 +91,7 @@ class Session(Closing):
     ) -> Session:
         """Loads the models, or shares those given, and opens contexts and placement. Raises MoeedgeError."""
         check_policy(config.placement)
-        device = resolve_device(config, model)
+        device = loading.resolve_device(config, model)
         if device.kind == "ram":
             ram_tier.check_policy(config.placement.policy)
         if config.auto_gamma and config.gamma > 0:
@@ -109,7 +102,7 @@ class Session(Closing):
             config = replace(config, cpu_fallback=False)
         run = Run(notify)
         with ExitStack() as stack:
-            model = model or stack.enter_context(load_target(config, device))
+            model = model or stack.enter_context(loading.load_target(config, device))
             if config.n_parallel > 1 and not model.can_roll_back:
                 problem = f"{model.info.architecture} models cannot decode several texts in one batch."
                 raise InputError(problem, "Leave out --parallel.")
@@ -117,13 +110,13 @@ class Session(Closing):
                 run.note(f"{config.model.name} is a dense model: it has no experts to cache.")
             elif isinstance(config.ram, int) and device.kind not in ("ram", "none") and not device.loads_misses:
                 run.warn(f"--ram has no effect: {device.label} holds the model, or it was loaded without --ram.")
-            chosen = choose_draft(config, device, model, draft_model, run, stack)
+            chosen = loading.choose_draft(config, device, model, draft_model, run, stack)
             models = [model] if chosen.model is None else [model, chosen.model]
             n_ctx = context_size(config, device, models, run)
             has_budget = config.expert_budget is not None and config.mode == "moeedge"  # stock mode has none
-            target = stack.enter_context(make_context(config, model, n_ctx, has_budget=has_budget))
+            target = stack.enter_context(loading.make_context(config, model, n_ctx, has_budget=has_budget))
             run.notes.extend(setting_notes(config, target))
-            draft = open_draft(config, chosen, target, stack)
+            draft = loading.open_draft(config, chosen, target, stack)
             gamma = 0 if chosen.name == "none" else _at_most(config.gamma, target.n_drafts_max)
             wanted, n_texts = config.expert_budget if has_budget else None, config.n_parallel
             budget, notes = usable_budget(wanted, model.info, gamma=gamma, draft=chosen.name, n_parallel=n_texts)
@@ -322,7 +315,7 @@ class Session(Closing):
         if self.placement is not None:
             self.placement.lose_device(context_usable=not self.target.is_closed)
             make_room = self.placement.make_room
-        self.target, self._chosen, self.draft = reopen_on_cpu(
+        self.target, self._chosen, self.draft = loading.reopen_on_cpu(
             self.config, self.target, self._chosen, self.draft, self._resources, make_room
         )
         self._fell_back = True

@@ -17,16 +17,8 @@ from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, InputError, require
 from moeedge.llama.model import ModelInfo
-from moeedge.native.abi import (
-    BUDGET_LAYER,
-    BudgetConfigStruct,
-    BudgetCoverage,
-    BudgetRanking,
-    BudgetRoutingStruct,
-    Phase,
-    RouterKind,
-    view,
-)
+from moeedge.native import abi
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, view
 from moeedge.native.library import load
 from moeedge.policies.expert_budget import ExpertBudget
 
@@ -41,7 +33,7 @@ class LayerRouting:
     natural_ids, ids: int32 [T, k], the selected experts without and with the budget.
     """
 
-    kind: RouterKind
+    kind: abi.RouterKind
     values: NDArray[np.float32]
     selection: NDArray[np.float32]
     natural_ids: NDArray[np.int32]
@@ -60,7 +52,7 @@ class ContextBudget:
         self._handle = self._library.moeedge_budget_create(n_layers, info.n_experts, self._n_used.ctypes.data)
         if not self._handle:
             raise BackendError("moeedge's expert budget cannot be made: out of memory.")
-        self._layers = np.zeros(n_layers, dtype=BUDGET_LAYER)
+        self._layers = np.zeros(n_layers, dtype=abi.BUDGET_LAYER)
         parameters.cb_eval = ctypes.cast(self._library.moeedge_budget_on_node, lib.ggml_backend_sched_eval_callback)
         parameters.cb_eval_user_data = self._handle
 
@@ -69,10 +61,8 @@ class ContextBudget:
         if budget is not None:
             info = self._info
             if info.architecture == _TWO_BLOCKS:
-                raise InputError(
-                    "Expert budgets do not support GroveMoE, whose layers select two kinds of experts.",
-                    "Leave the expert budget out.",
-                )
+                problem = "Expert budgets do not support GroveMoE, whose layers select two kinds of experts."
+                raise InputError(problem, "Leave the expert budget out.")
             layers = np.asarray(info.expert_layers, dtype=np.intp)
             budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)
             budgets[budgets == 0] = info.n_experts  # layers without experts
@@ -83,7 +73,7 @@ class ContextBudget:
         """Sets budgets [n_layers]. Raises BackendError for values that the library does not know."""
         budgets = np.ascontiguousarray(budgets, dtype=np.int32)
         require(budgets.shape == self._n_used.shape, f"there must be a budget for each of {self._n_used.size} layers")
-        raw = BudgetConfigStruct(int(ranking), int(coverage), budgets.ctypes.data)
+        raw = abi.BudgetConfigStruct(int(ranking), int(coverage), budgets.ctypes.data)
         _check(self._library.moeedge_budget_configure(self._handle, ctypes.byref(raw)))
 
     @contextmanager
@@ -103,7 +93,7 @@ class ContextBudget:
         _check(self._library.moeedge_budget_set_active(self._handle, int(on)))
 
     def read(self) -> NDArray[Any]:
-        """The layers' figures since the last call, dtype BUDGET_LAYER [n_layers]; the next call reuses the array."""
+        """The layers' figures since the last call, abi.BUDGET_LAYER [n_layers]; the next call reuses the array."""
         _check(self._library.moeedge_budget_read(self._handle, self._layers.ctypes.data))
         return self._layers
 
@@ -113,13 +103,13 @@ class ContextBudget:
 
     def routing(self, layer: int) -> LayerRouting | None:
         """The layer's routing in the newest verification; None without one. Requires `set_capture`."""
-        raw = BudgetRoutingStruct()
+        raw = abi.BudgetRoutingStruct()
         _check(self._library.moeedge_budget_get_routing(self._handle, layer, ctypes.byref(raw)))
         if raw.n_tokens == 0:
             return None
         wide, narrow = (raw.n_tokens, self._info.n_experts), (raw.n_tokens, int(self._n_used[layer]))
         return LayerRouting(
-            RouterKind(raw.kind),
+            abi.RouterKind(raw.kind),
             view(raw.values, wide, np.float32),
             view(raw.selection, wide, np.float32),
             view(raw.natural_ids, narrow, np.int32),

@@ -17,17 +17,8 @@ from moeedge.errors import ModelFileError
 from moeedge.hardware.memory import fits
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import LAYER, GgufTensor
-from moeedge.native.mapping import (
-    N_READERS,
-    PIECE_BYTES,
-    FileVersion,
-    Mapped,
-    advise_normal,
-    give_own_memory,
-    lock_in_memory,
-    mapped,
-    pages_of,
-)
+from moeedge.native import mapping
+from moeedge.native.mapping import FileVersion, Mapped, pages_of
 
 _PADDING_BYTES = 4096  # tensors are aligned by less
 
@@ -80,7 +71,7 @@ class SplitWeights:
 
     def mapped(self) -> frozenset[Mapped]:
         """Where the files are mapped by now."""
-        return frozenset(each for file in self.files for each in mapped(file))
+        return frozenset(each for file in self.files for each in mapping.mapped(file))
 
     def keep_dense(self, before: frozenset[Mapped], *, n_host_layers: int | None) -> DenseWeights:
         """Reads the dense tensors that are in host memory into memory of their own, and locks them.
@@ -89,20 +80,22 @@ class SplitWeights:
         Raises ModelFileError if a file cannot be read or has changed.
         """
         on_host = ranges_by_file([tensor for tensor in self.dense if tensor.is_on_host(n_host_layers)])
-        pages = {file: pages_of([m for m in mapped(file) if m not in before], on_host[file]) for file in on_host}
+        pages = {
+            file: pages_of([m for m in mapping.mapped(file) if m not in before], on_host[file]) for file in on_host
+        }
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
         own_bytes = 0
         if fits(n_pages_bytes):
             for file, of_file in pages.items():
                 try:
-                    own_bytes += give_own_memory(file, self.files[file], of_file)
+                    own_bytes += mapping.give_own_memory(file, self.files[file], of_file)
                 except OSError as error:
                     raise _cannot_read(file, error) from error
         if own_bytes < n_pages_bytes or not n_pages_bytes:
             for file, of_file in pages.items():
-                advise_normal(of_file)
+                mapping.advise_normal(of_file)
                 _read_ahead(file, on_host[file])
-        locked_bytes = sum(map(lock_in_memory, pages.values()))
+        locked_bytes = sum(map(mapping.lock_in_memory, pages.values()))
         if hasattr(os, "posix_fadvise"):  # pages of experts that came with the headers leave the page cache
             for path, ranges in ranges_by_file(self.experts).items():
                 with path.open("rb", buffering=0) as opened:
@@ -120,7 +113,7 @@ class SplitWeights:
 def let_experts_read_ahead(path: Path) -> None:
     """Lets faults in the experts' ranges read ahead again, for a model that is computed from the mapped file."""
     for file, ranges in ranges_by_file(SplitWeights.read(path).experts).items():
-        advise_normal(pages_of(mapped(file), ranges))
+        mapping.advise_normal(pages_of(mapping.mapped(file), ranges))
 
 
 def _version(file: Path) -> FileVersion:
@@ -140,9 +133,11 @@ def _cannot_read(file: Path, error: OSError) -> ModelFileError:
 def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
     """Reads ranges into the page cache in large requests."""
     ends = [(offset, offset + n_bytes) for offset, n_bytes in ranges]
-    pieces = [(at, min(PIECE_BYTES, end - at)) for start, end in ends for at in range(start, end, PIECE_BYTES)]
+    pieces = [
+        (at, min(mapping.PIECE_BYTES, end - at)) for start, end in ends for at in range(start, end, mapping.PIECE_BYTES)
+    ]
     try:
-        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(N_READERS) as pool:
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(mapping.N_READERS) as pool:
             descriptor = file.fileno()
             if hasattr(os, "posix_fadvise"):  # the kernel reads no more than what is asked for
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)

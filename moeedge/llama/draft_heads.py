@@ -1,13 +1,12 @@
 """The checks that a draft suits a target, and draft heads, which continue from the target's hidden states.
 
-MTP     blocks that some models ship after their last layer (DeepSeek-V3, "DeepSeek-V3 Technical Report", section 2.2).
+MTP     blocks that some models ship after their last layer ("DeepSeek-V3 Technical Report", section 2.2).
 EAGLE-3 a one-layer draft in a file of its own (Li et al., "EAGLE-3: Scaling up inference acceleration of large language
         models via training-time test", 2025), which reads the inputs of three of the target's layers.
 DFlash  a draft in a file of its own that predicts a block of tokens at once (block diffusion), from the inputs of some
         of the target's layers. DSpark files add a head in which each token follows from the one before it.
 
-llama.cpp ends the process where a graph lacks what a head asks for, so that only architectures are admitted here whose
-graphs in this release have it, and that tests decode.
+llama.cpp ends the process where a graph lacks what a head asks for: only architectures that tests decode are admitted.
 """
 
 from __future__ import annotations
@@ -226,24 +225,17 @@ class HeadContext(Context):
     ) -> None:
         """Makes the context, for as many sequences of as many tokens as the target's.
 
-        model: of the target for a head in its own file, else the draft's. n_outputs: most tokens with logits.
-        options: n_threads, op_offload and settings of a `Context`. Raises EngineError where memory is short.
+        model: the target's, for its own head, or the draft's. n_outputs: most tokens with logits. options: n_threads,
+        op_offload and settings of a `Context`. Raises EngineError where memory is short.
         """
         self.kind = kind
         self.states_alone = kind.block is not None
         self.state_width = len(kind.layers) * model.info.n_embd if self.states_alone else model.info.n_embd
         self._target_handle = target.handle
         n_ubatch = min(n_ubatch, _N_ENCODED) if kind.encodes else n_ubatch
-        super().__init__(
-            model,
-            n_ctx=target.n_ctx,
-            n_batch=n_ubatch,
-            n_ubatch=n_ubatch,
-            n_outputs=0 if kind.encodes else min(n_outputs, n_ubatch),
-            n_parallel=target.n_parallel,
-            mode="stock",
-            **options,
-        )
+        options |= {"n_ctx": target.n_ctx, "n_parallel": target.n_parallel, "n_batch": n_ubatch, "n_ubatch": n_ubatch}
+        n_outputs = 0 if kind.encodes else min(n_outputs, n_ubatch)
+        super().__init__(model, n_outputs=n_outputs, mode="stock", **options)
         if kind.block is None:
             keep_final(self.handle, True, True)  # `last_state`
         else:

@@ -1,8 +1,7 @@
 """The header of a GGUF file: whether the file is complete, and which slice of it holds expert e of layer l.
 
 ggml parses the header. llama.cpp reports a truncated file only as "failed to load model"; here the size that the header
-implies is compared with the size on disk. llama.cpp may keep experts repacked for the CPU, from which they cannot be
-read back; uploads to a device therefore read the original bytes from the file.
+implies is compared with the size on disk. Uploads to a device read experts from the file, as llama.cpp may repack them.
 """
 
 from __future__ import annotations

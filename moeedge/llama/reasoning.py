@@ -1,7 +1,7 @@
 """The chat template that writes prompts, and the texts that begin and end a model's reasoning, as it says.
 
-The template is rendered once with an answer that has reasoning; the text around it are the tags. Templates that leave
-earlier reasoning out often name the end tag to cut it off, which is read from their source.
+The tags are the text around the reasoning of an answer that the template renders, or, of templates that cut earlier
+reasoning off, an end tag in their source.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The routers of a model, read from its file: predicts where a hidden state is routed without running the model.
 
 SP-MoE (section 3.2) feeds the inputs of the draft's layers to the target's routers; Mixtral-Offloading, AdapMoE and
-Fate feed the input of this layer's router to the next layer's. In both cases the input went through another norm than
-the router's. A norm is one factor per token, which changes no order, and one weight per channel, which does: if both
-norms' weights are known, the channels are rescaled to the router's norm (`Routers.ratio`).
-
-Only the order of experts matters: the router's bias and the bias that some models add to the probabilities
-(DeepSeek-V3) are applied, limits to groups of experts are not.
+Fate feed the input of this layer's router to the next layer's. Such an input went through another norm than the
+router's, whose weights per channel change the order of experts: `Routers.ratio` rescales them. The router's bias and
+that of the probabilities (DeepSeek-V3) are applied, limits to groups of experts are not.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ asks for one template, each line of standard output answers; both are JSON:
   {"source": text, "given": variables}       -> {"text": prompt}
   what the template raises                   -> {"error": reason, "line": number or null}
   a prompt that is too long, no memory left  -> {}
-The processor time of an answer is limited by a timer that ends the process, also within one operation of Jinja.
+A timer ends the process where an answer takes too much processor time, also within one operation of Jinja.
 Imports no module of moeedge, so that it starts within milliseconds.
 """
 

@@ -87,10 +87,9 @@ class _TemplateProcess:
                 pipe_in.flush()
                 reply = pipe_out.readline()
         finally:
-            is_whole = reply.endswith(b"\n")
-            if not is_whole:  # it ended, or Ctrl-C came before its answer
+            if not reply.endswith(b"\n"):  # it ended, or Ctrl-C came before its answer
                 self._stop()
-        return reply if is_whole else b""
+        return reply if reply.endswith(b"\n") else b""
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -198,30 +197,23 @@ class ChatFormat:
         """Returns the prompt for `messages` (role and content each); it ends where the assistant's answer begins.
 
         arguments: further variables of the template, JSON values. If it rejects the system role, the system message
-        becomes the start of the first user message.
-        Raises EngineError (a given template: InputError) when the template rejects the conversation, InputError when it
-        takes more than a prompt may take.
+        becomes the start of the first user message. Raises EngineError (a given template: InputError) when the template
+        rejects the conversation, InputError when it takes more than a prompt may take.
         """
         try:
             return self._render(messages, add_assistant, arguments or {})
         except _TemplateError as error:
-            folded = _fold_system(messages)
-            if folded != messages:
+            if [message["role"] for message in messages[:2]] == ["system", "user"]:
+                content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
                 with suppress(_TemplateError):  # report the first error
+                    folded = [{**messages[1], "content": content}, *messages[2:]]
                     return self._render(folded, add_assistant, arguments or {})
             raise self._error("{} rejects this conversation", error) from None
 
     def _render(self, messages: list[dict[str, str]], add_assistant: bool, arguments: Mapping[str, Any]) -> str:
-        given = {"bos_token": self.bos, "eos_token": self.eos, **arguments}
-        given |= {"messages": messages, "add_generation_prompt": add_assistant}
+        variables = {"bos_token": self.bos, "eos_token": self.eos, **arguments}
+        variables |= {"messages": messages, "add_generation_prompt": add_assistant}
         try:
-            return str(_process.ask(self.source, given)["text"])
+            return str(_process.ask(self.source, variables)["text"])
         except _LimitError:
             raise self._limit_error() from None
-
-
-def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
-        return messages
-    content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-    return [{**messages[1], "content": content}, *messages[2:]]

@@ -16,17 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError
-from moeedge.native.abi import (
-    BLOCK_HOOK,
-    ActivationsStruct,
-    BlockStruct,
-    CaptureFlags,
-    FrameStruct,
-    OffloadScope,
-    c_struct,
-    from_c,
-    view,
-)
+from moeedge.native import abi
+from moeedge.native.abi import CaptureFlags, OffloadScope, view
 from moeedge.native.library import load, newest_instance
 from moeedge.records import counter
 
@@ -101,7 +92,7 @@ class Sensor(Instance):
         self.set_offload_scope(scope)
         self._counts = np.zeros((self.n_layers, self.n_experts), dtype=np.uint32)
         self._counts_address = self._counts.ctypes.data
-        self._frames = (FrameStruct * MAX_FRAMES)()
+        self._frames = (abi.FrameStruct * MAX_FRAMES)()
         self._last_serial = 0
         # arrays by address and tokens: making them takes longer than all else of reading a frame
         self._views: dict[tuple[int, int, int, int], tuple[Any, Any, Any]] = {}
@@ -127,7 +118,7 @@ class Sensor(Instance):
         n_frames = _check(self._library.moeedge_instance_frames(self.instance, serial, self._frames, MAX_FRAMES))
         return [self._view(raw) for raw in self._frames[:n_frames]]
 
-    def _view(self, raw: FrameStruct) -> Frame:
+    def _view(self, raw: abi.FrameStruct) -> Frame:
         place = (raw.layer_tokens, raw.ids, raw.weights, raw.n_tokens)
         views = self._views.get(place)
         if views is None:
@@ -144,9 +135,9 @@ class Sensor(Instance):
 
     def stats(self) -> SensorStats:
         """The backend's figures since the context was made."""
-        raw = c_struct(SensorStats)()
+        raw = abi.c_struct(SensorStats)()
         _check(self._library.moeedge_instance_get_stats(self.instance, ctypes.byref(raw)))
-        return from_c(SensorStats, raw)
+        return abi.from_c(SensorStats, raw)
 
     def threads(self) -> int:
         """Threads that the context asked for in its last decode; 0 before the first."""
@@ -190,7 +181,7 @@ class ActivationCapture(Instance):
     def __init__(self, instance: int, *, n_layers: int, n_embd: int, n_experts: int) -> None:
         super().__init__(instance)
         self._shape = (n_layers, n_embd, n_experts)
-        self._activations = ActivationsStruct()
+        self._activations = abi.ActivationsStruct()
         self._hook: object = None  # a function that native code calls must not be collected
         self._error: BaseException | None = None  # raised by the hook
 
@@ -211,14 +202,14 @@ class ActivationCapture(Instance):
     def set_hook(self, hook: Callable[[Block], None] | None) -> None:
         """Call `hook`, which must not decode, before each block of a small batch; `raise_error` has its exception."""
 
-        def called(_user: int, raw: ctypes._Pointer[BlockStruct]) -> None:
+        def called(_user: int, raw: ctypes._Pointer[abi.BlockStruct]) -> None:
             try:
                 if self._error is None and hook is not None:
                     hook(_block(raw.contents))
             except BaseException as error:  # Ctrl-C, too: no exception may pass through native code
                 self._error = error
 
-        native_hook = BLOCK_HOOK() if hook is None else BLOCK_HOOK(called)
+        native_hook = abi.BLOCK_HOOK() if hook is None else abi.BLOCK_HOOK(called)
         _check(self._library.moeedge_instance_set_hook(self.instance, native_hook, None))
         self._hook = native_hook
 
@@ -245,12 +236,12 @@ class ActivationCapture(Instance):
 
     def close(self) -> None:
         """Remove the hook and end the capture; the context may be closed already."""
-        self._library.moeedge_instance_set_hook(self.instance, BLOCK_HOOK(), None)
+        self._library.moeedge_instance_set_hook(self.instance, abi.BLOCK_HOOK(), None)
         self._library.moeedge_instance_set_capture(self.instance, 0, *self._shape)
         self._hook = None
 
 
-def _block(raw: BlockStruct) -> Block:
+def _block(raw: abi.BlockStruct) -> Block:
     ids = view(raw.ids, (raw.n_tokens, raw.n_used), np.int32).copy() if raw.ids else None
     inputs = view(raw.input, (raw.n_tokens, raw.n_embd), np.float32).copy() if raw.input else None
     return Block(raw.layer, raw.phase, ids, inputs)
