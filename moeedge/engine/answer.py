@@ -59,12 +59,11 @@ def _n_begun(text: str, stop: str) -> int:
 class Answer:
     """`tokens` are the visible ones so far (without a stop token), `text` is what was read of them.
 
-    `stop_reason` is None while it runs, `notes` holds a sentence for each thing to report to the user: context full,
-    context shifted. n_predict: tokens, -1: no limit. gamma: drafts of a step. n_ctx: tokens of prompt and answer.
-    n_keep: tokens at the start that a context shift does not drop. ignore_eos: stop tokens do not end the answer.
-    reasoning_tags: the texts around reasoning in `text`, control tokens included; None where the model's template knows
-    no reasoning. begins_in_reasoning: the prompt ends with their first. begun: the first tokens of the answer, if it
-    goes on where an earlier one was cut off; they are the end of the prompt.
+    `stop_reason` is None while it runs, `notes` are sentences for the user: context full, context shifted. n_predict:
+    tokens, -1: no limit. gamma: drafts of a step. n_ctx: tokens of prompt and answer. n_keep: first tokens that a
+    context shift does not drop. ignore_eos: stop tokens do not end the answer. reasoning_tags: the texts around
+    reasoning in `text`, control tokens included. begins_in_reasoning: the prompt ends with their first. begun: the
+    first tokens of an answer that was cut off; they are the end of the prompt.
     """
 
     state: TextState

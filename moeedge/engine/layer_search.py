@@ -71,7 +71,7 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
         return Session.open(config, draft_model=draft_model, notify=notify)
     config = replace(config, placement=replace(config.placement, measure_anew=False))
     try:
-        session = _open_split(config, choice.best, draft_model, notify)
+        session = Session.open(choice.best.apply(config), draft_model=draft_model, notify=notify)
     except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
         session = Session.open(config, draft_model=draft_model, notify=notify)
         notes.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
@@ -96,10 +96,6 @@ def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
     if device.llama_device == "auto" and n_gpus > 1:  # llama.cpp spreads the layers over all of them
         return False
     return bool(gguf_file.read_summary(config.model).expert_layers) and not whole_model_fits(config, device)
-
-
-def _open_split(config: EngineConfig, split: LayerSplit, draft: Model | None, notify: Notify) -> Session:
-    return Session.open(split.apply(config), draft_model=draft, notify=notify)
 
 
 @dataclass(frozen=True)
@@ -257,7 +253,7 @@ class _Search:
     def _open(self, split: LayerSplit) -> Iterator[Session]:
         with (
             mark(split, self._config, self._device),
-            _open_split(self._config, split, self._draft, self._notify) as session,
+            Session.open(split.apply(self._config), draft_model=self._draft, notify=self._notify) as session,
         ):
             yield session
 
@@ -291,12 +287,9 @@ class _Search:
             first = n_layers + 1 - self._config.n_gpu_layers
             on_gpu = [tensor for tensor in tensors if tensor.layer >= first]
         most = most_whole_layers(on_gpu, n_layers, room_bytes).n_whole
-        for n_whole in range(most, max(0, most - _ATTEMPTS), -1):
-            n_cpu_moe = whole_layers(tensors, n_layers, n_whole).n_cpu_moe
-            measured = self._measure(LayerSplit(n_whole, n_cpu_moe, 0, 0.0))
-            if measured is not None:
-                return measured
-        return None
+        numbers = range(most, max(0, most - _ATTEMPTS), -1)
+        splits = (LayerSplit(n, whole_layers(tensors, n_layers, n).n_cpu_moe, 0, 0.0) for n in numbers)
+        return next(filter(None, map(self._measure, splits)), None)
 
     def _measure_wide(self, split: LayerSplit, streams_ts: float) -> LayerSplit | None:
         """`split` with graphs of more tokens for streamed prompts; None where not faster than `streams_ts`."""

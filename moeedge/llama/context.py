@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
@@ -11,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import DeviceFailedError, EngineError
+from moeedge.errors import BackendError, DeviceFailedError, EngineError, InputError, require
 from moeedge.llama import library
-from moeedge.llama.context_budget import ContextBudget
-from moeedge.llama.hidden_states import StateRows, StateTap
-from moeedge.llama.model import Mode, Model
+from moeedge.llama.hidden_states import StateRows, tap_states
+from moeedge.llama.model import Mode, Model, ModelInfo
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
 from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
-from moeedge.native.abi import Phase, view
+from moeedge.native import abi
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, view
 from moeedge.native.compute import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
-from moeedge.native.library import keep_activations_near, newest_instance
+from moeedge.native.library import keep_activations_near, load, newest_instance
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Cancel, Closing
 
@@ -36,6 +38,7 @@ _FLASH_ATTENTION = {
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
 }
+_TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
 _SECTION_ROPES = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)  # with four numbers for a position
 
 # (the parts of a batch that was decoded, the hidden states of its tokens: valid until the next decode)
@@ -43,6 +46,113 @@ ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
 
 # llama_cpp's own returns a pointer object, whose address costs two more calls in each step
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    """Routing of one layer in the newest verification; views of native memory that the next one overwrites.
+
+    values: float32 [T, n_experts], the router's output. selection: what the router's top-k sorts, of the same shape.
+    natural_ids, ids: int32 [T, k], the selected experts without and with the budget.
+    """
+
+    kind: abi.RouterKind
+    values: NDArray[np.float32]
+    selection: NDArray[np.float32]
+    natural_ids: NDArray[np.int32]
+    ids: NDArray[np.int32]
+
+
+class ContextBudget:
+    """The expert budget of one context: llama.cpp's eval callback keeps the experts of a verification to it.
+
+    Made before its llama.cpp context, whose parameters it changes, and closed after it.
+    `moeedge.lab.policies.expert_budget` defines the same in NumPy.
+    """
+
+    def __init__(self, info: ModelInfo, parameters: Any) -> None:
+        n_layers = len(info.used_per_layer)
+        self.budget: ExpertBudget | None = None  # of verifications; None: they use all experts that the router selects
+        self._info = info
+        self._n_used = np.asarray(info.used_per_layer, dtype=np.int32)
+        self._library = load()
+        self._handle = self._library.moeedge_budget_create(n_layers, info.n_experts, self._n_used.ctypes.data)
+        if not self._handle:
+            raise BackendError("moeedge's expert budget cannot be made: out of memory.")
+        self._layers = np.zeros(n_layers, dtype=abi.BUDGET_LAYER)
+        parameters.cb_eval = ctypes.cast(self._library.moeedge_budget_on_node, lib.ggml_backend_sched_eval_callback)
+        parameters.cb_eval_user_data = self._handle
+
+    def set(self, budget: ExpertBudget | None) -> None:
+        """Raises InputError if the budget does not suit the model."""
+        if budget is not None:
+            info = self._info
+            if info.architecture == _TWO_BLOCKS:
+                problem = "Expert budgets do not support GroveMoE, whose layers select two kinds of experts."
+                raise InputError(problem, "Leave the expert budget out.")
+            layers = np.asarray(info.expert_layers, dtype=np.intp)
+            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)
+            budgets[budgets == 0] = info.n_experts  # layers without experts
+            self.configure(budgets, BudgetRanking[budget.ranking.upper()], BudgetCoverage[budget.coverage.upper()])
+        self.budget = budget
+
+    def configure(self, budgets: NDArray[np.int32], ranking: BudgetRanking, coverage: BudgetCoverage) -> None:
+        """Sets budgets [n_layers]. Raises BackendError for values that the library does not know."""
+        budgets = np.ascontiguousarray(budgets, dtype=np.int32)
+        require(budgets.shape == self._n_used.shape, f"there must be a budget for each of {self._n_used.size} layers")
+        raw = abi.BudgetConfigStruct(int(ranking), int(coverage), budgets.ctypes.data)
+        _check_budget(self._library.moeedge_budget_configure(self._handle, ctypes.byref(raw)))
+
+    @contextmanager
+    def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
+        """Around a decode: a verification of more than one token keeps to the budget, everything else is exact."""
+        if self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
+            yield
+            return
+        try:  # Ctrl-C may come at any time
+            self.set_active(True)
+            yield
+        finally:
+            self.set_active(False)
+
+    def set_active(self, on: bool) -> None:
+        """Whether the next decodes keep to the budget."""
+        _check_budget(self._library.moeedge_budget_set_active(self._handle, int(on)))
+
+    def read(self) -> NDArray[Any]:
+        """The layers' figures since the last call, abi.BUDGET_LAYER [n_layers]; the next call reuses the array."""
+        _check_budget(self._library.moeedge_budget_read(self._handle, self._layers.ctypes.data))
+        return self._layers
+
+    def set_capture(self, on: bool) -> None:
+        """Whether `routing` has the router's values of verifications from now on."""
+        _check_budget(self._library.moeedge_budget_set_capture(self._handle, int(on)))
+
+    def routing(self, layer: int) -> LayerRouting | None:
+        """The layer's routing in the newest verification; None without one. Requires `set_capture`."""
+        raw = abi.BudgetRoutingStruct()
+        _check_budget(self._library.moeedge_budget_get_routing(self._handle, layer, ctypes.byref(raw)))
+        if raw.n_tokens == 0:
+            return None
+        wide, narrow = (raw.n_tokens, self._info.n_experts), (raw.n_tokens, int(self._n_used[layer]))
+        return LayerRouting(
+            abi.RouterKind(raw.kind),
+            view(raw.values, wide, np.float32),
+            view(raw.selection, wide, np.float32),
+            view(raw.natural_ids, narrow, np.int32),
+            view(raw.ids, narrow, np.int32),
+        )
+
+    def close(self) -> None:
+        """Frees the budget; closing twice is harmless."""
+        if self._handle:
+            self._library.moeedge_budget_destroy(self._handle)
+            self._handle = None
+
+
+def _check_budget(status: int) -> None:
+    if status < 0:
+        raise BackendError(f"moeedge's expert budget failed: {load().moeedge_last_error().decode()}")
 
 
 class Context(Closing):
@@ -74,8 +184,8 @@ class Context(Closing):
 
         n_ctx: tokens of each sequence; 0: the length that the model was trained with. n_parallel: sequences. They
             share one KV cache (llama.cpp's kv_unified), so that one graph computes a batch of all of them.
-        n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. With fewer,
-            `decode` computes a longer batch with all logits in pieces.
+        n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. `decode`
+            computes more in pieces.
         op_offload: llama.cpp's own, of large batches to a GPU, for weights in host memory, with room for them there.
         has_budget: verifications can keep to an expert budget (`set_budget`), for which llama.cpp asks about each node.
         n_snapshots: tokens of a batch that a recurrent memory can take back (`Model.keeps_snapshots`).
@@ -182,10 +292,10 @@ class Context(Closing):
         return self._capture
 
     def tap_states(self, layers: Sequence[int], read: ReadStates) -> None:
-        """Hands the hidden states of all tokens that are decoded from now on to `read`. layers: as of `StateTap`."""
+        """Hands the hidden states of all tokens that are decoded from now on to `read`. layers: as of `tap_states`."""
         info = self.model.info
-        tap = StateTap(self.handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
-        self._read_states = lambda parts, n_tokens: read(parts, tap.read(n_tokens))
+        states = tap_states(self.handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
+        self._read_states = lambda parts, n_tokens: read(parts, states(n_tokens))
 
     def set_budget(self, budget: ExpertBudget | None) -> None:
         """Sets the most experts of a verification per layer; None: all. Raises InputError for an unsuitable one."""
@@ -203,11 +313,10 @@ class Context(Closing):
     def decode(
         self, tokens: Sequence[int], *, phase: Phase, logits: WantedLogits = "last", cancel: Cancel | None = None
     ) -> Logits:
-        """Appends `tokens` to the first sequence and computes their logits.
+        """Appends `tokens` to the first sequence; returns logits float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0.
 
-        Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
-        next call. cancel: asked every 50 ms, not at the start, whether to stop in the middle of the computation, which
-        only the CPU does; small batches are asked where experts are loaded from a file.
+        They are a view of llama.cpp's buffer, valid until the next call. cancel: asked every 50 ms, not at the start,
+        whether to stop in the middle of the CPU's computation; of small batches where experts are loaded from a file.
         Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault;
         Cancelled if `cancel` returned True.
         """

@@ -63,7 +63,7 @@ class HeadKind:
     """
 
     name: Literal["mtp", "eagle3", "dflash"]
-    layers: tuple[int, ...]  # as of `StateTap`
+    layers: tuple[int, ...]  # as of `tap_states`
     n_skipped: int
     state_at: int  # entry e needs the target's state of position e + state_at
     encodes: bool = False  # the head projects the target's states to its own width first

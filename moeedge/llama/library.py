@@ -1,8 +1,7 @@
 """llama.cpp in this process: started once, its log sent to the Python logger "moeedge.llama"; its devices.
 
-llama_cpp wraps libllama only. Functions of libggml, and private ones of llama.cpp, are looked up through the handle
-`lib._lib` with ctypes, because wheels carry libggml.so and libggml.so.0 as two files: llama_cpp._ggml would load a
-second copy with a device registry of its own.
+llama_cpp wraps libllama only; llama_cpp._ggml would load a second libggml with a device registry of its own. Functions
+of libggml, and private ones of llama.cpp, are looked up through the handle `lib._lib`.
 """
 
 from __future__ import annotations
@@ -78,9 +77,9 @@ def first_error(default: str = "it gave no reason") -> str:
 def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
     """Returns llama_model_params.devices for a value of -dev: a NULL-terminated array of ggml_backend_dev_t.
 
-    A GPU's name gives that GPU; "none" and the CPU's name give no device, because the CPU computes what no listed
-    device does; DRY_RUN_GPU gives a GPU that allocates nothing; anything else ("auto", an emulated device, a remote
-    worker) gives every GPU of this machine. A remote worker is never listed: llama.cpp would put entire layers there.
+    A GPU's name gives that GPU; "none" and the CPU's name none, as the CPU computes what no listed device does;
+    DRY_RUN_GPU one that allocates nothing; anything else ("auto", an emulated device, a remote worker) every GPU of
+    this machine. A remote worker is never listed: llama.cpp would put entire layers there.
     """
     if name == DRY_RUN_GPU:
         return (ctypes.c_void_p * 2)(dry_run_gpu(), None)

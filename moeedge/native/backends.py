@@ -152,9 +152,8 @@ def requested_files() -> list[Path]:
 
 
 def load_backend(path: Path | str) -> LoadedBackend:
-    """Load a ggml backend and register its devices with the llama.cpp of this process; a file is loaded once.
+    """Load a ggml backend, once, and register its devices with llama.cpp, before the model is loaded that uses them.
 
-    Call it before the model is loaded that shall use its devices.
     Raises BackendFileError where the file is missing or is no backend of this ggml, needs a library that is missing,
     is registered already, or finds no device.
     """
@@ -166,10 +165,9 @@ def load_backend(path: Path | str) -> LoadedBackend:
 
 
 def attach() -> None:
-    """Registers our backend and the files of $GGML_BACKEND_PATH; what is registered already stays as it is.
+    """Registers our backend and the files of $GGML_BACKEND_PATH, once, before the first context is made.
 
-    Call it before the first context is made. Contexts start with `OffloadScope.NONE`, so that llama.cpp makes its
-    automatic choices (flash attention, fused operations) as in stock; the engine raises the scope afterwards.
+    Contexts start with `OffloadScope.NONE`: llama.cpp makes its automatic choices (flash attention) as in stock.
     """
     _register_ours()
     for path in requested_files():

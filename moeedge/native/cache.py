@@ -1,7 +1,6 @@
-"""The expert cache of one session: which experts are on a device, and which to move there next.
+"""The expert cache of one session, which moves experts from the model's files to slots on a device in its own thread.
 
-The cache moves experts in its own thread, from the model's files to slots on the device; a context that it is attached
-to computes with the resident ones. Only `drain`, `demand`, `clear` and `close` wait for transfers.
+Contexts that it is attached to compute with the resident ones. Only `drain`, `demand`, `clear` and `close` wait.
 """
 
 from __future__ import annotations
@@ -175,11 +174,10 @@ class ExpertCache(Closing):
             self.read_from(self._ram)
 
     def resize(self, ratio: float) -> None:
-        """Free all memory on the device and allocate slots for a share `ratio` of the experts; no decode may run.
+        """Free all memory on the device and allocate empty slots for a share `ratio` of the experts; no decode may run.
 
-        The slots are empty then. Attached contexts stay attached, settings stay, counters go on; records of blocks that
-        were not read are dropped. Staging slots go with a ratio of 0, which is what remains where not even one slot per
-        group fits. Raises what else opening it raises, and the cache is closed.
+        Contexts, settings and counters stay; records of blocks that were not read are dropped. Where not even one slot
+        per group fits the ratio is 0, without staging slots. Raises as opening, and the cache is closed then.
         """
         for path, version in zip(self._config.files, self._files, strict=True):
             if version is not None and _version(path) != version:
@@ -223,11 +221,9 @@ class ExpertCache(Closing):
     def plan(self, uploads: Ints, priority: NDArray[np.uint8], victims: Ints, victim_utility: Floats) -> None:
         """Replace the queue; transfers under way continue.
 
-        uploads: int32 [n, 2] (layer, expert), moved by priority, highest first, then by layer, then in this order;
-            experts that are resident or in flight are left out.
-        priority: uint8 [n].
-        victims: int32 [m, 2] (layer, expert) that may be evicted for them; victim_utility: float32 [m], the lowest is
-            evicted first.
+        uploads: int32 [n, 2] (layer, expert), moved by priority (uint8 [n]), highest first, then by layer, then in this
+        order; experts that are resident or in flight are left out. victims: int32 [m, 2] (layer, expert) that may be
+        evicted for them; victim_utility: float32 [m], the lowest is evicted first.
         """
         uploads, priority = np.ascontiguousarray(uploads, np.int32), np.ascontiguousarray(priority, np.uint8)
         victims, victim_utility = _victims(victims, victim_utility)
@@ -252,10 +248,9 @@ class ExpertCache(Closing):
         self._call("set_utilities", np.ascontiguousarray(utilities, np.float32))
 
     def limit(self, n_slots: int) -> None:
-        """Use about `n_slots` slots of a cache in RAM from now on, at least one per group, at most as at first.
+        """Use about `n_slots` slots of a cache in RAM, at least one per group, at most as at first; from any thread.
 
-        The most useful experts stay, and the memory of the other slots goes back to the system. From any thread, also
-        during a decode. Other caches raise BackendError.
+        The most useful experts stay. Other caches raise BackendError.
         """
         self._call("limit", n_slots)
         self.info = from_c(CacheInfo, self._filled("get_info", CacheInfo))
@@ -340,10 +335,9 @@ class ExpertCache(Closing):
         self._settings[name] = arguments
 
     def read_from(self, ram: ExpertCache) -> None:
-        """Read experts from the slots of a cache in RAM, and those that it does not hold past the page cache.
+        """Read experts from the slots of a cache in RAM, and others past the page cache; again after it was resized.
 
-        To be called again after `ram` was resized; until then the files are read. Raises BackendError for a cache that
-        is not in RAM, or of another model's experts.
+        Raises BackendError for a cache that is not in RAM, or of another model's experts.
         """
         self._call("set_ram", ram._cache)
         self._ram = ram
