@@ -1,7 +1,4 @@
-"""Answers: their tokens, when they end, their figures.
-
-A text is decoded alone, or several share each step's batch: they join it between steps and leave it at their end.
-"""
+"""Answers: their tokens, when they end, their figures; of one text, or of several that share each step's batch."""
 
 from __future__ import annotations
 

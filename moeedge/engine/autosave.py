@@ -54,13 +54,10 @@ class UnfinishedChat:
 
 
 class Autosave:
-    """Writes one chat. The file is made with the first message, and removed by `close` unless it should stay.
-
-    `warning` is a sentence once the file cannot be written; nothing is written from then on, and the chat goes on.
-    """
+    """Writes one chat. The file is made with the first message, and removed by `close` unless it should stay."""
 
     def __init__(self, folder: Callable[[], Path], origin: Origin) -> None:
-        self.warning = ""
+        self.warning = ""  # a sentence once the file cannot be written; the chat goes on unsaved
         self._folder = folder
         self._origin = origin
         self._path: Path | None = None

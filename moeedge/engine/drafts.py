@@ -33,10 +33,6 @@ class Proposal:
     # float32 [n_tokens, n_embd], of the token emitted last and of all drafts except the last; None where not kept
     hidden_states: StateRows | None = None
 
-    def first(self, n: int) -> Proposal:
-        """At most the first `n` tokens, of n-grams."""
-        return Proposal(self.tokens[:n], self.candidates[:n], self.confidences[:n])
-
 
 class DraftRequest(NamedTuple):
     """A text's request to its source.
@@ -168,11 +164,7 @@ class ContextDraft(DraftSource):
 
 
 class ModelDraft(ContextDraft):
-    """A draft model that samples from its own distribution under the target's sampling settings.
-
-    Between steps its KV cache holds a prefix of the accepted history. After a full acceptance it lacks the last drafted
-    token, which no later token needed; the next proposal decodes it first.
-    """
+    """A draft model that samples under the target's settings; its KV cache holds a prefix of the accepted history."""
 
     def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
         n_held = self.sequence.keep_prefix(history[:-1])

@@ -160,10 +160,9 @@ class GrammarPath(list[int]):
 
 
 class GrammarSampler(Sampler):
-    """Draws the tokens of one answer, which follows `config.grammar`. begun: tokens that the answer has already.
+    """Draws the tokens of one answer, which follows `config.grammar` after the text `after` that ends reasoning.
 
-    after: a text that ends reasoning, with which the answer begins: the grammar holds after it; empty: from the first
-    token on. Raises InputError for a grammar that cannot be parsed, or that the begun tokens do not follow.
+    begun: its first tokens. Raises InputError for a wrong grammar, or one that the begun tokens do not follow.
     """
 
     def __init__(self, config: SamplingConfig, model: Model, begun: Sequence[int] = (), after: str = "") -> None:

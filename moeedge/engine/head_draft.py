@@ -115,10 +115,7 @@ class DraftHead:
 
 
 class HeadDraft(ContextDraft):
-    """Drafts of one text by a head; between steps its KV cache holds entries with the target's states only.
-
-    The target's decode takes back the entries of drafts, so that a rollback has nothing to do.
-    """
+    """Drafts of one text by a head, whose entries the target's decode takes back: a rollback has nothing to do."""
 
     def __init__(self, head: DraftHead, *, n_vocab: int) -> None:
         super().__init__(head.context, n_vocab=n_vocab, is_eog=head.target.model.is_eog)
@@ -154,10 +151,7 @@ class HeadDraft(ContextDraft):
 
 
 class ChainDraft(HeadDraft):
-    """Drafts of one text by several heads of the model, one draft each.
-
-    A head reads the last token and all drafts before its own, in place of the entries of the head before.
-    """
+    """Drafts of one text by several heads, one each, which read the last token and all drafts before their own."""
 
     def _propose(self, request: DraftRequest) -> Proposal:
         head, sequence, history = self.head, self.sequence, request.history
@@ -185,7 +179,7 @@ class BlockDraft(HeadDraft):
     def _propose(self, request: DraftRequest) -> Proposal:
         block, history, sequence = self.head.context.kind.block, request.history, self.sequence
         assert block is not None
-        n_drafts = min(request.gamma, block.n_drafts_max)
+        n_drafts = min(request.gamma, block.n_tokens - block.first)
         self.head.extend(sequence.index, history[sequence.n_past : -1])
         n_held = sequence.n_past
         try:

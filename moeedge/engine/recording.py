@@ -105,10 +105,7 @@ def record_routing(
 
 
 class TraceCollector:
-    """An observer that turns the sensor's frames into trace rows, also of rejected drafts.
-
-    Append one to `session.observers`, call `begin` before every answer, `trace` at the end.
-    """
+    """An observer for `session.observers`: turns the sensor's frames into trace rows, also of rejected drafts."""
 
     def __init__(self, meta: TraceMeta) -> None:
         self.meta = meta

@@ -160,11 +160,7 @@ class Sampler:
     def accept(
         self, logits: FloatRow, drafts: Sequence[int], proposals: Sequence[Candidates], history: Sequence[int]
     ) -> tuple[int, int]:
-        """The number of accepted drafts, and the target's own token after them.
-
-        logits: float32 [len(drafts) + 1, n_vocab], the target's after the last token of `history` and after each draft.
-        proposals: the distribution of each draft.
-        """
+        """The number of accepted drafts, and the target's token. logits: float32 [len(drafts) + 1, n_vocab]."""
         seen = self._verified(history)
         for i, token in enumerate(drafts):
             replacement = self._verify(logits[i], seen, token, proposals[i])

@@ -224,8 +224,7 @@ class Session(Closing):
     ) -> ParallelGeneration:
         """Answers several prompts, EngineConfig.n_parallel of them at a time; the others wait for one to end.
 
-        Each answer is what `generate` gives for its prompt alone. sampling: of all texts, or of each. n_predict,
-        cancel, ignore_eos and errors: as of `generate`. `draft` and `gamma` are those of the session now.
+        Each is the answer of `generate`, whose other parameters and errors these are. sampling: of all, or of each.
         """
 
         def new_answer(prompt: Sequence[int], n_predict: int, sampling: SamplingConfig) -> Answer:
@@ -255,10 +254,7 @@ class Session(Closing):
         return self._loop
 
     def _new_text(self, tokens: Sequence[int], sampling: SamplingConfig, begun: Sequence[int] = ()) -> dict[str, Any]:
-        """Fields of an Answer to a text in the first sequence that ends with `begun`; n_predict and ignore_eos lack.
-
-        Raises InputError for a wrong grammar, or length.
-        """
+        """The fields of an Answer to a prompt that ends with `begun`, but n_predict, ignore_eos. Raises InputError."""
         prompt = [int(token) for token in tokens]
         if not prompt:
             raise EmptyPromptError("The prompt is empty.", "Type something, or give -p TEXT.")
@@ -331,10 +327,9 @@ class Session(Closing):
             self.placement.watch_memory()
 
     def measure_postponed(self, cancel: Cancel) -> None:
-        """Measures what `PlacementConfig.calibrate_later` has left for after the first answer; nothing after that.
+        """Measures what `PlacementConfig.calibrate_later` left for after the first answer, once, between answers.
 
-        cancel: asked now and then; after True a later call measures. Between answers: the KV caches are empty then, and
-        `placement` is None where a cache that was not asked for does not pay.
+        cancel: after True a later call measures. `placement` is None then where a cache of no option does not pay.
         """
         placement = self.placement
         if placement is None or placement.postponed is None or placement.lost or self._fell_back:
@@ -388,8 +383,7 @@ def prepare_answers(
 ) -> list[str]:
     """Sets the chat template of the next prompts; with a grammar a model that can leave out thinking does so.
 
-    Returns sentences about what has no effect or follows. Raises InputError for what the template cannot do, and for a
-    grammar that the model's vocabulary does not allow.
+    Returns notes. Raises InputError for what the template or, with a grammar, the model's vocabulary cannot do.
     """
     notes = [] if raw else session.model.check_template(template)
     if sampling.grammar:

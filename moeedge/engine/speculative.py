@@ -152,7 +152,10 @@ class SpeculativeLoop:
         choice = self.governor.choose(copied.confidences[0] if copied.confidences else None)
         gamma = min(choice.gamma, most)
         by_ngrams = choice.source == "ngram"
-        [record] = self._step([gamma], copied.first(gamma) if by_ngrams else None)
+        proposal = None
+        if by_ngrams:
+            proposal = Proposal(copied.tokens[:gamma], copied.candidates[:gamma], copied.confidences[:gamma])
+        [record] = self._step([gamma], proposal)
         record.choice = choice
         n_compared = min(len(copied.tokens), len(record.tokens))
         n_equal = next((i for i in range(n_compared) if copied.tokens[i] != record.tokens[i]), n_compared)

@@ -33,11 +33,7 @@ _QUICK_TOKENS = 32  # a batch of at most so many is not asked to stop, unless it
 _STOPPED = 2  # result of llama_decode: its abort callback said so
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
-_FLASH_ATTENTION = {
-    "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
-    "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-    "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
-}
+_FLASH_ATTENTION = {"auto": "AUTO", "off": "DISABLED", "on": "ENABLED"}  # LLAMA_FLASH_ATTN_TYPE_...
 _TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
 _SECTION_ROPES = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)  # with four numbers for a position
 
@@ -50,17 +46,13 @@ _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_log
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """Routing of one layer in the newest verification; views of native memory that the next one overwrites.
-
-    values: float32 [T, n_experts], the router's output. selection: what the router's top-k sorts, of the same shape.
-    natural_ids, ids: int32 [T, k], the selected experts without and with the budget.
-    """
+    """Routing of one layer in the newest verification; views of native memory that the next one overwrites."""
 
     kind: abi.RouterKind
-    values: NDArray[np.float32]
-    selection: NDArray[np.float32]
-    natural_ids: NDArray[np.int32]
-    ids: NDArray[np.int32]
+    values: NDArray[np.float32]  # [T, n_experts], the router's output
+    selection: NDArray[np.float32]  # [T, n_experts], sorted by the router's top-k
+    natural_ids: NDArray[np.int32]  # [T, k], the selected experts without the budget
+    ids: NDArray[np.int32]  # [T, k], with it
 
 
 class ContextBudget:
@@ -156,10 +148,7 @@ def _check_budget(status: int) -> None:
 
 
 class Context(Closing):
-    """The KV cache and compute buffers of one model, for one text, or for several that are decoded together.
-
-    `sequences` are its texts (`ContextSequence`). `decode`, `n_past` and `trim` are those of the first.
-    """
+    """The KV cache and compute buffers of a model, for `sequences` of tokens; `decode` and `trim` are of the first."""
 
     state_width = 0  # of the hidden states that come with each token; 0: none do, as the model is no draft head
     states_alone = False  # and come without tokens
@@ -515,7 +504,7 @@ def _parameters(settings: ContextSettings, n_threads: int) -> Any:
     parameters.no_perf = True
     parameters.type_k = KV_TYPES[settings.type_k].ggml_type
     parameters.type_v = KV_TYPES[settings.type_v].ggml_type
-    parameters.flash_attn_type = _FLASH_ATTENTION[settings.flash_attn]
+    parameters.flash_attn_type = getattr(lib, f"LLAMA_FLASH_ATTN_TYPE_{_FLASH_ATTENTION[settings.flash_attn]}")
     rope = settings.rope
     if rope.scaling is not None:
         parameters.rope_scaling_type = getattr(lib, f"LLAMA_ROPE_SCALING_TYPE_{rope.scaling.upper()}")

@@ -48,15 +48,10 @@ class BlockLayout:
     first: int  # of the block's rows, that predicts a draft: 1, or 0 where the last token's own row does
     causal: bool  # attention within the block
 
-    @property
-    def n_drafts_max(self) -> int:
-        """Drafts that a block predicts at most."""
-        return self.n_tokens - self.first
-
 
 @dataclass(frozen=True)
 class HeadKind:
-    """A draft head, and what it reads of its target.
+    """A draft head, and the states that it reads of its target.
 
     An entry of its KV cache is made of a token and the target's state of the position before it; of a DFlash draft, of
     the target's state alone. The first `n_skipped` tokens of a text have no entry.
@@ -74,7 +69,7 @@ class HeadKind:
     def n_drafts_max(self) -> int | None:
         """Drafts of a step at most; None: no limit."""
         if self.block is not None:
-            return self.block.n_drafts_max
+            return self.block.n_tokens - self.block.first
         return self.n_heads if self.n_heads > 1 else None
 
 

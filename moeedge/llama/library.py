@@ -29,7 +29,6 @@ _CONTINUED = 5  # the text continues the previous line
 _FUNCTION_NAME = re.compile(r"^[a-z0-9]+_\w+: +")  # stripped from errors
 
 _lock = threading.Lock()
-_started = False
 _error_lines: deque[str] = deque(maxlen=8)
 _partial = ""
 _partial_level = logging.DEBUG
@@ -56,11 +55,8 @@ _log_callback = lib.llama_log_callback(_on_log)
 
 def start() -> None:
     """Registers the log callback, our backend and those that the user names; must run before a model is loaded."""
-    global _started
     with _lock:
-        if not _started:
-            lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
-            _started = True
+        lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
         native.attach()
 
 

@@ -342,10 +342,7 @@ class Model(Closing):
 
 
 def _n_host_layers(n_layers: int, n_gpu_layers: int) -> int | None:
-    """llama.cpp's first layers, which are in host memory next to a GPU; None: all tensors are, the output included.
-
-    n_layers: all of the file, also those that predict further tokens. n_gpu_layers: negative means all.
-    """
+    """llama.cpp's first layers, in host memory next to a GPU; None: all `n_layers` of the file, and the output."""
     if n_gpu_layers == 0:
         return None
     return 0 if n_gpu_layers < 0 else max(n_layers + 1 - n_gpu_layers, 0)

@@ -1,8 +1,4 @@
-"""The chat template that writes prompts, and the texts that begin and end a model's reasoning, as it says.
-
-The tags are the text around the reasoning of an answer that the template renders, or, of templates that cut earlier
-reasoning off, an end tag in their source.
-"""
+"""The chat template that writes prompts, and the texts that begin and end a model's reasoning, which it tells."""
 
 from __future__ import annotations
 

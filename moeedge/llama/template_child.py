@@ -61,23 +61,19 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _rendered(template: Any, given: dict[str, Any], limit: int) -> dict[str, Any]:
-    pieces, n_characters = [], 0
-    for piece in template.generate(given):
-        pieces.append(piece)
-        n_characters += len(piece)
-        if n_characters > limit:
-            return {}
-    return {"text": "".join(pieces)}
-
-
 def _answer(line: bytes) -> dict[str, Any]:
     try:
         request = json.loads(line)
         template, variables = _compiled(request["source"])
-        if "given" in request:
-            return _rendered(template, request["given"], MORE_CHARACTERS + 4 * len(line))
-        return {"variables": variables}
+        if "given" not in request:
+            return {"variables": variables}
+        pieces, n_left = [], MORE_CHARACTERS + 4 * len(line)
+        for piece in template.generate(request["given"]):
+            pieces.append(piece)
+            n_left -= len(piece)
+            if n_left < 0:
+                return {}
+        return {"text": "".join(pieces)}
     except MemoryError:
         return {}
     except Exception as error:  # whatever a template's own expressions raise

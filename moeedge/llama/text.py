@@ -61,9 +61,9 @@ class _TemplateProcess:
             self._process.returncode = 0  # never awaited here
             self._process = None
 
-    def ask(self, source: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer of `template_child` about a template. Raises _TemplateError, _LimitError, EngineError."""
-        request = {"source": source} if given is None else {"source": source, "given": given}
+        request = {"source": source} if variables is None else {"source": source, "given": variables}
         with self._lock:
             reply = self._exchange(json.dumps(request).encode() + b"\n")
         answer: dict[str, Any] = json.loads(reply) if reply else {}
@@ -155,8 +155,7 @@ class BuiltinFormat:
 class ChatFormat:
     """A chat template, rendered with limits and in Jinja's sandbox because templates come from model files.
 
-    is_given: by the user and not by the model. Raises EngineError for a template that Jinja cannot parse, InputError
-    for a given one and for one that takes too much to parse.
+    is_given: by the user. Raises EngineError (given: InputError) where it cannot be parsed, InputError beyond limits.
     """
 
     def __init__(self, template: str | None, *, bos: str = "", eos: str = "", is_given: bool = False) -> None:

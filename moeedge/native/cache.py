@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import c_char, c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,11 +139,7 @@ class ExpertCache(Closing):
     """An open expert cache; `close` (or leaving the context) ends it."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Allocates the slots and starts the mover.
-
-        Raises DeviceError (unknown or unusable device), ModelFileError (unreadable or too short), EngineError (not even
-        one slot per group fits), BackendError.
-        """
+        """Raises DeviceError, ModelFileError (unreadable, too short), EngineError (no slot per group), BackendError."""
         self._config = config
         self._library = load()
         self._attached: list[Sensor] = []
@@ -248,10 +245,7 @@ class ExpertCache(Closing):
         self._call("set_utilities", np.ascontiguousarray(utilities, np.float32))
 
     def limit(self, n_slots: int) -> None:
-        """Use about `n_slots` slots of a cache in RAM, at least one per group, at most as at first; from any thread.
-
-        The most useful experts stay. Other caches raise BackendError.
-        """
+        """Keep the most useful experts in about `n_slots` slots of RAM; any thread. Other caches raise BackendError."""
         self._call("limit", n_slots)
         self.info = from_c(CacheInfo, self._filled("get_info", CacheInfo))
 
@@ -335,10 +329,7 @@ class ExpertCache(Closing):
         self._settings[name] = arguments
 
     def read_from(self, ram: ExpertCache) -> None:
-        """Read experts from the slots of a cache in RAM, and others past the page cache; again after it was resized.
-
-        Raises BackendError for a cache that is not in RAM, or of another model's experts.
-        """
+        """Read experts from a cache in RAM, others past the page cache; anew after its resize. Raises BackendError."""
         self._call("set_ram", ram._cache)
         self._ram = ram
 
@@ -374,11 +365,10 @@ class ExpertCache(Closing):
 
 
 def _version(path: Path) -> FileVersion | None:
-    """Its version; None: it cannot be looked up."""
-    try:
+    """Its version; None where the system does not tell."""
+    with suppress(OSError):
         return FileVersion.of(path)
-    except OSError:
-        return None
+    return None
 
 
 def _victims(victims: Ints, utility: Floats) -> tuple[Ints, Floats]:

@@ -32,21 +32,14 @@ _REASONS = {-1: "its context is closed", -2: "bad argument", -3: "out of memory"
 
 @dataclass(frozen=True)
 class Frame:
-    """Routing of one graph (one ubatch). The arrays are views of native memory, valid until 8 further graphs ran.
-
-    phase: a `Phase`, never AUTO.
-    layer_tokens: int32 [n_layers], tokens of each layer; 0 for a layer without experts. The last layer has only the
-        tokens whose logits were requested.
-    ids: int32 [n_layers, n_tokens, n_used], the experts of each token, best first; undefined past layer_tokens.
-    weights: float32 [n_layers, n_tokens, n_used], the router's weights as the model applies them.
-    """
+    """Routing of one graph (one ubatch). The arrays are views of native memory, valid until 8 further graphs ran."""
 
     serial: int
-    phase: int
+    phase: int  # a `Phase`, never AUTO
     n_tokens: int
-    layer_tokens: NDArray[np.int32]
-    ids: NDArray[np.int32]
-    weights: NDArray[np.float32]
+    layer_tokens: NDArray[np.int32]  # [n_layers], 0: without experts; the last layer has only those with logits
+    ids: NDArray[np.int32]  # [n_layers, n_tokens, n_used], best first; undefined past layer_tokens
+    weights: NDArray[np.float32]  # [n_layers, n_tokens, n_used], as the model applies them
 
 
 @dataclass(frozen=True)
@@ -146,36 +139,27 @@ class Sensor(Instance):
 
 @dataclass(frozen=True)
 class Activations:
-    """One kind of activations of the newest small batch; views of native memory that the next one overwrites.
-
-    layer_tokens: int32 [n_layers], rows of each layer; 0: the layer was not captured.
-    rows: float32 [n_layers, CAPTURED_TOKENS, n_embd or n_experts].
-    """
+    """One kind of activations of the newest small batch; views of native memory that the next one overwrites."""
 
     serial: int  # 1, 2, ...; 0: none yet
-    layer_tokens: NDArray[np.int32]
-    rows: NDArray[np.float32]
+    layer_tokens: NDArray[np.int32]  # [n_layers], rows of each layer; 0: not captured
+    rows: NDArray[np.float32]  # [n_layers, CAPTURED_TOKENS, n_embd or n_experts]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A MoE block that is computed next (in a dense model: an FFN); copies.
-
-    ids: int32 [n_tokens, n_used], the selected experts; None in a dense model.
-    inputs: float32 [n_tokens, n_embd], the router's input; None where it is not known.
-    """
+    """A MoE block that is computed next (in a dense model: an FFN); copies."""
 
     layer: int
     phase: int
-    ids: NDArray[np.int32] | None
-    inputs: NDArray[np.float32] | None
+    ids: NDArray[np.int32] | None  # [n_tokens, n_used], the selected experts; None in a dense model
+    inputs: NDArray[np.float32] | None  # [n_tokens, n_embd], of the router; None where it is not seen
 
 
 class ActivationCapture(Instance):
     """Capture and hook of one context, named by the id of its instance; `close` may be called twice.
 
-    Set it up before the context's first decode, or have llama.cpp build its next graph anew: llama.cpp would reuse the
-    last graph, whose memory layout does not keep the activations.
+    Set it up before the context's first decode, or have llama.cpp build a graph anew: the last keeps no activations.
     """
 
     def __init__(self, instance: int, *, n_layers: int, n_embd: int, n_experts: int) -> None:
