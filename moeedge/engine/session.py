@@ -224,7 +224,8 @@ class Session(Closing):
     ) -> ParallelGeneration:
         """Answers several prompts, EngineConfig.n_parallel of them at a time; the others wait for one to end.
 
-        Each is the answer of `generate`, whose other parameters and errors these are. sampling: of all, or of each.
+        Each answer is that of `generate` for its prompt alone, and so are other parameters and errors. sampling: of all
+        texts, or of each. `draft` and `gamma` are those of the session now.
         """
 
         def new_answer(prompt: Sequence[int], n_predict: int, sampling: SamplingConfig) -> Answer:
@@ -329,7 +330,8 @@ class Session(Closing):
     def measure_postponed(self, cancel: Cancel) -> None:
         """Measures what `PlacementConfig.calibrate_later` left for after the first answer, once, between answers.
 
-        cancel: after True a later call measures. `placement` is None then where a cache of no option does not pay.
+        cancel: after True a later call measures. Afterwards the KV caches are empty, and `placement` is None where a
+        cache that no option named does not pay.
         """
         placement = self.placement
         if placement is None or placement.postponed is None or placement.lost or self._fell_back:

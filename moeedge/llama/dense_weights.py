@@ -1,7 +1,8 @@
 """A model whose experts stay in its file: the other weights are read and kept in memory.
 
 llama.cpp maps such a file lazily (`moeedge.native.mapping`). The pages of its dense weights get memory of their own,
-or stay in the page cache, and are locked as far as the limit of locked memory allows.
+which the kernel does not drop and changes of the file do not reach, where that is possible; else they are in the page
+cache. Either way they are locked as far as the limit of locked memory allows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from moeedge.hardware.memory import fits
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import LAYER, GgufTensor
 from moeedge.native import mapping
-from moeedge.native.mapping import FileVersion, Mapped, pages_of
+from moeedge.native.mapping import N_READERS, PIECE_BYTES, FileVersion, Mapped, mapped, pages_of
 
 _PADDING_BYTES = 4096  # tensors are aligned by less
 
@@ -50,7 +51,7 @@ class SplitWeights:
 
     @classmethod
     def read(cls, path: Path, *, n_layers: int | None = None) -> SplitWeights:
-        """Reads all headers. n_layers: experts of blocks after so many layers (MTP heads) are dense weights."""
+        """Reads all headers; experts of blocks after `n_layers` layers (MTP) are dense. Raises ModelFileError."""
         versions = {file: _version(file) for file in gguf_file.parts(path)}
         experts, _ = gguf_file.expert_tensors(path, n_layers=n_layers)
         names, tensors = {tensor.name for tensor in experts}, gguf_file.read_all_tensors(path)
@@ -64,14 +65,14 @@ class SplitWeights:
         return max((1 + int(layer[1]) for layer in layers if layer), default=0)
 
     def read_ahead(self, n_host_experts: int | None = None) -> None:
-        """Reads dense tensors, and experts after the first `n_host_experts` layers (None: none) into the page cache."""
+        """Reads dense tensors and experts after `n_host_experts` layers, into the page cache. Raises ModelFileError."""
         on_gpu = [] if n_host_experts is None else [t for t in self.experts if not t.is_on_host(n_host_experts)]
         for path, ranges in ranges_by_file([*self.dense, *on_gpu]).items():
             _read_ahead(path, ranges)
 
     def mapped(self) -> frozenset[Mapped]:
         """Where the files are mapped by now."""
-        return frozenset(each for file in self.files for each in mapping.mapped(file))
+        return frozenset(each for file in self.files for each in mapped(file))
 
     def keep_dense(self, before: frozenset[Mapped], *, n_host_layers: int | None) -> DenseWeights:
         """Reads the dense tensors that are in host memory into memory of their own, and locks them.
@@ -80,9 +81,7 @@ class SplitWeights:
         Raises ModelFileError if a file cannot be read or has changed.
         """
         on_host = ranges_by_file([tensor for tensor in self.dense if tensor.is_on_host(n_host_layers)])
-        pages = {
-            file: pages_of([m for m in mapping.mapped(file) if m not in before], on_host[file]) for file in on_host
-        }
+        pages = {file: pages_of([m for m in mapped(file) if m not in before], on_host[file]) for file in on_host}
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
         own_bytes = 0
         if fits(n_pages_bytes):
@@ -113,7 +112,7 @@ class SplitWeights:
 def let_experts_read_ahead(path: Path) -> None:
     """Lets faults in the experts' ranges read ahead again, for a model that is computed from the mapped file."""
     for file, ranges in ranges_by_file(SplitWeights.read(path).experts).items():
-        mapping.advise_normal(pages_of(mapping.mapped(file), ranges))
+        mapping.advise_normal(pages_of(mapped(file), ranges))
 
 
 def _version(file: Path) -> FileVersion:
@@ -133,11 +132,9 @@ def _cannot_read(file: Path, error: OSError) -> ModelFileError:
 def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
     """Reads ranges into the page cache in large requests."""
     ends = [(offset, offset + n_bytes) for offset, n_bytes in ranges]
-    pieces = [
-        (at, min(mapping.PIECE_BYTES, end - at)) for start, end in ends for at in range(start, end, mapping.PIECE_BYTES)
-    ]
+    pieces = [(at, min(PIECE_BYTES, end - at)) for start, end in ends for at in range(start, end, PIECE_BYTES)]
     try:
-        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(mapping.N_READERS) as pool:
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(N_READERS) as pool:
             descriptor = file.fileno()
             if hasattr(os, "posix_fadvise"):  # the kernel reads no more than what is asked for
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
