@@ -77,7 +77,7 @@ class Conversation:
         self.messages.clear()
         self.budgets.clear()
 
-    def note_budget(self, label: str) -> None:
+    def add_budget(self, label: str) -> None:
         """Remember that an answer begins under an expert budget; an empty label: without one."""
         if label and label not in self.budgets:
             self.budgets.append(label)

@@ -224,17 +224,17 @@ class _Search:
             wide = self._measure_wide(splits[0], streams_ts)
             splits = [wide] if wide is not None else splits
         tensors, _ = gguf_file.expert_tensors(self._config.model, n_layers=info.n_layers)
-        whole = self._measure_whole(tensors, info.n_layers, room_bytes)
-        splits += [] if whole is None else [whole]
-        if whole is not None and n_slots:
+        uncached = self._measure_whole(tensors, info.n_layers, room_bytes)
+        splits += [] if uncached is None else [uncached]
+        if uncached is not None and n_slots:
             estimate = StepEstimate(
                 n_layers=info.n_expert_layers,
                 n_experts=info.n_experts,
                 n_slots=n_slots,
                 cached=cached,
                 plain_step_s=plain_step_s,
-                n_whole=whole.n_whole,
-                whole_step_s=whole.step_s,
+                n_whole=uncached.n_whole,
+                whole_step_s=uncached.step_s,
                 overhead_s=calibration.units.block_overhead_s if calibration is not None and calibration.units else 0.0,
             )
             n_between = estimate.best_between() or 0

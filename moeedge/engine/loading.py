@@ -210,7 +210,7 @@ def make_head_context(config: EngineConfig, model: Model, kind: HeadKind, target
 
 @dataclass(frozen=True)
 class ChosenDraft:
-    """Where drafts come from: `model`, `head` (of `model`, or the target's own without one), n-grams, or nowhere."""
+    """Where drafts come from: `model`, `head` (of `model`, or the target's own without one), n-grams, or none."""
 
     model: Model | None = None
     n_common: int = 0  # token ids that draft and target have

@@ -82,7 +82,7 @@ def find_reasoning_tags(template: ChatFormat | BuiltinFormat) -> ReasoningTags |
     head, thought, tail = text.partition(_THOUGHT)
     if thought and _ANSWER in tail:
         pairs = enumerate(zip(head, before, strict=False))
-        n_common = next((i for i, (one, other) in pairs if one != other), min(len(head), len(before)))
+        n_common = next((i for i, (written, prompted) in pairs if written != prompted), min(len(head), len(before)))
         start = head[n_common:].strip()
         if not (start and before.strip() and head.startswith(before[: len(before.rstrip())])):
             start = _first(_LAST_TAG.search(head))  # the prompt contains the start tag, or ends in another way
