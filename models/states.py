@@ -13,7 +13,7 @@ from tqdm import tqdm
 from models.data import batch
 from models.llama_runner import Runner
 from models.tokenizer import build
-from moeedge.llama.hidden_states import StateTap
+from moeedge.llama.hidden_states import tap_states
 
 N_KEPT = 8  # of the target's likeliest next tokens
 
@@ -47,7 +47,7 @@ def record(
     tokenizer = read_tokenizer(target)
     with Runner(target, n_ctx=n_time, n_threads=threads) as runner:
         n_layers, n_embd = (int(runner.meta(f"qwen3moe.{key}")) for key in ("block_count", "embedding_length"))
-        tap = StateTap(runner.context, layers, n_layers=n_layers, n_embd=n_embd)
+        read_states = tap_states(runner.context, layers, n_layers=n_layers, n_embd=n_embd)
         for i, path in enumerate(tqdm(paths, desc="states", mininterval=10)):
             if path.exists():
                 continue
@@ -56,7 +56,7 @@ def record(
             for row in tokens.tolist():
                 runner.cut(0)
                 logits = runner.eval(row)
-                states.append(tap.read(n_time).astype(np.float16))
+                states.append(read_states(n_time).astype(np.float16))
                 likeliest, p = best(logits)
                 ids.append(likeliest)
                 probabilities.append(p)

@@ -1,7 +1,4 @@
-"""Answers: their tokens, when they end, their figures.
-
-A text is decoded alone, or several share each step's batch: they join it between steps and leave it at their end.
-"""
+"""Answers: their tokens, when they end, their figures; of one text, or of several that share each step's batch."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ class StopTexts:
         return any(text in seen for text in self._data)
 
     def show(self, piece: str, *, last: bool = False) -> str:
-        """What can be shown after the next `piece`: up to one of the texts, and nothing that may begin one.
-
-        last: no more text comes.
-        """
+        """The text to show after the next `piece`: up to a stop text, without what may begin one, unless `last`."""
         if not self._texts:
             return piece
         text, self._held = self._held + piece, ""
@@ -62,12 +56,11 @@ def _n_begun(text: str, stop: str) -> int:
 class Answer:
     """`tokens` are the visible ones so far (without a stop token), `text` is what was read of them.
 
-    `stop_reason` is None while it runs, `notes` holds a sentence for each thing to report to the user: context full,
-    context shifted. n_predict: tokens, -1: no limit. gamma: drafts of a step. n_ctx: tokens of prompt and answer.
-    n_keep: tokens at the start that a context shift does not drop. ignore_eos: stop tokens do not end the answer.
-    reasoning_tags: the texts around reasoning in `text`, control tokens included; None where the model's template knows
-    no reasoning. begins_in_reasoning: the prompt ends with their first. begun: the first tokens of the answer, if it
-    goes on where an earlier one was cut off; they are the end of the prompt.
+    `stop_reason` is None while it runs, `notes` are sentences for the user: context full, context shifted. n_predict:
+    tokens, -1: no limit. gamma: drafts of a step. n_ctx: tokens of prompt and answer. n_keep: first tokens that a
+    context shift does not drop. ignore_eos: stop tokens do not end the answer. reasoning_tags: the texts around
+    reasoning in `text`, control tokens included. begins_in_reasoning: the prompt ends with their first. begun: the
+    first tokens of an answer that was cut off; they are the end of the prompt.
     """
 
     state: TextState
@@ -206,13 +199,9 @@ class Generation(Answer):
 
     def pieces(self) -> Iterator[str]:
         """The text in pieces that never split a character."""
-        for tokens in itertools.chain([self.begun], (step.tokens for step in self._steps)):
-            piece = self.read(tokens)
-            if piece:
-                yield piece
-        piece = self.read([], last=True)
-        if piece:
-            yield piece
+        tokens = itertools.chain([self.begun], (step.tokens for step in self._steps))
+        yield from filter(None, map(self.read, tokens))
+        yield from filter(None, [self.read([], last=True)])
 
     def close(self) -> None:
         """Ends the answer here; what was emitted stays in `tokens` and in the KV cache."""
@@ -246,16 +235,13 @@ class Generation(Answer):
 class ParallelGeneration:
     """Iterate over it for (index, StepRecord) of each text and step; a step is computed when it is requested.
 
-    A text's first record is its prompt's, with its first token. The times and experts of a record are those of the
-    entire step. `answers[index]` are the answers, in the order in which they were added. `stats` are the prompts, which
-    are decoded one after the other, and all steps, `of_texts[n]` the steps of n texts together; the first token of each
-    text belongs to its prompt and is not counted, and stop tokens are. Texts wait until a sequence is free; they take
-    the one whose KV cache holds most of their prompt. Between two records texts may be added and
-    stopped. An iteration ends when no text is left, and goes on with texts that are added later. It raises EngineError
-    where another answer has begun in the session.
-
-    new_answer: makes the answer of (prompt, n_predict, sampling), and raises MoeedgeError for a prompt that does not
-    fit.
+    A text's first record is its prompt's, with its first token; times and experts of a record are of the entire step.
+    `answers[index]` are the answers, as they were added. `stats` are of all prompts and steps, `of_texts[n]` of the
+    steps of n texts together; stop tokens are counted, and the first token of each text, its prompt's, is not. Texts
+    wait for a free sequence, and take the one whose KV cache holds most of their prompt. Between two records texts may
+    be added and stopped. An iteration ends when no text is left, and goes on with texts that are added later. Raises
+    EngineError where another answer has begun in the session. new_answer: makes the answer of (prompt, n_predict,
+    sampling).
     """
 
     _loop: SpeculativeLoop
@@ -279,22 +265,18 @@ class ParallelGeneration:
 
     def stop(self, index: int) -> None:
         """Ends one answer here; what was emitted stays in its `tokens` and in the KV cache."""
+        answer = self.answers[index]
         if index in self._active or index == self._joining:
-            self.answers[index].interrupt(self._loop)
+            answer.interrupt(self._loop)
             self._end(index)
-        elif index in self._waiting:
-            self._waiting.remove(index)
-            self.answers[index].stop_reason = "interrupted"
+        elif answer.stop_reason is None:
+            self._waiting = deque(each for each in self._waiting if each != index)
+            answer.stop_reason = "interrupted"
 
     def close(self) -> None:
         """Ends all answers here, and leaves the KV caches with the accepted texts only."""
-        self._waiting.clear()
-        joining = [] if self._joining is None else [self._joining]
-        for index in (*self._active, *joining):
-            self.answers[index].interrupt(self._loop)
-            self._end(index)
-        for answer in self.answers:
-            answer.stop_reason = answer.stop_reason or "interrupted"
+        for index in (*self._active, *range(len(self.answers))):
+            self.stop(index)
 
     def __iter__(self) -> Iterator[tuple[int, StepRecord]]:
         return self

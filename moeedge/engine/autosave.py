@@ -1,9 +1,8 @@
 """Keeps a chat on disk while it goes on, so that an abort, kill -9 or a closed terminal loses one step at most.
 
-One file per chat, of JSON lines that are only appended: a header, then each change of the conversation, then each step
-of the answer in progress. Every line reaches the kernel before the next step begins, so it survives the process (not a
-power failure: lines are not synced). The process locks its file while it lives; a file without a lock is the rest of a
-chat that ended unexpectedly.
+One file per chat, of JSON lines that are only appended: a header, then each change of the conversation and each step of
+the answer in progress. A line survives the process, not a power failure. The process locks its file while it lives; a
+file without a lock is the rest of a chat that ended unexpectedly.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Origin:
-    """What a chat was held with; an answer can only be continued where all of it is the same."""
+    """The conditions of a chat; an answer can only be continued where all of them are equal."""
 
     model: str  # file name
     model_bytes: int
@@ -55,13 +54,10 @@ class UnfinishedChat:
 
 
 class Autosave:
-    """Writes one chat. The file is made with the first message, and removed by `close` unless it should stay.
-
-    `warning` is a sentence once the file cannot be written; nothing is written from then on, and the chat goes on.
-    """
+    """Writes one chat. The file is made with the first message, and removed by `close` unless it should stay."""
 
     def __init__(self, folder: Callable[[], Path], origin: Origin) -> None:
-        self.warning = ""
+        self.warning = ""  # a sentence once the file cannot be written; the chat goes on unsaved
         self._folder = folder
         self._origin = origin
         self._path: Path | None = None
@@ -78,16 +74,14 @@ class Autosave:
         """Writes what has changed of the conversation and its settings."""
         if self._file < 0 and not conversation.messages:
             return
-        records: list[dict[str, Any]] = []
         header = {"system": conversation.system, "budgets": list(conversation.budgets), "settings": settings}
-        if self._file < 0 or header != self._header:
-            records.append(header)
+        records: list[dict[str, Any]] = [header] if self._file < 0 or header != self._header else []
         messages = list(conversation.messages)
-        known = self._messages
-        if known is None or messages[: len(known)] != known:
-            known = []
+        written = self._messages
+        if written is None or messages[: len(written)] != written:
+            written = []
             records.append({"clear": True})
-        records += [vars(message) for message in messages[len(known) :]]
+        records += [vars(message) for message in messages[len(written) :]]
         self._messages = None  # Ctrl-C may come in between
         self._write(records)
         self._header, self._messages = header, messages
@@ -148,8 +142,7 @@ def unfinished_chats(folder: Callable[[], Path], notify: Notify = ignore) -> lis
     """The chats in `folder()` that ended unexpectedly, the newest first; those that still run are left alone.
 
     Removes files without messages and all but the newest MAX_KEPT. A damaged file gets another name, of which `notify`
-    hears. Files that are not ours stay and are passed over, and hidden ones: a process that has just made its file has
-    not locked it yet.
+    hears. Other programs' files stay, and hidden ones, which a process has just made and not locked yet.
     """
     chats: list[UnfinishedChat] = []
     with suppress(OSError):

@@ -101,13 +101,13 @@ def setting_notes(config: EngineConfig, target: Context) -> list[str]:
 def thread_notes(n_threads: int, n_threads_batch: int = 0) -> list[str]:
     """A warning where more threads were asked for than can run at once; 0 threads: as many as fit."""
     most = concurrent_threads()
-    given = [f"{option} {n}" for option, n in (("-t", n_threads), ("-tb", n_threads_batch)) if n > most]
-    if not given:
+    options = [f"{option} {n}" for option, n in (("-t", n_threads), ("-tb", n_threads_batch)) if n > most]
+    if not options:
         return []
     cores = f"{most} core{'s'[: most > 1]}"
     return [
-        f"{' and '.join(given)}: this process may use {cores}. Threads that wait for a core stop all others, and steps "
-        f"take several times longer. Choose at most {most}."
+        f"{' and '.join(options)}: this process may use {cores}. Threads that wait for a core stop all others, and "
+        f"steps take several times longer. Choose at most {most}."
     ]
 
 

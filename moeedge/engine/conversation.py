@@ -32,14 +32,11 @@ class Message:
 
 @dataclass
 class Conversation:
-    """A system prompt and messages that alternate user, assistant, user, ...; the last may be an open question.
-
-    budgets: the expert budgets under which there were answers, in words, each once.
-    """
+    """A system prompt and messages that alternate user, assistant, user, ...; the last may be an open question."""
 
     system: str = ""
     messages: list[Message] = field(default_factory=list)
-    budgets: list[str] = field(default_factory=list)
+    budgets: list[str] = field(default_factory=list)  # expert budgets under which there were answers, in words
 
     @property
     def has_question(self) -> bool:
@@ -63,10 +60,7 @@ class Conversation:
         return self.messages.pop().content if self.has_question else None
 
     def reopen(self) -> str:
-        """Remove the last answer, so that its question is open again, and return what was removed.
-
-        Raises InputError when there is no answer yet.
-        """
+        """Remove the last answer, whose question is open again, and return it. Raises InputError when there is none."""
         if not self.messages or self.has_question:
             raise InputError("There is no answer to generate again.")
         return self.messages.pop().content
@@ -83,35 +77,27 @@ class Conversation:
         self.messages.clear()
         self.budgets.clear()
 
-    def note_budget(self, label: str) -> None:
+    def add_budget(self, label: str) -> None:
         """Remember that an answer begins under an expert budget; an empty label: without one."""
         if label and label not in self.budgets:
             self.budgets.append(label)
 
     def chat_messages(self, tags: ReasoningTags | None = None) -> list[dict[str, str]]:
-        """The messages as a chat template takes them, the system prompt first.
-
-        tags: of the model's reasoning, which templates take apart from the content.
-        """
-        found = [{"role": "system", "content": self.system}] if self.system else []
+        """The messages as a chat template takes them: the system prompt first, reasoning (`tags`) apart."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
         for message in self.messages:
-            found.append(vars(message).copy())
+            messages.append(vars(message).copy())
             if message.role == "assistant":
-                reasoning, found[-1]["content"] = split_reasoning(message.content, tags)
+                reasoning, messages[-1]["content"] = split_reasoning(message.content, tags)
                 if reasoning:  # two keys are in use
-                    found[-1] |= {"reasoning_content": reasoning, "thinking": reasoning}
-        return found
+                    messages[-1] |= {"reasoning_content": reasoning, "thinking": reasoning}
+        return messages
 
     def to_json(self, *, model: str = "") -> str:
         """The conversation as a JSON document. model: the file name of the model that answered."""
-        document = {
-            "schema": SCHEMA,
-            "version": VERSION,
-            "model": model,
-            "budgets": self.budgets,
-            "system": self.system,
-            "messages": [vars(message) for message in self.messages],
-        }
+        messages = [vars(message) for message in self.messages]
+        document = {"schema": SCHEMA, "version": VERSION, "model": model, "budgets": self.budgets}
+        document |= {"system": self.system, "messages": messages}
         return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
 
     @classmethod

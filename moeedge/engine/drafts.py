@@ -33,13 +33,9 @@ class Proposal:
     # float32 [n_tokens, n_embd], of the token emitted last and of all drafts except the last; None where not kept
     hidden_states: StateRows | None = None
 
-    def first(self, n: int) -> Proposal:
-        """At most the first `n` tokens, of n-grams."""
-        return Proposal(self.tokens[:n], self.candidates[:n], self.confidences[:n])
-
 
 class DraftRequest(NamedTuple):
-    """What one text asks of its source.
+    """A text's request to its source.
 
     gamma: drafts at most. on_token: called with the last token of the history and the drafts so far, before each
     further draft is computed. keep_hidden_states: the proposal of a draft model holds its hidden states. stop: may end
@@ -85,17 +81,12 @@ class DraftSource:
 
 
 def confidence(logits: FloatRow) -> float:
-    """About the share of the most likely token under softmax, from `logits` [n_vocab]; never less.
-
-    A large vocabulary is read in one pass for the largest value of each 32, whose share this is: a softmax over 151,936
-    tokens would take longer than drawing one.
-    """
-    n_blocks = len(logits) // _BLOCK
+    """About the share of the most likely token under softmax, from `logits` [n_vocab]; never less."""
     values = logits
-    if n_blocks > _SMALL_VOCABULARY // _BLOCK:
-        values = np.append(
-            logits[: n_blocks * _BLOCK].reshape(_BLOCK, n_blocks).max(axis=0), logits[n_blocks * _BLOCK :]
-        )
+    if len(logits) // _BLOCK > _SMALL_VOCABULARY // _BLOCK:
+        # in one pass the largest value of each 32: a softmax over 151,936 tokens would take longer than drawing one
+        n = len(logits) // _BLOCK * _BLOCK
+        values = np.append(logits[:n].reshape(_BLOCK, -1).max(axis=0), logits[n:])
     return 1.0 / float(np.exp(values - values.max()).sum())
 
 
@@ -173,11 +164,7 @@ class ContextDraft(DraftSource):
 
 
 class ModelDraft(ContextDraft):
-    """A draft model that samples from its own distribution under the target's sampling settings.
-
-    Between steps its KV cache holds a prefix of the accepted history. After a full acceptance it lacks the last drafted
-    token, which no later token needed; the next proposal decodes it first.
-    """
+    """A draft model that samples under the target's settings; its KV cache holds a prefix of the accepted history."""
 
     def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
         n_held = self.sequence.keep_prefix(history[:-1])
@@ -234,7 +221,7 @@ class NgramDraft(DraftSource):
                 # a repetition that reaches the end of the history continues with itself
                 period = len(history) - start
                 share = n / self.LONGEST
-                n_drafts = gamma if stop is None else _kept(stop, share, gamma)
+                n_drafts = gamma if stop is None else _n_drafts(stop, share, gamma)
                 tokens = [history[start + i % period] for i in range(n_drafts)]
                 candidates = [Candidates.certain(token) for token in tokens]
                 return Proposal(tokens, candidates, [share] * min(n_drafts + 1, gamma))
@@ -244,8 +231,8 @@ class NgramDraft(DraftSource):
         self.begin([])  # the next proposal indexes what is left
 
 
-def _kept(stop: DraftStop, confidence: float, gamma: int) -> int:
-    """How many of `gamma` drafts of equal confidence `stop` keeps."""
+def _n_drafts(stop: DraftStop, confidence: float, gamma: int) -> int:
+    """The number of drafts of equal confidence that `stop` keeps, at most `gamma`."""
     for n in range(gamma):
         if not stop.keeps(confidence):
             return n

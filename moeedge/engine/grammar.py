@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moeedge.llama.model import Model
 
 
-_ALL_TOKENS = 1 << 17  # what repeat_last_n -1 means: llama.cpp's window has a size
+_ALL_TOKENS = 1 << 17  # of repeat_last_n -1: llama.cpp's window has a size
 _MIN_KEEP = 0
 
 # llama.cpp's function and its parameters, by the name in --samplers
@@ -100,21 +100,20 @@ class ChainSampler(Sampler):
             for name, *rest in (_FILTERS[name](self.config, self.n_vocab) for name in self.config.samplers)
         ]
 
-    def recent(self, history: Sequence[int]) -> list[int]:
+    def recent(self, history: Sequence[int]) -> Path:
         filters = [item.clone() if counts else item for item, counts in zip(self._filters, self._counts, strict=True)]
         counting = [item for item, counts in zip(filters, self._counts, strict=True) if counts]
         return Path(history[-self._n_last :] if self._n_last else [], filters, counting)
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         path = history if isinstance(history, Path) else self.recent(history)
-        assert isinstance(path, Path)
         if not math.isfinite(float(logits.max())):
             raise EngineError(*NOT_FINITE)
         row = logits
         if len(self._bias):
             row = logits.copy()
-            known = self._bias_ids < len(row)
-            row[self._bias_ids[known]] += self._bias[known]
+            in_row = self._bias_ids < len(row)
+            row[self._bias_ids[in_row]] += self._bias[in_row]
             if not math.isfinite(float(row.max())):
                 raise EngineError("Every token is excluded.", "Change --logit-bias, or the grammar.")
         self._tokens.fill(row)
@@ -132,16 +131,12 @@ class ChainSampler(Sampler):
             weights = np.exp(values.astype(np.float64) - float(values.max()))
             return Candidates(ids.astype(np.intp), weights / weights.sum())
         best = float(values.max())
-        kept = [(token, math.exp(value - best)) for token, value in zip(ids.tolist(), values.tolist(), strict=True)]
-        total = math.fsum(weight for _, weight in kept)
-        return Candidates([t for t, w in kept if w > 0], [w / total for _, w in kept if w > 0])
+        pairs = [(token, math.exp(value - best)) for token, value in zip(ids.tolist(), values.tolist(), strict=True)]
+        total = math.fsum(weight for _, weight in pairs)
+        return Candidates([t for t, w in pairs if w > 0], [w / total for _, w in pairs if w > 0])
 
 
-# tokens that are checked before the entire vocabulary, which takes 10 ms with 151,936
-_N_LIKELY = 64
-_N_POSSIBLE = 1024
-
-
+_N_LIKELY, _N_POSSIBLE = 64, 1024  # tokens checked before the entire vocabulary, which takes 10 ms with 151,936
 _NONE = Candidates([], [])
 
 
@@ -165,10 +160,9 @@ class GrammarPath(list[int]):
 
 
 class GrammarSampler(Sampler):
-    """Draws the tokens of one answer, which follows `config.grammar`. begun: tokens that the answer has already.
+    """Draws the tokens of one answer, which follows `config.grammar` after the text `after` that ends reasoning.
 
-    after: a text that ends reasoning, with which the answer begins: the grammar holds after it; empty: from the first
-    token on. Raises InputError for a grammar that cannot be parsed, or that the begun tokens do not follow.
+    begun: its first tokens. Raises InputError for a wrong grammar, or one that the begun tokens do not follow.
     """
 
     def __init__(self, config: SamplingConfig, model: Model, begun: Sequence[int] = (), after: str = "") -> None:
@@ -209,26 +203,23 @@ class GrammarSampler(Sampler):
         for token in taken:
             self._take(token)
 
-    def recent(self, history: Sequence[int]) -> list[int]:
+    def recent(self, history: Sequence[int]) -> GrammarPath:
         grammar = None if self._waits else self._grammar.clone()
         return GrammarPath(self._plain.recent(history), grammar, self._tokens)
 
     def candidates(self, logits: FloatRow, history: Sequence[int]) -> Candidates:
         """Of a draft, without the tokens that are refused; none where all likely ones are: the draft ends there."""
         path = history if isinstance(history, GrammarPath) else self.recent(history)
-        assert isinstance(path, GrammarPath)
         if path.grammar is None:
             return self._plain.candidates(logits, path.seen)
         if self.greedy:
             token = self._likely_argmax(logits, path.seen, path.grammar, _N_LIKELY)
             return _NONE if token is None else Candidates.certain(token)
-        found = self._plain.candidates(logits, path.seen)
-        allowed = path.grammar.allowed(self._tokens, found.ids)
+        likely = self._plain.candidates(logits, path.seen)
+        allowed = path.grammar.allowed(self._tokens, likely.ids)
         if allowed.all():
-            return found
-        if not allowed.any():
-            return _NONE
-        return _mixed([(found, 1.0, allowed)], 1.0 / _sum(found, allowed))
+            return likely
+        return _mixed([(likely, 1.0, allowed)], 1.0 / _sum(likely, allowed)) if allowed.any() else _NONE
 
     def _verified(self, history: Sequence[int]) -> list[int]:
         return self._plain.recent(history)
@@ -267,7 +258,7 @@ class GrammarSampler(Sampler):
         return self.argmax(self._allowed_logits(logits), seen) if token is None else token
 
     def _likely_argmax(self, logits: FloatRow, seen: Sequence[int], grammar: Grammar, *n_checked: int) -> int | None:
-        """The same of the most likely tokens, first of few, then of more; None where all of them are refused."""
+        """As `_allowed_argmax`, of the most likely tokens, first of few, then of more; None if all are refused."""
         token = self.argmax(logits, seen)
         if grammar.allowed(self._tokens, [token])[0]:
             return token
@@ -280,31 +271,30 @@ class GrammarSampler(Sampler):
 
     def _allowed_candidates(self, logits: FloatRow, seen: list[int]) -> Candidates:
         """M: what the filters leave of the allowed tokens."""
-        row = self._possible_logits(logits, seen)
-        if row is None:
-            row = self._allowed_logits(logits)
+        likely = self._likely_logits(logits, seen)
+        row = self._allowed_logits(logits) if likely is None else likely
         if self.config.ignore_eos:
             allowed = np.flatnonzero(row > -np.inf)
             if np.isin(allowed, self._model.eog_tokens).all():  # the grammar is complete
                 return Candidates.certain(int(allowed[0]))
-        found = self._plain.candidates(row, seen)
-        kept = row[np.asarray(found.ids)] > -np.inf
-        if kept.all():
-            return found
-        if not kept.any():  # infill puts the end of the answer in the place of what is unlikely
+        left = self._plain.candidates(row, seen)
+        is_allowed = row[np.asarray(left.ids)] > -np.inf
+        if is_allowed.all():
+            return left
+        if not is_allowed.any():  # infill puts the end of the answer in the place of what is unlikely
             raise EngineError("The samplers leave no token that the grammar allows.", "Change --samplers.")
-        return _mixed([(found, 1.0, kept)], 1.0 / _sum(found, kept))
+        return _mixed([(left, 1.0, is_allowed)], 1.0 / _sum(left, is_allowed))
 
-    def _possible_logits(self, logits: FloatRow, seen: list[int]) -> FloatRow | None:
+    def _likely_logits(self, logits: FloatRow, seen: list[int]) -> FloatRow | None:
         """The logits of the most likely allowed tokens, others -inf, where top-k drops the others anyway."""
         if self.config.needs_chain or self.config.top_k == 0:
             return None
         ids = self.largest(_N_POSSIBLE, logits, seen)
-        kept = ids[self._grammar.allowed(self._tokens, ids)]
-        if len(kept) < self.config.top_k:
+        ids = ids[self._grammar.allowed(self._tokens, ids)]
+        if len(ids) < self.config.top_k:
             return None
         row = np.full_like(logits, -np.inf)
-        row[kept] = logits[kept]
+        row[ids] = logits[ids]
         return row
 
     def _allowed_logits(self, logits: FloatRow) -> FloatRow:

@@ -1,10 +1,8 @@
 """Drafts by a head that continues from the target's hidden states: the model's own (MTP), an EAGLE-3 or DFlash draft.
 
-An entry of a head's KV cache is made of a token and the target's state of the position before it. The states come with
-each decode of the target, whatever it is for, and wait until the head reads them: drafting begins with one batch of the
-tokens accepted since the last drafts. Later drafts of a step have no state of the target's; the head goes on from its
-own. These entries are taken back when the target has decoded the drafts. An entry of a DFlash draft is made of a
-state alone, and all drafts of a step come from one batch.
+The states come with each decode of the target and wait until the head reads them: drafting begins with one batch of the
+tokens accepted since the last drafts. Later drafts of a step go on from the head's own states; their entries are taken
+back when the target has decoded the drafts. All drafts of a DFlash draft's step come from one batch.
 """
 
 from __future__ import annotations
@@ -72,8 +70,7 @@ class DraftHead:
     def __init__(self, target: Context, context: HeadContext) -> None:
         self.target, self.context = target, context
         width = len(context.kind.layers) * target.model.info.n_embd
-        least, most = _KEPT_TOKENS
-        n_kept = min(max(_KEPT_BYTES // (4 * width), least), most)
+        n_kept = int(np.clip(_KEPT_BYTES // (4 * width), *_KEPT_TOKENS))
         self.logs = [StateLog(n_kept, width) for _ in target.sequences]
         target.tap_states(context.kind.layers, self._take_in)
 
@@ -113,15 +110,12 @@ class DraftHead:
                     sequence.prefill(piece, logits="none", states=states)
 
     def states(self, index: int, entry: int, n: int) -> StateRows:
-        """What comes with the tokens of `n` entries from `entry` on: the target's states, as the head takes them."""
+        """The target's states for the tokens of `n` entries from `entry` on, as the head takes them."""
         return self.context.input_states(self.logs[index].read(entry + self.context.kind.state_at, n))
 
 
 class HeadDraft(ContextDraft):
-    """Drafts of one text by a head; between steps its KV cache holds entries with the target's states only.
-
-    The target's decode takes back the entries of drafts, so that a rollback has nothing to do.
-    """
+    """Drafts of one text by a head, whose entries the target's decode takes back: a rollback has nothing to do."""
 
     def __init__(self, head: DraftHead, *, n_vocab: int) -> None:
         super().__init__(head.context, n_vocab=n_vocab, is_eog=head.target.model.is_eog)
@@ -137,14 +131,14 @@ class HeadDraft(ContextDraft):
             head.extend(sequence.index, chain.pending[:-1])
             chain.pending = chain.pending[-1:]
         states = head.states(sequence.index, sequence.n_past, len(chain.pending))
-        kept: list[StateRows] = []
+        own: list[StateRows] = []
         while True:
             n = len(chain.pending)
             logits = sequence.decode(chain.pending, phase=Phase.DRAFT, logits="all", states=states)
             states = head.context.last_state(n)
-            kept.append(states)
+            own.append(states)
             if not chain.draw(logits[-1]):
-                return chain.with_states(kept)
+                return chain.with_states(own)
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         self.head.logs[self.sequence.index].shift(n_keep, n_discard)
@@ -157,48 +151,39 @@ class HeadDraft(ContextDraft):
 
 
 class ChainDraft(HeadDraft):
-    """Drafts of one text by several heads of the model, one draft each.
-
-    A head reads the last token and all drafts before its own: in the cells after the text, the entries of the head
-    before are of no use to it. They are taken back before the next head, and at the end.
-    """
+    """Drafts of one text by several heads, one each, which read the last token and all drafts before their own."""
 
     def _propose(self, request: DraftRequest) -> Proposal:
-        head, sequence = self.head, self.sequence
-        history = request.history
+        head, sequence, history = self.head, self.sequence, request.history
         head.extend(sequence.index, history[sequence.n_past : -1])
-        n_held = sequence.n_past
-        n_drafts = min(request.gamma, head.context.kind.n_heads)
+        n_held, n_drafts = sequence.n_past, min(request.gamma, head.context.kind.n_heads)
         chain = Chain(self, request._replace(gamma=n_drafts))
         states = head.states(sequence.index, n_held, 1)
-        kept: list[StateRows] = []
+        own: list[StateRows] = []
         for index in range(n_drafts):
             with head.context.head(index):
-                rows = sequence.decode(
-                    [history[-1], *chain.proposal.tokens], phase=Phase.DRAFT, logits="all", states=states
-                )
-                kept.append(head.context.last_state(len(rows)))
+                tokens = [history[-1], *chain.proposal.tokens]
+                rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="all", states=states)
+                own.append(head.context.last_state(len(rows)))
                 goes_on = chain.draw(rows[-1])
                 sequence.trim(n_held)
             if not goes_on:
                 break
-            states = np.concatenate([states, kept[-1]])
-        return chain.with_states(kept)
+            states = np.concatenate([states, own[-1]])
+        return chain.with_states(own)
 
 
 class BlockDraft(HeadDraft):
     """Drafts of one text by a DFlash draft, predicted by one decode of the last token and masks."""
 
     def _propose(self, request: DraftRequest) -> Proposal:
-        block = self.head.context.kind.block
+        block, history, sequence = self.head.context.kind.block, request.history, self.sequence
         assert block is not None
-        n_drafts = min(request.gamma, block.n_drafts_max)
-        history, sequence = request.history, self.sequence
+        n_drafts = min(request.gamma, block.n_tokens - block.first)
         self.head.extend(sequence.index, history[sequence.n_past : -1])
         n_held = sequence.n_past
-        n_masks = n_drafts + block.first - 1
         try:
-            tokens = [history[-1], *[block.mask] * n_masks]
+            tokens = [history[-1], *[block.mask] * (n_drafts + block.first - 1)]
             rows = sequence.decode(tokens, phase=Phase.DRAFT, logits="all")
             chain = Chain(self, request._replace(gamma=n_drafts, on_token=None))
             for row in rows[block.first :]:

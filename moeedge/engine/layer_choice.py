@@ -1,9 +1,8 @@
-"""How a GPU's memory is divided between whole layers and the expert cache: what was measured, kept for later starts.
+"""The division of a GPU's memory between whole layers and the expert cache, kept for later starts.
 
 llama.cpp's --n-cpu-moe N keeps the experts of the first N layers in host memory and has the others on the GPU with
 their layers: such whole layers cost no transfer of activations between GPU and CPU, but hold rarely used experts too.
-The cache serves the first N layers with the memory that is left. engine/layer_search.py measures which division is
-fastest.
+The cache serves the first N layers with the rest of the memory. engine/layer_search.py measures the fastest division.
 """
 
 from __future__ import annotations
@@ -144,17 +143,14 @@ def _identity(path: Path | str) -> list[Any]:
 
 
 def read_choice(config: EngineConfig, device: ResolvedDevice) -> LayerChoice | None:
-    """What an earlier run measured under the same conditions; None without it."""
+    """The choice of an earlier run under the same conditions; None without one."""
     choice = read_measurement(LayerChoice, partial(choice_file, config, device))
     return choice if choice is not None and choice.suits(device) else None
 
 
 @contextmanager
 def mark(split: LayerSplit, config: EngineConfig, device: ResolvedDevice) -> Iterator[None]:
-    """Keeps a file while `split` is measured, which tells later processes if this one ends meanwhile.
-
-    Some backends end the process where memory runs out (CUDA).
-    """
+    """Keeps a file while `split` is measured, for later processes: CUDA ends this one where memory runs out."""
     with suppress(OSError):  # without a cache folder
         file = _mark_file(split, config, device)
         file.parent.mkdir(parents=True, exist_ok=True)

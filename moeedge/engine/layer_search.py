@@ -1,9 +1,8 @@
 """Measures how to divide a GPU's memory between whole layers and the expert cache, and opens sessions accordingly.
 
-Three divisions are measured with answers to the same text, each in a session of its own: everything for the cache, as
-many whole layers as fit without a cache (llama.cpp's --n-cpu-moe), and the one in between that `StepEstimate`, fitted
-to these two, says is fastest. The fastest of the three is chosen: no choice is slower than --n-cpu-moe in the same
-memory by more than the noise of the measurement.
+The fastest of three divisions is chosen, each measured in a session of its own: everything for the cache, as many whole
+layers as fit without a cache (llama.cpp's --n-cpu-moe), and the one in between that `StepEstimate`, fitted to these
+two, says is fastest. So no choice is slower than --n-cpu-moe by more than the noise of the measurement.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
     device = resolve_device(config)
     if not has_choice(config, device):
         return Session.open(config, draft_model=draft_model, notify=notify)
-    kept: list[str] = []
+    notes: list[str] = []
     choice = None if config.placement.measure_anew else read_choice(config, device)
     if choice is None and config.placement.calibrate:
         about = f"Measuring how many layers to keep on {device.label}, with and without a cache, once for this model"
@@ -67,34 +66,31 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
                 write_measurement(choice_file(config, device), choice)
         except OSError:
             again = "the next start measures the layers again"
-            kept.append(f"The result cannot be saved (folder: MOEEDGE_CACHE): {again}.")
+            notes.append(f"The result cannot be saved (folder: MOEEDGE_CACHE): {again}.")
     if choice is None:
         return Session.open(config, draft_model=draft_model, notify=notify)
     config = replace(config, placement=replace(config.placement, measure_anew=False))
     try:
-        session = _open_split(config, choice.best, draft_model, notify)
+        session = Session.open(choice.best.apply(config), draft_model=draft_model, notify=notify)
     except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
         session = Session.open(config, draft_model=draft_model, notify=notify)
-        kept.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
+        notes.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
     else:
         session.layer_choice = choice
         session.info = replace(session.info, layers=choice.sentence())
         session.info.notes.append(Notification(session.info.layers))
-    session.info.notes.extend(kept)
+    session.info.notes.extend(notes)
     return session
 
 
 def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
-    """Whether `open_session` chooses the layers: a GPU that cannot hold the model, and no option that says them.
-
-    Not where experts are loaded from the file, whose reading would be what is measured.
-    """
+    """Whether `open_session` chooses the layers: a GPU that cannot hold the model, and no option that says them."""
+    # where experts are loaded from the file, reading it would be measured
     if device.kind != "gpu" or device.loads_misses or config.mode != "moeedge" or config.n_gpu_layers == 0:
         return False
     placement = config.placement
-    if placement.cache_ratio is not None or placement.vram_bytes == 0:
-        return False
-    if config.n_cpu_moe is not None or config.load.overrides:
+    has_split = config.n_cpu_moe is not None or bool(config.load.overrides)
+    if placement.cache_ratio is not None or placement.vram_bytes == 0 or has_split:
         return False
     n_gpus = sum(listed.kind == "GPU" for listed in native.devices())
     if device.llama_device == "auto" and n_gpus > 1:  # llama.cpp spreads the layers over all of them
@@ -102,13 +98,9 @@ def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
     return bool(gguf_file.read_summary(config.model).expert_layers) and not whole_model_fits(config, device)
 
 
-def _open_split(config: EngineConfig, split: LayerSplit, draft: Model | None, notify: Notify) -> Session:
-    return Session.open(split.apply(config), draft_model=draft, notify=notify)
-
-
 @dataclass(frozen=True)
 class StepTimes:
-    """What one session's answers took."""
+    """Figures of one session's answers."""
 
     step_s: float  # mean of a step
     hit_rate: float  # share of the (token, expert) pairs that the cache served; 0 without one
@@ -125,9 +117,9 @@ def time_steps(session: Session) -> StepTimes:
     times_s = sorted(_answer(session, tokens[half : 2 * half], _STEPS))
     after = session.placement_stats()
     session.reset()
-    n_kept = max(1, len(times_s) - int(_SLOWEST * len(times_s)))
+    n_fast = max(1, len(times_s) - int(_SLOWEST * len(times_s)))
     hit_rate = (after - before).hit_rate_pairs if before is not None and after is not None else None
-    return StepTimes(sum(times_s[:n_kept]) / n_kept, hit_rate or 0.0)
+    return StepTimes(sum(times_s[:n_fast]) / n_fast, hit_rate or 0.0)
 
 
 def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float]:
@@ -152,20 +144,17 @@ def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float
 
 def _streams_ts(session: Session) -> float:
     """Speed of prompts through which experts are streamed; 0 where they are computed in another way."""
-    calibration = session.calibration
-    if calibration is None or calibration.prefill_path is not PrefillPath.STREAM:
-        return 0.0
-    return calibration.prefill_ts[PrefillPath.STREAM]
+    measured, stream = session.calibration, PrefillPath.STREAM
+    return measured.prefill_ts[stream] if measured is not None and measured.prefill_path is stream else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """A step's time with any number of whole layers, from the steps of three sessions.
+    """A step's time with any number of whole layers, from the steps of three sessions; linear in the layers.
 
-    Linear in the layers: plain_step_s has all experts on the CPU, whole_step_s has n_whole whole layers and no cache,
-    cached has n_slots in a cache for all layers. A cached layer costs overhead_s more than one on the CPU at no hits,
-    and gains in proportion to its hits. The hit rate is the slots' share of the experts to a power: no hits
-    without slots, all with all of them, and the measured rate at the measured share.
+    plain_step_s: all experts on the CPU. whole_step_s: with n_whole whole layers and no cache. cached: with n_slots
+    in a cache for all layers. A cached layer costs overhead_s more than one on the CPU, and gains in proportion to its
+    hits. The hit rate is the slots' share of the experts to a power that the measured rate gives.
     """
 
     n_layers: int  # with experts
@@ -197,11 +186,8 @@ class StepEstimate:
 
     def best_between(self) -> int | None:
         """The fastest number of whole layers that leaves each other layer a slot; None where there is none."""
-        possible = [
-            n
-            for n in range(1, min(self.n_whole, self.n_layers - 1) + 1)
-            if self.n_slots - n * self.n_experts >= self.n_layers - n
-        ]
+        numbers = range(1, min(self.n_whole, self.n_layers - 1) + 1)
+        possible = (n for n in numbers if self.n_slots - n * self.n_experts >= self.n_layers - n)
         return min(possible, key=self.step_s, default=None)
 
 
@@ -215,10 +201,7 @@ class _Search:
     _notify: Notify
 
     def run(self) -> LayerChoice | None:
-        """The choice; None where the context is too small, or where an earlier process ended while it measured.
-
-        Raises MoeedgeError where no session opens at all.
-        """
+        """The choice; None where the context is too small, or an earlier process ended here. Raises MoeedgeError."""
         start_s = time.perf_counter()
         cache_only = LayerSplit(0, ALL_ON_CPU, 1, 0.0)
         if self._leaves_out(cache_only):
@@ -241,18 +224,17 @@ class _Search:
             wide = self._measure_wide(splits[0], streams_ts)
             splits = [wide] if wide is not None else splits
         tensors, _ = gguf_file.expert_tensors(self._config.model, n_layers=info.n_layers)
-        whole = self._measure_whole(tensors, info.n_layers, room_bytes)
-        if whole is not None:
-            splits.append(whole)
-        if whole is not None and n_slots:
+        uncached = self._measure_whole(tensors, info.n_layers, room_bytes)
+        splits += [] if uncached is None else [uncached]
+        if uncached is not None and n_slots:
             estimate = StepEstimate(
                 n_layers=info.n_expert_layers,
                 n_experts=info.n_experts,
                 n_slots=n_slots,
                 cached=cached,
                 plain_step_s=plain_step_s,
-                n_whole=whole.n_whole,
-                whole_step_s=whole.step_s,
+                n_whole=uncached.n_whole,
+                whole_step_s=uncached.step_s,
                 overhead_s=calibration.units.block_overhead_s if calibration is not None and calibration.units else 0.0,
             )
             n_between = estimate.best_between() or 0
@@ -271,12 +253,12 @@ class _Search:
     def _open(self, split: LayerSplit) -> Iterator[Session]:
         with (
             mark(split, self._config, self._device),
-            _open_split(self._config, split, self._draft, self._notify) as session,
+            Session.open(split.apply(self._config), draft_model=self._draft, notify=self._notify) as session,
         ):
             yield session
 
     def _leaves_out(self, split: LayerSplit) -> bool:
-        """Whether an earlier process ended while it measured `split`, unless it is to be measured anew."""
+        """Whether an earlier process ended while it measured `split`, unless it shall be measured anew."""
         if self._config.placement.measure_anew or not is_marked(split, self._config, self._device):
             return False
         why = "An earlier start ended while it measured this; moeedge calibrate tries again."
@@ -305,26 +287,20 @@ class _Search:
             first = n_layers + 1 - self._config.n_gpu_layers
             on_gpu = [tensor for tensor in tensors if tensor.layer >= first]
         most = most_whole_layers(on_gpu, n_layers, room_bytes).n_whole
-        for n_whole in range(most, max(0, most - _ATTEMPTS), -1):
-            n_cpu_moe = whole_layers(tensors, n_layers, n_whole).n_cpu_moe
-            measured = self._measure(LayerSplit(n_whole, n_cpu_moe, 0, 0.0))
-            if measured is not None:
-                return measured
-        return None
+        numbers = range(most, max(0, most - _ATTEMPTS), -1)
+        splits = (LayerSplit(n, whole_layers(tensors, n_layers, n).n_cpu_moe, 0, 0.0) for n in numbers)
+        return next(filter(None, map(self._measure, splits)), None)
 
     def _measure_wide(self, split: LayerSplit, streams_ts: float) -> LayerSplit | None:
-        """`split` with graphs of more tokens for streamed prompts; None where these are not faster than `streams_ts`.
-
-        The streamed experts then serve more tokens. llama.cpp's own offload is off: our backend takes these blocks.
-        """
+        """`split` with graphs of more tokens for streamed prompts; None where not faster than `streams_ts`."""
+        # llama.cpp's own offload is off: our backend takes these blocks
         wide = replace(split, n_ubatch=_WIDE_UBATCH, op_offload=False)
         return self._measure(wide, lambda session: _streams_ts(session) >= _FASTER * streams_ts)
 
     def _room_for_experts(self, session: Session) -> int:
         """Bytes that whole layers may take where no cache is."""
-        reading = devices.read_memory(self._device)
+        reading, vram_bytes = devices.read_memory(self._device), self._config.placement.vram_bytes
         if reading is None:
             return 0
         room = reading.free_bytes + session.info.pool_bytes - reserve_bytes(self._device, reading.total_bytes)
-        vram_bytes = self._config.placement.vram_bytes
         return max(0, room if vram_bytes is None else min(room, vram_bytes))

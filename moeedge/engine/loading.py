@@ -55,15 +55,15 @@ def weight_storage(
     *,
     whole_fits: bool | None = None,
 ) -> Storage:
-    """Where the target's weights in host memory go: decided here alone, for commands that load and for plans.
+    """The place of the target's weights in host memory: decided here alone, for commands that load and for plans.
 
     They are loaded if they fit with those of the draft (`memory.fits`). Otherwise a cache in RAM loads experts on
     demand, unless the options rule it out. free_bytes, total_bytes: of host memory before anything is loaded, measured
     by default. whole_fits: the result of `whole_model_fits`, if it is known.
     """
     on_demand = _may_load_on_demand(config)
-    is_asked = config.ram == "on" or (on_demand and isinstance(config.ram, int))
-    if not is_asked and fits(host_bytes(config, device), free_bytes, total_bytes):
+    is_wanted = config.ram == "on" or (on_demand and isinstance(config.ram, int))
+    if not is_wanted and fits(host_bytes(config, device), free_bytes, total_bytes):
         return "loaded"
     if device.kind == "gpu" and (whole_model_fits(config, device) if whole_fits is None else whole_fits):
         return "loaded"
@@ -97,19 +97,13 @@ def _files(config: EngineConfig) -> list[Path]:
 
 
 def load_target(
-    config: EngineConfig,
-    device: ResolvedDevice | None = None,
-    *,
-    whole_fits: bool | None = None,
-    header_only: bool = False,
+    config: EngineConfig, device: ResolvedDevice | None, *, whole_fits: bool | None = None, header_only: bool = False
 ) -> Model:
     """The target model, with as many layers on the GPU as -ngl and as many experts in host memory as -ncmoe give.
 
-    whole_fits: the result of `whole_model_fits`, if it is known. header_only: of `Model.load`.
-
     With a GPU for experts, all layers are on it unless -ngl gives fewer; the experts stay in host memory, from where
     placement moves them, unless the GPU can hold the entire model or -ncmoe keeps them with their layers. A dense
-    model that does not fit stays on the CPU.
+    model that does not fit stays on the CPU. whole_fits: the result of `whole_model_fits`, if it is known.
     """
     device = device or resolve_device(config)
     n_gpu_layers = _ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers
@@ -141,7 +135,7 @@ def load_target(
 
 def load_draft(
     config: EngineConfig,
-    device: ResolvedDevice | None = None,
+    device: ResolvedDevice | None,
     *,
     header_only: bool = False,
     free_bytes: int | None = None,
@@ -151,24 +145,26 @@ def load_draft(
     device = device or resolve_device(config)
     if not isinstance(config.draft, Path):
         raise ValueError("there is no draft model")
-    n_bytes = gguf_file.read_summary(config.draft).size_bytes
-    n_gpu_layers = config.n_gpu_layers
-    if n_gpu_layers is None:
-        n_gpu_layers = _ALL_LAYERS if device.kind == "gpu" else 0
+    default = _ALL_LAYERS if device.kind == "gpu" else 0
     return Model.load(
         config.draft,
-        n_gpu_layers=n_gpu_layers,
+        n_gpu_layers=default if config.n_gpu_layers is None else config.n_gpu_layers,
         device=device.llama_device,
         header_only=header_only,
-        storage="loaded" if fits(n_bytes, free_bytes, total_bytes) else "mapped",
+        storage=_storage(gguf_file.read_summary(config.draft).size_bytes, free_bytes, total_bytes),
         settings=replace(config.load, overrides=()),
     )
+
+
+def _storage(n_bytes: int, free_bytes: int | None = None, total_bytes: int | None = None) -> Storage:
+    """The place of weights that are read in full."""
+    return "loaded" if fits(n_bytes, free_bytes, total_bytes) else "mapped"
 
 
 def make_context(
     config: EngineConfig, model: Model, n_ctx: int, *, has_budget: bool = False, is_draft: bool = False
 ) -> Context:
-    """A context for decoding, of the target or of the draft; has_budget: verifications can keep to an expert budget."""
+    """A context for decoding, of the target or of the draft; has_budget: as of `Context`."""
     return Context(
         model,
         n_ctx=n_ctx,
@@ -214,7 +210,7 @@ def make_head_context(config: EngineConfig, model: Model, kind: HeadKind, target
 
 @dataclass(frozen=True)
 class ChosenDraft:
-    """Where drafts come from: `model`, `head` (of `model`, or the target's own without one), n-grams, or nowhere."""
+    """Where drafts come from: `model`, `head` (of `model`, or the target's own without one), n-grams, or none."""
 
     model: Model | None = None
     n_common: int = 0  # token ids that draft and target have
@@ -236,15 +232,13 @@ def choose_draft(
     if config.draft is None:
         return ChosenDraft()
     most = _most_snapshots(config) if model.keeps_snapshots else None
-    why_off = ""
-    if config.gamma == 0:
-        why_off = "the draft length is 0 (--draft-max)"
-    elif not model.can_reject_drafts:
-        why_off = f"{model.info.architecture} models cannot take rejected tokens back"
-    elif most == 0:
-        why_off = "this model takes tokens back in batches (-b, -ub) of 3 or more"
-    if why_off:
-        run.warn(f"Speculation is off: {why_off}.")
+    reasons = (
+        (config.gamma == 0, "the draft length is 0 (--draft-max)"),
+        (not model.can_reject_drafts, f"{model.info.architecture} models cannot take rejected tokens back"),
+        (most == 0, "this model takes tokens back in batches (-b, -ub) of 3 or more"),
+    )
+    if reason := next((reason for applies, reason in reasons if applies), ""):
+        run.warn(f"Speculation is off: {reason}.")
         return ChosenDraft()
     if most is not None and config.gamma > most:
         if most < _MAX_SNAPSHOTS:
@@ -255,12 +249,12 @@ def choose_draft(
         return ChosenDraft(use_ngram=True)
     if config.draft == "mtp":
         head = own_head(model)
-        _note_length(config, head, run, "because the model has a head for each")
+        _warn_of_length(config, head, run, "because the model has a head for each")
         return ChosenDraft(head=head, n_common=model.info.n_vocab)
     draft = shared or stack.enter_context(load_draft(config, device))
     in_file = head_file(model, draft)
     if in_file is not None:
-        _note_length(config, in_file, run, f"because {draft.path.name} was trained for so many")
+        _warn_of_length(config, in_file, run, f"because {draft.path.name} was trained for so many")
         return ChosenDraft(draft, draft.info.n_vocab, head=in_file)
     n_common = check_compatible(model, draft)
     if not draft.can_roll_back:
@@ -270,8 +264,8 @@ def choose_draft(
     return ChosenDraft(draft, n_common)
 
 
-def _note_length(config: EngineConfig, head: HeadKind, run: Run, reason: str) -> None:
-    """A note where the draft length asked for is more than the head drafts."""
+def _warn_of_length(config: EngineConfig, head: HeadKind, run: Run, reason: str) -> None:
+    """Warns where the draft length of the options is more than the head drafts."""
     most = head.n_drafts_max
     if most is not None and not config.auto_gamma and config.gamma > most:
         run.warn(f"Drafts are limited to {most} tokens, {reason}.")
@@ -300,8 +294,8 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
         if headers is None:
             load = partial(Model.load, device=device.llama_device, header_only=True)
             headers = [stack.enter_context(load(path)) for path in _files(config)]
-        found = memory_of(config, headers)
-        return fit_whole(found, device.free_bytes, device.total_bytes, n_ctx=config.n_ctx, n_parallel=config.n_parallel)
+        sizes = memory_of(config, headers)
+        return fit_whole(sizes, device.free_bytes, device.total_bytes, n_ctx=config.n_ctx, n_parallel=config.n_parallel)
 
 
 def memory_of(config: EngineConfig, models: Sequence[Model]) -> list[ModelMemory]:
@@ -332,13 +326,9 @@ def reopen_on_cpu(
     """Loads the models of an answer again, for the CPU alone, where a GPU fails on which llama.cpp computes.
 
     Returns the target's context, the choice with the new draft model, and the source of drafts. The contexts have the
-    same size and empty KV caches. An expert cache alone needs none of this: its backend computes the failed device's
-    share again on the CPU.
-
-    The old ones are freed first, since memory for both may not be there. Where the driver threw an exception they are
-    abandoned instead: freeing them would call a driver that is in an unknown state. make_room: called in between with
-    the bytes that the new ones need. Raises MoeedgeError if the models cannot be loaded; the session cannot be used any
-    more then.
+    same size and empty KV caches. The old ones are freed first, since memory for both may not be there. Where the
+    driver threw an exception they are abandoned instead: its state is unknown. make_room: called in between with the
+    bytes that the new ones need. Raises MoeedgeError if the models cannot be loaded; the session is unusable then.
     """
     old = [target, draft.context] if isinstance(draft, ContextDraft) else [target]
     models = list(dict.fromkeys(context.model for context in old))  # a head's may be the target's
@@ -363,8 +353,7 @@ def reopen_on_cpu(
 
 
 def _load(model: Model) -> Model:
-    storage = model.storage  # on demand: the cache in RAM, which loads the experts, serves the new context
-    if storage != "on demand":
-        storage = "loaded" if fits(model.info.size_bytes) else "mapped"
+    # on demand: the cache in RAM, which loads the experts, serves the new context
+    storage = model.storage if model.storage == "on demand" else _storage(model.info.size_bytes)
     settings = replace(model.settings, overrides=())  # they may name the GPU's memory
     return Model.load(model.path, device="none", storage=storage, head=model.has_head, settings=settings)

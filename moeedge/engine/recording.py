@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 import moeedge
 from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
-from moeedge.engine.types import SamplingConfig
+from moeedge.engine.types import GenerationStats, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EngineError, InputError, LayerRangeError
 from moeedge.llama.gguf_file import expert_bytes_by_layer, expert_tensors
+from moeedge.llama.hidden_states import StateRows
 from moeedge.native import Frame
 from moeedge.native.abi import Phase
 from moeedge.records import filled
@@ -62,7 +63,7 @@ def record_routing(
     """
     collector = TraceCollector(_describe_run(session, n_predict, sampling, source or {}))
     model = session.model
-    answers = drafted = accepted = 0
+    answers: list[GenerationStats] = []
     skipped: list[str] = []
     conversations: list[list[int]] = []
     session.observers.append(collector)
@@ -77,7 +78,7 @@ def record_routing(
                 try:
                     answer = session.generate(tokens, n_predict=n_predict, sampling=sampling, cancel=cancel)
                 except ContextTooSmallError:
-                    if index + 1 == len(prompts) and answers == 0:
+                    if index + 1 == len(prompts) and not answers:
                         raise
                     skipped.append(prompt.id)
                     break
@@ -88,9 +89,7 @@ def record_routing(
                 for _ in answer.pieces():
                     on_step(index, len(answer.tokens) - n_tokens)
                     n_tokens = len(answer.tokens)
-                answers += 1
-                drafted += answer.stats.drafted
-                accepted += answer.stats.accepted
+                answers.append(answer.stats)
                 if answer.stop_reason == "interrupted":
                     break
                 messages.append({"role": "assistant", "content": answer.text})
@@ -101,16 +100,12 @@ def record_routing(
                 break
     finally:
         session.observers.remove(collector)
-    return Recording(collector.trace(), answers, drafted, accepted, skipped, conversations)
+    drafted, accepted = sum(stats.drafted for stats in answers), sum(stats.accepted for stats in answers)
+    return Recording(collector.trace(), len(answers), drafted, accepted, skipped, conversations)
 
 
 class TraceCollector:
-    """An observer that turns the sensor's frames into trace rows.
-
-    Append one to `session.observers`, call `begin` before every answer, `trace` at the end. The first token of a
-    verification batch is the one emitted last, then come the drafts, of which `n_accepted` became text. Rows keep the
-    vocabulary ids of all of them, rejected drafts included.
-    """
+    """An observer for `session.observers`: turns the sensor's frames into trace rows, also of rejected drafts."""
 
     def __init__(self, meta: TraceMeta) -> None:
         self.meta = meta
@@ -121,13 +116,12 @@ class TraceCollector:
         self.text: list[int] = []  # prompt and emitted tokens of this sequence
         self._descriptions: list[dict[str, str]] = []  # by sequence
         # per graph: its rows by column, and the draft's hidden states of the first ones
-        self._parts: list[tuple[dict[str, NDArray[Any]], NDArray[np.float32] | None]] = []
+        self._parts: list[tuple[dict[str, NDArray[Any]], StateRows | None]] = []
 
     def begin(self, prompt: list[int], description: dict[str, str] | None = None) -> None:
         """A new text starts; the observer is called with its prefill next. description: for the trace's "texts"."""
         self._sequence += 1
-        self._step = 0
-        self._position = 0
+        self._step = self._position = 0
         self.text = list(prompt)
         self._descriptions.append(description or {})
 
@@ -142,30 +136,23 @@ class TraceCollector:
             n_prompt = len(self.text)
             # rows end with the prompt's last token; of a very long prompt the sensor keeps the last frames only
             start = n_prompt - sum(frame.n_tokens for frame in frames)
-            self._add(frames, start, self.text[start:], np.ones(n_prompt - start, dtype=np.bool_))
+            self._add(frames, start, self.text[start:], n_prompt, None)
             self._position = n_prompt
         else:
             self._step += 1
             frames = [frame for frame in frames if frame.phase != Phase.PREFILL]
             batch = [self.text[self._position], *record.drafts]
-            accepted = np.arange(len(batch)) <= record.n_accepted
-            self._add(frames, self._position, batch, accepted, record.hidden_states)
+            self._add(frames, self._position, batch, record.n_accepted, record.hidden_states)
             self._position += record.n_accepted + 1
         self.text.extend(record.tokens)
 
     def _add(
-        self,
-        frames: list[Frame],
-        position: int,
-        tokens: list[int],
-        accepted: NDArray[np.bool_],
-        hidden_states: NDArray[np.float32] | None = None,
+        self, frames: list[Frame], position: int, tokens: list[int], n_accepted: int, states: StateRows | None
     ) -> None:
         """Rows of the graphs of one batch, whose first token is at `position` of the text."""
         start = 0
         for frame in frames:  # more than one where the batch is larger than a graph may be
-            n = frame.n_tokens
-            stop = start + n
+            n, stop = frame.n_tokens, start + frame.n_tokens
             ids, weights = _rows(frame, self._dtype)
             columns = {
                 "ids": ids,
@@ -173,11 +160,11 @@ class TraceCollector:
                 "phase": np.full(n, frame.phase, dtype=np.uint8),
                 "sequence": np.full(n, self._sequence, dtype=np.int32),
                 "step": np.full(n, self._step, dtype=np.int32),
-                "accepted": accepted[start:stop],
+                "accepted": np.arange(start, stop) <= n_accepted,
                 "token": np.array(tokens[start:stop], dtype=np.int32),
                 "position": np.arange(position + start, position + stop, dtype=np.int32),
             }
-            self._parts.append((columns, None if hidden_states is None else hidden_states[start:stop]))
+            self._parts.append((columns, None if states is None else states[start:stop]))
             start = stop
 
     def trace(self) -> Trace:
@@ -196,8 +183,8 @@ class TraceCollector:
 
     def _stacked_hidden_states(self) -> NDArray[np.float16] | None:
         """[n_rows, n_embd], NaN in rows without; None where no row has any."""
-        width = next((states.shape[1] for _, states in self._parts if states is not None), 0)
-        if width == 0:
+        width = next((states.shape[1] for _, states in self._parts if states is not None), None)
+        if width is None:
             return None
         stacked = [np.full((len(part["ids"]), width), np.nan, dtype=np.float16) for part, _ in self._parts]
         for rows, (_, states) in zip(stacked, self._parts, strict=True):
@@ -209,11 +196,8 @@ class TraceCollector:
 def _rows(frame: Frame, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.float16]]:
     """A frame's ids and weights as [n_tokens, n_layers, k]; the highest id and NaN where a layer saw no token."""
     ids, weights = routing(frame)
-    unseen = ids < 0
-    rows = ids.astype(dtype)
-    rows[unseen] = np.iinfo(dtype).max
-    weights[unseen] = np.nan
-    return rows.transpose(1, 0, 2), weights.astype(np.float16).transpose(1, 0, 2)
+    rows = np.where(ids < 0, np.iinfo(dtype).max, ids).astype(dtype)
+    return rows.transpose(1, 0, 2), np.where(ids < 0, np.nan, weights).astype(np.float16).transpose(1, 0, 2)
 
 
 def _describe_run(session: Session, n_predict: int, sampling: SamplingConfig, source: dict[str, Any]) -> TraceMeta:
@@ -285,12 +269,12 @@ def check_layers(session: Session, layers: Sequence[int]) -> list[int]:
             f"{session.info.model} is a dense model: it has no experts whose use could be profiled.",
             "Give a Mixture-of-Experts model with -m FILE.gguf.",
         )
-    kept = [layer for layer in layers if check_layer(layer, info.n_layers) in info.expert_layers]
-    if not kept:
+    with_experts = [layer for layer in layers if check_layer(layer, info.n_layers) in info.expert_layers]
+    if not with_experts:
         missing = f"Layer {layers[0]} has" if len(layers) == 1 else "These layers have"
-        with_experts = describe_layers(list(info.expert_layers))
-        raise LayerRangeError(f"{missing} no experts; the layers with experts are {with_experts}.")
-    seen = [layer for layer in kept if layer in session.model.host_expert_layers]
+        others = describe_layers(list(info.expert_layers))
+        raise LayerRangeError(f"{missing} no experts; the layers with experts are {others}.")
+    seen = [layer for layer in with_experts if layer in session.model.host_expert_layers]
     if not seen:
         raise LayerRangeError(unseen_layers(session), "Leave out -ncmoe, or choose -dev none.")
     return seen

@@ -1,8 +1,7 @@
 """Draws the next token: llama.cpp's default chain of filters, and exact rejection sampling for drafts.
 
-The chain is penalties -> top-k -> top-p -> min-p -> temperature -> draw. Distributions are short lists of candidates
-(ids and probabilities), not rows over the vocabulary. After top-k they are lists of Python's own numbers: a call of
-NumPy takes longer than a loop over 40 of them. Without top-k there may be as many candidates as tokens, in arrays.
+The chain is penalties -> top-k -> top-p -> min-p -> temperature -> draw. After top-k candidates are lists of Python's
+own numbers: a call of NumPy takes longer than a loop over 40 of them. Without top-k they are arrays.
 
 Rejection sampling: Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", ICML 2023,
 algorithm 1. The emitted tokens are distributed as if the target alone had drawn them.
@@ -99,15 +98,15 @@ class Sampler:
         if not values or not math.isfinite(values[0]):
             raise EngineError(*NOT_FINITE)
         best, config = values[0], self.config
-        kept = [value - best for value in values]
-        n = len(kept)
+        values = [value - best for value in values]
+        n = len(values)
         if config.top_p < 1:
-            sums = list(accumulate(map(math.exp, kept)))
+            sums = list(accumulate(map(math.exp, values)))
             n = min(bisect_left(sums, config.top_p * sums[-1]) + 1, n)
-        while kept[n - 1] < self._log_min_p:
+        while values[n - 1] < self._log_min_p:
             n -= 1
         temperature = config.temperature
-        weights = [math.exp(value / temperature) for value in kept[:n]]
+        weights = [math.exp(value / temperature) for value in values[:n]]
         total = sum(weights)
         return Candidates(ids[:n], [weight / total for weight in weights])
 
@@ -134,14 +133,14 @@ class Sampler:
                     floor = max(floor, math.log((1 - config.top_p) * total / len(logits)))
                 ids = np.flatnonzero(logits >= best + floor)
                 ids = ids if math.isinf(floor) else _descending(logits, ids)
-            kept = logits[ids].astype(np.float64) - best
+            values = logits[ids].astype(np.float64) - best
         if config.top_p < 1:
-            weights = np.exp(kept)
+            weights = np.exp(values)
             n = int(np.searchsorted(np.cumsum(weights), config.top_p * (total or weights.sum()))) + 1
-            ids, kept = ids[:n], kept[:n]
-        kept = kept[kept >= self._log_min_p]
-        weights = np.exp(kept / config.temperature)
-        return Candidates(ids[: len(kept)], weights / weights.sum())
+            ids, values = ids[:n], values[:n]
+        values = values[values >= self._log_min_p]
+        weights = np.exp(values / config.temperature)
+        return Candidates(ids[: len(values)], weights / weights.sum())
 
     def argmax(self, logits: FloatRow, history: Sequence[int]) -> int:
         """The greedy choice, the lowest id among equals as in llama.cpp."""
@@ -159,18 +158,9 @@ class Sampler:
         return int(candidates.ids[self._draw_index(candidates.probabilities)])
 
     def accept(
-        self,
-        logits: NDArray[np.float32],
-        drafts: Sequence[int],
-        proposals: Sequence[Candidates],
-        history: Sequence[int],
+        self, logits: FloatRow, drafts: Sequence[int], proposals: Sequence[Candidates], history: Sequence[int]
     ) -> tuple[int, int]:
-        """The number of accepted drafts, and the target's own token after them.
-
-        logits: float32 [len(drafts) + 1, n_vocab], the target's after the last token of `history` and after each draft.
-        proposals: the distribution that each draft was drawn from. Each position is filtered with its own history,
-        earlier drafts included.
-        """
+        """The number of accepted drafts, and the target's token. logits: float32 [len(drafts) + 1, n_vocab]."""
         seen = self._verified(history)
         for i, token in enumerate(drafts):
             replacement = self._verify(logits[i], seen, token, proposals[i])
@@ -184,7 +174,7 @@ class Sampler:
 
     def recent(self, history: Sequence[int]) -> list[int]:
         """A copy, to append to, of the part of `history` that the penalty covers; an entire history may be long."""
-        return list(history[-self._window(history) :]) if self._penalizes else []
+        return list(self._penalized_tokens(history))
 
     def _verified(self, history: Sequence[int]) -> list[int]:
         """As `recent`, of the tokens before the target's logits."""
@@ -203,14 +193,11 @@ class Sampler:
             best = self.argmax(logits, seen)
             return None if best == token else best
         target = self.candidates(logits, seen)
-        p = target.probability_of(token)
-        q = draft.probability_of(token)
-        if self._rng.random() * q < p:
+        if self._rng.random() * draft.probability_of(token) < target.probability_of(token):
             return None
         residual = self._residual(target, draft)
-        if residual is None:  # p and q differ only by rounding
-            return self.pick(target)
-        return int(target.ids[self._draw_index(residual)])
+        # p and q may differ only by rounding
+        return self.pick(target) if residual is None else int(target.ids[self._draw_index(residual)])
 
     def _residual(self, target: Candidates, draft: Candidates) -> Weights | None:
         """max(0, p - q) of the target's candidates; None where all are 0."""
@@ -236,10 +223,10 @@ class Sampler:
         index = int(np.searchsorted(sums, self._rng.random() * sums[-1], side="right"))
         return index if index < len(sums) else int(np.searchsorted(sums, sums[-1]))
 
-    def _window(self, history: Sequence[int]) -> int:
-        """Tokens that the penalty covers; -1 means the entire history, as in llama.cpp."""
+    def _penalized_tokens(self, history: Sequence[int]) -> Sequence[int]:
+        """The tokens that the penalty covers; a window of -1 means the entire history, as in llama.cpp."""
         last_n = self.config.repeat_last_n
-        return len(history) if last_n < 0 else last_n
+        return () if not self._penalizes else history if last_n < 0 else history[-last_n:]
 
     @contextmanager
     def _penalized(self, logits: FloatRow, history: Sequence[int]) -> Iterator[CRow]:
@@ -247,7 +234,7 @@ class Sampler:
         row, n = (ctypes.c_float * len(logits)).from_buffer(logits.data), len(logits)
         before: dict[int, float] = {}
         try:
-            for token in history[-self._window(history) :] if self._penalizes else ():
+            for token in self._penalized_tokens(history):
                 if token not in before and token < n:  # a draft's vocabulary may lack the target's last tokens
                     value = before[token] = row[token]
                     # a division would make the token of a negative logit more likely
@@ -262,13 +249,12 @@ def _largest(values: FloatRow, k: int) -> NDArray[np.intp]:
     """Indices of the `k` largest values, descending, the lower index first among equals; of all if there are fewer."""
     # the largest values of the columns of a table are values themselves: the k-th largest of them is a lower bound
     n = len(values) // _ROWS * _ROWS
-    known = np.append(values[:n].reshape(_ROWS, -1).max(axis=0), values[n:])
-    known = known if len(known) > k else values
-    if len(known) <= k:
+    sample = np.append(values[:n].reshape(_ROWS, -1).max(axis=0), values[n:])
+    sample = sample if len(sample) > k else values
+    if len(sample) <= k:
         return _descending(values, np.arange(len(values)))
-    return _descending(values, np.flatnonzero(values >= np.partition(known, -k)[-k]))[:k]
+    return _descending(values, np.flatnonzero(values >= np.partition(sample, -k)[-k]))[:k]
 
 
 def _descending(values: FloatRow, ids: NDArray[np.intp]) -> NDArray[np.intp]:
-    order: NDArray[np.intp] = np.argsort(-values[ids], kind="stable")
-    return ids[order]
+    return np.asarray(ids[np.argsort(-values[ids], kind="stable")])

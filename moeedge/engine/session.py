@@ -7,24 +7,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from moeedge.engine import loading
 from moeedge.engine.answer import Answer, Generation, ParallelGeneration
 from moeedge.engine.context_choice import context_size, setting_notes, unmet_budget, usable_budget
 from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDraft
 from moeedge.engine.grammar import new_sampler
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.layer_choice import LayerChoice
-from moeedge.engine.loading import (
-    ChosenDraft,
-    choose_draft,
-    load_target,
-    make_context,
-    open_draft,
-    reopen_on_cpu,
-    resolve_device,
-)
+from moeedge.engine.loading import ChosenDraft
 from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
+from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.gguf_file import adapts_experts
@@ -54,17 +48,13 @@ _TAG_TOKENS = 32  # in which a tag of reasoning at the end of a prompt is looked
 class Session(Closing):
     """The loaded models with their contexts and placement. Made by `Session.open`; a context manager.
 
-    target: the llama.cpp context. draft: the source of drafts. gamma: the draft length, may be changed between answers
-    (0: plain decoding). governor: chooses each step's length up to `gamma`; None: all have that length
-    (`set_draft_length`).
-    n_keep: tokens at the start that a context shift never drops, e.g. the system message.
-    template: the chat template of the prompts, which says how reasoning in answers is marked.
-    observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0). The
-    record of a step of several texts holds their sums.
-    Only the answers that began last go on: earlier ones raise EngineError when they are continued.
-    placement: places experts; None without a device. calibration: what was measured for it, or None. layer_choice: how
-    a GPU was divided between whole layers and cache, and what else was measured; None where there was no choice.
-    run: shows that an operation takes a while, or that a device is lost in an answer; its notes are those of `info`.
+    gamma: the draft length, may be changed between answers (0: plain decoding). governor: chooses each step's length up
+    to `gamma`; None: all have that length (`set_draft_length`). n_keep: tokens at the start that a context shift never
+    drops, e.g. the system message. template: the chat template of the prompts, which says how reasoning in answers is
+    marked. observers: called with (StepRecord, Session) in each step's observe phase, prefill included (n_verified 0);
+    of a step of several texts with their sums. placement: places experts; None without a device. layer_choice: how a
+    GPU was divided between whole layers and cache; None where there was no choice. run: shows what takes a while; its
+    notes are those of `info`. Only the answers that began last go on: earlier ones raise EngineError.
     """
 
     config: EngineConfig
@@ -101,7 +91,7 @@ class Session(Closing):
     ) -> Session:
         """Loads the models, or shares those given, and opens contexts and placement. Raises MoeedgeError."""
         check_policy(config.placement)
-        device = resolve_device(config, model)
+        device = loading.resolve_device(config, model)
         if device.kind == "ram":
             ram_tier.check_policy(config.placement.policy)
         if config.auto_gamma and config.gamma > 0:
@@ -110,48 +100,29 @@ class Session(Closing):
             config = replace(config, gamma=0)
         if model is not None or draft_model is not None:  # which `_fall_back` would free
             config = replace(config, cpu_fallback=False)
+        run = Run(notify)
         with ExitStack() as stack:
-            if model is None:
-                model = stack.enter_context(load_target(config, device))
+            model = model or stack.enter_context(loading.load_target(config, device))
             if config.n_parallel > 1 and not model.can_roll_back:
-                raise InputError(
-                    f"{model.info.architecture} models cannot decode several texts in one batch.",
-                    "Leave out --parallel.",
-                )
-            run = Run(notify)
+                problem = f"{model.info.architecture} models cannot decode several texts in one batch."
+                raise InputError(problem, "Leave out --parallel.")
             if model.info.n_experts == 0:
                 run.note(f"{config.model.name} is a dense model: it has no experts to cache.")
             elif isinstance(config.ram, int) and device.kind not in ("ram", "none") and not device.loads_misses:
                 run.warn(f"--ram has no effect: {device.label} holds the model, or it was loaded without --ram.")
-            chosen = choose_draft(config, device, model, draft_model, run, stack)
+            chosen = loading.choose_draft(config, device, model, draft_model, run, stack)
             models = [model] if chosen.model is None else [model, chosen.model]
             n_ctx = context_size(config, device, models, run)
-            has_budget = config.expert_budget is not None and config.mode == "moeedge"
-            target = stack.enter_context(make_context(config, model, n_ctx, has_budget=has_budget))
+            has_budget = config.expert_budget is not None and config.mode == "moeedge"  # stock mode has none
+            target = stack.enter_context(loading.make_context(config, model, n_ctx, has_budget=has_budget))
             run.notes.extend(setting_notes(config, target))
-            draft = open_draft(config, chosen, target, stack)
+            draft = loading.open_draft(config, chosen, target, stack)
             gamma = 0 if chosen.name == "none" else _at_most(config.gamma, target.n_drafts_max)
+            wanted, n_texts = config.expert_budget if has_budget else None, config.n_parallel
+            budget, notes = usable_budget(wanted, model.info, gamma=gamma, draft=chosen.name, n_parallel=n_texts)
+            run.notes.extend(notes)
             usual_gamma = min(gamma, DEFAULT_GAMMA) if config.auto_gamma else gamma
-            asked = config.expert_budget if has_budget else None  # stock mode has none
-            budget, budget_notes = usable_budget(
-                asked, model.info, gamma=gamma, draft=chosen.name, n_parallel=config.n_parallel
-            )
-            run.notes.extend(budget_notes)
-            placement, calibration = None, None
-            no_cache = config.layers_measured and config.placement.cache_ratio == 0
-            no_cache = no_cache or adapts_experts(config.context.adapters)
-            if config.mode == "moeedge" and target.sensor is not None and not no_cache:
-                opening = Opening(
-                    config=config.placement if device.kind != "ram" else _in_ram(config, run),
-                    device=device,
-                    target=target,
-                    draft=draft.context if isinstance(draft, ModelDraft) else None,
-                    gamma=usual_gamma,
-                    keep=config.placement.has_size or config.layers_measured,
-                    run=run,
-                    has_draft_states=chosen.head is not None and chosen.head.block is None,
-                )
-                placement, calibration = opening.open(_next_to_device(config) if device.loads_misses else None)
+            placement, calibration = _open_placement(config, device, target, draft, usual_gamma, run)
             if model.dense is not None and (placement is None or not placement.loads_on_demand):
                 let_experts_read_ahead(model.path)
             if placement is not None:
@@ -190,11 +161,10 @@ class Session(Closing):
     def set_expert_budget(self, budget: ExpertBudget | None) -> None:
         """Limits the experts of later verifications; None: no limit. Between answers.
 
-        The target's KV cache is emptied, since what verifications under another budget left there is not exact. Raises
-        InputError if the budget does not suit the model, and ValueError where the session began without one.
+        Raises InputError if the budget does not suit the model, and ValueError where the session began without one.
         """
         self.target.set_budget(budget)
-        self.target.clear()
+        self.target.clear()  # what verifications under another budget left there is not exact
         self.info = replace(self.info, expert_budget=budget)
 
     def set_draft_length(self, gamma: int | Literal["auto"]) -> None:
@@ -218,10 +188,7 @@ class Session(Closing):
     def set_mode(self, mode: Mode) -> None:
         """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""
         if self.placement is not None:
-            if mode == "stock":
-                self.placement.detach()
-            else:
-                self.placement.attach()
+            self.placement.detach() if mode == "stock" else self.placement.attach()
         self.target.set_mode(mode)
         if self.draft_context is not None:
             self.draft_context.set_mode(mode)
@@ -243,10 +210,8 @@ class Session(Closing):
         begun: the first tokens of an answer that was cut off; it goes on after them.
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
-        fields = self._new_text([*prompt_tokens, *begun], sampling, begun)
-        return Generation(
-            **fields, n_predict=n_predict, ignore_eos=ignore_eos, begun=begun, loop=self._new_loop(cancel)
-        )
+        text = self._new_text([*prompt_tokens, *begun], sampling, begun)
+        return Generation(**text, n_predict=n_predict, ignore_eos=ignore_eos, begun=begun, loop=self._new_loop(cancel))
 
     def generate_parallel(
         self,
@@ -259,16 +224,16 @@ class Session(Closing):
     ) -> ParallelGeneration:
         """Answers several prompts, EngineConfig.n_parallel of them at a time; the others wait for one to end.
 
-        Each answer is what `generate` gives for its prompt alone. sampling: of all texts, or of each. n_predict,
-        cancel, ignore_eos and errors: as of `generate`. `draft` and `gamma` are those of the session now.
+        Each answer is that of `generate` for its prompt alone, and so are other parameters and errors. sampling: of all
+        texts, or of each. `draft` and `gamma` are those of the session now.
         """
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else sampling
 
         def new_answer(prompt: Sequence[int], n_predict: int, sampling: SamplingConfig) -> Answer:
             return Answer(**self._new_text(prompt, sampling), n_predict=n_predict, ignore_eos=ignore_eos)
 
         generation = ParallelGeneration(self._new_loop(cancel), new_answer)
-        for prompt, config in zip(prompts, each, strict=True):
+        configs = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else sampling
+        for prompt, config in zip(prompts, configs, strict=True):
             generation.add(prompt, n_predict=n_predict, sampling=config)
         return generation
 
@@ -290,10 +255,7 @@ class Session(Closing):
         return self._loop
 
     def _new_text(self, tokens: Sequence[int], sampling: SamplingConfig, begun: Sequence[int] = ()) -> dict[str, Any]:
-        """Fields of an Answer to a text in the first sequence that ends with `begun`; n_predict and ignore_eos lack.
-
-        Raises InputError for a wrong grammar, or length.
-        """
+        """The fields of an Answer to a prompt that ends with `begun`, but n_predict, ignore_eos. Raises InputError."""
         prompt = [int(token) for token in tokens]
         if not prompt:
             raise EmptyPromptError("The prompt is empty.", "Type something, or give -p TEXT.")
@@ -329,7 +291,7 @@ class Session(Closing):
 
     @property
     def _recover(self) -> Recover | None:
-        """What an answer calls when a GPU fails; None where it cannot go on without."""
+        """The function that an answer calls when a GPU fails; None where it cannot go on without."""
         draft_uses_gpu = isinstance(self.draft, ContextDraft) and self.draft.context.model.uses_gpu
         return self._fall_back if self.config.cpu_fallback and (self.model.uses_gpu or draft_uses_gpu) else None
 
@@ -346,10 +308,11 @@ class Session(Closing):
         """Gives the answer in progress contexts on the CPU. Raises MoeedgeError if the models cannot be loaded."""
         text = f"{error.message} The models are loaded again, and the answer goes on, on the CPU."
         self.run.report(Notification(text, Level.WARNING))
+        make_room = None
         if self.placement is not None:
             self.placement.lose_device(context_usable=not self.target.is_closed)
-        make_room = self.placement.make_room if self.placement is not None else None
-        self.target, self._chosen, self.draft = reopen_on_cpu(
+            make_room = self.placement.make_room
+        self.target, self._chosen, self.draft = loading.reopen_on_cpu(
             self.config, self.target, self._chosen, self.draft, self._resources, make_room
         )
         self._fell_back = True
@@ -365,10 +328,10 @@ class Session(Closing):
             self.placement.watch_memory()
 
     def measure_postponed(self, cancel: Cancel) -> None:
-        """Measures what `PlacementConfig.calibrate_later` has left for after the first answer; nothing after that.
+        """Measures what `PlacementConfig.calibrate_later` left for after the first answer, once, between answers.
 
-        cancel: asked now and then; after True a later call measures. Between answers: the KV caches are empty then, and
-        `placement` is None where a cache that was not asked for does not pay.
+        cancel: after True a later call measures. Afterwards the KV caches are empty, and `placement` is None where a
+        cache that no option named does not pay.
         """
         placement = self.placement
         if placement is None or placement.postponed is None or placement.lost or self._fell_back:
@@ -422,15 +385,14 @@ def prepare_answers(
 ) -> list[str]:
     """Sets the chat template of the next prompts; with a grammar a model that can leave out thinking does so.
 
-    Returns sentences about what has no effect or follows. Raises InputError for what the template cannot do, and for a
-    grammar that the model's vocabulary does not allow.
+    Returns notes. Raises InputError for what the template or, with a grammar, the model's vocabulary cannot do.
     """
     notes = [] if raw else session.model.check_template(template)
     if sampling.grammar:
         Grammar.parse(sampling.grammar, session.model.vocab)
         unthinking = replace(template, think="off")
-        known = frozenset() if raw else session.model.chat_format(template.source).variables
-        if template.think == "auto" and unthinking.can_think_so(known):
+        variables = frozenset() if raw else session.model.chat_format(template.source).variables
+        if template.think == "auto" and unthinking.can_think_so(variables):
             template = unthinking
             notes.append("The grammar holds from the first token on, so the model does not think before it answers.")
     session.template = template
@@ -439,6 +401,26 @@ def prepare_answers(
 
 def _at_most(n: int, limit: int | None) -> int:
     return n if limit is None else min(n, limit)
+
+
+def _open_placement(
+    config: EngineConfig, device: ResolvedDevice, target: Context, draft: DraftSource, gamma: int, run: Run
+) -> tuple[PlacementManager | None, Calibration | None]:
+    """Opens the placement of experts, and what was measured for it; None where there is nothing to place."""
+    no_cache = config.layers_measured and config.placement.cache_ratio == 0
+    if config.mode != "moeedge" or target.sensor is None or no_cache or adapts_experts(config.context.adapters):
+        return None, None
+    opening = Opening(
+        config=config.placement if device.kind != "ram" else _in_ram(config, run),
+        device=device,
+        target=target,
+        draft=draft.context if isinstance(draft, ModelDraft) else None,
+        gamma=gamma,
+        keep=config.placement.has_size or config.layers_measured,
+        run=run,
+        has_draft_states=isinstance(draft, HeadDraft) and draft.head.context.kind.block is None,
+    )
+    return opening.open(_next_to_device(config) if device.loads_misses else None)
 
 
 def _in_ram(config: EngineConfig, run: Run) -> PlacementConfig:
@@ -456,12 +438,11 @@ def _next_to_device(config: EngineConfig) -> PlacementConfig:
 
 def _cache_fields(placement: PlacementManager | None) -> dict[str, Any]:
     """The fields of EngineInfo about the expert cache."""
-    memory = None if placement is None else placement.device_memory()
+    if placement is None:
+        empty = {"cache_ratio": 0.0, "cache_slots": 0, "pool_bytes": 0, "vram_bytes": None}
+        return {"device": "none", "policy": "none", **empty}
+    memory, info = placement.device_memory(), placement.cache.info
     return {
-        "device": "none" if placement is None else placement.device,
-        "policy": "none" if placement is None else placement.policy.name,
-        "cache_ratio": 0.0 if placement is None else placement.cache_ratio,
-        "cache_slots": 0 if placement is None else placement.cache.info.n_slots,
-        "pool_bytes": 0 if placement is None else placement.cache.info.pool_bytes,
-        "vram_bytes": None if memory is None else memory[0],
+        **{"device": placement.device, "policy": placement.policy.name, "cache_ratio": placement.cache_ratio},
+        **{"cache_slots": info.n_slots, "pool_bytes": info.pool_bytes, "vram_bytes": memory and memory[0]},
     }

@@ -1,9 +1,8 @@
 """The speculative step: draft, verify, observe, plan, prefetch.
 
-Chain drafts, verified in one batch of gamma + 1 tokens: the token emitted last, which is not in the KV cache yet, and
-the drafts after it. With several texts one batch holds these tokens of each, so that the texts share the experts that
-a verification reads. The sampler makes the result exact (sampling.py); this module keeps the KV caches equal to the
-accepted text.
+A batch of gamma + 1 tokens is verified: the token emitted last, which is not in the KV cache yet, and the drafts after
+it. One batch holds these tokens of several texts, which share the experts that it reads. The sampler makes the result
+exact (sampling.py); this module keeps the KV caches equal to the accepted text.
 """
 
 from __future__ import annotations
@@ -147,16 +146,19 @@ class SpeculativeLoop:
         [most], [text] = gammas, self.texts
         is_usual = self.placement is None or not self.placement.in_trial
         waited_s, start_s = self._loading_wait_s, time.perf_counter()
-        found = Proposal()
+        copied = Proposal()
         if text.ngrams is not None:
-            found = text.ngrams.propose(DraftRequest(text.history, most, text.sampler))
-        choice = self.governor.choose(found.confidences[0] if found.confidences else None)
+            copied = text.ngrams.propose(DraftRequest(text.history, most, text.sampler))
+        choice = self.governor.choose(copied.confidences[0] if copied.confidences else None)
         gamma = min(choice.gamma, most)
         by_ngrams = choice.source == "ngram"
-        [record] = self._step([gamma], found.first(gamma) if by_ngrams else None)
+        proposal = None
+        if by_ngrams:
+            proposal = Proposal(copied.tokens[:gamma], copied.candidates[:gamma], copied.confidences[:gamma])
+        [record] = self._step([gamma], proposal)
         record.choice = choice
-        n_compared = min(len(found.tokens), len(record.tokens))
-        n_equal = next((i for i in range(n_compared) if found.tokens[i] != record.tokens[i]), n_compared)
+        n_compared = min(len(copied.tokens), len(record.tokens))
+        n_equal = next((i for i in range(n_compared) if copied.tokens[i] != record.tokens[i]), n_compared)
         self.governor.observe(
             StepCost(
                 n_drafted=record.n_drafted,
@@ -166,7 +168,7 @@ class SpeculativeLoop:
                 loading_s=max(0.0, self._loading_wait_s - waited_s),
                 by_ngrams=by_ngrams,
                 confidences=[] if by_ngrams else record.confidences,
-                ngram_confidences=found.confidences[:n_compared],
+                ngram_confidences=copied.confidences[:n_compared],
                 ngram_accepted=n_equal,
             )
         )
@@ -187,7 +189,9 @@ class SpeculativeLoop:
         proposals = self._propose(gammas) if proposal is None else [proposal]
         drafted_s = time.perf_counter()
         if placement is not None and any(proposal.tokens for proposal in proposals):
-            batch = [token for text, found in zip(self.texts, proposals, strict=True) for token in _batch(text, found)]
+            batch = [
+                token for text, drafts in zip(self.texts, proposals, strict=True) for token in _batch(text, drafts)
+            ]
             placement.before_verification(batch, proposals[0].hidden_states)
         planned_s = time.perf_counter()
         # the experts of that plan arrive meanwhile; placement.layer_hook is called before each layer, where
@@ -240,9 +244,8 @@ class SpeculativeLoop:
         verified: list[Verified] = []
         for group in self.target.fitting(parts):
             rows = self.target.decode_parts(parts[group], phase=phase, cancel=self._should_stop)
-            for text, proposal, part, logits in zip(
-                self.texts[group], proposals[group], parts[group], rows, strict=True
-            ):
+            of_texts = zip(self.texts[group], proposals[group], parts[group], rows, strict=True)
+            for text, proposal, part, logits in of_texts:
                 drafts = proposal.tokens
                 n_accepted, token = text.sampler.accept(logits, drafts, proposal.candidates, text.history)
                 n_valid = len(text.history) + n_accepted

@@ -169,33 +169,25 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_gamma(self.gamma, most=MAX_GAMMA)
-        if not 0 <= self.draft_p_min <= 1:
-            raise ValueError(f"draft_p_min (--draft-p-min) must be from 0 to 1, not {self.draft_p_min:g}")
+        p_min, n_all = self.draft_p_min, self.n_ctx * self.n_parallel
+        require(0 <= p_min <= 1, f"draft_p_min (--draft-p-min) must be from 0 to 1, not {p_min:g}")
         if self.auto_gamma and self.n_parallel > 1:
             raise ValueError("the draft length auto (--draft-max) is for one text at a time, not for --parallel")
-        if self.n_cpu_moe is not None and self.n_cpu_moe < 0:
-            raise ValueError(f"n_cpu_moe (-ncmoe) must be 0 or more, not {self.n_cpu_moe}")
+        require((self.n_cpu_moe or 0) >= 0, f"n_cpu_moe (-ncmoe) must be 0 or more, not {self.n_cpu_moe}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
             raise ValueError(f"the context (-c) must be from 0 (automatic) to {MAX_N_CTX:,} tokens, not {self.n_ctx:,}")
-        for n_tokens, option in ((self.n_batch, "-b"), (self.n_ubatch, "-ub")):
-            if not 1 <= n_tokens <= MAX_N_BATCH:
-                raise ValueError(f"a batch ({option}) must be from 1 to {MAX_N_BATCH:,} tokens, not {n_tokens:,}")
+        for n, option in ((self.n_batch, "-b"), (self.n_ubatch, "-ub")):
+            require(1 <= n <= MAX_N_BATCH, f"a batch ({option}) must be from 1 to {MAX_N_BATCH:,} tokens, not {n:,}")
         _ = self.draft_context  # whose types are checked
         if self.load.overrides and isinstance(self.ram, int):
             raise ValueError("-ot and --ram cannot be used together: experts in RAM are loaded from the file as needed")
         if not 1 <= self.n_parallel <= MAX_N_PARALLEL:
             raise ValueError(f"n_parallel (--parallel) must be from 1 to {MAX_N_PARALLEL}, not {self.n_parallel}")
-        if self.n_ctx * self.n_parallel > MAX_N_CTX:
-            raise ValueError(
-                f"the contexts of {self.n_parallel} texts (-c) must be at most {MAX_N_CTX:,} tokens together, "
-                f"not {self.n_ctx * self.n_parallel:,}"
-            )
-        if isinstance(self.ram, int) and self.ram <= 0:
-            raise ValueError(f"ram (--ram) must be more than 0, not {self.ram}")
-        if not 0 <= self.n_threads <= MAX_N_THREADS:
-            raise ValueError(
-                f"n_threads (-t) must be from 0 (one per physical core) to {MAX_N_THREADS}, not {self.n_threads}"
-            )
+        texts = f"the contexts of {self.n_parallel} texts (-c) must be at most {MAX_N_CTX:,} tokens together"
+        require(n_all <= MAX_N_CTX, f"{texts}, not {n_all:,}")
+        require(isinstance(self.ram, str) or self.ram > 0, f"ram (--ram) must be more than 0, not {self.ram}")
+        threads = f"n_threads (-t) must be from 0 (one per physical core) to {MAX_N_THREADS}"
+        require(0 <= self.n_threads <= MAX_N_THREADS, f"{threads}, not {self.n_threads}")
 
     @property
     def draft_context(self) -> ContextSettings:

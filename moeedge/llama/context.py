@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
@@ -11,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import DeviceFailedError, EngineError
+from moeedge.errors import BackendError, DeviceFailedError, EngineError, InputError, require
 from moeedge.llama import library
-from moeedge.llama.context_budget import ContextBudget
-from moeedge.llama.hidden_states import StateRows, StateTap
-from moeedge.llama.model import Mode, Model
+from moeedge.llama.hidden_states import StateRows, tap_states
+from moeedge.llama.model import Mode, Model, ModelInfo
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
 from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
-from moeedge.native.abi import Phase, view
+from moeedge.native import abi
+from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, view
 from moeedge.native.compute import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
-from moeedge.native.library import keep_activations_near, newest_instance
+from moeedge.native.library import keep_activations_near, load, newest_instance
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Cancel, Closing
 
@@ -31,11 +33,8 @@ _QUICK_TOKENS = 32  # a batch of at most so many is not asked to stop, unless it
 _STOPPED = 2  # result of llama_decode: its abort callback said so
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
-_FLASH_ATTENTION = {
-    "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
-    "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-    "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
-}
+_FLASH_ATTENTION = {"auto": "AUTO", "off": "DISABLED", "on": "ENABLED"}  # LLAMA_FLASH_ATTN_TYPE_...
+_TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
 _SECTION_ROPES = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)  # with four numbers for a position
 
 # (the parts of a batch that was decoded, the hidden states of its tokens: valid until the next decode)
@@ -45,11 +44,111 @@ ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
 
 
-class Context(Closing):
-    """The KV cache and compute buffers of one model, for one text, or for several that are decoded together.
+@dataclass(frozen=True)
+class LayerRouting:
+    """Routing of one layer in the newest verification; views of native memory that the next one overwrites."""
 
-    `sequences` are its texts (`ContextSequence`). `decode`, `n_past` and `trim` are those of the first.
+    kind: abi.RouterKind
+    values: NDArray[np.float32]  # [T, n_experts], the router's output
+    selection: NDArray[np.float32]  # [T, n_experts], sorted by the router's top-k
+    natural_ids: NDArray[np.int32]  # [T, k], the selected experts without the budget
+    ids: NDArray[np.int32]  # [T, k], with it
+
+
+class ContextBudget:
+    """The expert budget of one context: llama.cpp's eval callback keeps the experts of a verification to it.
+
+    Made before its llama.cpp context, whose parameters it changes, and closed after it.
+    `moeedge.lab.policies.expert_budget` defines the same in NumPy.
     """
+
+    def __init__(self, info: ModelInfo, parameters: Any) -> None:
+        n_layers = len(info.used_per_layer)
+        self.budget: ExpertBudget | None = None  # of verifications; None: they use all experts that the router selects
+        self._info = info
+        self._n_used = np.asarray(info.used_per_layer, dtype=np.int32)
+        self._library = load()
+        self._handle = self._library.moeedge_budget_create(n_layers, info.n_experts, self._n_used.ctypes.data)
+        if not self._handle:
+            raise BackendError("moeedge's expert budget cannot be made: out of memory.")
+        self._layers = np.zeros(n_layers, dtype=abi.BUDGET_LAYER)
+        parameters.cb_eval = ctypes.cast(self._library.moeedge_budget_on_node, lib.ggml_backend_sched_eval_callback)
+        parameters.cb_eval_user_data = self._handle
+
+    def set(self, budget: ExpertBudget | None) -> None:
+        """Raises InputError if the budget does not suit the model."""
+        if budget is not None:
+            info = self._info
+            if info.architecture == _TWO_BLOCKS:
+                problem = "Expert budgets do not support GroveMoE, whose layers select two kinds of experts."
+                raise InputError(problem, "Leave the expert budget out.")
+            layers = np.asarray(info.expert_layers, dtype=np.intp)
+            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)
+            budgets[budgets == 0] = info.n_experts  # layers without experts
+            self.configure(budgets, BudgetRanking[budget.ranking.upper()], BudgetCoverage[budget.coverage.upper()])
+        self.budget = budget
+
+    def configure(self, budgets: NDArray[np.int32], ranking: BudgetRanking, coverage: BudgetCoverage) -> None:
+        """Sets budgets [n_layers]. Raises BackendError for values that the library does not know."""
+        budgets = np.ascontiguousarray(budgets, dtype=np.int32)
+        require(budgets.shape == self._n_used.shape, f"there must be a budget for each of {self._n_used.size} layers")
+        raw = abi.BudgetConfigStruct(int(ranking), int(coverage), budgets.ctypes.data)
+        _check_budget(self._library.moeedge_budget_configure(self._handle, ctypes.byref(raw)))
+
+    @contextmanager
+    def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
+        """Around a decode: a verification of more than one token keeps to the budget, everything else is exact."""
+        if self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
+            yield
+            return
+        try:  # Ctrl-C may come at any time
+            self.set_active(True)
+            yield
+        finally:
+            self.set_active(False)
+
+    def set_active(self, on: bool) -> None:
+        """Whether the next decodes keep to the budget."""
+        _check_budget(self._library.moeedge_budget_set_active(self._handle, int(on)))
+
+    def read(self) -> NDArray[Any]:
+        """The layers' figures since the last call, abi.BUDGET_LAYER [n_layers]; the next call reuses the array."""
+        _check_budget(self._library.moeedge_budget_read(self._handle, self._layers.ctypes.data))
+        return self._layers
+
+    def set_capture(self, on: bool) -> None:
+        """Whether `routing` has the router's values of verifications from now on."""
+        _check_budget(self._library.moeedge_budget_set_capture(self._handle, int(on)))
+
+    def routing(self, layer: int) -> LayerRouting | None:
+        """The layer's routing in the newest verification; None without one. Requires `set_capture`."""
+        raw = abi.BudgetRoutingStruct()
+        _check_budget(self._library.moeedge_budget_get_routing(self._handle, layer, ctypes.byref(raw)))
+        if raw.n_tokens == 0:
+            return None
+        wide, narrow = (raw.n_tokens, self._info.n_experts), (raw.n_tokens, int(self._n_used[layer]))
+        return LayerRouting(
+            abi.RouterKind(raw.kind),
+            view(raw.values, wide, np.float32),
+            view(raw.selection, wide, np.float32),
+            view(raw.natural_ids, narrow, np.int32),
+            view(raw.ids, narrow, np.int32),
+        )
+
+    def close(self) -> None:
+        """Frees the budget; closing twice is harmless."""
+        if self._handle:
+            self._library.moeedge_budget_destroy(self._handle)
+            self._handle = None
+
+
+def _check_budget(status: int) -> None:
+    if status < 0:
+        raise BackendError(f"moeedge's expert budget failed: {load().moeedge_last_error().decode()}")
+
+
+class Context(Closing):
+    """The KV cache and compute buffers of a model, for `sequences` of tokens; `decode` and `trim` are of the first."""
 
     state_width = 0  # of the hidden states that come with each token; 0: none do, as the model is no draft head
     states_alone = False  # and come without tokens
@@ -74,37 +173,25 @@ class Context(Closing):
 
         n_ctx: tokens of each sequence; 0: the length that the model was trained with. n_parallel: sequences. They
             share one KV cache (llama.cpp's kv_unified), so that one graph computes a batch of all of them.
-        n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. With fewer,
-            `decode` computes a longer batch with all logits in pieces.
+        n_outputs: tokens of a graph that can have logits, for which llama.cpp reserves memory; 0: all. `decode`
+            computes more in pieces.
         op_offload: llama.cpp's own, of large batches to a GPU, for weights in host memory, with room for them there.
         has_budget: verifications can keep to an expert budget (`set_budget`), for which llama.cpp asks about each node.
         n_snapshots: tokens of a batch that a recurrent memory can take back (`Model.keeps_snapshots`).
         Raises EngineError where memory is short.
         """
-        self.model = model
-        self.settings = settings = settings or ContextSettings()
+        self.model, self.settings = model, settings or ContextSettings()
         self.n_threads = n_threads or library.physical_cores()
-        self.op_offload = op_offload
-        self.n_parallel = n_parallel  # sequences
-        parameters = lib.llama_context_default_params()
+        self.op_offload, self.n_parallel = op_offload, n_parallel
+        parameters = _parameters(self.settings, self.n_threads)
         parameters.n_ctx = n_ctx if n_parallel == 1 else n_parallel * (n_ctx or model.info.n_ctx_train)
-        parameters.n_seq_max = n_parallel
-        parameters.kv_unified = n_parallel > 1
-        parameters.n_batch = n_batch
-        parameters.n_ubatch = min(n_ubatch, n_batch)
-        parameters.n_outputs_max = n_outputs
-        parameters.op_offload = op_offload
-        parameters.n_threads = self.n_threads
-        parameters.n_threads_batch = settings.n_threads_batch or self.n_threads
-        parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
-        parameters.no_perf = True
-        parameters.n_rs_seq = n_snapshots
-        _apply(settings, parameters)
+        parameters.n_seq_max, parameters.kv_unified = n_parallel, n_parallel > 1
+        parameters.n_batch, parameters.n_ubatch = n_batch, min(n_ubatch, n_batch)
+        parameters.n_outputs_max, parameters.op_offload, parameters.n_rs_seq = n_outputs, op_offload, n_snapshots
         self._complete(parameters)
-        adapters = model.load_adapters(settings.adapters)  # before the context, which makes room for their operations
-        self.budget: ContextBudget | None = None  # None: no verification can keep to one
-        if has_budget and model.info.n_experts > 0:
-            self.budget = ContextBudget(model.info, parameters)
+        adapters = model.load_adapters(self.settings.adapters)  # before the context, which makes room for them
+        # None: no verification can keep to one
+        self.budget = ContextBudget(model.info, parameters) if has_budget and model.info.n_experts > 0 else None
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         keep_activations_near(None if model.header_only else model.gpu)
@@ -114,14 +201,14 @@ class Context(Closing):
             if self.budget is not None:
                 self.budget.close()
             of_each = f" for each of {n_parallel} texts" if n_parallel > 1 else ""
+            others = "" if self.settings == ContextSettings() else ", or leave out -ctk, -ctv or -fa"
             raise EngineError(
                 f"llama.cpp cannot create a context of {n_ctx or model.info.n_ctx_train:,} tokens{of_each}: "
                 f"{library.first_error()}.",
-                "Choose a smaller one with -c N"
-                + ("." if settings == ContextSettings() else ", or leave out -ctk, -ctv or -fa."),
+                f"Choose a smaller one with -c N{others}.",
             )
         if adapters:
-            scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in settings.adapters))
+            scales = (ctypes.c_float * len(adapters))(*(adapter.scale for adapter in self.settings.adapters))
             pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
             lib.llama_set_adapters_lora(self.handle, pointers, len(adapters), scales)
         self._decoder = Decoder(lib._lib, self.handle)
@@ -131,12 +218,12 @@ class Context(Closing):
         self.n_snapshots = int(lib.llama_n_rs_seq(self.handle))
         # the most drafts of a batch that can be taken back; None: no limit
         self.n_drafts_max = self.n_snapshots if model.keeps_snapshots else None
-        self._n_outputs = n_outputs or lib.llama_n_batch(self.handle)
+        n_max: int = lib.llama_n_batch(self.handle)
+        self._n_outputs = n_outputs or n_max
         self.memory = lib.llama_get_memory(self.handle)
         self.sequences = tuple(ContextSequence(self, index) for index in range(n_parallel))
         n_positions = 4 if lib.llama_model_rope_type(model.handle) in _SECTION_ROPES else 1
-        n_positions = n_positions if self.states_alone else 0
-        self._batch = TokenBatch(lib.llama_n_batch(self.handle), n_parallel, self.state_width, n_positions)
+        self._batch = TokenBatch(n_max, n_parallel, self.state_width, n_positions if self.states_alone else 0)
         self._view: Logits | None = None
         self._view_key = (0, 0)
         self.mode: Mode = "stock"
@@ -144,8 +231,7 @@ class Context(Closing):
         self._instance = newest_instance()
         self._capture: native.ActivationCapture | None = None
         self._keeps_hidden_states = False
-        self._tap: StateTap | None = None
-        self._read_states: ReadStates | None = None
+        self._read_states: Callable[[Sequence[BatchPart], int], None] | None = None
         try:
             self.sensor = self._attach_sensor()
             self._set_offload_scope(mode)
@@ -195,10 +281,10 @@ class Context(Closing):
         return self._capture
 
     def tap_states(self, layers: Sequence[int], read: ReadStates) -> None:
-        """Hands the hidden states of all tokens that are decoded from now on to `read`. layers: as of `StateTap`."""
+        """Hands the hidden states of all tokens that are decoded from now on to `read`. layers: as of `tap_states`."""
         info = self.model.info
-        self._tap = StateTap(self.handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
-        self._read_states = read
+        states = tap_states(self.handle, layers, n_layers=info.n_layers, n_embd=info.n_embd)
+        self._read_states = lambda parts, n_tokens: read(parts, states(n_tokens))
 
     def set_budget(self, budget: ExpertBudget | None) -> None:
         """Sets the most experts of a verification per layer; None: all. Raises InputError for an unsuitable one."""
@@ -216,11 +302,10 @@ class Context(Closing):
     def decode(
         self, tokens: Sequence[int], *, phase: Phase, logits: WantedLogits = "last", cancel: Cancel | None = None
     ) -> Logits:
-        """Appends `tokens` to the first sequence and computes their logits.
+        """Appends `tokens` to the first sequence; returns logits float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0.
 
-        Returns float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0: a view of llama.cpp's buffer, valid until the
-        next call. cancel: asked every 50 ms, not at the start, whether to stop in the middle of the computation, which
-        only the CPU does; small batches are asked where experts are loaded from a file.
+        They are a view of llama.cpp's buffer, valid until the next call. cancel: asked every 50 ms, not at the start,
+        whether to stop in the middle of the CPU's computation; of small batches where experts are loaded from a file.
         Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault;
         Cancelled if `cancel` returned True.
         """
@@ -270,7 +355,7 @@ class Context(Closing):
                     raise self._full()
         self._batch.fill(parts)
         budget = None if self.mode == "stock" else self.budget
-        wait = n_out > 0 or self._tap is not None
+        wait = n_out > 0 or self._read_states is not None
         if budget is None:
             self._run(n, wait=wait)
         else:
@@ -280,8 +365,8 @@ class Context(Closing):
             part.sequence.append(part.tokens)
         if self._capture is not None:
             self._capture.raise_error()
-        if self._tap is not None and self._read_states is not None:
-            self._read_states(parts, self._tap.read(n))
+        if self._read_states is not None:
+            self._read_states(parts, n)
         rows = self._logits(n_out)
         if len(parts) == 1:
             return [rows]
@@ -309,20 +394,20 @@ class Context(Closing):
         except BaseException:  # raised by `cancel`
             self._drop_counts()
             raise
+        if code == 0:
+            return
         if code == 1:
             raise self._full()
-        if code != 0:
-            self._drop_counts()
+        self._drop_counts()
         if code == _STOPPED:
             raise Cancelled
-        if code != 0:
-            reason = library.first_error()
-            if _UNREAD in reason:
-                raise EngineError(f"{reason}.", "Check the disk, and start again. A new version belongs in a new file.")
-            message = f"llama.cpp failed to decode {n} tokens (code {code}): {reason}."
-            if self.model.uses_gpu and code in _COMPUTE_FAILED:
-                raise DeviceFailedError(message, _WITHOUT_GPU)
-            raise EngineError(message)
+        reason = library.first_error()
+        if _UNREAD in reason:
+            raise EngineError(f"{reason}.", "Check the disk, and start again. A new version belongs in a new file.")
+        message = f"llama.cpp failed to decode {n} tokens (code {code}): {reason}."
+        if self.model.uses_gpu and code in _COMPUTE_FAILED:
+            raise DeviceFailedError(message, _WITHOUT_GPU)
+        raise EngineError(message)
 
     def _drop_counts(self) -> None:
         """Forgets what a decode that has ended early activated: it was counted in some layers only."""
@@ -337,14 +422,13 @@ class Context(Closing):
         sequence, tokens, logits, states = part
         if states is not None:
             raise ValueError(f"{len(tokens)} tokens of a draft head do not fit one batch")
-        size = min(self._batch.n_max, self._n_outputs) if logits in ("all", "states") else self._batch.n_max
-        pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-        if logits in ("all", "states"):
-            decoded = (sequence.decode(piece, phase=phase, logits=logits, cancel=cancel) for piece in pieces)
-            return np.concatenate([rows.copy() for rows in decoded])
-        for piece in pieces[:-1]:
-            sequence.decode(piece, phase=phase, logits="none", cancel=cancel)
-        return sequence.decode(pieces[-1], phase=phase, logits=logits, cancel=cancel)
+        of_all = logits in ("all", "states")
+        size = min(self._batch.n_max, self._n_outputs) if of_all else self._batch.n_max
+        rows: list[Logits] = []
+        for start in range(0, len(tokens), size):
+            piece, wanted = tokens[start : start + size], logits if of_all or start + size >= len(tokens) else "none"
+            rows.append(sequence.decode(piece, phase=phase, logits=wanted, cancel=cancel).copy())
+        return np.concatenate(rows)
 
     def _logits(self, n_out: int) -> Logits:
         """Returns the last `n_out` rows; the view is reused while the address stays."""
@@ -401,7 +485,7 @@ class Context(Closing):
         if self.handle:
             self._view = None
             self.sensor = None
-            self._tap = None
+            self._read_states = None
             if self._capture is not None:
                 self._capture.close()
                 self._capture = None
@@ -411,17 +495,22 @@ class Context(Closing):
                 self.budget.close()  # llama.cpp's context, which would call it, is gone
 
 
-def _apply(settings: ContextSettings, parameters: Any) -> None:
-    """Sets the fields of llama_context_params; those at llama.cpp's own defaults stay as they are."""
+def _parameters(settings: ContextSettings, n_threads: int) -> Any:
+    """llama_context_params with these settings; what is at llama.cpp's own defaults stays as it is."""
+    parameters: Any = lib.llama_context_default_params()
+    parameters.n_threads = n_threads
+    parameters.n_threads_batch = settings.n_threads_batch or n_threads
+    parameters.swa_full = False  # as in llama.cpp's programs; `trim` handles the positions that are lost
+    parameters.no_perf = True
     parameters.type_k = KV_TYPES[settings.type_k].ggml_type
     parameters.type_v = KV_TYPES[settings.type_v].ggml_type
-    parameters.flash_attn_type = _FLASH_ATTENTION[settings.flash_attn]
+    parameters.flash_attn_type = getattr(lib, f"LLAMA_FLASH_ATTN_TYPE_{_FLASH_ATTENTION[settings.flash_attn]}")
     rope = settings.rope
     if rope.scaling is not None:
         parameters.rope_scaling_type = getattr(lib, f"LLAMA_ROPE_SCALING_TYPE_{rope.scaling.upper()}")
     parameters.rope_freq_base, parameters.rope_freq_scale = rope.freq_base, rope.freq_scale
     parameters.yarn_orig_ctx = rope.yarn_orig_ctx
     for name in YARN_FACTORS:
-        value = getattr(rope, name)
-        if value >= 0:
-            setattr(parameters, name, value)
+        if getattr(rope, name) >= 0:
+            setattr(parameters, name, getattr(rope, name))
+    return parameters

@@ -1,8 +1,8 @@
 """A model whose experts stay in its file: the other weights are read and kept in memory.
 
-llama.cpp maps such a file lazily (`moeedge.native.mapping`). The pages of its dense weights get memory of their own:
-the kernel does not drop them in favour of other files, and they stay what they are if the file changes. Where that is
-not possible they are in the page cache. Either way they are locked as far as the limit of locked memory allows.
+llama.cpp maps such a file lazily (`moeedge.native.mapping`). The pages of its dense weights get memory of their own,
+which the kernel does not drop and changes of the file do not reach, where that is possible; else they are in the page
+cache. Either way they are locked as far as the limit of locked memory allows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,8 @@ from moeedge.errors import ModelFileError
 from moeedge.hardware.memory import fits
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import LAYER, GgufTensor
-from moeedge.native.mapping import (
-    N_READERS,
-    PIECE_BYTES,
-    FileVersion,
-    Mapped,
-    advise_normal,
-    give_own_memory,
-    lock_in_memory,
-    mapped,
-    pages_of,
-)
+from moeedge.native import mapping
+from moeedge.native.mapping import N_READERS, PIECE_BYTES, FileVersion, Mapped, mapped, pages_of
 
 _PADDING_BYTES = 4096  # tensors are aligned by less
 
@@ -60,10 +51,7 @@ class SplitWeights:
 
     @classmethod
     def read(cls, path: Path, *, n_layers: int | None = None) -> SplitWeights:
-        """Reads the headers of all parts. Raises ModelFileError.
-
-        n_layers: experts of blocks after so many layers (MTP heads) are dense weights; no cache holds them.
-        """
+        """Reads all headers; experts of blocks after `n_layers` layers (MTP) are dense. Raises ModelFileError."""
         versions = {file: _version(file) for file in gguf_file.parts(path)}
         experts, _ = gguf_file.expert_tensors(path, n_layers=n_layers)
         names, tensors = {tensor.name for tensor in experts}, gguf_file.read_all_tensors(path)
@@ -77,10 +65,7 @@ class SplitWeights:
         return max((1 + int(layer[1]) for layer in layers if layer), default=0)
 
     def read_ahead(self, n_host_experts: int | None = None) -> None:
-        """Reads the dense tensors into the page cache in large requests. Raises ModelFileError.
-
-        n_host_experts: the first layers, whose experts are in host memory; None: all. Experts of others are read, too.
-        """
+        """Reads dense tensors and experts after `n_host_experts` layers, into the page cache. Raises ModelFileError."""
         on_gpu = [] if n_host_experts is None else [t for t in self.experts if not t.is_on_host(n_host_experts)]
         for path, ranges in ranges_by_file([*self.dense, *on_gpu]).items():
             _read_ahead(path, ranges)
@@ -98,19 +83,18 @@ class SplitWeights:
         on_host = ranges_by_file([tensor for tensor in self.dense if tensor.is_on_host(n_host_layers)])
         pages = {file: pages_of([m for m in mapped(file) if m not in before], on_host[file]) for file in on_host}
         n_pages_bytes = sum(each.n_bytes for of_file in pages.values() for each in of_file)
-        own_bytes = locked_bytes = 0
+        own_bytes = 0
         if fits(n_pages_bytes):
             for file, of_file in pages.items():
                 try:
-                    own_bytes += give_own_memory(file, self.files[file], of_file)
+                    own_bytes += mapping.give_own_memory(file, self.files[file], of_file)
                 except OSError as error:
                     raise _cannot_read(file, error) from error
         if own_bytes < n_pages_bytes or not n_pages_bytes:
             for file, of_file in pages.items():
-                advise_normal(of_file)
+                mapping.advise_normal(of_file)
                 _read_ahead(file, on_host[file])
-        for of_file in pages.values():
-            locked_bytes += lock_in_memory(of_file)
+        locked_bytes = sum(map(mapping.lock_in_memory, pages.values()))
         if hasattr(os, "posix_fadvise"):  # pages of experts that came with the headers leave the page cache
             for path, ranges in ranges_by_file(self.experts).items():
                 with path.open("rb", buffering=0) as opened:
@@ -128,7 +112,7 @@ class SplitWeights:
 def let_experts_read_ahead(path: Path) -> None:
     """Lets faults in the experts' ranges read ahead again, for a model that is computed from the mapped file."""
     for file, ranges in ranges_by_file(SplitWeights.read(path).experts).items():
-        advise_normal(pages_of(mapped(file), ranges))
+        mapping.advise_normal(pages_of(mapped(file), ranges))
 
 
 def _version(file: Path) -> FileVersion:
@@ -161,11 +145,11 @@ def _read_ahead(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
 
 def ranges_by_file(tensors: Sequence[GgufTensor]) -> dict[Path, list[tuple[int, int]]]:
     """Offset and bytes of the tensors, adjacent ones together; what is between these is padding."""
-    found: dict[Path, list[tuple[int, int]]] = {}
+    by_file: dict[Path, list[tuple[int, int]]] = {}
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
-        ranges = found.setdefault(tensor.file, [])
+        ranges = by_file.setdefault(tensor.file, [])
         if ranges and tensor.offset - sum(ranges[-1]) < _PADDING_BYTES:
             ranges[-1] = (ranges[-1][0], tensor.offset + tensor.size_bytes - ranges[-1][0])
         else:
             ranges.append((tensor.offset, tensor.size_bytes))
-    return found
+    return by_file

@@ -1,13 +1,12 @@
 """The checks that a draft suits a target, and draft heads, which continue from the target's hidden states.
 
-MTP     blocks that some models ship after their last layer (DeepSeek-V3, "DeepSeek-V3 Technical Report", section 2.2).
+MTP     blocks that some models ship after their last layer ("DeepSeek-V3 Technical Report", section 2.2).
 EAGLE-3 a one-layer draft in a file of its own (Li et al., "EAGLE-3: Scaling up inference acceleration of large language
         models via training-time test", 2025), which reads the inputs of three of the target's layers.
 DFlash  a draft in a file of its own that predicts a block of tokens at once (block diffusion), from the inputs of some
         of the target's layers. DSpark files add a head in which each token follows from the one before it.
 
-llama.cpp ends the process where a graph lacks what a head asks for, so that only architectures are admitted here whose
-graphs in this release have it, and that tests decode.
+llama.cpp ends the process where a graph lacks what a head asks for: only architectures that tests decode are admitted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
@@ -49,22 +48,17 @@ class BlockLayout:
     first: int  # of the block's rows, that predicts a draft: 1, or 0 where the last token's own row does
     causal: bool  # attention within the block
 
-    @property
-    def n_drafts_max(self) -> int:
-        """Drafts that a block predicts at most."""
-        return self.n_tokens - self.first
-
 
 @dataclass(frozen=True)
 class HeadKind:
-    """A draft head, and what it reads of its target.
+    """A draft head, and the states that it reads of its target.
 
     An entry of its KV cache is made of a token and the target's state of the position before it; of a DFlash draft, of
     the target's state alone. The first `n_skipped` tokens of a text have no entry.
     """
 
     name: Literal["mtp", "eagle3", "dflash"]
-    layers: tuple[int, ...]  # as of `StateTap`
+    layers: tuple[int, ...]  # as of `tap_states`
     n_skipped: int
     state_at: int  # entry e needs the target's state of position e + state_at
     encodes: bool = False  # the head projects the target's states to its own width first
@@ -75,7 +69,7 @@ class HeadKind:
     def n_drafts_max(self) -> int | None:
         """Drafts of a step at most; None: no limit."""
         if self.block is not None:
-            return self.block.n_drafts_max
+            return self.block.n_tokens - self.block.first
         return self.n_heads if self.n_heads > 1 else None
 
 
@@ -91,8 +85,8 @@ def missing_head(model: Model) -> str | None:
     if info.architecture == "deepseek2" and not all(model.metadata(f"deepseek2.attention.{key}") for key in _LATENT):
         return "its attention is not of the kind that llama.cpp's MTP graph computes"
     if info.architecture == "mimo2":
-        wanted = {f"blk.{info.n_layers + i}.{part}.weight" for i in range(info.n_head_layers) for part in _MIMO_PARTS}
-        if not wanted <= _tensor_names(model):
+        blocks = range(info.n_layers, info.n_layers + info.n_head_layers)
+        if not {f"blk.{block}.{part}.weight" for block in blocks for part in _MIMO_PARTS} <= _tensor_names(model):
             return "its heads are not of the kind that llama.cpp's MTP graph computes"
     return None
 
@@ -158,8 +152,7 @@ def _block_layout(draft: Model) -> BlockLayout:
     names = _tensor_names(draft)
     if "selector_hidden.weight" in names:
         raise InputError(f"{name} is a DFlash 2 draft with a selector, which is not supported.", _OTHER_DRAFT)
-    is_dspark = "markov_w1.weight" in names
-    samples_last = is_dspark and value("sample_from_anchor") != "false"
+    samples_last = "markov_w1.weight" in names and value("sample_from_anchor") != "false"  # of DSpark
     n_tokens = int(value("block_size") or _BLOCK_TOKENS)
     if n_tokens < 2:
         raise InputError(f"{name} has blocks of {n_tokens} tokens; drafting needs two or more.", _OTHER_DRAFT)
@@ -189,11 +182,10 @@ def check_compatible(target: Model, draft: Model) -> int:
         differences.append(f"it has {sizes[1]:,} tokens instead of {sizes[0]:,}")
     tokens = range(_FIRST_COMPARED_TOKEN, n_common)
     of_target, of_draft = (map(lib.llama_vocab_get_text, repeat(model.vocab), tokens) for model in (target, draft))
-    differing = (token for token, one, other in zip(tokens, of_target, of_draft, strict=True) if one != other)
-    for token, _ in zip(differing, range(_SHOWN_DIFFERENCES), strict=False):
-        differences.append(
-            f"token {token} is {draft.token_text(token)!r} in the draft and {target.token_text(token)!r} in the model"
-        )
+    differing = (token for token, *texts in zip(tokens, of_target, of_draft, strict=True) if texts[0] != texts[1])
+    for token in islice(differing, _SHOWN_DIFFERENCES):
+        text, expected = draft.token_text(token), target.token_text(token)
+        differences.append(f"token {token} is {text!r} in the draft and {expected!r} in the model")
     if differences:
         raise VocabularyMismatchError(f"{names}: {'; '.join(differences)}.", _HINT)
     return n_common
@@ -228,24 +220,17 @@ class HeadContext(Context):
     ) -> None:
         """Makes the context, for as many sequences of as many tokens as the target's.
 
-        model: of the target for a head in its own file, else the draft's. n_outputs: most tokens with logits.
-        options: n_threads, op_offload and settings of a `Context`. Raises EngineError where memory is short.
+        model: the target's, for its own head, or the draft's. n_outputs: most tokens with logits. options: n_threads,
+        op_offload and settings of a `Context`. Raises EngineError where memory is short.
         """
         self.kind = kind
         self.states_alone = kind.block is not None
         self.state_width = len(kind.layers) * model.info.n_embd if self.states_alone else model.info.n_embd
         self._target_handle = target.handle
         n_ubatch = min(n_ubatch, _N_ENCODED) if kind.encodes else n_ubatch
-        super().__init__(
-            model,
-            n_ctx=target.n_ctx,
-            n_batch=n_ubatch,
-            n_ubatch=n_ubatch,
-            n_outputs=0 if kind.encodes else min(n_outputs, n_ubatch),
-            n_parallel=target.n_parallel,
-            mode="stock",
-            **options,
-        )
+        options |= {"n_ctx": target.n_ctx, "n_parallel": target.n_parallel, "n_batch": n_ubatch, "n_ubatch": n_ubatch}
+        n_outputs = 0 if kind.encodes else min(n_outputs, n_ubatch)
+        super().__init__(model, n_outputs=n_outputs, mode="stock", **options)
         if kind.block is None:
             keep_final(self.handle, True, True)  # `last_state`
         else:
@@ -263,8 +248,7 @@ class HeadContext(Context):
 
     def last_state(self, n_rows: int) -> NDArray[np.float32]:
         """The last token's own state after a decode of `n_rows` tokens with all logits: a float32 [1, n_embd] copy."""
-        rows = own_states(self.handle, n_rows, self.model.info.n_embd)
-        return np.array(rows[-1:])
+        return np.array(own_states(self.handle, n_rows, self.model.info.n_embd)[-1:])
 
     @contextmanager
     def head(self, index: int) -> Iterator[None]:
@@ -277,7 +261,7 @@ class HeadContext(Context):
                 choose_head(self.handle, 0)
 
     def input_states(self, states: StateRows) -> StateRows:
-        """What the head decodes: the target's `states`, projected to the head's width by an EAGLE-3 draft."""
+        """The states that the head decodes: the target's, projected to the head's width by an EAGLE-3 draft."""
         if not self.kind.encodes or len(states) == 0:
             return states
         projected = []

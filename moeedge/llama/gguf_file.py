@@ -1,14 +1,14 @@
 """The header of a GGUF file: whether the file is complete, and which slice of it holds expert e of layer l.
 
 ggml parses the header. llama.cpp reports a truncated file only as "failed to load model"; here the size that the header
-implies is compared with the size on disk. llama.cpp may keep experts repacked for the CPU, from which they cannot be
-read back; uploads to a device therefore read the original bytes from the file.
+implies is compared with the size on disk. Uploads to a device read experts from the file, as llama.cpp may repack them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -131,10 +131,7 @@ def _open_header(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def read_experts_used(path: Path) -> tuple[str, list[int]]:
-    """Returns the metadata key of experts per token, and its number, one per layer, or none for a dense model.
-
-    Raises ModelFileError.
-    """
+    """The metadata key of experts per token, and its number, one per layer, or none (dense). Raises ModelFileError."""
     with _open_header(path) as (ggml, header):
         architecture = ggml.gguf_find_key(header, b"general.architecture")
         if architecture < 0 or ggml.gguf_get_kv_type(header, architecture) != _STRING:
@@ -152,16 +149,13 @@ def read_experts_used(path: Path) -> tuple[str, list[int]]:
 
 
 def read_tensors(path: Path) -> list[GgufTensor]:
-    """Returns all tensors of one file in its order. Raises ModelFileError for an unreadable header.
-
-    A start asks several times, and a large vocabulary takes long: the header is parsed again when the file has changed.
-    """
+    """All tensors of one file in its order, parsed again when it has changed. Raises ModelFileError."""
     _check_readable(path)
     status = path.stat()
     return list(_parse_tensors(path, (status.st_ino, status.st_size, status.st_mtime_ns)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # a start asks several times, and a large vocabulary takes long
 def _parse_tensors(path: Path, _identity: tuple[int, int, int]) -> tuple[GgufTensor, ...]:
     """All tensors; _identity: changes with the file."""
     with _open_header(path) as (ggml, header):
@@ -189,15 +183,14 @@ def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[Exp
 
     n_layers: skip the layers after that many (multi-token prediction, which does not run here). Raises ModelFileError.
     """
-    files = parts(path)
-    found = []
+    files, experts = parts(path), []
     for tensor in read_all_tensors(path):
         match = _EXPERTS.match(tensor.name)
         if match is None or (n_layers is not None and int(match[1]) >= n_layers):
             continue
         dimension = _EXPERT_DIMENSION[match["part"]]
         n_experts = max(tensor.shape[dimension], 1)  # a malformed header may say 0
-        found.append(
+        experts.append(
             ExpertTensor(
                 layer=int(match[1]),
                 type=tensor.type,
@@ -210,7 +203,7 @@ def expert_tensors(path: Path, *, n_layers: int | None = None) -> tuple[list[Exp
                 name=tensor.name,
             )
         )
-    return sorted(found, key=lambda tensor: (tensor.layer, tensor.name)), files
+    return sorted(experts, key=lambda tensor: (tensor.layer, tensor.name)), files
 
 
 def expert_bytes(tensors: list[ExpertTensor]) -> int:
@@ -219,10 +212,7 @@ def expert_bytes(tensors: list[ExpertTensor]) -> int:
 
 
 def bytes_per_token(tensors: list[GgufTensor], experts: list[ExpertTensor], used_per_layer: Sequence[int]) -> int:
-    """Returns the bytes of weights that a token reads: of the experts those that it uses.
-
-    tensors: all of the model, `experts` among them.
-    """
+    """The bytes of weights that a token reads, of `experts` those that it uses. tensors: all of the model."""
     has_output = any(tensor.name == "output.weight" for tensor in tensors)
     # a token reads one row of the embedding matrix, unless that is also the output matrix
     unread = sum(t.size_bytes for t in tensors if t.name == "token_embd.weight" and has_output)
@@ -244,20 +234,17 @@ def adapts_experts(adapters: Iterable[LoraAdapter]) -> bool:
 
 def n_groups(tensors: list[ExpertTensor]) -> int:
     """Returns the number of groups of layers whose experts have equal tensors; a cache has staging slots per group."""
-    layers: dict[int, set[tuple[str, int, int, int]]] = {}
+    layers = defaultdict[int, set[tuple[str, int, int, int]]](set)
     for tensor in tensors:
-        layers.setdefault(tensor.layer, set()).add((tensor.role, tensor.type, tensor.ne0, tensor.ne1))
+        layers[tensor.layer].add((tensor.role, tensor.type, tensor.ne0, tensor.ne1))
     return len({frozenset(roles) for roles in layers.values()})
 
 
 def scratch_bytes(tensors: list[ExpertTensor], n_pairs: int) -> int:
-    """Returns an upper bound for the float32 columns of `n_pairs` (token, expert) pairs in the widest layer, in bytes.
-
-    Every matrix has an input and an output column; a column that two matrices share counts twice.
-    """
-    values: dict[int, int] = {}
-    for tensor in tensors:
-        values[tensor.layer] = values.get(tensor.layer, 0) + (tensor.ne0 + tensor.ne1 if tensor.ne1 > 1 else 0)
+    """An upper bound for the float32 columns of `n_pairs` (token, expert) pairs in the widest layer, in bytes."""
+    values: Counter[int] = Counter()
+    for tensor in tensors:  # an input and an output column of each matrix; one that two matrices share counts twice
+        values[tensor.layer] += tensor.ne0 + tensor.ne1 if tensor.ne1 > 1 else 0
     return 4 * n_pairs * max(values.values(), default=0)
 
 
@@ -271,10 +258,7 @@ class WholeLayers:
 
 
 def whole_layers(tensors: list[ExpertTensor], n_layers: int, n_whole: int) -> WholeLayers:
-    """Returns the choice of the last `n_whole` layers with experts; all of them where the model has fewer.
-
-    tensors: from `gguf_file.expert_tensors`. n_layers: of the model, dense ones included.
-    """
+    """The choice of the last `n_whole` layers with experts, or of all. n_layers: of the model, dense ones included."""
     layers = sorted({tensor.layer for tensor in tensors})
     n_whole = max(0, min(n_whole, len(layers)))
     first = layers[len(layers) - n_whole] if n_whole else n_layers
@@ -284,6 +268,5 @@ def whole_layers(tensors: list[ExpertTensor], n_layers: int, n_whole: int) -> Wh
 def most_whole_layers(tensors: list[ExpertTensor], n_layers: int, n_bytes: int) -> WholeLayers:
     """Returns the choice of as many of the last layers as have experts of `n_bytes` at most, together."""
     n_most = len({tensor.layer for tensor in tensors})
-    choices = (whole_layers(tensors, n_layers, n_whole) for n_whole in range(n_most, 0, -1))
-    fitting = (choice for choice in choices if choice.expert_bytes <= n_bytes)
-    return next(fitting, whole_layers(tensors, n_layers, 0))
+    choices = [whole_layers(tensors, n_layers, n_whole) for n_whole in range(n_most, -1, -1)]
+    return next((choice for choice in choices if choice.expert_bytes <= n_bytes), choices[-1])

@@ -19,45 +19,19 @@ ANY_OBJECT = '{"type": "object"}'
 _ANY: dict[str, Any] = {"type": ["object", "array", "string", "number", "boolean", "null"]}
 _HINT = f"For any object give {ANY_OBJECT}."
 _IGNORED = frozenset(
-    [
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "multipleOf",
-        "uniqueItems",
-        "contains",
-        "minContains",
-        "maxContains",
-        "minProperties",
-        "maxProperties",
-        "patternProperties",
-        "propertyNames",
-        "dependentRequired",
-        "dependentSchemas",
-        "not",
-        "if",
-        "then",
-        "else",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-    ]
+    (
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"),
+        *("minProperties", "maxProperties", "patternProperties", "propertyNames", "unevaluatedProperties"),
+        *("dependentRequired", "dependentSchemas", "not", "if", "then", "else"),
+    )
 )
 _FORMATS = frozenset(["date", "time", "date-time", "uuid", "uuid1", "uuid2", "uuid3", "uuid4", "uuid5"])
 _ANNOTATIONS = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$schema",
-        "$id",
-        "$comment",
-        "$anchor",
-    ]
+    (
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$schema", "$id", "$comment", "$anchor"),
+    )
 )
 _MAPS = ("properties", "$defs", "definitions")  # names of their own, each with a schema
 _PARTS = ("items", "additionalProperties")  # with a schema
@@ -91,8 +65,7 @@ def schema_grammar(text: str) -> SchemaGrammar:
         raise InputError("The JSON schema is not an object.", _HINT)
     try:
         ignored = sorted(set(_ignored(schema)))
-        known = _convertible(schema, is_root=True)
-        grammar = _convert(known)
+        grammar = _convert(_convertible(schema, is_root=True))
     except InputError:
         raise
     except Exception as error:  # the converter's errors have no class in common
@@ -121,37 +94,37 @@ def _convert(schema: dict[str, Any]) -> str:
 
 
 def _convertible(schema: Any, *, is_root: bool = False) -> dict[str, Any]:
-    """The same schema in a form that the converter handles. Raises InputError for one that no value follows."""
+    """The schema in a form that the converter handles. Raises InputError for one that no value follows."""
     if schema is True:
         return dict(_ANY)
     if not isinstance(schema, dict):
         raise InputError(f"The JSON schema has {json.dumps(schema)} in place of a schema.", _HINT)
-    found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and key not in _IGNORED}
-    if "enum" in found and not found["enum"]:
+    converted = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and key not in _IGNORED}
+    if "enum" in converted and not converted["enum"]:
         raise InputError("The JSON schema has an empty enum, which no value follows.", _HINT)
-    for key, value in found.items():
+    for key, value in converted.items():
         if key in _MAPS and isinstance(value, dict):
-            found[key] = {name: _convertible(part) for name, part in value.items()}
+            converted[key] = {name: _convertible(part) for name, part in value.items()}
         elif key in _LISTS and isinstance(value, list):
-            found[key] = [_convertible(part) for part in value]
+            converted[key] = [_convertible(part) for part in value]
         elif key in _PARTS and value is not False:
-            found[key] = [_convertible(part) for part in value] if isinstance(value, list) else _convertible(value)
-    if "enum" in found or "const" in found:
-        found.pop("type", None)
-    if isinstance(found.get("pattern"), str):
-        if re.search(r'"|\\\\|\\[nrtfbBuxDWS]', found["pattern"]):
+            converted[key] = [_convertible(part) for part in value] if isinstance(value, list) else _convertible(value)
+    if "enum" in converted or "const" in converted:
+        converted.pop("type", None)
+    if isinstance(converted.get("pattern"), str):
+        if re.search(r'"|\\\\|\\[nrtfbBuxDWS]', converted["pattern"]):
             raise InputError(
-                f"The pattern {found['pattern']} of the JSON schema cannot become a part of a grammar.",
+                f"The pattern {converted['pattern']} of the JSON schema cannot become a part of a grammar.",
                 "Leave out quotation marks, backslashes, control characters and classes like \\D in patterns.",
             )
-        found["pattern"] = _ESCAPE.sub(_spelled_out, found["pattern"])
-    types = found.get("type")
+        converted["pattern"] = _ESCAPE.sub(_spelled_out, converted["pattern"])
+    types = converted.get("type")
     if isinstance(types, list):
-        definitions = {key: found.pop(key) for key in ("$defs", "definitions") if key in found}
-        return {"anyOf": [{**found, "type": name} for name in types], **definitions}
-    if is_root and "$ref" in found:
-        found["anyOf"] = [{"$ref": found.pop("$ref")}]
-    return found if found or is_root else _convertible(_ANY)
+        definitions = {key: converted.pop(key) for key in ("$defs", "definitions") if key in converted}
+        return {"anyOf": [{**converted, "type": name} for name in types], **definitions}
+    if is_root and "$ref" in converted:
+        converted["anyOf"] = [{"$ref": converted.pop("$ref")}]
+    return converted if converted or is_root else _convertible(_ANY)
 
 
 def _spelled_out(match: re.Match[str]) -> str:
@@ -177,8 +150,8 @@ def _ignored(schema: Any) -> Iterator[str]:
         return
     alone = next((key for key in _ALONE if key in schema), None)
     for key, value in schema.items():
-        beside = alone is not None and key not in (alone, *_ANNOTATIONS, "$defs", "definitions", "type")
-        if key in _IGNORED or beside or (key == "format" and value not in _FORMATS):
+        is_passed_over = alone is not None and key not in (alone, *_ANNOTATIONS, "$defs", "definitions", "type")
+        if key in _IGNORED or is_passed_over or (key == "format" and value not in _FORMATS):
             yield key
         parts = list(value.values()) if key in _MAPS and isinstance(value, dict) else []
         if key in _LISTS or key in _PARTS:

@@ -1,8 +1,7 @@
 """llama.cpp in this process: started once, its log sent to the Python logger "moeedge.llama"; its devices.
 
-llama_cpp wraps libllama only. Functions of libggml, and private ones of llama.cpp, are looked up through the handle
-`lib._lib` with ctypes, because wheels carry libggml.so and libggml.so.0 as two files: llama_cpp._ggml would load a
-second copy with a device registry of its own.
+llama_cpp wraps libllama only; llama_cpp._ggml would load a second libggml with a device registry of its own. Functions
+of libggml, and private ones of llama.cpp, are looked up through the handle `lib._lib`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ _CONTINUED = 5  # the text continues the previous line
 _FUNCTION_NAME = re.compile(r"^[a-z0-9]+_\w+: +")  # stripped from errors
 
 _lock = threading.Lock()
-_started = False
 _error_lines: deque[str] = deque(maxlen=8)
 _partial = ""
 _partial_level = logging.DEBUG
@@ -57,11 +55,8 @@ _log_callback = lib.llama_log_callback(_on_log)
 
 def start() -> None:
     """Registers the log callback, our backend and those that the user names; must run before a model is loaded."""
-    global _started
     with _lock:
-        if not _started:
-            lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
-            _started = True
+        lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
         native.attach()
 
 
@@ -78,9 +73,9 @@ def first_error(default: str = "it gave no reason") -> str:
 def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:
     """Returns llama_model_params.devices for a value of -dev: a NULL-terminated array of ggml_backend_dev_t.
 
-    A GPU's name gives that GPU; "none" and the CPU's name give no device, because the CPU computes what no listed
-    device does; DRY_RUN_GPU gives a GPU that allocates nothing; anything else ("auto", an emulated device, a remote
-    worker) gives every GPU of this machine. A remote worker is never listed: llama.cpp would put entire layers there.
+    A GPU's name gives that GPU; "none" and the CPU's name none, as the CPU computes what no listed device does;
+    DRY_RUN_GPU one that allocates nothing; anything else ("auto", an emulated device, a remote worker) every GPU of
+    this machine. A remote worker is never listed: llama.cpp would put entire layers there.
     """
     if name == DRY_RUN_GPU:
         return (ctypes.c_void_p * 2)(dry_run_gpu(), None)
@@ -106,5 +101,5 @@ def buffer_types() -> dict[str, int]:
     """The types of memory in which weights can be kept, as -ot names them: ggml_backend_buffer_type_t by name."""
     ggml = ggml_functions()
     devices = map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count()))
-    found = [int(ggml.ggml_backend_dev_buffer_type(device)) for device in devices]
-    return {ggml.ggml_backend_buft_name(each).decode(): each for each in found if each}
+    types = [int(ggml.ggml_backend_dev_buffer_type(device)) for device in devices]
+    return {ggml.ggml_backend_buft_name(each).decode(): each for each in types if each}

@@ -117,11 +117,10 @@ class Model(Closing):
 
         n_gpu_layers: negative means all.
         device: the value of -dev; see `library.device_list`. "none" and the CPU also keep large batches off all GPUs.
-        experts_on_cpu: layers on a GPU keep their experts in host memory, repacked for the CPU if it supports that.
         settings: of llama.cpp's loader. Its overrides come before what experts_on_cpu and n_cpu_moe say.
+        experts_on_cpu: layers on a GPU keep their experts in host memory, repacked for the CPU if it supports that.
         n_cpu_moe: with experts_on_cpu, only the first so many layers do (llama.cpp's --n-cpu-moe); default: all.
-        repack: False: these experts are stored as llama.cpp's programs store them by default, next to a GPU mostly
-            without repacking.
+        repack: False: these experts are stored as in llama.cpp's programs, next to a GPU mostly without repacking.
         header_only: shape and vocabulary without weights; such a model cannot compute.
         storage: of the weights in host memory. "on demand" maps the file without reading the experts, for a cache that
             reads them itself; the dense weights get memory of their own (`dense_weights`).
@@ -131,70 +130,59 @@ class Model(Closing):
         InputError for an override with a type of memory that this machine does not have.
         """
         library.start()
-        path = Path(path)
         settings = settings or LoadSettings()
         summary = gguf_file.read_summary(path)
-        parameters = lib.llama_model_default_params()
-        parameters.n_gpu_layers = n_gpu_layers
-        parameters.no_alloc = header_only
         has_head = head and bool(summary.head_layers)
-        parameters.load_mtp = has_head
         is_lazy = storage == "on demand" and not header_only
+        devices = library.device_list(device)
+        uses_gpu = devices[0] is not None
+        n_moved = n_cpu_moe if experts_on_cpu else 0  # layers of which a GPU gets all but the experts; None: all
+        parameters = lib.llama_model_default_params()
+        parameters.n_gpu_layers, parameters.no_alloc, parameters.load_mtp = n_gpu_layers, header_only, has_head
+        parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
         parameters.use_extra_bufts = storage == "loaded"  # repacked weights cannot be paged out to the file
-        chosen = library.device_list(device)
-        parameters.devices = ctypes.cast(chosen, ctypes.c_void_p)
+        # otherwise llama.cpp prefers the GPU's pinned buffers for the CPU's tensors, whose experts are not repacked and
+        # compute 1.7 times slower
+        parameters.no_host = experts_on_cpu and storage == "loaded" and repack
         places = [(pattern.encode(), buffer_type(name, device)) for pattern, name in settings.overrides]
         if experts_on_cpu:
             places.append((_experts_of_first(n_cpu_moe, summary.expert_layers), buffer_type(HOST)))
         overrides = (_BufferOverride * (len(places) + 1))(*(_BufferOverride(*place) for place in places))
         if places:
             parameters.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-        if experts_on_cpu:
-            # otherwise llama.cpp prefers the GPU's pinned buffers for the CPU's tensors, whose experts are not
-            # repacked and compute 1.7 times slower
-            parameters.no_host = storage == "loaded" and repack
         if n_expert_used is not None:
             parameters.kv_overrides = _override_experts_used(path, n_expert_used)
         # llama.cpp maps no weights that it does not load
         mode = "mmap" if is_lazy else "none" if header_only else settings.mode.replace("dio", "direct_io")
         parameters.load_mode = getattr(lib, f"LLAMA_LOAD_MODE_{mode.upper().replace('+', '_')}")
-        n_layers = min(summary.head_layers) if has_head else None
-        weights = SplitWeights.read(path, n_layers=n_layers) if is_lazy else None
-        uses_gpu = chosen[0] is not None
+        weights = SplitWeights.read(path, n_layers=min(summary.head_layers) if has_head else None) if is_lazy else None
         n_host = _n_host_layers(weights.n_layers, n_gpu_layers) if weights and uses_gpu else None
         if weights and uses_gpu:  # llama.cpp copies from the mapping what a GPU gets
-            n_kept = 0 if not experts_on_cpu else n_cpu_moe
-            weights.read_ahead(None if n_host is None or n_kept is None else max(n_host, n_kept))
+            weights.read_ahead(_most(n_host, n_moved))
         mapped_before = weights.mapped() if weights else frozenset()
         library.clear_errors()
         with map_lazily() if is_lazy else nullcontext():
             handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
         if not handle:
-            raise ModelFileError(
-                f"llama.cpp cannot load {path}: {library.first_error()}.", "Show its complete log with --verbose."
-            )
+            reason = library.first_error()
+            raise ModelFileError(f"llama.cpp cannot load {path}: {reason}.", "Show its complete log with --verbose.")
         info = _read_info(handle, summary, path)
         if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
             info = replace(info, n_expert_used=n_expert_used)
-        dense = None
-        if weights:
-            try:
-                dense = weights.keep_dense(mapped_before, n_host_layers=n_host)
-            except BaseException:
-                lib.llama_model_free(handle)
-                raise
-        in_ram = _n_host_layers(info.n_layers + lib.llama_model_n_layer_nextn(handle), n_gpu_layers)
-        if in_ram is None or not uses_gpu or (experts_on_cpu and n_cpu_moe is None):
-            in_ram = info.n_layers
-        elif experts_on_cpu and n_cpu_moe is not None:
-            in_ram = max(in_ram, n_cpu_moe)
+        try:
+            dense = weights.keep_dense(mapped_before, n_host_layers=n_host) if weights else None
+        except BaseException:
+            lib.llama_model_free(handle)
+            raise
+        n_all = info.n_layers + lib.llama_model_n_layer_nextn(handle)
+        n_in_ram = _most(_n_host_layers(n_all, n_gpu_layers), n_moved) if uses_gpu else None
         warning = library.first_error("")
         return cls(
             path=path,
             handle=handle,
             info=info,
-            gpu=chosen[0],
-            host_expert_layers=_in_host_memory(path, info, in_ram, settings, device),
+            gpu=devices[0],
+            host_expert_layers=_in_host_memory(path, info, n_in_ram, settings, device),
             storage=storage,
             header_only=header_only,
             dense=dense,
@@ -229,28 +217,27 @@ class Model(Closing):
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Returns token ids. add_special: BOS/EOS if the model uses them; parse_special: <|...|> as special tokens."""
-        data = text.encode("utf-8")
-        room = len(data) + 2
-        while True:
+        data = text.encode()
+        room, count = 0, -len(data) - 2
+        while count < -room:
+            room = -count
             buffer = (lib.llama_token * room)()
             count = lib.llama_tokenize(self.vocab, data, len(data), buffer, room, add_special, parse_special)
-            if count >= 0:
-                return list(buffer[:count])
-            if -count <= room:
-                raise EngineError(f"llama.cpp could not tokenize a text of {len(data):,} bytes.")
-            room = -count
+        if count < 0:
+            raise EngineError(f"llama.cpp could not tokenize a text of {len(data):,} bytes.")
+        return list(buffer[:count])
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Returns the bytes of one token, possibly part of a character; control tokens are empty unless `special`."""
         key = (token, special)
-        found = self._pieces.get(key)
-        if found is None:
+        piece = self._pieces.get(key)
+        if piece is None:
             count = -64
             while count < 0:  # the room that it takes
                 buffer = ctypes.create_string_buffer(-count)
                 count = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
-            found = self._pieces[key] = buffer.raw[:count]
-        return found
+            piece = self._pieces[key] = buffer.raw[:count]
+        return piece
 
     def token_text(self, token: int) -> str:
         """Returns the vocabulary's spelling of a token, special ones included."""
@@ -258,10 +245,9 @@ class Model(Closing):
 
     def is_eog(self, token: int) -> bool:
         """Whether the token ends an answer (EOS, end of turn, end of message)."""
-        found = self._eog.get(token)
-        if found is None:
-            found = self._eog[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
-        return found
+        if token not in self._eog:
+            self._eog[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
+        return self._eog[token]
 
     @cached_property
     def eog_tokens(self) -> tuple[int, ...]:
@@ -276,17 +262,15 @@ class Model(Closing):
     def chat_format(self, source: str = "") -> ChatFormat | BuiltinFormat:
         """The chat template of that source (`TemplateChoice`). Raises MoeedgeError if it cannot be parsed."""
         if source not in self._chat_formats:
-            own = None if source else lib.llama_model_chat_template(self.handle, None)
-            self._chat_formats[source] = (
-                BuiltinFormat(source)
-                if source in builtin_names()
-                else ChatFormat(
-                    source or (own.decode("utf-8") if own else None),
-                    bos=self._special_text(lib.llama_vocab_bos(self.vocab)),
-                    eos=self._special_text(lib.llama_vocab_eos(self.vocab)),
-                    is_given=bool(source),
+            if source in builtin_names():
+                self._chat_formats[source] = BuiltinFormat(source)
+            else:
+                text = source or (lib.llama_model_chat_template(self.handle, None) or b"").decode()
+                ends = lib.llama_vocab_bos(self.vocab), lib.llama_vocab_eos(self.vocab)
+                bos, eos = (
+                    self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else "" for token in ends
                 )
-            )
+                self._chat_formats[source] = ChatFormat(text, bos=bos, eos=eos, is_given=bool(source))
         return self._chat_formats[source]
 
     def render_chat(
@@ -301,14 +285,14 @@ class Model(Closing):
 
     def check_template(self, template: TemplateChoice) -> list[str]:
         """Raises InputError for what that chat template cannot do. Returns sentences about variables without effect."""
-        known = self.chat_format(template.source).variables
-        thinks = self.reasoning_tags(template) is not None or replace(template, think="low").can_think_so(known)
-        if not template.can_think_so(known) and (thinks or template.think != "off"):
+        variables = self.chat_format(template.source).variables
+        thinks = self.reasoning_tags(template) is not None or replace(template, think="low").can_think_so(variables)
+        if not template.can_think_so(variables) and (thinks or template.think != "off"):
             raise InputError(
                 f"The chat template has no variable that switches thinking to {template.think}.",
                 "Leave out --think, or /set think auto.",
             )
-        unused = [name for name in template.arguments if name not in known]
+        unused = [name for name in template.arguments if name not in variables]
         return [f"The chat template does not use {', '.join(unused)}: no effect."] if unused else []
 
     def reasoning_tags(self, template: TemplateChoice = MODEL_TEMPLATE) -> ReasoningTags | None:
@@ -319,9 +303,6 @@ class Model(Closing):
             except MoeedgeError:  # it cannot be parsed, and is not used
                 self._reasoning[template.source] = None
         return self._reasoning[template.source]
-
-    def _special_text(self, token: int) -> str:
-        return self.piece(token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
     def load_adapters(self, adapters: Sequence[LoraAdapter]) -> list[Any]:
         """llama_adapter_lora * of each, none without weights. Raises ModelFileError for an unusable file."""
@@ -361,28 +342,31 @@ class Model(Closing):
 
 
 def _n_host_layers(n_layers: int, n_gpu_layers: int) -> int | None:
-    """llama.cpp's first layers, which are in host memory next to a GPU; None: all tensors are, the output included.
-
-    n_layers: all of the file, also those that predict further tokens. n_gpu_layers: negative means all.
-    """
+    """llama.cpp's first layers, in host memory next to a GPU; None: all `n_layers` of the file, and the output."""
     if n_gpu_layers == 0:
         return None
     return 0 if n_gpu_layers < 0 else max(n_layers + 1 - n_gpu_layers, 0)
 
 
-def _in_host_memory(path: Path, info: ModelInfo, n_first: int, settings: LoadSettings, device: str) -> tuple[int, ...]:
+def _most(*numbers: int | None) -> int | None:
+    """The largest number of layers; None: all layers."""
+    return None if None in numbers else max(n for n in numbers if n is not None)
+
+
+def _in_host_memory(
+    path: Path, info: ModelInfo, n_first: int | None, settings: LoadSettings, device: str
+) -> tuple[int, ...]:
     """Layers whose experts are in host memory: the first `n_first`, where no override puts an expert elsewhere."""
-    found = {layer for layer in info.expert_layers if layer < n_first}
+    first = tuple(layer for layer in info.expert_layers if n_first is None or layer < n_first)
     if not settings.overrides:
-        return tuple(sorted(found))
+        return first
     is_host = library.ggml_functions().ggml_backend_buft_is_host
     places = [(re.compile(pattern), bool(is_host(buffer_type(name, device)))) for pattern, name in settings.overrides]
     experts, _ = gguf_file.expert_tensors(path, n_layers=info.n_layers)
     on_host: dict[int, list[bool]] = {}
     for tensor in experts:
-        name = tensor.name
-        place = next((host for pattern, host in places if pattern.search(name)), tensor.layer in found)
-        on_host.setdefault(tensor.layer, []).append(place)
+        of_pattern = (host for pattern, host in places if pattern.search(tensor.name))
+        on_host.setdefault(tensor.layer, []).append(next(of_pattern, tensor.layer in first))
     return tuple(sorted(layer for layer, each in on_host.items() if all(each)))
 
 
@@ -416,12 +400,12 @@ def _override_experts_used(path: Path, n_expert_used: int) -> Any:
 
 def buffer_type(name: str, device: str = "auto") -> int:
     """The ggml_backend_buffer_type_t of that name; of a dry-run GPU for any. Raises InputError, naming those here."""
-    found = library.buffer_types()
-    if name not in found and device == DRY_RUN_GPU:
+    types = library.buffer_types()
+    if name not in types and device == DRY_RUN_GPU:
         return int(library.ggml_functions().ggml_backend_dev_buffer_type(dry_run_gpu()))
-    if name not in found:
-        raise InputError(f"There is no memory of the type {name!r} here (-ot).", f"Choose from: {', '.join(found)}.")
-    return found[name]
+    if name not in types:
+        raise InputError(f"There is no memory of the type {name!r} here (-ot).", f"Choose from: {', '.join(types)}.")
+    return types[name]
 
 
 def _read_metadata(handle: Any, key: str) -> str | None:

@@ -1,7 +1,4 @@
-"""Memory of a model and its context, from a header or from the catalog's facts: loading, plans and lists ask it alike.
-
-Compute buffers are llama.cpp's own account where there is a header (planning/memory_map.py), else an allowance.
-"""
+"""Memory of a model and its context, from a header or from the catalog's facts, for loading, plans and lists."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class ModelMemory:
     n_expert_layers: int = 0
     n_experts: int = 0  # per layer
     window_bytes: int = 0  # keys and values of layers with a sliding window
-    compute_bytes: int = 0  # 0: llama.cpp tells
+    compute_bytes: int = 0  # an allowance; 0: llama.cpp tells, where there is a header
     needs_all_kv: bool = True  # no layer has a sliding window or a recurrent state, which take less
 
     @classmethod

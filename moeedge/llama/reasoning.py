@@ -1,8 +1,4 @@
-"""The chat template that writes prompts, and the texts that begin and end a model's reasoning, as it says.
-
-The template is rendered once with an answer that has reasoning; the text around it are the tags. Templates that leave
-earlier reasoning out often name the end tag to cut it off, which is read from their source.
-"""
+"""The chat template that writes prompts, and the texts that begin and end a model's reasoning, which it tells."""
 
 from __future__ import annotations
 
@@ -34,18 +30,18 @@ class TemplateChoice:
     arguments: dict[str, Any] = figure("Variables of the template, JSON values", default_factory=dict)
     think: Think = figure("Whether, or how much, the model is told to think before it answers", default="auto")
 
-    def variables(self, known: Set[str]) -> dict[str, Any]:
-        """The variables for a template that uses those in `known`."""
+    def variables(self, used: Set[str]) -> dict[str, Any]:
+        """The variables for a template that uses those in `used`."""
         if self.think == "auto":
             return self.arguments
         if self.think not in ("on", "off"):
             return {_EFFORT: self.think, **self.arguments}
-        return dict.fromkeys((name for name in _SWITCHES if name in known), self.think == "on") | self.arguments
+        return dict.fromkeys((name for name in _SWITCHES if name in used), self.think == "on") | self.arguments
 
-    def can_think_so(self, known: Set[str]) -> bool:
-        """Whether a template that uses the variables in `known` can do what `think` asks for."""
+    def can_think_so(self, used: Set[str]) -> bool:
+        """Whether a template that uses the variables in `used` can do what `think` asks for."""
         wanted = {_EFFORT} if self.think in ("low", "medium", "high") else set(_SWITCHES)
-        return self.think == "auto" or bool(wanted & known)
+        return self.think == "auto" or bool(wanted & used)
 
 
 MODEL_TEMPLATE = TemplateChoice()
@@ -83,10 +79,10 @@ def find_reasoning_tags(template: ChatFormat | BuiltinFormat) -> ReasoningTags |
         before = template.render([_QUESTION])
     except MoeedgeError:
         text = before = ""
-    head, found, tail = text.partition(_THOUGHT)
-    if found and _ANSWER in tail:
+    head, thought, tail = text.partition(_THOUGHT)
+    if thought and _ANSWER in tail:
         pairs = enumerate(zip(head, before, strict=False))
-        n_common = next((i for i, (one, other) in pairs if one != other), min(len(head), len(before)))
+        n_common = next((i for i, (written, prompted) in pairs if written != prompted), min(len(head), len(before)))
         start = head[n_common:].strip()
         if not (start and before.strip() and head.startswith(before[: len(before.rstrip())])):
             start = _first(_LAST_TAG.search(head))  # the prompt contains the start tag, or ends in another way

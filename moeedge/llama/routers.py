@@ -1,12 +1,9 @@
 """The routers of a model, read from its file: predicts where a hidden state is routed without running the model.
 
 SP-MoE (section 3.2) feeds the inputs of the draft's layers to the target's routers; Mixtral-Offloading, AdapMoE and
-Fate feed the input of this layer's router to the next layer's. In both cases the input went through another norm than
-the router's. A norm is one factor per token, which changes no order, and one weight per channel, which does: if both
-norms' weights are known, the channels are rescaled to the router's norm (`Routers.ratio`).
-
-Only the order of experts matters: the router's bias and the bias that some models add to the probabilities
-(DeepSeek-V3) are applied, limits to groups of experts are not.
+Fate feed the input of this layer's router to the next layer's. Such an input went through another norm than the
+router's, whose weights per channel change the order of experts: `Routers.ratio` rescales them. The router's bias and
+that of the probabilities (DeepSeek-V3) are applied, limits to groups of experts are not.
 """
 
 from __future__ import annotations
@@ -50,20 +47,20 @@ class Routers:
     def read(cls, model: Model) -> Routers:
         """Reads the routers of `model`. Raises ModelFileError if it has none or they are quantized."""
         info = model.info
-        found = _read_layer_tensors(model.path, _ROLES)
-        weight = _stacked(found, _WEIGHT, (info.n_layers, info.n_experts, info.n_embd))
+        tensors = _read_layer_tensors(model.path, _ROLES)
+        weight = _stacked(tensors, _WEIGHT, (info.n_layers, info.n_experts, info.n_embd))
         if weight is None:
             raise ModelFileError(f"{model.path} has no routers.")
         per_expert = (info.n_layers, info.n_experts)
-        selection_bias = _stacked(found, _SELECTION, per_expert)
+        selection_bias = _stacked(tensors, _SELECTION, per_expert)
         # without a key in the file, a bias for the choice means a router of DeepSeek-V3's kind
         default = selection_bias is not None or info.architecture in _IMPLICIT_SIGMOID
         gating = model.metadata(f"{info.architecture}.expert_gating_func")
         return cls(
             weight=weight,
-            bias=_stacked(found, _BIAS, per_expert),
+            bias=_stacked(tensors, _BIAS, per_expert),
             selection_bias=selection_bias,
-            norm=_norm_weights(found, info.n_layers, info.n_embd),
+            norm=_norm_weights(tensors, info.n_layers, info.n_embd),
             sigmoid=default if gating is None else gating == _SIGMOID,
         )
 
@@ -71,8 +68,8 @@ class Routers:
         """Factors [n, n_embd] from a norm `read_norm` [n, n_embd] to that of `layers`; None if either is unknown."""
         if self.norm is None or read_norm is None:
             return None
-        known = np.abs(read_norm) > _MIN_NORM_WEIGHT
-        return np.where(known, self.norm[layers] / np.where(known, read_norm, 1.0), 0.0).astype(np.float32)
+        has_values = np.abs(read_norm) > _MIN_NORM_WEIGHT
+        return np.where(has_values, self.norm[layers] / np.where(has_values, read_norm, 1.0), 0.0).astype(np.float32)
 
     def probabilities(self, logits: FloatArray) -> FloatArray:
         """Returns the probabilities of experts from logits, both [..., n_experts]."""
@@ -103,21 +100,21 @@ def read_norms(model: Model) -> FloatArray | None:
     return _norm_weights(_read_layer_tensors(model.path, frozenset(_NORMS)), model.info.n_layers, model.info.n_embd)
 
 
-def _norm_weights(found: dict[tuple[int, str], FloatArray], n_layers: int, n_embd: int) -> FloatArray | None:
+def _norm_weights(tensors: dict[tuple[int, str], FloatArray], n_layers: int, n_embd: int) -> FloatArray | None:
     for role in _NORMS:
-        if all((layer, role) in found for layer in range(n_layers)):
-            return _stacked(found, role, (n_layers, n_embd))
+        if all((layer, role) in tensors for layer in range(n_layers)):
+            return _stacked(tensors, role, (n_layers, n_embd))
     return None
 
 
 def _read_layer_tensors(path: Path, roles: frozenset[str]) -> dict[tuple[int, str], FloatArray]:
     """Returns the tensors of `roles` ("ffn_norm.weight") as float32 by layer and role, the innermost dimension last."""
-    found = {}
+    tensors = {}
     for tensor in gguf_file.read_all_tensors(path):
         match = _TENSOR.match(tensor.name)
         if match is not None and match[2] in roles:
-            found[int(match[1]), match[2]] = _read(tensor)
-    return found
+            tensors[int(match[1]), match[2]] = _read(tensor)
+    return tensors
 
 
 def _read(tensor: gguf_file.GgufTensor) -> FloatArray:
@@ -132,12 +129,12 @@ def _read(tensor: gguf_file.GgufTensor) -> FloatArray:
     return np.asarray(raw, dtype=np.float32).reshape(tensor.shape[::-1])
 
 
-def _stacked(found: dict[tuple[int, str], FloatArray], role: str, shape: tuple[int, ...]) -> FloatArray | None:
+def _stacked(tensors: dict[tuple[int, str], FloatArray], role: str, shape: tuple[int, ...]) -> FloatArray | None:
     """Stacks the tensors of one role to `shape` [n_layers, ...], zeros for a layer without it; None if all lack it."""
-    layers = [layer for layer, name in found if name == role and layer < shape[0]]
+    layers = [layer for layer, name in tensors if name == role and layer < shape[0]]
     if not layers:
         return None
     stacked = np.zeros(shape, dtype=np.float32)
     for layer in layers:
-        stacked[layer] = found[layer, role].reshape(shape[1:])
+        stacked[layer] = tensors[layer, role].reshape(shape[1:])
     return stacked

@@ -58,13 +58,13 @@ class TokenArray:
     def drop_excluded(self) -> None:
         """Leaves out tokens of -inf, with which some filters compute 0 log 0; of sorted ones the first may stay."""
         ids, logits = self.read()
-        kept = logits > -np.inf
+        is_possible = logits > -np.inf
         if self.array.sorted and len(logits) and not np.isfinite(logits[0]):
-            kept[:], kept[0] = False, True
+            is_possible[:], is_possible[0] = False, True
             logits[0] = 0
-        n = int(np.count_nonzero(kept))
+        n = int(np.count_nonzero(is_possible))
         if n < len(logits):
-            self._data["id"][:n], self._data["logit"][:n] = ids[kept], logits[kept]
+            self._data["id"][:n], self._data["logit"][:n] = ids[is_possible], logits[is_possible]
             self.array.data, self.array.size, self.array.selected = self._first, n, -1
 
     def read(self) -> tuple[IntRow, FloatRow]:
@@ -119,8 +119,8 @@ class Grammar(NativeSampler):
         """Whether each of `ids` may come next, bool [n]; `tokens` is memory to work in."""
         tokens.fill(_ZEROS[: len(ids)] if len(ids) <= len(_ZEROS) else np.zeros(len(ids), dtype=np.float32), ids)
         self.apply(tokens)
-        found: NDArray[np.bool_] = np.isfinite(tokens.read()[1])
-        return found
+        is_allowed: NDArray[np.bool_] = np.isfinite(tokens.read()[1])
+        return is_allowed
 
 
 def check_grammar(text: str) -> None:
@@ -158,8 +158,8 @@ def _standard_error() -> Iterator[list[str]]:
 
 def _reason(text: str, printed: str) -> str:
     """Why llama.cpp refused the grammar `text`, with the place where it stopped reading."""
-    _, found, reason = printed.partition(_PARSE_ERROR)
-    if not found:
+    _, marker, reason = printed.partition(_PARSE_ERROR)
+    if not marker:
         return library.first_error()
     reason = reason.split("\n\n" + text)[0].strip()
     what, at, rest = (reason + " ").partition(" at ")

@@ -38,9 +38,7 @@ class BatchPart(NamedTuple):
 
 
 class TokenBatch:
-    """A llama_batch for `n_max` tokens, over arrays that are allocated once.
-
-    Arrays of ctypes, which a list or a range of a few tokens fills faster than an array of NumPy.
+    """A llama_batch for `n_max` tokens, over arrays of ctypes, which few tokens fill faster than an array of NumPy.
 
     `c_batch` points into the arrays, which must live as long as it does. state_width: of the hidden states that come
     with the tokens of a draft head; 0: none do. n_positions: numbers for the position of a state without a token; a
@@ -69,14 +67,12 @@ class TokenBatch:
         """Sets the parts one after the other, each at the end of its sequence."""
         start = 0
         for part in parts:
-            sequence, tokens = part.sequence, part.tokens
-            n = len(tokens)
+            n, first = len(part.tokens), len(part.sequence.tokens)
             stop = start + n
-            first = len(sequence.tokens)
-            self._tokens[start:stop] = list(tokens)
+            self._tokens[start:stop] = list(part.tokens)
             self._positions[start:stop] = list(range(first, first + n))
             if len(self._addresses) > 1:
-                self._sequence_pointers[start:stop] = self._addresses[sequence.index]
+                self._sequence_pointers[start:stop] = self._addresses[part.sequence.index]
             self._outputs[start:stop] = [i >= n - part.n_out for i in range(n)]
             if part.states is not None:
                 self._states[start:stop] = part.states
@@ -162,36 +158,25 @@ class ContextSequence:
         """Drops positions from `n_keep` on from llama.cpp's memory and `tokens`, or all of them if it cannot."""
         if self.context.is_closed:
             n_keep = 0
-        elif (
-            n_keep <= 0
-            or not self._can_keep(n_keep)
-            or not lib.llama_memory_seq_rm(self._memory, self.index, n_keep, -1)
-        ):
-            self._empty_memory()
-            n_keep = 0
+        elif not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, self.index, n_keep, -1):
+            self.clear()
         self._n_reversible = 0  # llama.cpp goes back once
         del self.tokens[n_keep:]
 
-    def _empty_memory(self) -> None:
-        if self.context.n_parallel == 1:
-            lib.llama_memory_clear(self._memory, False)
-        else:
-            lib.llama_memory_seq_rm(self._memory, self.index, -1, -1)
-
     def _can_keep(self, n_keep: int) -> bool:
+        if n_keep <= 0:
+            return False
         if self.context.n_snapshots:
             held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
             return held - n_keep <= self._n_reversible
         n_swa: int = self.context.model.info.n_swa
-        if n_swa == 0:
-            return True
         oldest_needed = max(0, n_keep - n_swa + 1)
-        return int(lib.llama_memory_seq_pos_min(self._memory, self.index)) <= oldest_needed
+        return n_swa == 0 or int(lib.llama_memory_seq_pos_min(self._memory, self.index)) <= oldest_needed
 
     def n_common(self, tokens: Sequence[int]) -> int:
         """Returns the length of the longest common prefix with `tokens`."""
         pairs = enumerate(zip(self.tokens, tokens, strict=False))
-        return next((i for i, (cached, token) in pairs if cached != token), min(len(self.tokens), len(tokens)))
+        return next((i for i, (held, token) in pairs if held != token), min(len(self.tokens), len(tokens)))
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
         """Trims to the longest common prefix with `tokens`; returns how many tokens remain in the cache."""
@@ -228,5 +213,8 @@ class ContextSequence:
 
     def clear(self) -> None:
         """Empties the KV cache of this sequence."""
-        self._empty_memory()
+        if self.context.n_parallel == 1:
+            lib.llama_memory_clear(self._memory, False)
+        else:
+            lib.llama_memory_seq_rm(self._memory, self.index, -1, -1)
         self.tokens.clear()

@@ -1,4 +1,4 @@
-"""What llama.cpp's contexts and models are made with, as its own options say it. Nothing here loads llama.cpp."""
+"""Settings of llama.cpp's contexts and models, as its own options name them. Nothing here loads llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from moeedge.errors import require
 from moeedge.hardware.spec import MAX_N_THREADS
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -58,12 +59,13 @@ class RopeSettings:
     yarn_beta_slow: float = -1.0
 
     def __post_init__(self) -> None:
-        if self.scaling is not None and self.scaling not in get_args(RopeScaling):
-            raise ValueError(f"unknown --rope-scaling {self.scaling!r}: choose from {', '.join(get_args(RopeScaling))}")
-        if not (0 <= self.freq_base < math.inf and 0 <= self.freq_scale < math.inf):
-            raise ValueError("--rope-freq-base, --rope-freq-scale and --rope-scale must be > 0 and finite")
-        if self.yarn_orig_ctx < 0:
-            raise ValueError(f"--yarn-orig-ctx must be >= 0, not {self.yarn_orig_ctx}")
+        kinds = get_args(RopeScaling)
+        require(
+            self.scaling in (None, *kinds), f"unknown --rope-scaling {self.scaling!r}: choose from {', '.join(kinds)}"
+        )
+        is_finite = 0 <= self.freq_base < math.inf and 0 <= self.freq_scale < math.inf
+        require(is_finite, "--rope-freq-base, --rope-freq-scale and --rope-scale must be > 0 and finite")
+        require(self.yarn_orig_ctx >= 0, f"--yarn-orig-ctx must be >= 0, not {self.yarn_orig_ctx}")
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,14 @@ class ContextSettings:
     adapters: tuple[LoraAdapter, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.flash_attn not in get_args(FlashAttention):
-            raise ValueError(f"-fa takes on, off or auto, not {self.flash_attn!r}")
+        require(self.flash_attn in get_args(FlashAttention), f"-fa takes on, off or auto, not {self.flash_attn!r}")
         for name, option in ((self.type_k, "-ctk"), (self.type_v, "-ctv")):
             if name not in KV_TYPES:
                 raise ValueError(f"unknown type {name!r} of a KV cache ({option}): choose from {', '.join(KV_TYPES)}")
         if KV_TYPES[self.type_v].block_values > 1 and self.flash_attn == "off":
             raise ValueError(f"a V cache of type {self.type_v} (-ctv) needs flash attention: leave out -fa off")
-        if not 0 <= self.n_threads_batch <= MAX_N_THREADS:
-            raise ValueError(
-                f"the threads for batches (-tb) must be from 0 to {MAX_N_THREADS}, not {self.n_threads_batch}"
-            )
+        n, most = self.n_threads_batch, MAX_N_THREADS
+        require(0 <= n <= most, f"the threads for batches (-tb) must be from 0 to {most}, not {n}")
 
     @property
     def kv_label(self) -> str:
@@ -113,7 +112,7 @@ class TensorOverride(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> tuple[TensorOverride, ...]:
         """Reads -ot: "pattern=buffer type", several separated by commas. Raises ValueError."""
-        found = []
+        overrides = []
         for item in text.split(","):
             pattern, equals, buffer_type = item.partition("=")
             if not (equals and pattern and buffer_type):
@@ -122,8 +121,8 @@ class TensorOverride(NamedTuple):
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"-ot: {pattern!r} is not a regular expression: {error}") from None
-            found.append(cls(pattern, buffer_type))
-        return tuple(found)
+            overrides.append(cls(pattern, buffer_type))
+        return tuple(overrides)
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,8 @@ class LoadSettings:
     overrides: tuple[TensorOverride, ...] = ()  # the first that matches counts
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(LoadMode):
-            raise ValueError(f"unknown load mode {self.mode!r}: choose from {', '.join(get_args(LoadMode))}")
+        modes = get_args(LoadMode)
+        require(self.mode in modes, f"unknown load mode {self.mode!r}: choose from {', '.join(modes)}")
 
     @property
     def is_locked(self) -> bool:

@@ -33,7 +33,7 @@ CHATML = (
 
 
 class _TemplateError(Exception):
-    """What a template raises when it is parsed or rendered; `line` of its source, where that is known."""
+    """An error of a template that is parsed or rendered; `line` of its source, where Jinja names it."""
 
     def __init__(self, reason: str, line: int | None) -> None:
         super().__init__(reason)
@@ -61,9 +61,9 @@ class _TemplateProcess:
             self._process.returncode = 0  # never awaited here
             self._process = None
 
-    def ask(self, source: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, source: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer of `template_child` about a template. Raises _TemplateError, _LimitError, EngineError."""
-        request = {"source": source} if given is None else {"source": source, "given": given}
+        request = {"source": source} if variables is None else {"source": source, "given": variables}
         with self._lock:
             reply = self._exchange(json.dumps(request).encode() + b"\n")
         answer: dict[str, Any] = json.loads(reply) if reply else {}
@@ -87,10 +87,9 @@ class _TemplateProcess:
                 pipe_in.flush()
                 reply = pipe_out.readline()
         finally:
-            is_whole = reply.endswith(b"\n")
-            if not is_whole:  # it ended, or Ctrl-C came before its answer
+            if not reply.endswith(b"\n"):  # it ended, or Ctrl-C came before its answer
                 self._stop()
-        return reply if is_whole else b""
+        return reply if reply.endswith(b"\n") else b""
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -156,8 +155,7 @@ class BuiltinFormat:
 class ChatFormat:
     """A chat template, rendered with limits and in Jinja's sandbox because templates come from model files.
 
-    is_given: by the user and not by the model. Raises EngineError for a template that Jinja cannot parse, InputError
-    for a given one and for one that takes too much to parse.
+    is_given: by the user. Raises EngineError (given: InputError) where it cannot be parsed, InputError beyond limits.
     """
 
     def __init__(self, template: str | None, *, bos: str = "", eos: str = "", is_given: bool = False) -> None:
@@ -198,30 +196,23 @@ class ChatFormat:
         """Returns the prompt for `messages` (role and content each); it ends where the assistant's answer begins.
 
         arguments: further variables of the template, JSON values. If it rejects the system role, the system message
-        becomes the start of the first user message.
-        Raises EngineError (a given template: InputError) when the template rejects the conversation, InputError when it
-        takes more than a prompt may take.
+        becomes the start of the first user message. Raises EngineError (a given template: InputError) when the template
+        rejects the conversation, InputError when it takes more than a prompt may take.
         """
         try:
             return self._render(messages, add_assistant, arguments or {})
         except _TemplateError as error:
-            folded = _fold_system(messages)
-            if folded != messages:
+            if [message["role"] for message in messages[:2]] == ["system", "user"]:
+                content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
                 with suppress(_TemplateError):  # report the first error
+                    folded = [{**messages[1], "content": content}, *messages[2:]]
                     return self._render(folded, add_assistant, arguments or {})
             raise self._error("{} rejects this conversation", error) from None
 
     def _render(self, messages: list[dict[str, str]], add_assistant: bool, arguments: Mapping[str, Any]) -> str:
-        given = {"bos_token": self.bos, "eos_token": self.eos, **arguments}
-        given |= {"messages": messages, "add_generation_prompt": add_assistant}
+        variables = {"bos_token": self.bos, "eos_token": self.eos, **arguments}
+        variables |= {"messages": messages, "add_generation_prompt": add_assistant}
         try:
-            return str(_process.ask(self.source, given)["text"])
+            return str(_process.ask(self.source, variables)["text"])
         except _LimitError:
             raise self._limit_error() from None
-
-
-def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
-        return messages
-    content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-    return [{**messages[1], "content": content}, *messages[2:]]

@@ -270,36 +270,33 @@ def declare(library: ctypes.CDLL, signatures: Mapping[tuple[Any, ...], str], pre
 
 
 def c_field(ctype: Any = c_int64, default: Any = dataclasses.MISSING) -> Any:
-    """A field of a structure, int64 unless said otherwise."""
+    """A field of a structure."""
     return dataclasses.field(default=default, metadata={"ctype": ctype})
 
 
+@cache
 def c_struct(record: Any, **further: Any) -> type[ctypes.Structure]:
     """The ctypes structure with the fields of a dataclass, in their order, and further ones."""
-    members = [(field.name, _ctype(field)) for field in dataclasses.fields(record)] + [*further.items()]
-    return type(record.__name__ + "Struct", (ctypes.Structure,), {"_fields_": members})
-
-
-def _ctype(field: dataclasses.Field[Any]) -> Any:
-    statistic = field.metadata.get("figure")
-    return field.metadata["ctype"] if statistic is None else c_double if statistic.unit == "s" else c_int64
+    members = []
+    for field in dataclasses.fields(record):
+        statistic = field.metadata.get("figure")
+        kind = field.metadata["ctype"] if statistic is None else c_double if statistic.unit == "s" else c_int64
+        members.append((field.name, kind))
+    return type(record.__name__ + "Struct", (ctypes.Structure,), {"_fields_": [*members, *further.items()]})
 
 
 def from_c(record: type[Record], raw: ctypes.Structure) -> Record:
     """The dataclass `record` with the values of its structure: flags as bool, text as str."""
     read, conversions = _reader(record)  # type: ignore[arg-type]
-    values = read(raw)
-    if conversions:
-        converted = list(values)
-        for index, convert in conversions:
-            converted[index] = convert(converted[index])
-        return record(*converted)
+    values = list(read(raw))
+    for index, convert in conversions:
+        values[index] = convert(values[index])
     return record(*values)
 
 
 @cache
 def _reader(record: Any) -> tuple[Callable[[Any], tuple[Any, ...]], list[tuple[int, Any]]]:
-    """What `from_c` needs of a dataclass, once for all calls: a getter of all fields, and conversions by index."""
+    """A getter of all fields of a dataclass, and conversions by index, made once for all calls."""
     fields = dataclasses.fields(record)
     convert = {"bool": bool, "str": partial(str, encoding="utf-8", errors="replace")}
     conversions = [(i, convert[str(field.type)]) for i, field in enumerate(fields) if str(field.type) in convert]

@@ -152,9 +152,8 @@ def requested_files() -> list[Path]:
 
 
 def load_backend(path: Path | str) -> LoadedBackend:
-    """Load a ggml backend and register its devices with the llama.cpp of this process; a file is loaded once.
+    """Load a ggml backend, once, and register its devices with llama.cpp, before the model is loaded that uses them.
 
-    Call it before the model is loaded that shall use its devices.
     Raises BackendFileError where the file is missing or is no backend of this ggml, needs a library that is missing,
     is registered already, or finds no device.
     """
@@ -166,10 +165,9 @@ def load_backend(path: Path | str) -> LoadedBackend:
 
 
 def attach() -> None:
-    """Registers our backend and the files of $GGML_BACKEND_PATH; what is registered already stays as it is.
+    """Registers our backend and the files of $GGML_BACKEND_PATH, once, before the first context is made.
 
-    Call it before the first context is made. Contexts start with `OffloadScope.NONE`, so that llama.cpp makes its
-    automatic choices (flash attention, fused operations) as in stock; the engine raises the scope afterwards.
+    Contexts start with `OffloadScope.NONE`: llama.cpp makes its automatic choices (flash attention) as in stock.
     """
     _register_ours()
     for path in requested_files():
@@ -247,11 +245,11 @@ def _entry(file: Path, content: SharedLibrary) -> str:
     """The name of the function that gives the backend."""
     if _INIT in content.defined:
         return _INIT
-    found = sorted(filter(_REGISTRATION.fullmatch, content.defined))
-    if len(found) != 1:
-        held = f"{len(found)} ggml backends" if found else "no ggml backend"
-        raise BackendFileError(f"{file} holds {held}.", "Give a file with one backend, such as libggml-vulkan.so.")
-    return found[0]
+    names = sorted(filter(_REGISTRATION.fullmatch, content.defined))
+    if len(names) != 1:
+        backends = f"{len(names)} ggml backends" if names else "no ggml backend"
+        raise BackendFileError(f"{file} holds {backends}.", "Give a file with one backend, such as libggml-vulkan.so.")
+    return names[0]
 
 
 def _check_ggml(file: Path, content: SharedLibrary) -> bool:
@@ -263,7 +261,7 @@ def _check_ggml(file: Path, content: SharedLibrary) -> bool:
             raise BackendFileError(f"{file} was built for {soname}, and llama.cpp here has ggml {ours}.", _SAME_BUILD)
     resolved = file.resolve()
     named_versions = (_VERSIONED.search(path.name) for path in (resolved, *resolved.parent.glob("libggml-base.so.*")))
-    versions = {found[1] for found in named_versions if found}
+    versions = {match[1] for match in named_versions if match}
     if versions and ours not in versions:
         raise BackendFileError(
             f"{file} was built for ggml {', '.join(sorted(versions))}, and llama.cpp here has {ours}.", _SAME_BUILD
@@ -279,20 +277,18 @@ def _open(file: Path) -> ctypes.CDLL:
     except OSError as error:
         text = str(error)
     for pattern, need, hint in _NEEDS:
-        if found := pattern.search(text):
-            installs = (each for name, each in _INSTALL.items() if found[1].startswith(name))
+        if match := pattern.search(text):
+            installs = (each for name, each in _INSTALL.items() if match[1].startswith(name))
             hint = hint or next(installs, "Install that library.")
-            raise BackendFileError(f"{file} needs {need.format(found[1])}.", hint)
+            raise BackendFileError(f"{file} needs {need.format(match[1])}.", hint)
     raise BackendFileError(f"{file} cannot be loaded: {text.removeprefix(f'{file}: ')}.", _SAME_BUILD)
 
 
 def _check_one_ggml(file: Path, library: ctypes.CDLL) -> None:
     """A backend must call the ggml of this process. Raises BackendFileError where it brought a second one."""
     theirs = getattr(library, _ANY_OF_BASE, None)  # looked up in the libraries that it needs, too
-    if theirs is None:
-        return
-    address, ours = (ctypes.cast(function, c_void_p).value for function in (theirs, getattr(ggml(), _ANY_OF_BASE)))
-    if address != ours:
+    ours = getattr(ggml(), _ANY_OF_BASE)
+    if theirs is not None and ctypes.cast(theirs, c_void_p).value != ctypes.cast(ours, c_void_p).value:
         raise BackendFileError(f"{file} brings a ggml of its own instead of using llama.cpp's.", _SAME_BUILD)
 
 

@@ -1,7 +1,6 @@
-"""The expert cache of one session: which experts are on a device, and which to move there next.
+"""The expert cache of one session, which moves experts from the model's files to slots on a device in its own thread.
 
-The cache moves experts in its own thread, from the model's files to slots on the device; a context that it is attached
-to computes with the resident ones. Only `drain`, `demand`, `clear` and `close` wait for transfers.
+Contexts that it is attached to compute with the resident ones. Only `drain`, `demand`, `clear` and `close` wait.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import c_char, c_char_p, c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,27 +132,14 @@ class ReaderInfo:
     piece_bytes: int = c_field()  # of a read, about
     bytes_read: int = c_field()  # since the cache was opened; direct reads are of whole blocks
     retries: int = c_field()  # of reads that failed
-    error: str = c_field(
-        c_char * 512
-    )  # what went wrong with the newest expert that could not be loaded; empty: nothing
-
-
-_ExpertTensorStruct = c_struct(ExpertTensor)
-_CacheConfigStruct = c_struct(CacheConfig, n_files=c_int32, n_tensors=c_int32)
-_ReaderInfoStruct = c_struct(ReaderInfo)
-_CacheInfoStruct = c_struct(CacheInfo)
-_CacheStatsStruct = c_struct(CacheStats)
+    error: str = c_field(c_char * 512)  # of the newest expert that could not be loaded; empty: none
 
 
 class ExpertCache(Closing):
     """An open expert cache; `close` (or leaving the context) ends it."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Allocates the slots and starts the mover.
-
-        Raises DeviceError (unknown or unusable device), ModelFileError (unreadable or too short), EngineError (not even
-        one slot per group fits), BackendError.
-        """
+        """Raises DeviceError, ModelFileError (unreadable, too short), EngineError (no slot per group), BackendError."""
         self._config = config
         self._library = load()
         self._attached: list[Sensor] = []
@@ -167,33 +154,32 @@ class ExpertCache(Closing):
     def _open(self) -> None:
         config = self._config
         files = (c_char_p * len(config.files))(*(str(path).encode() for path in config.files))
-        tensors = (_ExpertTensorStruct * len(config.tensors))()
+        tensors = (c_struct(ExpertTensor) * len(config.tensors))()
         for each, tensor in zip(tensors, config.tensors, strict=True):
             fill(each, tensor)
-        raw = _CacheConfigStruct(n_files=len(files), n_tensors=len(tensors))
+        raw = c_struct(CacheConfig, n_files=c_int32, n_tensors=c_int32)(n_files=len(files), n_tensors=len(tensors))
         addresses: Any = ctypes.addressof(files), ctypes.addressof(tensors)
         fill(raw, replace(config, files=addresses[0], tensors=addresses[1]))
         self._cache = _check(self._library.moeedge_cache_create(ctypes.byref(raw)), in_ram=config.device == "ram")
         # the mover must end before the interpreter does
         self._finalizer = weakref.finalize(self, self._library.moeedge_cache_destroy, self._cache)
         self._last_block = 0
-        self.info = from_c(CacheInfo, self._filled("get_info", _CacheInfoStruct()))
+        self.info = from_c(CacheInfo, self._filled("get_info", CacheInfo))
         for name, arguments in self._settings.items():
             self._set(name, *arguments)
         if self._ram is not None:
             self.read_from(self._ram)
 
     def resize(self, ratio: float) -> None:
-        """Free all memory on the device and allocate slots for a share `ratio` of the experts; no decode may run.
+        """Free all memory on the device and allocate empty slots for a share `ratio` of the experts; no decode may run.
 
-        The slots are empty then. Attached contexts stay attached, settings stay, counters go on; records of blocks that
-        were not read are dropped. Staging slots go with a ratio of 0, which is what remains where not even one slot per
-        group fits. Raises what else opening it raises, and the cache is closed.
+        Contexts, settings and counters stay; records of blocks that were not read are dropped. Where not even one slot
+        per group fits the ratio is 0, without staging slots. Raises as opening, and the cache is closed then.
         """
         for path, version in zip(self._config.files, self._files, strict=True):
             if version is not None and _version(path) != version:
                 raise ModelFileError(f"{path} was changed or replaced while it was in use.")
-        attached, before = list(self._attached), self.stats()
+        attached, before = [*self._attached], self.stats()
         self._earlier = replace(before, evictions=before.evictions + before.slots_used)
         self.detach()
         self.close()
@@ -215,8 +201,9 @@ class ExpertCache(Closing):
         raw = [each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments]
         return _check(getattr(self._library, f"moeedge_cache_{name}")(self._cache, *raw))
 
-    def _filled(self, name: str, raw: Any) -> Any:
+    def _filled(self, name: str, record: Any) -> Any:
         """A structure that moeedge_cache_`name` has filled: a new one each time, as several threads may ask."""
+        raw = c_struct(record)()
         self._call(name, ctypes.byref(raw))
         return raw
 
@@ -231,11 +218,9 @@ class ExpertCache(Closing):
     def plan(self, uploads: Ints, priority: NDArray[np.uint8], victims: Ints, victim_utility: Floats) -> None:
         """Replace the queue; transfers under way continue.
 
-        uploads: int32 [n, 2] (layer, expert), moved by priority, highest first, then by layer, then in this order;
-            experts that are resident or in flight are left out.
-        priority: uint8 [n].
-        victims: int32 [m, 2] (layer, expert) that may be evicted for them; victim_utility: float32 [m], the lowest is
-            evicted first.
+        uploads: int32 [n, 2] (layer, expert), moved by priority (uint8 [n]), highest first, then by layer, then in this
+        order; experts that are resident or in flight are left out. victims: int32 [m, 2] (layer, expert) that may be
+        evicted for them; victim_utility: float32 [m], the lowest is evicted first.
         """
         uploads, priority = np.ascontiguousarray(uploads, np.int32), np.ascontiguousarray(priority, np.uint8)
         victims, victim_utility = _victims(victims, victim_utility)
@@ -250,11 +235,7 @@ class ExpertCache(Closing):
         return self._call("demand", layer, experts, experts.size, victims, utility, utility.size, timeout_s)
 
     def set_batch(self, n_experts: int) -> None:
-        """Set the most experts of a layer in one transfer.
-
-        0 (the default): one, with as many transfers under way as the device takes; 1: one, and each transfer is awaited
-        before the next.
-        """
+        """Set the most experts of a layer in a transfer, awaited before the next; 0 (at first): one, not awaited."""
         self._set("batch", n_experts)
 
     def set_utilities(self, utilities: Floats) -> None:
@@ -264,13 +245,9 @@ class ExpertCache(Closing):
         self._call("set_utilities", np.ascontiguousarray(utilities, np.float32))
 
     def limit(self, n_slots: int) -> None:
-        """Use about `n_slots` slots of a cache in RAM from now on, at least one per group, at most as at first.
-
-        The most useful experts stay, and the memory of the other slots goes back to the system. From any thread, also
-        during a decode. Other caches raise BackendError.
-        """
+        """Keep the most useful experts in about `n_slots` slots of RAM; any thread. Other caches raise BackendError."""
         self._call("limit", n_slots)
-        self.info = from_c(CacheInfo, self._filled("get_info", _CacheInfoStruct()))
+        self.info = from_c(CacheInfo, self._filled("get_info", CacheInfo))
 
     def read_ahead(self, layer: int, experts: Ints) -> None:
         """Queue absent experts [n] of a coming layer for RAM, after what a computation waits for."""
@@ -283,25 +260,25 @@ class ExpertCache(Closing):
         return self._residency
 
     def copy_residency(self) -> NDArray[np.uint8]:
-        """The same in an array of its own, for another thread than the one that plans."""
+        """`residency` in an array of its own, for another thread than the one that plans."""
         copy = np.empty_like(self._residency)
         self._call("residency", copy)
         return copy
 
     def stats(self) -> CacheStats:
         """The figures since the cache was opened."""
-        now, earlier = from_c(CacheStats, self._filled("get_stats", _CacheStatsStruct())), self._earlier
+        now, earlier = from_c(CacheStats, self._filled("get_stats", CacheStats)), self._earlier
         if earlier is None:
             return now
         return replace(now, **{name: getattr(earlier, name) + getattr(now, name) for name in counters(CacheStats)})
 
     def waited_s(self) -> float:
         """`CacheStats.wait_s` since the cache was opened last: cheap enough for every step."""
-        return float(self._filled("get_stats", _CacheStatsStruct()).wait_s)
+        return float(self._filled("get_stats", CacheStats).wait_s)
 
     def trouble(self) -> tuple[bool, int]:
         """Whether the device is lost, and the number of unrecognised blocks: cheap enough for every step."""
-        stats = self._filled("get_stats", _CacheStatsStruct())
+        stats = self._filled("get_stats", CacheStats)
         n_earlier = 0 if self._earlier is None else self._earlier.blocks_unknown
         return bool(stats.lost), n_earlier + stats.blocks_unknown
 
@@ -332,7 +309,7 @@ class ExpertCache(Closing):
 
     def reader(self) -> ReaderInfo:
         """How a cache in RAM reads its files; other caches raise BackendError."""
-        return from_c(ReaderInfo, self._filled("get_reader", _ReaderInfoStruct()))
+        return from_c(ReaderInfo, self._filled("get_reader", ReaderInfo))
 
     def set_read_faults(self, kind: ReadFault, every: int, delay_s: float = 0.0) -> None:
         """Tests: let every `every`-th read of a cache in RAM fail from now on; 0: none."""
@@ -352,11 +329,7 @@ class ExpertCache(Closing):
         self._settings[name] = arguments
 
     def read_from(self, ram: ExpertCache) -> None:
-        """Read experts from the slots of a cache in RAM, and those that it does not hold past the page cache.
-
-        To be called again after `ram` was resized; until then the files are read. Raises BackendError for a cache that
-        is not in RAM, or of another model's experts.
-        """
+        """Read experts from a cache in RAM, others past the page cache; anew after its resize. Raises BackendError."""
         self._call("set_ram", ram._cache)
         self._ram = ram
 
@@ -392,11 +365,10 @@ class ExpertCache(Closing):
 
 
 def _version(path: Path) -> FileVersion | None:
-    """Its version; None: it cannot be looked up."""
-    try:
+    """Its version; None where the system does not tell."""
+    with suppress(OSError):
         return FileVersion.of(path)
-    except OSError:
-        return None
+    return None
 
 
 def _victims(victims: Ints, utility: Floats) -> tuple[Ints, Floats]:

@@ -1,4 +1,4 @@
-"""What native code computes for a step: decoding a batch, the largest logits, our own matmul kernels."""
+"""Native code of a step: decoding a batch, the largest logits, our own matmul kernels."""
 
 from __future__ import annotations
 

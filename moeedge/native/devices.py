@@ -44,18 +44,16 @@ class _Properties(ctypes.Structure):
 
 def devices() -> list[Device]:
     """llama.cpp's devices without ours; workers without memory: to ask one that has ended ends this process."""
-    found = []
+    listed = []
     ggml = ggml_functions()
-    for index in range(ggml.ggml_backend_dev_count()):
-        device = ggml.ggml_backend_dev_get(index)
+    for device in map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count())):
         name = ggml.ggml_backend_dev_name(device).decode()
         if name == _OUR_DEVICE:
             continue
         registry_address = ggml.ggml_backend_dev_backend_reg(device)
         registry = ggml.ggml_backend_reg_name(registry_address).decode()
         if registry == RPC_REGISTRY:
-            text = ggml.ggml_backend_dev_description(device).decode()
-            found.append(Device(name, "RPC", text, 0, 0, registry))
+            listed.append(Device(name, "RPC", ggml.ggml_backend_dev_description(device).decode(), 0, 0, registry))
             continue
         properties = _Properties()
         ggml.ggml_backend_dev_get_props(device, ctypes.byref(properties))
@@ -65,8 +63,8 @@ def devices() -> list[Device]:
         memory = properties.memory_free, properties.memory_total, registry
         pci_id = (properties.device_id or b"").decode()
         text = properties.description.decode()
-        found.append(Device(name, kind, text, *memory, pci_id, is_shared, registered.get(registry_address)))
-    return found
+        listed.append(Device(name, kind, text, *memory, pci_id, is_shared, registered.get(registry_address)))
+    return listed
 
 
 _BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"  # of llama-ext.h; it has no C interface
@@ -87,9 +85,6 @@ class MemoryUse:
     compute_bytes: int = c_field()
 
 
-_MemoryUseStruct = c_struct(MemoryUse)
-
-
 def dry_run_gpu() -> int:
     """Address of a ggml device without memory and computation, for models that are loaded without weights."""
     return int(load().moeedge_dry_run_gpu())
@@ -104,8 +99,8 @@ def memory_uses(llama: Any, context: Any, *, simulated: bool) -> list[MemoryUse]
     breakdown = getattr(llama, _BREAKDOWN, None)
     if breakdown is None:
         raise BackendError("The installed llama.cpp does not report its memory.", "Install moeedge again.")
-    found = (_MemoryUseStruct * _MAX_USES)()
-    count = load().moeedge_memory_uses(ctypes.cast(breakdown, ctypes.c_void_p), context, simulated, found, _MAX_USES)
+    uses = (c_struct(MemoryUse) * _MAX_USES)()
+    count = load().moeedge_memory_uses(ctypes.cast(breakdown, ctypes.c_void_p), context, simulated, uses, _MAX_USES)
     if count < 0:
         raise BackendError(f"llama.cpp's memory report cannot be read (code {count}).")
-    return [from_c(MemoryUse, use) for use in found[:count]]
+    return [from_c(MemoryUse, use) for use in uses[:count]]

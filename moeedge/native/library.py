@@ -1,8 +1,4 @@
-"""Loading the native library: find it, and check its versions against the installed llama.cpp.
-
-ctypes loads it next to the libraries that `llama_cpp` has loaded; both must have the versions that it was compiled
-against. include/moeedge.h documents the C interface.
-"""
+"""Loading the native library: find it, and check that llama.cpp and ggml here are those it was compiled against."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 
 @dataclass(frozen=True)
 class FileVersion:
-    """What tells that a file is still the one that it was."""
+    """Identifies the content of a file: another version has other values."""
 
     device: int
     inode: int
@@ -69,25 +69,25 @@ def mapped(path: Path) -> list[Mapped]:
     except OSError:
         return []
     name = os.path.realpath(path)
-    found = []
+    mappings = []
     for line in lines:
         addresses, _access, offset, _device, _inode, *rest = line.split(maxsplit=5)
         if rest and rest[0] == name:
             first, end = (int(address, 16) for address in addresses.split("-"))
-            found.append(Mapped(first, int(offset, 16), end - first))
-    return found
+            mappings.append(Mapped(first, int(offset, 16), end - first))
+    return mappings
 
 
 def pages_of(mappings: Iterable[Mapped], ranges: Sequence[tuple[int, int]]) -> list[Mapped]:
     """The pages of mappings that hold a part of the ranges, which are (offset, bytes) in the file."""
-    found = []
+    pages = []
     for offset, n_bytes in ranges:
         for each in mappings:
             first = max(offset // _PAGE * _PAGE, each.offset)
             end = min(-(-(offset + n_bytes) // _PAGE) * _PAGE, each.offset + each.n_bytes)
             if first < end:
-                found.append(Mapped(each.address + first - each.offset, first, end - first))
-    return found
+                pages.append(Mapped(each.address + first - each.offset, first, end - first))
+    return pages
 
 
 def advise_normal(pages: Iterable[Mapped]) -> None:
@@ -132,7 +132,8 @@ def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -
                     break
                 try:
                     _read(pool, descriptor, Mapped(copy, each.offset, each.n_bytes), version.size_bytes)
-                    _check_version(file, descriptor, version)
+                    if not FileVersion.of(descriptor) == FileVersion.of(file) == version:
+                        raise OSError(errno.ESTALE, "it was changed while it was being loaded")
                 except BaseException:
                     pool.shutdown(cancel_futures=True)  # no thread may read into memory that is not ours any more
                     _libc().munmap(copy, each.n_bytes)
@@ -147,12 +148,6 @@ def give_own_memory(file: Path, version: FileVersion, pages: Iterable[Mapped]) -
     finally:
         os.close(descriptor)
     return n_copied
-
-
-def _check_version(file: Path, descriptor: int, version: FileVersion) -> None:
-    """Raises OSError unless path and open file are of that version: what was read before is of it, too."""
-    if not FileVersion.of(descriptor) == FileVersion.of(file) == version:
-        raise OSError(errno.ESTALE, "it was changed while it was being loaded")
 
 
 def _move(copy: int, to: Mapped) -> bool:

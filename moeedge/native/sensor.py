@@ -1,9 +1,8 @@
-"""What our backend sees of one llama.cpp context: activation counts, routing, the activations of its layers.
+"""The sensor of one llama.cpp context: activation counts, routing, the activations of its layers.
 
-Counts and routing are read without a copy per layer. Activations are captured after each small batch, or passed to a
-hook before each block of it; predictors of experts read the input of a layer's router (in a dense model, of its FFN).
-Both work where our backend computes the layers: with an offload scope other than NONE, and with the weights in host
-memory.
+Activations are captured after each small batch, or passed to a hook before each block of it; predictors of experts
+read the input of a layer's router (in a dense model, of its FFN). All of it needs an offload scope other than NONE, and
+the weights in host memory: our backend must compute the layers.
 """
 
 from __future__ import annotations
@@ -17,17 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError
-from moeedge.native.abi import (
-    BLOCK_HOOK,
-    ActivationsStruct,
-    BlockStruct,
-    CaptureFlags,
-    FrameStruct,
-    OffloadScope,
-    c_struct,
-    from_c,
-    view,
-)
+from moeedge.native import abi
+from moeedge.native.abi import CaptureFlags, OffloadScope, view
 from moeedge.native.library import load, newest_instance
 from moeedge.records import counter
 
@@ -42,21 +32,14 @@ _REASONS = {-1: "its context is closed", -2: "bad argument", -3: "out of memory"
 
 @dataclass(frozen=True)
 class Frame:
-    """Routing of one graph (one ubatch). The arrays are views of native memory, valid until 8 further graphs ran.
-
-    phase: a `Phase`, never AUTO.
-    layer_tokens: int32 [n_layers], tokens of each layer; 0 for a layer without experts. The last layer has only the
-        tokens whose logits were requested.
-    ids: int32 [n_layers, n_tokens, n_used], the experts of each token, best first; undefined past layer_tokens.
-    weights: float32 [n_layers, n_tokens, n_used], the router's weights as the model applies them.
-    """
+    """Routing of one graph (one ubatch). The arrays are views of native memory, valid until 8 further graphs ran."""
 
     serial: int
-    phase: int
+    phase: int  # a `Phase`, never AUTO
     n_tokens: int
-    layer_tokens: NDArray[np.int32]
-    ids: NDArray[np.int32]
-    weights: NDArray[np.float32]
+    layer_tokens: NDArray[np.int32]  # [n_layers], 0: without experts; the last layer has only those with logits
+    ids: NDArray[np.int32]  # [n_layers, n_tokens, n_used], best first; undefined past layer_tokens
+    weights: NDArray[np.float32]  # [n_layers, n_tokens, n_used], as the model applies them
 
 
 @dataclass(frozen=True)
@@ -67,9 +50,6 @@ class SensorStats:
     blocks: int = counter("MoE blocks seen")
     sense_s: float = counter("finding the MoE blocks, copying ids and weights, counting", "s")
     compute_s: float = counter("computing graphs, sensing included", "s")
-
-
-_StatsStruct = c_struct(SensorStats)
 
 
 class Instance:
@@ -105,7 +85,7 @@ class Sensor(Instance):
         self.set_offload_scope(scope)
         self._counts = np.zeros((self.n_layers, self.n_experts), dtype=np.uint32)
         self._counts_address = self._counts.ctypes.data
-        self._frames = (FrameStruct * MAX_FRAMES)()
+        self._frames = (abi.FrameStruct * MAX_FRAMES)()
         self._last_serial = 0
         # arrays by address and tokens: making them takes longer than all else of reading a frame
         self._views: dict[tuple[int, int, int, int], tuple[Any, Any, Any]] = {}
@@ -131,7 +111,7 @@ class Sensor(Instance):
         n_frames = _check(self._library.moeedge_instance_frames(self.instance, serial, self._frames, MAX_FRAMES))
         return [self._view(raw) for raw in self._frames[:n_frames]]
 
-    def _view(self, raw: FrameStruct) -> Frame:
+    def _view(self, raw: abi.FrameStruct) -> Frame:
         place = (raw.layer_tokens, raw.ids, raw.weights, raw.n_tokens)
         views = self._views.get(place)
         if views is None:
@@ -144,14 +124,13 @@ class Sensor(Instance):
                 view(raw.weights, shape, np.float32),
             )
             self._views[place] = views
-        layer_tokens, ids, weights = views
-        return Frame(raw.serial, raw.phase, raw.n_tokens, layer_tokens, ids, weights)
+        return Frame(raw.serial, raw.phase, raw.n_tokens, *views)
 
     def stats(self) -> SensorStats:
         """The backend's figures since the context was made."""
-        raw = _StatsStruct()
+        raw = abi.c_struct(SensorStats)()
         _check(self._library.moeedge_instance_get_stats(self.instance, ctypes.byref(raw)))
-        return from_c(SensorStats, raw)
+        return abi.from_c(SensorStats, raw)
 
     def threads(self) -> int:
         """Threads that the context asked for in its last decode; 0 before the first."""
@@ -160,42 +139,33 @@ class Sensor(Instance):
 
 @dataclass(frozen=True)
 class Activations:
-    """One kind of activations of the newest small batch; views of native memory that the next one overwrites.
-
-    layer_tokens: int32 [n_layers], rows of each layer; 0: the layer was not captured.
-    rows: float32 [n_layers, CAPTURED_TOKENS, n_embd or n_experts].
-    """
+    """One kind of activations of the newest small batch; views of native memory that the next one overwrites."""
 
     serial: int  # 1, 2, ...; 0: none yet
-    layer_tokens: NDArray[np.int32]
-    rows: NDArray[np.float32]
+    layer_tokens: NDArray[np.int32]  # [n_layers], rows of each layer; 0: not captured
+    rows: NDArray[np.float32]  # [n_layers, CAPTURED_TOKENS, n_embd or n_experts]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A MoE block that is computed next (in a dense model: an FFN); copies.
-
-    ids: int32 [n_tokens, n_used], the selected experts; None in a dense model.
-    inputs: float32 [n_tokens, n_embd], the router's input; None where it is not known.
-    """
+    """A MoE block that is computed next (in a dense model: an FFN); copies."""
 
     layer: int
     phase: int
-    ids: NDArray[np.int32] | None
-    inputs: NDArray[np.float32] | None
+    ids: NDArray[np.int32] | None  # [n_tokens, n_used], the selected experts; None in a dense model
+    inputs: NDArray[np.float32] | None  # [n_tokens, n_embd], of the router; None where it is not seen
 
 
 class ActivationCapture(Instance):
     """Capture and hook of one context, named by the id of its instance; `close` may be called twice.
 
-    Set it up before the context's first decode, or have llama.cpp build its next graph anew: llama.cpp would reuse the
-    last graph, whose memory layout does not keep the activations.
+    Set it up before the context's first decode, or have llama.cpp build a graph anew: the last keeps no activations.
     """
 
     def __init__(self, instance: int, *, n_layers: int, n_embd: int, n_experts: int) -> None:
         super().__init__(instance)
         self._shape = (n_layers, n_embd, n_experts)
-        self._activations = ActivationsStruct()
+        self._activations = abi.ActivationsStruct()
         self._hook: object = None  # a function that native code calls must not be collected
         self._error: BaseException | None = None  # raised by the hook
 
@@ -215,34 +185,29 @@ class ActivationCapture(Instance):
 
     def set_hook(self, hook: Callable[[Block], None] | None) -> None:
         """Call `hook`, which must not decode, before each block of a small batch; `raise_error` has its exception."""
-        raw = BLOCK_HOOK() if hook is None else BLOCK_HOOK(self._guarded(hook))
-        _check(self._library.moeedge_instance_set_hook(self.instance, raw, None))
-        self._hook = raw
 
-    def _guarded(self, hook: Callable[[Block], None]) -> Callable[[int, object], None]:
-        def called(_user: int, raw: ctypes._Pointer[BlockStruct]) -> None:
-            if self._error is not None:
-                return
+        def called(_user: int, raw: ctypes._Pointer[abi.BlockStruct]) -> None:
             try:
-                hook(_block(raw.contents))
+                if self._error is None and hook is not None:
+                    hook(_block(raw.contents))
             except BaseException as error:  # Ctrl-C, too: no exception may pass through native code
                 self._error = error
 
-        return called  # type: ignore[return-value]
+        native_hook = abi.BLOCK_HOOK() if hook is None else abi.BLOCK_HOOK(called)
+        _check(self._library.moeedge_instance_set_hook(self.instance, native_hook, None))
+        self._hook = native_hook
 
     def expert_outputs(self, block: Block) -> NDArray[np.float32]:
-        """What each expert of `block` gives for each token, selected or not: float32 [n_tokens, n_experts, n_embd].
+        """The outputs of all experts, before the router's weights: float32 [n_tokens, n_experts, n_embd].
 
-        Before the router's weights. Only within the hook's call for that block. Raises BackendError where the block
-        cannot be computed for all experts: it applies the router's weights before the experts (llama4), has a LoRA, or
-        is of a dense model.
+        Only within the hook's call for that block. Raises BackendError for a block that applies the router's weights
+        before the experts (llama4), has a LoRA, or is of a dense model.
         """
         if block.ids is None:
             raise BackendError("A dense model has no experts.")
         _, n_embd, n_experts = self._shape
         outputs = np.empty((len(block.ids), n_experts, n_embd), dtype=np.float32)
-        status = self._library.moeedge_instance_expert_outputs(self.instance, outputs.ctypes.data, outputs.size)
-        if status < 0:
+        if self._library.moeedge_instance_expert_outputs(self.instance, outputs.ctypes.data, outputs.size) < 0:
             reason = self._library.moeedge_last_error().decode(errors="replace")
             raise BackendError(f"The outputs of layer {block.layer}'s experts are not available: {reason}")
         return outputs
@@ -255,12 +220,12 @@ class ActivationCapture(Instance):
 
     def close(self) -> None:
         """Remove the hook and end the capture; the context may be closed already."""
-        self._library.moeedge_instance_set_hook(self.instance, BLOCK_HOOK(), None)
+        self._library.moeedge_instance_set_hook(self.instance, abi.BLOCK_HOOK(), None)
         self._library.moeedge_instance_set_capture(self.instance, 0, *self._shape)
         self._hook = None
 
 
-def _block(raw: BlockStruct) -> Block:
+def _block(raw: abi.BlockStruct) -> Block:
     ids = view(raw.ids, (raw.n_tokens, raw.n_used), np.int32).copy() if raw.ids else None
     inputs = view(raw.input, (raw.n_tokens, raw.n_embd), np.float32).copy() if raw.input else None
     return Block(raw.layer, raw.phase, ids, inputs)

@@ -77,12 +77,13 @@ def test_a_division_that_ended_a_process_is_left_out(tiny_moe: Path, monkeypatch
     said: list[str] = []
     opened: list[LayerSplit] = []
 
-    def fail(_config: EngineConfig, split: LayerSplit, *_more: object) -> Session:
+    def fail(divided: EngineConfig, **_options: object) -> Session:
+        split = next(each for each in (WHOLE, BETWEEN) if each.apply(divided) == divided)
         assert is_marked(split, config, GPU)
         opened.append(split)
         raise EngineError("There is no memory.")
 
-    monkeypatch.setattr(layer_search, "_open_split", fail)
+    monkeypatch.setattr(Session, "open", fail)
     search = layer_search._Search(config, GPU, None, said.append)
     assert search._measure(WHOLE) is None
     assert opened == [WHOLE] and len(said) == 1 and "There is no memory." in said[0]

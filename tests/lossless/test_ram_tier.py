@@ -229,7 +229,7 @@ def test_without_slots_the_file_is_read_ahead(tiny_moe: Path, monkeypatch: pytes
     advised: list[tuple[int, int]] = []
     tensors, _ = expert_tensors(tiny_moe)
     monkeypatch.setattr(
-        dense_weights, "advise_normal", lambda pages: advised.extend((p.offset, p.n_bytes) for p in pages)
+        dense_weights.mapping, "advise_normal", lambda pages: advised.extend((p.offset, p.n_bytes) for p in pages)
     )
     monkeypatch.setattr(ram_tier, "free_for_slots", lambda _free_bytes, _dense: 0)
     config = EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1, gamma=0, device="none", ram=1 << 20)

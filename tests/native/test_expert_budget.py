@@ -30,8 +30,7 @@ from moeedge.lab.policies.expert_budget import (
     RouterKind as Kind,
 )
 from moeedge.llama import library
-from moeedge.llama.context import Context
-from moeedge.llama.context_budget import ContextBudget, LayerRouting
+from moeedge.llama.context import Context, ContextBudget, LayerRouting
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import Logits
 from moeedge.native import Frame

@@ -12,6 +12,7 @@ from __future__ import annotations
 MODULES: dict[str, str] = {
     **{f"moeedge.ui.{name}_views": f"moeedge.lab.cli.{name}" for name in ("budget", "fit", "trace", "validate")},
     "moeedge.llama.draft_model": "moeedge.lab.experiments.ablation",
+    "moeedge.llama.context_budget": "moeedge.llama.context",
     "moeedge.policies.spac.paper": "moeedge.lab.policies.spac_paper",
     **{
         f"moeedge.policies.{name}": f"moeedge.lab.policies.{name}"

@@ -351,7 +351,7 @@ def test_a_cache_that_does_not_pay_on_a_real_device(
         "gpu", ggml_name="emulated", label="GPU0", llama_device="auto", free_bytes=1 << 30, total_bytes=1 << 30
     )
     reading = VramReading(0, 1 << 30, 1 << 30, "ggml")
-    monkeypatch.setattr(session_module, "resolve_device", lambda config, model: gpu)
+    monkeypatch.setattr(session_module.loading, "resolve_device", lambda config, model: gpu)
     monkeypatch.setattr(devices, "read_memory", lambda device, **sizes: reading)
     monkeypatch.setattr(Calibration, "pays", False)
     placement = PlacementConfig(cache_ratio=0.5 if asked else None)
@@ -565,7 +565,7 @@ def test_a_gpu_s_memory_is_watched_unless_the_user_gave_the_size(
             "gpu", ggml_name="emulated", label="GPU0", llama_device="auto", free_bytes=1 << 30, total_bytes=1 << 30
         )
         reading = VramReading(0, 1 << 30, 1 << 30, "ggml")
-        monkeypatch.setattr(session_module, "resolve_device", lambda config, model: gpu)
+        monkeypatch.setattr(session_module.loading, "resolve_device", lambda config, model: gpu)
         monkeypatch.setattr(devices, "read_memory", lambda device, **sizes: reading)
     monkeypatch.setattr(MemoryWatch, "missing_bytes", missing_bytes)
     with Session.open(config(pair, ratio)) as session:

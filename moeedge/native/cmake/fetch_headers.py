@@ -28,10 +28,10 @@ def download(version: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", PROJECT, "--dest", str(folder)]
     environment = {**os.environ, "CMAKE_ARGS": ""}  # pip reads the metadata only: it does not compile
     result = subprocess.run([*command, f"{PROJECT}=={version}"], env=environment, capture_output=True, text=True)
-    found = sorted(folder.glob("*.tar.gz"))
-    if result.returncode != 0 or not found:
+    archives = sorted(folder.glob("*.tar.gz"))
+    if result.returncode != 0 or not archives:
         sys.exit(f"pip could not fetch {PROJECT}=={version} for its headers:\n{result.stdout}{result.stderr}")
-    return found[0]
+    return archives[0]
 
 
 def ggml_version(cmake_lists: str) -> str:
@@ -64,8 +64,8 @@ def main() -> None:
     if stamp.is_file() and stamp.read_text() == expected:
         return
     with tempfile.TemporaryDirectory() as scratch:
-        given = os.environ.get("MOEEDGE_LLAMA_SDIST")
-        sdist = Path(given) if given else download(version, Path(scratch))
+        copy = os.environ.get("MOEEDGE_LLAMA_SDIST")
+        sdist = Path(copy) if copy else download(version, Path(scratch))
         actual = hashlib.sha256(sdist.read_bytes()).hexdigest()
         if actual != expected:
             sys.exit(f"{sdist.name} has sha256 {actual}, expected {expected}: not used.")

@@ -125,7 +125,7 @@ class Repl(Chat):
                 answer = self.session.generate(
                     prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt, begun=begun
                 )
-                self.conversation.note_budget(figures.budget(self.info) if self.session.gamma > 0 else "")
+                self.conversation.add_budget(figures.budget(self.info) if self.session.gamma > 0 else "")
                 if begun:
                     self.keep()
                 with answer_view(
