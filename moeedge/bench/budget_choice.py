@@ -208,7 +208,7 @@ def choose_budget(
     run.show(Notification("Measuring the score and speed of expert budgets, once for this model: this takes minutes."))
     # the session must begin with a budget; the trials set theirs
     config_of_trials = replace(config, n_ctx=_CONTEXT, expert_budget=template, cpu_fallback=False)
-    with open_session(config_of_trials, run) as session:
+    with open_session(config_of_trials, notify=run.show) as session:
         if session.model.info.n_experts == 0:
             reason = "The model is dense: it has no experts to leave out."
             raise InputError(reason, "Give a Mixture-of-Experts model with -m.")

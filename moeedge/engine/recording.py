@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from moeedge.llama.hidden_states import StateRows
 from moeedge.native import Frame
 from moeedge.native.abi import Phase
 from moeedge.records import filled
-from moeedge.run import Cancel
+from moeedge.run import Run
 from moeedge.scheduler.native_io import routing
 from moeedge.scheduler.stats import StepRecord
 from moeedge.speculation import acceptance_rate
@@ -51,18 +51,17 @@ def record_routing(
     sampling: SamplingConfig,
     raw: bool = False,
     source: dict[str, Any] | None = None,
-    cancel: Cancel = lambda: False,
-    on_step: Callable[[int, int], None] = lambda _prompt, _tokens: None,
+    run: Run | None = None,
 ) -> Recording:
     """Answers every turn of every prompt, each prompt from empty KV caches, and returns the trace of all answers.
 
     n_predict: tokens per answer, -1 until the model stops. raw: the text without the chat template. source: noted in
-    the trace. cancel: called between steps; True ends the run with the steps so far. on_step: called with the index of
-    the prompt and the number of tokens that its step emitted. Prompts that do not fit the context are skipped; raises
-    ContextTooSmallError where none fits.
+    the trace. run: cancelled between steps it ends with the steps so far; its progress is in prompts. Prompts that do
+    not fit the context are skipped; raises ContextTooSmallError where none fits.
     """
+    run = run or Run()
     collector = TraceCollector(_describe_run(session, n_predict, sampling, source or {}))
-    model = session.model
+    model, n_tokens = session.model, 0
     answers: list[GenerationStats] = []
     skipped: list[str] = []
     conversations: list[list[int]] = []
@@ -76,7 +75,7 @@ def record_routing(
                 text = "".join(message["content"] for message in messages) if raw else model.render_chat(messages)
                 tokens = model.tokenize(text)
                 try:
-                    answer = session.generate(tokens, n_predict=n_predict, sampling=sampling, cancel=cancel)
+                    answer = session.generate(tokens, n_predict=n_predict, sampling=sampling, cancel=run.cancelled)
                 except ContextTooSmallError:
                     if index + 1 == len(prompts) and not answers:
                         raise
@@ -85,10 +84,9 @@ def record_routing(
                 if session.target.sensor is not None:
                     session.target.sensor.frames()  # drop those of an earlier answer
                 collector.begin(tokens, prompt.description)
-                n_tokens = 0
                 for _ in answer.pieces():
-                    on_step(index, len(answer.tokens) - n_tokens)
-                    n_tokens = len(answer.tokens)
+                    run.progress.phase(f"profiling, {n_tokens + len(answer.tokens):,} tokens")
+                n_tokens += len(answer.tokens)
                 answers.append(answer.stats)
                 if answer.stop_reason == "interrupted":
                     break
@@ -96,7 +94,8 @@ def record_routing(
             if collector.text:
                 conversations.append(collector.text)
             collector.text = []
-            if cancel():
+            run.progress.add()
+            if run.cancelled():
                 break
     finally:
         session.observers.remove(collector)

@@ -173,17 +173,10 @@ def test_long_prompts_are_skipped_and_named(session: Session) -> None:
 
 
 def test_cancelling_keeps_what_there_is(session: Session) -> None:
-    heard = 0
-
-    def hear(prompt: int, tokens: int) -> None:
-        nonlocal heard
-        assert prompt == 0
-        heard += tokens
-
-    recording = record_routing(
-        session, PROMPTS, n_predict=50, sampling=GREEDY, raw=True, cancel=lambda: heard >= 5, on_step=hear
-    )
-    assert recording.answers == 1 and heard >= 5
+    progress = SeenProgress()
+    run = Run(cancelled=lambda: len(progress.phases) >= 5, progress=progress)
+    recording = record_routing(session, PROMPTS, n_predict=50, sampling=GREEDY, raw=True, run=run)
+    assert recording.answers == 1 and len(progress.phases) >= 5 and progress.amounts == [1]
     assert 0 < len(recorded_steps(recording.trace)) < 20
 
 

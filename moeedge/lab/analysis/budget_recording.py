@@ -76,23 +76,23 @@ def analyse_budgets(
     n_predict: int,
     sampling: SamplingConfig,
     raw: bool = False,
-    cancel: Callable[[], bool] = lambda: False,
-    on_step: Callable[[int, int], None] = lambda _prompt, _tokens: None,
+    run: Run | None = None,
 ) -> BudgetAnalysis:
     """Answers the prompts twice and analyses their verification batches.
 
-    budgets: ascending. cancel: asked between steps; True ends the analysis with what there is. on_step: called with the
-    index of the prompt, which goes on in the second pass, and the tokens of its step. Raises EngineError where no batch
+    budgets: ascending. run: cancelled between steps it ends the analysis with what there is; its progress is in prompts,
+    of both passes. Raises EngineError where no batch
     had drafts, or for a router of unknown kind.
     """
+    run = run or Run()
     reader = BatchReader(session, layers)
     tally = _RoutingTally(reader, prompts)
     skipped: list[str] = []
 
-    def answer(add: Callable[[int, RoutedBatch], None], first: int) -> None:
+    def answer(add: Callable[[int, RoutedBatch], None]) -> None:
         """add: called with the index of a prompt and each of its verification batches of two and more tokens."""
         for index, prompt in enumerate(prompts):
-            if cancel() or prompt.id in skipped:
+            if run.cancelled() or prompt.id in skipped:
                 continue
 
             def observe(record: StepRecord, _session: Session, index: int = index) -> None:
@@ -100,28 +100,23 @@ def analyse_budgets(
                 if batch is not None:
                     add(index, batch)
 
-            def step(_index: int, tokens: int, index: int = index) -> None:
-                on_step(first + index, tokens)
-
             session.observers.append(observe)
             try:
-                record_routing(
-                    session, [prompt], n_predict=n_predict, sampling=sampling, raw=raw, cancel=cancel, on_step=step
-                )
+                record_routing(session, [prompt], n_predict=n_predict, sampling=sampling, raw=raw, run=run)
             except ContextTooSmallError:
                 skipped.append(prompt.id)
             except EngineError:
-                if not cancel():  # stopped before the first token
+                if not run.cancelled():  # stopped before the first token
                     raise
             finally:
                 session.observers.remove(observe)
 
-    answer(tally.add, 0)
+    answer(tally.add)
     if tally.batches == 0:
         raise EngineError("No verification batch was recorded.", "The analysis needs a draft: -md FILE, --draft-max N.")
     measured = _ErrorMeter(reader, tally, tuple(budgets))
     reader.compute_outputs = True
-    answer(measured.add, len(prompts))
+    answer(measured.add)
     reader.close()
     return BudgetAnalysis(
         layers=reader.layers,

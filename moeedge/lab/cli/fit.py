@@ -66,7 +66,7 @@ def fit(
     from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.speculation_fit import FitPlan, run_fit
     from moeedge.scheduler.config import PlacementConfig
-    from moeedge.ui.progress import count_bar
+    from moeedge.ui.progress import Bar
 
     plan = FitPlan(
         tokens=tuple(sorted(batch_tokens)),
@@ -83,12 +83,8 @@ def fit(
     err = stderr_console()
     for note in thread_notes(engine.threads):
         say(err, note, style="yellow")
-    with count_bar(err, "", "passes", 0) as bar:
-
-        def begin(label: str, total: int) -> None:
-            bar.update(description=label, total=total, completed=0)
-
-        report = run_fit(config, prompts, plan, notify=notifier(err), on_part=begin, on_pass=bar.add)
+    with Bar(err, "passes") as bar:
+        report = run_fit(config, prompts, plan, Run(notifier(err), progress=bar))
     if output is Output.JSON or report.is_usable:
         record = report.as_dict() | {"provenance": provenance}
         emit(output, lambda _: json.dumps(record, ensure_ascii=False), print_fit, report)

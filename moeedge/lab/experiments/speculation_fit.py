@@ -36,7 +36,7 @@ from moeedge.lab.analysis.step_fit import (
 from moeedge.lab.experiments.step_times import StepTimer, read_weights, this_machine
 from moeedge.llama.gguf_file import read_experts_used
 from moeedge.records import filled
-from moeedge.run import Notify, ignore
+from moeedge.run import Notify, Progress, Run
 from moeedge.speculation import check_gamma
 
 MAX_ERROR = 0.15  # of times left out, median; with more there are no predictions
@@ -176,30 +176,29 @@ def run_fit(
     config: EngineConfig,
     prompts: Sequence[Prompt],
     plan: FitPlan,
-    *,
-    notify: Notify = ignore,
-    on_part: Callable[[str, int], None] = lambda _label, _total: None,
-    on_pass: Callable[[], None] = lambda: None,
+    run: Run | None = None,
 ) -> FitReport:
     """Measures, fits and predicts. config.n_expert_used is ignored.
 
-    on_part: called with what is measured next and the number of its passes, on_pass: after each. Raises InputError for
+    run: its progress is in passes. Raises InputError for
     a model without experts, and without a draft that has a time of its own.
     """
+    run = run or Run()
+    progress = run.progress
     most_drafts, tokens = max(plan.gammas), sorted(set(plan.tokens))
     sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)
-    with _open(config, most_drafts, None, notify) as session:
+    with _open(config, most_drafts, None, run.show) as session:
         info, weights = session.info, read_weights(config.model)
         _check_draft(session)
         used = _experts_used(plan, info, config.model)
-        on_part("answering", len(prompts))
-        steps, text, depth = _answer(session, prompts, most_drafts, plan.n_predict, on_pass)
+        progress.start("answering", len(prompts))
+        steps, text, depth = _answer(session, prompts, most_drafts, plan.n_predict, progress)
         room = 2 * max(_TOKENS_EACH)  # of each sequence's context, after the tokens before a batch
         depth = max(1, min(depth, _MAX_DEPTH, len(text) - max(*plan.tokens, room + 1)))
         machine = this_machine(session, weights, text)
-        timer_of = partial(StepTimer, text=text, depth=depth, repetitions=plan.repetitions, on_pass=on_pass)
+        timer_of = partial(StepTimer, text=text, depth=depth, repetitions=plan.repetitions, progress=progress)
         alone = timer_of(session=session, shapes=[(1, each) for each in tokens])
-        on_part(f"timing, {info.n_expert_used} experts per token", alone.n_passes)
+        progress.start(f"timing, {info.n_expert_used} experts per token", alone.n_passes)
         target, reject = alone.target(), alone.reject()
         # a session of their own on the same models, whose short contexts take little memory
         shapes = [(size, each) for size in sizes for each in _TOKENS_EACH if 1 < size <= _TOKENS_MAX // each]
@@ -207,13 +206,13 @@ def run_fit(
         draft_model = session.draft_context.model if session.draft_context is not None else None
         with Session.open(many, model=session.model, draft_model=draft_model) as parallel:
             together = timer_of(session=parallel, shapes=shapes, draft_sizes=sizes)
-            on_part(f"timing, up to {max(sizes)} sequences", together.n_passes)
+            progress.start(f"timing, up to {max(sizes)} sequences", together.n_passes)
             target += together.target()
             draft = together.draft()
     for n_used in used[1:]:
-        with _open(config, 0, n_used, notify) as other:
+        with _open(config, 0, n_used, run.show) as other:
             alone = timer_of(session=other, shapes=[(1, each) for each in tokens])
-            on_part(f"timing, {n_used} experts per token", alone.n_passes)
+            progress.start(f"timing, {n_used} experts per token", alone.n_passes)
             target += alone.target()
     times = filled(
         StepTimes,
@@ -271,7 +270,7 @@ def _experts_used(plan: FitPlan, info: EngineInfo, path: Path) -> tuple[int, ...
 
 
 def _answer(
-    session: Session, prompts: Sequence[Prompt], gamma: int, n_predict: int, on_pass: Callable[[], None]
+    session: Session, prompts: Sequence[Prompt], gamma: int, n_predict: int, progress: Progress
 ) -> tuple[list[DraftCount], list[int], int]:
     """The drafts of every step, prompts and answers one after the other, and how many tokens a step has before it."""
     steps: list[DraftCount] = []
@@ -284,7 +283,7 @@ def _answer(
         try:
             generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
         except ContextTooSmallError:
-            on_pass()
+            progress.add()
             continue
         room = n_predict
         for record in generation:
@@ -294,7 +293,7 @@ def _answer(
                 depths.append(session.target.n_past - record.n_accepted - 1)
             room -= len(record.tokens)
         text += [*tokens, *generation.tokens]
-        on_pass()
+        progress.add()
     if not text:
         raise InputError("No prompt fits the context.", "Use a larger -c.")
     return steps, text, round(median(depths or [0]))

@@ -136,8 +136,8 @@ class StepTimer:
     """Times passes of a session's models over windows of `text`; its KV caches are the timer's while it works.
 
     The session must have as many sequences as the largest of `shapes` and `draft_sizes`. depth: tokens of each sequence
-    before each window, which the KV cache holds. draft_sizes: sequences in a batch of the draft. on_pass: called after
-    each pass.
+    before each window, which the KV cache holds. draft_sizes: sequences in a batch of the draft. progress: in
+    passes.
     """
 
     session: Session
@@ -146,7 +146,7 @@ class StepTimer:
     depth: int
     repetitions: int
     draft_sizes: Sequence[int] = ()
-    on_pass: Callable[[], None] = lambda: None
+    progress: Progress = NO_PROGRESS
 
     def __post_init__(self) -> None:
         if self.session.draft_context is None:
@@ -177,7 +177,7 @@ class StepTimer:
             if sensor is not None:
                 sensor.read_counts()
             seconds = _decode_s(context, self._parts(context, shape, turn), Phase.VERIFY)
-            self.on_pass()
+            self.progress.add()
             return seconds, 0.0 if sensor is None else np.count_nonzero(sensor.read_counts()) / n_layers
 
         return self._times(self.shapes, measure, context.clear, context.model.info.n_expert_used)
@@ -198,7 +198,7 @@ class StepTimer:
                 sampler.pick(sampler.candidates(logits[0], []))
             seconds = time.perf_counter() - start_s
             _take_back(parts)
-            self.on_pass()
+            self.progress.add()
             return seconds, 0.0
 
         return self._times([(size, 1) for size in self.draft_sizes], measure, context.clear)

@@ -19,7 +19,7 @@ def test_both_passes_are_told_of_and_measured(tiny_moe: Path, tiny_draft: Path) 
     config = EngineConfig(
         model=tiny_moe, draft=tiny_draft, gamma=4, n_ctx=256, n_threads=1, device="none", placement=placement
     )
-    steps: list[tuple[int, int]] = []
+    progress = SeenProgress()
     with Session.open(config) as session:
         found = analyse_budgets(
             session,
@@ -29,11 +29,9 @@ def test_both_passes_are_told_of_and_measured(tiny_moe: Path, tiny_draft: Path) 
             n_predict=N_PREDICT,
             sampling=SamplingConfig(temperature=0),
             raw=True,
-            on_step=lambda prompt, tokens: steps.append((prompt, tokens)),
+            run=Run(progress=progress),
         )
-    indices = [prompt for prompt, _ in steps]
-    assert indices == sorted(indices) and set(indices) == {0, 1, 2, 3}
-    for prompt in range(4):  # each pass answers the prompts anew
-        assert sum(tokens for index, tokens in steps if index == prompt) == N_PREDICT
+    assert progress.amounts == [1] * 4  # each pass answers the prompts anew
+    assert progress.phases.count(f"profiling, {N_PREDICT} tokens") == 4
     assert found.errors is not None and found.errors.errors.size
     assert found.errors.budgets == (4, 8, 16)

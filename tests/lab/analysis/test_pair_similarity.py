@@ -112,10 +112,10 @@ def test_at_most_so_many_tokens_and_none_after_a_stop(
     with open_pair(tiny_moe, tiny_draft) as session:
         result, _ = compare_pair(session, TEXTS)
         assert result is not None and result.tokens == 20
-        read: list[int] = []
-        stopped, _ = compare_pair(session, TEXTS, cancel=lambda: bool(read), on_tokens=read.append)
-        assert stopped is not None and stopped.tokens == 16 == sum(read)
-        assert compare_pair(session, TEXTS, cancel=lambda: True)[0] is None
+        seen = SeenProgress()
+        stopped, _ = compare_pair(session, TEXTS, Run(cancelled=lambda: bool(seen.amounts), progress=seen))
+        assert stopped is not None and stopped.tokens == 16 == sum(seen.amounts)
+        assert compare_pair(session, TEXTS, Run(cancelled=lambda: True))[0] is None
         assert session.target.n_past == 0
 
 

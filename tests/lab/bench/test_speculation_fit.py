@@ -61,10 +61,8 @@ def test_the_read_speed_is_a_rate_of_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_report_holds_what_was_measured_and_predicted(tiny_moe: Path, tiny_draft: Path) -> None:
-    parts: list[tuple[str, int]] = []
-    report = run_fit(
-        config_of(tiny_moe, tiny_draft), PROMPTS, PLAN, on_part=lambda label, total: parts.append((label, total))
-    )
+    progress = SeenProgress()
+    report = run_fit(config_of(tiny_moe, tiny_draft), PROMPTS, PLAN, Run(progress=progress))
     shapes = [(point.n_tokens, point.n_sequences, point.n_used) for point in report.times.target]
     alone, together = {(t, 1, k) for t in PLAN.tokens for k in (4, 2)}, {(8 * each, 8, 4) for each in (1, 2, 3, 5)}
     assert set(shapes) == alone | together and len(shapes) == len(set(shapes))
@@ -82,7 +80,7 @@ def test_report_holds_what_was_measured_and_predicted(tiny_moe: Path, tiny_draft
     assert report.fit.model.in_sequence != report.other_fit.model.in_sequence
     assert report.fit.left_out_error is not None and report.other_fit.left_out_error is not None
     assert report.fit.left_out_error <= report.other_fit.left_out_error
-    assert len(parts) == 4
+    assert len(progress.tasks) == 4 and len(progress.amounts) == sum(total for _, total in progress.tasks)
 
 
 def test_batches_are_timed_where_steps_of_answers_are(
@@ -101,16 +99,12 @@ def test_batches_are_timed_where_steps_of_answers_are(
             passes[list(passes)[-1]].append((sum(len(part.tokens) for part in parts), n_before, n_reused))
         return rows
 
-    def begin(label: str, _total: int) -> None:
-        passes[label] = []
+    class Parts(Progress):
+        def start(self, label: str, total: float) -> None:
+            passes[label] = []
 
     monkeypatch.setattr(Context, "decode_parts", spy)
-    run_fit(
-        config_of(tiny_moe, tiny_draft),
-        PROMPTS * 4,
-        replace(PLAN, n_used=(4,)),
-        on_part=begin,
-    )
+    run_fit(config_of(tiny_moe, tiny_draft), PROMPTS * 4, replace(PLAN, n_used=(4,)), Run(progress=Parts()))
     answers, alone, together = passes.values()
     depth = median(n_before for _, n_before, _ in answers)
     alone.pop()  # of rejection sampling
