@@ -48,8 +48,7 @@ def chat(
     from moeedge.llama.text import check_source
     from moeedge.ui import console
 
-    console.set_quiet(view.quiet)
-    console.set_plain(view.plain)
+    console.set_modes(quiet=view.quiet, plain=view.plain)
     if talk.resume == "list":
         return chat_run.list_unfinished()
     accept_any_text()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
-from moeedge.cli.model_files import ModelFiles, resolve_models, tell
+from moeedge.cli.model_files import ModelFiles, notify, resolve_models
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, DraftWord, EngineConfig
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
@@ -96,7 +96,7 @@ class EngineOptions:
         if gamma is None and auto_gamma and files.draft_max > 0:
             gamma = "auto"
         elif gamma is None and files.draft_max != DEFAULT_GAMMA:
-            tell(f"The catalog suggests {files.draft_max} tokens per draft for it; --draft-max overrides this.")
+            notify(f"The catalog suggests {files.draft_max} tokens per draft for it; --draft-max overrides this.")
         return EngineConfig(
             model=files.target,
             draft=files.draft,

@@ -77,7 +77,7 @@ class Bar:
         self.update(description=text)
 
     def part(self) -> Callable[[int], None]:
-        """A callback for the next part of the task; it takes the amount done of that part."""
+        """Returns a callback for the next part of the task, which takes the amount done of that part."""
         before = self._progress.tasks[-1].completed
         return lambda amount: self.update(completed=before + amount)
 

@@ -38,7 +38,7 @@ MODULES: dict[str, str] = {
     **{f"moeedge.trace.{name}": f"moeedge.lab.traces.{name}" for name in ("exporters", "importers", "schedule")},
     "moeedge.analysis.groups": "moeedge.analysis.model_profile",
     "moeedge.analysis.utility_curves": "moeedge.analysis.predictors",
-    "moeedge.cli.profile_texts": "moeedge.cli.profile",
+    "moeedge.cli.profile_texts": "moeedge.cli.profile_options",
     "moeedge.cli.view_options": "moeedge.cli.chat_options",
     "moeedge.trace.summary": "moeedge.lab.cli.trace",
     "moeedge.cli.replay_run": "moeedge.lab.cli.replay",

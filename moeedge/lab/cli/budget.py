@@ -13,7 +13,7 @@ from moeedge import paths
 from moeedge.cli.common import emit, integers
 from moeedge.cli.engine_options import LlamaOptions
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.cli.profile import TextOptions
+from moeedge.cli.profile_options import TextOptions
 from moeedge.errors import EngineError, InputError
 from moeedge.records import as_dict
 from moeedge.ui.console import notifier, say, stderr_console

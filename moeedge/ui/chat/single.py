@@ -204,8 +204,7 @@ def answer_once(
 
     Returns the exit code: 0, or 128 + the signal that stopped the answer, whose beginning is printed.
     """
-    with Interrupt() as interrupt:
-        interrupt.arm()
+    with Interrupt(armed=True) as interrupt:
         answer = session.generate(prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
         meter = CacheMeter(session)
         try:
