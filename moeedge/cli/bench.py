@@ -11,7 +11,7 @@ import typer
 from moeedge import paths
 from moeedge.cli.bench_options import BudgetSweepOptions, SyntheticOptions, arms, single
 from moeedge.cli.common import accept_any_text
-from moeedge.cli.engine_options import LlamaOptions, PlacementOptions, layer_notes
+from moeedge.cli.engine_options import LlamaOptions, PlacementOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
 
@@ -176,7 +176,7 @@ def bench(
         sweep=sweep,
         text=None if parallel else budgets.text(base.model),
     )
-    notes += dict.fromkeys(note for each in bases for note in layer_notes(each))
+    notes += dict.fromkeys(note for each in bases for note in run.layer_notes(each))
     plans = [replace(plan, base=each) for each in bases]
     if len(plans) > 1 and (parallel or plot is not None):
         option = "--parallel" if parallel else "--plot"

@@ -25,6 +25,7 @@ from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.cli.bench_options import SYNTHETIC_ANSWER
 from moeedge.cli.common import EXIT_FAILURE, print_error
+from moeedge.cli.devices import layer_notes as layer_notes
 from moeedge.cli.options import Output
 from moeedge.data.datasets import load_datasets as load_datasets
 from moeedge.data.prompts import Dataset

@@ -17,6 +17,7 @@ from moeedge.cli.options import Output, declare, output_parser
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig, seed_or_random
 from moeedge.errors import InputError
 from moeedge.json_input import read_json
+from moeedge.llama.json_schema import ANY_OBJECT, schema_grammar
 from moeedge.llama.reasoning import THINK_WORDS, TemplateChoice
 from moeedge.ui.chat import settings
 from moeedge.ui.chat.settings import Look
@@ -253,7 +254,6 @@ class SamplingOptions:
             return "", []
         if len(names) > 1:
             raise InputError(f"{' and '.join(names)} cannot be used together.", "Give one of them.")
-        from moeedge.llama.json_schema import ANY_OBJECT, schema_grammar
         from moeedge.llama.samplers import check_grammar
 
         text = given[names[0]] or ""

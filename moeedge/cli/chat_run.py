@@ -11,7 +11,8 @@ import typer
 
 from moeedge import paths
 from moeedge.cli.chat_options import TalkOptions, ViewOptions
-from moeedge.cli.engine_options import BudgetOptions, layer_notes
+from moeedge.cli.devices import layer_notes
+from moeedge.cli.engine_options import BudgetOptions
 from moeedge.engine.autosave import Autosave, unfinished_chats
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session, prepare_answers

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
+from moeedge.cli.completion import ENGINE_POLICIES
 from moeedge.cli.model_files import ModelFiles, notify, resolve_models
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, DraftWord, EngineConfig
 from moeedge.errors import InputError, MoeedgeError
-from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
+from moeedge.hardware.spec import EMULATED, RPC_SCHEME
 from moeedge.hub.local import locate
 from moeedge.hub.names import all_parts
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
@@ -86,6 +87,7 @@ class EngineOptions:
         whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams that nobody
         asked for.
         """
+        from moeedge.cli.devices import check_device
         from moeedge.scheduler.config import PlacementConfig
 
         check_device(self.device)
@@ -135,11 +137,10 @@ class PlacementOptions:
 
     def config(self, **others: Any) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
-        from moeedge.policies.registry import POLICIES
         from moeedge.scheduler.config import PlacementConfig
 
-        if self.policy not in POLICIES:
-            raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
+        if self.policy not in ENGINE_POLICIES:
+            raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(ENGINE_POLICIES)}.")
         return PlacementConfig(**vars(self), **others)
 
 
@@ -244,18 +245,6 @@ def make_budget(n_experts: int, *, ranking: str | None, policy: str | None) -> E
     )
 
 
-def check_device(text: str) -> None:
-    """Raises DeviceError for a malformed device, or one that this machine does not have; the hint names the known."""
-    spec = DeviceSpec.parse(text)
-    if spec.kind != "name":
-        return
-    from moeedge.hardware.devices import resolve
-    from moeedge.llama import library
-
-    library.start()
-    resolve(spec)
-
-
 def limit_openmp_spin(device: str, *, may_emulate: bool = False, reads_experts: bool = False) -> None:
     """Makes idle OpenMP threads yield their core soon where other threads work at the same time.
 
@@ -265,20 +254,3 @@ def limit_openmp_spin(device: str, *, may_emulate: bool = False, reads_experts: 
     """
     if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto") or reads_experts:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-
-
-def layer_notes(config: EngineConfig) -> list[str]:
-    """A sentence where -ngl, -ncmoe or --cpu-moe has no effect."""
-    given = ["-ngl"] if config.n_gpu_layers else []
-    if config.n_cpu_moe is not None:
-        given.append("--cpu-moe" if config.n_cpu_moe == ALL_ON_CPU else "-ncmoe")
-    if not given:
-        return []
-    from moeedge import native
-    from moeedge.llama import library
-
-    library.start()  # llama.cpp logs while it lists devices
-    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
-        return []
-    verb = "has" if len(given) == 1 else "have"
-    return [f"llama.cpp lists no GPU here: {' and '.join(given)} {verb} no effect."]

@@ -8,6 +8,7 @@ from moeedge.cli.common import EXIT_FAILURE, emit
 from moeedge.cli.engine_options import limit_openmp_spin
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.hardware.spec import MAX_N_THREADS, RPC_SCHEME
+from moeedge.health.running import list_running
 from moeedge.ui.tables import records_json
 
 declare(
@@ -60,7 +61,6 @@ def ps(output: Output = Output.TEXT) -> None:
 
     A model is loaded as long as its process runs; nothing stays loaded afterwards.
     """
-    from moeedge.health.running import list_running
     from moeedge.ui.machine_views import print_running
 
     emit(output, records_json, print_running, list_running())

@@ -19,6 +19,7 @@ from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import list_models as find_models
 from moeedge.hub.local import plan_removal, remove
 from moeedge.hub.pull import refresh, want_pair
+from moeedge.ui.tables import records_json
 from moeedge.units import format_bytes
 
 
@@ -85,7 +86,6 @@ def list_models(
     entries go into ~/.config/moeedge/catalog.toml, or the file that MOEEDGE_CATALOG names (docs/models.md).
     """
     from moeedge.ui.model_views import fits_json, print_fits, print_models
-    from moeedge.ui.tables import records_json
 
     if ram is not None and fits is None:
         raise InputError("--ram needs --fits.", "Write for instance --fits none --ram 32GB.")

@@ -11,7 +11,8 @@ from typing import get_args
 import typer
 
 from moeedge.cli.common import emit
-from moeedge.cli.engine_options import LlamaOptions, PlacementOptions, check_device, layer_notes
+from moeedge.cli.devices import check_device, layer_notes
+from moeedge.cli.engine_options import LlamaOptions, PlacementOptions
 from moeedge.cli.model_files import ModelFiles, drafts_for_itself, resolve_models
 from moeedge.cli.options import Output
 from moeedge.engine.types import DEFAULT_GAMMA, DraftWord

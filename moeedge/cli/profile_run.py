@@ -16,7 +16,7 @@ from rich.console import Console
 from moeedge import paths
 from moeedge.analysis.model_profile import ModelProfile, profile_model
 from moeedge.analysis.profile_json import complete_report, layer_report, model_report, run_facts
-from moeedge.cli.engine_options import layer_notes
+from moeedge.cli.devices import layer_notes
 from moeedge.cli.profile_options import TextOptions
 from moeedge.engine.recording import Recording, check_layers, parse_layers, record_routing, unseen_layers
 from moeedge.engine.session import Session

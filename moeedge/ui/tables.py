@@ -99,25 +99,24 @@ def print_table(
     A file gets every line unbroken. In a terminal that is too narrow, columns that fold are folded; without such
     columns, those that do not fit come in further tables below, each with the first `n_keys` columns again.
     """
-    from rich.cells import cell_len  # commands whose columns are declared here are completed without Rich
-    from rich.table import Table
-    from rich.text import Text
+    from rich import cells, table, text  # commands whose columns are declared here are completed without Rich
 
     texts = [_texts(column, rows) for column in columns]
-    widths = [max(map(cell_len, each)) for each in texts]
+    widths = [max(map(cells.cell_len, each)) for each in texts]
     splits = console.is_terminal and not any(column.fold for column in columns)
     if title:
         console.print(title, style="bold", soft_wrap=not console.is_terminal)
     for group in _groups(widths, n_keys, console.width if splits else None):
-        table = Table(box=None, pad_edge=False, header_style="bold")
+        grid = table.Table(box=None, pad_edge=False, header_style="bold")
         if not console.is_terminal:
-            table.width = sum(widths[i] + _GAP for i in group) - _GAP
+            grid.width = sum(widths[i] + _GAP for i in group) - _GAP
         for column in (columns[i] for i in group):
             justify, overflow = "left" if column.left else "right", "fold" if column.fold else "ellipsis"
-            table.add_column(Text(column.title), justify=justify, no_wrap=not column.fold, overflow=overflow)  # type: ignore[arg-type]
+            title_text = text.Text(column.title)
+            grid.add_column(title_text, justify=justify, no_wrap=not column.fold, overflow=overflow)  # type: ignore[arg-type]
         for place, row in enumerate(rows, start=1):
-            table.add_row(*(Text(texts[i][place]) for i in group), style=style(row))
-        console.print(table, crop=False)
+            grid.add_row(*(text.Text(texts[i][place]) for i in group), style=style(row))
+        console.print(grid, crop=False)
 
 
 def _texts(column: Column, rows: Sequence[Any]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from moeedge.engine.conversation import read_text
 from moeedge.engine.types import MAX_GAMMA, MAX_N_CTX, SamplingConfig, seed_or_random
 from moeedge.errors import InputError
+from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.reasoning import MODEL_TEMPLATE, TemplateChoice
 from moeedge.paths import user_path
 from moeedge.speculation import check_gamma
@@ -145,7 +146,6 @@ def _read_grammar(text: str) -> tuple[str, str]:
     """The grammar in that file, or of the JSON schema in a .json file, and what it leaves out; empty for off."""
     if text == "off":
         return "", ""
-    from moeedge.llama.json_schema import schema_grammar
     from moeedge.llama.samplers import check_grammar
 
     path, note = user_path(text), ""
