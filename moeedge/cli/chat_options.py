@@ -29,7 +29,14 @@ _SAMPLER_NAMES = ", ".join(SAMPLERS)
 
 
 def _samplers(text: str) -> tuple[str, ...]:
-    return tuple(_sampler(name.strip()) for name in re.split("[;,]", text) if name.strip())
+    """Names of samplers, which may be written with dashes."""
+    names = {name.strip(): name.strip().replace("-", "_") for name in re.split("[;,]", text) if name.strip()}
+    for typed, name in names.items():
+        if name in ("mirostat", "adaptive_p"):
+            raise InputError(f"moeedge does not have the sampler {name}.", "Use top_p, min_p or typ_p.")
+        if name not in SAMPLERS:
+            raise InputError(f"Unknown sampler {typed!r}.", f"Choose from: {_SAMPLER_NAMES}.")
+    return tuple(names[name.strip()] for name in re.split("[;,]", text) if name.strip())
 
 
 def _samplers_by_letter(text: str) -> tuple[str, ...]:
@@ -227,10 +234,7 @@ class SamplingOptions:
     format: str | None = None
 
     def config(self, *, escape: bool = False) -> tuple[SamplingConfig, list[str]]:
-        r"""The engine's configuration, and sentences about its grammar. Loads llama.cpp. Raises InputError.
-
-        escape: \n and the like in texts are replaced by what they stand for.
-        """
+        r"""The configuration, with \n and the like replaced for `escape`, and notes on the grammar. Loads llama.cpp."""
         sampling = self.sampling
         if self.sampling_seq is not None:
             if sampling.samplers != DEFAULT_SAMPLERS:
@@ -244,20 +248,19 @@ class SamplingOptions:
 
     def _grammar(self) -> tuple[str, list[str]]:
         """The grammar in GBNF, empty for none, and sentences about it."""
-        given = {
+        texts = {
             "--grammar": text_of(self.sampling.grammar or None, self.grammar_file, "--grammar", "--grammar-file"),
             "--json-schema": text_of(self.json_schema, self.json_schema_file, "-j", "-jf"),
             "--format": self.format,
         }
-        names = [name for name, text in given.items() if text is not None]
+        names = [name for name, text in texts.items() if text is not None]
         if not names:
             return "", []
         if len(names) > 1:
             raise InputError(f"{' and '.join(names)} cannot be used together.", "Give one of them.")
         from moeedge.llama.samplers import check_grammar
 
-        text = given[names[0]] or ""
-        ignored: list[str] = []
+        text, ignored = texts[names[0]] or "", list[str]()
         if names == ["--format"]:
             if text != "json":
                 raise InputError(f"Unknown value of --format: {text!r}.", "Choose json, or give a schema with -j.")
@@ -299,16 +302,6 @@ class TemplateOptions:
         if think is None:
             raise InputError(f"Unknown value of --think: {self.think!r}.", f"Choose from: {', '.join(THINK_WORDS)}.")
         return TemplateChoice(source or "", arguments, think)
-
-
-def _sampler(name: str) -> str:
-    """The name of a sampler, which may be written with dashes."""
-    found = name.replace("-", "_")
-    if found in ("mirostat", "adaptive_p"):
-        raise InputError(f"moeedge does not have the sampler {found}.", "Use top_p, min_p or typ_p.")
-    if found not in SAMPLERS:
-        raise InputError(f"Unknown sampler {name!r}.", f"Choose from: {_SAMPLER_NAMES}.")
-    return found
 
 
 def _logit_bias(text: str) -> tuple[int, float]:

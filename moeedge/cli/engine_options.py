@@ -53,10 +53,7 @@ class EngineOptions:
     offline: bool = False
 
     def limit_openmp_spin(self, *, emulate_bundled: bool = False, ram: int | str = "off") -> None:
-        """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model.
-
-        ram: the value of --ram.
-        """
+        """As the function of that name. emulate_bundled: auto may be the emulated device; ram: the value of --ram."""
         bundled = self.model is None or paths.is_bundled(self.model)
         reads_experts = ram not in ("auto", "off") or (ram == "auto" and not bundled and self._exceeds_memory())
         limit_openmp_spin(self.device, may_emulate=emulate_bundled and bundled, reads_experts=reads_experts)
@@ -84,14 +81,15 @@ class EngineOptions:
         """The engine's configuration, its device and models checked.
 
         files: where -m and -md are resolved already. default_draft: the value of -md where it is not given. auto_gamma:
-        whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams that nobody
-        asked for.
+        whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams without -md.
         """
         from moeedge.cli.devices import check_device
         from moeedge.scheduler.config import PlacementConfig
 
         check_device(self.device)
         files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
+        if self.cpu_moe and self.n_cpu_moe is not None:
+            raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
         gamma = self.draft_max
         if auto_gamma is None:
             auto_gamma = self.model_draft is None and files.draft in get_args(DraftWord)
@@ -108,17 +106,12 @@ class EngineOptions:
             auto_gamma=gamma == "auto",
             draft_p_min=self.draft_p_min,
             n_gpu_layers=0 if self.device == "none" else self.n_gpu_layers,
-            n_cpu_moe=self._n_cpu_moe(),
+            n_cpu_moe=ALL_ON_CPU if self.cpu_moe else self.n_cpu_moe,
             device=self.device,
             emulate_bundled=emulate_bundled,
             placement=placement or PlacementConfig(),
             context_shift=context_shift,
         )
-
-    def _n_cpu_moe(self) -> int | None:
-        if self.cpu_moe and self.n_cpu_moe is not None:
-            raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
-        return ALL_ON_CPU if self.cpu_moe else self.n_cpu_moe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +189,7 @@ class BudgetOptions:
     budget_policy: str | None = None
 
     def config(self, base: EngineConfig) -> EngineConfig:
-        """`base` with the budget that the options ask for; with auto its number of experts is not known yet.
-
-        Raises InputError for values that exclude each other.
-        """
+        """`base` with the budget of the options, for auto without its number of experts yet. Raises InputError."""
         if self.expert_budget is None:
             expect_no_companions(self, "B")
             return base
@@ -209,10 +199,7 @@ class BudgetOptions:
         return replace(base, expert_budget=make_budget(n_experts, ranking=self.budget_ranking, policy=policy))
 
     def measured(self, config: EngineConfig, *, notify: Notify) -> EngineConfig:
-        """What `config` made, with the number of experts that auto finds, measured where no earlier run did.
-
-        notify: hears that auto measures, and what it chose.
-        """
+        """`config` with the number of experts of auto, measured where no earlier run did; notify hears the choice."""
         if config.expert_budget is None or self.expert_budget != AUTO:
             return config
         from moeedge.bench.budget_choice import find_budget
@@ -220,12 +207,12 @@ class BudgetOptions:
         return replace(config, expert_budget=find_budget(config, config.expert_budget, notify=notify))
 
 
-def expect_no_companions(given: DataclassInstance, value: str) -> None:
-    """Raises InputError where one of the options --budget-... was given; value: what --expert-budget takes."""
+def expect_no_companions(options: DataclassInstance, value: str) -> None:
+    """Raises InputError where one of the options --budget-... has a value; value: that of --expert-budget, for help."""
     names = [
         "--" + field.name.replace("_", "-")
-        for field in fields(given)
-        if field.name.startswith("budget_") and getattr(given, field.name) is not None
+        for field in fields(options)
+        if field.name.startswith("budget_") and getattr(options, field.name) is not None
     ]
     if names:
         raise InputError(
@@ -248,9 +235,8 @@ def make_budget(n_experts: int, *, ranking: str | None, policy: str | None) -> E
 def limit_openmp_spin(device: str, *, may_emulate: bool = False, reads_experts: bool = False) -> None:
     """Makes idle OpenMP threads yield their core soon where other threads work at the same time.
 
-    These are the emulated device, a worker, which may run on this machine, or those that read experts from the file
-    (reads_experts). GOMP_SPINCOUNT is read when llama_cpp is loaded, so this must come before. may_emulate: auto may
-    turn out to be the emulated device.
+    These are the emulated device (also of auto, with may_emulate), a worker, which may run here, or threads that read
+    experts from the file. GOMP_SPINCOUNT is read when llama_cpp is loaded, so this must come before.
     """
     if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto") or reads_experts:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

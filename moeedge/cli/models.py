@@ -24,7 +24,7 @@ from moeedge.units import format_bytes
 
 
 def _name(metavar: str, help: str, **settings: Any) -> Any:
-    """The model that a command is about, as a word."""
+    """The model of a command, as a word."""
     return typer.Argument(metavar=metavar, help=help, autocompletion=completer(models), **settings)
 
 
@@ -96,8 +96,8 @@ def list_models(
 
         ram_bytes = None if ram is None else memory_size(ram, "--ram")
         vram_bytes = None if fits == "auto" else 0 if fits == "none" else gpu_memory(fits, "--fits")
-        found = fitting(models, catalog, free_memory(vram_bytes, ram_bytes))
-        emit(output, fits_json, partial(print_fits, everything=everything), found)
+        fits_here = fitting(models, catalog, free_memory(vram_bytes, ram_bytes))
+        emit(output, fits_json, partial(print_fits, everything=everything), fits_here)
     else:
         show = partial(print_models, everything=everything, starter=catalog.starter())
         emit(output, lambda rows, _folder: records_json(rows), show, models, hub_cache())

@@ -53,8 +53,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
     for hint in hints:
         console.print(hint, soft_wrap="pip install" in hint.plain or not console.is_terminal)  # to be copied
-    found = Counter(finding.status for finding in report.findings)
-    broken, warnings = found["broken"], found["warning"]
+    counts = Counter(finding.status for finding in report.findings)
+    broken, warnings = counts["broken"], counts["warning"]
     look = f"; {warnings} thing{'s' * (warnings > 1)} to look at" if warnings else ""
     verdict = f"{broken} things are broken." if broken > 1 else "1 thing is broken."
     console.print(f"\n{verdict if broken else f'Everything works{look}.'}", style="bold")

@@ -25,14 +25,13 @@ LINE_S = 10.0  # between lines where a bar is not shown
 
 
 class _Amount(ProgressColumn):
-    """How many units are done, of how many; of bytes the rate, too."""
+    """How many units are done, of how many; of bytes the rate, too. Its text is written where there is no bar."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()
         self.unit = unit
 
     def render(self, task: Task) -> Text:
-        """The cell of the bar; its text is written where there is no bar."""
         if self.unit != BYTES:
             return Text(f"{task.completed:,.0f} of {task.total:,.0f} {self.unit}")
         rate = f", {format_rate(task.speed)}" if task.speed else ""
@@ -40,10 +39,9 @@ class _Amount(ProgressColumn):
 
 
 class Bar:
-    """A context manager around the work; `is_shown` tells whether a person sees a bar."""
+    """A context manager around the work. is_shown: by default in every terminal; transient: it goes at the end."""
 
     def __init__(self, console: Console, unit: str, *, is_shown: bool | None = None, transient: bool = True) -> None:
-        """is_shown: by default in every terminal; transient: remove the bar at the end."""
         self.is_shown = console.is_terminal if is_shown is None else is_shown
         self.is_wide = console.width >= _WIDE
         self._console = console

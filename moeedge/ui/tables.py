@@ -66,12 +66,12 @@ def value_columns(titles: Sequence[object], form: str, *, scale: float = 1.0) ->
 
 def figure_columns(record: Any, *names: str) -> list[Column]:
     """The columns that a record declares for its figures; of a record in it: "name.figure"."""
-    found = []
+    columns = []
     for name in names:
         holder, _, inner = name.rpartition(".")
         declared = figures(record_in(type_of(record, holder)) if holder else record)[inner]
-        found.append(Column(declared.title, name, declared.form, declared.scale))
-    return found
+        columns.append(Column(declared.title, name, declared.form, declared.scale))
+    return columns
 
 
 def ratio_column(title: str, value: str | Callable[[Any], Any], form: str = ".3f") -> Column:
@@ -96,8 +96,8 @@ def print_table(
 ) -> None:
     """Print the table; `style` names the Rich style of a row.
 
-    A file gets every line unbroken. In a terminal that is too narrow, columns that fold are folded; without such
-    columns, those that do not fit come in further tables below, each with the first `n_keys` columns again.
+    A file gets every line unbroken. A terminal that is too narrow gets folded columns where some may fold, otherwise
+    further tables below, each with the first `n_keys` columns again.
     """
     from rich import cells, table, text  # commands whose columns are declared here are completed without Rich
 
@@ -112,8 +112,8 @@ def print_table(
             grid.width = sum(widths[i] + _GAP for i in group) - _GAP
         for column in (columns[i] for i in group):
             justify, overflow = "left" if column.left else "right", "fold" if column.fold else "ellipsis"
-            title_text = text.Text(column.title)
-            grid.add_column(title_text, justify=justify, no_wrap=not column.fold, overflow=overflow)  # type: ignore[arg-type]
+            heading = text.Text(column.title)
+            grid.add_column(heading, justify=justify, no_wrap=not column.fold, overflow=overflow)  # type: ignore[arg-type]
         for place, row in enumerate(rows, start=1):
             grid.add_row(*(text.Text(texts[i][place]) for i in group), style=style(row))
         console.print(grid, crop=False)
@@ -147,16 +147,15 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
 
 
 def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int, width: int = TABLE_WIDTH) -> str:
-    """The same in several tables below each other where one would be wider than `width` characters.
+    """Markdown tables of at most `width` characters below each other, each with the first `n_keys` columns.
 
-    Each begins with the first `n_keys` columns; columns without any value in `rows` are left out.
+    Columns without any value in `rows` are left out.
     """
-    kept = [column for column in columns if any(column.text(row) != column.none for row in rows)]
-    keys = [column for column in columns[:n_keys] if column in kept]
+    filled = [column for column in columns if any(column.text(row) != column.none for row in rows)]
     # a column takes three characters more than its cells: one more than _groups' gap; and " |", "|" of the line's ends
-    widths = [max(map(len, _texts(column, rows))) + 1 for column in kept]
-    groups = _groups(widths, len(keys), width - 3)
-    return "\n".join(markdown([kept[i] for i in group], rows) for group in groups)
+    widths = [max(map(len, _texts(column, rows))) + 1 for column in filled]
+    groups = _groups(widths, sum(column in filled for column in columns[:n_keys]), width - 3)
+    return "\n".join(markdown([filled[i] for i in group], rows) for group in groups)
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
@@ -165,8 +164,7 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     keys = list(dict.fromkeys(key for record in records for key in record))
     writer = csv.DictWriter(out, keys, restval="", lineterminator="\n")
     writer.writeheader()
-    for record in records:
-        writer.writerow({key: _flat(value) for key, value in record.items()})
+    writer.writerows({key: _flat(value) for key, value in record.items()} for record in records)
     return out.getvalue()
 
 
@@ -192,16 +190,12 @@ def _sql_type(key: str, records: Sequence[Mapping[str, Any]]) -> str:
     kinds = {type(record.get(key)) for record in records} - {type(None)}
     if not kinds:  # NULL in all: another run may have numbers
         return "NUMERIC"
-    if kinds <= {int, bool}:
-        return "INTEGER"
-    return "REAL" if kinds <= {int, bool, float} else "TEXT"
+    return "INTEGER" if kinds <= {int, bool} else "REAL" if kinds <= {int, bool, float} else "TEXT"
 
 
 def _sql_value(value: Any) -> str:
-    if value is None:
-        return "NULL"
-    if isinstance(value, (bool, int, float)):
-        return repr(int(value) if isinstance(value, bool) else value)
+    if value is None or isinstance(value, (int, float)):
+        return "NULL" if value is None else repr(int(value) if isinstance(value, bool) else value)
     return "'" + str(_flat(value)).replace("'", "''") + "'"
 
 
