@@ -1,7 +1,4 @@
-"""The options of `moeedge chat`: how the next token is drawn, what answers follow, what is shown.
-
-Defaults are llama.cpp's.
-"""
+"""The options of `moeedge chat`: sampling, grammars, templates and views. Defaults are llama.cpp's."""
 
 from __future__ import annotations
 

@@ -55,10 +55,7 @@ def run_chat(
     as_json: bool,
     begin: LoadReading,
 ) -> int:
-    """Chats, or gives a single answer. Returns the exit code: 0, or 128 + the signal that ended it.
-
-    begin: the machine's load before this process worked.
-    """
+    """Chats, or gives a single answer. begin: the load before this process worked. Returns the exit code."""
     set_modes(quiet=view.quiet, plain=view.plain)
     if talk.resume == "list":
         _list_unfinished()

@@ -28,10 +28,7 @@ EXIT_INTERRUPTED = 130
 
 @contextmanager
 def cli_errors() -> Iterator[None]:
-    """Runs a command's body; errors end it with their message, hint and exit code.
-
-    Exit codes: 2 bad input, 1 failure, 130 Ctrl-C, 143 SIGTERM.
-    """
+    """Ends a command that fails with a message and its exit code: 2 bad input, 1 failure, 130 Ctrl-C, 143 SIGTERM."""
     before = {signum: signal.signal(signum, _receive) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -124,10 +121,7 @@ def integers(text: str, option: str) -> list[int]:
 
 
 def text_of(text: str | None, file: Path | None, option: str, file_option: str) -> str | None:
-    """The text that one of two options gives, itself or in a file, without the file's last line break.
-
-    The file "-" is standard input. Raises InputError where both are given, or the file has no text.
-    """
+    """The text of an option or its file ("-": standard input), without the last line break. Raises InputError."""
     if file is None:
         return None if text is None else valid_text(text)
     if text is not None:

@@ -1,8 +1,4 @@
-"""Values that a shell completes: names of models, policies, prompt sets and devices.
-
-`moeedge --install-completion` installs it for bash, zsh or fish. A key press waits for these functions: they load
-neither llama.cpp nor NumPy.
-"""
+"""Values that a shell completes. A key press waits for these functions: they load neither llama.cpp nor NumPy."""
 
 from __future__ import annotations
 

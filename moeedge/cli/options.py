@@ -1,7 +1,4 @@
-"""The table of options that several commands have, named as in llama.cpp where it has them.
-
-A command gives the default, and another value or help text in a table of its own.
-"""
+"""The table of options that several commands have, named as in llama.cpp; a command's own table changes them."""
 
 from __future__ import annotations
 

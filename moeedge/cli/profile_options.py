@@ -41,10 +41,7 @@ class TextOptions:
         return self.prompt is not None or self.file is not None or self.dataset is not None
 
     def load(self, *, bundled: bool) -> tuple[list[Prompt], dict[str, Any]]:
-        """The prompts, and the report's fields about their source. Raises InputError and ValueError for bad options.
-
-        bundled: the bundled model answers, by default prompts of the kind that it was trained on.
-        """
+        """The prompts (by default of the bundled model's kind for it), and the report's fields about their source."""
         if self.n_predict == 0 or self.n_predict < -1:
             raise ValueError(f"-n must be -1 (until the model stops) or at least 1, not {self.n_predict}")
         text = text_of(self.prompt, self.file, "-p", "-f")

@@ -118,10 +118,7 @@ def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Pro
 def profile_trace(
     path: Path, choice: LayerChoice, gamma: int | None, acceptance_chance: float | None, seed: int
 ) -> Profiled:
-    """A recorded trace to profile; with an acceptance chance, its text cut into verifications of `gamma` drafts.
-
-    Raises InputError for an unusable file, LayerRangeError for a layer that does not exist or was not recorded.
-    """
+    """A recorded trace, with an acceptance chance cut into verifications of `gamma` drafts. Raises InputError."""
     trace = Trace.load(path)
     recorded = trace.expert_layers()
     if not recorded:
@@ -139,10 +136,7 @@ def profile_trace(
 
 
 def show(profiled: Profiled, choice: LayerChoice, *, as_json: bool, plot: Path | None, report: Path | None) -> int:
-    """Computes the profile, prints it on standard output and writes its files. Returns the exit code.
-
-    After a signal the profile has the layers done until then.
-    """
+    """Shows the profile, after a signal of the layers done until then, and writes its files. Returns the exit code."""
     run, out, err = run_facts(profiled.trace, profiled.recording), stdout_console(), stderr_console()
     n_layers = len(profiled.trace.expert_layers())
     with Interrupt(armed=True) as interrupt, count_bar(err, "profiling", "layers", n_layers) as bar:

@@ -1,8 +1,4 @@
-"""The command reference, from the declarations that --help shows: python -m moeedge.cli.reference
-
-It is not part of the repository: it is made where documents are published (> docs/cli.md). docs/commands.md is the
-short page in its place.
-"""
+"""The command reference, from the declarations of --help: python -m moeedge.cli.reference > docs/cli.md"""
 
 from __future__ import annotations
 

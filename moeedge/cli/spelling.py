@@ -1,7 +1,4 @@
-"""The command line before Typer parses it: further spellings, words of other programs, options that do not exist.
-
-Typer reports an unknown -xyz as -x. Here every argument is looked up as an entire word first.
-"""
+"""The command line before Typer parses it, which reports an unknown -xyz as -x: every word is looked up first."""
 
 from __future__ import annotations
 
@@ -173,11 +170,7 @@ class Speller:
                 break
 
     def _add_hub_file(self, translated: list[str], file: str) -> None:
-        """Adds a file to the repository of -hf, which became -m hf:OWNER/REPO.
-
-        Without a file that was typed it is LLAMA_ARG_HF_FILE's, for a repository that is named without one; another
-        model comes before it.
-        """
+        """Adds a file, typed or LLAMA_ARG_HF_FILE's, to the repository of -hf, which became -m hf:OWNER/REPO."""
         places = [i + 1 for i, word in enumerate(translated[:-1]) if word == "-m"]
         repository = os.environ.get("LLAMA_ARG_HF_REPO", "") if file or not os.environ.get("LLAMA_ARG_MODEL") else ""
         model = translated[places[-1]] if places else f"hf:{repository.removeprefix('hf:')}"

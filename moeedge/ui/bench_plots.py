@@ -29,10 +29,7 @@ class _Point(NamedTuple):
 
 
 def draw(rows: Sequence[BenchRow], path: Path) -> bool:
-    """Draws texts together, expert budgets and draft lengths, or expert caches, whichever the run compares.
-
-    Returns False, and writes no file, where no row has such figures. Raises InputError for an unwritable file.
-    """
+    """Draws what the run compares. Returns False without figures. Raises InputError for an unwritable file."""
     plots = next(filter(None, (make(rows) for make in (batch_plots, speculation_plots, cache_plots))), [])
     drafted = next((row.setup.draft for row in rows if row.setup.gamma), None)
     device = next((row.setup.device for row in rows if row.cache_ratio is not None), None)
@@ -80,10 +77,7 @@ def cache_plots(rows: Sequence[BenchRow]) -> list[Plot]:
 
 
 def batch_plots(rows: Sequence[BenchRow]) -> list[Plot]:
-    """Throughput and speed-up by the number of texts decoded together; bars from the smallest to the largest pair.
-
-    [] where no mode with drafts was measured next to plain decoding.
-    """
+    """Throughput and speed-up by the number of texts decoded together, with bars over all pairs; [] without pairs."""
     figures = [(row.parallel, row.tg) for row in rows if row.parallel is not None]
     throughput = _lines(_Point(own.curve, own.n_parallel, tg and tg.mean) for own, tg in figures)
     speed_up = _lines(

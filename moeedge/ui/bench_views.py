@@ -125,10 +125,7 @@ _MODEL_COLUMNS = (
 
 
 def _tables(rows: Sequence[BenchRow], *, is_text: bool) -> str:
-    """Tables of at most 100 columns, as llama-bench prints them; below them, once, what all rows have in common.
-
-    is_text: without Markdown's lines.
-    """
+    """Tables of at most 100 columns (is_text: without Markdown's lines); below them what all rows have in common."""
     if not rows:
         return ""
     columns = [column for column in _bench_columns(rows) if any(column.text(row) != column.none for row in rows)]

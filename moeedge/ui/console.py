@@ -127,10 +127,7 @@ def show_figures(console: Console, figures: list[Figure], *, style: str = "", in
 
 @contextmanager
 def typing_hidden(*, drop: bool = False) -> Iterator[None]:
-    """Do not echo what is typed while an answer is painted; Ctrl-C still works.
-
-    drop: discard what is typed meanwhile, unless something was typed before; otherwise the next prompt reads it.
-    """
+    """Do not echo what is typed meanwhile; drop: discard it, unless something was typed before. Ctrl-C still works."""
     fd = _foreground_terminal()
     if fd is None:
         yield

@@ -106,10 +106,7 @@ def svg_of(plot: Plot) -> str:
 def save_plots(
     plots: Sequence[Plot], path: Path, *, title: str = "", n_columns: int = 1, size: tuple[float, float] = SIZE
 ) -> None:
-    """Writes the plots as one picture; the suffix selects the format. size: of each plot, in inches.
-
-    Raises InputError where it cannot be written.
-    """
+    """Writes the plots, each of `size` inches, as one picture; the suffix is the format. Raises InputError."""
     with write_file(path, "picture") as temporary:
         form = path.suffix.removeprefix(".")
         _render(plots, temporary, form, title=title, n_columns=min(n_columns, len(plots)), size=size)

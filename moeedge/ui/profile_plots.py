@@ -80,10 +80,7 @@ def profile_plots(profile: ModelProfile) -> list[Plot]:
 
 
 def plot_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> None:
-    """`profile --plot`: one layer step by step, or several in one map, with the accuracy of predictions below.
-
-    Raises InputError where the file cannot be written.
-    """
+    """Draws one layer step by step, or several in one map, with the accuracy below. Raises InputError."""
     one = profiles[0]
     plots = [_activations(one)[0], _accuracy(one)] if len(profiles) == 1 else _layers(profiles)
     save_plots(plots, path, title=title, size=(10, 4.2))

@@ -1,7 +1,4 @@
-"""One table for every view: columns are declared once, rows are dataclasses, dicts or tuples.
-
-The same columns and rows become a table in a terminal or a file, Markdown or CSV; records become JSON.
-"""
+"""Columns, declared once, write rows as a table for a terminal or a file, Markdown or CSV; records become JSON."""
 
 from __future__ import annotations
 
@@ -147,10 +144,7 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
 
 
 def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int, width: int = TABLE_WIDTH) -> str:
-    """Markdown tables of at most `width` characters below each other, each with the first `n_keys` columns.
-
-    Columns without any value in `rows` are left out.
-    """
+    """Markdown tables of at most `width` characters, each with the first `n_keys` columns, without empty columns."""
     filled = [column for column in columns if any(column.text(row) != column.none for row in rows)]
     # a column takes three characters more than its cells: one more than _groups' gap; and " |", "|" of the line's ends
     widths = [max(map(len, _texts(column, rows))) + 1 for column in filled]

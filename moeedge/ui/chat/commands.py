@@ -1,7 +1,4 @@
-"""The slash commands of the chat. Each takes the chat and its argument and returns what to show.
-
-An InputError in a command becomes one sentence on the screen; the chat goes on.
-"""
+"""The slash commands of the chat: each takes the chat and its argument, and returns the lines to show."""
 
 from __future__ import annotations
 

@@ -27,10 +27,7 @@ def print_greeting(
     cache_speed: float | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
-    """Three lines: the model, where its experts are, how to leave; then one for each thing that is not as usual.
-
-    starter: the first real model that a toy's greeting names. cache_speed: measured, over that without the cache.
-    """
+    """Three lines about model, experts and keys, then warnings. cache_speed: measured, over that without the cache."""
     for line in (_model_line(info, toy=toy, starter=starter), experts_line(info, cache_speed), _KEYS):
         say(console, line)
     print_warnings(console, info, warnings)

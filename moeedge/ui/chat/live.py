@@ -50,10 +50,7 @@ Row = list[tuple[Figure, int]]  # figures and how many cells each takes
 
 
 def rows_taken(lengths: list[int], columns: int, *, reflow: bool) -> int:
-    """Rows that lines of so many cells take in a window of `columns`, whatever its width was when they were written.
-
-    reflow: whether the terminal breaks long rows anew when its width changes.
-    """
+    """Rows of lines of so many cells in a window of `columns`. reflow: whether the terminal breaks long rows anew."""
     return sum(max(1, -(-length // columns)) if reflow else 1 for length in lengths)
 
 

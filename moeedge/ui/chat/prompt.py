@@ -119,11 +119,7 @@ def _read_line(prompt: str) -> str:
 
 
 def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Callable[[str], str]:
-    """A function that reads one message, given the text to begin with.
-
-    It raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C. commands: those that are completed, with the words
-    that each takes.
-    """
+    """A function that reads one message, given its beginning. It raises EOFError and, on Ctrl-C, KeyboardInterrupt."""
     if is_dumb_terminal():
         return lambda begun: _read_plainly(history, begun)
     session: PromptSession[str] = PromptSession(
@@ -141,10 +137,7 @@ def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Call
 
 
 def one_shot_prompt(given: str | None, stream: TextIO | None, *, notice: Callable[[str], None]) -> str | None:
-    """The text to answer, or None when a person sits at the terminal and -p was not given.
-
-    With -p and piped input the prompt is -p's text, a blank line, and the input. Raises EmptyPromptError for blanks.
-    """
+    """The prompt of -p and of piped input; None for a terminal without -p. Raises EmptyPromptError for blanks."""
     if is_terminal(stream):
         if given is None:
             return None

@@ -30,10 +30,7 @@ class Repl(Chat):
     _interrupt: Interrupt = field(default_factory=Interrupt, init=False)
 
     def run(self, first_line: str | None = None) -> int:
-        """Chat until the user leaves. Returns the exit code: 0, or 128 + the signal that ended it.
-
-        first_line: carried out before the first one is read.
-        """
+        """Chat until the user leaves, beginning with `first_line`. Returns the exit code: 0, or 128 + the signal."""
         with self._interrupt:
             try:
                 self._talk(first_line)
@@ -162,10 +159,7 @@ class Repl(Chat):
         return Next.EXIT if self.single_turn or self._interrupt.ending else Next.READ
 
     def _close_question(self, answer: Generation | None) -> None:
-        """End the turn: keep the text of the answer, or take the question back if there is none.
-
-        Where the program ends in mid-answer the question stays open: /resume goes on after the tokens on disk.
-        """
+        """Keep the answer, or take the question back; it stays open where the program ends in mid-answer."""
         ended_itself = answer is not None and answer.stop_reason not in (None, "interrupted")
         if not ended_itself and (self._interrupt.ending or self.session.target.is_closed or terminal_is_gone()):
             return

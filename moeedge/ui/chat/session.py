@@ -66,10 +66,7 @@ class SwitchError(MoeedgeError):
 
 
 class ModelSwitch:
-    """Opens a session, and another one in its place when it is called; closes the last at its end.
-
-    configure: the configuration of a session with the model of that name.
-    """
+    """Opens a session, and another in its place when it is called with a name that `configure` understands."""
 
     def __init__(self, config: EngineConfig, configure: Callable[[str], EngineConfig], notify: Notify) -> None:
         self._config, self._configure, self._notify = config, configure, notify
@@ -82,10 +79,7 @@ class ModelSwitch:
         self.session.close()
 
     def __call__(self, name: str) -> Session:
-        """A session with the model of that name or file; the old one is closed first, since both may not fit.
-
-        Raises MoeedgeError before that where the model is not here; SwitchError where it cannot be opened.
-        """
+        """Opens the model of that name. Raises MoeedgeError if it is not here, SwitchError if it cannot be opened."""
         if self._config.expert_budget is not None:
             raise InputError(
                 "An expert budget belongs to the model that the chat began with.", "Start another chat with -m."
@@ -176,10 +170,7 @@ class Chat:
         return replace(session.info, gamma=session.gamma, auto_gamma=session.governor is not None)
 
     def prompt(self) -> list[int]:
-        """The tokens of the conversation, without its oldest messages where these do not fit and a shift is on.
-
-        Half of the context is free then, and the user is told.
-        """
+        """The tokens of the conversation, with a shift without its oldest messages once they fill the context."""
         session, messages, n_ctx = self.session, self.conversation.messages, self.session.info.n_ctx
         shifts = session.config.context_shift
         n = self._n_left_out = self._n_left_out if shifts and len(messages) > self._n_left_out else 0

@@ -126,10 +126,7 @@ _SETTINGS: dict[str, _Setting] = {}
 
 
 def add(line: str, option: Sequence[str]) -> None:
-    """Makes an option a setting. line: "NAME ALIASES: what it does"; option: its names, aliases if a field has one.
-
-    The commands' declarations call this, so that an option and its setting stand in one place.
-    """
+    """Makes an option, by its names, a setting. line: "NAME ALIASES: what it does", from the option's declaration."""
     words, _, help = line.partition(": ")
     name, *aliases = words.split()
     field_name = next(each for each in (name, *option) if each in _FIELDS)

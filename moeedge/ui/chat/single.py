@@ -1,7 +1,4 @@
-"""One answer: its text as it is generated, with its figures; or one JSON object (moeedge chat -o json).
-
-Units in the keys of the JSON: _ts tokens per second, _s seconds.
-"""
+"""One answer with its figures: its text as it is generated, or one JSON object (_ts tokens per second, _s seconds)."""
 
 from __future__ import annotations
 
@@ -91,10 +88,7 @@ def answer_view(
     panel: bool,
     drop: bool = False,
 ) -> Iterator[LiveView | PlainView]:
-    """Shows the pieces that are written to it on `out`, above a live panel where `panel` asks for one.
-
-    drop: what is typed meanwhile does not become the next message.
-    """
+    """Shows pieces on `out`, with `panel` above a live panel. drop: what is typed meanwhile is discarded."""
     tags, is_open = answer.reasoning_tags, answer.begins_in_reasoning
     folds = look.show_thinking == "off" or (look.show_thinking == "auto" and out.is_terminal)
     folded = FoldedThinking(tags, lambda: answer.stats.generated_tokens, is_open=is_open) if tags and folds else None
@@ -116,10 +110,7 @@ def answer_view(
 def print_turn(
     err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter, look: Look, *, full: str = _FULL
 ) -> None:
-    """The figures of a finished answer, then its notes. A lossy budget is named also without figures.
-
-    full: what to do where the context is full.
-    """
+    """The figures of a finished answer, at least a lossy budget, then its notes. full: advice for a full context."""
     reason = answer.stop_reason or "interrupted"
     if look.stats == "full":
         show_figures(err, answer_rows(info, answer.stats, reason, meter()), style="dim")
@@ -200,10 +191,7 @@ def answer_once(
     out: Console,
     err: Console,
 ) -> int:
-    """Generate the answer to the prompt's tokens; the answer goes to `out`, its figures to `err`.
-
-    Returns the exit code: 0, or 128 + the signal that stopped the answer, whose beginning is printed.
-    """
+    """Generate the answer to the tokens; the answer goes to `out`, its figures to `err`. Returns the exit code."""
     with Interrupt(armed=True) as interrupt:
         answer = session.generate(prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
         meter = CacheMeter(session)

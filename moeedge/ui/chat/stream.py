@@ -102,10 +102,7 @@ def _overlap(text: str, tag: str) -> int:
 
 
 class FoldedThinking(ThinkingSplitter):
-    """Leaves thinking out of an answer and counts it.
-
-    n_tokens: reads how many tokens the answer has so far, thinking included.
-    """
+    """Leaves thinking out of an answer and counts it. n_tokens: reads how many tokens the answer has so far."""
 
     def __init__(self, tags: ReasoningTags, n_tokens: Callable[[], int], *, is_open: bool = False) -> None:
         super().__init__(tags, is_open=is_open)
