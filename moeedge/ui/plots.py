@@ -35,8 +35,8 @@ _STYLE = {
 
 
 def _variables(colours: Sequence[str], **others: str) -> str:
-    named = {f"line-{place}": colour for place, colour in enumerate(colours, start=1)} | others
-    return " ".join(f"--{name}: {value};" for name, value in named.items())
+    values = {f"line-{place}": colour for place, colour in enumerate(colours, start=1)} | others
+    return " ".join(f"--{name}: {value};" for name, value in values.items())
 
 
 # CSS variables of a page with plots

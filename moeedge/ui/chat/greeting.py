@@ -83,7 +83,7 @@ def details(info: EngineInfo) -> list[Figure]:
 
 
 def warnings_of(info: EngineInfo) -> list[str]:
-    """The notes about what is off, slower or missing."""
+    """The notes that are warnings."""
     return [note for note in info.notes if is_warning(note)]
 
 
@@ -98,8 +98,8 @@ def _model_line(info: EngineInfo, *, toy: bool, starter: Starter | None) -> str:
 
 def experts_line(info: EngineInfo, cache_speed: float | None = None) -> str:
     """Where the experts are, how many of them and in how much memory, what that gains, and where drafts come from."""
-    known = cache_speed is not None and info.cache_slots
-    gain = f", {cache_speed:.1f} times as fast as without, as measured" if known else ""
+    has_gain = cache_speed is not None and info.cache_slots
+    gain = f", {cache_speed:.1f} times as fast as without, as measured" if has_gain else ""
     experts = f"Experts: {_experts(info)}{gain}. " if info.n_experts else ""
     return f"{experts}Drafts: {_drafts(info)}."
 

@@ -216,16 +216,16 @@ class LiveView:
 
 def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
     """The characters from `start` to `end`, neighbours of one style together."""
-    found: list[Segment] = []
+    parts: list[Segment] = []
     at = 0
     for text, style in segments:
         part = text[max(start - at, 0) : max(end - at, 0)]
         at += len(text)
-        if part and found and found[-1][1] == style:
-            found[-1] = (found[-1][0] + part, style)
+        if part and parts and parts[-1][1] == style:
+            parts[-1] = (parts[-1][0] + part, style)
         elif part:
-            found.append((part, style))
-    return found
+            parts.append((part, style))
+    return parts
 
 
 def render_panel(figures: Sequence[Figure], *, columns: int, rows: int, hint: str) -> Panel:

@@ -33,25 +33,20 @@ class Repl(Chat):
         """Chat until the user leaves, beginning with `first_line`. Returns the exit code: 0, or 128 + the signal."""
         with self._interrupt:
             try:
-                self._talk(first_line)
+                result = Next.READ if first_line is None else self._carry_out(first_line)
+                while result is not Next.EXIT:
+                    result = self._next_message()
             except Ended as ended:
                 return self._end_by_signal(ended.exit_code)
+            except OSError:
+                if terminal_is_gone():  # reading or writing failed before SIGHUP came
+                    return self._end_by_signal(Ended(HANGUP).exit_code)
+                raise
             if self._interrupt.ending:
                 return self._end_by_signal(self._interrupt.exit_code)
         if self.autosave is not None:
             self.autosave.close()
         return 0
-
-    def _talk(self, first_line: str | None) -> None:
-        """Obey commands and answer messages until one of them ends the chat. Raises Ended."""
-        try:
-            result = Next.READ if first_line is None else self._carry_out(first_line)
-            while result is not Next.EXIT:
-                result = self._next_message()
-        except OSError:
-            if terminal_is_gone():  # reading or writing failed before SIGHUP came
-                raise Ended(HANGUP) from None
-            raise
 
     def _next_message(self) -> Next:
         """Read one message or command and carry it out."""

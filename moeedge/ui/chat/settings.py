@@ -195,18 +195,18 @@ def listing(settings: Settings) -> list[Figure]:
 def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
     """The settings with `name` set to `text`, and a line that shows the new value. Raises InputError."""
     key = name.lstrip("-").replace("-", "_")
-    found = next((item for item in _SETTINGS.values() if key in (item.name, *item.aliases)), None)
-    if found is None:
+    setting = next((item for item in _SETTINGS.values() if key in (item.name, *item.aliases)), None)
+    if setting is None:
         raise InputError(f'Unknown setting "{name}".', "Choose from: " + ", ".join(names()) + ".")
-    kind = _FIELDS[found.field][1]
+    kind = _FIELDS[setting.field][1]
     value: Any
     try:
-        value, note = _read_grammar(text) if found.name == "grammar" else (found.read(text), "")
-        changes: dict[str, Any] = {found.field: value}
-        if found.part:
-            changes = {found.part: replace(getattr(settings, found.part), **changes)}
+        value, note = _read_grammar(text) if setting.name == "grammar" else (setting.read(text), "")
+        changes: dict[str, Any] = {setting.field: value}
+        if setting.part:
+            changes = {setting.part: replace(getattr(settings, setting.part), **changes)}
         changed = replace(settings, **changes)
     except ValueError as error:
         is_word = kind is bool or get_origin(kind) is Literal
-        raise InputError(f"{found.name}: {error}." if is_word else f"{error}.") from None
-    return changed, f"{found.name} = {found.shown(changed)}{note}"
+        raise InputError(f"{setting.name}: {error}." if is_word else f"{error}.") from None
+    return changed, f"{setting.name} = {setting.shown(changed)}{note}"

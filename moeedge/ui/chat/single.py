@@ -67,13 +67,10 @@ class CacheMeter:
             self._newest = self._session.placement_stats()
 
     def _observe(self, record: StepRecord, session: Session) -> None:
-        now_s = time.perf_counter()
-        prompt_read = record.n_verified == 0
+        now_s, prompt_read = time.perf_counter(), record.n_verified == 0
         if prompt_read or now_s - self._read_s >= self._interval_s:
-            self._read_s = now_s
-            self._newest = session.placement_stats()
-            if prompt_read:
-                self._start = self._newest
+            self._read_s, self._newest = now_s, session.placement_stats()
+            self._start = self._newest if prompt_read else self._start
 
 
 @contextmanager
@@ -201,9 +198,8 @@ def answer_once(
                     for _ in answer.pieces():
                         pass
             else:
-                with answer_view(
-                    answer, session.info, meter, interrupt, out=out, look=settings.look, panel=panel
-                ) as view:
+                look = settings.look
+                with answer_view(answer, session.info, meter, interrupt, out=out, look=look, panel=panel) as view:
                     for piece in answer.pieces():
                         view.write(piece)
         except KeyboardInterrupt:  # a second signal, between two steps
