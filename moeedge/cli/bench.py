@@ -115,11 +115,9 @@ def bench(
     auto = not (sweeps or parallel or budgets.expert_budget or budgets.perplexity)
     if engine.cpu_moe and n_cpu_moe:
         raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
+    default_draft: Literal["auto"] | None = None if parallel else "auto"
     base = engine.config(
-        placement.config(),
-        emulate_bundled=sweeps,
-        default_draft=None if parallel else "auto",
-        auto_gamma=True if auto else None,
+        placement.config(), emulate_bundled=sweeps, default_draft=default_draft, auto_gamma=auto or None
     )
     base = replace(base, ram=ram)
     if parallel:  # several texts share sessions that are open at once, so the file is mapped
@@ -144,17 +142,13 @@ def bench(
     if plot is not None:
         run.check_picture(plot)
         if not sweep.asked:
-            raise InputError(
-                "--plot draws what --policy, --cache-ratio, --expert-budget, --draft-max and --parallel compare.",
-                "Give at least one of them.",
-            )
+            options = "--policy, --cache-ratio, --expert-budget, --draft-max and --parallel"
+            raise InputError(f"--plot draws what {options} compare.", "Give at least one of them.")
     if cache_ratio is not None and base.placement.vram_bytes is not None:
         raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
     if sweep.has_caches and run.resolve_device(base).kind == "none":
-        raise InputError(
-            "--policy and --cache-ratio compare expert caches, and there is no device for one.",
-            "Use -dev emulated; moeedge devices lists what this machine has.",
-        )
+        what = "--policy and --cache-ratio compare expert caches, and there is no device for one."
+        raise InputError(what, "Use -dev emulated; moeedge devices lists what this machine has.")
     if dataset is None:
         compares = sweep.asked and not synthetic.is_asked
         toy = (compares or score) and paths.is_bundled(base.model)

@@ -34,10 +34,8 @@ def sizes(text: str, option: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip(), re.ASCII)
         if match is None:
-            raise InputError(
-                f"{option} takes numbers of at least 0, not '{part.strip()}'.",
-                "Write them as 64,128 or as a range: 64-512*2, 0-1024+256.",
-            )
+            hint = "Write them as 64,128 or as a range: 64-512*2, 0-1024+256."
+            raise InputError(f"{option} takes numbers of at least 0, not '{part.strip()}'.", hint)
         first, last, sign, step = int(match[1]), int(match[2] or match[1]), match[3], int(match[4] or 1)
         if last < first or step < 1 or (sign == "*" and (step < 2 or first < 1)):
             raise InputError(f"{option}: a range has no end.", "Write it as first-last+step or first-last*factor.")

@@ -66,15 +66,11 @@ def make_bench_plan(
     sweep: Sweep | None = None,
     **others: Any,
 ) -> tuple[BenchPlan, list[str]]:
-    """The work that the options ask for together, and a sentence for each mode that was left out.
-
-    n_predict: tokens of an answer at most. Scores need complete answers, but no repetition: greedy answers are the
-    same every time. others: further fields of the plan.
-    """
+    """The plan of the options (others: fields of it as they are), and a sentence for each mode that was left out."""
     columns, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
     if not columns:
         raise InputError("No mode is left to measure.", " ".join(notes))
-    if n_predict is None:
+    if n_predict is None:  # scores need complete answers, but no repetition: greedy answers are always the same
         n_predict = dataset.answer_tokens if dataset is not None and score else SYNTHETIC_ANSWER
     plan = BenchPlan(
         base=base,
@@ -96,7 +92,7 @@ def measure(
     *,
     verbose: bool,
     plot: Path | None,
-    resume: str | None = None,
+    resume: str | None,
 ) -> int:
     """Runs the plans, prints the rows and draws. Returns the exit code."""
     environment = read_provenance()

@@ -48,10 +48,6 @@ def _texts(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(valid_text, texts))
 
 
-def _breakers(texts: Sequence[str]) -> tuple[str, ...] | None:
-    return tuple(text for text in _texts(texts) if text != "none") if texts else None
-
-
 declare(
     f"""
     [Sampling]
@@ -127,7 +123,10 @@ declare(
         model's template has it.
         also: LLAMA_ARG_REASONING_EFFORT
     """,
-    dry_sequence_breaker={"kind": list[str], "convert": _breakers},
+    dry_sequence_breaker={
+        "kind": list[str],
+        "convert": lambda texts: tuple(text for text in _texts(texts) if text != "none") if texts else None,
+    },
     samplers={"kind": str, "convert": _samplers},
     sampling_seq={"kind": str, "convert": _samplers_by_letter},
     logit_bias={"kind": list[str], "convert": lambda texts: tuple(map(_logit_bias, texts))},

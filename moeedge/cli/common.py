@@ -129,9 +129,8 @@ def text_of(text: str | None, file: Path | None, option: str, file_option: str) 
     try:
         return (sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")).removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file} is not UTF-8 text: byte {error.start:,} is not.", f"{file_option} takes a text file."
-        ) from None
+        what = f"{file} is not UTF-8 text: byte {error.start:,} is not."
+        raise InputError(what, f"{file_option} takes a text file.") from None
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}.", f"Check the path after {file_option}.") from None
 

@@ -215,10 +215,8 @@ def expect_no_companions(options: DataclassInstance, value: str) -> None:
         if field.name.startswith("budget_") and getattr(options, field.name) is not None
     ]
     if names:
-        raise InputError(
-            f"{' and '.join(names)} {'needs' if len(names) == 1 else 'need'} an expert budget.",
-            f"Add --expert-budget {value}.",
-        )
+        verb = "needs" if len(names) == 1 else "need"
+        raise InputError(f"{' and '.join(names)} {verb} an expert budget.", f"Add --expert-budget {value}.")
 
 
 def make_budget(n_experts: int, *, ranking: str | None, policy: str | None) -> ExpertBudget:

@@ -24,26 +24,14 @@ from moeedge.units import format_bytes
 
 
 def _name(metavar: str, help: str, **settings: Any) -> Any:
-    """The model of a command, as a word."""
     return typer.Argument(metavar=metavar, help=help, autocompletion=completer(models), **settings)
 
 
-Shown = Annotated[
-    str,
-    _name(
-        "NAME|FILE",
-        "GGUF file, name of the catalog (moeedge list --all), or hf:OWNER/REPO:QUANT. Default: the bundled model.",
-        show_default=False,
-    ),
-]
-Wanted = Annotated[
-    str,
-    _name(
-        "NAME",
-        "A name of the catalog (moeedge list --all), NAME:QUANT, hf:owner/repo:QUANT or hf:owner/repo:file.gguf.",
-    ),
-]
-Removed = Annotated[str, _name("NAME", "As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf.")]
+_SHOWN = "GGUF file, name of the catalog (moeedge list --all), or hf:OWNER/REPO:QUANT. Default: the bundled model."
+_WANTED = "A name of the catalog (moeedge list --all), NAME:QUANT, hf:owner/repo:QUANT or hf:owner/repo:file.gguf."
+_REMOVED = "As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf."
+Shown = Annotated[str, _name("NAME|FILE", _SHOWN, show_default=False)]
+Wanted, Removed = Annotated[str, _name("NAME", _WANTED)], Annotated[str, _name("NAME", _REMOVED)]
 
 declare(
     """

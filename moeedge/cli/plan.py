@@ -9,15 +9,6 @@ from moeedge.cli.engine_options import LlamaOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.units import parse_rate
 
-
-def _sizes(text: str, option: str) -> list[int]:
-    return [memory_size(size, option) for size in names(text, option)]
-
-
-def _rates(text: str, option: str) -> list[float]:
-    return [float(parse_rate(rate)) for rate in names(text, option)]
-
-
 declare(
     """
     * --vram SIZE  Plan for a GPU of this size; this machine need not have one. 12GB: what a card sold with 12 GB has;
@@ -32,7 +23,12 @@ declare(
         commas, are compared. Default: what moeedge calibrate --disk measured.
     """,
     "plan",
-    read={gpu_memory: "vram", memory_size: "reserve", _sizes: "ram", _rates: "disk_rate"},
+    read={
+        gpu_memory: "vram",
+        memory_size: "reserve",
+        lambda text, option: [memory_size(size, option) for size in names(text, option)]: "ram",
+        lambda text, option: [float(parse_rate(rate)) for rate in names(text, option)]: "disk_rate",
+    },
 )
 
 

@@ -58,12 +58,12 @@ def profile(
 
     choice = profile_run.LayerChoice(layer, layers)
     profile_run.check_files(trace_out=trace_out)
-    if trace is not None and (texts.are_chosen or engine.model is not None or trace_out is not None):
+    unused = (texts.prompt, texts.file, texts.dataset, engine.model, trace_out)
+    if trace is not None and any(value is not None for value in unused):
         raise InputError("--trace takes no model, prompt or data set, and no --trace-out.", "Leave them out.")
     if trace is None and acceptance_chance is not None:
-        raise InputError(
-            "--acceptance-chance is for --trace only.", "Leave it out: with a model, accepted drafts are counted."
-        )
+        hint = "Leave it out: with a model, accepted drafts are counted."
+        raise InputError("--acceptance-chance is for --trace only.", hint)
     profile_run.check_files(plot=plot, report=report)
     if trace is None:
         profiled = profile_run.record(texts, replace(engine.config(placement.config()), ram=ram), choice)

@@ -35,11 +35,6 @@ class TextOptions:
     temp: float = 0.0
     seed: int = -1
 
-    @property
-    def are_chosen(self) -> bool:
-        """Whether the user named a prompt or a data set."""
-        return self.prompt is not None or self.file is not None or self.dataset is not None
-
     def load(self, *, bundled: bool) -> tuple[list[Prompt], dict[str, Any]]:
         """The prompts (by default of the bundled model's kind for it), and the report's fields about their source."""
         if self.n_predict == 0 or self.n_predict < -1:

@@ -96,7 +96,6 @@ def _others() -> str:
 
 
 def _meaning(row: Row) -> str:
-    """The counterpart of an option of another program."""
     if row.kind == "means":
         by_value = [f"{value}: `{words}`" for value, words in row.by_value.items() if value and words]
         return f"`{row.text.format('VALUE')}`" if row.text else ", ".join(by_value)
@@ -124,7 +123,6 @@ def llama_variables() -> dict[str, tuple[str, str, list[str]]]:
 
 
 def _variables() -> str:
-    """The section about environment variables."""
     columns = [
         text_column("variable", lambda variable: f"`{variable.name}`"),
         text_column("effect", "effect"),

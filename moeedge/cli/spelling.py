@@ -239,7 +239,6 @@ class Speller:
         return [text for pair in zip(self._words, values, strict=False) for text in pair]
 
     def _unknown(self, spelling: str) -> InputError:
-        """The error for an option that nothing has, or that another command has."""
         message = f"moeedge {self.name} has no option {spelling}"
         others = self._elsewhere(spelling)
         if others:

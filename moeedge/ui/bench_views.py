@@ -377,7 +377,6 @@ def quality_markdown(rows: Sequence[BenchRow]) -> str:
 
 
 def _score_and_ratio(category: str, row: BenchRow) -> str | None:
-    """Score and speed-up over stock-ar."""
     point = next((each for each in row.figures.by_category if each.category == category), None) if row.figures else None
     if point is None:
         return None

@@ -299,7 +299,6 @@ def _figure_html(plot: Plot) -> str:
 
 
 def _table_html(plot: Plot) -> str:
-    """The numbers of a plot's lines."""
     if not 0 < len(plot.x) <= _MAX_ROWS:
         return ""
     columns = [Column(plot.x_label, 0, "g"), *value_columns([line.label for line in plot.shown], ".4g")]

@@ -67,11 +67,11 @@ class Bar:
             self.note(f"{task.description}: {self._amount.render(task)}")
 
     def add(self, amount: float = 1) -> None:
-        """So much more is done."""
+        """Advance the running task."""
         self.update(advance=amount)
 
     def phase(self, text: str) -> None:
-        """What the task does now."""
+        """Describe the running task anew."""
         self.update(description=text)
 
     def part(self) -> Callable[[int], None]:

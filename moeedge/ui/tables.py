@@ -117,7 +117,6 @@ def print_table(
 
 
 def _texts(column: Column, rows: Sequence[Any]) -> list[str]:
-    """The title of a column and its cells."""
     return [column.title, *(column.text(row) for row in rows)]
 
 

@@ -179,7 +179,6 @@ class LiveView:
         return self._thought_styler if self._is_thought else self._styler
 
     def _end_line(self, line: str) -> list[str]:
-        """The rest of a line as rows."""
         rows = self._rows_of(self._current_styler.end(line.expandtabs(TAB)))
         self._n_shown = 0
         return rows
@@ -200,7 +199,6 @@ class LiveView:
     # region
 
     def _write(self, rows: list[str], region: str, *, ending: str = "") -> None:
-        """Replace the region on the screen by permanent rows and a new region."""
         cuts = os.environ.get("XTERM_VERSION") or os.environ.get("STY")  # xterm cuts long rows, and GNU screen
         n_above = rows_taken(self._region, self.console.width, reflow=not cuts)
         above = f"\x1b[{min(n_above, self.console.height - 1)}A" if n_above else ""

@@ -174,6 +174,6 @@ def _read_piped(stream: TextIO | None, *, with_prompt: bool, notice: Callable[[s
 def _is_pipe_or_file(stream: TextIO) -> bool:
     try:
         mode = os.fstat(stream.fileno()).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
     except (OSError, ValueError):  # no descriptor: the text of a test or of an embedding program
         return True
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

@@ -49,7 +49,6 @@ class Repl(Chat):
         return 0
 
     def _next_message(self) -> Next:
-        """Read one message or command and carry it out."""
         edited, self.edited = self.edited, None
         try:
             line = unquote(self.read(edited or ""))
@@ -68,7 +67,6 @@ class Repl(Chat):
         return self._carry_out(line)
 
     def _carry_out(self, line: str) -> Next:
-        """Obey a command, or answer a message."""
         try:
             self.session.watch_memory()
             if line.startswith("/"):

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from moeedge.engine.conversation import read_text
 from moeedge.engine.types import MAX_GAMMA, MAX_N_CTX, SamplingConfig, seed_or_random
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
 from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.reasoning import MODEL_TEMPLATE, TemplateChoice
 from moeedge.paths import user_path
@@ -49,14 +49,13 @@ class Settings:
     context_shift: bool = False  # where it is full, what is oldest is dropped
 
     def __post_init__(self) -> None:
-        if self.n_predict < -1:
-            raise ValueError(f"n_predict (-n) must be -1 or more, not {self.n_predict}")
+        require(self.n_predict >= -1, f"n_predict (-n) must be -1 or more, not {self.n_predict}")
         if self.gamma != "auto":
             check_gamma(self.gamma, most=MAX_GAMMA)
-        if not 0 <= self.ctx <= MAX_N_CTX:
-            raise ValueError(f"ctx (-c) must be from 0 (automatic) to {MAX_N_CTX:,} tokens, not {self.ctx:,}")
-        if self.budget is not None and self.budget < 1:
-            raise ValueError(f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
+        span = f"from 0 (automatic) to {MAX_N_CTX:,} tokens"
+        require(0 <= self.ctx <= MAX_N_CTX, f"ctx (-c) must be {span}, not {self.ctx:,}")
+        has_room = self.budget is None or self.budget >= 1
+        require(has_room, f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
 
     @property
     def ignores_seed(self) -> bool:

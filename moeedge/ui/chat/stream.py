@@ -191,7 +191,6 @@ class PlainView:
         self._stream.flush()
 
     def _wrap(self, text: str) -> None:
-        """Write the words of `text` that are complete."""
         *lines, last = text.expandtabs(TAB).split("\n")
         for line in lines:
             self._write_words(line)
