@@ -84,7 +84,6 @@ class EngineOptions:
         whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams without -md.
         """
         from moeedge.cli.devices import check_device
-        from moeedge.scheduler.config import PlacementConfig
 
         check_device(self.device)
         files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
@@ -109,7 +108,7 @@ class EngineOptions:
             n_cpu_moe=ALL_ON_CPU if self.cpu_moe else self.n_cpu_moe,
             device=self.device,
             emulate_bundled=emulate_bundled,
-            placement=placement or PlacementConfig(),
+            placement=placement or PlacementOptions().config(),
             context_shift=context_shift,
         )
 

@@ -31,7 +31,8 @@ _SHOWN = "GGUF file, name of the catalog (moeedge list --all), or hf:OWNER/REPO:
 _WANTED = "A name of the catalog (moeedge list --all), NAME:QUANT, hf:owner/repo:QUANT or hf:owner/repo:file.gguf."
 _REMOVED = "As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf."
 Shown = Annotated[str, _name("NAME|FILE", _SHOWN, show_default=False)]
-Wanted, Removed = Annotated[str, _name("NAME", _WANTED)], Annotated[str, _name("NAME", _REMOVED)]
+Wanted = Annotated[str, _name("NAME", _WANTED)]
+Removed = Annotated[str, _name("NAME", _REMOVED)]
 
 declare(
     """

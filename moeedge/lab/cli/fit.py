@@ -14,6 +14,7 @@ from moeedge.cli.common import emit, integers
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.data.datasets import load_dataset
+from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
 from moeedge.ui.console import notifier, say, stderr_console
 from moeedge.ui.progress import count_bar
@@ -64,7 +65,6 @@ def fit(
     """
     engine.limit_openmp_spin()
     from moeedge.engine.context_choice import thread_notes
-    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.speculation_fit import FitPlan, run_fit
     from moeedge.scheduler.config import PlacementConfig
 
