@@ -1,7 +1,6 @@
-"""Groups of options that become the engine's configurations, and the models that -m and -md name.
+"""Groups of options that become the engine's configurations; `flatten` shows their fields to Typer as options.
 
-A command takes a group as one parameter; `flatten` shows its fields to Typer as options. Nothing here loads llama.cpp
-before `EngineOptions.config` is called, so that limit_openmp_spin can come first.
+Nothing here loads llama.cpp before `EngineOptions.config` is called, so that limit_openmp_spin can come first.
 """
 
 from __future__ import annotations

@@ -31,14 +31,13 @@ class ModelFiles:
 
 
 def resolve_models(model: Path | None, draft: str | None, *, download: bool = False) -> ModelFiles:
-    """The files that the values of -m and -md name; reports on standard error what a name stands for.
+    """The files of -m and -md, where a path that exists comes before a name; notes on standard error name them.
 
     Without -m it is the bundled target. Without -md the bundled target gets the bundled draft, a model of the catalog
     the best of its drafts that is on this machine, and any other model none. "auto" prefers the head in the model's own
-    file, and takes n-grams where there would be none; "mtp", "ngram" and "none" are not files. A path that exists takes
-    precedence over a name. download: whether files that are not on this machine are fetched from the hub, with the
-    draft that the catalog lists where -md does not say otherwise. Raises ModelFileError where the bundled files are
-    missing, ModelNameError for a name that is unknown or whose files are not on this machine, DownloadError.
+    file, and takes n-grams where there would be none. download: fetch missing files from the hub, with the catalog's
+    draft where -md is not given. Raises ModelFileError, ModelNameError for a name whose files are not here,
+    DownloadError.
     """
     if model is None or (str(model).lower() == "bundled" and not model.exists()):
         model = paths.bundled_target()

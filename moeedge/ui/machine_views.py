@@ -106,31 +106,31 @@ def print_running(running: Sequence[RunningProcess], console: Console) -> None:
         console.print("No moeedge process of yours runs. moeedge list shows the models on this machine.")
 
 
-def print_disk(disk: DiskCalibration, console: Console) -> None:
+def print_disk(found: DiskCalibration, console: Console) -> None:
     """A row per size of a read, a column per number of requests at a time, in MB/s; then the best."""
 
     def name(size: int) -> str:
-        return _size(size) + (", a matrix of an expert" if 0 <= size - disk.matrix_bytes < 4096 else "")
+        return _size(size) + (", a matrix of an expert" if 0 <= size - found.matrix_bytes < 4096 else "")
 
-    system = f", {disk.file_system}" if disk.file_system else ""
-    experts = f", an expert {_size(disk.expert_bytes)}" if disk.expert_bytes else ""
-    console.print(f"{disk.model} ({format_bytes(disk.file_bytes)}{experts}) on {disk.mount or 'its disk'}{system}")
-    depths, pieces = (sorted({getattr(rate, key) for rate in disk.rates}) for key in ("depth", "piece_bytes"))
-    rates = {(rate.piece_bytes, rate.depth): rate.bytes_per_s for rate in disk.rates}
+    system = f", {found.file_system}" if found.file_system else ""
+    experts = f", an expert {_size(found.expert_bytes)}" if found.expert_bytes else ""
+    console.print(f"{found.model} ({format_bytes(found.file_bytes)}{experts}) on {found.mount or 'its disk'}{system}")
+    depths, pieces = (sorted({getattr(rate, key) for rate in found.rates}) for key in ("depth", "piece_bytes"))
+    rates = {(rate.piece_bytes, rate.depth): rate.bytes_per_s for rate in found.rates}
     rows = [(name(size), *(rates[size, depth] for depth in depths)) for size in pieces]
     columns = [text_column("MB/s, requests at a time", 0), *value_columns(depths, ".0f", scale=1e-6)]
     print_table(console, columns, rows)
-    best = disk.best
+    best = found.best
     console.print(
         f"Best: {best.depth} requests of {_size(best.piece_bytes)} at a time, {format_rate(best.bytes_per_s)} "
         "with their neighbours in the table; the fewest that reach 95 % of the highest rate. "
-        f"Measured in {disk.seconds:.0f} s."
+        f"Measured in {found.seconds:.0f} s."
     )
-    if disk.in_memory:
-        console.print(f"{disk.file_system} keeps its files in memory: these are not the rates of a disk.")
-    elif not disk.direct:
+    if found.in_memory:
+        console.print(f"{found.file_system} keeps its files in memory: these are not the rates of a disk.")
+    elif not found.direct:
         console.print("The page cache could not be bypassed: it was emptied before each part, but may have helped.")
-    if not disk.kept:
+    if not found.kept:
         console.print("These figures cannot be saved (folder: MOEEDGE_CACHE).")
 
 

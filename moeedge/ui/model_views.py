@@ -74,21 +74,21 @@ def _fit(row: FittingModel) -> str:
     return f"RAM + GPU {row.map.device_ratio:.0%}" if row.map.place == "GPU and RAM" else row.map.place
 
 
-def print_fits(models: FittingModels, console: Console, *, everything: bool) -> None:
+def print_fits(found: FittingModels, console: Console, *, everything: bool) -> None:
     """One row per model that runs; then what the places mean."""
     columns = [
         replace(each, value=partial(lambda column, row: column.read(row.model), each)) for each in _MODEL_COLUMNS[:4]
     ]
     columns.insert(3, text_column("runs in", _fit))
-    memory, too_large = models.memory, "No model of this list runs with that."
+    memory, too_large = found.memory, "No model of this list runs with that."
     vram = f"a GPU with {format_bytes(memory.vram_bytes)} and " if memory.vram_bytes else ""
-    if models.rows:
-        print_table(console, columns, models.rows)
+    if found.rows:
+        print_table(console, columns, found.rows)
         console.print()
-        too_large = f"{models.n_others} more are too large." if models.n_others > 1 else "One more is too large."
-    others = f" {too_large}" if models.n_others else ""
+        too_large = f"{found.n_others} more are too large." if found.n_others > 1 else "One more is too large."
+    others = f" {too_large}" if found.n_others else ""
     say(console, f"With {vram}{format_bytes(memory.ram_bytes)} of RAM free.{others}", style="")
-    for place in dict.fromkeys(row.map.place for row in models.rows):
+    for place in dict.fromkeys(row.map.place for row in found.rows):
         say(console, _PLACES[place], style="")
     say(console, "Estimates for a context of 8,192 tokens; moeedge plan -m NAME is exact.", style="")
     if not everything:

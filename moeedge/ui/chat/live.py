@@ -1,8 +1,4 @@
-"""The view of a streaming answer on a terminal that can be repainted: rows above a live panel.
-
-A region at the end of the screen is repainted: the text that is not certain yet, and the panel. Rows above it are
-written once.
-"""
+"""A streaming answer on a terminal: rows, written once, above a repainted region of uncertain text and a panel."""
 
 from __future__ import annotations
 
@@ -58,12 +54,9 @@ def rows_taken(lengths: list[int], columns: int, *, reflow: bool) -> int:
 class LiveView:
     """Full rows scroll away above; a thread repaints the rest of the text and the panel below it.
 
-    The decoding thread only appends to a queue. The painter reads it at most ten times a second and renders the
-    figures three times a second, so that a blocked terminal never delays decoding. The region is written in one piece:
-    Rich's live display takes several times as long, and the model needs the processor.
-
-    stopping: whether the answer was asked to stop and the engine finishes its step. progress: tokens of the prompt read
-    so far, and all that are to be read.
+    The decoding thread only appends to a queue, so that a blocked terminal never delays it. The region is written in
+    one piece: Rich's live display takes several times as long, and the model needs the processor.
+    stopping: whether the engine finishes its last step. progress: tokens of the prompt read so far, and to be read.
     """
 
     console: Console
@@ -229,9 +222,8 @@ def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
 def render_panel(figures: Sequence[Figure], *, columns: int, rows: int, hint: str) -> Panel:
     """A panel of `columns` characters with the figures in cells, row by row.
 
-    A figure that is too long for its cell takes several cells, a drawn one takes a row. If the panel would exceed
-    `rows` rows, figures of the highest rank are left out, the last first.
-    The layout is our own: a Rich table takes three times as long, and this runs while the model decodes.
+    A figure that is too long for its cell takes several, a drawn one a row. Where there are more than `rows` rows, the
+    last figures of the highest rank are left out. A Rich table would take three times as long while the model decodes.
     """
     inner = columns - 4  # border and padding
     least = _CELL_COLUMNS if columns >= _NARROW else _NARROW_CELL_COLUMNS

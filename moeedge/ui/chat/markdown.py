@@ -1,9 +1,8 @@
 """Markdown of an answer that streams, styled line by line.
 
-What is shown of a line never changes once it is certain (`StyledLine.n_certain`), so that full rows may scroll away:
-a marker counts only if its other half follows within MAX_SPAN characters, and until then its text is not certain.
-Styled are headings, bold and italic text, code, lists and quotes; all else is shown as it is. The text itself, in
-/save and in pipes, is not touched.
+A line never changes on the screen once it is certain (`StyledLine.n_certain`), so that full rows may scroll away: a
+marker counts only if its other half follows within MAX_SPAN characters, and until then its text is not certain.
+Styled are headings, bold and italic text, code, lists and quotes; the text itself is not touched.
 """
 
 from __future__ import annotations

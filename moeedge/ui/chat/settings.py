@@ -23,16 +23,11 @@ _Config = TypeVar("_Config", SamplingConfig, TemplateChoice)
 
 @dataclass(frozen=True)
 class Look:
-    """How answers are shown.
+    """How answers are shown."""
 
-    stats: figures below an answer and after it. show_thinking: a model's thoughts before its answer; auto: in one line
-    on a terminal, in full in a pipe. markdown: headings, bold text, lists and code of an answer are shown as such on a
-    terminal.
-    """
-
-    stats: StatsLevel = "line"
-    show_thinking: ShowThinking = "auto"
-    markdown: bool = True
+    stats: StatsLevel = "line"  # figures below an answer and after it
+    show_thinking: ShowThinking = "auto"  # thoughts before an answer; auto: a line on a terminal, in full in a pipe
+    markdown: bool = True  # headings, bold text, lists and code are shown as such on a terminal
 
 
 @dataclass(frozen=True)

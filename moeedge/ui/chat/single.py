@@ -34,11 +34,10 @@ _FULL = "-c N makes it larger, --context-shift drops the older half and goes on.
 
 
 class CacheMeter:
-    """A context manager around one answer; a call returns the counters since its first token, so without the prompt.
+    """A context manager around one answer; a call returns the counters since its first token, None without a cache.
 
-    A call returns None if there is no expert cache. Any thread may call: the decoding thread reads the session between
-    its steps, at most every `interval_s` seconds. `notes` collects the session's notifications, such as a lost device,
-    to be shown after the answer.
+    Any thread may call: the decoding thread reads the session between its steps, at most every `interval_s` seconds.
+    `notes` collects the session's notifications, such as a lost device, to be shown after the answer.
     """
 
     def __init__(self, session: Session, interval_s: float = 0.25) -> None:
