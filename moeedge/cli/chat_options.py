@@ -176,7 +176,7 @@ for line, names in SETTINGS.items():
 
 @dataclass(frozen=True, kw_only=True)
 class TalkOptions:
-    """What is said first, and how the chat goes on."""
+    """The first message, and how the chat goes on."""
 
     prompt: str | None = None
     file: Path | None = None
@@ -193,15 +193,15 @@ class TalkOptions:
     def texts(self) -> tuple[str | None, str]:
         """The prompt of -p or -f, and the system prompt. Raises InputError."""
         system = text_of(self.system_prompt, self.system_prompt_file, "-sys", "-sysf") or ""
-        given = text_of(self.prompt, self.file, "-p", "-f")
+        prompt = text_of(self.prompt, self.file, "-p", "-f")
         if self.raw and system:
             raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-        return (given and unescaped(given), unescaped(system)) if self.escape else (given, system)
+        return (prompt and unescaped(prompt), unescaped(system)) if self.escape else (prompt, system)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions:
-    """What is shown besides the text of answers, and in which form."""
+    """Figures and notes besides the text of answers, and their form."""
 
     stats: Output | None = None
     quiet: bool = False

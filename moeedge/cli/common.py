@@ -1,4 +1,4 @@
-"""What every command shares: errors and signals become exit codes, here alone; logs; lists on the command line."""
+"""Shared by all commands: errors and signals as exit codes, here alone; output; lists on the command line."""
 
 from __future__ import annotations
 

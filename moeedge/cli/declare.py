@@ -238,7 +238,7 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
 
 
 def _value(option: Any, value: Any) -> Any:
-    """What a command gets. Raises ValueError for numbers out of range, and what `convert` raises."""
+    """The value as the command takes it. Raises ValueError for numbers out of range, and the errors of `convert`."""
     least, most = getattr(option, "range", (None, None))
     if value is not None and ((least is not None and not value >= least) or (most is not None and not value <= most)):
         words = f"from {least} to {most}" if most is not None else f"{least} or more"

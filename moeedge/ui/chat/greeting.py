@@ -58,7 +58,7 @@ def header_line(info: EngineInfo, *, toy: bool = False) -> str:
 
 
 def details(info: EngineInfo) -> list[Figure]:
-    """What is loaded and where it runs, as labels and values."""
+    """The loaded model and where it runs, as labels and values."""
     shape = f"{info.n_expert_layers} layers x {info.n_experts} experts, top-{info.n_expert_used}"
     budget, settings = info.expert_budget, info.settings
     batches = f", for prompts and drafts {settings.n_threads_batch}" if settings.n_threads_batch else ""

@@ -118,7 +118,7 @@ def print_turn(
 
 
 def print_notes(err: Console, answer: Generation, meter: CacheMeter, *, full: str = _FULL) -> None:
-    """What happened to the context and to the device during the answer; full: as of `print_turn`."""
+    """Notes on the context and the device during the answer; full: as of `print_turn`."""
     for note in answer.notes:
         say(err, note)
     if answer.stop_reason == "context":
