@@ -54,7 +54,6 @@ _TEXT_ANSWER_TOKENS = 64
 _TOY = "moeedge toy"  # how the names of the bundled pair and of models widened from it begin
 
 
-
 @dataclass(frozen=True)
 class BudgetTrial:
     """The score and the speed of the calibration under one budget."""

@@ -62,33 +62,23 @@ _MODULES = {
     **dict.fromkeys(("devices", "doctor", "ps", "worker"), "machine"),
 }
 _MODEL_COMMANDS = ("chat", "bench", "profile", "plan")
-_WORDS = {"run": ("-m", "-p")}  # options that words without a dash stand for
+WORDS = {"run": ("-m", "-p")}  # by the command as typed: the options that words without a dash stand for
 # words of Typer's messages about values that are no numbers
 _KINDS = {"valid integer": "a whole number", "valid number": "a number", "valid float": "a number"}
 _HELP = ["-h", "--help"]
 _MANY_OPTIONS = 40  # from which --help shows the most used, and --help-all the others
 _SPELLING_WIDTH, _TEXT_WIDTH = 26, 50  # characters of the two columns of the short help
-_GROUP: dict[str, Any] = {
-    "no_args_is_help": True,
-    "add_completion": False,
-    "pretty_exceptions_enable": False,
-    "context_settings": {"help_option_names": _HELP},
-}
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "add_completion": False}
-
-
+_GROUP = _SETTINGS | {"no_args_is_help": True, "context_settings": {"help_option_names": _HELP}}
 _UsageError: Any = typer.BadParameter.__base__  # Typer's own class or, in older versions, click's
-_REWORDED = tuple(
-    (re.compile(pattern), words)
-    for pattern, words in (
-        (r"Input should be a valid integer\b.*", "it takes a whole number"),
-        (r"Input should be a valid number\b.*", "it takes a number"),
-        (r"Input should be a valid boolean\b.*", "it takes 1 or 0"),
-        (r"Input should be greater than or equal to (\S+)", r"it must be \1 or more"),
-        (r"Input should be less than or equal to (\S+)", r"it must be \1 or less"),
-        (r"Value error, ", ""),
-        (r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"Unexpected word: \1"),
-    )
+_REWORDED = (
+    (r"Input should be a valid integer\b.*", "it takes a whole number"),
+    (r"Input should be a valid number\b.*", "it takes a number"),
+    (r"Input should be a valid boolean\b.*", "it takes 1 or 0"),
+    (r"Input should be greater than or equal to (\S+)", r"it must be \1 or more"),
+    (r"Input should be less than or equal to (\S+)", r"it must be \1 or less"),
+    (r"Value error, ", ""),
+    (r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"Unexpected word: \1"),
 )
 
 
@@ -149,13 +139,13 @@ class LazyGroup(TyperGroup):
         if ctx.resilient_parsing:
             for each in (command, *getattr(command, "commands", {}).values()):
                 for param in each.get_params(ctx):
-                    param.process_value = _unread
+                    param.process_value = lambda ctx, value: value  # as typed: reading it would load pydantic
             return own_name, command, rest
         inner = getattr(command, "commands", {}).get(rest[0]) if rest else None
         if inner is not None:
             return own_name, command, [rest[0], *Speller(f"{name} {rest[0]}", inner).translate(rest[1:])]
         if not hasattr(command, "commands"):
-            speller = Speller(name, command, words=positions(typed), elsewhere=commands_with)
+            speller = Speller(name, command, words=WORDS.get(typed, ()), elsewhere=commands_with)
             rest = speller.translate(rest)
             wants_help = rest in (["-h"], ["--help"])
             if wants_help and not speller.all_help and len(command.params) >= _MANY_OPTIONS:
@@ -193,20 +183,16 @@ class LabGroup(LazyGroup):
     prefix = "lab "
 
 
-def _lab() -> None:
-    """Has no options of its own."""
-
-
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """What options set in the environment ends with the command: a program may run several."""
+    """Undoes what a command's options set in the environment: a program may run several."""
     before = dict(os.environ)
     try:
         yield
     finally:
-        for name in [name for name in os.environ if name not in before]:
+        for name in os.environ.keys() - before.keys():
             del os.environ[name]
-        os.environ |= {name: value for name, value in before.items() if os.environ.get(name) != value}
+        os.environ |= before
 
 
 def _report(warnings: Sequence[str], settings: Sequence[Setting]) -> None:
@@ -218,8 +204,8 @@ def _report(warnings: Sequence[str], settings: Sequence[Setting]) -> None:
     for sentence in warnings:
         say(stderr_console(), sentence, style="yellow")
     if settings:
-        given = ", ".join(f"{setting.spelling} ({setting})" for setting in settings)
-        say(stderr_console(), f"From the environment: {given}")
+        options = ", ".join(f"{setting.spelling} ({setting})" for setting in settings)
+        say(stderr_console(), f"From the environment: {options}")
 
 
 def _usage_error(error: Any, speller: Speller | None) -> InputError:
@@ -233,10 +219,11 @@ def _usage_error(error: Any, speller: Speller | None) -> InputError:
             return InputError(message, f"Correct it, or unset {setting.variable}.")
     words = [] if error.ctx is None else error.ctx.command_path.split()[1:]
     hint = f"See {' '.join(['moeedge', *words])} --help."
-    given = [(a, b) for a, b in itertools.pairwise(() if speller is None else speller.arguments) if a in spellings]
+    pairs = itertools.pairwise(() if speller is None else speller.arguments)
+    values = [(spelling, value) for spelling, value in pairs if spelling in spellings]
     kind = next((kind for word, kind in _KINDS.items() if word in error.message), None)
-    if given and kind is not None:
-        spelling, value = given[-1]
+    if values and kind is not None:
+        spelling, value = values[-1]
         return InputError(f"{spelling} takes {kind}, not '{value}'.", hint)
     return InputError(f"{_reworded(error.format_message()).rstrip('.')}.", hint)
 
@@ -244,14 +231,16 @@ def _usage_error(error: Any, speller: Speller | None) -> InputError:
 def _reworded(message: str) -> str:
     """A message of Typer, and of the library that checks its values, in plain words."""
     for pattern, words in _REWORDED:
-        message = pattern.sub(words, message)
+        message = re.sub(pattern, words, message)
     return message
 
 
 def load_command(name: str) -> Any:
     """The complete command of that name, or group of commands."""
     if name == "lab":
-        return typer.main.get_command(typer.Typer(cls=LabGroup, help=COMMANDS[name], callback=_lab, **_GROUP))
+        return typer.main.get_command(
+            typer.Typer(cls=LabGroup, name=name, help=COMMANDS[name], callback=lambda: None, **_GROUP)
+        )
     group, _, module = name.rpartition(" ")
     function = "list_models" if name == "list" else module  # "list" would hide Python's
     entry = getattr(import_module(f"moeedge.{'lab.' if group else ''}cli.{_MODULES.get(name, module)}"), function)
@@ -260,8 +249,9 @@ def load_command(name: str) -> Any:
         command_app.command(name)(entry)
         entry = command_app
     command = typer.main.get_command(entry)
-    _flow_help(command)
     for inner in (command, *getattr(command, "commands", {}).values()):
+        # the terminal breaks the lines of --help; Typer keeps those of the source after the first paragraph
+        inner.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (inner.help or "").split("\n\n"))
         _bare_flags(inner.get_params(typer.Context(inner, help_option_names=_HELP)))
     if not any("-m" in param.opts and param.envvar for param in command.params):  # llama.cpp's are about models
         for param in command.params:
@@ -303,26 +293,9 @@ def _first_words(text: str) -> str:
     return f"{text[: _TEXT_WIDTH - 4].rsplit(' ', 1)[0]} ..."
 
 
-def _unread(ctx: Any, value: Any) -> Any:
-    """A value of an unfinished line, as it was typed: reading it would load pydantic."""
-    return value
-
-
-def positions(name: str) -> tuple[str, ...]:
-    """The options that words without a dash stand for where the command is typed under this name."""
-    return _WORDS.get(name, ())
-
-
 def commands_with(spelling: str) -> list[str]:
     """The commands that run or plan a model and have this option."""
     return [name for name in _MODEL_COMMANDS if spelling in Speller(name, load_command(name)).spellings]
-
-
-def _flow_help(command: Any) -> None:
-    """Lets the terminal break the lines of --help; Typer keeps those of the source after the first paragraph."""
-    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n"))
-    for inner in getattr(command, "commands", {}).values():
-        _flow_help(inner)
 
 
 def _bare_flags(params: Sequence[Any]) -> Sequence[Any]:

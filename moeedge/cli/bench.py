@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import typer
 
 from moeedge import paths
-from moeedge.cli.bench_options import SYNTHETIC_ANSWER, BudgetSweepOptions, SyntheticOptions, arms, single
-from moeedge.cli.common import EXIT_FAILURE, accept_any_text, print_error
-from moeedge.cli.engine_options import LlamaOptions, PlacementOptions, layer_notes
+from moeedge.cli.bench_options import BudgetSweepOptions, SyntheticOptions, arms, single
+from moeedge.cli.common import accept_any_text
+from moeedge.cli.engine_options import LlamaOptions, PlacementOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
-
-if TYPE_CHECKING:
-    from moeedge.bench.config import BenchPlan, Sweep
-    from moeedge.bench.records import BenchRow
-    from moeedge.data.prompts import Dataset
-    from moeedge.engine.types import EngineConfig
 
 declare(
     """
@@ -98,14 +91,9 @@ def bench(
     several texts at once. Ctrl-C prints what is measured; --resume goes on. Exit code 1: an answer differs from
     stock-ar's where the scores of the two tokens are not almost equal.
     """
-    from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, Sweep, parse_policies, parse_ratios
-
     sweeps = policy is not None or cache_ratio is not None
-    engine.limit_openmp_spin(emulate_bundled=sweeps)  # before llama.cpp is loaded
-    from moeedge.data.datasets import load_datasets
-    from moeedge.engine.loading import resolve_device
-    from moeedge.policies.registry import POLICIES
-    from moeedge.ui.console import check_picture
+    engine.limit_openmp_spin(emulate_bundled=sweeps)
+    from moeedge.cli import bench_run as run  # from here on llama.cpp is loaded
 
     accept_any_text()
     if parallel:
@@ -122,18 +110,14 @@ def bench(
     if draft_max:
         fixed = [gamma for gamma in draft_max if gamma != "auto"]
         engine = replace(engine, draft_max="auto" if len(fixed) < len(draft_max) else max(fixed))
-    sweep = Sweep(
-        parse_policies(policy, POLICIES), parse_ratios(cache_ratio), gammas=draft_max or (), counts=parallel or ()
-    )
+    sweep = run.make_sweep(policy, cache_ratio, draft_max or (), parallel or ())
     # comparisons of caches and budgets, and texts decoded together have drafts of one length
     auto = not (sweeps or parallel or budgets.expert_budget or budgets.perplexity)
     if engine.cpu_moe and n_cpu_moe:
         raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
+    default_draft: Literal["auto"] | None = None if parallel else "auto"
     base = engine.config(
-        placement.config(),
-        emulate_bundled=sweeps,
-        default_draft=None if parallel else "auto",
-        auto_gamma=True if auto else None,
+        placement.config(), emulate_bundled=sweeps, default_draft=default_draft, auto_gamma=auto or None
     )
     base = replace(base, ram=ram)
     if parallel:  # several texts share sessions that are open at once, so the file is mapped
@@ -156,30 +140,23 @@ def bench(
     base = bases[0]
     sweep = replace(sweep, budgets=budgets.parse())
     if plot is not None:
-        check_picture(plot)
+        run.check_picture(plot)
         if not sweep.is_set:
-            raise InputError(
-                "--plot draws what --policy, --cache-ratio, --expert-budget, --draft-max and --parallel compare.",
-                "Give at least one of them.",
-            )
+            options = "--policy, --cache-ratio, --expert-budget, --draft-max and --parallel"
+            raise InputError(f"--plot draws what {options} compare.", "Give at least one of them.")
     if cache_ratio is not None and base.placement.vram_bytes is not None:
         raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
-    if sweep.has_caches and resolve_device(base).kind == "none":
-        raise InputError(
-            "--policy and --cache-ratio compare expert caches, and there is no device for one.",
-            "Use -dev emulated; moeedge devices lists what this machine has.",
-        )
+    if sweep.has_caches and run.resolve_device(base).kind == "none":
+        what = "--policy and --cache-ratio compare expert caches, and there is no device for one."
+        raise InputError(what, "Use -dev emulated; moeedge devices lists what this machine has.")
     if dataset is None:
         compares = sweep.is_set and not synthetic.is_asked
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
-    prompts = None if dataset is None else load_datasets(dataset, offline_sample=offline_sample)
-    if modes is None:
-        has_layers = not parallel and resolve_device(base).kind == "gpu"
-        modes = f"{DEFAULT_MODES},{GPU_MODES}" if has_layers else DEFAULT_MODES
-    plan, notes = make_bench_plan(
+    prompts = None if dataset is None else run.load_datasets(dataset, offline_sample=offline_sample)
+    plan, notes = run.make_bench_plan(
         base,
-        modes,
+        run.default_modes(base, together=bool(parallel)) if modes is None else modes,
         prompts,
         limit=limit or None,
         tests=synthetic.tests(n_predict, has_dataset=prompts is not None),
@@ -193,125 +170,10 @@ def bench(
         sweep=sweep,
         text=None if parallel else budgets.text(base.model),
     )
-    notes += dict.fromkeys(note for each in bases for note in layer_notes(each))
+    notes += dict.fromkeys(note for each in bases for note in run.layer_notes(each))
     plans = [replace(plan, base=each) for each in bases]
     if len(plans) > 1 and (parallel or plot is not None):
         option = "--parallel" if parallel else "--plot"
         what = f"{option} goes with one value of -t, -b and -ub, and of the options of layers and of the KV cache."
         raise InputError(what, "Name one of each.")
-    raise typer.Exit(measure(plans, notes, output, verbose=verbose, plot=plot, resume=resume))
-
-
-def make_bench_plan(
-    base: EngineConfig,
-    modes: str,
-    dataset: Dataset | None,
-    *,
-    limit: int | None = None,
-    n_predict: int | None = None,
-    repetitions: int | None = None,
-    score: bool = False,
-    sweep: Sweep | None = None,
-    **others: Any,
-) -> tuple[BenchPlan, list[str]]:
-    """The work that the options ask for together, and a sentence for each mode that was left out.
-
-    n_predict: tokens of an answer at most. Scores need complete answers, but no repetition: greedy answers are the
-    same every time. others: further fields of the plan.
-    """
-    from moeedge.bench.config import DEFAULT_REPETITIONS, BenchPlan, Sweep, applicable_modes, parse_modes
-
-    kept, notes = applicable_modes(parse_modes(modes), has_draft=base.draft is not None and base.gamma > 0)
-    if not kept:
-        raise InputError("No mode is left to measure.", " ".join(notes))
-    if n_predict is None:
-        n_predict = dataset.answer_tokens if dataset is not None and score else SYNTHETIC_ANSWER
-    plan = BenchPlan(
-        base=base,
-        modes=(sweep or Sweep()).modes(kept),
-        dataset=None if dataset is None else dataset.limited(limit),
-        limit=limit,
-        n_predict=n_predict,
-        repetitions=repetitions if repetitions is not None else 1 if score else DEFAULT_REPETITIONS,
-        score=score,
-        **others,
-    )
-    return plan, notes
-
-
-def measure(
-    plans: Sequence[BenchPlan],
-    notes: list[str],
-    output: Output,
-    *,
-    verbose: bool,
-    plot: Path | None,
-    resume: str | None = None,
-) -> int:
-    """Runs the plans, prints the rows and draws. Returns the exit code."""
-    from moeedge.bench.journal import Journal, settings_of
-    from moeedge.bench.runner import Bench
-    from moeedge.hardware.provenance import read_provenance
-    from moeedge.ui.bench_plots import draw
-    from moeedge.ui.bench_views import difference_lines, quiet_lines, render
-    from moeedge.ui.chat.interrupt import Interrupt
-    from moeedge.ui.progress import BenchProgress
-
-    environment = read_provenance()
-    settings = [settings_of(plan, environment) for plan in plans]
-    if plans[0].decodes_together:
-        journal = Journal(None, ())  # --resume knows samples of single texts
-    else:
-        journal = Journal.begin(settings) if resume is None else Journal.resume(resume, settings)
-    progress = BenchProgress(bar=not verbose)
-    for note in notes:
-        progress.note(note)
-    if resume is not None:
-        progress.note(f"{journal.n_done} samples are from {journal.path}.")
-        if plans[0].base.device != "none":
-            progress.note("An expert cache begins anew: hits of the first prompts are lower than without the break.")
-    rows: list[BenchRow] = []
-    finished = True
-    with journal, Interrupt() as interrupt:
-        try:
-            for part, plan in enumerate(plans):
-                with Bench(plan, progress, journal, part) as run:
-                    interrupt.arm()
-                    try:
-                        with progress:
-                            finished = run.run(cancel=interrupt)
-                    finally:
-                        interrupt.disarm()
-                        rows += run.rows()
-                if not finished:
-                    break
-        finally:  # the measured rows come out, whatever happens
-            for line in difference_lines(rows):
-                progress.note(line)
-            typer.echo(render(rows, output.value), nl=False)
-    if plot is not None and not draw(rows, plot):
-        reason = "No mode had an expert cache"
-        if plans[0].decodes_together:
-            reason = "No mode with drafts was measured next to plain decoding"
-        elif plans[0].compares_speculation:
-            reason = "No mode was measured next to stock-ar"
-        progress.note(f"{reason}: there is nothing to draw.")
-    for line in quiet_lines(rows):
-        progress.note(line)
-    if not finished:
-        where = "" if journal.path is None else f" Go on with the same command and --resume {journal.path}"
-        progress.note(f"Interrupted: the rows hold what every mode had done.{where}")
-        return interrupt.exit_code
-    journal.drop()
-    return exit_code(rows)
-
-
-def exit_code(rows: Sequence[BenchRow]) -> int:
-    """1, and a message on standard error, if a mode's output differs from the reference by more than a near-tie."""
-    wrong = [(row.label, row.output) for row in rows if row.output is not None and not row.output.passed]
-    if not wrong:
-        return 0
-    names = ", ".join(dict.fromkeys(label for label, _ in wrong))
-    n = sum(len(output.different) for _, output in wrong)
-    print_error(f"The output of {names} differs from stock-ar's at {n} position(s) by more than a near-tie.")
-    return EXIT_FAILURE
+    raise typer.Exit(run.measure(plans, notes, output, verbose=verbose, plot=plot, resume=resume))

@@ -30,30 +30,23 @@ _MAX_VALUES = 1000  # of a range
 
 def sizes(text: str, option: str) -> list[int]:
     """Reads "64,128", also with llama-bench's ranges: "1-4", "0-1024+256", "64-512*2". Raises InputError."""
-    found: list[int] = []
+    values: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip(), re.ASCII)
         if match is None:
-            raise InputError(
-                f"{option} takes numbers of at least 0, not '{part.strip()}'.",
-                "Write them as 64,128 or as a range: 64-512*2, 0-1024+256.",
-            )
+            hint = "Write them as 64,128 or as a range: 64-512*2, 0-1024+256."
+            raise InputError(f"{option} takes numbers of at least 0, not '{part.strip()}'.", hint)
         first, last, sign, step = int(match[1]), int(match[2] or match[1]), match[3], int(match[4] or 1)
-        found += _range(first, last, sign, step, option)
-    return list(dict.fromkeys(found))
-
-
-def _range(first: int, last: int, sign: str | None, step: int, option: str) -> list[int]:
-    if last < first or step < 1 or (sign == "*" and (step < 2 or first < 1)):
-        raise InputError(f"{option}: a range has no end.", "Write it as first-last+step or first-last*factor.")
-    n_values = (last - first) // step + 1 if sign != "*" else 1
-    if n_values > _MAX_VALUES:
-        message = f"{option}: a range of {n_values:,} values."
-        raise InputError(message, f"At most {_MAX_VALUES:,} are measured in one run.")
-    found = [first]
-    while (following := found[-1] * step if sign == "*" else found[-1] + step) <= last:
-        found.append(following)
-    return found
+        if last < first or step < 1 or (sign == "*" and (step < 2 or first < 1)):
+            raise InputError(f"{option}: a range has no end.", "Write it as first-last+step or first-last*factor.")
+        n_values = (last - first) // step + 1 if sign != "*" else 1
+        if n_values > _MAX_VALUES:
+            message = f"{option}: a range of {n_values:,} values."
+            raise InputError(message, f"At most {_MAX_VALUES:,} are measured in one run.")
+        while first <= last:
+            values.append(first)
+            first = first * step if sign == "*" else first + step
+    return list(dict.fromkeys(values))
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -64,30 +57,20 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def _gpu_layers(text: str, option: str) -> list[int | None]:
-    words = (gpu_layers(word) if word in ("auto", "-1", "all") else sizes(word, option) for word in names(text, option))
-    return [n for found in words for n in (found if isinstance(found, list) else [found])]
-
-
-def _switches(text: str, option: str) -> list[str]:
-    return [SWITCH.get(word.lower(), word) for word in names(text, option)]
-
-
-def _types(text: str, option: str) -> list[str]:
-    return names(text.lower(), option)
+    values: list[int | None] = []
+    for word in names(text, option):
+        values += [gpu_layers(word)] if word in ("auto", "-1", "all") else sizes(word, option)
+    return values
 
 
 def _draft_lengths(text: str, option: str) -> tuple[DraftLength, ...]:
-    lengths = names(text, option)
-    numbers = ",".join(length for length in lengths if length != "auto")
-    found: list[DraftLength] = [*(sizes(numbers, option) if numbers else [])]
-    found += ["auto"] if "auto" in lengths else []
-    if len(found) > 1 and 0 in found:
+    words = names(text, option)
+    numbers = ",".join(word for word in words if word != "auto")
+    lengths: list[DraftLength] = [*(sizes(numbers, option) if numbers else [])]
+    lengths += ["auto"] if "auto" in words else []
+    if len(lengths) > 1 and 0 in lengths:
         raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
-    return tuple(found)
-
-
-def _counts(text: str, option: str) -> tuple[int, ...]:
-    return tuple(sorted(sizes(text, option)))
+    return tuple(lengths)
 
 
 declare(
@@ -129,11 +112,11 @@ declare(
     read={
         sizes: "n_prompt n_predict n_depth threads batch_size ubatch_size n_cpu_moe",
         names: "expert_budget budget_ranking budget_policy",
-        _types: "cache_type_k cache_type_v",
+        lambda text, option: names(text.lower(), option): "cache_type_k cache_type_v",
         _gpu_layers: "n_gpu_layers",
-        _switches: "flash_attn",
+        lambda text, option: [SWITCH.get(word.lower(), word) for word in names(text, option)]: "flash_attn",
         _draft_lengths: "draft_max",
-        _counts: "parallel",
+        lambda text, option: tuple(sorted(sizes(text, option))): "parallel",
     },
     pairs={"kind": list[str], "convert": lambda texts: [_pair(text) for text in texts]},
 )
@@ -157,10 +140,10 @@ class SyntheticOptions:
         """The tests as llama-bench orders them: prompts, decoding and pairs of each depth. Raises InputError."""
         prompts = [0 if has_dataset else SYNTHETIC_PROMPT] if self.n_prompt is None else self.n_prompt
         answers = [] if has_dataset else [SYNTHETIC_ANSWER] if n_predict is None else n_predict
-        found = synthetic_tests(prompts, answers, self.pairs, [0] if self.n_depth is None else self.n_depth)
-        if self.n_depth is not None and not found:
+        tests = synthetic_tests(prompts, answers, self.pairs, [0] if self.n_depth is None else self.n_depth)
+        if self.n_depth is not None and not tests:
             raise InputError("-d is the depth of synthetic tests, and there are none.", "Add -p 512.")
-        return found
+        return tests
 
 
 def synthetic_tests(
@@ -169,39 +152,31 @@ def synthetic_tests(
     """Tests of these sizes, each once; sizes of 0 are none."""
     from moeedge.bench.config import SyntheticTest
 
-    found = []
+    tests = []
     for depth in depths:
-        found += [SyntheticTest(n, 0, depth) for n in prompts if n]
-        found += [SyntheticTest(0, n, depth) for n in answers if n]
-        found += [SyntheticTest(prompt, answer, depth) for prompt, answer in pairs]
-    return tuple(dict.fromkeys(found))
+        tests += [SyntheticTest(n, 0, depth) for n in prompts if n]
+        tests += [SyntheticTest(0, n, depth) for n in answers if n]
+        tests += [SyntheticTest(prompt, answer, depth) for prompt, answer in pairs]
+    return tuple(dict.fromkeys(tests))
 
 
 def arms(base: EngineConfig, **lists: Sequence[Any] | None) -> list[EngineConfig]:
-    """The configuration once per combination of the listed fields, of its own or of its context's settings.
-
-    Raises ValueError for values that they cannot have.
-    """
+    """The configuration once per combination of the listed fields, its own or its context's. Raises ValueError."""
     names = [name for name, values in lists.items() if values]
-    found = []
+    configs = []
     for values in itertools.product(*(lists[name] or () for name in names)):
-        given = dict(zip(names, values, strict=True))
-        own = {name: given.pop(name) for name in names if hasattr(base, name)}
-        found.append(replace(base, **own, context=replace(base.context, **given)))
-    return found
+        context = dict(zip(names, values, strict=True))
+        own = {name: context.pop(name) for name in names if hasattr(base, name)}
+        configs.append(replace(base, **own, context=replace(base.context, **context)))
+    return configs
 
 
 def single(values: list[int] | None, option: str) -> int | None:
     """The value of an option that has a list without --dataset. Raises InputError."""
-    if values is None:
-        return None
-    if len(values) > 1:
-        given = ",".join(map(str, values))
-        raise InputError(f"With --dataset {option} takes one number, not '{given}'.", "Leave out --dataset, or choose.")
-    return values[0]
-
-
-_NO_TEXT = "none"
+    if values is not None and len(values) > 1:
+        text = ",".join(map(str, values))
+        raise InputError(f"With --dataset {option} takes one number, not '{text}'.", "Leave out --dataset, or choose.")
+    return values[0] if values else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,4 +207,4 @@ class BudgetSweepOptions:
         name = self.perplexity
         if name is None and self.expert_budget is not None and paths.is_bundled(model):
             name = TOY
-        return None if name in (None, _NO_TEXT) else load_text(name)
+        return None if name in (None, "none") else load_text(name)

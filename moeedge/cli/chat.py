@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import typer
 
 from moeedge.cli.chat_options import SamplingOptions, TalkOptions, TemplateOptions, ViewOptions
-from moeedge.cli.common import accept_any_text
 from moeedge.cli.engine_options import BudgetOptions, LlamaOptions, PlacementOptions
-from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.cli.options import Output, flatten
-from moeedge.engine.types import EngineConfig
-from moeedge.errors import InputError
-from moeedge.paths import user_path
-from moeedge.ui.chat.settings import Settings
-
-_DRAFT_WORDS = ("auto", "mtp", "ngram", "none")  # sources of drafts for any model
 
 
 @partial(flatten, seed=-1)
@@ -44,47 +35,20 @@ def chat(
 
     begin = LoadReading.now()
     engine.limit_openmp_spin(ram=ram)
-    from moeedge.cli import chat_run  # from here on llama.cpp may be loaded
-    from moeedge.llama.text import check_source
-    from moeedge.ui import console
+    from moeedge.cli.chat_run import run_chat  # from here on llama.cpp may be loaded
 
-    console.set_quiet(view.quiet)
-    console.set_plain(view.plain)
-    if talk.resume == "list":
-        return chat_run.list_unfinished()
-    accept_any_text()
-    given, system = talk.texts()
-    if talk.raw and template != TemplateOptions():
-        raise InputError("There is no chat template with --raw.", "Leave out --raw, or the template's options.")
-    drawn, grammar_notes = sampling.config(escape=talk.escape)
-    choice = template.choice()
-    check_source(choice.source)
-    settings = Settings(drawn, n_predict=talk.n_predict, look=view.look(), template=choice)
-    placed = placement.config(governed=not keep_cache, calibrate_later=True)
-    # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
-    auto_gamma = drawn.seed is None or not drawn.is_random
-
-    def configure(files: ModelFiles | None = None) -> EngineConfig:
-        made = engine.config(
-            placed, context_shift=context_shift, files=files, default_draft="auto", auto_gamma=auto_gamma
-        )
-        return replace(made, cpu_fallback=True, ram=ram)
-
-    def named(name: str) -> EngineConfig:
-        draft = engine.model_draft
-        return configure(resolve_models(user_path(name), draft if draft in _DRAFT_WORDS else "auto"))
-
-    code = chat_run.run_chat(
-        budget.config(configure()),
-        named,
-        settings,
+    code = run_chat(
         talk,
-        view,
+        engine,
+        template,
+        sampling,
+        placement,
         budget,
-        given=given,
-        system=system,
+        view,
+        keep_cache=keep_cache,
+        ram=ram,
+        context_shift=context_shift,
         as_json=output is Output.JSON,
-        notes=grammar_notes,
         begin=begin,
     )
     if code:

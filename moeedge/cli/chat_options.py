@@ -1,7 +1,4 @@
-"""The options of `moeedge chat`: how the next token is drawn, what answers follow, what is shown.
-
-Defaults are llama.cpp's.
-"""
+"""The options of `moeedge chat`: sampling, grammars, templates and views. Defaults are llama.cpp's."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from moeedge.cli.options import Output, declare, output_parser
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig, seed_or_random
 from moeedge.errors import InputError
 from moeedge.json_input import read_json
+from moeedge.llama.json_schema import ANY_OBJECT, schema_grammar
 from moeedge.llama.reasoning import THINK_WORDS, TemplateChoice
 from moeedge.ui.chat import settings
 from moeedge.ui.chat.settings import Look
@@ -28,7 +26,14 @@ _SAMPLER_NAMES = ", ".join(SAMPLERS)
 
 
 def _samplers(text: str) -> tuple[str, ...]:
-    return tuple(_sampler(name.strip()) for name in re.split("[;,]", text) if name.strip())
+    """Names of samplers, which may be written with dashes."""
+    names = {name.strip(): name.strip().replace("-", "_") for name in re.split("[;,]", text) if name.strip()}
+    for typed, name in names.items():
+        if name in ("mirostat", "adaptive_p"):
+            raise InputError(f"moeedge does not have the sampler {name}.", "Use top_p, min_p or typ_p.")
+        if name not in SAMPLERS:
+            raise InputError(f"Unknown sampler {typed!r}.", f"Choose from: {_SAMPLER_NAMES}.")
+    return tuple(names[name.strip()] for name in re.split("[;,]", text) if name.strip())
 
 
 def _samplers_by_letter(text: str) -> tuple[str, ...]:
@@ -41,10 +46,6 @@ def _samplers_by_letter(text: str) -> tuple[str, ...]:
 
 def _texts(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(valid_text, texts))
-
-
-def _breakers(texts: Sequence[str]) -> tuple[str, ...] | None:
-    return tuple(text for text in _texts(texts) if text != "none") if texts else None
 
 
 declare(
@@ -122,7 +123,10 @@ declare(
         model's template has it.
         also: LLAMA_ARG_REASONING_EFFORT
     """,
-    dry_sequence_breaker={"kind": list[str], "convert": _breakers},
+    dry_sequence_breaker={
+        "kind": list[str],
+        "convert": lambda texts: tuple(text for text in _texts(texts) if text != "none") if texts else None,
+    },
     samplers={"kind": str, "convert": _samplers},
     sampling_seq={"kind": str, "convert": _samplers_by_letter},
     logit_bias={"kind": list[str], "convert": lambda texts: tuple(map(_logit_bias, texts))},
@@ -172,7 +176,7 @@ for line, names in SETTINGS.items():
 
 @dataclass(frozen=True, kw_only=True)
 class TalkOptions:
-    """What is said first, and how the chat goes on."""
+    """The first message, and how the chat goes on."""
 
     prompt: str | None = None
     file: Path | None = None
@@ -189,15 +193,15 @@ class TalkOptions:
     def texts(self) -> tuple[str | None, str]:
         """The prompt of -p or -f, and the system prompt. Raises InputError."""
         system = text_of(self.system_prompt, self.system_prompt_file, "-sys", "-sysf") or ""
-        given = text_of(self.prompt, self.file, "-p", "-f")
+        prompt = text_of(self.prompt, self.file, "-p", "-f")
         if self.raw and system:
             raise InputError("A system prompt (-sys) needs a chat template.", "Leave out --raw.")
-        return (given and unescaped(given), unescaped(system)) if self.escape else (given, system)
+        return (prompt and unescaped(prompt), unescaped(system)) if self.escape else (prompt, system)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions:
-    """What is shown besides the text of answers, and in which form."""
+    """Figures and notes besides the text of answers, and their form."""
 
     stats: Output | None = None
     quiet: bool = False
@@ -226,10 +230,7 @@ class SamplingOptions:
     format: str | None = None
 
     def config(self, *, escape: bool = False) -> tuple[SamplingConfig, list[str]]:
-        r"""The engine's configuration, and sentences about its grammar. Loads llama.cpp. Raises InputError.
-
-        escape: \n and the like in texts are replaced by what they stand for.
-        """
+        r"""The configuration, with \n and the like replaced for `escape`, and notes on the grammar. Loads llama.cpp."""
         sampling = self.sampling
         if self.sampling_seq is not None:
             if sampling.samplers != DEFAULT_SAMPLERS:
@@ -243,21 +244,19 @@ class SamplingOptions:
 
     def _grammar(self) -> tuple[str, list[str]]:
         """The grammar in GBNF, empty for none, and sentences about it."""
-        given = {
+        texts = {
             "--grammar": text_of(self.sampling.grammar or None, self.grammar_file, "--grammar", "--grammar-file"),
             "--json-schema": text_of(self.json_schema, self.json_schema_file, "-j", "-jf"),
             "--format": self.format,
         }
-        names = [name for name, text in given.items() if text is not None]
+        names = [name for name, text in texts.items() if text is not None]
         if not names:
             return "", []
         if len(names) > 1:
             raise InputError(f"{' and '.join(names)} cannot be used together.", "Give one of them.")
-        from moeedge.llama.json_schema import ANY_OBJECT, schema_grammar
         from moeedge.llama.samplers import check_grammar
 
-        text = given[names[0]] or ""
-        ignored: list[str] = []
+        text, ignored = texts[names[0]] or "", list[str]()
         if names == ["--format"]:
             if text != "json":
                 raise InputError(f"Unknown value of --format: {text!r}.", "Choose json, or give a schema with -j.")
@@ -299,16 +298,6 @@ class TemplateOptions:
         if think is None:
             raise InputError(f"Unknown value of --think: {self.think!r}.", f"Choose from: {', '.join(THINK_WORDS)}.")
         return TemplateChoice(source or "", arguments, think)
-
-
-def _sampler(name: str) -> str:
-    """The name of a sampler, which may be written with dashes."""
-    found = name.replace("-", "_")
-    if found in ("mirostat", "adaptive_p"):
-        raise InputError(f"moeedge does not have the sampler {found}.", "Use top_p, min_p or typ_p.")
-    if found not in SAMPLERS:
-        raise InputError(f"Unknown sampler {name!r}.", f"Choose from: {_SAMPLER_NAMES}.")
-    return found
 
 
 def _logit_bias(text: str) -> tuple[int, float]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Literal
 
 import typer
 
 from moeedge import paths
-from moeedge.cli.chat_options import TalkOptions, ViewOptions
-from moeedge.cli.engine_options import BudgetOptions, layer_notes
+from moeedge.cli.chat_options import SamplingOptions, TalkOptions, TemplateOptions, ViewOptions
+from moeedge.cli.common import accept_any_text
+from moeedge.cli.devices import layer_notes
+from moeedge.cli.engine_options import BudgetOptions, LlamaOptions, PlacementOptions
+from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.engine.autosave import Autosave, unfinished_chats
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session, prepare_answers
@@ -21,6 +24,8 @@ from moeedge.hardware.machine_load import LoadReading, busy_note
 from moeedge.hardware.processor import physical_cores
 from moeedge.hardware.spec import EMULATED
 from moeedge.hub.catalog import load_catalog
+from moeedge.llama.text import check_source
+from moeedge.paths import user_path
 from moeedge.policies.expert_budget import budget_record
 from moeedge.records import as_dict
 from moeedge.ui.chat import commands
@@ -30,28 +35,54 @@ from moeedge.ui.chat.repl import Repl
 from moeedge.ui.chat.session import ModelSwitch, origin_of, settings_of
 from moeedge.ui.chat.settings import Settings
 from moeedge.ui.chat.single import answer_once
-from moeedge.ui.console import is_terminal, notifier, say, show_figures, stderr_console, stdout_console
+from moeedge.ui.console import is_terminal, notifier, say, set_modes, show_figures, stderr_console, stdout_console
+
+_DRAFT_WORDS = ("auto", "mtp", "ngram", "none")  # sources of drafts for any model
 
 
 def run_chat(
-    config: EngineConfig,
-    named: Callable[[str], EngineConfig],
-    settings: Settings,
     talk: TalkOptions,
-    view: ViewOptions,
+    engine: LlamaOptions,
+    template: TemplateOptions,
+    sampling: SamplingOptions,
+    placement: PlacementOptions,
     budget: BudgetOptions,
+    view: ViewOptions,
     *,
-    given: str | None,
-    system: str,
+    keep_cache: bool,
+    ram: int | Literal["auto", "off"],
+    context_shift: bool,
     as_json: bool,
-    notes: list[str],
     begin: LoadReading,
 ) -> int:
-    """Chats, or gives a single answer. Returns the exit code: 0, or 128 + the signal that ended it.
+    """Chats, or gives a single answer. begin: the load before this process worked. Returns the exit code."""
+    set_modes(quiet=view.quiet, plain=view.plain)
+    if talk.resume == "list":
+        _list_unfinished()
+        return 0
+    accept_any_text()
+    given, system = talk.texts()
+    if talk.raw and template != TemplateOptions():
+        raise InputError("There is no chat template with --raw.", "Leave out --raw, or the template's options.")
+    drawn, notes = sampling.config(escape=talk.escape)
+    choice = template.choice()
+    check_source(choice.source)
+    settings = Settings(drawn, n_predict=talk.n_predict, look=view.look(), template=choice)
+    placed = placement.config(governed=not keep_cache, calibrate_later=True)
+    # random numbers are drawn draft by draft: lengths that follow times would give other tokens for the same seed
+    auto_gamma = drawn.seed is None or not drawn.is_random
 
-    named: the configuration with the model of that name. given: the prompt of -p or -f. system: the system prompt.
-    notes: said before the first answer. begin: the machine's load before this process worked.
-    """
+    def configure(files: ModelFiles | None = None) -> EngineConfig:
+        config = engine.config(
+            placed, context_shift=context_shift, files=files, default_draft="auto", auto_gamma=auto_gamma
+        )
+        return replace(config, cpu_fallback=True, ram=ram)
+
+    def named(name: str) -> EngineConfig:
+        draft = engine.model_draft
+        return configure(resolve_models(user_path(name), draft if draft in _DRAFT_WORDS else "auto"))
+
+    config = budget.config(configure())
     busy = busy_note(LoadReading.now().others_since(begin), config.n_threads or physical_cores())
     err, out = stderr_console(), stdout_console()
     goes_on = talk.interactive and given is not None
@@ -109,10 +140,10 @@ def run_chat(
     return code
 
 
-def list_unfinished() -> None:
-    """The chats that --resume N goes on with, on standard output."""
-    found = unfinished_chats(paths.unfinished_chats_dir, lambda line: typer.echo(line, err=True))
-    rows = commands.unfinished_rows(found)
+def _list_unfinished() -> None:
+    rows = commands.unfinished_rows(
+        unfinished_chats(paths.unfinished_chats_dir, lambda line: typer.echo(line, err=True))
+    )
     show_figures(stdout_console(), rows)
     if not rows:
         typer.echo("No chat ended unexpectedly.", err=True)

@@ -1,4 +1,4 @@
-"""What every command shares: errors and signals become exit codes, here alone; logs; lists on the command line."""
+"""Shared by all commands: errors and signals as exit codes, here alone; output; lists on the command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,10 +28,7 @@ EXIT_INTERRUPTED = 130
 
 @contextmanager
 def cli_errors() -> Iterator[None]:
-    """Runs a command's body; an error that was raised on purpose ends it with its message, hint and exit code.
-
-    Exit codes: 2 bad input, 1 failure, 130 Ctrl-C, 143 SIGTERM.
-    """
+    """Ends a command that fails with a message and its exit code: 2 bad input, 1 failure, 130 Ctrl-C, 143 SIGTERM."""
     before = {signum: signal.signal(signum, _receive) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -50,7 +48,10 @@ def cli_errors() -> Iterator[None]:
     except OSError as error:  # standard output on a full disk, a folder without read permission
         reason = "The disk is full" if error.errno in DISK_FULL_ERRORS else error.strerror or str(error)
         print_error(f"{reason}{f': {error.filename}' if error.filename else ''}.")
-        _drop_unwritten()
+        with suppress(OSError, ValueError):  # or else Python tries again to write when it exits, and reports an error
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
         raise typer.Exit(EXIT_FAILURE) from None
     finally:
         for signum, handler in before.items():
@@ -71,14 +72,14 @@ def print_error(message: str, hint: str = "") -> None:
     console.print(f"{message} {hint}".strip())
 
 
-def emit(output: Output, as_json: Callable[..., str], as_text: Callable[..., None], *found: Any) -> None:
-    """Writes a result to standard output: as_json(*found), or what as_text(*found, console) prints."""
+def emit(output: Output, as_json: Callable[..., str], as_text: Callable[..., None], *result: Any) -> None:
+    """Writes a result to standard output: as_json(*result), or the text that as_text(*result, console) prints."""
     if output is Output.JSON:
-        typer.echo(as_json(*found).removesuffix("\n"))
+        typer.echo(as_json(*result).removesuffix("\n"))
         return
     from moeedge.ui.console import stdout_console
 
-    as_text(*found, stdout_console())
+    as_text(*result, stdout_console())
 
 
 def accept_any_text() -> None:
@@ -96,10 +97,10 @@ def valid_text(argument: str) -> str:
 
 def names(text: str, option: str) -> list[str]:
     """The elements of a comma-separated list, each once. Raises InputError for an empty list."""
-    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not found:
+    elements = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not elements:
         raise InputError(f"{option} is empty.", "Give names, separated by commas.")
-    return found
+    return elements
 
 
 def numbers(text: str, option: str) -> list[float]:
@@ -120,10 +121,7 @@ def integers(text: str, option: str) -> list[int]:
 
 
 def text_of(text: str | None, file: Path | None, option: str, file_option: str) -> str | None:
-    """The text that one of two options gives, itself or in a file, without the file's last line break.
-
-    The file "-" is standard input. Raises InputError where both are given, or the file has no text.
-    """
+    """The text of an option or its file ("-": standard input), without the last line break. Raises InputError."""
     if file is None:
         return None if text is None else valid_text(text)
     if text is not None:
@@ -131,27 +129,17 @@ def text_of(text: str | None, file: Path | None, option: str, file_option: str) 
     try:
         return (sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")).removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file} is not UTF-8 text: byte {error.start:,} is not.", f"{file_option} takes a text file."
-        ) from None
+        what = f"{file} is not UTF-8 text: byte {error.start:,} is not."
+        raise InputError(what, f"{file_option} takes a text file.") from None
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}.", f"Check the path after {file_option}.") from None
 
 
 def unescaped(text: str) -> str:
     r"""The text with \n, \r, \t, \', \", \\ and \xHH replaced by what they stand for, as llama.cpp's -e does."""
-    known = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
-
-    def meaning(match: re.Match[str]) -> str:
-        code = match[1]
-        return chr(int(code[1:], 16)) if code[0] == "x" else known[code]
-
-    return re.sub(r"\\(x[0-9A-Fa-f]{2}|[nrt'\"\\])", meaning, text)
-
-
-def gpu_memory(text: str, option: str) -> int:
-    """The free bytes of a GPU: 12GB is a card's size. Raises InputError as `memory_size`."""
-    return memory_size(text, option, parse=parse_gpu_size)
+    meanings = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+    pattern = r"\\(x[0-9A-Fa-f]{2}|[nrt'\"\\])"
+    return re.sub(pattern, lambda match: meanings.get(match[1]) or chr(int(match[1][1:], 16)), text)
 
 
 def memory_size(text: str, option: str, *, parse: Callable[[str], int] = parse_size) -> int:
@@ -165,16 +153,11 @@ def memory_size(text: str, option: str, *, parse: Callable[[str], int] = parse_s
         raise InputError(f"{option}: {error}.") from None
 
 
+gpu_memory = partial(memory_size, parse=parse_gpu_size)  # the free bytes of a GPU: 12GB is a card's size
+
+
 def _receive(signum: int, frame: FrameType | None) -> None:
     """Turns Ctrl-C and SIGTERM into exceptions; in llama.cpp's log callback, where Python drops them, later."""
     if is_sent_later(signum, frame):
         return
     raise Ended(signum) if signum == signal.SIGTERM else KeyboardInterrupt
-
-
-def _drop_unwritten() -> None:
-    """Discards what standard output did not take: Python would try again when it exits, and report an error."""
-    with suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)

@@ -1,12 +1,12 @@
-"""Values that a shell completes: names of models, policies, prompt sets and devices.
-
-`moeedge --install-completion` installs it for bash, zsh or fish. A key press waits for these functions: they load
-neither llama.cpp nor NumPy.
-"""
+"""Values that a shell completes. A key press waits for these functions: they load neither llama.cpp nor NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+
+from moeedge.hardware.nvidia import cards
+from moeedge.hub.catalog import load_catalog
+from moeedge.hub.local import list_models
 
 Complete = Callable[[str], list[str]]
 
@@ -38,9 +38,6 @@ def completer(names: Callable[[], Iterable[str]]) -> Complete:
 
 def models() -> list[str]:
     """Names for -m: the catalog's, and of the hub what is on this machine."""
-    from moeedge.hub.catalog import load_catalog
-    from moeedge.hub.local import list_models
-
     return [model.name for model in list_models(load_catalog(), everything=True)]
 
 
@@ -51,13 +48,11 @@ def drafts() -> list[str]:
 
 def datasets() -> list[str]:
     """Names for --dataset."""
-    from moeedge.data.datasets import CATALOG, SAMPLE, TOY
+    from moeedge.data.datasets import CATALOG, SAMPLE, TOY  # --help does not wait for them
 
     return [*CATALOG, SAMPLE, TOY]
 
 
 def devices() -> list[str]:
     """Values for -dev; which of the cards llama.cpp can use is not asked."""
-    from moeedge.hardware.nvidia import cards
-
     return ["auto", "none", "emulated", *(f"CUDA{i}" for i in range(len(cards())))]

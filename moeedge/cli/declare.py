@@ -65,8 +65,14 @@ def declare(
             declared = _derived(common, spelling, help, panel, **further)
             names = common.names
         else:
-            also = tuple(word for word in others.split() if word.startswith("-"))
-            declared = _option(spelling, help, panel, also=also, envvar=variables or None, **further)
+            *flags, last = spelling.split(", ")
+            flags.append(last.partition(" ")[0])
+            envvar = further.pop("envvar", variables or None)
+            # the reference lists variables; in --help they would be half of the text
+            option: Any = typer.Option(*flags, show_envvar=False, envvar=envvar)
+            option.flags, option.short = tuple(flags), False
+            option.also = tuple(word for word in others.split() if word.startswith("-"))
+            declared = _derived(option, last, help, panel, **further)
         declared.short = declared.short or shown != spelling
         declared.names = names
         if "set" in further_lines:
@@ -89,16 +95,6 @@ def entries(table: str) -> Iterator[tuple[str, str, str, dict[str, str]]]:
 
 def _name(spelling: str) -> str:
     return spelling[2:].replace("-", "_")
-
-
-def _option(spelling: str, help: str, panel: str, **settings: Any) -> Any:
-    """An option of Typer. settings: its arguments, and those of `_derived`."""
-    *flags, last = spelling.split(", ")
-    flag, _, metavar = last.partition(" ")
-    # the reference lists variables; in --help they would be half of the text
-    declared: Any = typer.Option(*flags, flag, show_envvar=False, envvar=settings.pop("envvar", None))
-    declared.flags, declared.also, declared.short = (*flags, flag), settings.pop("also", ()), False
-    return _derived(declared, f"{flag} {metavar}", help, panel, **settings)
 
 
 def _derived(
@@ -158,10 +154,7 @@ def output_parser(formats: str) -> Callable[[str], Output]:
 
 def hidden_spellings(command: Any) -> dict[str, str]:
     """The further spellings of a loaded command's options, and the one of each that --help shows first."""
-    found: dict[str, str] = {}
-    for param, info in _declarations(command):
-        found |= dict.fromkeys(getattr(info, "also", ()), param.opts[0])
-    return found
+    return {spelling: param.opts[0] for param, info in _declarations(command) for spelling in getattr(info, "also", ())}
 
 
 def short_params(command: Any) -> list[Any]:
@@ -224,23 +217,20 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
             add(name, hints[name], parameter.default)
 
     def made(group: Any, values: dict[str, Any]) -> Any:
-        given = {}
-        group_hints = get_type_hints(group)
-        for field in fields(group):
-            if is_dataclass(group_hints[field.name]):
-                given[field.name] = made(group_hints[field.name], values)
-            elif field.name in values and field.name not in own and values[field.name] is not None:
-                given[field.name] = values[field.name]
-        return group(**given)
+        arguments = {}
+        for name, kind in get_type_hints(group).items():
+            if is_dataclass(kind):
+                arguments[name] = made(kind, values)
+            elif name not in own and values.get(name) is not None:
+                arguments[name] = values[name]
+        return group(**arguments)
 
     @wraps(command)
     def run(**values: Any) -> None:
         for parameter in parameters:
             for option in getattr(parameter.annotation, "__metadata__", ()):
                 values[parameter.name] = _value(option, values[parameter.name])
-        command(
-            **{name: made(hints[name], values) if is_dataclass(hints[name]) else values[name] for name in own},
-        )
+        command(**{name: made(hints[name], values) if is_dataclass(hints[name]) else values[name] for name in own})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -248,7 +238,7 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
 
 
 def _value(option: Any, value: Any) -> Any:
-    """What a command gets. Raises ValueError for numbers out of range, and what `convert` raises."""
+    """The value as the command takes it. Raises ValueError for numbers out of range, and the errors of `convert`."""
     least, most = getattr(option, "range", (None, None))
     if value is not None and ((least is not None and not value >= least) or (most is not None and not value <= most)):
         words = f"from {least} to {most}" if most is not None else f"{least} or more"

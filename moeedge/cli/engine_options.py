@@ -1,7 +1,6 @@
-"""Groups of options that become the engine's configurations, and the models that -m and -md name.
+"""Groups of options that become the engine's configurations; `flatten` shows their fields to Typer as options.
 
-A command takes a group as one parameter; `flatten` shows its fields to Typer as options. Nothing here loads llama.cpp
-before `EngineOptions.config` is called, so that limit_openmp_spin can come first.
+Nothing here loads llama.cpp before `EngineOptions.config` is called, so that limit_openmp_spin can come first.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
-from moeedge.cli.model_files import ModelFiles, resolve_models, tell
+from moeedge.cli.completion import ENGINE_POLICIES
+from moeedge.cli.model_files import ModelFiles, notify, resolve_models
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, DraftWord, EngineConfig
 from moeedge.errors import InputError, MoeedgeError
-from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
+from moeedge.hardware.spec import EMULATED, RPC_SCHEME
 from moeedge.hub.local import locate
 from moeedge.hub.names import all_parts
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
-from moeedge.run import Notify
+from moeedge.run import Notify, Run
 
 if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does not wait for it
     from _typeshed import DataclassInstance
@@ -52,10 +52,7 @@ class EngineOptions:
     offline: bool = False
 
     def limit_openmp_spin(self, *, emulate_bundled: bool = False, ram: int | str = "off") -> None:
-        """As the function of that name. emulate_bundled: auto may mean the emulated device for the bundled model.
-
-        ram: the value of --ram.
-        """
+        """As the function of that name. emulate_bundled: auto may be the emulated device; ram: the value of --ram."""
         bundled = self.model is None or paths.is_bundled(self.model)
         reads_experts = ram not in ("auto", "off") or (ram == "auto" and not bundled and self._exceeds_memory())
         limit_openmp_spin(self.device, may_emulate=emulate_bundled and bundled, reads_experts=reads_experts)
@@ -83,20 +80,21 @@ class EngineOptions:
         """The engine's configuration, its device and models checked.
 
         files: where -m and -md are resolved already. default_draft: the value of -md where it is not given. auto_gamma:
-        whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams that nobody
-        asked for.
+        whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams without -md.
         """
-        from moeedge.scheduler.config import PlacementConfig
+        from moeedge.cli.devices import check_device
 
         check_device(self.device)
         files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
+        if self.cpu_moe and self.n_cpu_moe is not None:
+            raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
         gamma = self.draft_max
         if auto_gamma is None:
             auto_gamma = self.model_draft is None and files.draft in get_args(DraftWord)
         if gamma is None and auto_gamma and files.draft_max > 0:
             gamma = "auto"
         elif gamma is None and files.draft_max != DEFAULT_GAMMA:
-            tell(f"The catalog suggests {files.draft_max} tokens per draft for it; --draft-max overrides this.")
+            notify(f"The catalog suggests {files.draft_max} tokens per draft for it; --draft-max overrides this.")
         return EngineConfig(
             model=files.target,
             draft=files.draft,
@@ -106,17 +104,12 @@ class EngineOptions:
             auto_gamma=gamma == "auto",
             draft_p_min=self.draft_p_min,
             n_gpu_layers=0 if self.device == "none" else self.n_gpu_layers,
-            n_cpu_moe=self._n_cpu_moe(),
+            n_cpu_moe=ALL_ON_CPU if self.cpu_moe else self.n_cpu_moe,
             device=self.device,
             emulate_bundled=emulate_bundled,
-            placement=placement or PlacementConfig(),
+            placement=placement or PlacementOptions().config(),
             context_shift=context_shift,
         )
-
-    def _n_cpu_moe(self) -> int | None:
-        if self.cpu_moe and self.n_cpu_moe is not None:
-            raise InputError("--cpu-moe and --n-cpu-moe cannot be used together.", "Leave out one of them.")
-        return ALL_ON_CPU if self.cpu_moe else self.n_cpu_moe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +128,10 @@ class PlacementOptions:
 
     def config(self, **others: Any) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
-        from moeedge.policies.registry import POLICIES
         from moeedge.scheduler.config import PlacementConfig
 
-        if self.policy not in POLICIES:
-            raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
+        if self.policy not in ENGINE_POLICIES:
+            raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(ENGINE_POLICIES)}.")
         return PlacementConfig(**vars(self), **others)
 
 
@@ -195,10 +187,7 @@ class BudgetOptions:
     budget_policy: str | None = None
 
     def config(self, base: EngineConfig) -> EngineConfig:
-        """`base` with the budget that the options ask for; with auto its number of experts is not known yet.
-
-        Raises InputError for values that exclude each other.
-        """
+        """`base` with the budget of the options, for auto without its number of experts yet. Raises InputError."""
         if self.expert_budget is None:
             expect_no_companions(self, "B")
             return base
@@ -208,29 +197,24 @@ class BudgetOptions:
         return replace(base, expert_budget=make_budget(n_experts, ranking=self.budget_ranking, policy=policy))
 
     def measured(self, config: EngineConfig, *, notify: Notify) -> EngineConfig:
-        """What `config` made, with the number of experts that auto finds, measured where no earlier run did.
-
-        notify: hears that auto measures, and what it chose.
-        """
+        """`config` with the number of experts of auto, measured where no earlier run did; notify hears the choice."""
         if config.expert_budget is None or self.expert_budget != AUTO:
             return config
         from moeedge.bench.budget_choice import find_budget
 
-        return replace(config, expert_budget=find_budget(config, config.expert_budget, notify=notify))
+        return replace(config, expert_budget=find_budget(config, config.expert_budget, Run(notify)))
 
 
-def expect_no_companions(given: DataclassInstance, value: str) -> None:
-    """Raises InputError where one of the options --budget-... was given; value: what --expert-budget takes."""
+def expect_no_companions(options: DataclassInstance, value: str) -> None:
+    """Raises InputError where one of the options --budget-... has a value; value: that of --expert-budget, for help."""
     names = [
         "--" + field.name.replace("_", "-")
-        for field in fields(given)
-        if field.name.startswith("budget_") and getattr(given, field.name) is not None
+        for field in fields(options)
+        if field.name.startswith("budget_") and getattr(options, field.name) is not None
     ]
     if names:
-        raise InputError(
-            f"{' and '.join(names)} {'needs' if len(names) == 1 else 'need'} an expert budget.",
-            f"Add --expert-budget {value}.",
-        )
+        verb = "needs" if len(names) == 1 else "need"
+        raise InputError(f"{' and '.join(names)} {verb} an expert budget.", f"Add --expert-budget {value}.")
 
 
 def make_budget(n_experts: int, *, ranking: str | None, policy: str | None) -> ExpertBudget:
@@ -244,41 +228,11 @@ def make_budget(n_experts: int, *, ranking: str | None, policy: str | None) -> E
     )
 
 
-def check_device(text: str) -> None:
-    """Raises DeviceError for a malformed device, or one that this machine does not have; the hint names the known."""
-    spec = DeviceSpec.parse(text)
-    if spec.kind != "name":
-        return
-    from moeedge.hardware.devices import resolve
-    from moeedge.llama import library
-
-    library.start()
-    resolve(spec)
-
-
 def limit_openmp_spin(device: str, *, may_emulate: bool = False, reads_experts: bool = False) -> None:
     """Makes idle OpenMP threads yield their core soon where other threads work at the same time.
 
-    These are the emulated device, a worker, which may run on this machine, or those that read experts from the file
-    (reads_experts). GOMP_SPINCOUNT is read when llama_cpp is loaded, so this must come before. may_emulate: auto may
-    turn out to be the emulated device.
+    These are the emulated device (also of auto, with may_emulate), a worker, which may run here, or threads that read
+    experts from the file. GOMP_SPINCOUNT is read when llama_cpp is loaded, so this must come before.
     """
     if device.startswith((EMULATED, RPC_SCHEME)) or (may_emulate and device == "auto") or reads_experts:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-
-
-def layer_notes(config: EngineConfig) -> list[str]:
-    """A sentence where -ngl, -ncmoe or --cpu-moe has no effect."""
-    given = ["-ngl"] if config.n_gpu_layers else []
-    if config.n_cpu_moe is not None:
-        given.append("--cpu-moe" if config.n_cpu_moe == ALL_ON_CPU else "-ncmoe")
-    if not given:
-        return []
-    from moeedge import native
-    from moeedge.llama import library
-
-    library.start()  # llama.cpp logs while it lists devices
-    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
-        return []
-    verb = "has" if len(given) == 1 else "have"
-    return [f"llama.cpp lists no GPU here: {' and '.join(given)} {verb} no effect."]

@@ -17,11 +17,11 @@ Kind = Literal["means", "always", "ignored", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What becomes of an option or command of another program.
+    """An option or command of another program, and its counterpart here.
 
-    kind: "means": `text` are the words in its place; "always": it says what moeedge does in any case, and `text` says
-    that, too; "ignored": answers do not depend on it, and a line says that it has no effect, because of `text`;
-    "refused": `text` is the error's sentence.
+    kind: "means": `text` are the words in its place; "always": moeedge does so in any case, as `text` says; "ignored":
+    answers do not depend on it, and a line says that it has no effect, because of `text`; "refused": `text` is the
+    error's sentence.
     """
 
     kind: Kind
@@ -33,7 +33,7 @@ class Row:
     variable: str = ""  # llama.cpp's in the environment, for the same
 
     def words(self, value: str) -> list[str]:
-        """The words that say the same with this value; none: there are none for it."""
+        """The words for this value; none: there are none."""
         return [word.replace("{}", value) for word in self.by_value.get(value, self.text).split()]
 
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
-import socket
-import sys
-
 import typer
 
-from moeedge.cli.common import EXIT_FAILURE, emit, interrupted_code
+from moeedge.cli.common import EXIT_FAILURE, emit
 from moeedge.cli.engine_options import limit_openmp_spin
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.errors import DeviceError
-from moeedge.hardware.spec import MAX_N_THREADS, RPC_SCHEME, parse_host_port
-from moeedge.units import format_bytes
-
-DEFAULT_LISTEN = "127.0.0.1:50052"  # llama.cpp's own port for RPC
+from moeedge.hardware.spec import MAX_N_THREADS, RPC_SCHEME
+from moeedge.health.running import list_running
+from moeedge.ui.tables import records_json
 
 declare(
     """
@@ -35,17 +28,14 @@ def devices(backend: list[str] | None = None, output: Output = Output.TEXT, libr
     machine that cannot be used is listed with what it lacks. The emulated device is a part of the CPU that plays a GPU,
     to try everything without one.
     """
-    from moeedge import native
-    from moeedge.hardware.devices import list_devices
-    from moeedge.llama import library as llama_library
-    from moeedge.ui.machine_views import print_devices
-    from moeedge.ui.tables import records_json
-
     if library:
-        typer.echo(native.library_path())
+        from moeedge.native import library_path
+
+        typer.echo(library_path())
         return
-    llama_library.start()
-    emit(output, records_json, print_devices, list_devices())
+    from moeedge.cli import machine_run
+
+    machine_run.show_devices(output)
 
 
 @flatten
@@ -71,9 +61,7 @@ def ps(output: Output = Output.TEXT) -> None:
 
     A model is loaded as long as its process runs; nothing stays loaded afterwards.
     """
-    from moeedge.health.running import list_running
     from moeedge.ui.machine_views import print_running
-    from moeedge.ui.tables import records_json
 
     emit(output, records_json, print_running, list_running())
 
@@ -94,7 +82,7 @@ declare(
 
 @flatten
 def worker(
-    listen: str = DEFAULT_LISTEN,
+    listen: str = "127.0.0.1:50052",  # llama.cpp's own port for RPC
     device: str = "",
     backend: list[str] | None = None,
     threads: int = 0,
@@ -107,63 +95,6 @@ def worker(
     or measurement at a time. Anyone who reaches the port can use it: see --insecure-listen.
     """
     limit_openmp_spin(RPC_SCHEME)  # the other side may run on this machine
-    from moeedge.engine.context_choice import thread_notes
-    from moeedge.hardware import rpc
-    from moeedge.llama import library
+    from moeedge.cli import machine_run
 
-    library.start()
-    rpc.check_built_in()
-    served = _device(device)
-    for note in thread_notes(threads):
-        typer.echo(note, err=True)
-    address, port = rpc.reserve_port(*_endpoint(listen, insecure=insecure_listen))
-    out = _own_stdout(quiet=not verbose)
-    try:
-        server = rpc.Server(served, address, port, threads or library.physical_cores())
-        ready = server.wait_until_ready()
-        reached_at = socket.gethostname() if address == "0.0.0.0" else address
-        line = f"Serving {served} ({format_bytes(ready.total_bytes)}): use it with -dev rpc://{reached_at}:{port}\n"
-        os.write(out, line.encode())
-        if insecure_listen:
-            typer.echo("Everyone who reaches this port can read and write this process's memory.", err=True)
-        server.wait()
-    except KeyboardInterrupt as stop:
-        # llama.cpp's server cannot be stopped: its threads must not meet the destructors of an ordinary exit
-        os._exit(interrupted_code(stop))
-
-
-def _endpoint(listen: str, *, insecure: bool) -> tuple[str, int]:
-    """Host and port of --listen. Raises DeviceError unless it is loopback or the user insists."""
-    from moeedge.hardware import rpc
-
-    try:
-        host, port = parse_host_port(listen)
-    except ValueError as error:
-        raise DeviceError(f'Cannot listen on "{listen}": {error}.', f"Write for instance {DEFAULT_LISTEN}.") from error
-    if not insecure and not ipaddress.ip_address(rpc.ipv4_address(host)).is_loopback:
-        raise DeviceError(
-            f"{host} can be reached from other machines, and llama.cpp's RPC has no authentication: everyone who "
-            "connects can read and write this process's memory.",
-            "Listen on 127.0.0.1 and use an SSH tunnel, or give --insecure-listen in a network that you trust.",
-        )
-    return host, port
-
-
-def _device(name: str) -> str:
-    """The device to serve: `name`, or the first GPU, or the CPU. Raises DeviceError for an unknown one."""
-    from moeedge import native
-
-    kinds = {device.name: device.kind for device in native.devices() if device.kind not in ("ACCEL", "RPC")}
-    if name and name not in kinds:
-        raise DeviceError(f"There is no device {name!r} to serve.", f"Choose from: {', '.join(kinds)}.")
-    return name or next((known for known, kind in kinds.items() if kind == "GPU"), "CPU")
-
-
-def _own_stdout(*, quiet: bool) -> int:
-    """A copy of standard output for the line above; llama.cpp's own lines there go elsewhere from now on."""
-    sys.stdout.flush()
-    own = os.dup(1)
-    target = os.open(os.devnull, os.O_WRONLY) if quiet else os.dup(2)
-    os.dup2(target, 1)
-    os.close(target)
-    return own
+    machine_run.serve(listen, device, threads, insecure=insecure_listen, verbose=verbose)

@@ -14,10 +14,10 @@ from moeedge.hub.cache import find_variant
 from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import LocalModel, chat_draft, locate
 from moeedge.hub.names import find
+from moeedge.hub.pull import WantedModel, check_room, fetch_file, missing_files, want_pair
+from moeedge.hub.remote import RemoteFile, is_offline
 
 if TYPE_CHECKING:
-    from moeedge.hub.pull import WantedModel
-    from moeedge.hub.remote import RemoteFile
     from moeedge.ui.progress import PullProgress
 
 
@@ -31,49 +31,48 @@ class ModelFiles:
 
 
 def resolve_models(model: Path | None, draft: str | None, *, download: bool = False) -> ModelFiles:
-    """The files that the values of -m and -md name; reports on standard error what a name stands for.
+    """The files of -m and -md, where a path that exists comes before a name; notes on standard error name them.
 
     Without -m it is the bundled target. Without -md the bundled target gets the bundled draft, a model of the catalog
     the best of its drafts that is on this machine, and any other model none. "auto" prefers the head in the model's own
-    file, and takes n-grams where there would be none; "mtp", "ngram" and "none" are not files. A path that exists takes
-    precedence over a name. download: whether files that are not on this machine are fetched from the hub, with the
-    draft that the catalog lists where -md does not say otherwise. Raises ModelFileError where the bundled files are
-    missing, ModelNameError for a name that is unknown or whose files are not on this machine, DownloadError.
+    file, and takes n-grams where there would be none. download: fetch missing files from the hub, with the catalog's
+    draft where -md is not given. Raises ModelFileError, ModelNameError for a name whose files are not here,
+    DownloadError.
     """
     if model is None or (str(model).lower() == "bundled" and not model.exists()):
         model = paths.bundled_target()
-    given: Path | DraftWord | None = None
+    source: Path | DraftWord | None = None
     if draft in get_args(DraftWord):
-        given = draft  # type: ignore[assignment]
+        source = draft  # type: ignore[assignment]
     elif draft not in (None, "auto", "none"):
-        given = _locate(str(draft), download).path
+        source = _locate(str(draft), download).path
     if paths.is_bundled(model):
         if draft in (None, "auto") and model.name == "target.gguf":
-            given = paths.bundled_draft()
-        return ModelFiles(model, "ngram" if draft == "auto" and given is None else given)
+            source = paths.bundled_draft()
+        return ModelFiles(model, "ngram" if draft == "auto" and source is None else source)
     target = _locate(str(model), download, with_draft=draft in (None, "auto"))
     if draft == "auto" and drafts_for_itself(target.path):
         return ModelFiles(target.path, "mtp")
     entry = None if target.choice is None else target.choice.entry
     if target.choice is not None and draft in (None, "auto") and target.choice.entry.drafts:
         catalog = load_catalog()
-        found, drafts = chat_draft(catalog, target.choice), catalog.drafts(target.choice)
-        if found is None and drafts:
+        listed, drafts = chat_draft(catalog, target.choice), catalog.drafts(target.choice)
+        if listed is None and drafts:
             name = drafts[0].name
             without = "" if draft == "auto" else ": no drafts"
-            tell(f"The model's draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
-        elif found is not None:
-            given = find_variant(found.variant)
-            tell(f"The draft is {found.name}, as the catalog says: {given}")
-    if draft == "auto" and given is None:
-        tell(
+            notify(f"The model's draft {name} is not on this machine{without}. Download it with moeedge pull {name}.")
+        elif listed is not None:
+            source = find_variant(listed.variant)
+            notify(f"The draft is {listed.name}, as the catalog says: {source}")
+    if draft == "auto" and source is None:
+        notify(
             "No draft model found: drafts come from repeated phrases of the text (n-grams). "
             "-md FILE names one, -md none switches drafts off."
         )
         return ModelFiles(target.path, "ngram")
-    if given is None or given == "mtp" or entry is None or entry.draft_max is None:
-        return ModelFiles(target.path, given)
-    return ModelFiles(target.path, given, entry.draft_max)
+    if source is None or source == "mtp" or entry is None or entry.draft_max is None:
+        return ModelFiles(target.path, source)
+    return ModelFiles(target.path, source, entry.draft_max)
 
 
 def drafts_for_itself(path: Path) -> bool:
@@ -82,36 +81,32 @@ def drafts_for_itself(path: Path) -> bool:
     from moeedge.planning.headers import loadable
 
     with loadable(path) as file:
-        found = loading.drafts_for_itself(file.path)
-    if found:
-        tell("Drafts come from a part of the model's own file that predicts further tokens (MTP head).")
-    return found
+        has_head = loading.drafts_for_itself(file.path)
+    if has_head:
+        notify("Drafts come from a part of the model's own file that predicts further tokens (MTP head).")
+    return has_head
 
 
 def _locate(text: str, may_download: bool, *, with_draft: bool = False) -> LocalModel:
     try:
-        found = locate(text)
+        model = locate(text)
     except ModelNameError:
         find(load_catalog(), text)  # raises for an unknown name
-        from moeedge.hub.remote import is_offline
-
         if not may_download or is_offline():
             raise
-        from moeedge.hub.pull import want_pair
         from moeedge.ui.progress import PullProgress
 
         progress = PullProgress()
         progress.note(f"{text} is not on this machine and is downloaded now (not with --offline).")
         download(want_pair(load_catalog(), text, no_draft=not with_draft), progress)
-        found = locate(text)
-    if found.name:
-        tell(f"{found.name} is {found.path}")
-    return found
+        model = locate(text)
+    if model.name:
+        notify(f"{model.name} is {model.path}")
+    return model
 
 
 def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: bool = False) -> list[RemoteFile]:
-    """Fetches what is missing of these models. Returns the files that are missing then. Raises DownloadError."""
-    from moeedge.hub.pull import check_room, fetch_file, missing_files
+    """Fetches the missing files of these models. Returns those that are missing then. Raises DownloadError."""
     from moeedge.ui.model_views import notify_downloads
 
     missing = missing_files(wanted)
@@ -129,7 +124,7 @@ def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: 
     return []
 
 
-def tell(text: str) -> None:
+def notify(text: str) -> None:
     """Prints a line about the models on standard error."""
     from moeedge.ui.console import note, stderr_console
 

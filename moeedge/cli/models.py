@@ -19,30 +19,20 @@ from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import list_models as find_models
 from moeedge.hub.local import plan_removal, remove
 from moeedge.hub.pull import refresh, want_pair
+from moeedge.ui.tables import records_json
 from moeedge.units import format_bytes
 
 
 def _name(metavar: str, help: str, **settings: Any) -> Any:
-    """The model that a command is about, as a word."""
     return typer.Argument(metavar=metavar, help=help, autocompletion=completer(models), **settings)
 
 
-Shown = Annotated[
-    str,
-    _name(
-        "NAME|FILE",
-        "GGUF file, name of the catalog (moeedge list --all), or hf:OWNER/REPO:QUANT. Default: the bundled model.",
-        show_default=False,
-    ),
-]
-Wanted = Annotated[
-    str,
-    _name(
-        "NAME",
-        "A name of the catalog (moeedge list --all), NAME:QUANT, hf:owner/repo:QUANT or hf:owner/repo:file.gguf.",
-    ),
-]
-Removed = Annotated[str, _name("NAME", "As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf.")]
+_SHOWN = "GGUF file, name of the catalog (moeedge list --all), or hf:OWNER/REPO:QUANT. Default: the bundled model."
+_WANTED = "A name of the catalog (moeedge list --all), NAME:QUANT, hf:owner/repo:QUANT or hf:owner/repo:file.gguf."
+_REMOVED = "As moeedge list shows it: a name, NAME:QUANT or hf:owner/repo:file.gguf."
+Shown = Annotated[str, _name("NAME|FILE", _SHOWN, show_default=False)]
+Wanted = Annotated[str, _name("NAME", _WANTED)]
+Removed = Annotated[str, _name("NAME", _REMOVED)]
 
 declare(
     """
@@ -85,7 +75,6 @@ def list_models(
     entries go into ~/.config/moeedge/catalog.toml, or the file that MOEEDGE_CATALOG names (docs/models.md).
     """
     from moeedge.ui.model_views import fits_json, print_fits, print_models
-    from moeedge.ui.tables import records_json
 
     if ram is not None and fits is None:
         raise InputError("--ram needs --fits.", "Write for instance --fits none --ram 32GB.")
@@ -96,8 +85,8 @@ def list_models(
 
         ram_bytes = None if ram is None else memory_size(ram, "--ram")
         vram_bytes = None if fits == "auto" else 0 if fits == "none" else gpu_memory(fits, "--fits")
-        found = fitting(models, catalog, free_memory(vram_bytes, ram_bytes))
-        emit(output, fits_json, partial(print_fits, everything=everything), found)
+        fits_here = fitting(models, catalog, free_memory(vram_bytes, ram_bytes))
+        emit(output, fits_json, partial(print_fits, everything=everything), fits_here)
     else:
         show = partial(print_models, everything=everything, starter=catalog.starter())
         emit(output, lambda rows, _folder: records_json(rows), show, models, hub_cache())

@@ -1,7 +1,4 @@
-"""The table of options that several commands have, named as in llama.cpp where it has them.
-
-A command gives the default, and another value or help text in a table of its own.
-"""
+"""The table of options that several commands have, named as in llama.cpp; a command's own table changes them."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from operator import not_
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
@@ -29,9 +26,9 @@ _DIGITS_MAX = 9  # no model has so many experts
 ALL_LAYERS = 999  # more than any model has
 
 
-def ablations(given: list[str]) -> frozenset[str]:
-    """The names that --ablate was given, one by one or as lists."""
-    return frozenset(name.strip() for text in given for name in text.split(",") if name.strip())
+def ablations(texts: list[str]) -> frozenset[str]:
+    """The names of --ablate, one by one or as lists."""
+    return frozenset(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
 def _model(text: str) -> Path:
@@ -63,18 +60,11 @@ def _name_backends(files: list[str] | None) -> list[str] | None:
     return files
 
 
-def _set_token(token: str | None) -> str | None:
-    """Names the token where huggingface_hub looks for it."""
-    if token:
-        os.environ["HF_TOKEN"] = token
-    return token
-
-
-def _set_offline(offline: bool) -> bool:
-    """Forbids requests to the hub, in huggingface_hub as well."""
-    if offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    return offline
+def _set_variable(name: str, value: Any) -> Any:
+    """Sets a variable that huggingface_hub reads to the value of an option, where there is one."""
+    if value:
+        os.environ[name] = str(value if value is not True else 1)
+    return value
 
 
 def _show_log(wanted: bool) -> bool:
@@ -107,14 +97,14 @@ def _adapters(texts: Sequence[str]) -> tuple[LoraAdapter, ...]:
 
 
 def _scaled_adapters(texts: Sequence[str]) -> tuple[LoraAdapter, ...]:
-    found = []
+    adapters = []
     for item in (item for text in texts for item in text.split(",")):
         name, _, scale = item.rpartition(":")
         try:
-            found.append(LoraAdapter(Path(name), float(scale)))
+            adapters.append(LoraAdapter(Path(name), float(scale)))
         except ValueError:
             raise ValueError(f"--lora-scaled takes FILE:SCALE, such as adapter.gguf:0.5, not {item!r}") from None
-    return tuple(found)
+    return tuple(adapters)
 
 
 def parse_budget(text: str) -> int | Literal["auto"] | None:
@@ -301,8 +291,8 @@ declare(
     model={"parser": _model, "names": completion.models},
     model_draft={"names": completion.drafts},
     draft_max={"kind": str, "convert": _draft_length},
-    hf_token={"callback": _set_token},
-    offline={"callback": _set_offline},
+    hf_token={"callback": lambda token: _set_variable("HF_TOKEN", token)},
+    offline={"callback": lambda offline: _set_variable("HF_HUB_OFFLINE", offline)},
     verbose={"callback": _show_log},
     dataset={"names": completion.datasets},
     limit={"least": 0},
@@ -317,7 +307,7 @@ declare(
     load_mode={"kind": str},
     override_tensor={
         "kind": list[str],
-        "convert": lambda texts: tuple(found for text in texts for found in TensorOverride.parse(text)),
+        "convert": lambda texts: tuple(override for text in texts for override in TensorOverride.parse(text)),
     },
     lora={"kind": list[str], "convert": _adapters},
     lora_scaled={"kind": list[str], "convert": _scaled_adapters},

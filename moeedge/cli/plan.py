@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, get_args
-
 import typer
 
-from moeedge.cli.common import emit, gpu_memory, memory_size, names
-from moeedge.cli.engine_options import (
-    LlamaOptions,
-    PlacementOptions,
-    check_device,
-    layer_notes,
-)
-from moeedge.cli.model_files import ModelFiles, drafts_for_itself, resolve_models
+from moeedge.cli.common import gpu_memory, memory_size, names
+from moeedge.cli.engine_options import LlamaOptions
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.engine.types import DEFAULT_GAMMA, DraftWord
-from moeedge.errors import DownloadError, ModelNameError
-from moeedge.hub.catalog import Choice, load_catalog
 from moeedge.units import parse_rate
-
-
-def _sizes(text: str, option: str) -> list[int]:
-    return [memory_size(size, option) for size in names(text, option)]
-
-
-def _rates(text: str, option: str) -> list[float]:
-    return [float(parse_rate(rate)) for rate in names(text, option)]
-
 
 declare(
     """
@@ -47,14 +23,13 @@ declare(
         commas, are compared. Default: what moeedge calibrate --disk measured.
     """,
     "plan",
-    read={gpu_memory: "vram", memory_size: "reserve", _sizes: "ram", _rates: "disk_rate"},
+    read={
+        gpu_memory: "vram",
+        memory_size: "reserve",
+        lambda text, option: [memory_size(size, option) for size in names(text, option)]: "ram",
+        lambda text, option: [float(parse_rate(rate)) for rate in names(text, option)]: "disk_rate",
+    },
 )
-# not about what runs, of another meaning in chat, or a secret: the suggested command does not repeat them
-_NOT_REPEATED = {
-    *("vram", "ram", "cache_ratio", "reserve", "disk_rate"),
-    *("output", "verbose", "hf_token", "offline"),
-}
-_OF_LAYERS = {"n_gpu_layers", "n_cpu_moe", "cpu_moe"}
 
 
 @flatten
@@ -77,75 +52,6 @@ def plan(
     and the command that runs the model this way. For a model larger than RAM: what is read from the disk per token, and
     which speed that allows.
     """
-    from moeedge.planning.beyond_ram import known_tier
-    from moeedge.planning.memory_map import this_machine
-    from moeedge.planning.planner import Planner
-    from moeedge.planning.session_plan import make_session_plan
-    from moeedge.ui.plan_view import plan_json, print_plan
+    from moeedge.cli.plan_run import show_plan
 
-    placement = PlacementOptions(cache_ratio=cache_ratio).config()
-    sizes = ram or []
-    ram_bytes = sizes[0] if sizes else None
-    check_device(engine.device)
-    with ExitStack() as resources:
-        try:
-            files, pull_names = _find(engine.model, engine.model_draft, resources)
-        except DownloadError as error:
-            if load_catalog().find(str(engine.model)) is not None:
-                error.hint = f"{error.hint} moeedge list --all --fits auto estimates from the catalog alone."
-            raise
-        config = engine.config(placement, files=files, auto_gamma=engine.draft_max is None)
-        machine = this_machine(config, vram_bytes=vram, ram_bytes=ram_bytes)
-        ignored = [] if vram is not None else layer_notes(config)
-        if ignored:
-            machine = replace(machine, notes=(*machine.notes, *ignored))
-            config = replace(config, n_gpu_layers=0 if config.n_gpu_layers == 0 else None, n_cpu_moe=None)
-        with Planner(config, machine, reserve=reserve or 0, names=pull_names) as planner:
-            beyond_ram = known_tier(planner.facts, planner.file.original, disk_rate, tuple(sizes[1:]))
-            repeated = _repeated(context, _NOT_REPEATED | _OF_LAYERS if ignored else _NOT_REPEATED)
-            found = make_session_plan(planner, given=repeated, beyond_ram=beyond_ram)
-        emit(output, plan_json, print_plan, found)
-
-
-def _repeated(context: typer.Context, without: set[str]) -> list[str]:
-    """The options on the command line as typed, but for these parameters."""
-    known = {spelling: param for param in context.command.params for spelling in (*param.opts, *param.secondary_opts)}
-    words = iter(() if context.obj is None else context.obj.arguments)
-    found: list[str] = []
-    for word in words:
-        param: Any = known.get(word)
-        given = [] if param is None else [word] if param.is_flag else [word, next(words)]
-        if param is not None and param.name not in without:
-            found += given
-    return found
-
-
-def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[ModelFiles, dict[Path, str]]:
-    """The files of -m and -md as chat takes them; of those not on this machine the headers, and their pull names."""
-    draft = draft or "auto"
-    try:
-        return resolve_models(model, draft), {}
-    except ModelNameError:
-        if model is None:
-            raise
-    from moeedge.hub.names import find
-    from moeedge.planning.headers import locate_or_fetch
-    from moeedge.ui.console import say, stderr_console
-
-    folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
-    err, catalog = stderr_console(), load_catalog()
-    target, name = locate_or_fetch(str(model), folder, lambda line: say(err, line))
-    names_by_path = {target: name}
-    choice = None if model.exists() else find(catalog, str(model))
-    entry = choice.entry if isinstance(choice, Choice) else None
-    if draft == "auto" and drafts_for_itself(target):
-        draft = "mtp"
-    elif draft == "auto":
-        drafts = catalog.drafts(choice) if isinstance(choice, Choice) else []
-        draft = drafts[0].name if drafts else "ngram"
-    draft_file: Path | DraftWord | None = draft if draft in get_args(DraftWord) else None  # type: ignore[assignment]
-    if draft not in ("none", *get_args(DraftWord)):
-        draft_file, name = locate_or_fetch(draft, folder, lambda line: say(err, line))
-        names_by_path[draft_file] = name
-    suits = DEFAULT_GAMMA if entry is None or entry.draft_max is None or draft == "mtp" else entry.draft_max
-    return ModelFiles(target, draft_file, suits), {path: name for path, name in names_by_path.items() if name}
+    show_plan(context, engine, vram, ram or [], cache_ratio, reserve or 0, disk_rate, output)

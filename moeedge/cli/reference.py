@@ -1,8 +1,4 @@
-"""The command reference, from the declarations that --help shows: python -m moeedge.cli.reference
-
-It is not part of the repository: it is made where documents are published (> docs/cli.md). docs/commands.md is the
-short page in its place.
-"""
+"""The command reference, from the declarations of --help: python -m moeedge.cli.reference > docs/cli.md"""
 
 from __future__ import annotations
 
@@ -71,7 +67,8 @@ def markdown() -> str:
         if isinstance(command, LazyGroup):
             text += f"# `{name}`\n\n{COMMANDS[name]}\n\n"
             continue
-        _tell_all(command)
+        for each in (command, *getattr(command, "commands", {}).values()):
+            _complete_help(each)
         context = typer.Context(command, info_name=name)
         text += get_docs_for_click(obj=command, ctx=context, name=name, call_prefix="moeedge", indent=1)
         if name == "chat":
@@ -99,7 +96,6 @@ def _others() -> str:
 
 
 def _meaning(row: Row) -> str:
-    """What becomes of an option of another program."""
     if row.kind == "means":
         by_value = [f"{value}: `{words}`" for value, words in row.by_value.items() if value and words]
         return f"`{row.text.format('VALUE')}`" if row.text else ", ".join(by_value)
@@ -127,7 +123,6 @@ def llama_variables() -> dict[str, tuple[str, str, list[str]]]:
 
 
 def _variables() -> str:
-    """The section about environment variables."""
     columns = [
         text_column("variable", lambda variable: f"`{variable.name}`"),
         text_column("effect", "effect"),
@@ -137,23 +132,16 @@ def _variables() -> str:
     return _VARIABLES_INTRODUCTION + markdown_table(columns, VARIABLES)
 
 
-def _tell_all(command: Any) -> None:
-    """Adds to the help of each option what --help leaves out: further spellings, and variables of the environment."""
-    for inner in getattr(command, "commands", {}).values():
-        _tell_all(inner)
+def _complete_help(command: Any) -> None:
+    """Adds to the help of each option its further spellings and environment variables, which --help leaves out."""
     if hasattr(command, "commands"):
         return
     hidden = hidden_spellings(command)
     for param in command.params:
-        also = [f"`{spelling}`" for spelling, first in hidden.items() if first in param.opts]
-        variables = [f"`{name}`" for name in param.envvar or ()]
-        param.help = " ".join(
-            [
-                param.help or "",
-                *([f"Also {', '.join(also)}."] if also else []),
-                *([f"Environment: {', '.join(variables)}."] if variables else []),
-            ]
-        ).strip()
+        also = ", ".join(f"`{spelling}`" for spelling, first in hidden.items() if first in param.opts)
+        variables = ", ".join(f"`{name}`" for name in param.envvar or ())
+        parts = [param.help or "", also and f"Also {also}.", variables and f"Environment: {variables}."]
+        param.help = " ".join(filter(None, parts))
 
 
 if __name__ == "__main__":

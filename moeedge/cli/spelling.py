@@ -1,7 +1,4 @@
-"""What was typed, before Typer parses it: further spellings, words of other programs, options that do not exist.
-
-Typer reports an unknown -xyz as -x. Here every argument is looked up as an entire word first.
-"""
+"""The command line before Typer parses it, which reports an unknown -xyz as -x: every word is looked up first."""
 
 from __future__ import annotations
 
@@ -63,11 +60,11 @@ class Speller:
         elsewhere: Callable[[str], list[str]] = lambda spelling: [],
     ) -> None:
         self.name = name
-        self.sets: dict[str, str] = {}  # of the environment, by what was translated
-        self.all_help = False  # what was typed asks for the help of every option
+        self.sets: dict[str, str] = {}  # variables that translated options set
+        self.all_help = False  # whether the help of every option is wanted
         self.warnings: list[str] = []  # a sentence for each option that has no effect
-        self.arguments: list[str] = []  # what was typed last, as the command declares it
-        self.settings: list[Setting] = []  # what the environment sets besides
+        self.arguments: list[str] = []  # of the last command line, as the command declares them
+        self.settings: list[Setting] = []  # of the environment
         self._elsewhere = elsewhere
         self._params = {
             spelling: param
@@ -92,19 +89,18 @@ class Speller:
 
     def knows(self, word: str) -> bool:
         """Whether the command takes this option, its value attached or not."""
-        attached = _VALUE_ATTACHED.fullmatch(word) is not None and _takes_value(self._params.get(word[:2]))
-        return attached or word.partition("=")[0] in self.spellings | self._foreign.keys()
+        return self._is_attached(word) or word.partition("=")[0] in self.spellings | self._foreign.keys()
+
+    def _is_attached(self, word: str) -> bool:
+        return _VALUE_ATTACHED.fullmatch(word) is not None and _takes_value(self._params.get(word[:2]))
 
     def translate(self, arguments: Sequence[str]) -> list[str]:
         """The arguments as the command declares them. Raises InputError for what it does not have."""
-        given = list(arguments)
-        translated: list[str] = []
-        plain: list[str] = []
-        hub_file = ""
-        while given:
-            word = given.pop(0)
+        rest, translated, plain, hub_file = list(arguments), list[str](), list[str](), ""
+        while rest:
+            word = rest.pop(0)
             if word == "--":
-                plain += given
+                plain += rest
                 break
             if not word.startswith("-") or word == "-":
                 plain.append(word)
@@ -121,20 +117,20 @@ class Speller:
                         raise InputError(f"{spelling} takes no value.", f"See moeedge {self.name} --help.")
                 elif equals:
                     translated.append(value)
-                elif (default := self._default_values.get(spelling)) and not (given and default[0].fullmatch(given[0])):
+                elif (default := self._default_values.get(spelling)) and not (rest and default[0].fullmatch(rest[0])):
                     translated.append(default[1])
-                elif given:
-                    translated.append(given.pop(0))
+                elif rest:
+                    translated.append(rest.pop(0))
                 else:
                     raise InputError(f"{spelling} needs a value.", f"See moeedge {self.name} --help.")
-            elif _VALUE_ATTACHED.fullmatch(word) and _takes_value(self._params.get(word[:2])):
+            elif self._is_attached(word):
                 translated += [word[:2], word[2:]]
-            elif spelling in ("-hff", "--hf-file") and self._runs_model and (equals or given):
-                hub_file = value if equals else given.pop(0)
+            elif spelling in ("-hff", "--hf-file") and self._runs_model and (equals or rest):
+                hub_file = value if equals else rest.pop(0)
             elif spelling in self._foreign:
                 if equals:
-                    given.insert(0, value)
-                given = [*self._replace(spelling, given), *given]
+                    rest.insert(0, value)
+                rest = [*self._replace(spelling, rest), *rest]
             else:
                 raise self._unknown(spelling)
         self._add_foreign_settings(translated, arguments)
@@ -155,7 +151,7 @@ class Speller:
         Arguments come first. LLAMA_ARG_NO_X switches X off whatever its value, and comes before LLAMA_ARG_X, as in
         llama.cpp.
         """
-        given = {id(self._params[word]) for word in self.arguments if word in self._params}
+        typed = {id(self._params[word]) for word in self.arguments if word in self._params}
         for param in dict.fromkeys(self._params.values()):
             is_switch = not _takes_value(param) or {"on", "off"} <= set((param.metavar or "").split("|"))
             variables = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
@@ -169,35 +165,31 @@ class Speller:
                     continue
                 if is_switch and word:
                     self.sets[name] = word
-                if id(param) not in given:
+                if id(param) not in typed:
                     self.settings.append(setting)
                 break
 
     def _add_hub_file(self, translated: list[str], file: str) -> None:
-        """Adds a file to the repository of -hf, which became -m hf:OWNER/REPO.
-
-        Without a file that was typed it is LLAMA_ARG_HF_FILE's, for a repository that is named without one; another
-        model comes before it.
-        """
+        """Adds a file, typed or LLAMA_ARG_HF_FILE's, to the repository of -hf, which became -m hf:OWNER/REPO."""
         places = [i + 1 for i, word in enumerate(translated[:-1]) if word == "-m"]
         repository = os.environ.get("LLAMA_ARG_HF_REPO", "") if file or not os.environ.get("LLAMA_ARG_MODEL") else ""
         model = translated[places[-1]] if places else f"hf:{repository.removeprefix('hf:')}"
-        found = _FROM_HUB.match(model)
-        if file and found is None:
+        match = _FROM_HUB.match(model)
+        if file and match is None:
             raise InputError(f"-hff: {self._foreign['-hff'].text}", self._foreign["-hff"].hint)
-        if not file and found is not None and found[0] == model and (file := os.environ.get(HUB_FILE, "")):
+        if not file and match is not None and match[0] == model and (file := os.environ.get(HUB_FILE, "")):
             self.settings.append(Setting(HUB_FILE, file, "-hff"))
-        if file and found is not None:
+        if file and match is not None:
             place = slice(places[-1] - 1, places[-1] + 1) if places else slice(len(translated), None)
-            translated[place] = ["-m", f"{found[0]}:{file}"]
+            translated[place] = ["-m", f"{match[0]}:{file}"]
 
     def _add_foreign_settings(self, translated: list[str], arguments: Sequence[str]) -> None:
         """Puts the environment's values of options that are spelled otherwise here before the others."""
-        given = {word.partition("=")[0] for word in arguments}
+        typed = {word.partition("=")[0] for word in arguments}
         for spellings, row in OPTIONS.items() if self._runs_model else ():
             value = os.environ.get(row.variable)
             names = spellings.split(", ")
-            if not value or given & set(names):
+            if not value or typed & set(names):
                 continue
             setting = Setting(row.variable, value, names[0])
             try:
@@ -210,7 +202,7 @@ class Speller:
                 self.settings.append(setting)
 
     def _replace(self, spelling: str, following: list[str]) -> list[str]:
-        """What is written in place of an option of another program; its value is taken from `following`."""
+        """The words in place of an option of another program; its value is taken from `following`."""
         row = self._foreign[spelling]
         if row.kind == "refused":
             raise InputError(f"{spelling}: {row.text}", row.hint)
@@ -242,20 +234,16 @@ class Speller:
             hint = f"For a model write -m {plain[0]}" if "-m" in self._params else f"See moeedge {self.name} --help"
             also = f", for a question -p '{plain[0]}'." if self.name == "chat" else "."
             raise InputError(f"moeedge {self.name} takes options only, not the word '{plain[0]}'.", hint + also)
-        placed = []
-        for option, word in zip(self._words[:-1], plain, strict=False):
-            placed += [option, word]
-        rest = plain[len(self._words) - 1 :]
-        return [*placed, self._words[-1], " ".join(rest)] if rest else placed
+        n = len(self._words) - 1
+        values = [*plain[:n], " ".join(plain[n:])] if plain[n:] else plain
+        return [text for pair in zip(self._words, values, strict=False) for text in pair]
 
     def _unknown(self, spelling: str) -> InputError:
-        """The error for an option that nothing has, or that another command has."""
         message = f"moeedge {self.name} has no option {spelling}"
         others = self._elsewhere(spelling)
         if others:
-            *first, last = others
-            names = f"{', '.join(first)} and {last}" if first else last
-            return InputError(f"{message}; {names} {'have' if first else 'has'} it.")
+            names = ", ".join(others[:-1]) + f"{' and ' if others[1:] else ''}{others[-1]}"
+            return InputError(f"{message}; {names} {'have' if others[1:] else 'has'} it.")
         similar = [
             name for name in difflib.get_close_matches(spelling, self.spellings, n=3, cutoff=_SIMILAR) if len(name) > 2
         ]
@@ -265,30 +253,27 @@ class Speller:
         return InputError(f"{message}.", hint)
 
 
-def unknown_command(name: str, known: Mapping[str, object], group: str = "", *, moved: bool = False) -> InputError:
+def unknown_command(name: str, commands: Mapping[str, object], group: str = "", *, moved: bool = False) -> InputError:
     """The error for a command that `group` ("lab " or none) does not have; moved: it is one of the lab's."""
     if moved:
         return InputError(f"{name} is a command of the lab.", f"Write moeedge lab {name}.")
     if name in COMMANDS and not group:
         return InputError(COMMANDS[name].text, COMMANDS[name].hint)
-    similar = difflib.get_close_matches(name, known)
+    similar = difflib.get_close_matches(name, commands)
     hint = f"Did you mean {group}{' or '.join(similar)}?" if similar else f"moeedge {group}--help lists the commands."
     return InputError(f"moeedge {group}has no command {name}.", hint)
 
 
 def name_options(message: str, spellings: set[str]) -> str:
-    """A sentence about a field of a configuration, with the option in place of the field, and a capital letter.
+    """Names the option in place of the field in a sentence, which gets a capital letter.
 
     "n_threads (-t) must be ..." becomes "-t must be ...", "top_k must be ..." "--top-k must be ...".
     """
-    named = re.match(r"(?:the )?[\w ]+ \((-[\w-]+)\) (?=must )", message)
-    if named is not None:
-        return f"{named[1]} {message[named.end() :]}"
+    if match := re.match(r"(?:the )?[\w ]+ \((-[\w-]+)\) (?=must )", message):
+        return f"{match[1]} {message[match.end() :]}"
     field, _, rest = message.partition(" ")
     option = f"--{field.replace('_', '-')}"
-    if option in spellings:
-        return f"{option} {rest}"
-    return message[:1].upper() + message[1:]
+    return f"{option} {rest}" if option in spellings else message[:1].upper() + message[1:]
 
 
 def off_variable(name: str) -> str:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -30,6 +30,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
 from moeedge.native.mapping import open_direct
 from moeedge.paths import text_of
+from moeedge.run import NO_PROGRESS, Progress
 from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement, write_measurement
 
 DEPTHS = (1, 2, 4, 8, 16)  # requests at a time

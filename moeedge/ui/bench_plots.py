@@ -1,4 +1,4 @@
-"""What `bench --plot` draws of the rows of a benchmark."""
+"""The plots of `bench --plot`, from the rows of a benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from moeedge.bench.records import BenchRow
 from moeedge.ui.plots import Line, Plot, save_plots
 
 _N_COLUMNS = 3
-_LEAST_RANGE = 0.05  # of a plot's qualities: or else rounding would fill the plot
 _SCORED = "score / stock-ar's, mean of the categories"
 _AGREED = "agreement with stock-ar"
 _SPEED = "decoding speed / stock-ar's"
@@ -30,11 +29,7 @@ class _Point(NamedTuple):
 
 
 def draw(rows: Sequence[BenchRow], path: Path) -> bool:
-    """`bench --plot`: what the run compares, texts together, expert budgets and draft lengths, or expert caches.
-
-    Returns False, and writes no file, where no row has such figures. Raises InputError where the file cannot be
-    written.
-    """
+    """Draws what the run compares. Returns False without figures. Raises InputError for an unwritable file."""
     plots = next(filter(None, (make(rows) for make in (batch_plots, speculation_plots, cache_plots))), [])
     drafted = next((row.setup.draft for row in rows if row.setup.gamma), None)
     device = next((row.setup.device for row in rows if row.cache_ratio is not None), None)
@@ -82,10 +77,7 @@ def cache_plots(rows: Sequence[BenchRow]) -> list[Plot]:
 
 
 def batch_plots(rows: Sequence[BenchRow]) -> list[Plot]:
-    """Throughput and speed-up by the number of texts decoded together; bars from the smallest to the largest pair.
-
-    [] where no mode with drafts was measured next to plain decoding.
-    """
+    """Throughput and speed-up by the number of texts decoded together, with bars over all pairs; [] without pairs."""
     figures = [(row.parallel, row.tg) for row in rows if row.parallel is not None]
     throughput = _lines(_Point(own.curve, own.n_parallel, tg and tg.mean) for own, tg in figures)
     speed_up = _lines(
@@ -105,38 +97,36 @@ def speculation_plots(rows: Sequence[BenchRow]) -> list[Plot]:
     """Expert budgets, quality over speed-up (MoE-Spec, Figures 3, 9 and 10), then draft lengths (Figure 4).
 
     All categories together, then one by one. The quality is the score, relative to stock-ar's in the first plot, as
-    in the paper; without scores, it is the share of stock-ar's tokens before the first difference. [] where no row
-    has a figure.
+    in the paper; without scores, the share of stock-ar's tokens before the first difference. [] without figures.
     """
-    known = [(row, row.figures) for row in rows if row.figures is not None]
-    scored = any(own.total.score is not None for _, own in known)
-    whole = _SCORED if scored else _AGREED
-    plots: dict[str, list[_Point]] = {whole: []}
-    for row, own in known:
+    compared = [(row, row.figures) for row in rows if row.figures is not None]
+    scored = any(own.total.score is not None for _, own in compared)
+    total = _SCORED if scored else _AGREED
+    points: dict[str, list[_Point]] = {total: []}  # by the title of their plot
+    for row, own in compared:
         quality, error = (row.output.agreement if row.output is not None else None), 0.0
         if scored:
             quality, error = _mean_of_categories(own.by_category or (own.total,))
-        plots[whole].append(_budget_point(own.mode, own.total.ratio, quality, error))
-        for point in own.by_category if scored else ():
-            shown = _budget_point(own.mode, point.ratio, point.score, point.score_stderr)
-            plots.setdefault(point.category, []).append(shown)
-    labels = dict.fromkeys(plots, "score") | {whole: "quality"}
-    found = [
-        Plot(title, _SPEED, labels[title], lines=lines, bottom=None, least_range=_LEAST_RANGE)
-        for title, points in plots.items()
-        if (lines := _lines(points))
+        points[total].append(_budget_point(own.mode, own.total.ratio, quality, error))
+        for each in own.by_category if scored else ():
+            point = _budget_point(own.mode, each.ratio, each.score, each.score_stderr)
+            points.setdefault(each.category, []).append(point)
+    plots = [
+        Plot(title, _SPEED, "quality" if title == total else "score", lines=lines, bottom=None, least_range=0.05)
+        for title in points  # the least range: or else rounding would fill the plot
+        if (lines := _lines(points[title]))
     ]
-    return found + _length_plots([(row, own) for row, own in known if own.mode.drafts])
+    return plots + _length_plots([(row, own) for row, own in compared if own.mode.drafts])
 
 
 def _mean_of_categories(points: Sequence[BudgetPoint]) -> tuple[float | None, float]:
     """Returns the quality relative to stock-ar's, mean over categories, with its standard error."""
-    known = [(point, point.quality) for point in points if point.quality is not None]
-    if not known:
+    scored = [(point, point.quality) for point in points if point.quality is not None]
+    if not scored:
         return None, 0.0
     # a category in which every answer is wrong has no error
-    errors = [quality / point.score * (point.score_stderr or 0.0) if point.score else 0.0 for point, quality in known]
-    return fmean(quality for _, quality in known), sum(error**2 for error in errors) ** 0.5 / len(known)
+    errors = [quality / point.score * (point.score_stderr or 0.0) if point.score else 0.0 for point, quality in scored]
+    return fmean(quality for _, quality in scored), sum(error**2 for error in errors) ** 0.5 / len(scored)
 
 
 def _budget_point(mode: BenchMode, ratio: float | None, quality: float | None, error: float | None) -> _Point:

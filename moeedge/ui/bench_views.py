@@ -125,10 +125,7 @@ _MODEL_COLUMNS = (
 
 
 def _tables(rows: Sequence[BenchRow], *, is_text: bool) -> str:
-    """Tables of at most 100 columns, as llama-bench prints them; below them, once, what all rows have in common.
-
-    is_text: without Markdown's lines.
-    """
+    """Tables of at most 100 columns (is_text: without Markdown's lines); below them what all rows have in common."""
     if not rows:
         return ""
     columns = [column for column in _bench_columns(rows) if any(column.text(row) != column.none for row in rows)]
@@ -162,10 +159,10 @@ def _lines_below(rows: Sequence[BenchRow]) -> list[str]:
 def withheld_lines(rows: Sequence[BenchRow]) -> list[str]:
     """One line where ratios are withheld, with the reasons."""
     scatter = f"ratios of repetitions differ by more than {RATIO_SCATTER:.0%}"
-    reasons, causes = {"load": "other programs took cores", "scatter": scatter}, {row.disturbed for row in rows}
-    found = [reason for cause, reason in reasons.items() if cause in causes]
-    return found and [
-        f"{WITHHELD}: no ratio, because the samples of the row or of stock-ar were disturbed: {' and '.join(found)}. "
+    causes, texts = {row.disturbed for row in rows}, {"load": "other programs took cores", "scatter": scatter}
+    reasons = [text for cause, text in texts.items() if cause in causes]
+    return reasons and [
+        f"{WITHHELD}: no ratio, because the samples of the row or of stock-ar were disturbed: {' and '.join(reasons)}. "
         "Measure again on a quiet machine."
     ]
 
@@ -190,7 +187,7 @@ def quiet_lines(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
-    """What all rows have in common."""
+    """Model, drafts, machine and versions of all rows."""
     setup = rows[0].setup
     commit = f", commit {setup.commit[:10]}{' (changed)' if setup.dirty else ''}" if setup.commit else ""
     drafted = next((row.setup for row in rows if row.setup.gamma), None)
@@ -211,7 +208,7 @@ def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def limit_lines(setup: Setup) -> list[str]:
-    """What decoding without drafts is limited by, where the memory's read speed was measured."""
+    """The limit of decoding without drafts, where the memory's read speed was measured."""
     if not (setup.limit_ts and setup.bytes_per_token and setup.read_bytes_per_s):
         return []
     return [
@@ -360,10 +357,10 @@ _QUALITY_COLUMNS = (
 
 def quality_markdown(rows: Sequence[BenchRow]) -> str:
     """The table of the rows whose expert budgets or draft lengths are compared, and one by category; "" for none."""
-    known = [(row, row.figures) for row in rows if row.figures is not None]
-    if not known:
+    compared = [(row, row.figures) for row in rows if row.figures is not None]
+    if not compared:
         return ""
-    rows = [row for row, _ in known]
+    rows = [row for row, _ in compared]
     lines = [
         "",
         "Experts per MoE layer and verification: natural (chosen by the router), kept, and the most in any",
@@ -373,14 +370,13 @@ def quality_markdown(rows: Sequence[BenchRow]) -> str:
         narrow_markdown(_QUALITY_COLUMNS, rows, n_keys=1),
     ]
     columns = [text_column("score, / stock-ar", "label")]
-    for category in dict.fromkeys(point.category for _, own in known for point in own.by_category):
-        columns.append(Column(category, partial(_score_and_ratio, category)))
+    categories = dict.fromkeys(point.category for _, own in compared for point in own.by_category)
+    columns += [Column(category, partial(_score_and_ratio, category)) for category in categories]
     by_category = "\n" + narrow_markdown(columns, rows, n_keys=1) if len(columns) > 1 else ""
     return "\n".join(lines) + by_category
 
 
 def _score_and_ratio(category: str, row: BenchRow) -> str | None:
-    """Score and speed-up over stock-ar."""
     point = next((each for each in row.figures.by_category if each.category == category), None) if row.figures else None
     if point is None:
         return None

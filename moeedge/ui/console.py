@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,9 +21,6 @@ from moeedge.errors import InputError
 from moeedge.run import Level, Notification, Notify
 from moeedge.ui.figures import Figure
 
-if sys.platform != "win32":
-    import termios
-
 MIN_PANEL_COLUMNS = 40
 MIN_PANEL_ROWS = 10
 _LEAST_ROOM = 12  # columns for values next to their labels
@@ -32,20 +30,13 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
-_quiet = False  # notes are left out
-_plain = False  # no colour, nothing is repainted
+_quiet, _plain = False, False
 
 
-def set_quiet(quiet: bool) -> None:
-    """Whether notes are left out; warnings and errors never are."""
-    global _quiet
-    _quiet = quiet
-
-
-def set_plain(plain: bool) -> None:
-    """Whether consoles that are made from now on show text without colour, and views write it once."""
-    global _plain
-    _plain = plain
+def set_modes(*, quiet: bool, plain: bool) -> None:
+    """Sets how consoles made from now on write. quiet: no notes; plain: no colour, and nothing is repainted."""
+    global _quiet, _plain
+    _quiet, _plain = quiet, plain
 
 
 def visible(text: str) -> str:
@@ -63,25 +54,20 @@ def is_terminal(stream: IO[str] | None) -> bool:
 
 def terminal_is_gone() -> bool:
     """Whether standard input is a terminal that was closed: reading it ends as after Ctrl-D."""
-    if sys.platform == "win32" or sys.stdin is None:
-        return False
     try:
         termios.tcgetattr(sys.stdin.fileno())
-    except (OSError, ValueError):
-        return False
     except termios.error as error:
         return error.args[:1] == (errno.EIO,)
+    except (AttributeError, OSError, ValueError):  # there is no standard input, or it has no descriptor
+        return False
     return False
 
 
 def supports_panel(console: Console) -> bool:
-    """Whether this is a terminal that can be repainted and is large enough.
-
-    NO_COLOR asks for plain text; so do TERM=dumb, an unset TERM, and an encoding without box characters.
-    """
+    """Whether this is a terminal that can be repainted and is large enough, and NO_COLOR or TERM do not forbid it."""
     if _plain or not is_terminal(console.file) or os.environ.get("NO_COLOR"):
         return False
-    if os.name != "nt" and os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+    if os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False
     utf8 = (getattr(console.file, "encoding", None) or "").lower().replace("-", "") == "utf8"
     return utf8 and console.width >= MIN_PANEL_COLUMNS and console.height >= MIN_PANEL_ROWS
@@ -98,11 +84,8 @@ def stdout_console() -> Console:
 
 
 def say(console: Console, text: str, *, style: str = "dim") -> None:
-    """Print a line of the program's own, wrapped between words on a terminal and unbroken in a file.
-
-    A lost terminal, as after SIGHUP, is not an error.
-    """
-    with suppress(OSError):
+    """Print a line of the program's own, wrapped between words on a terminal and unbroken in a file."""
+    with suppress(OSError):  # of a lost terminal, as after SIGHUP
         console.print(text, style=style, soft_wrap=not console.is_terminal)
 
 
@@ -144,13 +127,9 @@ def show_figures(console: Console, figures: list[Figure], *, style: str = "", in
 
 @contextmanager
 def typing_hidden(*, drop: bool = False) -> Iterator[None]:
-    """Do not echo what is typed while an answer is painted. Ctrl-C still works.
-
-    drop: what is typed meanwhile is read by nobody; what was typed before stays, and all after it. Otherwise it waits
-    for the next prompt.
-    """
+    """Do not echo what is typed meanwhile; drop: discard it, unless something was typed before. Ctrl-C still works."""
     fd = _foreground_terminal()
-    if sys.platform == "win32" or fd is None:
+    if fd is None:
         yield
         return
     drop = drop and not select.select([fd], [], [], 0)[0]
@@ -168,30 +147,27 @@ def typing_hidden(*, drop: bool = False) -> Iterator[None]:
 
 
 def _foreground_terminal() -> int | None:
-    """The descriptor of standard input if it is a terminal that this process may change.
-
-    Changing it from the background would stop the process.
-    """
-    if sys.platform == "win32" or not is_terminal(sys.stdin):
-        return None
+    """The descriptor of standard input if it is a terminal that this process may change without being stopped."""
     try:
         fd = sys.stdin.fileno()
         termios.tcgetattr(fd)
         return fd if os.tcgetpgrp(fd) == os.getpgrp() else None
-    except (OSError, ValueError, termios.error):
+    except (AttributeError, OSError, ValueError, termios.error):
         return None
 
 
 def check_output(path: Path) -> None:
     """Raises InputError if no file can be written at `path`; to be called before the work."""
     folder = path.absolute().parent
+    reason, hint = "", "Choose another path."
     if path.is_dir():
-        raise InputError(f"{path} cannot be written: it is a folder.", "Give the path of a file in it.")
-    if not folder.is_dir():
-        hint = "Create it, or choose another path."
-        raise InputError(f"{path} cannot be written: there is no folder {folder}.", hint)
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{path} cannot be written: you have no permission.", "Choose another path.")
+        reason, hint = "it is a folder", "Give the path of a file in it."
+    elif not folder.is_dir():
+        reason, hint = f"there is no folder {folder}", "Create it, or choose another path."
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        reason = "you have no permission"
+    if reason:
+        raise InputError(f"{path} cannot be written: {reason}.", hint)
 
 
 def check_picture(path: Path, option: str = "--plot") -> None:

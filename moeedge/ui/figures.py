@@ -41,7 +41,7 @@ class Figure:
 
 
 def known_figures(values: Mapping[str, str]) -> list[Figure]:
-    """Figures by label; empty values are left out."""
+    """The figures of these labels and values; empty values are left out."""
     return [Figure(label, value) for label, value in values.items() if value]
 
 
@@ -68,7 +68,7 @@ def device_name(label: str) -> str:
 
 
 def budget(info: EngineInfo) -> str:
-    """The expert budget in the words that every result under one carries; empty without one."""
+    """The expert budget as every result names it; empty without one."""
     return "" if info.expert_budget is None else info.expert_budget.label_at(info.gamma)
 
 
@@ -78,27 +78,22 @@ def per_layer(count: float | None) -> str:
 
 
 def shares(parts_s: Mapping[str, float], total_s: float) -> list[Figure]:
-    """Parts of a time and "the rest" in whole percents that add up to 100; none where no time has passed.
-
-    Parts that exceed the total, as clocks of several threads may, are shares of their sum.
-    """
-    total_s = max(total_s, math.fsum(parts_s.values()))
+    """Parts of a time and "the rest" in whole percents that add up to 100; none where no time has passed."""
+    total_s = max(total_s, math.fsum(parts_s.values()))  # clocks of several threads may exceed it
     if total_s <= 0:
         return []
     exact = {label: 100 * part_s / total_s for label, part_s in parts_s.items()}
     exact["the rest"] = 100 - math.fsum(exact.values())
-    whole = {label: math.floor(share) for label, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda label: whole[label] - exact[label])
-    for label in by_remainder[: 100 - sum(whole.values())]:
-        whole[label] += 1
-    return [Figure(label, f"{share} %") for label, share in whole.items()]
+    rounded = {label: math.floor(share) for label, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda label: rounded[label] - exact[label])
+    for label in by_remainder[: 100 - sum(rounded.values())]:
+        rounded[label] += 1
+    return [Figure(label, f"{share} %") for label, share in rounded.items()]
 
 
 def time_figures(stats: PlacementStats) -> list[Figure]:
-    """What the steps' time goes to: drafts, experts on the CPU, waiting for the device or the disk, and the rest.
-
-    The device computes at the same time as the CPU, so that its own time is no part of these (`device_share`).
-    """
+    """Shares of the steps' time: drafts, experts on the CPU, waiting for the device or the disk, and the rest."""
+    # the device computes at the same time as the CPU: its own time is no part of these
     waiting = "waiting for the disk" if is_ram(stats.device) else "waiting for the device"
     parts_s = {"drafts": stats.draft_s, "experts on the CPU": stats.cpu_s, waiting: stats.wait_s}
     return shares(parts_s, stats.decode_s)
@@ -142,7 +137,9 @@ def memory_figure(stats: PlacementStats) -> Figure:
 
 
 def tau_text(tau: Sequence[float]) -> str:
-    """The range of the thresholds of the expert layers; inf: no expert is hot."""
+    """The range of the thresholds of the expert layers (inf: no expert is hot); empty without any."""
+    if not tau:
+        return ""
     low, high = (f"{round(value, 1):g}" for value in (min(tau), max(tau)))
     return low if low == high else f"{low}-{high}"
 
@@ -187,14 +184,14 @@ def live_cache_figures(stats: PlacementStats) -> list[Figure]:
         *([] if from_disk else [Figure("link", _rate(stats), rank=4)]),
         memory_figure(stats),
         Figure("", "", draw=lambda columns: share_line(time_figures(stats), columns), rank=3),
-        Figure("tau", tau_text(stats.tau) if stats.tau else "", rank=2),
+        Figure("tau", tau_text(stats.tau), rank=2),
         Figure("lookahead", "" if stats.lookahead is None else lookahead(stats.lookahead), rank=5),
     ]
     return [figure for figure in shown if figure.value or figure.draw] + in_ram
 
 
 def earlier_runs(info: EngineInfo) -> str:
-    """What earlier runs have left for a warm start of experts in RAM."""
+    """The activations that earlier runs have left for a warm start of experts in RAM."""
     if (earlier := info.earlier_runs) is None:
         return "nothing kept"
     when = datetime.fromtimestamp(earlier.kept_at_s).strftime("%Y-%m-%d %H:%M")
@@ -248,8 +245,8 @@ def _tokens(n_tokens: int) -> str:
 
 def _computed(stats: GenerationStats) -> str:
     """Tokens computed of the prompt, and of how many where it was stopped before its end."""
-    asked = stats.prompt_tokens - stats.cached_tokens
-    return _tokens(asked) if stats.prefill_tokens == asked else f"{stats.prefill_tokens:,} of {_tokens(asked)}"
+    n = stats.prompt_tokens - stats.cached_tokens
+    return _tokens(n) if stats.prefill_tokens == n else f"{stats.prefill_tokens:,} of {_tokens(n)}"
 
 
 def draft_length(choice: DraftChoice) -> str:
@@ -266,8 +263,7 @@ def draft_length(choice: DraftChoice) -> str:
 def experts(info: EngineInfo, stats: GenerationStats) -> str:
     """Distinct experts that one verification uses in a layer, of all in the layer."""
     mean = stats.experts_per_verification
-    known = NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
-    return known if info.n_experts else "no experts"
+    return "no experts" if not info.n_experts else NONE if mean is None else f"{mean:.1f} of {info.n_experts}"
 
 
 def answer_rows(
@@ -293,8 +289,8 @@ def answer_rows(
         texts["drafts by n-grams"] = f"in {stats.ngram_steps} of {stats.steps} steps" if stats.ngram_steps else ""
     if stats.experts_per_verification is not None:
         texts["experts per layer and step"] = experts(info, stats)
-    natural, kept = stats.experts_natural, percent(stats.kept_probability)
-    effect = "" if natural is None else f": {natural:.1f} without it, {kept} of probability kept"
+    natural, share = stats.experts_natural, percent(stats.kept_probability)
+    effect = "" if natural is None else f": {natural:.1f} without it, {share} of probability kept"
     texts["expert budget"] = budget(info) and budget(info) + effect
     if cache is None:
         place = "the CPU" if info.device == "none" else info.device
@@ -352,8 +348,8 @@ def live_figures(
 ) -> list[Figure]:
     """The panel's figures while an answer streams, the most important first.
 
-    read: tokens of the prompt read so far, and all that are to be read, shown with `elapsed_s` since the call until the
-    first token. full: all figures instead of those that a newcomer needs.
+    read: tokens of the prompt read so far, and to be read, shown with `elapsed_s` since the call until the first token.
+    full: all figures instead of those that a newcomer needs.
     """
     lossy = known_figures({"budget": budget(info).removeprefix("budget ")})  # no small window leaves it out
     if stats.ttft_s <= 0:

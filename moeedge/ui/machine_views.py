@@ -53,8 +53,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print()
     for hint in hints:
         console.print(hint, soft_wrap="pip install" in hint.plain or not console.is_terminal)  # to be copied
-    found = Counter(finding.status for finding in report.findings)
-    broken, warnings = found["broken"], found["warning"]
+    counts = Counter(finding.status for finding in report.findings)
+    broken, warnings = counts["broken"], counts["warning"]
     look = f"; {warnings} thing{'s' * (warnings > 1)} to look at" if warnings else ""
     verdict = f"{broken} things are broken." if broken > 1 else "1 thing is broken."
     console.print(f"\n{verdict if broken else f'Everything works{look}.'}", style="bold")
@@ -112,12 +112,11 @@ def print_disk(found: DiskCalibration, console: Console) -> None:
     def name(size: int) -> str:
         return _size(size) + (", a matrix of an expert" if 0 <= size - found.matrix_bytes < 4096 else "")
 
-    of = f", {found.file_system}" if found.file_system else ""
+    system = f", {found.file_system}" if found.file_system else ""
     experts = f", an expert {_size(found.expert_bytes)}" if found.expert_bytes else ""
-    console.print(f"{found.model} ({format_bytes(found.file_bytes)}{experts}) on {found.mount or 'its disk'}{of}")
-    depths = sorted({rate.depth for rate in found.rates})
+    console.print(f"{found.model} ({format_bytes(found.file_bytes)}{experts}) on {found.mount or 'its disk'}{system}")
+    depths, pieces = (sorted({getattr(rate, key) for rate in found.rates}) for key in ("depth", "piece_bytes"))
     rates = {(rate.piece_bytes, rate.depth): rate.bytes_per_s for rate in found.rates}
-    pieces = sorted({rate.piece_bytes for rate in found.rates})
     rows = [(name(size), *(rates[size, depth] for depth in depths)) for size in pieces]
     columns = [text_column("MB/s, requests at a time", 0), *value_columns(depths, ".0f", scale=1e-6)]
     print_table(console, columns, rows)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def _model_size(model: ListedModel) -> str | None:
-    known = model.about_bytes if model.size_bytes is None else model.size_bytes
-    return None if known is None else f"{'~' if model.size_bytes is None else ''}{format_bytes(known)}"
+    n_bytes = model.about_bytes if model.size_bytes is None else model.size_bytes
+    return None if n_bytes is None else f"{'~' if model.size_bytes is None else ''}{format_bytes(n_bytes)}"
 
 
 _HERE = {"complete": "yes", "partial": "", "absent": "no"}
@@ -76,14 +76,15 @@ def _fit(row: FittingModel) -> str:
 
 def print_fits(found: FittingModels, console: Console, *, everything: bool) -> None:
     """One row per model that runs; then what the places mean."""
-    name, size, here, licence = (_of_model(column) for column in _MODEL_COLUMNS[:4])
-    columns = [name, size, here, text_column("runs in", _fit), licence]
-    if found.rows:
-        print_table(console, columns, found.rows)
-        console.print()
+    columns = [
+        replace(each, value=partial(lambda column, row: column.read(row.model), each)) for each in _MODEL_COLUMNS[:4]
+    ]
+    columns.insert(3, text_column("runs in", _fit))
     memory, too_large = found.memory, "No model of this list runs with that."
     vram = f"a GPU with {format_bytes(memory.vram_bytes)} and " if memory.vram_bytes else ""
     if found.rows:
+        print_table(console, columns, found.rows)
+        console.print()
         too_large = f"{found.n_others} more are too large." if found.n_others > 1 else "One more is too large."
     others = f" {too_large}" if found.n_others else ""
     say(console, f"With {vram}{format_bytes(memory.ram_bytes)} of RAM free.{others}", style="")
@@ -94,17 +95,11 @@ def print_fits(found: FittingModels, console: Console, *, everything: bool) -> N
         say(console, "moeedge list --all --fits SIZE includes what the catalog offers.", style="")
 
 
-def _of_model(column: Column) -> Column:
-    """A column of the list's rows for the rows of --fits."""
-    return replace(column, value=lambda row: column.read(row.model))
-
-
-def fits_json(found: FittingModels) -> str:
+def fits_json(models: FittingModels) -> str:
     """A JSON list of the models that run, the best placed first; `fit` has ratios from 0 to 1."""
     names = ("place", "n_ctx", "device_ratio", "ram_ratio")
-    fits = ({name: getattr(row.map, name) for name in names} | {"estimated": True} for row in found.rows)
-    rows = zip(found.rows, fits, strict=True)
-    return json_text([dataclasses.asdict(row.model) | {"fit": fit} for row, fit in rows])
+    fits = ({name: getattr(row.map, name) for name in names} | {"estimated": True} for row in models.rows)
+    return json_text([asdict(row.model) | {"fit": fit} for row, fit in zip(models.rows, fits, strict=True)])
 
 
 def notify_downloads(
@@ -121,9 +116,8 @@ def notify_downloads(
         rest = f", {format_bytes(have)} of it here" if have else ""
         notify(f"{model.role} {model.name}{licence}: {format_bytes(total)} from {model.variant.repo}{rest}.")
         if not model.variant.verified:
-            notify(
-                f"{model.name}: the catalog's facts about these files are not confirmed; only the hub's hash counts."
-            )
+            facts = "the catalog's facts about these files are not confirmed"
+            notify(f"{model.name}: {facts}; only the hub's hash counts.")
         if any(file.sha256 is None for file in files):
             notify(f"{model.name}: the hub names no SHA-256; only the size can be checked.")
 
@@ -144,13 +138,13 @@ def files_json(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile]) -> 
     """A JSON list with one object per model."""
     rows = []
     for model in wanted:
-        row: dict[str, Any] = {name: getattr(model, name) for name in ("role", "name", "licence")}
-        row |= {name: getattr(model.variant, name) for name in ("repo", "revision")}
-        row["path"] = None if model.local is None else str(model.local)
-        names = ("commit", "size_bytes", "sha256", "have_bytes")
-        files = _missing_files(model, missing)
-        row["missing"] = [{"file": file.path} | {name: getattr(file, name) for name in names} for file in files]
-        rows.append(row)
+        names, files = ("commit", "size_bytes", "sha256", "have_bytes"), _missing_files(model, missing)
+        rows.append(
+            {name: getattr(model, name) for name in ("role", "name", "licence")}
+            | {name: getattr(model.variant, name) for name in ("repo", "revision")}
+            | {"path": None if model.local is None else str(model.local)}
+            | {"missing": [{"file": file.path} | {name: getattr(file, name) for name in names} for file in files]}
+        )
     return json_text(rows)
 
 
@@ -195,11 +189,11 @@ def print_card(card: ModelCard, console: Console) -> None:
 
 def card_json(card: ModelCard) -> str:
     """One object; sizes in bytes."""
-    return json_text(dataclasses.asdict(card) | {"bits_per_weight": card.facts.bits_per_weight})
+    return json_text(asdict(card) | {"bits_per_weight": card.facts.bits_per_weight})
 
 
 def print_entry(choice: Choice, reason: str, console: Console) -> None:
-    """What the catalog knows of a model whose header cannot be read. reason: why not."""
+    """The catalog's facts about a model whose header cannot be read. reason: why not."""
     entry, variant, shape = choice.entry, choice.variant, choice.entry.shape
     size = variant.size_bytes or variant.about_bytes
     console.print(f"{visible(reason)} From the catalog:")
@@ -219,8 +213,8 @@ def print_entry(choice: Choice, reason: str, console: Console) -> None:
 
 def entry_json(choice: Choice, reason: str) -> str:
     """One object of the catalog's facts, with the reason why there is no header."""
-    entry = dataclasses.asdict(choice.entry)
+    entry = asdict(choice.entry)
     del entry["variants"]
-    variant = dataclasses.asdict(choice.variant) | {"size_bytes": choice.variant.size_bytes}
+    variant = asdict(choice.variant) | {"size_bytes": choice.variant.size_bytes}
     variant["local"] = None if choice.variant.local is None else str(choice.variant.local)
     return json_text({"from_catalog": True, "reason": reason, **entry, "variant": variant})

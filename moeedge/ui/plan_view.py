@@ -43,8 +43,8 @@ def print_plan(plan: SessionPlan, console: Console) -> None:
     n_ctx, largest = plan.map.n_ctx, plan.largest_n_ctx
     print_table(console, columns, plan.contexts, style=lambda row: "bold" if row.n_ctx == n_ctx else "")
     trained = " (what it was trained with)" if largest == plan.model.n_ctx_train else ""
-    found = f"Largest context that fits: {largest:,} tokens{trained}." if largest else "No context fits."
-    for line in ("", found, *plan.notes):
+    fits = f"Largest context that fits: {largest:,} tokens{trained}." if largest else "No context fits."
+    for line in ("", fits, *plan.notes):
         console.print(line)
     if plan.ram_tier is not None:
         console.print()
@@ -55,19 +55,19 @@ def print_plan(plan: SessionPlan, console: Console) -> None:
 
 def _answer(plan: SessionPlan) -> str:
     """Whether it fits, in a sentence."""
-    found = plan.map
-    in_vram = len(found.places) > 1 and plan.machine.device.kind == "gpu"
-    share = found.device_ratio if in_vram and plan.model.n_experts else 0.0
-    context = f"(context of {found.n_ctx:,} tokens)"
-    if found.verdict == "does not fit":
+    memory = plan.map
+    in_vram = len(memory.places) > 1 and plan.machine.device.kind == "gpu"
+    share = memory.device_ratio if in_vram and plan.model.n_experts else 0.0
+    context = f"(context of {memory.n_ctx:,} tokens)"
+    if memory.verdict == "does not fit":
         return f"It does not fit {context}."
     on_gpu = f", with {share:.0%} of the experts on the GPU as well" if share else ""
-    if found.verdict == "from disk":
+    if memory.verdict == "from disk":
         return (
             f"It is larger than the free RAM{on_gpu}: what has no room there is read from the disk as it is needed, "
             f"which is slow {context}."
         )
-    return f"It fits entirely on the GPU {context}." if found.whole_on_gpu else f"It fits in RAM{on_gpu} {context}."
+    return f"It fits entirely on the GPU {context}." if memory.whole_on_gpu else f"It fits in RAM{on_gpu} {context}."
 
 
 def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
@@ -88,7 +88,7 @@ def _print_facts(title: str, facts: ModelFacts, console: Console) -> None:
 
 
 def _print_place(place: MemoryPool, n_ctx: int, console: Console) -> None:
-    """What takes memory in one place, in MiB; rows are (text, bytes, style)."""
+    """The parts of the memory of one place, in MiB; rows are (text, bytes, style)."""
     rows = []
     for line in (line for line in place.lines if not line.spare):
         tokens = f", {n_ctx:,} tokens" if line.what.endswith("KV cache") else ""
@@ -96,8 +96,8 @@ def _print_place(place: MemoryPool, n_ctx: int, console: Console) -> None:
         rows.append((line.what + tokens + in_file, line.n_bytes, ""))
     rows.append(("together", place.used_bytes, "bold"))
     rows.append((f"free of {_mib(place.total_bytes)}", place.free_bytes, ""))
-    kept = "of which a reserve of" if place.left_bytes >= place.reserve_bytes else "less than the reserve of"
-    reserve = f", {kept} {_mib(place.reserve_bytes)}" if place.reserve_bytes else ""
+    phrase = "of which a reserve of" if place.left_bytes >= place.reserve_bytes else "less than the reserve of"
+    reserve = f", {phrase} {_mib(place.reserve_bytes)}" if place.reserve_bytes else ""
     missing = f"missing ({place.verdict})", -place.left_bytes, "bold red"
     rows.append((f"left{reserve}", place.left_bytes, "") if place.left_bytes >= 0 else missing)
     columns = [text_column(place.name, 0, fold=True), Column("MiB", 1, _mib)]

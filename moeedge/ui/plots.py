@@ -35,8 +35,8 @@ _STYLE = {
 
 
 def _variables(colours: Sequence[str], **others: str) -> str:
-    named = {f"line-{place}": colour for place, colour in enumerate(colours, start=1)} | others
-    return " ".join(f"--{name}: {value};" for name, value in named.items())
+    values = {f"line-{place}": colour for place, colour in enumerate(colours, start=1)} | others
+    return " ".join(f"--{name}: {value};" for name, value in values.items())
 
 
 # CSS variables of a page with plots
@@ -106,10 +106,7 @@ def svg_of(plot: Plot) -> str:
 def save_plots(
     plots: Sequence[Plot], path: Path, *, title: str = "", n_columns: int = 1, size: tuple[float, float] = SIZE
 ) -> None:
-    """Writes the plots as one picture; the suffix selects the format. size: of each plot, in inches.
-
-    Raises InputError where it cannot be written.
-    """
+    """Writes the plots, each of `size` inches, as one picture; the suffix is the format. Raises InputError."""
     with write_file(path, "picture") as temporary:
         form = path.suffix.removeprefix(".")
         _render(plots, temporary, form, title=title, n_columns=min(n_columns, len(plots)), size=size)

@@ -28,6 +28,7 @@ from moeedge.ui.tables import Column, value_columns
 
 _MAX_ROWS = 200  # of a table in the page: longer ones are in the JSON alone
 _SHOWN_STEPS = 1000  # of the first ones: more are finer than a pixel
+_STEP_SIZE = (10, 4.2)  # inches
 _CAPTIONS = {  # by a title up to its first comma
     "Popularity of experts": "Share of the tokens of text that use each expert, from the most to the least popular. "
     "The steeper the line, the fewer experts serve most tokens.",
@@ -80,16 +81,10 @@ def profile_plots(profile: ModelProfile) -> list[Plot]:
 
 
 def plot_profiles(profiles: Sequence[LayerProfile], title: str, path: Path) -> None:
-    """`profile --plot`: one layer step by step, or several in one map, with the accuracy of predictions below.
-
-    Raises InputError where the file cannot be written.
-    """
-    one = profiles[0]
-    plots = [_activations(one)[0], _accuracy(one)] if len(profiles) == 1 else _layers(profiles)
-    save_plots(plots, path, title=title, size=(10, 4.2))
-
-
-def _layers(profiles: Sequence[LayerProfile]) -> list[Plot]:
+    """Draws one layer step by step, or several in one map, with the accuracy below. Raises InputError."""
+    if len(profiles) == 1:
+        save_plots([_activations(profiles[0])[0], _accuracy(profiles[0])], path, title=title, size=_STEP_SIZE)
+        return
     layers = [profile.layer for profile in profiles]
     share = np.stack([profile.counts.sum(axis=0) / max(int(profile.step_tokens.sum()), 1) for profile in profiles])
     lines = [
@@ -98,15 +93,14 @@ def _layers(profiles: Sequence[LayerProfile]) -> list[Plot]:
         Line("always cold", [profile.step_cold_share for profile in profiles], ":"),
         Line("overlap of adjacent tokens", [profile.curves.overlap[1] for profile in profiles], "-"),
     ]
-    title = "Share of the tokens that use each expert"
-    return [
-        Plot(title, "expert", "layer", values=share, value_label="share of tokens", y=layers),
-        Plot("Predictions and overlap by layer", "layer", "share of experts or tokens", layers, lines),
-    ]
+    heading = "Share of the tokens that use each expert"
+    shares = Plot(heading, "expert", "layer", values=share, value_label="share of tokens", y=layers)
+    predictions = Plot("Predictions and overlap by layer", "layer", "share of experts or tokens", layers, lines)
+    save_plots([shares, predictions], path, title=title, size=_STEP_SIZE)
 
 
 def _popularity(profile: ModelProfile, by_name: Mapping[str, RoutingCurves]) -> list[Plot]:
-    chance, curves, layers = profile.meta.n_expert_used / profile.meta.n_experts, profile.curves, _numbers(profile)
+    chance, curves, layers = profile.meta.n_expert_used / profile.meta.n_experts, profile.curves, _layers(profile)
     lines = [Line(name, np.sort(each.popularity)[::-1].tolist()) for name, each in by_name.items()]
     ranks = range(1, profile.meta.n_experts + 1)
     lines.append(Line("uniform, k/N", [chance] * len(ranks), ":", colour=5))
@@ -123,12 +117,12 @@ def _popularity(profile: ModelProfile, by_name: Mapping[str, RoutingCurves]) -> 
     ]
 
 
-def _numbers(profile: ModelProfile) -> list[int]:
+def _layers(profile: ModelProfile) -> list[int]:
     return [curves.layer for curves in profile.curves if curves.layer is not None]
 
 
 def _sharing(profile: ModelProfile, mean: RoutingCurves, by_name: Mapping[str, RoutingCurves]) -> list[Plot]:
-    n, distances, curves, layers = UNIQUE_TOKENS, len(DISTANCES), profile.curves, _numbers(profile)
+    n, distances, curves, layers = UNIQUE_TOKENS, len(DISTANCES), profile.curves, _layers(profile)
     overlap = _against_chance(
         {name: each.overlap.values() for name, each in by_name.items()},
         [mean.overlap_independence] * distances,
@@ -139,15 +133,11 @@ def _sharing(profile: ModelProfile, mean: RoutingCurves, by_name: Mapping[str, R
         mean.unique_independence.values(),
         mean.unique_uniform.values(),
     )
-    overlap_by_layer = _against_chance(
-        {"measured": [each.overlap[1] for each in curves]},
-        [each.overlap_independence for each in curves],
-        [each.overlap_uniform for each in curves],
-    )
-    unique_by_layer = _against_chance(
-        {"measured": [each.unique[n] for each in curves]},
-        [each.unique_independence[n] for each in curves],
-        [each.unique_uniform[n] for each in curves],
+    overlaps = [(each.overlap[1], each.overlap_independence, each.overlap_uniform) for each in curves]
+    uniques = [(each.unique[n], each.unique_independence[n], each.unique_uniform[n]) for each in curves]
+    overlap_by_layer, unique_by_layer = (
+        _against_chance({"measured": measured}, independence, uniform)
+        for measured, independence, uniform in (zip(*overlaps, strict=True), zip(*uniques, strict=True))
     )
     distinct = "distinct experts"
     return [
@@ -185,8 +175,8 @@ def _activations(profile: LayerProfile) -> list[Plot]:
         title: str, x_label: str, value_label: str, values: NDArray[Any], n_steps: int, correlation: float | None
     ) -> Plot:
         """values: [n_experts, steps that are shown]."""
-        known = f"Correlation of an expert's activations in consecutive steps: {correlation or 0:.2f}."
-        caption = _shown(n_steps) + ("" if correlation is None else known)
+        sentence = f"Correlation of an expert's activations in consecutive steps: {correlation or 0:.2f}."
+        caption = _shown(n_steps) + ("" if correlation is None else sentence)
         title = f"{title}, layer {profile.layer}"
         return Plot(title, x_label, "expert", values=values, value_label=value_label, caption=caption)
 
@@ -309,7 +299,6 @@ def _figure_html(plot: Plot) -> str:
 
 
 def _table_html(plot: Plot) -> str:
-    """The numbers of a plot's lines."""
     if not 0 < len(plot.x) <= _MAX_ROWS:
         return ""
     columns = [Column(plot.x_label, 0, "g"), *value_columns([line.label for line in plot.shown], ".4g")]

@@ -30,8 +30,7 @@ def print_profiles(profiles: Sequence[LayerProfile], console: Console) -> None:
     """All about a single layer, or one row per layer."""
     first = profiles[0]
     if len(profiles) == 1:
-        _print_layer(first, console)
-        return
+        return _print_layer(first, console)
     print_table(console, _LAYER_COLUMNS, profiles, title=_size_line(first))
     console.print(
         "sd, ar: share of experts correctly predicted as hot or cold for the next step by Alg. 1 as printed, fed with "
@@ -115,7 +114,7 @@ def _print_curves(curves: RoutingCurves, console: Console) -> None:
 
 
 def print_model(profile: ModelProfile, console: Console) -> None:
-    """What concerns more than one layer; nothing where no token of text was recorded."""
+    """The figures of more than one layer; none where no token of text was recorded."""
     if profile.mean is None:
         return
     console.print(f"\nmean of {len(profile.curves)} layers", style="bold")
@@ -197,13 +196,12 @@ def _hottest_columns(profile: LayerProfile) -> list[Column]:
 
 def run_lines(profile: ModelProfile) -> list[tuple[str, str]]:
     """Labels and values of the model and the run."""
-    meta = profile.meta
-    known = meta.parameters
+    meta, parameters = profile.meta, profile.meta.parameters
     lines = {
         "model": f"{meta.model} ({meta.architecture})" if meta.architecture else meta.model,
         "experts": f"{meta.n_experts} per layer, {meta.n_expert_used} per token, {len(profile.curves)} layers",
         "draft": f"{meta.draft}, gamma {meta.gamma}" if meta.gamma else "none",
-        "prompts": f"{known['dataset']} ({known.get('prompts', '?')})" if "dataset" in known else "",
+        "prompts": f"{parameters['dataset']} ({parameters.get('prompts', '?')})" if "dataset" in parameters else "",
         "tokens of text": "" if profile.mean is None else f"{profile.mean.tokens:,}",
         "drafts accepted": "" if profile.drafts is None else _percent(profile.drafts.acceptance_rate or 0.0),
     }

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich import progress as rich_progress
+from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -27,14 +27,13 @@ LINE_S = 10.0  # between lines where a bar is not shown
 
 
 class _Amount(ProgressColumn):
-    """How many units are done, of how many; of bytes the rate, too."""
+    """How many units are done, of how many; of bytes the rate, too. Its text is written where there is no bar."""
 
     def __init__(self, unit: str) -> None:
         super().__init__()
         self.unit = unit
 
     def render(self, task: Task) -> Text:
-        """The cell of the bar; its text is written where there is no bar."""
         if self.unit != BYTES:
             return Text(f"{task.completed:,.0f} of {task.total:,.0f} {self.unit}")
         rate = f", {format_rate(task.speed)}" if task.speed else ""
@@ -42,17 +41,18 @@ class _Amount(ProgressColumn):
 
 
 class Bar(Progress):
-    """A context manager around the work; `is_shown` tells whether a person sees a bar."""
+    """A context manager around the work. is_shown: by default in every terminal; transient: it goes at the end."""
 
     def __init__(self, console: Console, unit: str, *, is_shown: bool | None = None, transient: bool = True) -> None:
-        """is_shown: by default in every terminal; transient: remove the bar at the end."""
         self.is_shown = console.is_terminal if is_shown is None else is_shown
         self.is_wide = console.width >= _WIDE
         self._console = console
         self._amount = _Amount(unit)
         columns = [TextColumn("{task.description}"), BarColumn(40 if self.is_wide else 12), self._amount]
         left = [TimeRemainingColumn()] if self.is_wide else []
-        self._progress = rich_progress.Progress(*columns, *left, console=console, transient=transient, disable=not self.is_shown)
+        self._progress = rich_progress.Progress(
+            *columns, *left, console=console, transient=transient, disable=not self.is_shown
+        )
         self._task: TaskID | None = None
         self._line_s = time.monotonic()
 
@@ -73,11 +73,11 @@ class Bar(Progress):
             self.note(f"{task.description}: {self._amount.render(task)}")
 
     def add(self, amount: float = 1) -> None:
-        """So much more is done."""
+        """Advance the running task."""
         self.update(advance=amount)
 
     def phase(self, text: str) -> None:
-        """What the task does now."""
+        """Describe the running task anew."""
         self.update(description=text)
 
     def note(self, text: str) -> None:
@@ -97,20 +97,6 @@ def count_bar(console: Console, label: str, unit: str, total: int) -> Bar:
     bar = Bar(console, unit)
     bar.start(label, total)
     return bar
-
-
-class ProfileProgress(Bar):
-    """Prompts and tokens; `step` fits `record_routing`'s on_step."""
-
-    def __init__(self, n_prompts: int, console: Console) -> None:
-        super().__init__(console, "prompts")
-        self.start("profiling", n_prompts)
-        self._tokens = 0
-
-    def step(self, prompt: int, n_tokens: int) -> None:
-        """A step of prompt `prompt` (from 0) emitted `n_tokens`."""
-        self._tokens += n_tokens
-        self.update(completed=prompt, description=f"profiling, {self._tokens:,} tokens")
 
 
 class BenchProgress(Bar):

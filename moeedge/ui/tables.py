@@ -1,7 +1,4 @@
-"""One table for every view: columns are declared once, rows are dataclasses, dicts or tuples.
-
-The same columns and rows become a table in a terminal or a file, Markdown or CSV; records become JSON.
-"""
+"""Columns, declared once, write rows as a table for a terminal or a file, Markdown or CSV; records become JSON."""
 
 from __future__ import annotations
 
@@ -66,12 +63,12 @@ def value_columns(titles: Sequence[object], form: str, *, scale: float = 1.0) ->
 
 def figure_columns(record: Any, *names: str) -> list[Column]:
     """The columns that a record declares for its figures; of a record in it: "name.figure"."""
-    found = []
+    columns = []
     for name in names:
         holder, _, inner = name.rpartition(".")
         declared = figures(record_in(type_of(record, holder)) if holder else record)[inner]
-        found.append(Column(declared.title, name, declared.form, declared.scale))
-    return found
+        columns.append(Column(declared.title, name, declared.form, declared.scale))
+    return columns
 
 
 def ratio_column(title: str, value: str | Callable[[Any], Any], form: str = ".3f") -> Column:
@@ -96,32 +93,30 @@ def print_table(
 ) -> None:
     """Print the table; `style` names the Rich style of a row.
 
-    A file gets every line unbroken. In a terminal that is too narrow, columns that fold are folded; without such
-    columns, those that do not fit come in further tables below, each with the first `n_keys` columns again.
+    A file gets every line unbroken. A terminal that is too narrow gets folded columns where some may fold, otherwise
+    further tables below, each with the first `n_keys` columns again.
     """
-    from rich.cells import cell_len  # commands whose columns are declared here are completed without Rich
-    from rich.table import Table
-    from rich.text import Text
+    from rich import cells, table, text  # commands whose columns are declared here are completed without Rich
 
     texts = [_texts(column, rows) for column in columns]
-    widths = [max(map(cell_len, each)) for each in texts]
+    widths = [max(map(cells.cell_len, each)) for each in texts]
     splits = console.is_terminal and not any(column.fold for column in columns)
     if title:
         console.print(title, style="bold", soft_wrap=not console.is_terminal)
     for group in _groups(widths, n_keys, console.width if splits else None):
-        table = Table(box=None, pad_edge=False, header_style="bold")
+        grid = table.Table(box=None, pad_edge=False, header_style="bold")
         if not console.is_terminal:
-            table.width = sum(widths[i] + _GAP for i in group) - _GAP
+            grid.width = sum(widths[i] + _GAP for i in group) - _GAP
         for column in (columns[i] for i in group):
             justify, overflow = "left" if column.left else "right", "fold" if column.fold else "ellipsis"
-            table.add_column(Text(column.title), justify=justify, no_wrap=not column.fold, overflow=overflow)  # type: ignore[arg-type]
+            heading = text.Text(column.title)
+            grid.add_column(heading, justify=justify, no_wrap=not column.fold, overflow=overflow)  # type: ignore[arg-type]
         for place, row in enumerate(rows, start=1):
-            table.add_row(*(Text(texts[i][place]) for i in group), style=style(row))
-        console.print(table, crop=False)
+            grid.add_row(*(text.Text(texts[i][place]) for i in group), style=style(row))
+        console.print(grid, crop=False)
 
 
 def _texts(column: Column, rows: Sequence[Any]) -> list[str]:
-    """The title of a column and its cells."""
     return [column.title, *(column.text(row) for row in rows)]
 
 
@@ -148,16 +143,12 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
 
 
 def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int, width: int = TABLE_WIDTH) -> str:
-    """The same in several tables below each other where one would be wider than `width` characters.
-
-    Each begins with the first `n_keys` columns; columns without any value in `rows` are left out.
-    """
-    kept = [column for column in columns if any(column.text(row) != column.none for row in rows)]
-    keys = [column for column in columns[:n_keys] if column in kept]
+    """Markdown tables of at most `width` characters, each with the first `n_keys` columns, without empty columns."""
+    filled = [column for column in columns if any(column.text(row) != column.none for row in rows)]
     # a column takes three characters more than its cells: one more than _groups' gap; and " |", "|" of the line's ends
-    widths = [max(map(len, _texts(column, rows))) + 1 for column in kept]
-    groups = _groups(widths, len(keys), width - 3)
-    return "\n".join(markdown([kept[i] for i in group], rows) for group in groups)
+    widths = [max(map(len, _texts(column, rows))) + 1 for column in filled]
+    groups = _groups(widths, sum(column in filled for column in columns[:n_keys]), width - 3)
+    return "\n".join(markdown([filled[i] for i in group], rows) for group in groups)
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
@@ -166,8 +157,7 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     keys = list(dict.fromkeys(key for record in records for key in record))
     writer = csv.DictWriter(out, keys, restval="", lineterminator="\n")
     writer.writeheader()
-    for record in records:
-        writer.writerow({key: _flat(value) for key, value in record.items()})
+    writer.writerows({key: _flat(value) for key, value in record.items()} for record in records)
     return out.getvalue()
 
 
@@ -193,16 +183,12 @@ def _sql_type(key: str, records: Sequence[Mapping[str, Any]]) -> str:
     kinds = {type(record.get(key)) for record in records} - {type(None)}
     if not kinds:  # NULL in all: another run may have numbers
         return "NUMERIC"
-    if kinds <= {int, bool}:
-        return "INTEGER"
-    return "REAL" if kinds <= {int, bool, float} else "TEXT"
+    return "INTEGER" if kinds <= {int, bool} else "REAL" if kinds <= {int, bool, float} else "TEXT"
 
 
 def _sql_value(value: Any) -> str:
-    if value is None:
-        return "NULL"
-    if isinstance(value, (bool, int, float)):
-        return repr(int(value) if isinstance(value, bool) else value)
+    if value is None or isinstance(value, (int, float)):
+        return "NULL" if value is None else repr(int(value) if isinstance(value, bool) else value)
     return "'" + str(_flat(value)).replace("'", "''") + "'"
 
 

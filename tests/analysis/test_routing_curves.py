@@ -67,7 +67,9 @@ def test_layers_without_tokens_have_no_part_in_the_mean() -> None:
 
 def test_a_stop_keeps_the_layers_until_then() -> None:
     seen = SeenProgress()
-    profile = profile_model(two_texts(n_layers=5), [4], run=Run(cancelled=lambda: len(seen.amounts) == 2, progress=seen))
+    profile = profile_model(
+        two_texts(n_layers=5), [4], run=Run(cancelled=lambda: len(seen.amounts) == 2, progress=seen)
+    )
     assert [curves.layer for curves in profile.curves] == [0, 1, 4] and len(seen.amounts) == 3
     assert [layer.layer for layer in profile.layers] == [4]
 

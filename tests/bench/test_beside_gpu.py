@@ -11,8 +11,8 @@ from moeedge.bench import arms
 from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, BenchPlan, Sweep
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
-from moeedge.cli.bench import make_bench_plan
 from moeedge.cli.bench_options import synthetic_tests
+from moeedge.cli.bench_run import make_bench_plan
 from moeedge.engine.types import EngineConfig
 from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig

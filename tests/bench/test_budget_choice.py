@@ -32,6 +32,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Notification, Run
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.measurement import read_measurement, write_measurement
+from tests.support.progress import SeenProgress
 
 TEMPLATE = ExpertBudget(budget=1 << 20)
 

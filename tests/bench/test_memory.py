@@ -9,7 +9,7 @@ import pytest
 
 from moeedge.bench.arms import ArmsInTurn
 from moeedge.bench.runner import Bench
-from moeedge.cli.bench import make_bench_plan
+from moeedge.cli.bench_run import make_bench_plan
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.engine.layer_search import open_session
 from moeedge.engine.session import Session

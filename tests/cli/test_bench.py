@@ -23,8 +23,8 @@ from moeedge.bench.records import SCHEMA, BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
-from moeedge.cli.bench import exit_code, make_bench_plan
 from moeedge.cli.bench_options import SyntheticOptions, sizes
+from moeedge.cli.bench_run import exit_code, make_bench_plan
 from moeedge.data.datasets import load_sample
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError

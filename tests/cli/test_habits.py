@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from moeedge.cli.app import environment_kept, load_command, positions
+from moeedge.cli.app import WORDS, environment_kept, load_command
 from moeedge.cli.foreign import COMMAND_NAMES
 from moeedge.cli.spelling import Speller
 from tests.support.commands import refused, run
@@ -43,7 +43,7 @@ def test_a_line_of_another_program_acts(line: str) -> None:
     typed, *rest = shlex.split(line)
     name = COMMAND_NAMES.get(typed, typed)
     command = load_command(name)
-    arguments = Speller(name, command, words=positions(typed)).translate(rest)
+    arguments = Speller(name, command, words=WORDS.get(typed, ())).translate(rest)
     with environment_kept():  # as the program does
         assert command.make_context(name, arguments, resilient_parsing=False).args == []
 

@@ -15,10 +15,12 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, LayerRangeError
 from moeedge.native.abi import Phase
+from moeedge.run import Run
 from moeedge.scheduler.stats import StepRecord
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import activation_counts, recorded_steps, text_steps
 from tests.conftest import TinyFactory
+from tests.support.progress import SeenProgress
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPTS = [Prompt("prompt", "", user_turns(text)) for text in ("one two three", "a longer question than the first one")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeedge import native
-from moeedge.cli.engine_options import check_device
+from moeedge.cli.devices import check_device
 from moeedge.errors import BackendError, DeviceError
 from moeedge.hardware import devices, gpus, nvidia, rpc
 from moeedge.hardware.devices import ResolvedDevice, list_devices, resolve

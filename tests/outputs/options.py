@@ -12,15 +12,19 @@ from tests.outputs.values import flat, module, plain
 
 # where the commands begin their work
 WORK = (
-    *("moeedge.cli.chat_run:ModelSwitch", "moeedge.cli.bench:measure"),
+    *("moeedge.cli.chat_run:ModelSwitch", "moeedge.cli.bench_run:measure"),
     "moeedge.cli.bench:measure_parallel",
-    "moeedge.planning.session_plan:make_session_plan",
-    *("moeedge.cli.profile:record", "moeedge.cli.profile:profile_trace"),
+    "moeedge.cli.plan_run:make_session_plan",
+    *("moeedge.cli.profile_run:record", "moeedge.cli.profile_run:profile_trace"),
     *("moeedge.cli.budget_analysis:run_budget_analysis", "moeedge.cli.budget_analysis:run_trace_analysis"),
-    *("moeedge.engine.layer_search:open_session", "moeedge.bench.budget_search:choose_budget"),
-    *("moeedge.scheduler.disk:measure", "moeedge.cli.list_models:find_models", "moeedge.cli.pull:want_pair"),
+    *(
+        "moeedge.cli.calibrate_run:open_session",
+        "moeedge.bench.budget_search:choose_budget",
+        "moeedge.cli.calibrate_run:choose_budget",
+    ),
+    *("moeedge.cli.calibrate_run:measure", "moeedge.cli.list_models:find_models", "moeedge.cli.pull:want_pair"),
     *("moeedge.cli.rm:plan_removal", "moeedge.planning.model_card:read_card", "moeedge.hardware.rpc:reserve_port"),
-    *("moeedge.hardware.devices:list_devices", "moeedge.health.doctor:examine", "moeedge.health.running:list_running"),
+    *("moeedge.cli.machine_run:list_devices", "moeedge.health.doctor:examine", "moeedge.cli.machine:list_running"),
     *("moeedge.sim.replay:replay", "moeedge.sim.curves:trace_curves"),
     *("moeedge.sim.simulate:simulate", "moeedge.bench.speculation_fit:run_fit", "moeedge.bench.ablation:run_ablation"),
     *("moeedge.bench.ablation:quantized", "moeedge.sim.papers:Papers", "moeedge.analysis.published:reproduced"),

@@ -102,8 +102,7 @@ def run(arguments: list[str], *, piped: str = "", env: dict[str, str] | None = N
         with app.environment_kept():
             return CliRunner().invoke(app.app, arguments, input=piped, env=env)
     finally:
-        console.set_quiet(False)
-        console.set_plain(False)
+        console.set_modes(quiet=False, plain=False)
         for logger, (level, handlers) in zip(loggers, before, strict=True):
             logger.setLevel(level)
             logger.handlers[:] = handlers

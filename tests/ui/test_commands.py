@@ -18,7 +18,8 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.paths import user_path
-from moeedge.run import ignore
+from moeedge.run import Notify, ignore
+from moeedge.ui.chat import session as chat_session
 from moeedge.ui.chat.commands import (
     COMMANDS,
     LEAVING,
@@ -211,15 +212,15 @@ def test_ctrl_c_while_another_model_loads(
     switch: ModelSwitch, tiny: TinyFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[EngineConfig] = []
-    real = ModelSwitch._open
+    real = chat_session.open_session
 
-    def interrupted(self: ModelSwitch, config: EngineConfig) -> Session:
+    def interrupted(config: EngineConfig, *, notify: Notify) -> Session:
         opened.append(config)
         if len(opened) == 1:
             raise KeyboardInterrupt
-        return real(self, config)
+        return real(config, notify=notify)
 
-    monkeypatch.setattr(ModelSwitch, "_open", interrupted)
+    monkeypatch.setattr(chat_session, "open_session", interrupted)
     settings = Settings(sampling=GREEDY.sampling, n_predict=5)
     talk = Talk(switch.session, [f"/model {tiny('glm4moe')}", "and?"], tmp_path, settings=settings, switch=switch)
     assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe"]

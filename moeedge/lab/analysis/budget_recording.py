@@ -40,6 +40,7 @@ from moeedge.llama.model import Model
 from moeedge.llama.routers import Routers
 from moeedge.native import ActivationCapture, Block, CaptureFlags
 from moeedge.native.abi import Phase
+from moeedge.run import Run
 from moeedge.scheduler.native_io import routing
 from moeedge.scheduler.stats import StepRecord
 
@@ -80,9 +81,8 @@ def analyse_budgets(
 ) -> BudgetAnalysis:
     """Answers the prompts twice and analyses their verification batches.
 
-    budgets: ascending. run: cancelled between steps it ends the analysis with what there is; its progress is in prompts,
-    of both passes. Raises EngineError where no batch
-    had drafts, or for a router of unknown kind.
+    budgets: ascending. run: cancelled between steps it ends the analysis with what there is; its progress is in
+    prompts, of both passes. Raises EngineError where no batch had drafts, or for a router of unknown kind.
     """
     run = run or Run()
     reader = BatchReader(session, layers)

@@ -13,7 +13,7 @@ draft's layers go with the target's at the same relative depth, as in `DraftRout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.routers import Routers, read_norms
 from moeedge.native import ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase
+from moeedge.run import Run
 from moeedge.scheduler.native_io import routing
 from moeedge.scheduler.prediction import matching_layers
 

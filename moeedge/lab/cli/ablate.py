@@ -16,7 +16,9 @@ from moeedge import paths
 from moeedge.cli.common import EXIT_FAILURE, emit, integers, print_error
 from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.cli.options import Output, declare, flatten
+from moeedge.data.datasets import load_dataset
 from moeedge.errors import InputError
+from moeedge.ui.console import notifier, say, stderr_console
 from moeedge.ui.tables import Column, print_table, text_column
 
 if TYPE_CHECKING:
@@ -75,15 +77,12 @@ def ablate(
     engine = replace(engine, draft_max=draft_max)
     engine.limit_openmp_spin(emulate_bundled=True)
     from moeedge.lab.experiments.ablation import figure_12, figure_14, quantized, run_ablation, solved_cutoff
-    from moeedge.ui.console import notifier, say, stderr_console
 
     if repetitions < 1 or n_predict < 2:
         raise InputError("There is nothing to measure.", "Give -r of 1 or more, -n of 2 or more.")
     placement = PlacementOptions(cache_ratio=cache_ratio, policy=system.value)
     config = engine.config(placement.config(), emulate_bundled=True)
     name = dataset or ("toy" if paths.is_bundled(config.model) else "sample")
-    from moeedge.data.datasets import load_dataset
-
     prompts = load_dataset(name).limited(limit or None).prompts
     _check(config.model, cutoff, cache_ratio)
     err = stderr_console()

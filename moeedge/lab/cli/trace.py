@@ -45,9 +45,7 @@ ModelName = Annotated[str | None, typer.Option("--model", help="Name of the mode
 @flatten
 def info(trace: TraceFile, n_experts: int | None = None, output: Output = Output.TEXT) -> None:
     """Show what a trace holds: model, tokens, steps, drafts and how many of them were accepted."""
-    from moeedge.lab.traces.importers import read_trace
-
-    summary = summarize_trace(read_trace(trace, n_experts))
+    summary = summarize_trace(_read(trace, n_experts))
     emit(output, lambda found: json.dumps(found.as_dict(), ensure_ascii=False), print_trace_summary, summary)
 
 
@@ -61,12 +59,10 @@ def import_(
     expert_bytes: int | None = None,
 ) -> None:
     """Read a trace of another tool and write it as moeedge's (.npz), which every command takes."""
-    from moeedge.lab.traces.importers import read_trace
-
     if out.suffix.lower() != ".npz":
         raise InputError(f"{out} does not end in .npz, the format that import writes.", "Choose another path.")
-    found = read_trace(trace, n_experts)
-    meta = found.meta
+    recorded = _read(trace, n_experts)
+    meta = recorded.meta
     if expert_bytes is not None:
         meta = replace(meta, parameters=meta.parameters | {"expert_bytes": expert_bytes})
     if model is not None:
@@ -74,8 +70,14 @@ def import_(
     check_output(out)
     if out.exists() and out.samefile(trace):
         raise InputError(f"{out} is the trace that is read.", "Choose another path.")
-    replace(found, meta=meta).save(out)
-    say(stderr_console(), f"{found.n_tokens:,} tokens written to {out}.")
+    replace(recorded, meta=meta).save(out)
+    say(stderr_console(), f"{recorded.n_tokens:,} tokens written to {out}.")
+
+
+def _read(path: Path, n_experts: int | None) -> Trace:
+    from moeedge.lab.traces.importers import read_trace
+
+    return read_trace(path, n_experts)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeedge.cli import completion
@@ -71,6 +73,47 @@ declare(
     read={names: "policy", numbers: "cache_ratio"},
     policy={"names": lambda: completion.ENGINE_POLICIES + SIMULATED_POLICIES},
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """What is replayed, and how."""
+
+    cache_ratio: Sequence[float] = (0.17,)
+    policy: Sequence[str] = ("all",)
+    max_uploads: Sequence[float] | None = None
+    fresh_memory: bool = False
+    predictor_accuracy: str | None = None
+    profile_texts: int | None = None
+    draft_max: int | None = None
+    acceptance_chance: float | None = None
+    rejected_token_model: RejectedTokenModel | None = None
+    texts: str | None = None
+    limit: int = 0
+    n_experts: int | None = None
+    expert_bytes: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """What is simulated, and on what."""
+
+    hardware: str = "rtx4090-pcie4"
+    model: str = "qwen3-30b-a3b"
+    trace: Path | None = None
+    n_predict: int = 512
+    max_steps: int | None = None
+    acceptance_chance: float = 0.8
+    rejected_token_model: RejectedTokenModel | None = None
+    seed: int = 0
+    policy: Sequence[str] = ("spac",)
+    cache_ratio: Sequence[float] = (0.17,)
+    draft_max: Sequence[int] = (8,)
+    utility_cap: Sequence[int] = (4,)
+    link: Sequence[float] = (1,)
+    ranges: bool = True
+    ablations: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

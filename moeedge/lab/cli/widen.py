@@ -13,6 +13,7 @@ from moeedge.cli.model_files import resolve_models
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
 from moeedge.ui.console import say, stderr_console, visible
+from moeedge.ui.progress import BYTES, count_bar
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
 
@@ -76,7 +77,6 @@ def widen(
     from moeedge.lab.widen.layout import WeightType, make_wide_plan
     from moeedge.lab.widen.shape import RequestedSizes
     from moeedge.lab.widen.writer import check_space, check_target, write
-    from moeedge.ui.progress import BYTES, count_bar
 
     types = [weight_type.value for weight_type in WeightType]
     if type is not None and type.lower() not in types:

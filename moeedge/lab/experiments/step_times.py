@@ -31,6 +31,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import Phase
+from moeedge.run import NO_PROGRESS, Progress
 
 WARM_UPS = 2  # untimed passes of the same shape before each timed one; after a single one plain steps are still slower
 _PREFILL_TOKENS = 256  # of the batch that says how many operations per second the kernels reach

@@ -1,7 +1,4 @@
-"""The slash commands of the chat. Each takes the chat and its argument and returns what to show.
-
-An InputError in a command becomes one sentence on the screen; the chat goes on.
-"""
+"""The slash commands of the chat: each takes the chat and its argument, and returns the lines to show."""
 
 from __future__ import annotations
 
@@ -66,10 +63,6 @@ def help_rows() -> list[Figure]:
         Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR, then sends it."),
         Figure("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."),
     ]
-
-
-def _exit(_chat: Chat, _argument: str) -> Result:
-    return Result(next=Next.EXIT)
 
 
 def _info(chat: Chat, argument: str) -> Result:
@@ -195,10 +188,17 @@ def _sessions(chat: Chat, _argument: str) -> Result:
 def _resume(chat: Chat, argument: str) -> Result:
     if argument == "list":
         return _sessions(chat, "")
-    if argument == "drop":
-        return _drop(chat)
+    if argument == "drop" and chat.unfinished:
+        n_chats = len(chat.unfinished)
+        if not chat.confirm(f"Delete {n_chats} unfinished chat{'s' * (n_chats > 1)}?"):
+            return Result(["Nothing is deleted."])
+        for chat_left in chat.unfinished:
+            remove(chat_left)
+        chat.unfinished.clear()
+        return Result(["The unfinished chats were deleted."])
     if not chat.unfinished:
-        raise InputError("There is no chat to resume.", "Chats that ended unexpectedly are kept; /save keeps others.")
+        hint = "" if argument == "drop" else "Chats that ended unexpectedly are kept; /save keeps others."
+        raise InputError("There is no chat to resume.", hint)
     if argument and not (argument.isdecimal() and 1 <= int(argument) <= len(chat.unfinished)):
         raise InputError(f"There is no unfinished chat {argument}.", "/sessions lists them.")
     left = chat.unfinished[int(argument or 1) - 1]  # without a number the newest
@@ -209,27 +209,14 @@ def _resume(chat: Chat, argument: str) -> Result:
     return Result([*lines, goes_on], next=Next.ANSWER)
 
 
-def _drop(chat: Chat) -> Result:
-    """Deletes the chats that could be resumed, after a question."""
-    if not chat.unfinished:
-        raise InputError("There is no chat to resume.")
-    n_chats = len(chat.unfinished)
-    if not chat.confirm(f"Delete {n_chats} unfinished chat{'s' * (n_chats > 1)}?"):
-        return Result(["Nothing is deleted."])
-    for left in chat.unfinished:
-        remove(left)
-    chat.unfinished.clear()
-    return Result(["The unfinished chats were deleted."])
-
-
 def last_messages(messages: Sequence[Message]) -> list[str]:
     """The end of a conversation, long messages shortened."""
     n_before = max(len(messages) - _N_LAST, 0)
     lines = [f"({n_before} earlier messages)"] if n_before else []
     for message in messages[n_before:]:
         text, prefix = message.content.strip(), ">>> " if message.role == "user" else ""
-        kept = "\n".join(text.split("\n")[:_MESSAGE_ROWS])[:_MESSAGE_LENGTH]
-        lines.append(prefix + (kept if kept == text else f"{kept.rstrip()}..."))
+        short = "\n".join(text.split("\n")[:_MESSAGE_ROWS])[:_MESSAGE_LENGTH]
+        lines.append(prefix + (short if short == text else f"{short.rstrip()}..."))
     return lines
 
 
@@ -267,7 +254,13 @@ def _count(messages: Sequence[Message]) -> str:
 
 COMMANDS = (
     Command("/help", "", "Shows this list.", lambda _chat, _argument: Result(table=help_rows()), ("/?",)),
-    Command("/exit", "", "Leaves; so do Ctrl-D and bye.", _exit, ("/bye", "/quit", "/q")),
+    Command(
+        "/exit",
+        "",
+        "Leaves; so do Ctrl-D and bye.",
+        lambda _chat, _argument: Result(next=Next.EXIT),
+        ("/bye", "/quit", "/q"),
+    ),
     Command("/regen", "", "Answers the last message again.", _regen, ("/retry",)),
     Command("/edit", "", "Lets you change the last message, and answers it anew.", _edit),
     Command("/undo", "", "Takes the last message and its answer back.", _undo),

@@ -27,10 +27,7 @@ def print_greeting(
     cache_speed: float | None = None,
     warnings: Sequence[str] = (),
 ) -> None:
-    """Three lines: the model, where its experts are, how to leave; then one for each thing that is not as usual.
-
-    starter: the first real model that a toy's greeting names. cache_speed: measured, over that without the cache.
-    """
+    """Three lines about model, experts and keys, then warnings. cache_speed: measured, over that without the cache."""
     for line in (_model_line(info, toy=toy, starter=starter), experts_line(info, cache_speed), _KEYS):
         say(console, line)
     print_warnings(console, info, warnings)
@@ -61,7 +58,7 @@ def header_line(info: EngineInfo, *, toy: bool = False) -> str:
 
 
 def details(info: EngineInfo) -> list[Figure]:
-    """What is loaded and where it runs, as labels and values."""
+    """The loaded model and where it runs, as labels and values."""
     shape = f"{info.n_expert_layers} layers x {info.n_experts} experts, top-{info.n_expert_used}"
     budget, settings = info.expert_budget, info.settings
     batches = f", for prompts and drafts {settings.n_threads_batch}" if settings.n_threads_batch else ""
@@ -86,7 +83,7 @@ def details(info: EngineInfo) -> list[Figure]:
 
 
 def warnings_of(info: EngineInfo) -> list[str]:
-    """The notes about what is off, slower or missing."""
+    """The notes that are warnings."""
     return [note for note in info.notes if is_warning(note)]
 
 
@@ -101,8 +98,8 @@ def _model_line(info: EngineInfo, *, toy: bool, starter: Starter | None) -> str:
 
 def experts_line(info: EngineInfo, cache_speed: float | None = None) -> str:
     """Where the experts are, how many of them and in how much memory, what that gains, and where drafts come from."""
-    known = cache_speed is not None and info.cache_slots
-    gain = f", {cache_speed:.1f} times as fast as without, as measured" if known else ""
+    has_gain = cache_speed is not None and info.cache_slots
+    gain = f", {cache_speed:.1f} times as fast as without, as measured" if has_gain else ""
     experts = f"Experts: {_experts(info)}{gain}. " if info.n_experts else ""
     return f"{experts}Drafts: {_drafts(info)}."
 

@@ -12,13 +12,11 @@ import threading
 from types import FrameType
 from typing import Any
 
-# a closed terminal window (SIGHUP, not on Windows) is treated like SIGTERM
-_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-HANGUP = _ENDING[-1]
+HANGUP = signal.SIGHUP  # of a closed terminal window
+_ENDING = (signal.SIGTERM, HANGUP)
 _REPEAT_S = 1.0  # Python drops an exception that a handler raises in a callback of the garbage collector
 _LOG_CALLBACK = ("moeedge.llama.library", "_on_log")  # by name: importing it would load llama.cpp
 _RESEND_S = 0.01  # until a signal that arrived too early is sent again
-_HAS_TIMER = hasattr(signal, "setitimer")  # not on Windows
 
 
 class Ended(KeyboardInterrupt):
@@ -47,10 +45,9 @@ class Interrupt:
     Python allows signal handlers only in the main thread; in other threads a call always returns False.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, armed: bool = False) -> None:
         self.signum: int | None = None  # the signal that asked to stop
-        self._armed = False
-        self._finished = False
+        self._armed, self._finished = armed, False
         self._before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
@@ -68,7 +65,7 @@ class Interrupt:
         return 128 + self.signum if self.signum is not None else 0
 
     def arm(self) -> None:
-        """An answer starts: from now on signals request its end."""
+        """From now on signals request the end of the answer that starts."""
         self._armed = True
         if self.signum == signal.SIGINT:
             self.signum = None
@@ -86,8 +83,7 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, *_ENDING):
                 self._before[signum] = signal.signal(signum, self._receive)
-            if _HAS_TIMER:
-                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._repeat)
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._repeat)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -101,13 +97,10 @@ class Interrupt:
             return
         again = self.signum is not None
         self.signum = signum
-        if self._armed and not again:
-            return
-        if is_sent_later(signum, frame):
+        if (self._armed and not again) or is_sent_later(signum, frame):
             return
         if signum in _ENDING:
-            if _HAS_TIMER:
-                signal.setitimer(signal.ITIMER_REAL, _REPEAT_S, _REPEAT_S)
+            signal.setitimer(signal.ITIMER_REAL, _REPEAT_S, _REPEAT_S)
             raise Ended(signum)
         raise KeyboardInterrupt
 
@@ -117,5 +110,5 @@ class Interrupt:
             raise Ended(self.signum)
 
     def _stop_timer(self) -> None:
-        if _HAS_TIMER and signal.SIGALRM in self._before:
+        if signal.SIGALRM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -1,8 +1,4 @@
-"""The view of a streaming answer on a terminal that can be repainted: rows above a live panel.
-
-A region at the end of the screen is repainted: the text that is not certain yet, and the panel. Rows above it are
-written once.
-"""
+"""A streaming answer on a terminal: rows, written once, above a repainted region of uncertain text and a panel."""
 
 from __future__ import annotations
 
@@ -50,10 +46,7 @@ Row = list[tuple[Figure, int]]  # figures and how many cells each takes
 
 
 def rows_taken(lengths: list[int], columns: int, *, reflow: bool) -> int:
-    """Rows that lines of so many cells take in a window of `columns`, whatever its width was when they were written.
-
-    reflow: whether the terminal breaks long rows anew when its width changes.
-    """
+    """Rows of lines of so many cells in a window of `columns`. reflow: whether the terminal breaks long rows anew."""
     return sum(max(1, -(-length // columns)) if reflow else 1 for length in lengths)
 
 
@@ -61,12 +54,9 @@ def rows_taken(lengths: list[int], columns: int, *, reflow: bool) -> int:
 class LiveView:
     """Full rows scroll away above; a thread repaints the rest of the text and the panel below it.
 
-    The decoding thread only appends to a queue. The painter reads it at most ten times a second and renders the
-    figures three times a second, so that a blocked terminal never delays decoding. The region is written in one piece:
-    Rich's live display takes several times as long, and the model needs the processor.
-
-    stopping: whether the answer was asked to stop and the engine finishes its step. progress: tokens of the prompt read
-    so far, and all that are to be read.
+    The decoding thread only appends to a queue, so that a blocked terminal never delays it. The region is written in
+    one piece: Rich's live display takes several times as long, and the model needs the processor.
+    stopping: whether the engine finishes its last step. progress: tokens of the prompt read so far, and to be read.
     """
 
     console: Console
@@ -182,7 +172,6 @@ class LiveView:
         return self._thought_styler if self._is_thought else self._styler
 
     def _end_line(self, line: str) -> list[str]:
-        """The rest of a line as rows."""
         rows = self._rows_of(self._current_styler.end(line.expandtabs(TAB)))
         self._n_shown = 0
         return rows
@@ -203,7 +192,6 @@ class LiveView:
     # region
 
     def _write(self, rows: list[str], region: str, *, ending: str = "") -> None:
-        """Replace the region on the screen by permanent rows and a new region."""
         cuts = os.environ.get("XTERM_VERSION") or os.environ.get("STY")  # xterm cuts long rows, and GNU screen
         n_above = rows_taken(self._region, self.console.width, reflow=not cuts)
         above = f"\x1b[{min(n_above, self.console.height - 1)}A" if n_above else ""
@@ -219,24 +207,23 @@ class LiveView:
 
 def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
     """The characters from `start` to `end`, neighbours of one style together."""
-    found: list[Segment] = []
+    parts: list[Segment] = []
     at = 0
     for text, style in segments:
         part = text[max(start - at, 0) : max(end - at, 0)]
         at += len(text)
-        if part and found and found[-1][1] == style:
-            found[-1] = (found[-1][0] + part, style)
+        if part and parts and parts[-1][1] == style:
+            parts[-1] = (parts[-1][0] + part, style)
         elif part:
-            found.append((part, style))
-    return found
+            parts.append((part, style))
+    return parts
 
 
 def render_panel(figures: Sequence[Figure], *, columns: int, rows: int, hint: str) -> Panel:
     """A panel of `columns` characters with the figures in cells, row by row.
 
-    A figure that is too long for its cell takes several cells, a drawn one takes a row. If the panel would exceed
-    `rows` rows, figures of the highest rank are left out, the last first.
-    The layout is our own: a Rich table takes three times as long, and this runs while the model decodes.
+    A figure that is too long for its cell takes several, a drawn one a row. Where there are more than `rows` rows, the
+    last figures of the highest rank are left out. A Rich table would take three times as long while the model decodes.
     """
     inner = columns - 4  # border and padding
     least = _CELL_COLUMNS if columns >= _NARROW else _NARROW_CELL_COLUMNS

@@ -1,9 +1,8 @@
 """Markdown of an answer that streams, styled line by line.
 
-What is shown of a line never changes once it is certain (`StyledLine.n_certain`), so that full rows may scroll away:
-a marker counts only if its other half follows within MAX_SPAN characters, and until then its text is not certain.
-Styled are headings, bold and italic text, code, lists and quotes; all else is shown as it is. The text itself, in
-/save and in pipes, is not touched.
+A line never changes on the screen once it is certain (`StyledLine.n_certain`), so that full rows may scroll away: a
+marker counts only if its other half follows within MAX_SPAN characters, and until then its text is not certain.
+Styled are headings, bold and italic text, code, lists and quotes; the text itself is not touched.
 """
 
 from __future__ import annotations
@@ -170,19 +169,17 @@ def _spans(text: str, style: Style, *, is_complete: bool) -> tuple[list[Segment]
 
 def _closing(text: str, opener: re.Match[str]) -> tuple[int, int] | None:
     """Start and end of the other half of a marker; None where it does not follow."""
-    marker = opener[0]
-    limit = opener.end() + MAX_SPAN
-    symbol = re.escape(marker[0])
+    marker, symbol = opener[0], re.escape(opener[0][0])
     if marker[0] == "`":
         pattern = rf"(?<!`){marker}(?!`)"
     else:
         once = rf"(?<![\s\\{symbol}]){symbol}(?!{symbol})" if len(marker) == 1 else rf"(?<![\s\\]){symbol}{symbol}"
         pattern = once + "(?![A-Za-z0-9])"
-    found = re.compile(pattern).search(text, opener.end() + 1)
-    if found is None or found.start() >= limit:
+    match = re.compile(pattern).search(text, opener.end() + 1)
+    if match is None or match.start() >= opener.end() + MAX_SPAN:
         return None
     if marker in ("*", "_"):  # unless another is the nearer one, as the second in "f(*x) and *y*"
         another = rf"(?<![\w\\{symbol}]){symbol}(?=[^\s{symbol}])"
-        if re.search(another, text[opener.end() : found.start()]):
+        if re.search(another, text[opener.end() : match.start()]):
             return None
-    return found.start(), found.end()
+    return match.span()

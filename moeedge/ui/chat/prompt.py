@@ -76,9 +76,9 @@ class _CommandCompleter(Completer):
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> list[Completion]:
         """The commands that start with the line, or the words that its command takes."""
         command, space, typed = document.text_before_cursor.partition(" ")
-        known = self._commands.get(command, ()) if space else self._commands if command.startswith("/") else ()
+        names = self._commands.get(command, ()) if space else self._commands if command.startswith("/") else ()
         word = typed if space else command
-        return [Completion(name, start_position=-len(word)) for name in known if name.startswith(word)]
+        return [Completion(name, start_position=-len(word)) for name in names if name.startswith(word)]
 
 
 def open_history(path: Callable[[], Path], notify: Callable[[str], None]) -> History:
@@ -119,11 +119,7 @@ def _read_line(prompt: str) -> str:
 
 
 def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Callable[[str], str]:
-    """A function that reads one message, given the text to begin with.
-
-    It raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C. commands: those that are completed, with the words
-    that each takes.
-    """
+    """A function that reads one message, given its beginning. It raises EOFError and, on Ctrl-C, KeyboardInterrupt."""
     if is_dumb_terminal():
         return lambda begun: _read_plainly(history, begun)
     session: PromptSession[str] = PromptSession(
@@ -140,23 +136,16 @@ def make_reader(commands: Mapping[str, Sequence[str]], history: History) -> Call
     return lambda begun: session.prompt(default=begun)
 
 
-def one_shot_prompt(given: str | None, stream: TextIO | None, *, notice: Callable[[str], None]) -> str | None:
-    """The text to answer, or None when a person sits at the terminal and -p was not given.
-
-    With -p and piped input the prompt is -p's text, a blank line, and the input. Raises EmptyPromptError for blanks.
-    """
-    if is_terminal(stream):
-        if given is None:
-            return None
-        piped = ""
-    else:
-        piped = _read_piped(stream, with_prompt=given is not None, notice=notice)
-    parts = [part for part in (given or "", piped.strip("\n")) if part.strip()]
+def one_shot_prompt(prompt: str | None, stream: TextIO | None, *, notice: Callable[[str], None]) -> str | None:
+    """The prompt of -p and of piped input; None for a terminal without -p. Raises EmptyPromptError for blanks."""
+    if is_terminal(stream) and prompt is None:
+        return None
+    piped = "" if is_terminal(stream) else _read_piped(stream, with_prompt=prompt is not None, notice=notice)
+    parts = [part for part in (prompt or "", piped.strip("\n")) if part.strip()]
     if not parts:
-        where = "-p is blank" if given is not None else "standard input is empty and not a terminal"
-        raise EmptyPromptError(
-            f"The prompt is empty: {where}.", "Give -p TEXT, pipe a text in, or start the chat in a terminal."
-        )
+        where = "-p is blank" if prompt is not None else "standard input is empty and not a terminal"
+        hint = "Give -p TEXT, pipe a text in, or start the chat in a terminal."
+        raise EmptyPromptError(f"The prompt is empty: {where}.", hint)
     return "\n\n".join(parts)
 
 
@@ -174,9 +163,8 @@ def _read_piped(stream: TextIO | None, *, with_prompt: bool, notice: Callable[[s
         text.encode("utf-8")  # in the C locale, bytes that are not UTF-8 become lone surrogates instead of an error
         return text
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise InputError(
-            f"Byte {error.start:,} of standard input is not UTF-8 text.", "Convert the text, for instance with iconv."
-        ) from None
+        what = f"Byte {error.start:,} of standard input is not UTF-8 text."
+        raise InputError(what, "Convert the text, for instance with iconv.") from None
     except OSError:  # closed in the meantime, or not readable
         return ""
     finally:
@@ -186,6 +174,6 @@ def _read_piped(stream: TextIO | None, *, with_prompt: bool, notice: Callable[[s
 def _is_pipe_or_file(stream: TextIO) -> bool:
     try:
         mode = os.fstat(stream.fileno()).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
     except (OSError, ValueError):  # no descriptor: the text of a test or of an embedding program
         return True
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

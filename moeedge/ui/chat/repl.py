@@ -30,34 +30,25 @@ class Repl(Chat):
     _interrupt: Interrupt = field(default_factory=Interrupt, init=False)
 
     def run(self, first_line: str | None = None) -> int:
-        """Chat until the user leaves. Returns the exit code: 0, or 128 + the signal that ended it.
-
-        first_line: carried out before the first one is read.
-        """
+        """Chat until the user leaves, beginning with `first_line`. Returns the exit code: 0, or 128 + the signal."""
         with self._interrupt:
             try:
-                self._talk(first_line)
+                result = Next.READ if first_line is None else self._carry_out(first_line)
+                while result is not Next.EXIT:
+                    result = self._next_message()
             except Ended as ended:
                 return self._end_by_signal(ended.exit_code)
+            except OSError:
+                if terminal_is_gone():  # reading or writing failed before SIGHUP came
+                    return self._end_by_signal(Ended(HANGUP).exit_code)
+                raise
             if self._interrupt.ending:
                 return self._end_by_signal(self._interrupt.exit_code)
         if self.autosave is not None:
             self.autosave.close()
         return 0
 
-    def _talk(self, first_line: str | None) -> None:
-        """Obey commands and answer messages until one of them ends the chat. Raises Ended."""
-        try:
-            result = Next.READ if first_line is None else self._carry_out(first_line)
-            while result is not Next.EXIT:
-                result = self._next_message()
-        except OSError:
-            if terminal_is_gone():  # reading or writing failed before SIGHUP came
-                raise Ended(HANGUP) from None
-            raise
-
     def _next_message(self) -> Next:
-        """Read one message or command and carry it out."""
         edited, self.edited = self.edited, None
         try:
             line = unquote(self.read(edited or ""))
@@ -76,7 +67,6 @@ class Repl(Chat):
         return self._carry_out(line)
 
     def _carry_out(self, line: str) -> Next:
-        """Obey a command, or answer a message."""
         try:
             self.session.watch_memory()
             if line.startswith("/"):
@@ -162,10 +152,7 @@ class Repl(Chat):
         return Next.EXIT if self.single_turn or self._interrupt.ending else Next.READ
 
     def _close_question(self, answer: Generation | None) -> None:
-        """End the turn: keep the text of the answer, or take the question back if there is none.
-
-        Where the program ends in mid-answer the question stays open: /resume goes on after the tokens on disk.
-        """
+        """Keep the answer, or take the question back; it stays open where the program ends in mid-answer."""
         ended_itself = answer is not None and answer.stop_reason not in (None, "interrupted")
         if not ended_itself and (self._interrupt.ending or self.session.target.is_closed or terminal_is_gone()):
             return

@@ -32,21 +32,17 @@ def change_engine(session: Session, old: Settings, settings: Settings, *, raw: b
     info = session.info
     if settings.gamma != old.gamma:
         if info.draft == "none":
-            raise InputError(
-                "There is no draft, so speculation stays off.", "Start the chat with -md FILE or -md ngram."
-            )
+            hint = "Start the chat with -md FILE or -md ngram."
+            raise InputError("There is no draft, so speculation stays off.", hint)
         session.set_draft_length(settings.gamma)
     notes: list[str] = []
     if (settings.gamma, settings.budget) != (old.gamma, old.budget):
         budget, kind = session.config.expert_budget, session.model.info  # as the chat began
         if settings.budget is not None and (budget is None or kind.n_experts == 0):
-            raise InputError(
-                "This chat was started without --expert-budget, or its model has no experts.",
-                "Start a chat with --expert-budget B.",
-            )
-        asked = None if budget is None or settings.budget is None else replace(budget, budget=settings.budget)
-        budget, found = usable_budget(asked, kind, gamma=session.gamma, draft=info.draft)
-        notes += found
+            reason = "This chat was started without --expert-budget, or its model has no experts."
+            raise InputError(reason, "Start a chat with --expert-budget B.")
+        wanted = None if budget is None or settings.budget is None else replace(budget, budget=settings.budget)
+        budget, notes = usable_budget(wanted, kind, gamma=session.gamma, draft=info.draft)
         # without drafts answers are exact, once what was verified under the budget is out of the KV cache
         if settings.budget != old.budget or (budget is not None and session.gamma == 0):
             session.set_expert_budget(budget)
@@ -66,14 +62,11 @@ class SwitchError(MoeedgeError):
 
 
 class ModelSwitch:
-    """Opens a session, and another one in its place when it is called; closes the last at its end.
-
-    configure: the configuration of a session with the model of that name.
-    """
+    """Opens a session, and another in its place when it is called with a name that `configure` understands."""
 
     def __init__(self, config: EngineConfig, configure: Callable[[str], EngineConfig], notify: Notify) -> None:
         self._config, self._configure, self._notify = config, configure, notify
-        self.session = self._open(config)
+        self.session = open_session(config, notify=notify)
 
     def __enter__(self) -> ModelSwitch:
         return self
@@ -82,14 +75,10 @@ class ModelSwitch:
         self.session.close()
 
     def __call__(self, name: str) -> Session:
-        """A session with the model of that name or file; the old one is closed first, since both may not fit.
-
-        Raises MoeedgeError before that where the model is not here; SwitchError where it cannot be opened.
-        """
+        """Opens the model of that name. Raises MoeedgeError if it is not here, SwitchError if it cannot be opened."""
         if self._config.expert_budget is not None:
-            raise InputError(
-                "An expert budget belongs to the model that the chat began with.", "Start another chat with -m."
-            )
+            reason = "An expert budget belongs to the model that the chat began with."
+            raise InputError(reason, "Start another chat with -m.")
         config = self._configure(name)
         if not config.model.exists():
             raise InputError(f"There is no model {name} here.", "moeedge list shows the names, moeedge pull downloads.")
@@ -102,19 +91,16 @@ class ModelSwitch:
     def _replace(self, config: EngineConfig) -> Session:
         self.session.close()
         try:
-            self.session = self._open(config)
+            self.session = open_session(config, notify=self._notify)
         except Ended:  # the program ends
             raise
         except (MoeedgeError, ValueError, KeyboardInterrupt) as error:
-            self.session = self._open(self._config)
+            self.session = open_session(self._config, notify=self._notify)
             stopped = isinstance(error, KeyboardInterrupt)
             message = error.message if isinstance(error, MoeedgeError) else "Stopped." if stopped else f"{error}."
             raise SwitchError(message, getattr(error, "hint", "")) from None
         self._config = config
         return self.session
-
-    def _open(self, config: EngineConfig) -> Session:
-        return open_session(config, notify=self._notify)
 
 
 def settings_of(session: Session, settings: Settings) -> Settings:
@@ -130,7 +116,7 @@ def settings_of(session: Session, settings: Settings) -> Settings:
 
 
 def origin_of(session: Session, *, raw: bool) -> Origin:
-    """What a chat with this session is held with."""
+    """The origin of a chat with this session."""
     return Origin(session.info.model, session.model.info.size_bytes, raw)
 
 
@@ -139,8 +125,8 @@ class Chat:
     """A chat between two answers, as commands read and change it.
 
     read: asks for a message, given the text to begin with; it raises EOFError on Ctrl-D and KeyboardInterrupt on
-    Ctrl-C. err: takes all output but answers. switch: None: the session stays. autosave: keeps the chat on disk while
-    it goes on; None: it is not saved. unfinished: chats that /resume can take over, the newest first.
+    Ctrl-C. err: takes all output but answers. autosave: keeps the chat on disk while it goes on; None: it is not saved.
+    unfinished: chats that /resume can take over, the newest first.
     """
 
     session: Session
@@ -149,7 +135,7 @@ class Chat:
     _: KW_ONLY
     read: Callable[[str], str]
     err: Console
-    switch: ModelSwitch | None = None
+    switch: ModelSwitch
     autosave: Autosave | None = None
     unfinished: list[UnfinishedChat] = field(default_factory=list)
     raw: bool = False
@@ -164,10 +150,9 @@ class Chat:
     _save_failed: bool = field(default=False, init=False)  # and the user was told
 
     def __post_init__(self) -> None:
-        self.settings = replace(
-            self.settings, ctx=self.session.info.n_ctx, context_shift=self.session.config.context_shift
-        )
-        self._origin = origin_of(self.session, raw=self.raw)
+        session = self.session
+        self.settings = replace(self.settings, ctx=session.info.n_ctx, context_shift=session.config.context_shift)
+        self._origin = origin_of(session, raw=self.raw)
 
     @property
     def info(self) -> EngineInfo:
@@ -176,10 +161,7 @@ class Chat:
         return replace(session.info, gamma=session.gamma, auto_gamma=session.governor is not None)
 
     def prompt(self) -> list[int]:
-        """The tokens of the conversation, without its oldest messages where these do not fit and a shift is on.
-
-        Half of the context is free then, and the user is told.
-        """
+        """The tokens of the conversation, with a shift without its oldest messages once they fill the context."""
         session, messages, n_ctx = self.session, self.conversation.messages, self.session.info.n_ctx
         shifts = session.config.context_shift
         n = self._n_left_out = self._n_left_out if shifts and len(messages) > self._n_left_out else 0
@@ -188,15 +170,15 @@ class Chat:
             rest = Conversation(self.conversation.system, messages[n:])
             return prompt_tokens(session.model, rest, raw=self.raw, template=session.template)
 
-        found = tokens()
-        if shifts and len(found) > n_ctx - RESERVED_TOKENS:
-            while len(found) > n_ctx // 2 and n + 2 < len(messages):
+        prompt = tokens()
+        if shifts and len(prompt) > n_ctx - RESERVED_TOKENS:
+            while len(prompt) > n_ctx // 2 and n + 2 < len(messages):
                 n += 2  # a question and its answer
-                found = tokens()
+                prompt = tokens()
             if n > self._n_left_out:
                 self.say(f"The context of {n_ctx:,} tokens is full: the model no longer sees the oldest {n} messages.")
             self._n_left_out = n
-        return found
+        return prompt
 
     def apply(self, settings: Settings) -> list[str]:
         """Apply changed settings, also to the engine. Returns what the user should know about them."""
@@ -208,8 +190,6 @@ class Chat:
 
     def _resize(self, settings: Settings) -> list[str]:
         """Go on with a context of another size, and with these settings; the conversation is read again."""
-        if self.switch is None:
-            raise InputError("This chat cannot change its context.", "Start one with -c N.")
         failed: SwitchError | None = None
         try:
             self.session = self.switch.resize(settings.ctx)
@@ -230,9 +210,8 @@ class Chat:
         Raises InputError if there is a conversation, which would be lost, or if another process has the chat.
         """
         if self.conversation.messages:
-            raise InputError(
-                "/resume would replace this conversation.", "Keep it with /save FILE, then /clear and /resume."
-            )
+            hint = "Keep it with /save FILE, then /clear and /resume."
+            raise InputError("/resume would replace this conversation.", hint)
         before = self.conversation.system, self.settings
         take_over(chat, lambda: self._adopt(chat))
         self.unfinished.remove(chat)
@@ -255,8 +234,6 @@ class Chat:
 
     def use_model(self, name: str) -> list[str]:
         """Go on with another model, the conversation kept. Raises MoeedgeError, and the old one stays."""
-        if self.switch is None:
-            raise InputError("This chat cannot change its model.", "Start one with -m.")
         try:
             self.session = self.switch(name)
         except SwitchError as error:
@@ -273,11 +250,10 @@ class Chat:
 
     def _adopt(self, chat: UnfinishedChat) -> bool:
         """Make `chat` the conversation; whether it is saved."""
-        found = chat.conversation
-        self.conversation = replace(found, messages=list(found.messages), budgets=list(found.budgets))
+        saved = chat.conversation
+        self.conversation = replace(saved, messages=list(saved.messages), budgets=list(saved.budgets))
         self.settings = self._prepared(restored(chat.settings, self.settings))
-        self.attempt = 0
-        self.replaced = chat.text or None
+        self.attempt, self.replaced = 0, chat.text or None
         is_known = all(0 <= token < self.session.model.info.n_vocab for token in chat.tokens)
         self.begun = chat.tokens if chat.origin == self._origin and is_known else []
         self.keep()

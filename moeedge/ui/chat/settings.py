@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from moeedge.engine.conversation import read_text
 from moeedge.engine.types import MAX_GAMMA, MAX_N_CTX, SamplingConfig, seed_or_random
-from moeedge.errors import InputError
+from moeedge.errors import InputError, require
+from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.reasoning import MODEL_TEMPLATE, TemplateChoice
 from moeedge.paths import user_path
 from moeedge.speculation import check_gamma
@@ -22,16 +23,11 @@ _Config = TypeVar("_Config", SamplingConfig, TemplateChoice)
 
 @dataclass(frozen=True)
 class Look:
-    """How answers are shown.
+    """How answers are shown."""
 
-    stats: figures below an answer and after it. show_thinking: a model's thoughts before its answer; auto: in one line
-    on a terminal, in full in a pipe. markdown: headings, bold text, lists and code of an answer are shown as such on a
-    terminal.
-    """
-
-    stats: StatsLevel = "line"
-    show_thinking: ShowThinking = "auto"
-    markdown: bool = True
+    stats: StatsLevel = "line"  # figures below an answer and after it
+    show_thinking: ShowThinking = "auto"  # thoughts before an answer; auto: a line on a terminal, in full in a pipe
+    markdown: bool = True  # headings, bold text, lists and code are shown as such on a terminal
 
 
 @dataclass(frozen=True)
@@ -48,14 +44,13 @@ class Settings:
     context_shift: bool = False  # where it is full, what is oldest is dropped
 
     def __post_init__(self) -> None:
-        if self.n_predict < -1:
-            raise ValueError(f"n_predict (-n) must be -1 or more, not {self.n_predict}")
+        require(self.n_predict >= -1, f"n_predict (-n) must be -1 or more, not {self.n_predict}")
         if self.gamma != "auto":
             check_gamma(self.gamma, most=MAX_GAMMA)
-        if not 0 <= self.ctx <= MAX_N_CTX:
-            raise ValueError(f"ctx (-c) must be from 0 (automatic) to {MAX_N_CTX:,} tokens, not {self.ctx:,}")
-        if self.budget is not None and self.budget < 1:
-            raise ValueError(f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
+        span = f"from 0 (automatic) to {MAX_N_CTX:,} tokens"
+        require(0 <= self.ctx <= MAX_N_CTX, f"ctx (-c) must be {span}, not {self.ctx:,}")
+        has_room = self.budget is None or self.budget >= 1
+        require(has_room, f"budget (--expert-budget) must be at least 1 or off, not {self.budget}")
 
     @property
     def ignores_seed(self) -> bool:
@@ -125,10 +120,7 @@ _SETTINGS: dict[str, _Setting] = {}
 
 
 def add(line: str, option: Sequence[str]) -> None:
-    """Makes an option a setting. line: "NAME ALIASES: what it does"; option: its names, aliases if a field has one.
-
-    The commands' declarations call this, so that an option and its setting stand in one place.
-    """
+    """Makes an option, by its names, a setting. line: "NAME ALIASES: what it does", from the option's declaration."""
     words, _, help = line.partition(": ")
     name, *aliases = words.split()
     field_name = next(each for each in (name, *option) if each in _FIELDS)
@@ -145,7 +137,6 @@ def _read_grammar(text: str) -> tuple[str, str]:
     """The grammar in that file, or of the JSON schema in a .json file, and what it leaves out; empty for off."""
     if text == "off":
         return "", ""
-    from moeedge.llama.json_schema import schema_grammar
     from moeedge.llama.samplers import check_grammar
 
     path, note = user_path(text), ""
@@ -198,18 +189,18 @@ def listing(settings: Settings) -> list[Figure]:
 def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:
     """The settings with `name` set to `text`, and a line that shows the new value. Raises InputError."""
     key = name.lstrip("-").replace("-", "_")
-    found = next((item for item in _SETTINGS.values() if key in (item.name, *item.aliases)), None)
-    if found is None:
+    setting = next((item for item in _SETTINGS.values() if key in (item.name, *item.aliases)), None)
+    if setting is None:
         raise InputError(f'Unknown setting "{name}".', "Choose from: " + ", ".join(names()) + ".")
-    kind = _FIELDS[found.field][1]
+    kind = _FIELDS[setting.field][1]
     value: Any
     try:
-        value, note = _read_grammar(text) if found.name == "grammar" else (found.read(text), "")
-        changes: dict[str, Any] = {found.field: value}
-        if found.part:
-            changes = {found.part: replace(getattr(settings, found.part), **changes)}
+        value, note = _read_grammar(text) if setting.name == "grammar" else (setting.read(text), "")
+        changes: dict[str, Any] = {setting.field: value}
+        if setting.part:
+            changes = {setting.part: replace(getattr(settings, setting.part), **changes)}
         changed = replace(settings, **changes)
     except ValueError as error:
         is_word = kind is bool or get_origin(kind) is Literal
-        raise InputError(f"{found.name}: {error}." if is_word else f"{error}.") from None
-    return changed, f"{found.name} = {found.shown(changed)}{note}"
+        raise InputError(f"{setting.name}: {error}." if is_word else f"{error}.") from None
+    return changed, f"{setting.name} = {setting.shown(changed)}{note}"

@@ -1,7 +1,4 @@
-"""One answer: its text as it is generated, with its figures; or one JSON object (moeedge chat -o json).
-
-Units in the keys of the JSON: _ts tokens per second, _s seconds.
-"""
+"""One answer with its figures: its text as it is generated, or one JSON object (_ts tokens per second, _s seconds)."""
 
 from __future__ import annotations
 
@@ -37,11 +34,10 @@ _FULL = "-c N makes it larger, --context-shift drops the older half and goes on.
 
 
 class CacheMeter:
-    """A context manager around one answer; a call returns the counters since its first token, so without the prompt.
+    """A context manager around one answer; a call returns the counters since its first token, None without a cache.
 
-    A call returns None if there is no expert cache. Any thread may call: the decoding thread reads the session between
-    its steps, at most every `interval_s` seconds. `notes` collects the session's notifications, such as a lost device,
-    to be shown after the answer.
+    Any thread may call: the decoding thread reads the session between its steps, at most every `interval_s` seconds.
+    `notes` collects the session's notifications, such as a lost device, to be shown after the answer.
     """
 
     def __init__(self, session: Session, interval_s: float = 0.25) -> None:
@@ -70,13 +66,10 @@ class CacheMeter:
             self._newest = self._session.placement_stats()
 
     def _observe(self, record: StepRecord, session: Session) -> None:
-        now_s = time.perf_counter()
-        prompt_read = record.n_verified == 0
+        now_s, prompt_read = time.perf_counter(), record.n_verified == 0
         if prompt_read or now_s - self._read_s >= self._interval_s:
-            self._read_s = now_s
-            self._newest = session.placement_stats()
-            if prompt_read:
-                self._start = self._newest
+            self._read_s, self._newest = now_s, session.placement_stats()
+            self._start = self._newest if prompt_read else self._start
 
 
 @contextmanager
@@ -91,10 +84,7 @@ def answer_view(
     panel: bool,
     drop: bool = False,
 ) -> Iterator[LiveView | PlainView]:
-    """Shows the pieces that are written to it on `out`, above a live panel where `panel` asks for one.
-
-    drop: what is typed meanwhile does not become the next message.
-    """
+    """Shows pieces on `out`, with `panel` above a live panel. drop: what is typed meanwhile is discarded."""
     tags, is_open = answer.reasoning_tags, answer.begins_in_reasoning
     folds = look.show_thinking == "off" or (look.show_thinking == "auto" and out.is_terminal)
     folded = FoldedThinking(tags, lambda: answer.stats.generated_tokens, is_open=is_open) if tags and folds else None
@@ -116,10 +106,7 @@ def answer_view(
 def print_turn(
     err: Console, answer: Generation, info: EngineInfo, meter: CacheMeter, look: Look, *, full: str = _FULL
 ) -> None:
-    """The figures of a finished answer, then its notes. A lossy budget is named also without figures.
-
-    full: what to do where the context is full.
-    """
+    """The figures of a finished answer, at least a lossy budget, then its notes. full: advice for a full context."""
     reason = answer.stop_reason or "interrupted"
     if look.stats == "full":
         show_figures(err, answer_rows(info, answer.stats, reason, meter()), style="dim")
@@ -131,7 +118,7 @@ def print_turn(
 
 
 def print_notes(err: Console, answer: Generation, meter: CacheMeter, *, full: str = _FULL) -> None:
-    """What happened to the context and to the device during the answer; full: as of `print_turn`."""
+    """Notes on the context and the device during the answer; full: as of `print_turn`."""
     for note in answer.notes:
         say(err, note)
     if answer.stop_reason == "context":
@@ -200,12 +187,8 @@ def answer_once(
     out: Console,
     err: Console,
 ) -> int:
-    """Generate the answer to the prompt's tokens; the answer goes to `out`, its figures to `err`.
-
-    Returns the exit code: 0, or 128 + the signal that stopped the answer, whose beginning is printed.
-    """
-    with Interrupt() as interrupt:
-        interrupt.arm()
+    """Generate the answer to the tokens; the answer goes to `out`, its figures to `err`. Returns the exit code."""
+    with Interrupt(armed=True) as interrupt:
         answer = session.generate(prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
         meter = CacheMeter(session)
         try:
@@ -214,9 +197,8 @@ def answer_once(
                     for _ in answer.pieces():
                         pass
             else:
-                with answer_view(
-                    answer, session.info, meter, interrupt, out=out, look=settings.look, panel=panel
-                ) as view:
+                look = settings.look
+                with answer_view(answer, session.info, meter, interrupt, out=out, look=look, panel=panel) as view:
                     for piece in answer.pieces():
                         view.write(piece)
         except KeyboardInterrupt:  # a second signal, between two steps

@@ -102,10 +102,7 @@ def _overlap(text: str, tag: str) -> int:
 
 
 class FoldedThinking(ThinkingSplitter):
-    """Leaves thinking out of an answer and counts it.
-
-    n_tokens: reads how many tokens the answer has so far, thinking included.
-    """
+    """Leaves thinking out of an answer and counts it. n_tokens: reads how many tokens the answer has so far."""
 
     def __init__(self, tags: ReasoningTags, n_tokens: Callable[[], int], *, is_open: bool = False) -> None:
         super().__init__(tags, is_open=is_open)
@@ -194,7 +191,6 @@ class PlainView:
         self._stream.flush()
 
     def _wrap(self, text: str) -> None:
-        """Write the words of `text` that are complete."""
         *lines, last = text.expandtabs(TAB).split("\n")
         for line in lines:
             self._write_words(line)

@@ -8,7 +8,9 @@ from moeedge.data.prompts import Prompt, PromptMessage
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.lab.analysis.budget_recording import analyse_budgets
+from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
+from tests.support.progress import SeenProgress
 
 N_PREDICT = 8
 

@@ -17,6 +17,8 @@ from moeedge.lab.analysis.pair_similarity import compare_pair, entropy_bits
 from moeedge.llama.context import Context
 from moeedge.native import Block
 from moeedge.native.abi import Phase
+from moeedge.run import Run
+from tests.support.progress import SeenProgress
 
 TEXTS = [list(range(5, 45)), [7, 8, 9]]
 

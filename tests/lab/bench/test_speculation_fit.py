@@ -29,10 +29,12 @@ from moeedge.llama import gguf_file
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, Logits
 from moeedge.native.abi import Phase
+from moeedge.run import Progress, Run
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.lab.analysis.test_step_fit import MODEL, times_of
 from tests.support.commands import refused, run, run_json
+from tests.support.progress import SeenProgress
 
 PROMPTS = [Prompt(str(i), "", user_turns(text)) for i, text in enumerate(("one two three", "four five six"))]
 PLAN = FitPlan(tokens=(1, 2, 3, 4, 8, 16, 32), gammas=(1, 3), batch_sizes=(1, 8), repetitions=2, n_predict=24)
