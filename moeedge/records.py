@@ -75,9 +75,10 @@ def figure(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def counter(help: str, unit: str = "", *, default: Any = 0, **declared: Any) -> Any:
-    """A figure that only grows: the difference of two readings is the figure of the interval."""
-    return figure(help, unit, default=default, of="sum", **declared)
+def counter(help: str, unit: str = "", *, default: Any = None, **declared: Any) -> Any:
+    """A figure that only grows, from 0: the difference of two readings is the figure of the interval."""
+    zero = 0.0 if unit == "s" else 0
+    return figure(help, unit, default=zero if default is None else default, of="sum", **declared)
 
 
 def gauge(help: str, unit: str = "", *, default: Any = 0, **declared: Any) -> Any:
@@ -176,7 +177,7 @@ def combine(records: Sequence[T]) -> T:
 
 def _sum(values: list[Any]) -> Any:
     if isinstance(values[0], Mapping):
-        return {key: sum(value[key] for value in values) for key in values[0]}
+        return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(itertools.chain(*values))}
     return sum(values)
 
 

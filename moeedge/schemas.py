@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ _TYPES: dict[Any, str] = {
     **dict.fromkeys((list, tuple, Sequence), "array"),
     **dict.fromkeys((dict, Mapping), "object"),
 }
+_NULL = re.compile(r"\bnull\b")
 _REF = "#/$defs/"
 
 
@@ -79,8 +81,10 @@ class _Maker:
             made |= {} if getattr(kind, "is_open", False) else {"additionalProperties": False}
             self.defs[name] = made
             for key, declared, member in self._members(kind):
-                made["properties"][key] = {"description": declared.description} | member
-                may_lack = declared.optional or not (self._nulls or not _allows_null(member))
+                may_lack, about = declared.optional, declared.description
+                if not self._nulls and _allows_null(member):
+                    may_lack, about, member = True, _NULL.sub("left out", about), _without_null(member)
+                made["properties"][key] = {"description": about} | member
                 made["required"] += [] if may_lack else [key]
         return {"$ref": _REF + name}
 
@@ -113,6 +117,16 @@ class _Maker:
 def _kinds(member: dict[str, Any]) -> list[str]:
     kinds = member.get("type", [])
     return [kinds] if isinstance(kinds, str) else kinds
+
+
+def _without_null(member: dict[str, Any]) -> dict[str, Any]:
+    """A member whose key is left out where the value is null."""
+    if "type" in member:
+        kinds = [kind for kind in _kinds(member) if kind != "null"]
+        return member | {"type": kinds[0] if len(kinds) == 1 else kinds}
+    if "enum" in member:
+        return {"enum": [value for value in member["enum"] if value is not None]}
+    return {"oneOf": others} if len(others := [e for e in member["oneOf"] if e != {"type": "null"}]) > 1 else others[0]
 
 
 def _allows_null(member: dict[str, Any]) -> bool:

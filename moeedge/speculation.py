@@ -25,9 +25,9 @@ from moeedge.records import quotient
 acceptance_rate = quotient("accepted", "drafted", "Accepted over drafted tokens; null without drafts", most=1)
 
 
-def check_gamma(gamma: int, *, least: int = 0, most: int | None = None) -> None:
-    """Raises ValueError for a draft length out of its range."""
-    words = f"{least} or more" if most is None else f"from {least} to {most}"
+def check_gamma(gamma: int, *, least: int = 0, most: int | None = None, auto: bool = False) -> None:
+    """Raises ValueError for a draft length out of its range. auto: the option takes that word, too."""
+    words = f"{'auto or ' * auto}{least} or more" if most is None else f"{'auto or ' * auto}from {least} to {most}"
     require(least <= gamma <= (gamma if most is None else most), f"gamma (--draft-max) must be {words}, not {gamma}")
 
 

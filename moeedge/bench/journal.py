@@ -1,6 +1,6 @@
 """The file that a run keeps while it measures: its settings and every finished sample, so that it can be resumed.
 
-JSON Lines. The first line is {"schema", "settings"}, with the settings of each part of the run (values of -t, -b, -ub);
+JSON Lines. The first line is {"schema", "settings"}, with the settings of each part of the run (-t and other lists);
 every other line is a sample with its part, its pass and its test. The samples have the tokens of their answers, which
 the output check needs and a record leaves out. A line that an abort cut is ignored.
 """
@@ -30,7 +30,7 @@ _MOST_DIFFERENCES = 3  # in an error message
 _HINT = "An interrupted bench names its file; --resume alone takes the newest."
 
 Settings = dict[str, Any]
-Place = tuple[int, int, str]  # where a sample was measured: part (of -t, -b, -ub), pass of that part, test
+Place = tuple[int, int, str]  # where a sample was measured: part (of -t, -b and other lists), pass of that part, test
 
 
 def folder() -> Path:

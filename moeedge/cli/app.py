@@ -61,6 +61,8 @@ _MODULES = {
     **dict.fromkeys(("list", "show", "pull", "rm"), "models"),
     **dict.fromkeys(("devices", "doctor", "ps", "worker"), "machine"),
 }
+# options without which a command line has the word chat
+_CHATS = {"-m", "--model", "-hf", "-p", "--prompt", "-f", "--file"}
 _MODEL_COMMANDS = ("chat", "bench", "profile", "plan")
 WORDS = {"run": ("-m", "-p")}  # by the command as typed: the options that words without a dash stand for
 # words of Typer's messages about values that are no numbers
@@ -116,7 +118,8 @@ class LazyGroup(TyperGroup):
         if first in ("help", "version"):
             return [*rest, f"--{first}"]
         own = {spelling for param in self.get_params(ctx) for spelling in param.opts}
-        if first.startswith("-") and first not in own and Speller("chat", load_command("chat")).knows(first):
+        starts = _CHATS & {arg.partition("=")[0] for arg in args}
+        if starts and first.startswith("-") and first not in own and Speller("chat", load_command("chat")).knows(first):
             return ["chat", *args]
         return args
 

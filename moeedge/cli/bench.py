@@ -126,12 +126,13 @@ def bench(
         base = replace(base, ram="off")
         for count in parallel:
             replace(base, n_parallel=count)  # raises ValueError out of its range
+    layers = None if base.device == "none" else n_gpu_layers
     bases = arms(
         base,
         n_threads=threads,
         n_batch=n_batch,
         n_ubatch=n_ubatch,
-        n_gpu_layers=None if base.device == "none" else n_gpu_layers,
+        n_gpu_layers=layers,
         n_cpu_moe=n_cpu_moe,
         flash_attn=flash_attn,
         type_k=type_k,
@@ -170,6 +171,8 @@ def bench(
         sweep=sweep,
         text=None if parallel else budgets.text(base.model),
     )
+    if n_gpu_layers and base.device == "none":
+        notes.append("-ngl has no effect with -dev none.")
     notes += dict.fromkeys(note for each in bases for note in run.layer_notes(each))
     plans = [replace(plan, base=each) for each in bases]
     if len(plans) > 1 and (parallel or plot is not None):

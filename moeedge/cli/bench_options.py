@@ -15,6 +15,7 @@ from moeedge.cli.engine_options import expect_no_companions, make_budget
 from moeedge.cli.foreign import SWITCH
 from moeedge.cli.options import declare, gpu_layers, parse_number
 from moeedge.errors import InputError
+from moeedge.llama.settings import KV_TYPES
 
 if TYPE_CHECKING:
     from moeedge.bench.config import DraftLength, SyntheticTest
@@ -28,14 +29,18 @@ SYNTHETIC_ANSWER = 128
 _MAX_VALUES = 1000  # of a range
 
 
-def sizes(text: str, option: str) -> list[int]:
+def sizes(
+    text: str,
+    option: str,
+    takes: str = "numbers of at least 0",
+    example: str = "64,128 or as a range: 64-512*2, 0-1024+256",
+) -> list[int]:
     """Reads "64,128", also with llama-bench's ranges: "1-4", "0-1024+256", "64-512*2". Raises InputError."""
     values: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", part.strip(), re.ASCII)
         if match is None:
-            hint = "Write them as 64,128 or as a range: 64-512*2, 0-1024+256."
-            raise InputError(f"{option} takes numbers of at least 0, not '{part.strip()}'.", hint)
+            raise InputError(f"{option} takes {takes}, not '{part.strip()}'.", f"Write them as {example}.")
         first, last, sign, step = int(match[1]), int(match[2] or match[1]), match[3], int(match[4] or 1)
         if last < first or step < 1 or (sign == "*" and (step < 2 or first < 1)):
             raise InputError(f"{option}: a range has no end.", "Write it as first-last+step or first-last*factor.")
@@ -59,14 +64,20 @@ def _pair(text: str) -> tuple[int, int]:
 def _gpu_layers(text: str, option: str) -> list[int | None]:
     values: list[int | None] = []
     for word in names(text, option):
-        values += [gpu_layers(word)] if word in ("auto", "-1", "all") else sizes(word, option)
-    return values
+        is_word = word in ("auto", "-1", "all")
+        values += [gpu_layers(word)] if is_word else sizes(word, option, "numbers of layers, auto or all", "0,12,all")
+    return list(dict.fromkeys(values))
+
+
+def _kv_types(text: str, option: str) -> list[str]:
+    return names(text.lower(), option, f"Choose from {', '.join(KV_TYPES)}.")
 
 
 def _draft_lengths(text: str, option: str) -> tuple[DraftLength, ...]:
     words = names(text, option)
     numbers = ",".join(word for word in words if word != "auto")
-    lengths: list[DraftLength] = [*(sizes(numbers, option) if numbers else [])]
+    takes, example = "numbers of tokens, or auto", "1,4,8,auto or as a range: 1-8"
+    lengths: list[DraftLength] = [*(sizes(numbers, option, takes, example) if numbers else [])]
     lengths += ["auto"] if "auto" in words else []
     if len(lengths) > 1 and 0 in lengths:
         raise InputError("A draft length of 0 is plain decoding.", "Compare with the mode moeedge-ar instead.")
@@ -112,11 +123,11 @@ declare(
     read={
         sizes: "n_prompt n_predict n_depth threads batch_size ubatch_size n_cpu_moe",
         names: "expert_budget budget_ranking budget_policy",
-        lambda text, option: names(text.lower(), option): "cache_type_k cache_type_v",
+        _kv_types: "cache_type_k cache_type_v",
         _gpu_layers: "n_gpu_layers",
         lambda text, option: [SWITCH.get(word.lower(), word) for word in names(text, option)]: "flash_attn",
         _draft_lengths: "draft_max",
-        lambda text, option: tuple(sorted(sizes(text, option))): "parallel",
+        lambda text, option: tuple(sorted(sizes(text, option, example="1,2,4 or as a range: 1-4"))): "parallel",
     },
     pairs={"kind": list[str], "convert": lambda texts: [_pair(text) for text in texts]},
 )

@@ -25,6 +25,13 @@ _ALWAYS = 1e30  # added to a logit; JSON has no infinity
 _SAMPLER_NAMES = ", ".join(SAMPLERS)
 
 
+def _grammar_text(text: str) -> str:
+    """A grammar; an empty one would be none. Raises InputError."""
+    if not text.strip():
+        raise InputError("The grammar is empty.", "It needs at least a rule for root.")
+    return text
+
+
 def _samplers(text: str) -> tuple[str, ...]:
     """Names of samplers, which may be written with dashes."""
     names = {name.strip(): name.strip().replace("-", "_") for name in re.split("[;,]", text) if name.strip()}
@@ -127,6 +134,7 @@ declare(
         "kind": list[str],
         "convert": lambda texts: tuple(text for text in _texts(texts) if text != "none") if texts else None,
     },
+    grammar={"convert": _grammar_text},
     samplers={"kind": str, "convert": _samplers},
     sampling_seq={"kind": str, "convert": _samplers_by_letter},
     logit_bias={"kind": list[str], "convert": lambda texts: tuple(map(_logit_bias, texts))},

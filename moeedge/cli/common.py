@@ -95,11 +95,11 @@ def valid_text(argument: str) -> str:
     return argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def names(text: str, option: str) -> list[str]:
-    """The elements of a comma-separated list, each once. Raises InputError for an empty list."""
+def names(text: str, option: str, hint: str = "Give names, separated by commas.") -> list[str]:
+    """The elements of a comma-separated list, each once. Raises InputError, with the hint, for an empty list."""
     elements = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not elements:
-        raise InputError(f"{option} is empty.", "Give names, separated by commas.")
+        raise InputError(f"{option} is empty.", hint)
     return elements
 
 
@@ -126,10 +126,14 @@ def text_of(text: str | None, file: Path | None, option: str, file_option: str) 
         return None if text is None else valid_text(text)
     if text is not None:
         raise InputError(f"{option} and {file_option} cannot be used together.", "Give one of them.")
+    is_input = str(file) == "-"
     try:
-        return (sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")).removesuffix("\n")
-    except UnicodeDecodeError as error:
-        what = f"{file} is not UTF-8 text: byte {error.start:,} is not."
+        text = sys.stdin.read() if is_input else file.read_text(encoding="utf-8")
+        text.encode("utf-8")  # in the C locale, bytes that are not UTF-8 become lone surrogates instead of an error
+        return text.removesuffix("\n")
+    except UnicodeError as error:
+        where = "standard input" if is_input else file
+        what = f"{where} is not UTF-8 text: byte {getattr(error, 'start', 0):,} is not."
         raise InputError(what, f"{file_option} takes a text file.") from None
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}.", f"Check the path after {file_option}.") from None

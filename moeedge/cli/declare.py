@@ -9,12 +9,14 @@ from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import partial, wraps
+from pathlib import Path
 from textwrap import dedent
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 from moeedge.cli.completion import completer, completer_of
+from moeedge.errors import InputError
 
 # the options of all tables, by their long spellings as names (n_predict of "-n, --n-predict N") and by the fields that
 # they set; those of one command are "COMMAND NAME"
@@ -76,7 +78,8 @@ def declare(
         declared.short = declared.short or shown != spelling
         declared.names = names
         if "set" in further_lines:
-            SETTINGS[further_lines["set"]] = names
+            short = [word.lstrip("-") for word in declared.flags if not word.startswith("--")]
+            SETTINGS[further_lines["set"]] = [*names, *short]
         for command in commands.split() or [""]:
             OPTIONS.update((f"{command} {name}".strip(), declared) for name in names)
 
@@ -230,6 +233,8 @@ def flatten(command: Callable[..., None], **defaults: Any) -> Callable[..., None
         for parameter in parameters:
             for option in getattr(parameter.annotation, "__metadata__", ()):
                 values[parameter.name] = _value(option, values[parameter.name])
+        if sum(value == Path("-") for value in values.values()) > 1:
+            raise InputError("Only one option can read standard input (-).", "Give files for the others.")
         command(**{name: made(hints[name], values) if is_dataclass(hints[name]) else values[name] for name in own})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -241,7 +246,7 @@ def _value(option: Any, value: Any) -> Any:
     """The value as the command takes it. Raises ValueError for numbers out of range, and the errors of `convert`."""
     least, most = getattr(option, "range", (None, None))
     if value is not None and ((least is not None and not value >= least) or (most is not None and not value <= most)):
-        words = f"from {least} to {most}" if most is not None else f"{least} or more"
+        words = getattr(option, "words", f"from {least} to {most}" if most is not None else f"{least} or more")
         raise ValueError(f"{option.flags[-1]} must be {words}, not {value}")
     convert = getattr(option, "convert", None)
     return value if convert is None or value is None else convert(value)

@@ -295,7 +295,7 @@ declare(
     offline={"callback": lambda offline: _set_variable("HF_HUB_OFFLINE", offline)},
     verbose={"callback": _show_log},
     dataset={"names": completion.datasets},
-    limit={"least": 0},
+    limit={"least": 0, "words": "0 (all) or more"},
     n_gpu_layers={"parser": gpu_layers},
     device={"names": completion.devices},
     backend={"callback": _name_backends},

@@ -29,7 +29,8 @@ _DEFAULT_VALUES = {
     "chat": {"--resume": (re.compile(r"list|\d+"), "1")},
     "bench": {"--resume": (_ANY, "last")},
 }
-_SWITCHED_ON = dict.fromkeys(("-fa", "--flash-attn"), (_ANY, "on"))  # without a value in earlier llama.cpp
+# without a value in earlier llama.cpp, where -1 is auto
+_SWITCHED_ON = dict.fromkeys(("-fa", "--flash-attn"), (re.compile(r"-1|[^-].*"), "on"))
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ class Speller:
         ]
         if not similar and spelling[1] != "-" and _takes_value(self._params.get(spelling[:2])):
             similar = [f"{spelling[:2]} {spelling[2:]}"]
+        similar = [name for name in similar if name.startswith(spelling)] or similar
         hint = f"Did you mean {' or '.join(similar)}?" if similar else f"See moeedge {self.name} --help."
         return InputError(f"{message}.", hint)
 

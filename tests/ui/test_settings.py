@@ -57,7 +57,7 @@ def test_a_value_is_set_and_reported(name: str, text: str, line: str) -> None:
         ("samplers", "top_k;foo", "'foo'"),
         ("grammar", "/no/such/file", "/no/such/file"),
         ("think", "maybe", "maybe is not one of"),
-        ("gamma", "65", "gamma (--draft-max) must be from 0 to 64"),
+        ("gamma", "65", "gamma (--draft-max) must be auto or from 0 to 64"),
         ("n", "-2", "n_predict (-n) must be -1 or more"),
         ("budget", "0", "budget (--expert-budget) must be at least 1 or off"),
         ("budget", "some", "budget must be a whole number or off"),

@@ -46,7 +46,7 @@ class Settings:
     def __post_init__(self) -> None:
         require(self.n_predict >= -1, f"n_predict (-n) must be -1 or more, not {self.n_predict}")
         if self.gamma != "auto":
-            check_gamma(self.gamma, most=MAX_GAMMA)
+            check_gamma(self.gamma, most=MAX_GAMMA, auto=True)
         span = f"from 0 (automatic) to {MAX_N_CTX:,} tokens"
         require(0 <= self.ctx <= MAX_N_CTX, f"ctx (-c) must be {span}, not {self.ctx:,}")
         has_room = self.budget is None or self.budget >= 1
