@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -69,3 +70,5 @@ def test_the_schema_of_a_record() -> None:
     assert not validator.is_valid([{key: value for key, value in row.items() if key != "seconds"}])
     brief = jsonschema.Draft202012Validator(json_schema(Row, "row", "A row.", nulls=False))
     assert brief.is_valid(as_dict(Row("a"), nulls=False)) and not brief.is_valid({"parts": []})
+    assert not brief.is_valid({"name": "a", "parts": [], "seconds": None})
+    assert '"null' not in json.dumps(brief.schema)

@@ -23,7 +23,7 @@ from moeedge.bench.records import SCHEMA, BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
-from moeedge.cli.bench_options import SyntheticOptions, sizes
+from moeedge.cli.bench_options import SyntheticOptions, _gpu_layers, sizes
 from moeedge.cli.bench_run import exit_code, make_bench_plan
 from moeedge.data.datasets import load_sample
 from moeedge.engine.types import EngineConfig
@@ -327,6 +327,12 @@ def test_lists_of_sizes_depths_and_threads(tiny_moe: Path) -> None:
 )
 def test_ranges_are_llama_benchs(text: str, expected: list[int]) -> None:
     assert sizes(text, "-p") == expected
+
+
+def test_layers_on_the_gpu_once_each() -> None:
+    assert _gpu_layers("0-2,1,all,auto,-1", "-ngl") == [0, 1, 2, 999, None]
+    with pytest.raises(InputError, match="auto or all"):
+        _gpu_layers("-2", "-ngl")
 
 
 @pytest.mark.parametrize("text", ["", "a", "-3", "4-1", "0-8*2", "1-8*1", "1-8+0", "1.5"])

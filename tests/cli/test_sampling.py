@@ -156,6 +156,7 @@ def test_a_model_that_never_thinks_may_be_told_not_to(pair: list[str], off: list
         (("-j", '{"type": "foo"}'), "foo"),
         (("--format", "yaml"), "json"),
         (("--grammar", DIGITS, "-j", "{}"), "cannot be used together"),
+        (("--grammar", ""), "grammar is empty"),
         (("--samplers", "top_k;foo"), "'foo'"),
         (("--samplers", "mirostat"), "min_p"),
         (("--sampling-seq", "kz"), "'z'"),

@@ -28,6 +28,7 @@ def translated(line: str, **settings: tuple[str, ...]) -> list[str]:
         ("--temperature 0.7", "--temp 0.7"),
         ("--temperature=0.7", "--temp 0.7"),
         ("--flash-attn -n 4", "--flash-attn on -n 4"),
+        ("-fa -1 -n 4", "-fa -1 -n 4"),
         ("--predict 5 --draft 3", "-n 5 --draft-max 3"),
         ("-t4 -n-1", "-t 4 -n -1"),
         ("-p -hf", "-p -hf"),  # a value may begin with a dash
@@ -214,6 +215,7 @@ def test_prompts_from_files(pair: list[str], tmp_path: Path) -> None:
     assert by_file["prompt_tokens"] == by_text["prompt_tokens"]
     assert by_file["prompt_tokens"] > run_json(*common[:-2], "-f", prompt)["prompt_tokens"]
     assert "cannot be used together" in refused("chat", "-p", "x", "-f", prompt)
+    assert "standard input" in refused("chat", "-f", "-", "-sysf", "-")
     prompt.write_bytes(b"\xff\xfe")
     assert "UTF-8" in refused("profile", "-f", prompt, "-dev", "none")
     assert "absent.txt" in refused("chat", "-f", tmp_path / "absent.txt")
