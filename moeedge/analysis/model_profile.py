@@ -18,7 +18,7 @@ import numpy as np
 from moeedge.analysis.profile import LayerProfile, layer_curves, profile_layers
 from moeedge.analysis.routing_curves import RoutingCurves, mean_curves
 from moeedge.engine.recording import Recording
-from moeedge.hardware.provenance import read_provenance
+from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.records import as_dict, figure
 from moeedge.run import Run
 from moeedge.speculation import expected_tokens
@@ -199,7 +199,7 @@ def complete_report(profile: ModelProfile, run: dict[str, Any]) -> dict[str, Any
     }
 
 
-def run_facts(trace: Trace, recording: Recording | None = None) -> dict[str, Any]:
+def run_facts(trace: Trace, recording: Recording | None = None, provenance: Provenance | None = None) -> dict[str, Any]:
     """The model and the run. recording: of this process; None for a trace that was read from a file."""
     facts = as_dict(trace.meta)
     del facts["source"]
@@ -207,7 +207,7 @@ def run_facts(trace: Trace, recording: Recording | None = None) -> dict[str, Any
     if recording is not None:
         answered = {"answers": recording.answers, "skipped": recording.skipped}
         facts |= {"acceptance_rate": rounded(recording.acceptance_rate), **answered}
-    return facts | parameters | {"provenance": as_dict(read_provenance())}
+    return facts | parameters | {"provenance": as_dict(provenance or read_provenance())}
 
 
 def rounded(value: Any) -> Any:

@@ -71,7 +71,7 @@ class Bench:
         self._n_left_out = 0  # prompts that do not fit it
         self._alone: list[Sample] = []  # stock llama.cpp's answers, where others answer several prompts at once
         self._resources = ExitStack()
-        self._environment = read_provenance()
+        self._environment = read_provenance(plan.base.model)
         self._notes: set[str] = set()  # those that were reported
         self._scorer: AnswerScorer | None = None
         self._roofline: Roofline | None = None

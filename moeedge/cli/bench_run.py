@@ -95,7 +95,7 @@ def measure(
     resume: str | None,
 ) -> int:
     """Runs the plans, prints the rows and draws. Returns the exit code."""
-    environment = read_provenance()
+    environment = read_provenance(plans[0].base.model)
     settings = [settings_of(plan, environment) for plan in plans]
     if plans[0].decodes_together:
         journal = Journal(None, ())  # --resume knows samples of single texts

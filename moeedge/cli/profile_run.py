@@ -28,6 +28,7 @@ from moeedge.engine.recording import Recording, check_layers, parse_layers, reco
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError, InputError, LayerRangeError
+from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.run import Run
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import GAMMA, Steps, simulated_steps
@@ -65,6 +66,7 @@ class Profiled:
 
     trace: Trace
     layers: list[int]  # in detail
+    provenance: Provenance
     recording: Recording | None = None  # None: the trace was read from a file
     steps: Steps | None = None  # simulated verifications; None: those of the trace
     gamma: int | None = None  # of the simulated ones
@@ -86,7 +88,7 @@ def check_files(*, trace_out: Path | None = None, plot: Path | None = None, repo
 def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Profiled:
     """Answers the prompts and records the routing."""
     prompts, source = texts.load(bundled=paths.is_bundled(config.model))
-    sampling = texts.sampling()
+    sampling, provenance = texts.sampling(), read_provenance(config.model)
     err = stderr_console()
     with Session.open(config, notify=notifier(err)) as session:
         n_layers = session.model.info.n_layers
@@ -117,14 +119,20 @@ def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Pro
         say(err, f"Longer than the context, left out: {', '.join(recording.skipped)}.", style="yellow")
     if interrupt.exit_code:
         say(err, "Stopped: the profile covers the tokens until then.", style="yellow")
-    return Profiled(trace=recording.trace, layers=layers, recording=recording, exit_code=interrupt.exit_code)
+    return Profiled(
+        trace=recording.trace,
+        layers=layers,
+        recording=recording,
+        exit_code=interrupt.exit_code,
+        provenance=provenance,
+    )
 
 
 def profile_trace(
     path: Path, choice: LayerChoice, gamma: int | None, acceptance_chance: float | None, seed: int
 ) -> Profiled:
     """A recorded trace, with an acceptance chance cut into verifications of `gamma` drafts. Raises InputError."""
-    trace = Trace.load(path)
+    trace, provenance = Trace.load(path), read_provenance(trace=path)
     recorded = trace.expert_layers()
     if not recorded:
         raise InputError(f"{path} has no recorded experts.", "Name another trace.")
@@ -133,16 +141,20 @@ def profile_trace(
         raise LayerRangeError(f"{path} has no recorded experts in layer {layers[0]}.", "Name another layer.")
     layers = [layer for layer in layers if layer in recorded]
     if acceptance_chance is None:
-        return Profiled(trace=trace, layers=layers)
+        return Profiled(trace=trace, layers=layers, provenance=provenance)
     gamma = GAMMA if gamma is None else gamma
     rng = np.random.default_rng(max(seed, 0))
     steps = simulated_steps(trace, gamma=gamma, acceptance_chance=acceptance_chance, rng=rng)
-    return Profiled(trace=trace, layers=layers, steps=steps, gamma=gamma)
+    return Profiled(trace=trace, layers=layers, provenance=provenance, steps=steps, gamma=gamma)
 
 
 def show(profiled: Profiled, choice: LayerChoice, *, as_json: bool, plot: Path | None, report: Path | None) -> int:
     """Shows the profile, after a signal of the layers done until then, and writes its files. Returns the exit code."""
-    run, out, err = run_facts(profiled.trace, profiled.recording), stdout_console(), stderr_console()
+    run, out, err = (
+        run_facts(profiled.trace, profiled.recording, profiled.provenance),
+        stdout_console(),
+        stderr_console(),
+    )
     n_layers = len(profiled.trace.expert_layers())
     with Interrupt(armed=True) as interrupt, count_bar(err, "profiling", "layers", n_layers) as bar:
         profile = profile_model(

@@ -1,7 +1,8 @@
-"""Where figures come from: versions of the programs, the machine, the time."""
+"""Where figures come from: versions of the programs, the machine, the files, the time."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from moeedge.hardware.processor import cpu_name
 from moeedge.records import figure
 
 _GIT_TIMEOUT_S = 10
+HEADER_BYTES = 1 << 16  # of a model's file, that its hash covers: metadata and the first tensors' names
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Versions, machine and time of a run, for its records."""
+    """Versions, machine, files and time of a run, for its records."""
 
     version: str = figure("Version of moeedge")
     commit: str | None = figure("Commit of the checkout that contains the package; null for an installed package")
@@ -27,11 +29,15 @@ class Provenance:
     cpu: str = figure("Name of the processor")
     os: str = figure("Operating system and release")
     python: str = figure("Version of Python")
-    time: str = figure("Begin of the run, UTC, ISO 8601")
+    time: str | None = figure("Begin of the run, UTC, ISO 8601; null in output that is the same in every run")
+    model_header_sha256: str | None = figure(
+        "SHA-256 of the first 64 KiB of the model's file, its metadata; null: no file was read", default=None
+    )
+    trace_sha256: str | None = figure("SHA-256 of the trace's file", default=None, optional=True)
 
 
-def read_provenance() -> Provenance:
-    """Reads the versions and the machine of this process."""
+def read_provenance(model: Path | None = None, *, trace: Path | None = None, timed: bool = True) -> Provenance:
+    """Reads the versions and the machine of this process, and the files that its figures are of."""
     commit, dirty = _git_state(Path(moeedge.__file__).resolve().parent)
     return Provenance(
         version=moeedge.__version__,
@@ -41,8 +47,19 @@ def read_provenance() -> Provenance:
         cpu=cpu_name(),
         os=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds") if timed else None,
+        model_header_sha256=None if model is None else file_sha256(model, HEADER_BYTES),
+        trace_sha256=None if trace is None else file_sha256(trace),
     )
+
+
+def file_sha256(file: Path, n_bytes: int = -1) -> str | None:
+    """The hash of the file's first `n_bytes`, by default of all, hexadecimal; None where it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            return hashlib.sha256(opened.read(n_bytes)).hexdigest()
+    except OSError:  # whoever needs the content says so
+        return None
 
 
 def _git_state(package: Path) -> tuple[str | None, bool | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -11,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import require
+from moeedge.hardware.provenance import HEADER_BYTES, file_sha256
 from moeedge.policies.base import CacheShape, Observation
 from moeedge.scheduler.measurement import measurement_file, parse_measurement, write_measurement
 
-_HEADER_BYTES = 1 << 16  # of the file, that its hash covers: metadata and the first tensors' names
 _KEPT = 0.5  # of earlier runs' counts at each start: what a user does with a model changes
 
 
@@ -59,9 +58,11 @@ class KeptActivations:
         """The counts that earlier runs have kept; zeros where there is nothing, or nothing usable."""
         empty, file = np.zeros((n_layers, n_experts)), None
         try:
-            with model.open("rb") as opened:
-                header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()
-            identity = {"model": model.name, "model_bytes": model.stat().st_size, "header": header}
+            identity = {
+                "model": model.name,
+                "model_bytes": model.stat().st_size,
+                "header": file_sha256(model, HEADER_BYTES),
+            }
             file = measurement_file(f"{model.name}-activations", {"activations": _Counts.SCHEMA, **identity})
             earlier = parse_measurement(_Counts, file.read_text(encoding="utf-8"))
             require(earlier.counts.shape == empty.shape, "these are not the activations of this model")

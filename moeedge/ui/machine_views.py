@@ -14,7 +14,9 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+from moeedge.hardware.provenance import read_provenance
 from moeedge.policies.cost_model import CostModel, expert_seconds
+from moeedge.records import as_dict
 from moeedge.ui.console import visible
 from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
 from moeedge.units import format_bytes, format_rate
@@ -62,7 +64,8 @@ def print_report(report: Report, console: Console) -> None:
 
 def report_json(report: Report) -> str:
     """One JSON object: whether something is broken, and the findings."""
-    return json_text({"is_broken": report.is_broken, **dataclasses.asdict(report)})
+    findings = {"is_broken": report.is_broken, **dataclasses.asdict(report)}
+    return json_text(findings | {"provenance": as_dict(read_provenance())})
 
 
 _DEVICE_COLUMNS = (

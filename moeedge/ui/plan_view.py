@@ -7,10 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
+from moeedge.hardware.provenance import read_provenance
 from moeedge.planning.beyond_ram import RamTierPlan
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool
 from moeedge.planning.session_plan import SessionPlan
+from moeedge.records import as_dict
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes, format_rate
 
@@ -171,6 +173,7 @@ def plan_json(plan: SessionPlan) -> str:
             "ram_tier": None if plan.ram_tier is None else _ram_tier_dict(plan.ram_tier),
             "command": plan.command,
             "notes": list(plan.notes),
+            "provenance": as_dict(read_provenance()),
         }
     )
 

@@ -162,7 +162,14 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"commands: (replay link|simulate ram): ", "", "options that went"),
     (r"functions: scheduler\.config\.PlacementConfig: .*policy_config\.future$", "lab replay", "no policies"),
     (r"functions: sim\.(model_shape|step_costs)\..*(memory_bytes|\.handoff\.)", "", "not read; calls of 0"),
-    (r"(commands(-slow)?: profile|functions: analysis\.profile_json).*[./ ]provenance(\.|$)", "", "as bench"),
+    (r"(commands(-slow)?: (profile|chat|plan|schema)|functions: analysis\.profile_json).*[./ ]provenance([./]|$)", "",
+     "every record says where it is from"),
+    (r"commands: doctor: \d+$", "", "the same, in its list of keys"),
+    (r"commands(-slow)?: .*[./](model_header_sha256|trace_sha256)$", "", "the same"),
+    (r"commands(-slow)?: (replay|simulate|ablate|validate)[^:]*: \d+\.(version|commit|dirty|llama_cpp_version|cpu|os"
+     r"|python|time)$", "", "the same"),
+    (r"options: replay.*: config\.(_Job\.source|inputs\.\d+\.provenance)\.", "", "the same"),
+    (r"options: .*: config\.Run\.", "", "one object in place of callbacks"),
     (r"commands(-slow)?: chat.*: stats\.(draft_choice|vram_bytes|placement|kept_probability|hit_rate_pairs"
      r"|acceptance_rate|experts_(natural|max|per_verification)|expert_budget|budget(_ranking|_policy)?|placement(\.\w+)*\.(lookahead"
      r"|gain|vram_\w+|hit_rate_\w+|\w+_per_\w+|wait_share))$", "", "a chat's JSON leaves out keys whose value is null"),

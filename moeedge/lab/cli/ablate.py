@@ -18,6 +18,8 @@ from moeedge.cli.engine_options import EngineOptions, PlacementOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.data.datasets import load_dataset
 from moeedge.errors import InputError
+from moeedge.hardware.provenance import read_provenance
+from moeedge.records import as_dict
 from moeedge.ui.console import notifier, say, stderr_console
 from moeedge.ui.tables import Column, print_table, text_column
 
@@ -102,7 +104,8 @@ def ablate(
         notify=notifier(err),
     )
     about = {"model": config.model.name, "device": engine.device, "gamma": draft_max, "cache_ratio": cache_ratio}
-    objects = [{**about, **asdict(row)} for row in rows]
+    source = as_dict(read_provenance(config.model))
+    objects = [{**about, **asdict(row), **source} for row in rows]
     emit(output, lambda _: json.dumps(objects, indent=1), print_ablation, rows)
     different = sum(row.answers - row.equal for row in rows)
     if different:

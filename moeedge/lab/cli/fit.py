@@ -77,8 +77,8 @@ def fit(
         repetitions=repetitions,
         n_predict=n_predict,
     )
-    provenance = as_dict(read_provenance())
     config = engine.config(PlacementConfig(cache_ratio=0.0))  # an expert cache would change while times are taken
+    provenance = as_dict(read_provenance(config.model))
     name = dataset or ("toy" if paths.is_bundled(config.model) else "sample")
     prompts = load_dataset(name, offline_sample=offline_sample).limited(limit or None).prompts
     err = stderr_console()

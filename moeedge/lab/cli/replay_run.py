@@ -13,6 +13,7 @@ import numpy as np
 from moeedge.cli.common import emit
 from moeedge.cli.options import Output
 from moeedge.errors import InputError
+from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.lab.cli.trace_options import ReplayOptions, TraceBudgetOptions
 from moeedge.lab.sim import curves, replay
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
@@ -33,6 +34,7 @@ class _Job:
     """One schedule of one trace."""
 
     trace: str  # name
+    source: Provenance  # without a time: the same trace gives the same bytes
     texts: str  # which of the trace
     schedule: Schedule
     profile: np.ndarray | None
@@ -67,7 +69,9 @@ def run_replay(
     if curve:
         config = curves.CurveConfig(limits=curves.LIMITS if limits is None else tuple(limits), **shared)
         inputs = [
-            curves.CurveInput(job.trace, job.schedule, each, job.texts, job.profile) for job in jobs for each in ratios
+            curves.CurveInput(job.trace, job.schedule, each, job.texts, job.profile, job.source)
+            for job in jobs
+            for each in ratios
         ]
         _show_curves(inputs, config, threads, output, plot)
         return
@@ -76,7 +80,7 @@ def run_replay(
     with count_bar(stderr_console(), "replaying", "steps", sum(job.schedule.prefill.size for job in jobs)) as bar:
         for job in jobs:
             own = replace(settings, profile=job.profile, expert_bytes=job.expert_bytes, budgets=job.budgets)
-            rows += replay.replay(job.schedule, own, bar)
+            rows += [replace(row, provenance=job.source) for row in replay.replay(job.schedule, own, bar)]
     emit(output, replay_json, print_replay, rows)
     for line in shortcomings(rows) if output is not Output.TEXT else ():  # the tables include them
         say(stderr_console(), line)
@@ -85,6 +89,7 @@ def run_replay(
 def _jobs(path: Path, chosen: slice, options: ReplayOptions, expert_budgets: TraceBudgetOptions) -> Iterator[_Job]:
     """What is replayed of a trace. Raises InputError."""
     recorded = read_trace(path, options.n_experts)
+    source = read_provenance(trace=path, timed=False)
     expert_bytes = recorded.expert_bytes()
     if options.expert_bytes is not None:
         expert_bytes = np.full(recorded.meta.n_layers, options.expert_bytes, dtype=np.int64)
@@ -99,7 +104,7 @@ def _jobs(path: Path, chosen: slice, options: ReplayOptions, expert_budgets: Tra
         rejected_token_models=None if options.rejected_token_model is None else options.rejected_token_model.models,
         seed=options.seed,
     ):
-        yield _Job(path.name, about, schedule, profile, expert_bytes, expert_budgets.budgets(profile))
+        yield _Job(path.name, source, about, schedule, profile, expert_bytes, expert_budgets.budgets(profile))
 
 
 def _policies(asked: Sequence[str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from moeedge.cli.common import emit
 from moeedge.cli.options import Output
 from moeedge.errors import CatalogError, InputError
+from moeedge.hardware.provenance import read_provenance
 from moeedge.hub.catalog import load_catalog
 from moeedge.lab.cli.trace_options import RejectedTokenModel, SimulateOptions, TraceBudgetOptions
 from moeedge.lab.sim import simulate as simulation
@@ -29,6 +30,7 @@ from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.views.sim_views import print_simulation
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import expand_names
+from moeedge.records import as_dict
 from moeedge.trace.format import Trace
 from moeedge.ui.console import stderr_console
 from moeedge.ui.progress import count_bar
@@ -47,6 +49,7 @@ def run_simulation(options: SimulateOptions, expert_budgets: TraceBudgetOptions,
         "expert_bytes": shape.expert_bytes,
         "trace": options.trace.name if options.trace else "stand-in",
     }
+    source = as_dict(read_provenance(trace=options.trace, timed=False))  # the same options give the same bytes
     budgets = expert_budgets.budgets()
     configs = _configs(options, budgets or (None,), routing)
     sides = SIDES if options.ranges else ("chosen",) * 3
@@ -59,7 +62,8 @@ def run_simulation(options: SimulateOptions, expert_budgets: TraceBudgetOptions,
                 results.append(simulation.Range(*(chosen[side] for side in sides)))
                 bar.add()
     finally:  # Ctrl-C keeps the rows so far
-        rows = [result.row(**about) | ({} if budgets is None else result.chosen.experts) for result in results]
+        extra = [source if budgets is None else result.chosen.experts | source for result in results]
+        rows = [result.row(**about) | more for result, more in zip(results, extra, strict=True)]
         simulation.compare_with_stock(rows)
         if rows:
             emit(output, lambda rows: json.dumps(rows, indent=1), print_simulation, rows)

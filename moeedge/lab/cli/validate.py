@@ -18,6 +18,7 @@ from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
 from moeedge.lab.cli.trace_options import RejectedTokenModel
+from moeedge.records import as_dict
 from moeedge.ui.tables import Column, markdown, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def measured(
     is fitted to the times that it predicts. Every combination of the lists is a row.
     """
     engine.limit_openmp_spin(emulate_bundled=True)
+    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.validation import Combination, compare_with_engine
     from moeedge.llama.gguf_file import read_summary
     from moeedge.scheduler.config import PlacementConfig
@@ -177,7 +179,8 @@ def measured(
         )
     err = stderr_console()
     rows = compare_with_engine(config, asked, n_predict=n_predict, repeat=repetitions, notify=notifier(err))
-    objects, errors = [asdict(row) for row in rows], [abs(row.error) for row in rows]
+    source = as_dict(read_provenance(config.model))
+    objects, errors = [asdict(row) | source for row in rows], [abs(row.error) for row in rows]
     emit(output, lambda *_: json.dumps(objects, indent=1), print_measured, rows, (median(errors), max(errors)))
 
 

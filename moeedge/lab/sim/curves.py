@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import require
+from moeedge.hardware.provenance import Provenance
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
 from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, Setting, lacks_predictor, replay_arms, setting_of
 from moeedge.lab.traces.schedule import Schedule
@@ -51,6 +52,7 @@ class CurveInput:
     cache_ratio: float
     texts: str = "all"  # which of the trace
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], of texts that are not replayed
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,8 @@ class CurvePanel(Setting):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sums of each text."""
-        about = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        about = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "provenance"}
+        about |= {} if self.provenance is None else asdict(self.provenance)
         return about | {
             "pairs": self.pairs.tolist(),
             "points": [

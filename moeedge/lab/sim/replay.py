@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import require
+from moeedge.hardware.provenance import Provenance
 from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, BatchPredictions, NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
@@ -41,6 +42,7 @@ class Setting:
     )
     steps: int = figure("Steps that were replayed")
     fresh_memory: bool = figure("Whether every text began with an empty policy")
+    provenance: Provenance | None = figure("", prefix="", default=None)
 
 
 def setting_of(schedule: Schedule, cache_ratio: float) -> dict[str, Any]:
@@ -104,7 +106,8 @@ class ReplayRow(Setting):
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
         row = {"policy": self.policy} | asdict(self)
-        return row | (row.pop("expert_budget") or {})
+        parts = (row.pop("expert_budget") or {}), row.pop("provenance") or {}
+        return row | parts[0] | parts[1]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rich.console import Console
 from moeedge.engine.answer import Generation
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineInfo, GenerationStats, SamplingConfig, StopReason
+from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.llama.reasoning import TemplateChoice
 from moeedge.policies.expert_budget import BudgetFacts, budget_record
 from moeedge.records import as_dict, figure, filled, stored
@@ -154,6 +155,7 @@ class AnswerRecord:
         "interrupted: by a signal"
     )
     stats: AnswerFacts = figure("Figures of the answer, what it ran on, and how it was drawn")
+    provenance: Provenance = figure("Versions, machine, model and time")
 
 
 def answer_report(
@@ -173,7 +175,8 @@ def answer_report(
         template=session.template,
     )
     reason = answer.stop_reason or "interrupted"
-    record = filled(AnswerRecord, stats, answer, tokens=list(answer.tokens), stop_reason=reason, stats=facts)
+    about = {"stats": facts, "provenance": read_provenance(session.model.path)}
+    record = filled(AnswerRecord, stats, answer, tokens=list(answer.tokens), stop_reason=reason, **about)
     return as_dict(record, nulls=False)
 
 
