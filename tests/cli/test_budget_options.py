@@ -13,7 +13,7 @@ from moeedge.cli.options import parse_budget
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.run import Notify
+from moeedge.run import Run
 from tests.support.commands import refused, run_json
 
 BASE = EngineConfig(model=Path("model.gguf"))
@@ -69,7 +69,7 @@ def test_combinations_without_a_meaning_are_refused(options: BudgetOptions, word
 def test_auto_measures_once_all_options_are_checked(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ExpertBudget] = []
 
-    def find(_config: EngineConfig, template: ExpertBudget, *, notify: Notify) -> ExpertBudget:
+    def find(_config: EngineConfig, template: ExpertBudget, _run: Run) -> ExpertBudget:
         asked.append(template)
         return replace(template, budget=6)
 

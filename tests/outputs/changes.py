@@ -94,6 +94,7 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"functions: cli\.foreign\.foreign_options: ", "", "rows for options that moved to the lab"),
     (r"options: \S+ foreign --system ", "chat --system TEXT", "an option of chat since 0.15.0"),
     (r"options: chat --system ", "", "the same"),
+    (r"tokens: talk: 2\.(24|35)$", "", "the recorded chat could not change its model or context, as no chat of a user"),
     (r"tokens: talk: 2\.6$", "", "/set seed names the word random, too"),
     (r"(tokens: talk: 2\.(2|45|46|5)$|(views|functions): (ui\.)?chat\.(settings\.(listing|names)|commands\.comp))", "",
      "settings stand in the order of the options that declare them"),

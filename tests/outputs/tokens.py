@@ -10,6 +10,7 @@ import io
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,12 @@ def _talk() -> Any:
         (folder / "text.txt").write_text("One.\nTwo.\n")
         (folder / "list.gbnf").write_text('root ::= "a" | "b"')
         consoles = {"out": Console(file=out, width=100), "err": Console(file=err, width=200)}
-        code = module("moeedge.ui.chat.repl").Repl(session, talk.Conversation(), settings, read=read, **consoles).run()
+        repl, switch = module("moeedge.ui.chat.repl").Repl, module("moeedge.ui.chat.session").ModelSwitch
+        with switch(
+            session.config, lambda name: replace(session.config, model=Path(name)), lambda _text: None
+        ) as models:
+            talk = repl(models.session, talk.Conversation(), settings, read=read, switch=models, **consoles)
+            code = talk.run()
     turns = [" ".join(_FIGURES.sub("#", plain(turn)).split()) for turn in err.getvalue().split("\n> ")]
     return [code, out.getvalue().splitlines(), turns]
 
