@@ -14,7 +14,7 @@ from typing import Any, Literal
 import typer
 
 from moeedge.cli import completion
-from moeedge.cli.common import memory_size
+from moeedge.cli.common import integers, memory_size
 from moeedge.cli.declare import OPTIONS, Output, declare, flatten, output_parser
 from moeedge.cli.foreign import SWITCH
 from moeedge.errors import InputError
@@ -319,4 +319,9 @@ declare(
     no_calibrate={"kind": bool, "convert": not_},
     no_warm_start={"kind": bool, "convert": not_},
     output={"parser": output_parser("text|json")},
+)
+declare(
+    "--draft-max LIST  Tokens per draft (gamma); 0: no speculation. Several, separated by commas, are compared.",
+    "fit simulate measured",
+    read={integers: "draft_max"},
 )

@@ -14,17 +14,20 @@ CONCEPTS = {
         r"(?<!un)accepted[\w.()\[\]\" ]*\)? / (int\()?[\w.()]*drafted"
         r"|quotient\(\"accepted\", \"drafted\"|quotient\(sum\(s\.accepted"
     ),
-    "the option --draft-max, and its range": (
-        r"^\s*\"--draft-max,|^\s*\"?(\* )?--draft-max[, ].*(N|LIST)\b.*  Tokens per draft"
-        r"|raise ValueError\(f?\"(gamma \()?--draft-max|require\(.*--draft-max|--draft-max\", least"
+    "the option --draft-max": r"^\s*\"--draft-max,|^\s*\"?(\* )?--draft-max, ",
+    "the option --draft-max where a command has another default, or a list": (
+        r"^\s*\"?(\* )?--draft-max [A-Z]+  Tokens per draft|parse_numbers\(.*--draft-max"
+    ),
+    "the range of --draft-max": (
+        r"raise ValueError\(f?\"(gamma \()?--draft-max|require\(.*--draft-max|--draft-max\", least"
         r"|\(self\.gamma >= 0|gamma \(--draft-max\) must"
     ),
     "pair hits, pairs that the device computed over all pairs": (
         r"pairs_hit(\.sum\(\)\))? / |pairs_hit for .*\) / |quotient\([^)]*\"pairs_hit\"|sums\.pairs_hit / "
     ),
     "whether a whole model fits": (
-        r"def (model_fits|whole_model_fits|fit_whole|layers_fit|_fits_whole)\("
-        r"|on_gpu = .*(<=|fit)|weights\w* \+ .*kv\w* .*<=|_bytes \+ \w+_bytes( \+ \w+_bytes)* <= "
+        r"def (model_fits|fit_whole|layers_fit|_fits_whole)\("
+        r"|on_gpu = .*<=|weights\w* \+ .*kv\w* .*<=|_bytes \+ \w+_bytes( \+ \w+_bytes)* <= "
     ),
     "colours of plots": r"\"#[0-9a-f]{6}\", \"#|\(\"#[0-9a-f]{6}\", \"|_SD, _AR|\"tab:\w+\"|: \"#[0-9a-f]{6}\"",
 }

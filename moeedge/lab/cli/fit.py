@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 declare(
     """
-    --draft-max LIST  Tokens per draft (gamma); 0: no speculation. Several, separated by commas, are compared.
     [Workload]
     --batch-tokens LIST  Tokens in a batch of the target, 1 to 64, whose times are measured.
     --batch-sizes LIST  Sequences in a batch, for which speed-ups are predicted.
@@ -37,7 +36,7 @@ declare(
         of it; the difference says what experts cost.
     """,
     "fit",
-    read={integers: "draft_max batch_tokens batch_sizes n_expert_used"},
+    read={integers: "batch_tokens batch_sizes n_expert_used"},
 )
 
 

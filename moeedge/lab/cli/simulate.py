@@ -38,7 +38,6 @@ declare(
         in another one (qwen3-30b-a3b:F16); or a GGUF file.
     --n-predict N  Tokens of synthetic text.
     --seed N  ...
-    --draft-max LIST  Tokens per draft (gamma); 0: no speculation. Several, separated by commas, are compared.
     --utility-cap LIST  ... Several, separated by commas, are compared.
     [Hardware]
     --hardware NAME|FILE  rtx4090-pcie4, rtx3090, rtx-a5000, a100, h200, a JSON file with the same fields, a file that
@@ -55,7 +54,7 @@ declare(
     model={"names": simulated_models, "envvar": None},  # llama.cpp's variables are about models that run
     n_predict={"min": 16},
     seed={"least": 0},
-    read={integers: "draft_max utility_cap", numbers: "link"},
+    read={integers: "utility_cap", numbers: "link"},
     hardware={"names": hardware},
     max_steps={"min": 1},
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moeedge.cli.common import emit, integers, names, numbers
+from moeedge.cli.common import emit, names, numbers
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
@@ -66,12 +66,11 @@ declare(
     """
     --policy LIST  ... Several, separated by commas, are compared.
     --cache-ratio LIST  ... Several, separated by commas, are compared.
-    --draft-max LIST  Tokens per draft (gamma); 0: no speculation. Several, separated by commas, are compared.
     --n-predict N  Tokens per answer.
     --repetitions N  Measurements, of which the median counts.
     """,
     "measured",
-    read={names: "policy", numbers: "cache_ratio", integers: "draft_max"},
+    read={names: "policy", numbers: "cache_ratio"},
     n_predict={"min": 8},
     repetitions={"min": 1},
 )

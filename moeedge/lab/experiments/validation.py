@@ -21,7 +21,7 @@ import numpy as np
 from moeedge.bench.arms import load_models, open_arm
 from moeedge.bench.config import MODES, BenchMode
 from moeedge.bench.experiment import BenchArm
-from moeedge.bench.samples import Sample, quotient
+from moeedge.bench.samples import Sample, cache_figures
 from moeedge.engine.recording import TraceCollector
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError
@@ -195,7 +195,6 @@ def _simulate(
         return median(seconds(sample) / (sample.steps + sample.accepted) for sample in samples)
 
     tpot_s = measured_s(lambda sample: sample.draft_s + sample.verify_s + sample.observe_s)
-    counters = last.sample.placement
     return Comparison(
         **asdict(combination),
         measured_tpot_s=tpot_s,
@@ -204,7 +203,7 @@ def _simulate(
         error=time.tpot_s / tpot_s - 1,
         tokens=last.sample.steps + last.sample.accepted,
         steps=last.sample.steps,
-        hit_rate_pairs_measured=quotient(counters["pairs_hit"], counters["pairs"]) if counters else None,
+        hit_rate_pairs_measured=cache_figures(last.sample.placement, 1).hit_rate_pairs,
         hit_rate_pairs=time.hits.hit_rate_pairs,
         draft_measured_s=measured_s(lambda sample: sample.draft_s),
         draft_s=time.per_token_s("draft"),
