@@ -44,7 +44,7 @@ _CONTEXT_STEP = 256  # llama.cpp pads contexts to multiples of this many tokens
 _TOKENS_AROUND_ANSWER = 16  # that a template puts there; the exact number is not known before the answer is
 
 
-class Progress(Protocol):
+class SampleProgress(Protocol):
     """Receives the progress of a run; the command line shows it."""
 
     def begin(self, total: int) -> None:
@@ -60,7 +60,9 @@ class Progress(Protocol):
 class Bench:
     """A context manager that loads; `run` measures, `rows` computes (call both inside)."""
 
-    def __init__(self, plan: BenchPlan, progress: Progress, journal: Journal | None = None, part: int = 0) -> None:
+    def __init__(
+        self, plan: BenchPlan, progress: SampleProgress, journal: Journal | None = None, part: int = 0
+    ) -> None:
         """journal: gets every sample, and has those of an interrupted run, as part `part`; None: nothing is kept."""
         self.plan, self._progress, self._part = plan, progress, part
         self.arms: Arms | ArmsInTurn  # the sessions of the run

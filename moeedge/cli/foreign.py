@@ -16,7 +16,7 @@ Kind = Literal["means", "always", "ignored", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ForeignOption:
     """An option or command of another program, and its counterpart here.
 
     kind: "means": `text` are the words in its place; "always": moeedge does so in any case, as `text` says; "ignored":
@@ -45,7 +45,7 @@ SWITCH = {
 }
 
 
-def _rows(table: str) -> dict[str, Row]:
+def _rows(table: str) -> dict[str, ForeignOption]:
     """The rows of a table, by their spellings.
 
     A heading is a kind. A line has the spellings, then for "always" and "ignored" the values "on", "0|N" (all, 0 is the
@@ -70,7 +70,7 @@ def _rows(table: str) -> dict[str, Row]:
         elif kind == "refused":
             text, _, hint = text.partition(". ")
             text += "."
-        rows[", ".join([*spellings, last])] = Row(
+        rows[", ".join([*spellings, last])] = ForeignOption(
             kind=cast("Kind", kind),
             text=text,
             hint=hint,
@@ -201,7 +201,7 @@ OPTIONS = _rows(
 )
 
 
-def foreign_options(rows: Mapping[str, Row] = OPTIONS) -> dict[str, Row]:
+def foreign_options(rows: Mapping[str, ForeignOption] = OPTIONS) -> dict[str, ForeignOption]:
     """The rows by each of their spellings."""
     return {spelling: row for spellings, row in rows.items() for spelling in spellings.split(", ")}
 

@@ -10,7 +10,7 @@ from typer.cli import get_docs_for_click
 
 from moeedge.cli.app import COMMANDS, LazyGroup, load_command
 from moeedge.cli.declare import hidden_spellings
-from moeedge.cli.foreign import COMMAND_NAMES, OPTIONS, Row
+from moeedge.cli.foreign import COMMAND_NAMES, OPTIONS, ForeignOption
 from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
 from moeedge.cli.spelling import HUB_FILE, off_variable
 from moeedge.ui.chat.commands import help_rows
@@ -95,7 +95,7 @@ def _others() -> str:
     return text + _LLAMA_VARIABLES_INTRODUCTION + markdown_table(table, [rows[name] for name in sorted(rows)])
 
 
-def _meaning(row: Row) -> str:
+def _meaning(row: ForeignOption) -> str:
     if row.kind == "means":
         by_value = [f"{value}: `{words}`" for value, words in row.by_value.items() if value and words]
         return f"`{row.text.format('VALUE')}`" if row.text else ", ".join(by_value)

@@ -99,14 +99,14 @@ def has_choice(config: EngineConfig, device: ResolvedDevice) -> bool:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class CachedSteps:
     """Figures of one session's answers."""
 
     step_s: float  # mean of a step
     hit_rate: float  # share of the (token, expert) pairs that the cache served; 0 without one
 
 
-def time_steps(session: Session) -> StepTimes:
+def time_steps(session: Session) -> CachedSteps:
     """Answers two texts; the second answer is measured."""
     tokens = session.model.tokenize(SAMPLE_TEXT)
     half = min(len(tokens) // 2, session.target.n_ctx // 4)
@@ -119,7 +119,7 @@ def time_steps(session: Session) -> StepTimes:
     session.reset()
     n_fast = max(1, len(times_s) - int(_SLOWEST * len(times_s)))
     hit_rate = (after - before).hit_rate_pairs if before is not None and after is not None else None
-    return StepTimes(sum(times_s[:n_fast]) / n_fast, hit_rate or 0.0)
+    return CachedSteps(sum(times_s[:n_fast]) / n_fast, hit_rate or 0.0)
 
 
 def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float]:
@@ -160,7 +160,7 @@ class StepEstimate:
     n_layers: int  # with experts
     n_experts: int  # per layer
     n_slots: int
-    cached: StepTimes
+    cached: CachedSteps
     plain_step_s: float
     n_whole: int
     whole_step_s: float

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from moeedge.errors import InputError
 from moeedge.run import Level, Notification, Notify
-from moeedge.ui.figures import Figure
+from moeedge.ui.figures import FigureRow
 
 MIN_PANEL_COLUMNS = 40
 MIN_PANEL_ROWS = 10
@@ -107,7 +107,7 @@ def notifier(console: Console) -> Notify:
     return show
 
 
-def show_figures(console: Console, figures: list[Figure], *, style: str = "", indent: int = 0) -> None:
+def show_figures(console: Console, figures: list[FigureRow], *, style: str = "", indent: int = 0) -> None:
     """Print labels and values in two columns."""
     if not figures:
         return

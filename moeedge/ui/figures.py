@@ -31,7 +31,7 @@ _SHORT = {"drafts": "draft", "experts on the CPU": "CPU", "waiting": "wait", "th
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureRow:
     """A label and its value as text."""
 
     label: str
@@ -40,9 +40,9 @@ class Figure:
     rank: int = field(default=0, compare=False)  # where there is no room, the highest rank is left out first
 
 
-def known_figures(values: Mapping[str, str]) -> list[Figure]:
+def known_figures(values: Mapping[str, str]) -> list[FigureRow]:
     """The figures of these labels and values; empty values are left out."""
-    return [Figure(label, value) for label, value in values.items() if value]
+    return [FigureRow(label, value) for label, value in values.items() if value]
 
 
 def speed(value_ts: float) -> str:
@@ -77,7 +77,7 @@ def per_layer(count: float | None) -> str:
     return NONE if count is None else f"{count:.{1 if count >= 10 else 2}f}"
 
 
-def shares(parts_s: Mapping[str, float], total_s: float) -> list[Figure]:
+def shares(parts_s: Mapping[str, float], total_s: float) -> list[FigureRow]:
     """Parts of a time and "the rest" in whole percents that add up to 100; none where no time has passed."""
     total_s = max(total_s, math.fsum(parts_s.values()))  # clocks of several threads may exceed it
     if total_s <= 0:
@@ -88,10 +88,10 @@ def shares(parts_s: Mapping[str, float], total_s: float) -> list[Figure]:
     by_remainder = sorted(exact, key=lambda label: rounded[label] - exact[label])
     for label in by_remainder[: 100 - sum(rounded.values())]:
         rounded[label] += 1
-    return [Figure(label, f"{share} %") for label, share in rounded.items()]
+    return [FigureRow(label, f"{share} %") for label, share in rounded.items()]
 
 
-def time_figures(stats: PlacementStats) -> list[Figure]:
+def time_figures(stats: PlacementStats) -> list[FigureRow]:
     """Shares of the steps' time: drafts, experts on the CPU, waiting for the device or the disk, and the rest."""
     # the device computes at the same time as the CPU: its own time is no part of these
     waiting = "waiting for the disk" if is_ram(stats.device) else "waiting for the device"
@@ -106,12 +106,12 @@ def lookahead(status: LookaheadStatus) -> str:
     return "on" if status.gain is None else f"on, {100 * status.gain:+.0f} % hits"
 
 
-def time_text(parts: Sequence[Figure]) -> str:
+def time_text(parts: Sequence[FigureRow]) -> str:
     """The parts of a time in one line."""
     return ", ".join(f"{part.label} {part.value}" for part in parts)
 
 
-def share_line(parts: Sequence[Figure], columns: int) -> str:
+def share_line(parts: Sequence[FigureRow], columns: int) -> str:
     """The parts of a time in one line, shortened where it is narrow."""
     full = time_text(parts) or NONE
     short = (replace(part, value=part.value.replace(" ", "")) for part in parts)
@@ -125,15 +125,15 @@ def is_ram(device: str) -> bool:
     return device_name(device) == "RAM"
 
 
-def memory_figure(stats: PlacementStats) -> Figure:
+def memory_figure(stats: PlacementStats) -> FigureRow:
     """Used and total memory of the device, or the size of the slots if the driver does not report it."""
     if device_name(stats.device) == "emulated":  # it has no memory of its own
-        return Figure("slots in RAM", format_bytes(stats.pool_bytes), rank=1)
+        return FigureRow("slots in RAM", format_bytes(stats.pool_bytes), rank=1)
     text = f"slots {format_bytes(stats.pool_bytes)}"
     if stats.vram_used_bytes is not None and stats.vram_total_bytes:
         total = format_bytes(stats.vram_total_bytes)
         text = f"{format_bytes(int(stats.vram_used_bytes)).removesuffix(total[total.index(' ') :])} of {total}"
-    return Figure("RAM" if is_ram(stats.device) else "VRAM", text, rank=1)
+    return FigureRow("RAM" if is_ram(stats.device) else "VRAM", text, rank=1)
 
 
 def tau_text(tau: Sequence[float]) -> str:
@@ -148,14 +148,14 @@ def _rate(stats: PlacementStats) -> str:
     return NONE if stats.link_bytes_per_s is None else format_rate(stats.link_bytes_per_s)
 
 
-def _disk_figures(stats: PlacementStats) -> list[Figure]:
+def _disk_figures(stats: PlacementStats) -> list[FigureRow]:
     """Experts in RAM: hits, what is read per token, at which rate, and how long the CPU waits for it."""
     read = NONE if stats.bytes_per_token is None else f"{stats.bytes_per_token / 1e6:.3g} MB"
     return [
-        Figure("RAM pair hits", percent(stats.hit_rate_pairs)),
-        Figure("read/token", read, rank=1),
-        Figure("disk", _rate(stats), rank=2),
-        Figure("disk wait", percent(stats.wait_share), rank=1),
+        FigureRow("RAM pair hits", percent(stats.hit_rate_pairs)),
+        FigureRow("read/token", read, rank=1),
+        FigureRow("disk", _rate(stats), rank=2),
+        FigureRow("disk wait", percent(stats.wait_share), rank=1),
     ]
 
 
@@ -165,27 +165,27 @@ def cache_effect(choice: CacheChoice) -> str:
     return f"{state}, measuring" if choice.gain is None else f"{state}, {choice.gain:.2f}x by measurement"
 
 
-def live_cache_figures(stats: PlacementStats) -> list[Figure]:
+def live_cache_figures(stats: PlacementStats) -> list[FigureRow]:
     """The panel's figures of the cache; a small window drops the highest `rank` first."""
     ram, from_disk = stats.ram, is_ram(stats.device)
-    in_ram, ram_lost = [], Figure("", "RAM lost: mapped file")
+    in_ram, ram_lost = [], FigureRow("", "RAM lost: mapped file")
     if ram is not None:  # next to a device; hits are of the pairs that it does not compute
         slots = f"{ram.slots_used}/{ram.slots_total}, {format_bytes(ram.pool_bytes)}"
-        in_ram = [ram_lost] if ram.lost else [*_disk_figures(ram), Figure("RAM slots", slots, rank=2)]
+        in_ram = [ram_lost] if ram.lost else [*_disk_figures(ram), FigureRow("RAM slots", slots, rank=2)]
     if stats.lost:
-        return [ram_lost if from_disk else Figure("", "device lost: all on CPU"), *in_ram]
+        return [ram_lost if from_disk else FigureRow("", "device lost: all on CPU"), *in_ram]
     shown = [
-        Figure("cache speed", "" if stats.choice is None else cache_effect(stats.choice), rank=2),
-        *(_disk_figures(stats) if from_disk else [Figure("pair hits", percent(stats.hit_rate_pairs))]),
-        Figure("expert hits", percent(stats.hit_rate_experts), rank=4 if from_disk else 1),
-        Figure("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),
-        Figure("loads/layer" if from_disk else "uploads/layer", per_layer(stats.uploads_per_layer_step), rank=3),
-        Figure("evictions/layer", per_layer(stats.evictions_per_layer_step), rank=5),
-        *([] if from_disk else [Figure("link", _rate(stats), rank=4)]),
+        FigureRow("cache speed", "" if stats.choice is None else cache_effect(stats.choice), rank=2),
+        *(_disk_figures(stats) if from_disk else [FigureRow("pair hits", percent(stats.hit_rate_pairs))]),
+        FigureRow("expert hits", percent(stats.hit_rate_experts), rank=4 if from_disk else 1),
+        FigureRow("slots", f"{stats.slots_used}/{stats.slots_total}", rank=2),
+        FigureRow("loads/layer" if from_disk else "uploads/layer", per_layer(stats.uploads_per_layer_step), rank=3),
+        FigureRow("evictions/layer", per_layer(stats.evictions_per_layer_step), rank=5),
+        *([] if from_disk else [FigureRow("link", _rate(stats), rank=4)]),
         memory_figure(stats),
-        Figure("", "", draw=lambda columns: share_line(time_figures(stats), columns), rank=3),
-        Figure("tau", tau_text(stats.tau), rank=2),
-        Figure("lookahead", "" if stats.lookahead is None else lookahead(stats.lookahead), rank=5),
+        FigureRow("", "", draw=lambda columns: share_line(time_figures(stats), columns), rank=3),
+        FigureRow("tau", tau_text(stats.tau), rank=2),
+        FigureRow("lookahead", "" if stats.lookahead is None else lookahead(stats.lookahead), rank=5),
     ]
     return [figure for figure in shown if figure.value or figure.draw] + in_ram
 
@@ -201,13 +201,13 @@ def earlier_runs(info: EngineInfo) -> str:
     )
 
 
-def cache_rows(stats: PlacementStats) -> list[Figure]:
+def cache_rows(stats: PlacementStats) -> list[FigureRow]:
     """The figures of the cache as rows of /stats: those of the panel and sums."""
     parts, busy = time_figures(stats), ""
     if parts and not is_ram(stats.device):  # in parallel with the CPU
         busy = f"{percent(min(stats.device_s / stats.decode_s, 1))} of that time"
     return [
-        Figure("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
+        FigureRow("cache", f"{stats.device}, ratio {stats.cache_ratio:.2f}, policy {stats.policy}"),
         *(figure for figure in live_cache_figures(stats) if figure.value),
         *known_figures({"moved": format_bytes(stats.bytes_moved), "time": time_text(parts), "device busy": busy}),
     ]
@@ -268,7 +268,7 @@ def experts(info: EngineInfo, stats: GenerationStats) -> str:
 
 def answer_rows(
     info: EngineInfo, stats: GenerationStats, reason: StopReason | None, cache: PlacementStats | None = None
-) -> list[Figure]:
+) -> list[FigureRow]:
     """Everything about one answer, as rows of /stats; `cache` counts its decoding."""
     texts = {
         "answer": _joined(f"{_tokens(stats.generated_tokens)} at {speed(stats.tg_ts)}", _STOP_NOTES.get(reason, "")),
@@ -297,7 +297,7 @@ def answer_rows(
         texts["experts on"] = place if info.n_experts else ""
         texts["time"] = time_text(shares({"drafts": stats.draft_s, "model": stats.verify_s}, stats.decode_s))
         return known_figures(texts)
-    earlier = [Figure("earlier runs", earlier_runs(info))] if is_ram(info.device) else []
+    earlier = [FigureRow("earlier runs", earlier_runs(info))] if is_ram(info.device) else []
     return [*known_figures(texts), *cache_rows(cache), *earlier]
 
 
@@ -310,7 +310,7 @@ class Turn(NamedTuple):
     cache: PlacementStats | None = None
 
 
-def total_rows(info: EngineInfo, turns: Sequence[Turn]) -> list[Figure]:
+def total_rows(info: EngineInfo, turns: Sequence[Turn]) -> list[FigureRow]:
     """Sums over several answers, rates of the sums, the mean wait, and their budgets."""
     answers, caches = [turn.stats for turn in turns], [turn.cache for turn in turns if turn.cache is not None]
     total = replace(combine(answers), prefill_generated=sum(stats.generated_tokens > 0 for stats in answers))
@@ -334,7 +334,7 @@ def total_rows(info: EngineInfo, turns: Sequence[Turn]) -> list[Figure]:
         *dict.fromkeys(budget(turn.info) for turn in turns),
         hits,
     )
-    return [Figure(f"all {len(answers)} answers", text)]
+    return [FigureRow(f"all {len(answers)} answers", text)]
 
 
 def live_figures(
@@ -345,7 +345,7 @@ def live_figures(
     read: tuple[int, int] = (0, 0),
     elapsed_s: float,
     full: bool = False,
-) -> list[Figure]:
+) -> list[FigureRow]:
     """The panel's figures while an answer streams, the most important first.
 
     read: tokens of the prompt read so far, and to be read, shown with `elapsed_s` since the call until the first token.
@@ -353,10 +353,10 @@ def live_figures(
     """
     lossy = known_figures({"budget": budget(info).removeprefix("budget ")})  # no small window leaves it out
     if stats.ttft_s <= 0:
-        return [Figure("reading the prompt", reading(*read, elapsed_s)), *lossy]
+        return [FigureRow("reading the prompt", reading(*read, elapsed_s)), *lossy]
     drafts = ("drafts accepted", percent(stats.acceptance_rate)) if info.gamma else ("drafts", "off")
-    tokens = Figure("tokens", f"{stats.generated_tokens:,}", rank=4)
-    shown = [Figure("speed", speed(stats.tg_ts)), tokens, Figure(*drafts, rank=1), *lossy]
+    tokens = FigureRow("tokens", f"{stats.generated_tokens:,}", rank=4)
+    shown = [FigureRow("speed", speed(stats.tg_ts)), tokens, FigureRow(*drafts, rank=1), *lossy]
     if full:
         return [*shown, *_details(info, stats), *([] if cache is None else live_cache_figures(cache))]
     if cache is None:
@@ -364,26 +364,26 @@ def live_figures(
     if cache.lost or (cache.ram is not None and cache.ram.lost):
         return shown + [figure for figure in live_cache_figures(cache) if not figure.label]
     if cache.choice is not None and not cache.choice.pays:
-        return [*shown, Figure("expert cache", "off, it does not pay", rank=2)]
+        return [*shown, FigureRow("expert cache", "off, it does not pay", rank=2)]
     name = device_name(cache.device)
     place = {"RAM": "in RAM", "emulated": "on the emulated GPU"}.get(name, f"on {name}")
-    shown.append(Figure(f"experts {place}", percent(cache.hit_rate_pairs), rank=2))
+    shown.append(FigureRow(f"experts {place}", percent(cache.hit_rate_pairs), rank=2))
     if parts := time_figures(cache):
-        shown.append(Figure("", "", draw=lambda columns: share_line(parts, columns), rank=3))
+        shown.append(FigureRow("", "", draw=lambda columns: share_line(parts, columns), rank=3))
     return shown
 
 
-def _details(info: EngineInfo, stats: GenerationStats) -> list[Figure]:
+def _details(info: EngineInfo, stats: GenerationStats) -> list[FigureRow]:
     natural = stats.experts_natural
     shown = [
-        Figure("prompt", speed(stats.pp_ts), rank=4),
-        Figure("first token", seconds(stats.ttft_s), rank=5),
-        Figure("draft length", "" if stats.choice is None else draft_length(stats.choice), rank=3),
-        Figure("tokens/step", NONE if stats.tokens_per_step is None else f"{stats.tokens_per_step:.2f}", rank=3),
-        Figure("experts/step", experts(info, stats), rank=5),
-        Figure("experts on", "the CPU" if info.device == "none" else device_name(info.device), rank=2),
-        Figure("without budget", "" if natural is None else f"{natural:.1f} experts/step", rank=5),
-        Figure("probability kept", "" if natural is None else percent(stats.kept_probability), rank=4),
+        FigureRow("prompt", speed(stats.pp_ts), rank=4),
+        FigureRow("first token", seconds(stats.ttft_s), rank=5),
+        FigureRow("draft length", "" if stats.choice is None else draft_length(stats.choice), rank=3),
+        FigureRow("tokens/step", NONE if stats.tokens_per_step is None else f"{stats.tokens_per_step:.2f}", rank=3),
+        FigureRow("experts/step", experts(info, stats), rank=5),
+        FigureRow("experts on", "the CPU" if info.device == "none" else device_name(info.device), rank=2),
+        FigureRow("without budget", "" if natural is None else f"{natural:.1f} experts/step", rank=5),
+        FigureRow("probability kept", "" if natural is None else percent(stats.kept_probability), rank=4),
     ]
     return [figure for figure in shown if figure.value]
 

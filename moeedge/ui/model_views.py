@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from moeedge.ui.console import say, show_figures, visible
-from moeedge.ui.figures import Figure, known_figures
+from moeedge.ui.figures import FigureRow, known_figures
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes, format_weights
 
@@ -153,7 +153,7 @@ def _missing_files(model: WantedModel, missing: Sequence[RemoteFile]) -> list[Re
     return [file for file in missing if (file.repo, file.path) in names]
 
 
-def card_rows(card: ModelCard) -> list[Figure]:
+def card_rows(card: ModelCard) -> list[FigureRow]:
     """Everything that is known, in words."""
     facts = card.facts
     experts = (

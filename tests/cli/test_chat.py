@@ -40,7 +40,7 @@ def chat(*arguments: str, piped: str = "") -> Any:
 
 def test_json_has_the_documented_keys(pair: list[str]) -> None:
     report = chat(*pair, "-p", "tell me", "--temp", "0", "-n", "16", "--draft-max", "3")
-    assert list(report) == ["text", "tokens", "prompt_tokens", "stop_reason", "stats"]
+    assert list(report) == ["text", "tokens", "prompt_tokens", "stop_reason", "stats", "provenance"]
     assert set(report["stats"]) >= set(STATS_KEYS.split())
     assert len(report["tokens"]) == 16
     assert report["stop_reason"] == "length"

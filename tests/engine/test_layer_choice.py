@@ -18,7 +18,7 @@ from moeedge.engine.layer_choice import (
     mark,
     read_choice,
 )
-from moeedge.engine.layer_search import StepEstimate, StepTimes, has_choice
+from moeedge.engine.layer_search import CachedSteps, StepEstimate, has_choice
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError
@@ -134,7 +134,7 @@ def estimate(**changes: object) -> StepEstimate:
         "n_layers": 48,
         "n_experts": 128,
         "n_slots": 1843,  # 30 %
-        "cached": StepTimes(0.020, 0.6),
+        "cached": CachedSteps(0.020, 0.6),
         "plain_step_s": 0.030,
         "n_whole": 14,
         "whole_step_s": 0.023,
@@ -153,9 +153,9 @@ def test_the_estimate_goes_through_what_was_measured() -> None:
 
 def test_the_estimate_prefers_whole_layers_where_hits_are_few() -> None:
     """With hits in proportion to the slots, each whole layer saves what a cached one costs in addition."""
-    proportional = estimate(cached=StepTimes(0.029, 0.3))
+    proportional = estimate(cached=CachedSteps(0.029, 0.3))
     assert proportional.best_between() == 14  # which leaves 34 layers 51 slots
-    concentrated = estimate(cached=StepTimes(0.012, 0.9))
+    concentrated = estimate(cached=CachedSteps(0.012, 0.9))
     best = concentrated.best_between()
     assert best is not None and best < 14
 
@@ -173,7 +173,7 @@ def test_any_measurement_gives_an_estimate(
 ) -> None:
     found = estimate(
         n_slots=n_slots,
-        cached=StepTimes(cached_s, hit_rate),
+        cached=CachedSteps(cached_s, hit_rate),
         plain_step_s=plain_s,
         whole_step_s=whole_s,
         n_whole=n_whole,

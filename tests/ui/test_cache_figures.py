@@ -122,7 +122,7 @@ def test_before_the_first_step_there_are_dashes() -> None:
 
 def test_the_drivers_memory() -> None:
     card = replace(CACHE, device="CUDA0 (A Card)", vram_used_bytes=18 << 30, vram_total_bytes=24 << 30)
-    assert figures.memory_figure(card) == figures.Figure("VRAM", "18.0 of 24.0 GiB")
+    assert figures.memory_figure(card) == figures.FigureRow("VRAM", "18.0 of 24.0 GiB")
 
 
 def test_the_range_of_the_thresholds() -> None:
@@ -157,7 +157,7 @@ def test_the_table_of_stats() -> None:
 
 
 def test_hits_in_stats_and_in_totals() -> None:
-    assert figures.Figure("pair hits", "81 %") in figures.answer_rows(PLACED, STATS, "eos", CACHE)
+    assert figures.FigureRow("pair hits", "81 %") in figures.answer_rows(PLACED, STATS, "eos", CACHE)
     other = replace(CACHE, pairs=3000, pairs_hit=188)  # 1000 of 4000: not the mean of the rates
     [row] = figures.total_rows(PLACED, [figures.Turn(PLACED, STATS, "eos", cache) for cache in (CACHE, other)])
     assert row.value.endswith("pair hits 25 %")
@@ -173,7 +173,7 @@ def test_hits_in_stats_and_in_totals() -> None:
 )
 def test_the_judgement_of_lookahead_is_shown(status: LookaheadStatus, text: str) -> None:
     cache = replace(CACHE, lookahead=status)
-    assert figures.Figure("lookahead", text) in figures.cache_rows(cache)
+    assert figures.FigureRow("lookahead", text) in figures.cache_rows(cache)
     assert not any("lookahead" in figure.label for figure in figures.cache_rows(CACHE))
 
 

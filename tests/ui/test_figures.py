@@ -15,7 +15,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.governor import DraftChoice
 from moeedge.ui import figures
 from moeedge.ui.chat.live import render_panel
-from moeedge.ui.figures import Figure, Turn, shares
+from moeedge.ui.figures import FigureRow, Turn, shares
 
 INFO = EngineInfo(
     model="t.gguf",
@@ -54,8 +54,8 @@ def test_a_budget_is_named_with_every_figure_that_it_changes() -> None:
     info = replace(INFO, expert_budget=ExpertBudget(budget=16))
     stats = replace(STATS, budgeted_steps=20, experts_natural_sum=20 * 24.5, kept_probability_sum=20 * 0.925)
     rows = figures.answer_rows(info, stats, "eos")
-    assert Figure("expert budget", "budget 16 (lossy): 24.5 without it, 92 % of probability kept") in rows
-    assert Figure("expert budget", "budget 16 (lossy)") in figures.answer_rows(info, STATS, "eos")  # no draft yet
+    assert FigureRow("expert budget", "budget 16 (lossy): 24.5 without it, 92 % of probability kept") in rows
+    assert FigureRow("expert budget", "budget 16 (lossy)") in figures.answer_rows(info, STATS, "eos")  # no draft yet
     assert "budget 16 (lossy)" in figures.turn_line(info, STATS, "eos")
     turns = [Turn(INFO, STATS, "eos"), Turn(info, stats, "eos")]
     assert "budget 16 (lossy)" in figures.total_rows(INFO, turns)[0].value
@@ -86,7 +86,7 @@ def test_drafts_that_do_not_pay_are_said_to_be_off() -> None:
     assert "drafts off" not in figures.turn_line(INFO, replace(stats, choice=None), "eos")
 
 
-def totals(*answers: GenerationStats) -> list[Figure]:
+def totals(*answers: GenerationStats) -> list[FigureRow]:
     return figures.total_rows(INFO, [Turn(INFO, stats, "eos") for stats in answers])
 
 
@@ -152,7 +152,7 @@ def test_the_panel_shows_every_figure_unbroken(columns: int) -> None:
 def test_how_far_the_prompt_is_read(n_read: int, n_to_read: int, elapsed_s: float, text: str) -> None:
     stats = GenerationStats(prompt_tokens=9)
     items = figures.live_figures(INFO, stats, read=(n_read, n_to_read), elapsed_s=elapsed_s)
-    assert items == [Figure("reading the prompt", text)]
+    assert items == [FigureRow("reading the prompt", text)]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ _TOLERANCE = 2e-3  # relative, of weights that a rule must reproduce
 
 
 @dataclass(frozen=True)
-class Variant:
+class BudgetVariant:
     """A way to apply a budget to batches whose natural picks exceed it."""
 
     ranking: Ranking
@@ -49,7 +49,7 @@ class Variant:
 
 RANKINGS: tuple[Ranking, ...] = ("router", "static", "oracle", "picks")  # MoE-Spec's default first
 COVERAGES: tuple[Coverage, ...] = ("substitution", "truncation")
-VARIANTS = tuple(Variant(ranking, coverage) for coverage in COVERAGES for ranking in RANKINGS)
+VARIANTS = tuple(BudgetVariant(ranking, coverage) for coverage in COVERAGES for ranking in RANKINGS)
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -208,7 +208,7 @@ class ErrorTable:
     square; NaN: no static order. kept: share of the natural picks' routing probability that is on shortlisted experts.
     """
 
-    variants: tuple[Variant, ...]
+    variants: tuple[BudgetVariant, ...]
     budgets: tuple[int, ...]
     errors: NDArray[np.float64]
     kept: NDArray[np.float64]
@@ -218,7 +218,7 @@ class ErrorTable:
         """Verification batches measured."""
         return len(self.errors)
 
-    def mean(self, variant: Variant, budget: int) -> float | None:
+    def mean(self, variant: BudgetVariant, budget: int) -> float | None:
         """Mean error over layers and batches; None: not measured."""
         mean = float(self.errors[:, :, self.variants.index(variant), self.budgets.index(budget)].mean())
         return None if np.isnan(mean) else mean

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from moeedge.lab.analysis.published import Reproduced
     from moeedge.lab.experiments.validation import Comparison
-    from moeedge.lab.sim.papers import Compared, Figure, Fit
+    from moeedge.lab.sim.papers import Compared, Fit, PublishedCount
     from moeedge.trace.steps import RejectedTokenModel as Model
 
 validate = typer.Typer(
@@ -37,7 +37,7 @@ validate = typer.Typer(
 )
 
 
-class Part(str, Enum):
+class PaperPart(str, Enum):
     """Parts of the papers that can be compared."""
 
     TABLE2 = "table2"
@@ -79,7 +79,7 @@ declare(
 @validate.command("papers")
 @flatten
 def papers(
-    part: Part = Part.ALL,
+    part: PaperPart = PaperPart.ALL,
     rejected_token_model: RejectedTokenModel = RejectedTokenModel.BOTH,
     seed: int = 0,
     output: Output = Output.TEXT,
@@ -95,8 +95,8 @@ def papers(
 
     console = stdout_console()
     as_tables = output is Output.TEXT
-    parts = [name for name in Part if name is not Part.ALL] if part is Part.ALL else [part]
-    others = [name for name in parts if name in (Part.CUTOFF, Part.ELSEWHERE)]
+    parts = [name for name in PaperPart if name is not PaperPart.ALL] if part is PaperPart.ALL else [part]
+    others = [name for name in parts if name in (PaperPart.CUTOFF, PaperPart.ELSEWHERE)]
     of_table2 = [name.value for name in parts if name not in others]
     rows, fits = [], []
 
@@ -116,7 +116,7 @@ def papers(
                 rows += show(getattr(runs, name)(fit))
         for name in others:  # hardly a draft is rejected there, or nothing is drafted
             runs = Papers(cases, rejected_token_model=rejected_token_model.models[0], seed=seed)
-            rows += show(runs.cutoff() if name is Part.CUTOFF else runs.elsewhere())
+            rows += show(runs.cutoff() if name is PaperPart.CUTOFF else runs.elsewhere())
     summary = figures(rows)
     if as_tables:
         print_figures(summary, console)
@@ -275,7 +275,7 @@ def _print_elsewhere(rows: Sequence[Compared], console: Console) -> None:
     print_table(console, _ELSEWHERE_COLUMNS, rows, title=title)
 
 
-def print_figures(figures: Sequence[Figure], console: Console) -> None:
+def print_figures(figures: Sequence[PublishedCount], console: Console) -> None:
     """The three figures side by side."""
     if figures:
         console.print()

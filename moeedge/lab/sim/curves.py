@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from moeedge.errors import require
 from moeedge.hardware.provenance import Provenance
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
-from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, Setting, lacks_predictor, replay_arms, setting_of
+from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, ReplaySetting, lacks_predictor, replay_arms, setting_of
 from moeedge.lab.traces.schedule import Schedule
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.records import filled
@@ -104,7 +104,7 @@ class AtMost:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CurvePanel(Setting):
+class CurvePanel(ReplaySetting):
     """All policies on one schedule."""
 
     trace: str

@@ -148,7 +148,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Figure:
+class PublishedCount:
     """How many rows are within 25 %, and how many pairs of rows in the published order; as -o json prints it."""
 
     figure: str  # without overheads, calibrated, fed no constant
@@ -330,7 +330,7 @@ class Papers:
         return Case(row.model, _TOKENS, hardware, framework, config, row.draft_s)
 
 
-def figures(rows: Sequence[Compared]) -> list[Figure]:
+def figures(rows: Sequence[Compared]) -> list[PublishedCount]:
     """The three figures, as far as their tables are among the rows: Table 2 twice, and rows that fed no constant."""
     found = []
     of_table2 = [row for row in rows if row.table == "table2"]
@@ -339,15 +339,15 @@ def figures(rows: Sequence[Compared]) -> list[Figure]:
         free = [row for row in table if not row.fitted]
         right, total = same_order([row.without_overheads_ts for row in table], table)
         bare = sum(is_close(row.without_overheads_ratio) for row in free)
-        found.append(Figure("without overheads", model, bare, len(free), right, None, total))
+        found.append(PublishedCount("without overheads", model, bare, len(free), right, None, total))
         right, total = same_order([row.predicted_ts for row in table], table)
         ordered = sorted((row for row in table if row.published_ts), key=lambda row: row.published_ts or 0.0)
         anyway = sum(slower.range.high_ts < faster.range.low_ts for slower, faster in combinations(ordered, 2))
         close = sum(row.close for row in free)
-        found.append(Figure("calibrated", model, close, len(free), right, anyway, total))
+        found.append(PublishedCount("calibrated", model, close, len(free), right, anyway, total))
     held_out = [row for row in rows if row.table == "elsewhere" and not row.fitted]
     if held_out:
-        found.append(Figure("fed no constant", None, sum(row.close for row in held_out), len(held_out)))
+        found.append(PublishedCount("fed no constant", None, sum(row.close for row in held_out), len(held_out)))
     return found
 
 

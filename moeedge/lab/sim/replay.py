@@ -26,7 +26,7 @@ from moeedge.run import NO_PROGRESS, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ReplaySetting:
     """What was replayed; None: not known."""
 
     model: str = figure("The trace's model")
@@ -46,7 +46,7 @@ class Setting:
 
 
 def setting_of(schedule: Schedule, cache_ratio: float) -> dict[str, Any]:
-    """The fields of a `Setting` that are neither the schedule's nor the configuration's."""
+    """The fields of a `ReplaySetting` that are neither the schedule's nor the configuration's."""
     rate, chance = schedule.acceptance_rate, schedule.acceptance_chance
     return {
         "model": schedule.trace.meta.model,
@@ -58,7 +58,7 @@ def setting_of(schedule: Schedule, cache_ratio: float) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayRow(Setting):
+class ReplayRow(ReplaySetting):
     """One policy, cache ratio and model of rejected tokens.
 
     Shares are of all batches; uploads are per layer with experts and batch. None: not known, or not of this policy.

@@ -20,7 +20,7 @@ from moeedge.ui.tables import Column, json_text, print_table, text_column, value
 
 if TYPE_CHECKING:
     from moeedge.lab.sim.curves import AtMost, CurvePanel, CurvePoint
-    from moeedge.lab.sim.replay import ReplayRow, Setting
+    from moeedge.lab.sim.replay import ReplayRow, ReplaySetting
 
 _MIB = 2.0**-20  # from bytes
 _MS = 1e3  # from seconds
@@ -117,7 +117,7 @@ def _budget_of(row: ReplayRow) -> str:
     return "" if row.expert_budget is None else f"; {row.expert_budget['budget'] or 'no expert budget'}"
 
 
-def _steps(row: Setting) -> str:
+def _steps(row: ReplaySetting) -> str:
     """Number and size of the steps, the drafts' acceptance, and where that and the rejected tokens are from."""
     model = row.rejected_token_model
     how = "as recorded" if model == "recorded" else f"{model} rejected tokens" if row.gamma else "one token at a time"

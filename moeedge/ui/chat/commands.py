@@ -15,7 +15,7 @@ from moeedge.errors import InputError
 from moeedge.paths import user_path
 from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
-from moeedge.ui.figures import Figure, answer_rows, total_rows
+from moeedge.ui.figures import FigureRow, answer_rows, total_rows
 
 if TYPE_CHECKING:
     from moeedge.ui.chat.session import Chat
@@ -38,7 +38,7 @@ class Result:
     """The output of a command, its table first, and the chat's next step."""
 
     lines: list[str] = field(default_factory=list)
-    table: list[Figure] = field(default_factory=list)
+    table: list[FigureRow] = field(default_factory=list)
     next: Next = Next.READ
 
 
@@ -53,15 +53,15 @@ class Command:
     aliases: tuple[str, ...] = ()
 
 
-def help_rows() -> list[Figure]:
+def help_rows() -> list[FigureRow]:
     """Every command and key of the chat, with its effect."""
     also = {item.name: f" Also {', '.join(item.aliases)}." for item in COMMANDS if item.aliases}
     return [
-        *(Figure(f"{item.name} {item.argument}".strip(), item.help + also.get(item.name, "")) for item in COMMANDS),
-        Figure("Alt-Enter, Ctrl-J", "A new line in a message."),
-        Figure('"""', 'Begins a message of several lines; """ also ends it.'),
-        Figure("Ctrl-X Ctrl-E", "Opens the message in $EDITOR, then sends it."),
-        Figure("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."),
+        *(FigureRow(f"{item.name} {item.argument}".strip(), item.help + also.get(item.name, "")) for item in COMMANDS),
+        FigureRow("Alt-Enter, Ctrl-J", "A new line in a message."),
+        FigureRow('"""', 'Begins a message of several lines; """ also ends it.'),
+        FigureRow("Ctrl-X Ctrl-E", "Opens the message in $EDITOR, then sends it."),
+        FigureRow("Ctrl-C", "Stops an answer, whose text stays; drops a typed line."),
     ]
 
 
@@ -226,10 +226,10 @@ def first_words(messages: Sequence[Message]) -> str:
     return words if len(words) <= _FIRST_WORDS else f"{words[:_FIRST_WORDS].rstrip()}..."
 
 
-def unfinished_rows(unfinished: Sequence[UnfinishedChat]) -> list[Figure]:
+def unfinished_rows(unfinished: Sequence[UnfinishedChat]) -> list[FigureRow]:
     """Numbers and descriptions of the chats that can be resumed."""
     return [
-        Figure(str(number), f'"{first_words(left.conversation.messages)}", {describe(left)}')
+        FigureRow(str(number), f'"{first_words(left.conversation.messages)}", {describe(left)}')
         for number, left in enumerate(unfinished, 1)
     ]
 

@@ -12,7 +12,7 @@ from moeedge.hub.catalog import Starter
 from moeedge.run import Level, Notification, is_warning
 from moeedge.ui import figures
 from moeedge.ui.console import say
-from moeedge.ui.figures import Figure, device_name, known_figures
+from moeedge.ui.figures import FigureRow, device_name, known_figures
 from moeedge.units import format_bytes
 
 _KEYS = "/exit or Ctrl-D leaves, /help lists the commands, /info shows more."
@@ -57,7 +57,7 @@ def header_line(info: EngineInfo, *, toy: bool = False) -> str:
     return " | ".join(filter(None, (model, experts, f"drafts {_drafts(info)}", figures.budget(info))))
 
 
-def details(info: EngineInfo) -> list[Figure]:
+def details(info: EngineInfo) -> list[FigureRow]:
     """The loaded model and where it runs, as labels and values."""
     shape = f"{info.n_expert_layers} layers x {info.n_experts} experts, top-{info.n_expert_used}"
     budget, settings = info.expert_budget, info.settings
@@ -77,7 +77,7 @@ def details(info: EngineInfo) -> list[Figure]:
         "context": f"{info.n_ctx} tokens",
         "KV cache": settings.kv_label,
     }
-    adapters = [Figure("adapter", f"{each.path.name}, scale {each.scale:g}") for each in settings.adapters]
+    adapters = [FigureRow("adapter", f"{each.path.name}, scale {each.scale:g}") for each in settings.adapters]
     flash = "" if settings.flash_attn == "auto" else settings.flash_attn
     return [*known_figures(rows), *adapters, *known_figures({"flash attention": flash})]
 

@@ -25,7 +25,7 @@ from moeedge.ui.chat.markdown import MarkdownLines, PlainLines, Segment, StyledL
 from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.stream import TAB, ThinkingSplitter, wrap_rows
 from moeedge.ui.console import visible
-from moeedge.ui.figures import Figure, live_figures
+from moeedge.ui.figures import FigureRow, live_figures
 
 REPAINT_S = 0.1  # between repaints of the text
 PANEL_S = 0.3  # between repaints of the figures, which cost several times as much
@@ -42,7 +42,7 @@ _NARROW = 60  # panels below this many columns
 _GAP = "  "
 _FRAME_ROWS = 2
 
-Row = list[tuple[Figure, int]]  # figures and how many cells each takes
+Row = list[tuple[FigureRow, int]]  # figures and how many cells each takes
 
 
 def rows_taken(lengths: list[int], columns: int, *, reflow: bool) -> int:
@@ -219,7 +219,7 @@ def _slice(segments: list[Segment], start: int, end: int) -> list[Segment]:
     return parts
 
 
-def render_panel(figures: Sequence[Figure], *, columns: int, rows: int, hint: str) -> Panel:
+def render_panel(figures: Sequence[FigureRow], *, columns: int, rows: int, hint: str) -> Panel:
     """A panel of `columns` characters with the figures in cells, row by row.
 
     A figure that is too long for its cell takes several, a drawn one a row. Where there are more than `rows` rows, the
@@ -245,7 +245,7 @@ def render_panel(figures: Sequence[Figure], *, columns: int, rows: int, hint: st
     return Panel(body, box=ROUNDED, width=columns, border_style="dim", subtitle=hint, subtitle_align="right")
 
 
-def _lay_out(figures: Sequence[Figure], across: int, cell: int) -> list[Row]:
+def _lay_out(figures: Sequence[FigureRow], across: int, cell: int) -> list[Row]:
     lines: list[Row] = []
     room = 0
     for figure in figures:

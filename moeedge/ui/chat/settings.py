@@ -14,7 +14,7 @@ from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.reasoning import MODEL_TEMPLATE, TemplateChoice
 from moeedge.paths import user_path
 from moeedge.speculation import check_gamma
-from moeedge.ui.figures import Figure
+from moeedge.ui.figures import FigureRow
 
 StatsLevel = Literal["line", "full", "off"]
 ShowThinking = Literal["auto", "on", "off"]
@@ -181,9 +181,9 @@ def names() -> list[str]:
     return list(_SETTINGS)
 
 
-def listing(settings: Settings) -> list[Figure]:
+def listing(settings: Settings) -> list[FigureRow]:
     """Every setting, its value and what it does."""
-    return [Figure(setting.name, f"{setting.shown(settings):<8}  {setting.help}") for setting in _SETTINGS.values()]
+    return [FigureRow(setting.name, f"{setting.shown(settings):<8}  {setting.help}") for setting in _SETTINGS.values()]
 
 
 def change(settings: Settings, name: str, text: str) -> tuple[Settings, str]:

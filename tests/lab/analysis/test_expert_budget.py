@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from moeedge.errors import EngineError
 from moeedge.lab.analysis.expert_budget import (
     VARIANTS,
+    BudgetVariant,
     ErrorTable,
     RoutedBatch,
     Router,
-    Variant,
     analyse_pairs,
     co_activation,
     cumulative_probability,
@@ -63,7 +63,7 @@ def test_errors_against_their_definition(batch: RoutedBatch) -> None:
 
 
 def defined_error(
-    batch: RoutedBatch, layer: int, variant: Variant, budget: int, static: list[int]
+    batch: RoutedBatch, layer: int, variant: BudgetVariant, budget: int, static: list[int]
 ) -> tuple[float, float]:
     """Error of a layer's output, and the share of the natural picks' probability that is kept; Eq. 4-8 in loops."""
     assert batch.outputs is not None
@@ -175,14 +175,14 @@ def test_budgets_by_default() -> None:
 
 def table() -> ErrorTable:
     errors = np.random.default_rng(6).random((4, L, len(VARIANTS), len(BUDGETS)))
-    errors[:, :, VARIANTS.index(Variant("static", "substitution"))] = np.nan
+    errors[:, :, VARIANTS.index(BudgetVariant("static", "substitution"))] = np.nan
     return ErrorTable(VARIANTS, BUDGETS, errors, errors)
 
 
 def test_means_of_errors() -> None:
     errors = table()
-    other = Variant("picks", "truncation")
+    other = BudgetVariant("picks", "truncation")
     i = VARIANTS.index(other)
     assert errors.mean(other, 5) == pytest.approx(errors.errors[:, :, i, 1].mean())
-    assert errors.mean(Variant("static", "substitution"), 5) is None
+    assert errors.mean(BudgetVariant("static", "substitution"), 5) is None
     assert len(list(errors.rows())) == (len(VARIANTS) - 1) * len(BUDGETS)
