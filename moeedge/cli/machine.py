@@ -47,10 +47,11 @@ def doctor(backend: list[str] | None = None, output: Output = Output.TEXT) -> No
     """
     from moeedge.cli.reference import llama_variables
     from moeedge.health.doctor import examine
-    from moeedge.ui.machine_views import print_report, report_json
+    from moeedge.ui.machine_views import print_report
+    from moeedge.ui.tables import record_json
 
     report = examine(llama_variables())
-    emit(output, report_json, print_report, report)
+    emit(output, record_json, print_report, report)
     if report.is_broken:
         raise typer.Exit(EXIT_FAILURE)
 

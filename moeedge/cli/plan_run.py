@@ -25,7 +25,8 @@ from moeedge.planning.memory_map import this_machine
 from moeedge.planning.planner import Planner
 from moeedge.planning.session_plan import make_session_plan
 from moeedge.ui.console import say, stderr_console
-from moeedge.ui.plan_view import plan_json, print_plan
+from moeedge.ui.plan_view import print_plan
+from moeedge.ui.tables import record_json
 
 # not about what runs, of another meaning in chat, or a secret: the suggested command does not repeat them
 _NOT_REPEATED = {
@@ -65,7 +66,7 @@ def show_plan(
             beyond_ram = known_tier(planner.facts, planner.file.original, disk_rate, tuple(ram[1:]))
             repeated = _repeated(context, _NOT_REPEATED | _OF_LAYERS if ignored else _NOT_REPEATED)
             session_plan = make_session_plan(planner, given=repeated, beyond_ram=beyond_ram)
-        emit(output, plan_json, print_plan, session_plan)
+        emit(output, record_json, print_plan, session_plan)
 
 
 def _repeated(context: typer.Context, without: set[str]) -> list[str]:

@@ -21,11 +21,13 @@ from moeedge.hardware.gpus import unused_gpus
 from moeedge.hardware.machine_load import busy_note, others_now
 from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.hardware.processor import core_limit, cpu_name, instruction_sets, physical_cores, usable_cores
+from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.hub.cache import cached_models, hub_cache, unfinished_downloads
 from moeedge.hub.catalog import load_catalog
 from moeedge.native import compute
 from moeedge.native.abi import ABI_VERSION
 from moeedge.native.backends import LLAMA_CPP_RELEASE
+from moeedge.records import derived, figure
 from moeedge.scheduler.measurement import measurement_dir
 from moeedge.units import format_bytes, format_rate
 from moeedge.variables import OPTION_PREFIX, SetVariable, set_variables
@@ -40,19 +42,20 @@ Status = Literal["ok", "info", "warning", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    topic: str
-    status: Status  # info: could be better; warning: something is slower or missing; broken: commands fail
-    text: str  # what was found, in a line
-    hint: str = ""  # what to do, in the imperative
+    topic: str = figure("What was checked")
+    status: Status = figure("info: could be better; warning: something is slower or missing; broken: commands fail")
+    text: str = figure("The finding, in a line")
+    hint: str = figure("What to do, in the imperative", default="")
 
 
 @dataclass(frozen=True)
 class Report:
     """All findings, in the order in which they are shown."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] = figure("All findings")
+    provenance: Provenance = figure("Versions, machine and time", default_factory=read_provenance)
 
-    @property
+    @derived("Whether commands fail")
     def is_broken(self) -> bool:
         return any(finding.status == "broken" for finding in self.findings)
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from moeedge.hardware.memory import default_reserve
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap
+from moeedge.records import derived, figure
 from moeedge.scheduler.disk import read_kept
 from moeedge.scheduler.kept_activations import KeptActivations
 from moeedge.scheduler.sizing import CacheBudget, plan_budget
@@ -40,8 +41,8 @@ RoutingSource = Literal["kept", "assumed"]  # kept: activations of earlier runs
 
 @dataclass(frozen=True)
 class Disk:
-    bytes_per_s: float
-    source: Source
+    bytes_per_s: float = figure("Rate of the disk", "bytes/s")
+    source: Source = figure("Where the rate is from")
 
 
 Hits = Callable[[Sequence[float]], NDArray[np.float64]]  # of a token's experts, by shares of all experts in RAM
@@ -82,27 +83,31 @@ def known_tier(
 class RamTierRow:
     """One machine: a size of memory with a disk."""
 
-    ram_free_bytes: int
-    disk: Disk
-    n_slots: int
-    slots_bytes: int
-    ratio: float  # share of the experts in host memory that have a slot
-    hit_rate_experts: float  # share of a token's experts that are in RAM
-    bytes_per_token: float  # read from the disk
-    limit_ts: float
-    limited_by: Literal["disk", "memory"]
+    ram_free_bytes: int = figure("Free RAM", "bytes")
+    disk: Disk = figure("", prefix="disk_")
+    n_slots: int = figure("Slots for experts")
+    slots_bytes: int = figure("The slots", "bytes")
+    ratio: float = figure("Share of the experts in host memory that have a slot", most=1)
+    hit_rate_experts: float = figure("Share of a token's experts that are in RAM", most=1)
+    bytes_per_token: float = figure("Read from the disk", "bytes")
+    limit_ts: float = figure("Limit of decoding", "t/s")
+    limited_by: Literal["disk", "memory"] = figure("What limits it")
 
 
 @dataclass(frozen=True)
 class RamTierPlan:
     """Experts of a model larger than the memory, in slots in RAM."""
 
-    n_ctx: int
-    n_experts: int  # of all layers in host memory
-    rows: tuple[RamTierRow, ...]  # the machine, the machine with each other disk, with more memory, with both
-    source: RoutingSource
-    n_kept_tokens: float  # that the activations of earlier runs are of
-    ram_bytes_per_s: float = ASSUMED_RAM_BYTES_PER_S
+    n_ctx: int = figure("Context size, in tokens")
+    n_experts: int = figure("Experts of all layers in host memory")
+    rows: tuple[RamTierRow, ...] = figure("The machine, with each other disk, with more memory, with both")
+    source: RoutingSource = figure("Where the hits are from: kept by earlier runs, or assumed", key="hits_source")
+    n_kept_tokens: float = figure("Tokens that the activations of earlier runs are of")
+    ram_bytes_per_s: float = figure("Rate of the memory, an assumption", "bytes/s", default=ASSUMED_RAM_BYTES_PER_S)
+
+    @derived("Whether the hits are an assumption from other models")
+    def hits_assumed(self) -> bool:
+        return self.source == "assumed"
 
     @property
     def machine(self) -> RamTierRow:

@@ -26,6 +26,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.cache import ExpertTensor
+from moeedge.records import derived, figure
 from moeedge.run import Notification, Notify
 
 _ALIGNMENT = 32  # bytes; the data section starts at a multiple of it
@@ -130,27 +131,29 @@ def _fetch_header(file: RemoteFile, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's shape and sizes in bytes."""
+    """A model's shape and sizes."""
 
-    file: str  # or its name for moeedge pull
-    is_here: bool  # on this machine, possibly incomplete
-    description: str
-    architecture: str
-    n_layers: int
-    n_expert_layers: int
-    n_experts: int  # per layer; 0: dense
-    n_expert_used: int
-    n_expert_used_by_layer: tuple[int, ...]  # empty: all layers with experts use so many
-    n_ctx_train: int
-    n_vocab: int
-    n_weights: int
-    file_bytes: int
-    missing_bytes: int  # weights that the file lacks; a plan needs its header only
-    experts_bytes: int  # all of them
-    expert_bytes: int  # one, on average
-    dense_bytes: int  # everything else
-    active_bytes: int  # read per token
-    memory: str  # kind of its memory in words; empty: a plain KV cache
+    file: str = figure("The file, or its name for moeedge pull")
+    is_here: bool = figure("Whether it is on this machine, possibly incomplete")
+    description: str = figure("llama.cpp's description")
+    architecture: str = figure("llama.cpp's name of the architecture")
+    n_layers: int = figure("Layers")
+    n_expert_layers: int = figure("Layers with experts")
+    n_experts: int = figure("Experts of a layer; 0: dense")
+    n_expert_used: int = figure("Experts that a token uses in a layer", key="n_experts_used")
+    n_expert_used_by_layer: tuple[int, ...] = figure(
+        "The same by layer; empty: as many in all", key="n_experts_used_by_layer"
+    )
+    n_ctx_train: int = figure("Context that it was trained with, in tokens")
+    n_vocab: int = figure("Tokens of the vocabulary")
+    n_weights: int = figure("Weights")
+    file_bytes: int = figure("The file", "bytes")
+    missing_bytes: int = figure("Weights that the file lacks; a plan needs its header only", "bytes")
+    experts_bytes: int = figure("All experts", "bytes")
+    expert_bytes: int = figure("An expert, on average", "bytes")
+    dense_bytes: int = figure("Everything else", "bytes")
+    active_bytes: int = figure("Read per token", "bytes")
+    memory: str = figure("Kind of its memory in words; empty: a plain KV cache")
 
     @property
     def experts_per_token(self) -> str:
@@ -159,7 +162,7 @@ class ModelFacts:
         most = f"{self.n_expert_used} per token"
         return most if least == self.n_expert_used else f"{least} to {most}, by layer"
 
-    @property
+    @derived("Bits per weight")
     def bits_per_weight(self) -> float:
         return 8 * (self.experts_bytes + self.dense_bytes) / max(1, self.n_weights)
 

@@ -15,6 +15,7 @@ from moeedge.hardware.memory import available_memory, total_memory
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.devices import DRY_RUN_GPU, PLAIN_BUFFERS
+from moeedge.records import derived, figure
 from moeedge.scheduler.sizing import CacheBudget
 from moeedge.units import format_bytes
 
@@ -86,38 +87,38 @@ def _read(context: Context, *, has_weights: bool) -> Footprint:
 
 @dataclass(frozen=True)
 class MemoryItem:
-    what: str
-    n_bytes: int
-    mapped_bytes: int = 0  # of these, pages of the model file: the system can drop and reread them
-    spare: bool = False  # a reserve for other programs
+    what: str = figure("What takes the memory")
+    n_bytes: int = figure("Its size", "bytes")
+    mapped_bytes: int = figure(
+        "Of these, pages of the model file: the system can drop and reread them", "bytes", default=0
+    )
+    spare: bool = figure("Whether it is a reserve for other programs", default=False)
 
 
 @dataclass(frozen=True)
 class MemoryPool:
     """One kind of memory and its consumers."""
 
-    name: str
-    total_bytes: int
-    free_bytes: int  # before anything is loaded
-    lines: tuple[MemoryItem, ...]
-    storage: Storage = "loaded"  # of a model's weights in host memory
+    name: str = figure("The device, or RAM")
+    total_bytes: int = figure("Its memory", "bytes")
+    free_bytes: int = figure("Free before anything is loaded", "bytes")
+    lines: tuple[MemoryItem, ...] = figure("What takes memory there")
+    storage: Storage = figure("Of a model's weights in host memory", default="loaded")
 
-    @property
+    @derived("In use after loading, without reserves", unit="bytes")
     def used_bytes(self) -> int:
         return sum(line.n_bytes for line in self.lines if not line.spare)
 
-    @property
+    @derived("Reserves for other programs", unit="bytes")
     def reserve_bytes(self) -> int:
         return sum(line.n_bytes for line in self.lines if line.spare)
 
-    @property
+    @derived("Must be in memory: all but pages of the model file", unit="bytes")
     def fixed_bytes(self) -> int:
-        """Bytes that must be in memory: all but pages of the model file."""
         return sum(line.n_bytes - line.mapped_bytes for line in self.lines if not line.spare)
 
-    @property
+    @derived("Free after loading, the reserve among them; negative where bytes are missing", unit="bytes", least=None)
     def left_bytes(self) -> int:
-        """Free bytes after loading, the reserve among them; negative if bytes are missing."""
         return self.free_bytes - self.used_bytes
 
     @property
@@ -136,18 +137,18 @@ def in_mib(n_bytes: int) -> str:
 class MemoryMap:
     """The use of all memory at one context size."""
 
-    n_ctx: int  # tokens
-    kv_bytes: int  # of target and draft
-    compute_bytes: int
-    places: tuple[MemoryPool, ...]  # the device's if it has its own memory, then the host's
-    budget: CacheBudget  # of the expert cache
-    cache_ratio: float  # share of all experts that have a slot; 1 where the model is entirely on the GPU
-    device_ratio: float  # share of all experts that are on the device, in slots or with their layers
-    n_whole_layers: int  # with experts, entirely on the GPU next to the cache
-    whole_on_gpu: bool  # target and draft entirely, experts included
+    n_ctx: int = figure("Context size, in tokens")
+    kv_bytes: int = figure("KV caches of target and draft", "bytes")
+    compute_bytes: int = figure("Compute buffers", "bytes")
+    places: tuple[MemoryPool, ...] = figure("Memory of the device if it has its own, then the host's")
+    budget: CacheBudget = figure("", prefix="")
+    cache_ratio: float = figure("Share of all experts that have a slot; 1: the model is entirely on the GPU", most=1)
+    device_ratio: float = figure("Share of all experts on the device, in slots or with their layers", most=1)
+    n_whole_layers: int = figure("Layers with experts, entirely on the GPU next to the cache", key="whole_layers")
+    whole_on_gpu: bool = figure("Whether target and draft are entirely on the GPU, experts included")
     refused: str = ""  # why a session would not start
 
-    @property
+    @derived("Whether it fits: from disk where the file is read as it is needed")
     def verdict(self) -> Verdict:
         verdicts = [place.verdict for place in self.places]
         if self.refused or "does not fit" in verdicts or any(verdict != "fits" for verdict in verdicts[:-1]):

@@ -7,11 +7,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.llama.model_memory import DEFAULT_N_CTX
 from moeedge.planning.beyond_ram import RamTierPlan, RamTierRequest, plan_ram_tier
 from moeedge.planning.headers import ModelFacts
 from moeedge.planning.memory_map import MemoryMap, MemoryPool, PlannedMachine, in_mib
 from moeedge.planning.planner import Planner
+from moeedge.records import derived, figure
 from moeedge.units import format_bytes
 
 _CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # tokens; those above the trained context are left out
@@ -34,15 +36,33 @@ _MIN_SAVING = 0.95  # of the file's size; a larger file is no other quantization
 class SessionPlan:
     """Everything known before loading."""
 
-    model: ModelFacts
-    draft: ModelFacts | None
     machine: PlannedMachine
-    map: MemoryMap
-    contexts: tuple[MemoryMap, ...]
-    largest_n_ctx: int  # tokens, with the cache on and of the requested ratio, if any; 0: none fits
-    command: str  # that runs it; empty if it does not fit
-    notes: tuple[str, ...]  # sentences for the user
-    ram_tier: RamTierPlan | None = None  # of a model with experts that is larger than the memory
+    model: ModelFacts = figure("The model")
+    draft: ModelFacts | None = figure("The model that drafts; null: none")
+    map: MemoryMap = figure("Memory at the context of the plan", key="plan")
+    contexts: tuple[MemoryMap, ...] = figure("Memory at other context sizes")
+    largest_n_ctx: int = figure("Largest context, with the cache of the requested ratio, in tokens; 0: none fits")
+    command: str = figure("What runs it; empty: it does not fit")
+    notes: tuple[str, ...] = figure("Sentences for the user")
+    ram_tier: RamTierPlan | None = figure("Experts in RAM of a model larger than the memory", default=None)
+    estimated: bool = figure("Whether sizes are estimates, without the model's header", default=False)
+    provenance: Provenance = figure("Versions, machine and time", default_factory=read_provenance)
+
+    @derived("Kind of the device", key="device.kind")
+    def device_kind(self) -> str:
+        return self.machine.device.kind
+
+    @derived("Its name", key="device.name")
+    def device_name(self) -> str:
+        return self.machine.device.label
+
+    @derived("Whether its memory was measured; else given by --vram", key="device.measured")
+    def vram_measured(self) -> bool:
+        return not self.machine.vram_given
+
+    @derived("Whether the RAM was measured; else given by --ram-size")
+    def ram_measured(self) -> bool:
+        return not self.machine.ram_given
 
 
 def make_session_plan(
@@ -85,7 +105,7 @@ def make_session_plan(
     if not has_room:
         notes.append("Not even one expert per layer fits the memory next to the rest.")
     return SessionPlan(
-        planner.facts, planner.draft_facts, planner.machine, chosen, contexts, largest, command, tuple(notes), tier
+        planner.machine, planner.facts, planner.draft_facts, chosen, contexts, largest, command, tuple(notes), tier
     )
 
 

@@ -12,6 +12,7 @@ from moeedge.llama.gguf_file import expert_bytes, expert_tensors, n_groups, scra
 from moeedge.llama.model import Model, ModelInfo
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
+from moeedge.records import figure
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import format_bytes
 
@@ -24,8 +25,8 @@ class CacheBudget:
     """The cache's size; ratio 0: it is off, with a note that gives the reason unless the user switched it off."""
 
     ratio: float  # share of the experts in host memory that get a slot
-    n_slots: int
-    pool_bytes: int
+    n_slots: int = figure("Slots of the expert cache", key="cache_slots")
+    pool_bytes: int = figure("The slots", "bytes")
     notes: tuple[str, ...] = ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,11 +13,9 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from moeedge.hardware.provenance import read_provenance
 from moeedge.policies.cost_model import CostModel, expert_seconds
-from moeedge.records import as_dict
 from moeedge.ui.console import visible
-from moeedge.ui.tables import Column, json_text, print_table, text_column, value_columns
+from moeedge.ui.tables import Column, print_table, text_column, value_columns
 from moeedge.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -60,12 +57,6 @@ def print_report(report: Report, console: Console) -> None:
     look = f"; {warnings} thing{'s' * (warnings > 1)} to look at" if warnings else ""
     verdict = f"{broken} things are broken." if broken > 1 else "1 thing is broken."
     console.print(f"\n{verdict if broken else f'Everything works{look}.'}", style="bold")
-
-
-def report_json(report: Report) -> str:
-    """One JSON object: whether something is broken, and the findings."""
-    findings = {"is_broken": report.is_broken, **dataclasses.asdict(report)}
-    return json_text(findings | {"provenance": as_dict(read_provenance())})
 
 
 _DEVICE_COLUMNS = (

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from rich.console import Console
 
-from moeedge.hardware.provenance import read_provenance
 from moeedge.planning.beyond_ram import RamTierPlan
 from moeedge.planning.headers import ModelFacts
-from moeedge.planning.memory_map import MemoryMap, MemoryPool
+from moeedge.planning.memory_map import MemoryPool
 from moeedge.planning.session_plan import SessionPlan
-from moeedge.records import as_dict
-from moeedge.ui.tables import Column, json_text, print_table, text_column
+from moeedge.ui.tables import Column, print_table, text_column
 from moeedge.units import format_bytes, format_rate
 
 _MIB = 2**20
 _WORTH_IT = 1.1  # times the speed
 _FITS = {"fits": "yes", "from disk": "from disk", "does not fit": "no"}
-_MAP_KEYS = ("n_ctx", "verdict", "kv_bytes", "compute_bytes", "whole_on_gpu", "cache_ratio", "device_ratio")
-_POOL_KEYS = ("used_bytes", "reserve_bytes", "fixed_bytes", "left_bytes")  # next to its fields
 
 
 def print_plan(plan: SessionPlan, console: Console) -> None:
@@ -147,49 +140,6 @@ def _print_ram_tier(tier: RamTierPlan, console: Console) -> None:
         parts += [f"{format_bytes(row.ram_free_bytes)} of free memory {gain}" for row, gain in sizes]
         text = f"{'; '.join(parts)}."
         console.print(text[:1].upper() + text[1:])
-
-
-def _ram_tier_dict(tier: RamTierPlan) -> dict[str, Any]:
-    values = dataclasses.asdict(tier) | {"hits_assumed": tier.source == "assumed"}
-    values["hits_source"] = values.pop("source")
-    for row in values["rows"]:
-        row |= {f"disk_{name}": value for name, value in row.pop("disk").items() if name in ("bytes_per_s", "source")}
-    return values
-
-
-def plan_json(plan: SessionPlan) -> str:
-    """One JSON object; sizes in bytes."""
-    device = plan.machine.device
-    return json_text(
-        {
-            "estimated": False,
-            "model": _facts_dict(plan.model),
-            "draft": None if plan.draft is None else _facts_dict(plan.draft),
-            "device": {"kind": device.kind, "name": device.label, "measured": not plan.machine.vram_given},
-            "ram_measured": not plan.machine.ram_given,
-            "plan": _map_dict(plan.map),
-            "contexts": [_map_dict(row) for row in plan.contexts],
-            "largest_n_ctx": plan.largest_n_ctx,
-            "ram_tier": None if plan.ram_tier is None else _ram_tier_dict(plan.ram_tier),
-            "command": plan.command,
-            "notes": list(plan.notes),
-            "provenance": as_dict(read_provenance()),
-        }
-    )
-
-
-def _facts_dict(facts: ModelFacts) -> dict[str, Any]:
-    values = dataclasses.asdict(facts) | {"bits_per_weight": facts.bits_per_weight}
-    for name in ("", "_by_layer"):
-        values[f"n_experts_used{name}"] = values.pop(f"n_expert_used{name}")  # the key of all JSON outputs
-    return values
-
-
-def _map_dict(row: MemoryMap) -> dict[str, Any]:
-    values = {name: getattr(row, name) for name in _MAP_KEYS}
-    values |= {"cache_slots": row.budget.n_slots, "pool_bytes": row.budget.pool_bytes}
-    places = [dataclasses.asdict(pool) | {name: getattr(pool, name) for name in _POOL_KEYS} for pool in row.places]
-    return values | {"whole_layers": row.n_whole_layers, "places": places}
 
 
 def _mib(n_bytes: int) -> str:

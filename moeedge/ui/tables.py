@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from moeedge.records import figures, record_in, type_of
+from moeedge.records import as_dict, figures, record_in, type_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,6 +195,11 @@ def _sql_value(value: Any) -> str:
 def json_text(value: Any, *, indent: int | None = 2) -> str:
     """One JSON document, ending in a newline."""
     return json.dumps(value, ensure_ascii=False, indent=indent) + "\n"
+
+
+def record_json(record: Any) -> str:
+    """A record as one JSON document."""
+    return json_text(as_dict(record))
 
 
 def records_json(rows: Sequence[Any]) -> str:
