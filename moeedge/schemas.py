@@ -84,8 +84,13 @@ class _Maker:
                 may_lack, about = declared.optional, declared.description
                 if not self._nulls and _allows_null(member):
                     may_lack, about, member = True, _NULL.sub("left out", about), _without_null(member)
-                made["properties"][key] = {"description": about} | member
-                made["required"] += [] if may_lack else [key]
+                group, dot, leaf = key.rpartition(".")
+                parts = {"description": f"Figures of {group}.", "type": "object", "properties": {}, "required": []}
+                holder = made["properties"].setdefault(group, parts) if dot else made
+                holder["properties"][leaf] = {"description": about} | member
+                holder["required"] += [] if may_lack else [leaf]
+                if dot and group not in made["required"]:
+                    made["required"].append(group)
         return {"$ref": _REF + name}
 
     def _members(self, kind: Any, holder: Figure | None = None) -> Iterator[tuple[str, Figure, dict[str, Any]]]:

@@ -10,12 +10,6 @@ from moeedge.hub.local import list_models
 
 Complete = Callable[[str], list[str]]
 
-# of moeedge.policies.registry, which needs NumPy
-ENGINE_POLICIES = (
-    *("spac", "spac-paper", "spac-program", "lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe"),
-    *("fiddler", "sp-moe", "none"),
-)
-
 
 def completer_of(metavar: str) -> Complete | None:
     """Completes the values that a metavar lists, as in "auto|on|off"; None where it lists none."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
-from moeedge.cli.completion import ENGINE_POLICIES
 from moeedge.cli.model_files import ModelFiles, notify, resolve_models
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, DraftWord, EngineConfig
 from moeedge.errors import InputError, MoeedgeError
@@ -20,6 +19,7 @@ from moeedge.hardware.spec import EMULATED, RPC_SCHEME
 from moeedge.hub.local import locate
 from moeedge.hub.names import all_parts
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
+from moeedge.policies.registry import POLICIES
 from moeedge.run import Notify, Run
 
 if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does not wait for it
@@ -130,8 +130,8 @@ class PlacementOptions:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""
         from moeedge.scheduler.config import PlacementConfig
 
-        if self.policy not in ENGINE_POLICIES:
-            raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(ENGINE_POLICIES)}.")
+        if self.policy not in POLICIES:
+            raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
         return PlacementConfig(**vars(self), **others)
 
 

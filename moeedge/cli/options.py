@@ -19,6 +19,7 @@ from moeedge.cli.declare import OPTIONS, Output, declare, flatten, output_parser
 from moeedge.cli.foreign import SWITCH
 from moeedge.errors import InputError
 from moeedge.llama.settings import KV_TYPES, LoraAdapter, TensorOverride
+from moeedge.policies.registry import POLICIES
 
 __all__ = ["OPTIONS", "Output", "declare", "flatten", "output_parser"]
 
@@ -258,7 +259,7 @@ declare(
     --vram SIZE  Memory of the device for experts, for instance 6GB or 512MiB. Default: what is free, minus a reserve.
         also: vram_bytes
     * --cache-ratio R  Share of all expert bytes that the device holds, 0 to 1. Default for the emulated device: 0.17.
-    * --policy NAME  Policy that decides which experts the device holds: {", ".join(completion.ENGINE_POLICIES[:-1])} or
+    * --policy NAME  Policy that decides which experts the device holds: {", ".join([*POLICIES][:-1])} or
         none.
     --ablate NAME  Switch a part of the policy off (MoE-SpAc, Table 4): no-spec-ue, no-ada-bc, no-het-wb, no-prefetch,
         no-evict or no-sd. May be given several times, or as a list separated by commas.
@@ -314,7 +315,7 @@ declare(
     rope_scaling={"kind": str},
     expert_budget={"kind": str, "convert": parse_budget},
     read={_ram: "ram", memory_size: "vram"},
-    policy={"names": lambda: completion.ENGINE_POLICIES},
+    policy={"names": lambda: POLICIES},
     ablate={"kind": list[str], "convert": ablations},
     no_calibrate={"kind": bool, "convert": not_},
     no_warm_start={"kind": bool, "convert": not_},

@@ -1,4 +1,8 @@
-"""The table of scheduling policies, and policies by name."""
+"""The table of scheduling policies, and policies by name.
+
+The names are read without NumPy: help and completion wait for them. A further module of this package whose class has
+the module's name as `name` is a policy, too.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Literal, get_args
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Literal, get_args
 
-import numpy as np
-
+import moeedge.policies
 from moeedge.errors import require
-from moeedge.policies.base import ABLATIONS, CacheShape, Policy, PolicyConfig
-from moeedge.policies.baselines import Lfu, Lru, NoCache, Static
-from moeedge.policies.spac.spac import Spac
+
+if TYPE_CHECKING:
+    from moeedge.policies.base import CacheShape, Policy, PolicyConfig
 
 # engine: with its rule for missing experts (the CPU computes them), in replay and simulator, too. simulation: there
 # alone, as the engine lacks the system's execution. bound: it knows the future, in the replay alone
 RunsIn = Literal["engine", "simulation", "bound"]
 EVICTION_ABLATIONS = frozenset({"no-prefetch", "no-evict"})
-_ALL = frozenset(ABLATIONS)
+_OTHER_MODULES = {"base", "baselines", "cost_model", "expert_budget", "planner", "registry"}  # no policies
 
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    policy: type[Policy] | str  # the class; of the lab's, which the product does not import: its module and name
+    policy: type[Policy] | str  # the class; or its module, after "." of this package, else of the lab's, and its name
     description: str
     runs_in: RunsIn = "engine"
-    ablations: frozenset[str] = frozenset()  # those that change its plans
+    ablations: frozenset[str] | Literal["all"] = frozenset()  # those that change its plans
     reads_tokens: bool = False  # predicts from the vocabulary ids of the next batch
     takes_profile: bool = False  # places experts by a profile (PolicyConfig.profile), or else by the first steps
 
     @cached_property
     def make(self) -> type[Policy]:
-        """The class; a policy of the lab is imported by the first use."""
+        """The class; its module is imported by the first use."""
         if not isinstance(self.policy, str):
             return self.policy
         module, _, name = self.policy.partition(":")
-        policy: type[Policy] = getattr(import_module(f"moeedge.lab.policies.{module}"), name)
+        package = "moeedge.policies" if module.startswith(".") else "moeedge.lab.policies."
+        kinds = vars(import_module(f"{package}{module}"))
+        named = (kind for kind in kinds.values() if isinstance(kind, type) and getattr(kind, "name", "") == name)
+        policy: type[Policy] = kinds[name] if name in kinds else next(named)
         return policy
 
 
@@ -45,24 +52,36 @@ def _simulated(policy: str, description: str) -> PolicyEntry:
     return PolicyEntry(policy, description, "simulation")
 
 
+def _further() -> dict[str, PolicyEntry]:
+    """The policies of the package's further modules."""
+    names = {info.name for info in iter_modules(moeedge.policies.__path__) if not info.ispkg} - _OTHER_MODULES
+    return {name: PolicyEntry(f".{name}:{name}", f"moeedge/policies/{name}.py describes it") for name in sorted(names)}
+
+
 TABLE: dict[str, PolicyEntry] = {
     "spac": PolicyEntry(
-        Spac,
+        ".spac.spac:Spac",
         "activations expected from draft tokens, their hidden states and decayed counts",
-        ablations=_ALL,
+        ablations="all",
         reads_tokens=True,
     ),
-    "spac-paper": PolicyEntry("spac_paper:SpacPaper", "Algorithm 1 of MoE-SpAc as printed", ablations=_ALL),
+    "spac-paper": PolicyEntry("spac_paper:SpacPaper", "Algorithm 1 of MoE-SpAc as printed", ablations="all"),
     "spac-program": PolicyEntry(
-        "spac_paper:SpacProgram", "MoE-SpAc's utilities as its published program updates them", ablations=_ALL
+        "spac_paper:SpacProgram",
+        "MoE-SpAc's utilities as its published program updates them",
+        ablations="all",
     ),
-    "lru": PolicyEntry(Lru, "least recently used", ablations=EVICTION_ABLATIONS),
-    "lfu": PolicyEntry(Lfu, "least frequently used, with decay", ablations=EVICTION_ABLATIONS),
+    "lru": PolicyEntry(".baselines:Lru", "least recently used", ablations=EVICTION_ABLATIONS),
+    "lfu": PolicyEntry(".baselines:Lfu", "least frequently used, with decay", ablations=EVICTION_ABLATIONS),
     "static": PolicyEntry(
-        Static, "the most used experts of a profile or of the first steps, placed once", takes_profile=True
+        ".baselines:Static",
+        "the most used experts of a profile or of the first steps, placed once",
+        takes_profile=True,
     ),
     "moe-infinity": PolicyEntry(
-        "moe_infinity:MoeInfinity", "activations of the most similar earlier sequence", ablations=EVICTION_ABLATIONS
+        "moe_infinity:MoeInfinity",
+        "activations of the most similar earlier sequence",
+        ablations=EVICTION_ABLATIONS,
     ),
     "fate": PolicyEntry("fate:Fate", "the next layer's gate on this layer's input; ARC per layer"),
     "adapmoe": PolicyEntry("layer_lru:AdapMoe", "the next layer's gate, one expert prefetched; LRU per layer"),
@@ -73,9 +92,11 @@ TABLE: dict[str, PolicyEntry] = {
         "placed:Fiddler", "the most popular experts, placed once as Fiddler does", takes_profile=True
     ),
     "sp-moe": PolicyEntry(
-        "layer_lru:SpMoe", "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer"
+        "layer_lru:SpMoe",
+        "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer",
     ),
-    "none": PolicyEntry(NoCache, "no expert on the device"),
+    **_further(),
+    "none": PolicyEntry(".baselines:NoCache", "no expert on the device"),
     "llama-cpp": _simulated("placed:LlamaCpp", "llama.cpp: the last layers on the GPU, no draft model"),
     "llama-cpp-sd": _simulated("placed:LlamaCppSd", "llama.cpp with a draft model"),
     "llama-cpp-cache": _simulated(
@@ -88,8 +109,8 @@ TABLE: dict[str, PolicyEntry] = {
     "vllm": _simulated("placed:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
     "accelerate": _simulated("placed:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
     # the replay computes their residency: they plan nothing
-    "oracle": PolicyEntry(NoCache, "bound: the best residency for each step, known in advance", "bound"),
-    "belady": PolicyEntry(NoCache, "bound: the best that a cache filled by use can keep (MIN)", "bound"),
+    "oracle": PolicyEntry(".baselines:NoCache", "bound: the best residency for each step, known in advance", "bound"),
+    "belady": PolicyEntry(".baselines:NoCache", "bound: the best that a cache filled by use can keep (MIN)", "bound"),
 }
 
 # name -> description
@@ -100,11 +121,13 @@ POLICIES, SIMULATED, BOUNDS = (
 
 def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None) -> Policy:
     """The policy of that name. Raises ValueError for an unknown name, a bound, or a profile of another shape."""
+    from moeedge.policies.base import PolicyConfig
+
     config = config or PolicyConfig()
     require(name in TABLE, f"Unknown policy '{name}'. Choose from: {', '.join(TABLE)}")
     require(name not in BOUNDS, f"policy '{name}' knows the steps to come: it runs in a replay only")
-    if config.profile is not None and np.shape(config.profile) != (shape.n_layers, shape.n_experts):
-        raise ValueError(f"the profile has shape {np.shape(config.profile)}, not ({shape.n_layers}, {shape.n_experts})")
+    if config.profile is not None and config.profile.shape != (shape.n_layers, shape.n_experts):
+        raise ValueError(f"the profile has shape {config.profile.shape}, not ({shape.n_layers}, {shape.n_experts})")
     return TABLE[name].make(shape, config)
 
 
@@ -115,4 +138,5 @@ def expand_names(names: Sequence[str]) -> list[str]:
 
 def ignored_ablations(name: str, ablations: frozenset[str]) -> list[str]:
     """The ablations that do not change the policy of that name, sorted; never "no-sd", which the engine heeds."""
-    return sorted(ablations - TABLE[name].ablations - {"no-sd"})
+    heeded = TABLE[name].ablations
+    return [] if heeded == "all" else sorted(ablations - heeded - {"no-sd"})

@@ -12,10 +12,9 @@ import pytest
 from moeedge.cli import completion
 from moeedge.cli.app import COMMANDS
 from moeedge.data.datasets import CATALOG
-from moeedge.lab.cli import simulate, trace_options
+from moeedge.lab.cli import simulate
 from moeedge.lab.sim.model_shape import builtin_models
 from moeedge.lab.sim.step_costs import builtin_hardware
-from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED
 
 # seconds of processor time, on a machine that does other work: about five times of what a quiet one takes
 MAX_HELP_S = 1.5
@@ -81,8 +80,6 @@ def test_every_shell(shell: str) -> None:
 
 def test_names_are_those_of_the_tables() -> None:
     """They stand in a list of their own because a key press does not wait for NumPy."""
-    assert set(completion.ENGINE_POLICIES) == set(POLICIES)
-    assert set(trace_options.SIMULATED_POLICIES) == set(SIMULATED) | set(BOUNDS) | {"all"}
     assert set(CATALOG) < set(completion.datasets())
     assert set(builtin_hardware()) < set(simulate.hardware())
     assert set(builtin_models()) == set(simulate.simulated_models())

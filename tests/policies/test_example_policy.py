@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import moeedge.policies
 from moeedge.lab.sim.policy_replay import Slots
 from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.traces.schedule import cut_schedule
@@ -45,6 +49,16 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line in the table of moeedge/policies/registry.py does the same."""
     entry = PolicyEntry(Window, "most used in the last eight steps", ablations=registry.EVICTION_ABLATIONS)
     monkeypatch.setitem(registry.TABLE, "window", entry)
+
+
+def test_a_module_of_the_package_is_a_policy_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ("from moeedge.policies.baselines import Lru", "class Coin(Lru):", '    name = "coin"')
+    (tmp_path / "coin.py").write_text("\n".join(lines))
+    monkeypatch.setattr(moeedge.policies, "__path__", [*moeedge.policies.__path__, str(tmp_path)])
+    found = registry._further()
+    assert list(found) == ["coin"] and "coin" not in registry.TABLE
+    assert found["coin"].make.name == "coin" and found["coin"].make.__module__ == "moeedge.policies.coin"
+    monkeypatch.delitem(sys.modules, "moeedge.policies.coin")
 
 
 def test_plans_keep_the_rules_and_hold_the_most_used_experts() -> None:

@@ -10,7 +10,7 @@ import pytest
 import moeedge
 
 ALLOWED = {"__future__", "abc", "collections", "dataclasses", "enum", "itertools", "json", "math", "numpy"}
-ALLOWED |= {"functools", "importlib", "operator", "scipy", "typing"}
+ALLOWED |= {"functools", "importlib", "pkgutil", "operator", "scipy", "typing"}
 PURE = (
     "moeedge.policies",
     "moeedge.lab.policies",

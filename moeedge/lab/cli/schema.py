@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from importlib import import_module
+from types import GenericAlias
 from typing import Annotated, Any
 
 import typer
@@ -15,34 +18,45 @@ Name = Annotated[
 ]
 
 
-# --help loads neither NumPy nor llama.cpp: the records are imported where they are asked for
-
-
-def _bench() -> dict[str, Any]:
-    from moeedge.bench.records import BenchRow
-
-    about = "Rows of a benchmark. -o json prints this array, -o jsonl each element on a line of its own. "
-    return json_schema(list[BenchRow], "moeedge bench -o json", about + "Null: does not apply, or is not known.")
-
-
-def _chat() -> dict[str, Any]:
-    from moeedge.ui.chat.single import AnswerRecord
-
-    about = "One answer. Keys that do not apply, or whose value is not known, are left out."
-    return json_schema(AnswerRecord, "moeedge chat -o json", about, nulls=False)
-
-
-def _replay() -> dict[str, Any]:
-    from moeedge.lab.sim.replay import ReplayRow
-
-    about = (
+# by name: the record or its elements in an array, the command, and what its output is. --help loads neither NumPy nor
+# llama.cpp: the records are imported where they are asked for
+RECORDS = {
+    "bench": (
+        *("moeedge.bench.records:BenchRow", True, "bench -o json"),
+        "Rows of a benchmark. -o json prints this array, -o jsonl each element on a line of its own. Null: does not "
+        "apply, or is not known.",
+    ),
+    "chat": (
+        *("moeedge.ui.chat.single:AnswerRecord", False, "chat -o json"),
+        "One answer. Keys that do not apply, or whose value is not known, are left out.",
+    ),
+    "doctor": ("moeedge.health.doctor:Report", False, "doctor -o json", "What doctor finds."),
+    "plan": ("moeedge.planning.session_plan:SessionPlan", False, "plan -o json", "What fits, before it is loaded."),
+    "profile": (
+        *("moeedge.analysis.profile:LayerProfile", False, "profile -o json"),
+        "One layer. Keys of the run and, for a single layer, model_profile follow (docs/lab/traces.md).",
+    ),
+    "replay": (
+        *("moeedge.lab.sim.replay:ReplayRow", True, "lab replay -o json"),
         "Rows of a replay. With --expert-budget also lossy, budget, expert_budget, budget_ranking and budget_policy "
         "(null for off), experts_natural, experts_kept and experts_max (distinct experts per layer and step that the "
         "router chose, that the budget left, and the most of a layer and step), kept_probability (share of the weight "
         "of the router's choices that is on kept experts) and budget_weights (weights or, where the trace has none, "
-        "counts)."
-    )
-    return json_schema(list[ReplayRow], "moeedge lab replay -o json", about)
+        "counts).",
+    ),
+    "simulate": (
+        *("moeedge.lab.sim.simulate:SimulationRow", True, "lab simulate -o json"),
+        "Rows of simulations. With --expert-budget also the keys that it has in a replay.",
+    ),
+}
+
+
+def _of_record(name: str) -> dict[str, Any]:
+    place, is_array, command, about = RECORDS[name]
+    module, _, kind = place.partition(":")
+    record = getattr(import_module(module), kind)
+    kind_of_output = GenericAlias(list, (record,)) if is_array else record
+    return json_schema(kind_of_output, f"moeedge {command}", about, nulls=name != "chat")
 
 
 def _trace() -> dict[str, Any]:
@@ -67,7 +81,7 @@ def _trace() -> dict[str, Any]:
     return schema | {"type": "object", "properties": members, "required": required}
 
 
-SCHEMAS = {"bench": _bench, "chat": _chat, "replay": _replay, "trace": _trace}
+SCHEMAS = {name: partial(_of_record, name) for name in RECORDS} | {"trace": _trace}
 
 
 def schema_text(name: str) -> str:

@@ -9,11 +9,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeedge.cli import completion
 from moeedge.cli.common import names, numbers
 from moeedge.cli.engine_options import expect_no_companions, make_budget
 from moeedge.cli.options import declare, parse_number
 from moeedge.errors import InputError
+from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,11 +36,6 @@ class RejectedTokenModel(str, Enum):
         return alone.get(self.value, ("optimistic", "pessimistic"))
 
 
-# of moeedge.policies.registry, which needs NumPy
-SIMULATED_POLICIES = (
-    *("llama-cpp", "llama-cpp-sd", "llama-cpp-cache", "mixtral-offloading", "accelerate", "vllm"),
-    *("oracle", "belady", "all"),
-)
 declare(
     """
     [Trace]
@@ -71,7 +66,7 @@ declare(
     """,
     "replay simulate",
     read={names: "policy", numbers: "cache_ratio"},
-    policy={"names": lambda: completion.ENGINE_POLICIES + SIMULATED_POLICIES},
+    policy={"names": lambda: (*POLICIES, *SIMULATED, *BOUNDS, "all")},
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from moeedge.native.abi import Phase
 from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.policies.registry import make_policy
+from moeedge.records import as_dict, figure, filled
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
 from moeedge.trace.steps import RejectedTokenModel
 
@@ -53,6 +54,49 @@ class SimulationConfig:
         require(not self.n_whole_layers or self.budget is None, "whole layers have no expert budget")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulationRow:
+    """One simulation, flat; seconds are per token of text."""
+
+    is_open: ClassVar = True  # with --expert-budget also its keys
+
+    policy: str = figure("Policy, or a program")
+    hardware: str | None = figure("The machine", default=None, optional=True)
+    model: str | None = figure("The model", default=None, optional=True)
+    quant: str | None = figure("Its quantization", default=None, optional=True)
+    expert_bytes: int | None = figure("An expert", "bytes", default=None, optional=True)
+    trace: str | None = figure("The trace; stand-in: synthetic routing", default=None, optional=True)
+    cache_ratio: float = figure("Share of all experts that the slots hold", most=1)
+    whole_layers: int = figure("Layers whose experts are all on the device")
+    gamma: int = figure("Most drafts of a step")
+    utility_cap: int = figure("--utility-cap")
+    link_factor: float = figure("Speed of the link over that of the machine")
+    rejected_token_model: Literal["recorded", "optimistic", "pessimistic"] | None = figure(
+        "How rejected drafts route; null: nothing is drafted"
+    )
+    acceptance_chance: float | None = figure("Chance of a draft after all before it were accepted, if assumed", most=1)
+    acceptance_source: AcceptanceSource | None = figure("Where acceptance is from; null: nothing is drafted")
+    ablations: str = figure("--ablate, separated by commas")
+    tg_ts: float = figure("Decoding speed", "t/s")
+    tpot_s: float = figure("A token", "s")
+    tokens_per_step: float = figure("Tokens of a step, the mean")
+    draft_s: float = figure("Drafting", "s")
+    dense_s: float = figure("Dense part of the layers", "s")
+    device_s: float = figure("Experts on the device", "s")
+    stall_cpu_s: float = figure("Waiting for experts on the CPU", "s")
+    stall_load_s: float = figure("Waiting for loads on demand", "s")
+    stall_link_s: float = figure("Waiting for other transfers and late prefetches", "s")
+    host_s: float = figure("Handing layers over, observing, planning", "s")
+    hit_rate_pairs: float = figure("Pair hits", most=1)
+    hit_rate_experts: float = figure("Expert hits", most=1)
+    uploads_per_layer_step: float = figure("Experts uploaded per layer with experts and step")
+    steps: int = figure("Steps that count")
+    tokens: int = figure("Their tokens")
+    busy_gpu_s: float = figure("The GPU computes, in all", "s")
+    busy_cpu_s: float = figure("The CPU computes, in all", "s")
+    busy_link_s: float = figure("The link moves, in all", "s")
+
+
 @dataclass(frozen=True, eq=False)
 class SimulationResult:
     """The times of one simulation; see moeedge.lab.sim.execution for the causes."""
@@ -83,31 +127,22 @@ class SimulationResult:
         return 1.0 / self.tpot_s if self.tpot_s else 0.0
 
     def row(self, **about: Any) -> dict[str, Any]:
-        """Flat, as -o json prints it; `about` names hardware, model and trace."""
+        """A SimulationRow as -o json prints it; `about` names hardware, model and trace."""
         time, config = self.time, self.config
-        return {
-            "policy": config.policy,
+        row = filled(
+            SimulationRow,
+            *(self, config, time, time.hits),
             **about,
-            "cache_ratio": config.cache_ratio,
-            "whole_layers": config.n_whole_layers,
-            "gamma": self.gamma,
-            "utility_cap": config.cap,
-            "link_factor": config.link_factor,
-            "rejected_token_model": self.rejected_token_model,
-            "acceptance_chance": config.acceptance if self.acceptance_source == "assumed" else None,
-            "acceptance_source": self.acceptance_source,
-            "ablations": ",".join(sorted(config.ablations)),
-            "tg_ts": self.tg_ts,
-            "tpot_s": self.tpot_s,
-            "tokens_per_step": time.tokens / max(time.steps, 1),
+            whole_layers=config.n_whole_layers,
+            utility_cap=config.cap,
+            acceptance_chance=config.acceptance if self.acceptance_source == "assumed" else None,
+            ablations=",".join(sorted(config.ablations)),
+            tokens_per_step=time.tokens / max(time.steps, 1),
             **{key: time.per_token_s(cause) for cause, key in CAUSES.items()},
-            "hit_rate_pairs": time.hits.hit_rate_pairs,
-            "hit_rate_experts": time.hits.hit_rate_experts,
-            "uploads_per_layer_step": time.hits.uploads / max(time.steps * self.n_expert_layers, 1),
-            "steps": time.steps,
-            "tokens": time.tokens,
+            uploads_per_layer_step=time.hits.uploads / max(time.steps * self.n_expert_layers, 1),
             **{f"busy_{stream}_s": seconds for stream, seconds in self.busy_s.items()},
-        }
+        )
+        return as_dict(row)
 
 
 @dataclass(frozen=True, eq=False)
