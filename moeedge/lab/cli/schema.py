@@ -18,8 +18,7 @@ Name = Annotated[
 ]
 
 
-# by name: the record or its elements in an array, the command, and what its output is. --help loads neither NumPy nor
-# llama.cpp: the records are imported where they are asked for
+# by name: the record (in an array or alone), the command, what its output is. --help does not wait for the records
 RECORDS = {
     "bench": (
         *("moeedge.bench.records:BenchRow", True, "bench -o json"),
@@ -38,15 +37,14 @@ RECORDS = {
     ),
     "replay": (
         *("moeedge.lab.sim.replay:ReplayRow", True, "lab replay -o json"),
-        "Rows of a replay. With --expert-budget also lossy, budget, expert_budget, budget_ranking and budget_policy "
-        "(null for off), experts_natural, experts_kept and experts_max (distinct experts per layer and step that the "
-        "router chose, that the budget left, and the most of a layer and step), kept_probability (share of the weight "
-        "of the router's choices that is on kept experts) and budget_weights (weights or, where the trace has none, "
-        "counts).",
+        "Rows of a replay. With --expert-budget also lossy, budget, expert_budget, budget_ranking, budget_policy (null "
+        "for off), experts_natural, experts_kept, experts_max (distinct experts per layer and step: the router's, those "
+        "kept, the most of a layer and step), kept_probability (share of the router's weight on kept experts) and "
+        "budget_weights (weights or, where the trace has none, counts).",
     ),
     "simulate": (
         *("moeedge.lab.sim.simulate:SimulationRow", True, "lab simulate -o json"),
-        "Rows of simulations. With --expert-budget also the keys that it has in a replay.",
+        "Rows of simulations; then the range of tg_ts, and over stock. --expert-budget adds the keys as in a replay.",
     ),
 }
 

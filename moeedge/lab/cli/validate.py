@@ -17,8 +17,10 @@ from moeedge.cli.common import emit, names, numbers
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
+from moeedge.hardware.provenance import read_provenance
 from moeedge.lab.cli.trace_options import RejectedTokenModel
 from moeedge.records import as_dict
+from moeedge.ui.console import notifier, stderr_console, stdout_console
 from moeedge.ui.tables import Column, markdown, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
@@ -91,7 +93,6 @@ def papers(
     on two rows of Table 2. Where the sources of a constant differ a prediction is a range.
     """
     from moeedge.lab.sim.papers import Cases, Papers, figures
-    from moeedge.ui.console import notifier, stderr_console, stdout_console
 
     console = stdout_console()
     as_tables = output is Output.TEXT
@@ -160,12 +161,10 @@ def measured(
     is fitted to the times that it predicts. Every combination of the lists is a row.
     """
     engine.limit_openmp_spin(emulate_bundled=True)
-    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.validation import Combination, compare_with_engine
     from moeedge.llama.gguf_file import read_summary
     from moeedge.scheduler.config import PlacementConfig
     from moeedge.scheduler.opening import check_policy
-    from moeedge.ui.console import notifier, stderr_console
 
     asked = [Combination(*values) for values in product(policy, cache_ratio, draft_max)]
     for name in dict.fromkeys(combination.policy for combination in asked):

@@ -106,8 +106,7 @@ class ReplayRow(ReplaySetting):
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
         row = {"policy": self.policy} | asdict(self)
-        parts = (row.pop("expert_budget") or {}), row.pop("provenance") or {}
-        return row | parts[0] | parts[1]
+        return row | {**(row.pop("expert_budget") or {}), **(row.pop("provenance") or {})}
 
 
 @dataclass(frozen=True)

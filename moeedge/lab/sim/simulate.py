@@ -71,8 +71,8 @@ class SimulationRow:
     gamma: int = figure("Most drafts of a step")
     utility_cap: int = figure("--utility-cap")
     link_factor: float = figure("Speed of the link over that of the machine")
-    rejected_token_model: Literal["recorded", "optimistic", "pessimistic"] | None = figure(
-        "How rejected drafts route; null: nothing is drafted"
+    rejected_token_model: RejectedTokenModel | Literal["recorded"] | None = figure(
+        "How rejected drafts route; null: none"
     )
     acceptance_chance: float | None = figure("Chance of a draft after all before it were accepted, if assumed", most=1)
     acceptance_source: AcceptanceSource | None = figure("Where acceptance is from; null: nothing is drafted")
