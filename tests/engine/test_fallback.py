@@ -20,7 +20,7 @@ from moeedge.errors import DeviceFailedError, EngineError, ModelFileError
 from moeedge.llama.model import Model
 from moeedge.native.compute import Decoder, DriverThrewError
 from moeedge.policies.expert_budget import Coverage, ExpertBudget
-from moeedge.run import is_warning
+from moeedge.run import Notification, Run, is_warning
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
@@ -196,6 +196,23 @@ def test_a_failure_of_the_cpu_is_an_error(config: EngineConfig) -> None:
     with Session.open(config) as session, failing(3, -3), pytest.raises(EngineError) as caught:
         answer(session)
     assert not isinstance(caught.value, DeviceFailedError)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_cache_that_does_not_pay_ends_once_that_was_measured(config: EngineConfig, pays: bool) -> None:
+    placement = PlacementConfig(cache_ratio=0.5, calibrate=False, policy="lru")
+    said: list[Notification] = []
+    with Session.open(replace(config, device="emulated", placement=placement), notify=said.append) as session:
+        assert session.placement is not None
+
+        def measured(run: Run) -> tuple[None, bool]:
+            run.warn("The cache makes steps slower.")
+            return None, pays
+
+        session.placement.postponed = measured  # type: ignore[assignment]
+        session.measure_postponed(lambda: False)
+        assert (session.placement is not None) == pays == (session.info.device != "none")
+        assert any(is_warning(note) for note in said) != pays
 
 
 def test_measurements_do_not_go_on(config: EngineConfig) -> None:

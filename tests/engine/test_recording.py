@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.drafts import DraftRequest, ModelDraft, Proposal
-from moeedge.engine.recording import Recording, check_layers, record_routing
+from moeedge.engine.recording import Recording, check_layers, record_routing, unseen_layers
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, LayerRangeError
@@ -180,6 +181,13 @@ def test_cancelling_keeps_what_there_is(session: Session) -> None:
     recording = record_routing(session, PROMPTS, n_predict=50, sampling=GREEDY, raw=True, run=run)
     assert recording.answers == 1 and len(progress.phases) >= 5 and progress.amounts == [1]
     assert 0 < len(recorded_steps(recording.trace)) < 20
+
+
+def test_layers_on_a_gpu_are_named() -> None:
+    model = SimpleNamespace(info=SimpleNamespace(expert_layers=[0, 1, 2, 4]), host_expert_layers=[0])
+    assert "layers 1-2, 4" in unseen_layers(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    model.host_expert_layers = [0, 1, 2, 4]
+    assert not unseen_layers(SimpleNamespace(model=model))  # type: ignore[arg-type]
 
 
 def test_layers_are_checked_before_anything_runs(session: Session, tiny_draft: Path, tiny: TinyFactory) -> None:

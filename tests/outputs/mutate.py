@@ -1,12 +1,13 @@
 """Random single changes of product code, and whether the tests notice them.
 
-    python -m tests.outputs.mutate [--seed N] [--count 100] [--resume FILE] [--again] [--only PACKAGE] [--jobs 1|2]
+    python -m tests.outputs.mutate [--seed N] [--count 100] [--resume FILE] [--again] [--slow] [--only PACKAGE]
+        [--jobs 1|2]
 
 A mutant is one change in one file of `moeedge/`: a file by its number of executable nodes, then any place in it. It is
 tested in a copy of the tree with the test files that name the module, tests/outputs, and the tests of its room: first
-those that fit into about a minute, and where it survives them the others of its room and its slow ones. A test that
-fails must fail twice; a run that takes several times as long as without the mutant counts as caught. FILE keeps the
-results: the same command goes on where it ended, `--again` repeats survivors.
+those that fit into about a minute, and where it survives them the others of its room (--slow: its slow ones, too). A
+test that fails must fail twice; a run that takes several times as long as without the mutant counts as caught. FILE
+keeps the results: the same command goes on where it ended, `--again` repeats survivors.
 """
 
 from __future__ import annotations
@@ -338,7 +339,8 @@ class Copy:
 class Trials:
     """Runs mutants against the tests chosen for them, and keeps results and times in a file, lines of JSON."""
 
-    def __init__(self, root: Path, journal: Path | None) -> None:
+    def __init__(self, root: Path, journal: Path | None, *, slow: bool = False) -> None:
+        self.slow = slow
         self._selection, self._journal, self._lock = Selection(root), journal, threading.RLock()
         shared = [path for part in ("moeedge", "tests/support") for path in sorted((root / part).rglob("*.py"))]
         self._digest = zlib.crc32(b"".join(path.read_bytes() for path in shared))
@@ -422,8 +424,8 @@ class Trials:
         tests, normal_s = self._tests(copy, mutant.file)
         caught = self._caught(copy, mutant, tests, normal_s)
         folders = [folder for folder in self._selection.room(mutant.file) if (copy.tree / folder).is_dir()]
-        stages = (lambda: self._others(copy, mutant.file, tests), lambda: self._timed(copy, folders, "slow"))
-        for stage in stages:
+        stages = [lambda: self._others(copy, mutant.file, tests), lambda: self._timed(copy, folders, "slow")]
+        for stage in stages if self.slow else stages[:1]:
             if caught is None and not self.stopped:
                 others, normal_s = stage()
                 tests = [*tests, *others]
@@ -475,10 +477,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--resume", type=Path, metavar="FILE")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--slow", action="store_true")
     parser.add_argument("--only", default="", metavar="PACKAGE")
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2))
     given = parser.parse_args()
-    chosen, trials = mutants(ROOT, given.seed, given.count, given.only), Trials(ROOT, given.resume)
+    chosen, trials = mutants(ROOT, given.seed, given.count, given.only), Trials(ROOT, given.resume, slow=given.slow)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as scratch:

@@ -39,7 +39,7 @@ RECORDS = {
         *("moeedge.lab.sim.replay:ReplayRow", True, "lab replay -o json"),
         "Rows of a replay. With --expert-budget also lossy, budget, expert_budget, budget_ranking, budget_policy (null "
         "for off), experts_natural, experts_kept, experts_max (distinct experts per layer and step: the router's, "
-        "those kept, the most of a layer and step), kept_probability (share of the router's weight on kept experts) and "
+        "those kept, the most of a layer and step), kept_probability (share of the router's weight on kept experts), "
         "budget_weights (weights or, where the trace has none, counts).",
     ),
     "simulate": (
