@@ -1,4 +1,4 @@
-"""What went or was renamed since the recordings, each with its reason: `compare` ignores exactly these.
+"""What went, came or was renamed since the recordings, each with its reason: `compare` ignores exactly these.
 
 A rule is (pattern, successor, reason). The pattern is a regular expression of a place in the recordings from its
 beginning: "options: bench --fit.*" is every case of that option, "commands: .*\\.uploads" a key in any command.
