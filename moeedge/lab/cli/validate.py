@@ -20,7 +20,6 @@ from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.lab.cli.trace_options import RejectedTokenModel
 from moeedge.records import as_dict
-from moeedge.ui.console import notifier, stderr_console, stdout_console
 from moeedge.ui.tables import Column, markdown, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
@@ -93,6 +92,7 @@ def papers(
     on two rows of Table 2. Where the sources of a constant differ a prediction is a range.
     """
     from moeedge.lab.sim.papers import Cases, Papers, figures
+    from moeedge.ui.console import notifier, stderr_console, stdout_console
 
     console = stdout_console()
     as_tables = output is Output.TEXT
@@ -165,6 +165,7 @@ def measured(
     from moeedge.llama.gguf_file import read_summary
     from moeedge.scheduler.config import PlacementConfig
     from moeedge.scheduler.opening import check_policy
+    from moeedge.ui.console import notifier, stderr_console
 
     asked = [Combination(*values) for values in product(policy, cache_ratio, draft_max)]
     for name in dict.fromkeys(combination.policy for combination in asked):

@@ -59,7 +59,6 @@ class SimulationRow:
     """One simulation, flat; seconds are per token of text."""
 
     is_open: ClassVar = True  # with --expert-budget also its keys
-
     policy: str = figure("Policy, or a program")
     hardware: str | None = figure("The machine", default=None, optional=True)
     model: str | None = figure("The model", default=None, optional=True)
