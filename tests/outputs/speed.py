@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-N_PAIRS, N_ROUNDS = 20, 3  # of versions, and of the prompts in each pair
+N_PAIRS, N_ROUNDS = 20, 2  # of versions, and of the prompts in each pair
 
 SETUPS: dict[str, dict[str, Any]] = {
     "no device, gamma 0": {"gamma": 0, "device": "none"},
