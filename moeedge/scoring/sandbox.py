@@ -1,7 +1,7 @@
 """Runs a small Python program written by a model, and reports whether it reached its end without an error.
 
 Each program has its own process with limits on processor time, memory, files and processes, an empty folder, no
-standard input, and discarded output. The kernel's filter (syscalls.py) blocks the network, new processes, signals to
+standard input, and discarded output. The kernel's filter blocks the network, new processes, signals to
 others and every file opened for writing. If the kernel accepts no filter, Python's audit hook blocks them, which stops
 mistakes but not a program made to get past it. `SandboxResult.protection` names the one in use.
 
