@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -36,8 +37,8 @@ class Figure:
     takes the first. key: its name in JSON, if not the attribute's; "a.b" is b in an object a. prefix: of a record whose
     keys stand among those of the record that holds it: the beginning of their names; None: it is an object of its own.
     without: attributes of such a record that have no key. absent: in JSON, where the record that has the figure is
-    None. optional: no key where the value is None. title, form, scale: of a column. kind: the type in JSON, if not the
-    annotation's. place: in the order of declaration.
+    None. optional: no key where the value is None. title, form, scale: of a column. axis: "x" or "y" of a default plot.
+    kind: the type in JSON, if not the annotation's. place: in the order of declaration.
     """
 
     help: str
@@ -54,14 +55,21 @@ class Figure:
     title: str = ""
     form: str = ""
     scale: float = 1.0
+    axis: str = ""
     kind: Any = None
     place: int = dataclasses.field(default_factory=_places.__next__)
+
+    @property
+    def label(self) -> str:
+        """The meaning, without notes and further sentences, and the unit: of an axis."""
+        meaning = re.split("[;.(]", self.help)[0].strip()
+        return f"{meaning} ({self.unit})" if self.unit else meaning
 
     @property
     def description(self) -> str:
         """The meaning and the unit as a sentence."""
         meaning, mark, note = self.help.partition(";")
-        unit = f", in {_UNITS[self.unit]}" if self.unit in _UNITS else ""
+        unit = f", in {_UNITS.get(self.unit, self.unit)}" if self.unit else ""
         return f"{meaning[:1].upper()}{meaning[1:]}{unit}{mark}{note}."
 
 
@@ -155,7 +163,20 @@ def json_figures(record: Any, holder: Figure | None = None) -> Iterator[tuple[st
         is_left_out = getattr(record, "is_raw", False) and isinstance(getattr(record, name, None), Derived)
         if declared.in_json and not is_left_out and (holder is None or name not in holder.without):
             key = name if declared.key is None else declared.key
+            if holder is not None and declared.prefix is None:
+                about = f"{holder.help}: {declared.help}" if holder.help else declared.help
+                declared = dataclasses.replace(declared, unit=declared.unit or holder.unit, help=about)
             yield name, key if holder is None else f"{holder.prefix}{key}", declared
+
+
+@cache
+def keys(record: Any, holder: Figure | None = None) -> dict[str, Figure]:
+    """The figures of a class by their key in its JSON, those of records among its keys included."""
+    found: dict[str, Figure] = {}
+    for name, key, declared in json_figures(record, holder):
+        is_part = declared.prefix is not None
+        found |= keys(record_in(type_of(record, name)), declared) if is_part else {key: declared}
+    return found
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -52,8 +52,8 @@ class Progress:
     def add(self, amount: float = 1) -> None:
         """Advances the task by some units."""
 
-    def phase(self, text: str) -> None:
-        """Describes what the task does now."""
+    def phase(self, text: str, part: str = "") -> None:
+        """Describes what the task does now. part: of the task, of which a line says that it begins, without a bar."""
 
 
 NO_PROGRESS = Progress()
@@ -80,10 +80,18 @@ class Run:
         """Adds a sentence that needs attention to the notes."""
         self.notes.append(text)
 
-    def report(self, notification: Notification) -> None:
-        """Shows a notification at once, and adds it to the notes."""
-        self.notes.append(notification)
+    def say(self, text: str, level: Level = Level.INFO) -> None:
+        """Shows a sentence at once."""
+        self.show(Notification(text, level))
+
+    def report(self, text: str, level: Level = Level.WARNING) -> None:
+        """Shows a sentence at once, and adds it to the notes."""
+        self.notes.append(notification := Notification(text, level))
         self.show(notification)
+
+    def part(self) -> Run:
+        """The run of a part of the operation, which has notes of its own."""
+        return replace(self, notes=[])
 
 
 class Closing:

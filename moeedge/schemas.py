@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -97,9 +97,6 @@ class _Maker:
         for name, key, declared in json_figures(kind, holder):
             own = type_of(kind, name)
             if declared.prefix is None:
-                if holder is not None:
-                    about = f"{holder.help}: {declared.help}" if holder.help else declared.help
-                    declared = replace(declared, unit=declared.unit or holder.unit, help=about)
                 yield key, declared, self.schema(own, declared)
                 continue
             part = record_in(own)
@@ -117,6 +114,26 @@ class _Maker:
         if name and self.n_uses[name] == 1:
             schema = {key: value for key, value in schema.items() if key != "$ref"} | self.defs[name]
         return {key: self.inlined(value) for key, value in schema.items()}
+
+
+def key_rows(schema: dict[str, Any], defs: Mapping[str, Any] | None = None, group: str = "") -> Iterator[list[str]]:
+    """Key ("a.b": in an object, "a[].b": in the objects of an array), types and meaning of all keys of a schema."""
+    defs = schema.get("$defs", {}) if defs is None else defs
+    for key, member in schema.get("items", schema).get("properties", {}).items():
+        about, name, inner = member.get("description", ""), f"{group}{key}", member
+        alternatives = [each for each in member.get("oneOf", [member]) if each != {"type": "null"}]
+        inner = alternatives[0].get("items", alternatives[0])
+        shared = str(inner.get("$ref", "")).removeprefix(_REF)
+        inner = defs.get(shared, inner)
+        is_array = "items" in alternatives[0]
+        values = member.get("enum", [member["const"]] if "const" in member else [])
+        kinds = _kinds(member) or ["array"] * is_array or [json.dumps(value) for value in values] or ["object"]
+        if (array := inner.get("properties", {})).keys() == {"dtype", "shape"}:  # of a trace
+            axes = array["shape"]["description"].rpartition(": ")[2].rstrip(".")
+            kinds, inner = [f"{' or '.join(array['dtype']['enum'])} [{axes}]"], {}
+        yield [f"`{name}`", ", ".join(kinds), about]
+        others = {each: entry for each, entry in defs.items() if each != shared}  # it may hold itself
+        yield from key_rows(inner, others, f"{name}[]." if is_array else f"{name}.")
 
 
 def _kinds(member: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ mode (ArmsInTurn): a stock mode's page cache and our slots would each take the m
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -30,9 +30,9 @@ from moeedge.hardware.devices import ResolvedDevice, read_memory
 from moeedge.hardware.memory import available_memory, fits
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
+from moeedge.run import Run
 from moeedge.units import format_bytes
 
-Report = Callable[[Iterable[str]], None]
 # arms that take turns, their repetitions, and the place of the first of them among the modes of the pass
 Turn = tuple[Sequence[BenchArm], Sequence[int], int]
 IsDone = Callable[[BenchMode, int], bool]  # whether an interrupted run has measured a mode's repetition
@@ -107,7 +107,7 @@ class _Sessions:
 
     base: EngineConfig  # with the context size of the run
     modes: Sequence[BenchMode]
-    report: Report  # gets sentences for the user
+    run: Run  # shows sentences
     passes: list[Pass] = field(default_factory=list)
     resources: ExitStack = field(default_factory=ExitStack)
 
@@ -115,7 +115,7 @@ class _Sessions:
         self.resources.close()
 
     def _arm(self, mode: BenchMode, stack: ExitStack, **options: Any) -> BenchArm:
-        return open_arm(self.base, mode, stack, notify=lambda note: self.report([note]), **options)
+        return open_arm(self.base, mode, stack, run=self.run, **options)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -154,12 +154,13 @@ class Arms(_Sessions):
                 self.first |= self._open(layers, self.first_resources)
                 apart = []
             elif layers:
-                self.report(["Whole layers and cache do not fit the memory at once: they are measured one by one."])
+                self.run.say("Whole layers and cache do not fit the memory at once: they are measured one by one.")
             at_once = [mode for mode in modes if mode in (*shared, *layers) and mode not in apart]
             self.passes = split_passes(at_once, together=together, apart=apart)
             if not self.passes:
                 raise InputError("No mode is left to measure.", " ".join(self.left_out))
-            self.report(self.left_out)
+            for note in self.left_out:
+                self.run.say(note)
             self.resources = stack.pop_all()
         return self
 
@@ -198,7 +199,7 @@ class Arms(_Sessions):
                 total = expert_bytes(expert_tensors(self.base.model)[0])
                 sizes = (stats.pool_bytes if mode.cache_ratio is None else mode.cache_ratio * total for mode in others)
                 if sum(sizes) > self._usable_bytes(stats.pool_bytes):
-                    self.report(["The caches do not fit the device at once: they are measured one after the other."])
+                    self.run.say("The caches do not fit the device at once: they are measured one after the other.")
                     return False
             self.first |= probe | self._open(others, probing)
             self.first_resources.enter_context(probing.pop_all())
@@ -220,7 +221,7 @@ class Arms(_Sessions):
             else:
                 self.splits[mode.label] = split
                 how = f"{split.layers.n_whole} whole layers on the GPU (--n-cpu-moe {split.layers.n_cpu_moe})"
-                self.report([f"{mode.label} has {how}: {format_bytes(split.use.total_bytes)} {room}."])
+                self.run.say(f"{mode.label} has {how}: {format_bytes(split.use.total_bytes)} {room}.")
                 continue
             self.left_out.append(f"{mode.label} is left out: {left_out}.")
         return [mode for mode in modes if mode.label in self.splits]
@@ -244,7 +245,8 @@ class Arms(_Sessions):
             if mode.engine == "moeedge":
                 self.uses.append((mode, whole_layers.session_use(arm.session, self.device)))
         for arm in arms.values():
-            self.report(arm.session.info.notes)
+            for note in arm.session.info.notes:
+                self.run.say(note)
         return {mode.label: arms[mode.label] for mode in modes}
 
     def _own_targets(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
@@ -254,11 +256,11 @@ class Arms(_Sessions):
         n_bytes = len(choosing) * host_bytes(self.base, self.device)
         if fits(n_bytes):
             return choosing
-        self.report(
-            f"{mode.label} keeps no entire layers on the GPU: weights of its own could take another "
-            f"{format_bytes(n_bytes // len(choosing))} of RAM, and {format_bytes(available_memory())} are free."
-            for mode in choosing
-        )
+        for mode in choosing:
+            self.run.say(
+                f"{mode.label} keeps no entire layers on the GPU: weights of its own could take another "
+                f"{format_bytes(n_bytes // len(choosing))} of RAM, and {format_bytes(available_memory())} are free."
+            )
         return []
 
     def _layers_fit(self) -> bool:
@@ -289,7 +291,8 @@ class ArmsInTurn(_Sessions):
         modes = [mode for mode in self.modes if mode.method == "shared"]
         left_out = [mode.label for mode in self.modes if mode not in modes]
         reason = "it has no meaning where experts are loaded into RAM"
-        self.report([NOTE, *(f"{label} is left out: {reason}." for label in left_out)])
+        for note in (NOTE, *(f"{label} is left out: {reason}." for label in left_out)):
+            self.run.say(note)
         if not modes:
             raise InputError("No mode is left to measure.", "Choose from stock-ar, stock-sd, moeedge and moeedge-ar.")
         modes.sort(key=lambda mode: mode.label != REFERENCE)  # the others go on from its answers
@@ -323,7 +326,8 @@ class ArmsInTurn(_Sessions):
         _drop_page_cache(self.base)
         with ExitStack() as stack:
             arm = self.measured[mode.label] = self._arm(mode, stack)
-            self.report(arm.session.info.notes)
+            for note in arm.session.info.notes:
+                self.run.say(note)
             yield arm
 
 

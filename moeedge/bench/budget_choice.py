@@ -40,7 +40,7 @@ from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import combine
-from moeedge.run import Level, Notification, Progress, Run
+from moeedge.run import Level, Progress, Run
 from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement, write_measurement
 
 _FASTER = 1.03  # times the unbudgeted speed, which a lossy budget must reach: less is within the noise of measuring
@@ -178,10 +178,10 @@ def find_budget(config: EngineConfig, template: ExpertBudget, run: Run) -> Exper
     """`template` with the number of experts that `choose_budget` chooses; None: off, or no experts or drafts."""
     if config.draft is None or config.gamma == 0 or not gguf_file.read_summary(config.model).expert_layers:
         missing = "experts" if config.draft is not None and config.gamma else "drafts to verify"
-        run.show(Notification(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING))
+        run.say(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING)
         return None
     choice = choose_budget(config, template, run)
-    run.show(Notification(choice.sentence()))
+    run.say(choice.sentence())
     return None if choice.budget is None else replace(template, budget=choice.budget)
 
 
@@ -204,10 +204,10 @@ def choose_budget(
     if config.draft is None or config.gamma == 0:
         reason = "An expert budget limits verifications of drafts, and there are none."
         raise InputError(reason, "Give a draft with -md.")
-    run.show(Notification("Measuring the score and speed of expert budgets, once for this model: this takes minutes."))
+    run.say("Measuring the score and speed of expert budgets, once for this model: this takes minutes.")
     # the session must begin with a budget; the trials set theirs
     config_of_trials = replace(config, n_ctx=_CONTEXT, expert_budget=template, cpu_fallback=False)
-    with open_session(config_of_trials, notify=run.show) as session:
+    with open_session(config_of_trials, run=run) as session:
         if session.model.info.n_experts == 0:
             reason = "The model is dense: it has no experts to leave out."
             raise InputError(reason, "Give a Mixture-of-Experts model with -m.")
@@ -216,7 +216,7 @@ def choose_budget(
         write_measurement(file(), choice)
     except OSError:
         text = "The result cannot be saved (folder: MOEEDGE_CACHE): the next start measures expert budgets again."
-        run.show(Notification(text, Level.WARNING))
+        run.say(text, Level.WARNING)
     return choice
 
 

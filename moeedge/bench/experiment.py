@@ -27,7 +27,7 @@ from moeedge.engine.types import SamplingConfig
 from moeedge.hardware.machine_load import LoadReading
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
-from moeedge.run import Cancel
+from moeedge.run import Run
 from moeedge.scheduler.stats import StepRecord
 
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
@@ -84,7 +84,7 @@ class BenchArm:
         *,
         n_predict: int,
         ignore_eos: bool = False,
-        cancel: Cancel = lambda: False,
+        run: Run | None = None,
         drain: bool = True,
         on_step: Callable[[StepRecord], None] | None = None,
         **about: Any,
@@ -98,7 +98,7 @@ class BenchArm:
         session = self.session
         with Meter(session) as prefill:
             generation = session.generate(
-                prompt_ids, n_predict=n_predict, sampling=GREEDY, cancel=cancel, ignore_eos=ignore_eos
+                prompt_ids, n_predict=n_predict, sampling=GREEDY, run=run, ignore_eos=ignore_eos
             )
             next(iter(generation), None)  # the first token ends it
         prefill_placement = prefill.counters()
@@ -106,7 +106,7 @@ class BenchArm:
             for record in generation:
                 if on_step is not None:
                     on_step(record)
-        if generation.stop_reason == "interrupted" and not cancel():
+        if generation.stop_reason == "interrupted" and not (run and run.cancelled()):
             raise KeyboardInterrupt
         drain_s = self.drain_transfers() if drain else 0.0
         return from_stats(
@@ -159,7 +159,7 @@ class Work(ABC):
     name: str  # the test of the samples
     warms_up: bool = True  # every arm once before the first sample
     measured: list[Sample] = field(default_factory=list)  # also by an interrupted run: it is not measured again
-    cancel: Cancel = lambda: False  # of `samples`
+    run: Run = field(default_factory=Run)  # of `samples`
 
     def modes(self, modes: Sequence[BenchMode]) -> list[BenchMode]:
         """Returns the modes for which the work makes sense."""
@@ -174,6 +174,10 @@ class Work(ABC):
     def n_samples(self) -> int:
         """Samples of a mode in one repetition."""
         return sum(self.parts.values())
+
+    def texts_of(self, sample: Sample) -> list[Sample]:
+        """Returns the answers that a sample is of, where it is of several."""
+        return []
 
     def take_over(self, samples: Sequence[Sample], modes: Sequence[BenchMode], *, by_mode: bool) -> None:
         """Takes an interrupted run's samples of the parts and repetitions that all modes finished, or each mode."""
@@ -192,22 +196,22 @@ class Work(ABC):
         repetitions: Sequence[int],
         *,
         first_place: int = 0,
-        cancel: Cancel = lambda: False,
+        run: Run | None = None,
     ) -> Iterator[Sample]:
-        """Yields the samples of each round, the arms in rotated order; ends early when `cancel` returns True.
+        """Yields the samples of each round, the arms in rotated order; ends early when `run` is cancelled.
 
         first_place: of these arms among those that take turns.
         """
-        self.cancel = cancel
+        self.run = run or Run()
         labels = {arm.mode.label for arm in arms}
         skip = {(sample.repetition, sample.prompt) for sample in self.measured if sample.mode in labels}
         left = [(n, part) for n in repetitions for part in self.parts if (n, part) not in skip]
         for rotation, measure in self.rounds(arms, left) if left and arms else ():
             for place, arm in enumerate(rotated(arms, rotation)):
-                if self.cancel():
+                if self.run.cancelled():
                     return
                 sample = measure(arm)
-                if self.cancel():  # it may be cut short: no sample
+                if self.run.cancelled():  # it may be cut short: no sample
                     return
                 if sample is not None and sample.repetition >= 0:  # below 0: it warms up
                     is_warm = self.warms_up or sample.repetition > repetitions[0]
@@ -252,8 +256,8 @@ class Conversations(Work):
 
     def _answer(self, reference: BenchArm, prompt_ids: Sequence[int], about: dict[str, Any], arm: BenchArm) -> Sample:
         lengths: dict[str, Any] = {"n_predict": self.n_predict, "ignore_eos": self.ignore_eos}
-        sample = arm.answer(prompt_ids, cancel=self.cancel, **lengths, **about)
-        if arm is reference and not self.cancel():
+        sample = arm.answer(prompt_ids, run=self.run, **lengths, **about)
+        if arm is reference and not self.run.cancelled():
             text = answer_text(arm.session.model, sample.tokens)
             self.answers.setdefault((sample.prompt, sample.turn), text)
         return sample
@@ -262,7 +266,7 @@ class Conversations(Work):
         """Touches memory, starts threads, fills caches."""
         arm.session.reset()
         tokens = arm.prompt_tokens(self.prompts[0].messages(0))
-        arm.answer(tokens, n_predict=_WARM_UP_TOKENS, ignore_eos=self.ignore_eos, cancel=self.cancel)
+        arm.answer(tokens, n_predict=_WARM_UP_TOKENS, ignore_eos=self.ignore_eos, run=self.run)
 
 
 @dataclass(kw_only=True)
@@ -277,6 +281,9 @@ class Together(Work):
     n_predict: int
     ignore_eos: bool = False
     texts: list[Sample] = field(default_factory=list)  # the answers, one text each
+
+    def texts_of(self, sample: Sample) -> list[Sample]:
+        return [text for text in self.texts if (text.mode, text.repetition) == (sample.mode, sample.repetition)]
 
     def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
         """A round is a repetition."""
@@ -319,11 +326,11 @@ class Together(Work):
         """Answers the prompts from empty KV caches. Raises KeyboardInterrupt where Ctrl-C ended an answer."""
         arm.session.reset()
         generation = arm.session.generate_parallel(
-            prompts, n_predict=n_predict, sampling=GREEDY, cancel=self.cancel, ignore_eos=self.ignore_eos
+            prompts, n_predict=n_predict, sampling=GREEDY, run=self.run, ignore_eos=self.ignore_eos
         )
         for _ in generation:
             pass
-        if not self.cancel() and any(answer.stop_reason == "interrupted" for answer in generation.answers):
+        if not self.run.cancelled() and any(answer.stop_reason == "interrupted" for answer in generation.answers):
             raise KeyboardInterrupt
         return generation
 
@@ -379,16 +386,16 @@ class SyntheticWork(Work):
     def _fill(self, arm: BenchArm) -> None:
         """Empties the KV cache and fills it to the test's depth."""
         arm.session.reset()
-        if self.delay_s and not self.cancel():
+        if self.delay_s and not self.run.cancelled():
             time.sleep(self.delay_s)
-        if self.test.depth and not self.cancel():
+        if self.test.depth and not self.run.cancelled():
             _decode(arm, self._tokens(arm, self.test.depth))
             arm.drain_transfers()
 
     def _prompt(self, following: Sequence[int], repetition: int, arm: BenchArm) -> Sample | None:
         """ppN, ppN+tgM."""
         self._fill(arm)
-        if self.cancel():
+        if self.run.cancelled():
             return None
         tokens = self._tokens(arm, self.test.n_prompt)
         with Meter(arm.session) as meter:
@@ -414,7 +421,7 @@ class SyntheticWork(Work):
         """Decodes `tokens` one by one; None where it was cancelled."""
         with Meter(arm.session) as meter:
             for token in tokens:
-                if self.cancel():
+                if self.run.cancelled():
                     return None
                 _decode(arm, [token], Phase.DECODE)
         n, drain_s = len(tokens), arm.drain_transfers() if drains else 0.0

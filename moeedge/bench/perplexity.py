@@ -18,7 +18,7 @@ from moeedge.errors import InputError
 from moeedge.llama.context import Context
 from moeedge.native.abi import Phase
 from moeedge.records import derived, figure
-from moeedge.run import Cancel
+from moeedge.run import Run
 
 _WINDOW_TOKENS = 512  # as llama.cpp's perplexity program by default
 
@@ -46,7 +46,7 @@ class Perplexity:
 
 
 def measure_perplexity(
-    context: Context, text: EvaluationText, *, batch_tokens: int, cancel: Cancel = lambda: False
+    context: Context, text: EvaluationText, *, batch_tokens: int, run: Run | None = None
 ) -> Perplexity | None:
     """Decodes `text` in batches of `batch_tokens`, as the context's expert budget has them; None if cancelled.
 
@@ -59,7 +59,7 @@ def measure_perplexity(
             part = tokens[start : start + window]
             context.clear()
             for first in range(0, len(part) - 1, batch_tokens):
-                if cancel():
+                if run is not None and run.cancelled():
                     return None
                 batch = part[first : min(first + batch_tokens, len(part) - 1)]
                 phase = Phase.VERIFY if len(batch) > 1 else Phase.DECODE

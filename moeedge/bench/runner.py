@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,33 +38,23 @@ from moeedge.hardware.machine_load import LoadReading, others_now
 from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import choose_n_ctx
-from moeedge.run import Cancel
+from moeedge.run import Notification, Run
 
 _CONTEXT_STEP = 256  # llama.cpp pads contexts to multiples of this many tokens
+_ALONE, _TEXTS = -1, "{} texts"  # in a journal: the pass of answers to single prompts, the texts of a Together
 _TOKENS_AROUND_ANSWER = 16  # that a template puts there; the exact number is not known before the answer is
 
 
-class SampleProgress(Protocol):
-    """Receives the progress of a run; the command line shows it."""
-
-    def begin(self, total: int) -> None:
-        """The run will take `total` samples."""
-
-    def advance(self, sample: Sample, test: str) -> None:
-        """A sample is done."""
-
-    def note(self, text: str) -> None:
-        """A sentence for the user."""
-
-
 class Bench:
-    """A context manager that loads; `run` measures, `rows` computes (call both inside)."""
+    """A context manager that loads; `measure` measures, `rows` computes (call both inside)."""
 
-    def __init__(
-        self, plan: BenchPlan, progress: SampleProgress, journal: Journal | None = None, part: int = 0
-    ) -> None:
-        """journal: gets every sample, and has those of an interrupted run, as part `part`; None: nothing is kept."""
-        self.plan, self._progress, self._part = plan, progress, part
+    def __init__(self, plan: BenchPlan, run: Run, journal: Journal | None = None, part: int = 0) -> None:
+        """run: its progress is in samples.
+
+        journal: gets every sample, and has those of an interrupted run, as part `part`; None: nothing is kept.
+        """
+        self.plan, self._part, self._show = plan, part, run.show
+        self._run = replace(run, show=self._show_once)
         self.arms: Arms | ArmsInTurn  # the sessions of the run
         self._journal = journal or Journal(None, ())
         self._base = plan.base  # with the context that the prompts need
@@ -83,7 +73,8 @@ class Bench:
     def __enter__(self) -> Bench:
         plan = self.plan
         if plan.score and plan.dataset is not None:
-            self._report(check_scoring(plan.dataset, run_code=plan.run_code))
+            for note in check_scoring(plan.dataset, run_code=plan.run_code):
+                self._run.say(note)
             self._scorer = AnswerScorer(plan.dataset, self._text_of, run_code=plan.run_code)
         n_synthetic = max((test.n_ctx for test in plan.tests), default=0)
         if 0 < plan.base.n_ctx < n_synthetic:
@@ -101,7 +92,7 @@ class Bench:
             else:
                 self._models = load_models(plan.base, plan.modes, stack, self._device)
             self._fit(n_synthetic)
-            how: dict[str, Any] = {"base": self._base, "modes": plan.modes, "report": self._report}
+            how: dict[str, Any] = {"base": self._base, "modes": plan.modes, "run": self._run}
             self.arms = ArmsInTurn(**how) if in_turn else Arms(device=self._device, models=self._models, **how)
             stack.enter_context(self.arms)
             for current in self.arms.passes:
@@ -136,7 +127,7 @@ class Bench:
             self._base = replace(base, n_ctx=min(padded, max(limit, n_synthetic)))
         self._n_left_out = len(prompts) - len(self._prompts)
         if self._n_left_out:
-            self._report([f"{self._n_left_out} of {len(prompts)} prompts exceed the context: left out."])
+            self._run.say(f"{self._n_left_out} of {len(prompts)} prompts exceed the context: left out.")
         if not most:
             return
         if len(self._prompts) < most:
@@ -168,12 +159,10 @@ class Bench:
         lengths = {"n_predict": self.plan.n_predict, "ignore_eos": self.plan.ignore_eos}
         return {"warms_up": self.plan.warm_up, "prompts": self._prompts, **lengths}
 
-    def _report(self, notes: Iterable[str]) -> None:
-        """Reports each note once."""
-        for text in notes:
-            if text not in self._notes:
-                self._notes.add(text)
-                self._progress.note(text)
+    def _show_once(self, note: Notification) -> None:
+        if note not in self._notes:
+            self._notes.add(note)
+            self._show(note)
 
     @cached_property
     def _end_tokens(self) -> list[int]:
@@ -181,41 +170,55 @@ class Bench:
 
     # measuring
 
-    def run(self, cancel: Cancel = lambda: False) -> bool:
-        """Measures all tests; `cancel` is called often, True ends the run. Returns whether everything was measured."""
+    def measure(self) -> bool:
+        """Measures all tests, until the run is cancelled. Returns whether everything was measured."""
         passes, together = self.arms.passes, self.plan.decodes_together
         n_samples = sum(len(work.modes(current.modes)) * work.n_samples for current in passes for work in current.works)
-        self._progress.begin(self.plan.repetitions * n_samples + len(self._prompts) * together)
+        self._run.progress.start("warming up", self.plan.repetitions * n_samples + len(self._prompts) * together)
         begin = LoadReading.now()
         try:
             if together:
-                self._answer_alone(cancel)
+                self._answer_alone()
             for index, current in enumerate(passes):
-                if cancel():
+                if self._run.cancelled():
                     break
                 with self.arms.opened(current):
                     if self._roofline is None and not together and not isinstance(self.arms, ArmsInTurn):
                         session = current.arms[0].session  # while no mode runs
                         self._roofline = measure_roofline(session.model, session.info.n_threads)
-                    self._measure(current, index, cancel)
+                    self._measure(current, index)
                 current.is_measured = True
         finally:
             self._load = LoadReading.now().others_since(begin)
-        return not cancel()
+        return not self._run.cancelled()
 
-    def _answer_alone(self, cancel: Cancel) -> None:
+    def _answer_alone(self) -> None:
         """Lets stock llama.cpp answer each prompt alone, for the output check."""
         alone = Conversations(name="alone", **self._answering | {"warms_up": False, "measured": self._alone})
-        for sample in alone.samples([self.arms.reference], [0], cancel=cancel):
-            self._progress.advance(sample, alone.name)
+        self._alone += self._journal.samples(self._part, _ALONE).get(alone.name, ())
+        for sample in self._alone:
+            self._advance(sample, alone.name)
+        for sample in alone.samples([self.arms.reference], [0], run=self._run):
+            self._journal.add((self._part, _ALONE, alone.name), sample)
+            self._advance(sample, alone.name)
 
-    def _measure(self, current: Pass, index: int, cancel: Cancel) -> None:
-        self._report(synthetic_modes(current.modes)[1] if self.plan.tests else ())
+    def _advance(self, sample: Sample, test: str) -> None:
+        part = f"{test}, repetition {sample.repetition + 1}"
+        self._run.progress.phase(f"{part}, {sample.mode}", part)
+        self._run.progress.add()
+
+    def _measure(self, current: Pass, index: int) -> None:
+        for note in synthetic_modes(current.modes)[1] if self.plan.tests else ():
+            self._run.say(note)
         in_turn, by_test = isinstance(self.arms, ArmsInTurn), self._journal.samples(self._part, index)
         for work in current.works:  # modes that are measured one after the other are finished one by one
             work.take_over(by_test.get(work.name, ()), current.modes, by_mode=in_turn)
+            if isinstance(work, Together):
+                done = {(sample.mode, sample.repetition) for sample in work.measured}
+                texts = by_test.get(_TEXTS.format(work.name), ())
+                work.texts += [text for text in texts if (text.mode, text.repetition) in done]
             for sample in work.measured:
-                self._progress.advance(sample, work.name)
+                self._advance(sample, work.name)
                 if isinstance(work, Conversations) and sample.mode == REFERENCE:
                     work.answers.setdefault((sample.prompt, sample.turn), self._text_of(sample))
 
@@ -228,22 +231,24 @@ class Bench:
             for arms, repetitions, place in turns:
                 for work in current.works:
                     own = [arm for arm in arms if arm.mode in work.modes(current.modes)]
-                    for sample in work.samples(own, repetitions, first_place=place, cancel=cancel):
+                    for sample in work.samples(own, repetitions, first_place=place, run=self._run):
+                        for text in work.texts_of(sample):
+                            self._journal.add((self._part, index, _TEXTS.format(work.name)), text)
                         self._journal.add((self._part, index, work.name), sample)
-                        self._progress.advance(sample, work.name)
-                self._read_ends(arms, current, cancel)
-                if cancel():
+                        self._advance(sample, work.name)
+                self._read_ends(arms, current)
+                if self._run.cancelled():
                     break
 
-    def _read_ends(self, arms: Sequence[BenchArm], current: Pass, cancel: Cancel) -> None:
+    def _read_ends(self, arms: Sequence[BenchArm], current: Pass) -> None:
         """Reads what arms tell at the end, and the perplexity of those that verify drafts with our backend."""
         text = self.plan.text
         if text is not None:
-            self._report([f"Perplexity of {text.name}, in batches of gamma + 1 tokens."])
+            self._run.say(f"Perplexity of {text.name}, in batches of gamma + 1 tokens.")
         for arm in arms:
             label, gamma = arm.mode.label, arm.session.gamma
             if text is not None and arm.mode.engine == "moeedge" and gamma > 0 and label not in current.perplexity:
-                perplexity = measure_perplexity(arm.session.target, text, batch_tokens=gamma + 1, cancel=cancel)
+                perplexity = measure_perplexity(arm.session.target, text, batch_tokens=gamma + 1, run=self._run)
                 current.perplexity |= {} if perplexity is None else {label: perplexity}
             current.ends[label] = read_end(arm, self._device)
             if arm.own_target:  # its own context computes the logits, so the check comes while it is open

@@ -151,7 +151,7 @@ def common_samples(samples: Iterable[Sample], modes: Sequence[str], expected: in
 class Spread:
     """A quantity over the repetitions."""
 
-    mean: float = figure("mean over repetitions", key="")
+    mean: float = figure("mean over repetitions", key="", axis="y")
     stddev: float | None = figure("standard deviation over repetitions (n - 1); null for a single one", key="_stddev")
     median: float = figure("median over repetitions", key="_median")
     values: tuple[float, ...] = figure("each repetition", key="_samples", absent=())

@@ -142,9 +142,6 @@ def bench(
     sweep = replace(sweep, budgets=budgets.parse())
     if plot is not None:
         run.check_picture(plot)
-        if not sweep.is_set:
-            options = "--policy, --cache-ratio, --expert-budget, --draft-max and --parallel"
-            raise InputError(f"--plot draws what {options} compare.", "Give at least one of them.")
     if cache_ratio is not None and base.placement.vram_bytes is not None:
         raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
     if sweep.has_caches and run.resolve_device(base).kind == "none":
@@ -175,8 +172,10 @@ def bench(
         notes.append("-ngl has no effect with -dev none.")
     notes += dict.fromkeys(note for each in bases for note in run.layer_notes(each))
     plans = [replace(plan, base=each) for each in bases]
-    if len(plans) > 1 and (parallel or plot is not None):
-        option = "--parallel" if parallel else "--plot"
-        what = f"{option} goes with one value of -t, -b and -ub, and of the options of layers and of the KV cache."
+    if plot is not None and not sweep.is_set and len(plans) == 1 and len(plan.tests) < 2:
+        options = "--policy, --cache-ratio, --expert-budget, --draft-max, --parallel, -p, -n, -d, -t, -b and -ub"
+        raise InputError(f"--plot draws what lists compare: {options}.", "Give at least one of them several values.")
+    if len(plans) > 1 and parallel:
+        what = "--parallel goes with one value of -t, -b and -ub, and of the options of layers and of the KV cache."
         raise InputError(what, "Name one of each.")
     raise typer.Exit(run.measure(plans, notes, output, verbose=verbose, plot=plot, resume=resume))

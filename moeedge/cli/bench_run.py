@@ -34,11 +34,13 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.policies.registry import POLICIES
+from moeedge.run import Run
 from moeedge.ui.bench_plots import draw
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.console import check_picture as check_picture
-from moeedge.ui.progress import BenchProgress
+from moeedge.ui.console import stderr_console, supports_panel
+from moeedge.ui.progress import Bar
 
 
 def make_sweep(
@@ -97,11 +99,10 @@ def measure(
     """Runs the plans, prints the rows and draws. Returns the exit code."""
     environment = read_provenance(plans[0].base.model)
     settings = [settings_of(plan, environment) for plan in plans]
-    if plans[0].decodes_together:
-        journal = Journal(None, ())  # --resume knows samples of single texts
-    else:
-        journal = Journal.begin(settings) if resume is None else Journal.resume(resume, settings)
-    progress = BenchProgress(bar=not verbose)
+    journal = Journal.begin(settings) if resume is None else Journal.resume(resume, settings)
+    console = stderr_console()
+    progress = Bar(console, "samples", is_shown=not verbose and supports_panel(console))
+    run = Run(progress.note, progress=progress)
     for note in notes:
         progress.note(note)
     if resume is not None:
@@ -111,16 +112,17 @@ def measure(
     rows: list[BenchRow] = []
     finished = True
     with journal, Interrupt() as interrupt:
+        run.cancelled = interrupt
         try:
             for part, plan in enumerate(plans):
-                with Bench(plan, progress, journal, part) as run:
+                with Bench(plan, run, journal, part) as bench:
                     interrupt.arm()
                     try:
                         with progress:
-                            finished = run.run(cancel=interrupt)
+                            finished = bench.measure()
                     finally:
                         interrupt.disarm()
-                        rows += run.rows()
+                        rows += bench.rows()
                 if not finished:
                     break
         finally:  # the measured rows come out, whatever happens
@@ -128,7 +130,7 @@ def measure(
                 progress.note(line)
             typer.echo(render(rows, output.value), nl=False)
     if plot is not None and not draw(rows, plot):
-        reason = "No mode had an expert cache"
+        reason = "No option with an axis had several values"
         if plans[0].decodes_together:
             reason = "No mode with drafts was measured next to plain decoding"
         elif plans[0].compares_speculation:

@@ -26,7 +26,7 @@ from moeedge.ui.progress import Bar
 def show_calibration(config: EngineConfig, output: Output) -> None:
     """Measures the model on its device. Raises InputError where nothing can be measured."""
     err = stderr_console()
-    with open_session(config, notify=notifier(err)) as session:
+    with open_session(config, run=Run(notifier(err))) as session:
         info, calibration, choice = session.info, session.calibration, session.layer_choice
     for note in info.notes:
         say(err, note)

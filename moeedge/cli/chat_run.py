@@ -28,6 +28,7 @@ from moeedge.llama.text import check_source
 from moeedge.paths import user_path
 from moeedge.policies.expert_budget import budget_record
 from moeedge.records import as_dict
+from moeedge.run import Run
 from moeedge.ui.chat import commands
 from moeedge.ui.chat.greeting import print_greeting, print_header, print_warnings
 from moeedge.ui.chat.prompt import make_reader, one_shot_prompt, open_history
@@ -93,9 +94,10 @@ def run_chat(
         raise InputError("-o json prints a single answer.", "Give -p TEXT or pipe a text in.")
     if question is not None and talk.resume is not None:
         raise InputError("--resume goes on with a chat, and -p asks for a single answer.", "Leave out one of them.")
-    config = budget.measured(config, notify=notifier(err))
+    run = Run(notifier(err))
+    config = budget.measured(config, run)
     conversation = Conversation(system=system)
-    with ModelSwitch(config, named, notifier(err)) as switch:
+    with ModelSwitch(config, named, run) as switch:
         session = switch.session
         settings = settings_of(session, settings)
         warnings = [*layer_notes(config), *([busy] if busy and not view.quiet else [])]
@@ -114,11 +116,11 @@ def run_chat(
             prompt_ids = prompt_tokens(session.model, conversation, raw=talk.raw, template=session.template)
             code = answer_once(session, prompt_ids, settings, as_json=as_json, panel=not view.verbose, out=out, err=err)
         else:
-            unfinished = unfinished_chats(paths.unfinished_chats_dir, lambda line: say(err, line, style="yellow"))
+            unfinished = unfinished_chats(paths.unfinished_chats_dir, run)
             if unfinished and talk.resume is None:
                 say(err, commands.offer(unfinished), style="yellow")
             autosave = Autosave(paths.unfinished_chats_dir, origin_of(session, raw=talk.raw))
-            history = open_history(paths.history_file, lambda line: say(err, line, style="yellow"))
+            history = open_history(paths.history_file, run)
             repl = Repl(
                 session,
                 conversation,
@@ -142,7 +144,7 @@ def run_chat(
 
 def _list_unfinished() -> None:
     rows = commands.unfinished_rows(
-        unfinished_chats(paths.unfinished_chats_dir, lambda line: typer.echo(line, err=True))
+        unfinished_chats(paths.unfinished_chats_dir, Run(lambda line: typer.echo(line, err=True)))
     )
     show_figures(stdout_console(), rows)
     if not rows:

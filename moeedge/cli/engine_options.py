@@ -20,7 +20,7 @@ from moeedge.hub.local import locate
 from moeedge.hub.names import all_parts
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
 from moeedge.policies.registry import POLICIES
-from moeedge.run import Notify, Run
+from moeedge.run import Run
 
 if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does not wait for it
     from _typeshed import DataclassInstance
@@ -196,13 +196,13 @@ class BudgetOptions:
         n_experts = _EXPERTS_OF_TEMPLATE if self.expert_budget == AUTO else self.expert_budget
         return replace(base, expert_budget=make_budget(n_experts, ranking=self.budget_ranking, policy=policy))
 
-    def measured(self, config: EngineConfig, *, notify: Notify) -> EngineConfig:
-        """`config` with the number of experts of auto, measured where no earlier run did; notify hears the choice."""
+    def measured(self, config: EngineConfig, run: Run) -> EngineConfig:
+        """`config` with the number of experts of auto, measured where no earlier run did."""
         if config.expert_budget is None or self.expert_budget != AUTO:
             return config
         from moeedge.bench.budget_choice import find_budget
 
-        return replace(config, expert_budget=find_budget(config, config.expert_budget, Run(notify)))
+        return replace(config, expert_budget=find_budget(config, config.expert_budget, run))
 
 
 def expect_no_companions(options: DataclassInstance, value: str) -> None:

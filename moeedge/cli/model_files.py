@@ -107,10 +107,11 @@ def _locate(text: str, may_download: bool, *, with_draft: bool = False) -> Local
 
 def download(wanted: Sequence[WantedModel], progress: PullProgress, *, dry_run: bool = False) -> list[RemoteFile]:
     """Fetches the missing files of these models. Returns those that are missing then. Raises DownloadError."""
-    from moeedge.ui.model_views import notify_downloads
+    from moeedge.ui.model_views import download_lines
 
     missing = missing_files(wanted)
-    notify_downloads(wanted, missing, progress.note)
+    for line in download_lines(wanted, missing):
+        progress.note(line)
     if dry_run:
         return missing
     check_room(missing)

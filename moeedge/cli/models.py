@@ -19,6 +19,7 @@ from moeedge.hub.catalog import load_catalog
 from moeedge.hub.local import list_models as find_models
 from moeedge.hub.local import plan_removal, remove
 from moeedge.hub.pull import refresh, want_pair
+from moeedge.run import Run
 from moeedge.ui.tables import records_json
 from moeedge.units import format_bytes
 
@@ -109,7 +110,8 @@ def show(
     from moeedge.ui.model_views import card_json, entry_json, print_card, print_entry
 
     try:
-        card = read_card(str(paths.bundled_target()) if name.lower() == "bundled" else name, notifier(stderr_console()))
+        wanted = str(paths.bundled_target()) if name.lower() == "bundled" else name
+        card = read_card(wanted, Run(notifier(stderr_console())))
     except DownloadError as error:
         choice = None if template else load_catalog().find(name)
         if choice is None:

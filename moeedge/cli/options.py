@@ -285,8 +285,8 @@ declare(
     --verbose  Show llama.cpp's log on standard error, and no live panel or progress bar.
         also: -v --log-verbose
     * --plot FILE  Draw the result (.png, .svg or .pdf). bench: pair hits and speed over the cache ratio, a line per
-        policy, or quality over speed with --expert-budget; profile: activations and prediction accuracy, step by step
-        for one layer.
+        policy, quality over speed with --expert-budget, or speed over lists of -p, -d, -t and others; profile:
+        activations and prediction accuracy, step by step for one layer.
     * --trace-out FILE.npz  Write the routing of every token, rejected drafts included (docs/lab/traces.md).
     """,
     model={"parser": _model, "names": completion.models},

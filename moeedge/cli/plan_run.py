@@ -24,7 +24,8 @@ from moeedge.planning.headers import locate_or_fetch
 from moeedge.planning.memory_map import this_machine
 from moeedge.planning.planner import Planner
 from moeedge.planning.session_plan import make_session_plan
-from moeedge.ui.console import say, stderr_console
+from moeedge.run import Run
+from moeedge.ui.console import notifier, stderr_console
 from moeedge.ui.plan_view import print_plan
 from moeedge.ui.tables import record_json
 
@@ -91,7 +92,7 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
             raise
     folder = Path(resources.enter_context(TemporaryDirectory(prefix="moeedge-plan-")))
     err, catalog = stderr_console(), load_catalog()
-    target, name = locate_or_fetch(str(model), folder, lambda line: say(err, line))
+    target, name = locate_or_fetch(str(model), folder, Run(notifier(err)))
     names_by_path = {target: name}
     choice = None if model.exists() else find(catalog, str(model))
     entry = choice.entry if isinstance(choice, Choice) else None
@@ -102,7 +103,7 @@ def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[
         draft = drafts[0].name if drafts else "ngram"
     draft_file: Path | DraftWord | None = draft if draft in get_args(DraftWord) else None  # type: ignore[assignment]
     if draft not in ("none", *get_args(DraftWord)):
-        draft_file, name = locate_or_fetch(draft, folder, lambda line: say(err, line))
+        draft_file, name = locate_or_fetch(draft, folder, Run(notifier(err)))
         names_by_path[draft_file] = name
     suits = DEFAULT_GAMMA if entry is None or entry.draft_max is None or draft == "mtp" else entry.draft_max
     return ModelFiles(target, draft_file, suits), {path: name for path, name in names_by_path.items() if name}

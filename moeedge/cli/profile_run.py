@@ -90,7 +90,7 @@ def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Pro
     prompts, source = texts.load(bundled=paths.is_bundled(config.model))
     sampling, provenance = texts.sampling(), read_provenance(config.model)
     err = stderr_console()
-    with Session.open(config, notify=notifier(err)) as session:
+    with Session.open(config, run=Run(notifier(err))) as session:
         n_layers = session.model.info.n_layers
         layers = check_layers(session, choice.of(n_layers, n_layers - 1))
         print_header(err, session.info, toy=paths.is_bundled(config.model), warnings=layer_notes(config))

@@ -214,16 +214,16 @@ class Generation(Answer):
         try:
             loop.check_owner()
             start_s = time.perf_counter()
-            record = loop.run(loop.prefill, self.state)
+            record = loop.attempt(loop.prefill, self.state)
             yield self.add_prompt(record, time.perf_counter() - start_s)
             while self.stop_reason is None:
                 loop.check_owner()
-                if loop.cancel():
+                if loop.run.cancelled():
                     self.interrupt(loop)
                 elif self.make_room():
                     if self.stats.steps == 0:
                         start_s = time.perf_counter()
-                        loop.run(loop.begin, self.state)
+                        loop.attempt(loop.begin, self.state)
                         self.stats.prefill_s += time.perf_counter() - start_s
                     [record], times = loop.timed_step([self.n_drafts])
                     yield self.add_step(record, **times)
@@ -292,7 +292,7 @@ class ParallelGeneration:
         """Decodes the prompt of a text that joins, or one step of all texts; of a long prompt a part before each."""
         self._loop.check_owner()
         try:
-            if self._loop.cancel():
+            if self._loop.run.cancelled():
                 self.close()
                 return
             if self._joining is None and self._waiting and self._free:
@@ -313,11 +313,11 @@ class ParallelGeneration:
         state = answer.state
         loop.place(state, state.target.index)  # a GPU may have failed
         loop.texts = [*(each.state for each in self._active.values()), state]
-        if len(self._active) > 0 and loop.run(loop.prefill_part, state):
+        if len(self._active) > 0 and loop.attempt(loop.prefill_part, state):
             loop.texts.pop()
             self._add_prefill(answer, start_s)
             return False
-        record = loop.run(loop.prefill, state)
+        record = loop.attempt(loop.prefill, state)
         now_s = time.perf_counter()
         self.stats.prefill_s += now_s - start_s
         shown = answer.add_prompt(record, now_s - start_s)
@@ -325,7 +325,7 @@ class ParallelGeneration:
         self._joining, self._active[index] = None, answer
         self._hand_out(index, shown)
         if answer.stop_reason is None:
-            loop.run(loop.begin, state)
+            loop.attempt(loop.begin, state)
             self._add_prefill(answer, now_s)
         return True
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from moeedge.engine.conversation import Conversation, Message, read_message
 from moeedge.errors import InputError
 from moeedge.json_input import read_json
-from moeedge.run import Level, Notification, Notify, ignore
+from moeedge.run import Level, Run
 
 SCHEMA = "moeedge.autosave"
 VERSION = 1
@@ -138,11 +138,11 @@ class Autosave:
         self._file, self._path = file, folder / name
 
 
-def unfinished_chats(folder: Callable[[], Path], notify: Notify = ignore) -> list[UnfinishedChat]:
+def unfinished_chats(folder: Callable[[], Path], run: Run | None = None) -> list[UnfinishedChat]:
     """The chats in `folder()` that ended unexpectedly, the newest first; those that still run are left alone.
 
-    Removes files without messages and all but the newest MAX_KEPT. A damaged file gets another name, of which `notify`
-    hears. Other programs' files stay, and hidden ones, which a process has just made and not locked yet.
+    Removes files without messages and all but the newest MAX_KEPT. A damaged file gets another name, of which `run`
+    is told. Other programs' files stay, and hidden ones, which a process has just made and not locked yet.
     """
     chats: list[UnfinishedChat] = []
     with suppress(OSError):
@@ -152,7 +152,7 @@ def unfinished_chats(folder: Callable[[], Path], notify: Notify = ignore) -> lis
                     chat = _read(path)
                 except (ValueError, KeyError, TypeError):
                     aside = path.rename(path.with_name(f"{path.name}.damaged"))
-                    notify(Notification(f"A saved chat is damaged; its file is now {aside}.", Level.WARNING))
+                    (run or Run()).say(f"A saved chat is damaged; its file is now {aside}.", Level.WARNING)
                     continue
                 if chat is not None and chat.conversation.messages and len(chats) < MAX_KEPT:
                     chats.append(chat)

@@ -14,7 +14,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.hidden_states import StateRows
 from moeedge.llama.sequence import BatchPart, WantedLogits
 from moeedge.native.abi import Phase
-from moeedge.run import Cancel
+from moeedge.run import Run
 from moeedge.scheduler.stopping import DraftStop
 
 # llama.cpp computes logits for every token whose hidden state it keeps: of longer batches only the last one is kept
@@ -57,7 +57,7 @@ class DraftSource:
         """A source of the same kind for the text in that sequence."""
         return self
 
-    def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
+    def begin(self, history: Sequence[int], *, run: Run | None = None) -> None:
         """Takes in the prompt except its last token. The time counts as prefill."""
 
     def propose(self, request: DraftRequest) -> Proposal:
@@ -166,9 +166,9 @@ class ContextDraft(DraftSource):
 class ModelDraft(ContextDraft):
     """A draft model that samples under the target's settings; its KV cache holds a prefix of the accepted history."""
 
-    def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
+    def begin(self, history: Sequence[int], *, run: Run | None = None) -> None:
         n_held = self.sequence.keep_prefix(history[:-1])
-        self.sequence.prefill(history[n_held:-1], logits="none", cancel=cancel)
+        self.sequence.prefill(history[n_held:-1], logits="none", run=run)
 
     def _propose(self, request: DraftRequest) -> Proposal:
         chain, keeps = Chain(self, request), request.keep_hidden_states
@@ -204,7 +204,7 @@ class NgramDraft(DraftSource):
     def for_sequence(self, index: int) -> NgramDraft:
         return NgramDraft()
 
-    def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
+    def begin(self, history: Sequence[int], *, run: Run | None = None) -> None:
         self._indexed = []
         self._after = {}
 

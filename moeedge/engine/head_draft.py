@@ -17,7 +17,7 @@ from moeedge.llama.draft_heads import HeadContext
 from moeedge.llama.hidden_states import StateRows
 from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import Phase
-from moeedge.run import Cancel
+from moeedge.run import Run
 
 _KEPT_BYTES = 16 << 20  # of a text's states
 _KEPT_TOKENS = (64, 1024)  # at least and at most
@@ -91,19 +91,19 @@ class DraftHead:
                 log.add(position + at, rows)
             start += n
 
-    def catch_up(self, index: int, history: Sequence[int], cancel: Cancel | None = None) -> None:
+    def catch_up(self, index: int, history: Sequence[int], run: Run | None = None) -> None:
         """Makes the head's KV cache hold the entries of `history`, the first tokens of a text, and no others."""
         tokens = history[self.context.kind.n_skipped :]
         n_held = self.context.sequences[index].keep_prefix(tokens)
-        self.extend(index, tokens[n_held:], cancel)
+        self.extend(index, tokens[n_held:], run)
 
-    def extend(self, index: int, tokens: Sequence[int], cancel: Cancel | None = None) -> None:
+    def extend(self, index: int, tokens: Sequence[int], run: Run | None = None) -> None:
         """Appends entries of `tokens`, with the target's states."""
         sequence, size = self.context.sequences[index], self.context.n_ubatch
         for start in range(0, len(tokens), size):
             piece, n_held = tokens[start : start + size], sequence.n_past
             states = self.states(index, n_held, len(piece))
-            sequence.prefill(piece, logits="none", states=states, cancel=cancel)
+            sequence.prefill(piece, logits="none", states=states, run=run)
             for head in range(1, self.context.kind.n_heads):  # into the same cells
                 with self.context.head(head):
                     sequence.trim(n_held)
@@ -122,8 +122,8 @@ class HeadDraft(ContextDraft):
         self.head = head
         self.n_skipped = head.context.kind.n_skipped
 
-    def begin(self, history: Sequence[int], *, cancel: Cancel | None = None) -> None:
-        self.head.catch_up(self.sequence.index, history[:-1], cancel)
+    def begin(self, history: Sequence[int], *, run: Run | None = None) -> None:
+        self.head.catch_up(self.sequence.index, history[:-1], run)
 
     def _propose(self, request: DraftRequest) -> Proposal:
         head, sequence, chain = self.head, self.sequence, Chain(self, request)

@@ -26,7 +26,7 @@ from moeedge.llama.gguf_file import most_whole_layers, whole_layers
 from moeedge.llama.model import Model
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
-from moeedge.run import Level, Notification, Notify, ignore
+from moeedge.run import Level, Notification, Run
 from moeedge.scheduler.measurement import write_measurement
 from moeedge.scheduler.microbench import CONTEXT_MIN, SAMPLE_TEXT
 from moeedge.scheduler.opening import check_policy
@@ -42,7 +42,7 @@ _FASTER = 1.03  # times the prompts' speed with the usual graphs
 _ATTEMPTS = 3  # with a layer less each, where llama.cpp finds no memory for so many
 
 
-def open_session(config: EngineConfig, *, draft_model: Model | None = None, notify: Notify = ignore) -> Session:
+def open_session(config: EngineConfig, *, draft_model: Model | None = None, run: Run | None = None) -> Session:
     """Opens a session with the fastest division of a GPU between whole layers and cache; measures it on first use.
 
     As Session.open where there is nothing to choose: without a GPU, without experts, for a model that fits it, and with
@@ -51,16 +51,16 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
     check_policy(config.placement)
     device = resolve_device(config)
     if not has_choice(config, device):
-        return Session.open(config, draft_model=draft_model, notify=notify)
-    notes: list[str] = []
+        return Session.open(config, draft_model=draft_model, run=run)
+    run, notes = run or Run(), list[str]()
     choice = None if config.placement.measure_anew else read_choice(config, device)
     if choice is None and config.placement.calibrate:
         about = f"Measuring how many layers to keep on {device.label}, with and without a cache, once for this model"
-        notify(Notification(f"{about}: this may take minutes."))
+        run.say(f"{about}: this may take minutes.")
         placement = replace(config.placement, calibrate_later=False)
         # without a budget: the choice serves all
         measured = replace(config, cpu_fallback=False, expert_budget=None, placement=placement)
-        choice = _Search(measured, device, draft_model, notify).run()
+        choice = _Search(measured, device, draft_model, run).run()
         try:
             if choice is not None:
                 write_measurement(choice_file(config, device), choice)
@@ -68,12 +68,12 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, noti
             again = "the next start measures the layers again"
             notes.append(f"The result cannot be saved (folder: MOEEDGE_CACHE): {again}.")
     if choice is None:
-        return Session.open(config, draft_model=draft_model, notify=notify)
+        return Session.open(config, draft_model=draft_model, run=run)
     config = replace(config, placement=replace(config.placement, measure_anew=False))
     try:
-        session = Session.open(choice.best.apply(config), draft_model=draft_model, notify=notify)
+        session = Session.open(choice.best.apply(config), draft_model=draft_model, run=run)
     except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
-        session = Session.open(config, draft_model=draft_model, notify=notify)
+        session = Session.open(config, draft_model=draft_model, run=run)
         notes.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
     else:
         session.layer_choice = choice
@@ -126,12 +126,8 @@ def _answer(session: Session, prompt: Sequence[int], n_steps: int) -> list[float
     """Seconds of each step of an answer."""
     times_s: list[float] = []
     end_s = math.inf
-    generation = session.generate(
-        prompt,
-        sampling=_GREEDY,
-        ignore_eos=True,
-        cancel=lambda: len(times_s) >= n_steps or (bool(times_s) and time.perf_counter() > end_s),
-    )
+    run = Run(cancelled=lambda: len(times_s) >= n_steps or (bool(times_s) and time.perf_counter() > end_s))
+    generation = session.generate(prompt, sampling=_GREEDY, ignore_eos=True, run=run)
     for record in generation:
         if record.n_verified:
             times_s.append(record.draft_s + record.verify_s + record.observe_s)
@@ -198,7 +194,7 @@ class _Search:
     _config: EngineConfig
     _device: ResolvedDevice
     _draft: Model | None
-    _notify: Notify
+    _run: Run
 
     def run(self) -> LayerChoice | None:
         """The choice; None where the context is too small, or an earlier process ended here. Raises MoeedgeError."""
@@ -253,7 +249,7 @@ class _Search:
     def _open(self, split: LayerSplit) -> Iterator[Session]:
         with (
             mark(split, self._config, self._device),
-            Session.open(split.apply(self._config), draft_model=self._draft, notify=self._notify) as session,
+            Session.open(split.apply(self._config), draft_model=self._draft, run=self._run) as session,
         ):
             yield session
 
@@ -262,7 +258,7 @@ class _Search:
         if self._config.placement.measure_anew or not is_marked(split, self._config, self._device):
             return False
         why = "An earlier start ended while it measured this; moeedge calibrate tries again."
-        self._notify(Notification(f"Not measured: {split}. {why}", Level.WARNING))
+        self._run.say(f"Not measured: {split}. {why}", Level.WARNING)
         return True
 
     def _measure(
@@ -277,7 +273,7 @@ class _Search:
                     return None
                 return replace(split, n_slots=session.info.cache_slots, step_s=time_steps(session).step_s)
         except MoeedgeError as error:
-            self._notify(Notification(f"Not measured: {split}. {error.message}"))
+            self._run.say(f"Not measured: {split}. {error.message}")
             return None
 
     def _measure_whole(self, tensors: list[ExpertTensor], n_layers: int, room_bytes: int) -> LayerSplit | None:

@@ -75,7 +75,7 @@ def record_routing(
                 text = "".join(message["content"] for message in messages) if raw else model.render_chat(messages)
                 tokens = model.tokenize(text)
                 try:
-                    answer = session.generate(tokens, n_predict=n_predict, sampling=sampling, cancel=run.cancelled)
+                    answer = session.generate(tokens, n_predict=n_predict, sampling=sampling, run=run)
                 except ContextTooSmallError:
                     if index + 1 == len(prompts) and not answers:
                         raise

@@ -30,7 +30,7 @@ from moeedge.native.devices import MemoryUse
 from moeedge.native.sensor import Counts
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import filled
-from moeedge.run import Cancel, Closing, Level, Notification, Notify, Run, ignore
+from moeedge.run import Closing, Level, Run
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
@@ -78,7 +78,7 @@ class Session(Closing):
         # the GPU failed: the CPU computes everything, and placement has only its figures and slots in RAM left
         self._fell_back = False
         if self.placement is not None:
-            self.placement.notify = self.run.report
+            self.placement.run = self.run
 
     @classmethod
     def open(
@@ -87,7 +87,7 @@ class Session(Closing):
         *,
         model: Model | None = None,
         draft_model: Model | None = None,
-        notify: Notify = ignore,
+        run: Run | None = None,
     ) -> Session:
         """Loads the models, or shares those given, and opens contexts and placement. Raises MoeedgeError."""
         check_policy(config.placement)
@@ -100,7 +100,7 @@ class Session(Closing):
             config = replace(config, gamma=0)
         if model is not None or draft_model is not None:  # which `_fall_back` would free
             config = replace(config, cpu_fallback=False)
-        run = Run(notify)
+        run = Run() if run is None else run.part()
         with ExitStack() as stack:
             model = model or stack.enter_context(loading.load_target(config, device))
             if config.n_parallel > 1 and not model.can_roll_back:
@@ -199,19 +199,19 @@ class Session(Closing):
         *,
         n_predict: int = -1,
         sampling: SamplingConfig,
-        cancel: Cancel | None = None,
+        run: Run | None = None,
         ignore_eos: bool = False,
         begun: Sequence[int] = (),
     ) -> Generation:
         """Answers `prompt_tokens`, except those at their start that the KV caches still hold from the last call.
 
-        n_predict: maximum number of tokens, -1: until the model stops. cancel: asked between steps and between the
-        pieces of a long prompt; True ends the answer. ignore_eos: stop tokens do not stop the answer (benchmarks).
+        n_predict: maximum number of tokens, -1: until the model stops. run: asked between steps and between the
+        pieces of a long prompt; cancelled it ends the answer. ignore_eos: stop tokens do not stop it (benchmarks).
         begun: the first tokens of an answer that was cut off; it goes on after them.
         Raises EmptyPromptError and ContextTooSmallError at once, before anything is computed.
         """
         text = self._new_text([*prompt_tokens, *begun], sampling, begun)
-        return Generation(**text, n_predict=n_predict, ignore_eos=ignore_eos, begun=begun, loop=self._new_loop(cancel))
+        return Generation(**text, n_predict=n_predict, ignore_eos=ignore_eos, begun=begun, loop=self._new_loop(run))
 
     def generate_parallel(
         self,
@@ -219,7 +219,7 @@ class Session(Closing):
         *,
         n_predict: int = -1,
         sampling: SamplingConfig | Sequence[SamplingConfig],
-        cancel: Cancel | None = None,
+        run: Run | None = None,
         ignore_eos: bool = False,
     ) -> ParallelGeneration:
         """Answers several prompts, EngineConfig.n_parallel of them at a time; the others wait for one to end.
@@ -231,13 +231,13 @@ class Session(Closing):
         def new_answer(prompt: Sequence[int], n_predict: int, sampling: SamplingConfig) -> Answer:
             return Answer(**self._new_text(prompt, sampling), n_predict=n_predict, ignore_eos=ignore_eos)
 
-        generation = ParallelGeneration(self._new_loop(cancel), new_answer)
+        generation = ParallelGeneration(self._new_loop(run), new_answer)
         configs = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else sampling
         for prompt, config in zip(prompts, configs, strict=True):
             generation.add(prompt, n_predict=n_predict, sampling=config)
         return generation
 
-    def _new_loop(self, cancel: Cancel | None) -> SpeculativeLoop:
+    def _new_loop(self, run: Run | None) -> SpeculativeLoop:
         """The loop of new answers; those in progress lose the KV caches."""
         if self._loop is not None:
             self._loop.is_replaced = True
@@ -245,7 +245,7 @@ class Session(Closing):
             self.target,
             placement=None if self._fell_back else self.placement,
             observe=self._call_observers,
-            cancel=cancel or (lambda: False),
+            run=run or Run(),
             recover=self._recover,
             governor=self.governor if self.gamma > 0 else None,
             watch=self.watch_memory,
@@ -300,14 +300,14 @@ class Session(Closing):
         if budget is not None and budget.budget is not None and self.target.mode != "stock":
             note = unmet_budget(record)
             if note and note not in self.info.notes:
-                self.run.report(Notification(note, Level.WARNING))
+                self.run.report(note)
         for observer in self.observers:
             observer(record, self)
 
     def _fall_back(self, error: DeviceFailedError) -> None:
         """Gives the answer in progress contexts on the CPU. Raises MoeedgeError if the models cannot be loaded."""
         text = f"{error.message} The models are loaded again, and the answer goes on, on the CPU."
-        self.run.report(Notification(text, Level.WARNING))
+        self.run.report(text)
         make_room = None
         if self.placement is not None:
             self.placement.lose_device(context_usable=not self.target.is_closed)
@@ -327,16 +327,16 @@ class Session(Closing):
         if self.placement is not None:
             self.placement.watch_memory()
 
-    def measure_postponed(self, cancel: Cancel) -> None:
+    def measure_postponed(self, run: Run) -> None:
         """Measures what `PlacementConfig.calibrate_later` left for after the first answer, once, between answers.
 
-        cancel: after True a later call measures. Afterwards the KV caches are empty, and `placement` is None where a
+        run: cancelled, a later call measures. Afterwards the KV caches are empty, and `placement` is None where a
         cache that no option named does not pay.
         """
         placement = self.placement
         if placement is None or placement.postponed is None or placement.lost or self._fell_back:
             return
-        run = Run(self.run.show, cancelled=cancel)
+        run = replace(self.run.part(), cancelled=run.cancelled)
         try:
             self.calibration, stays = placement.postponed(run)
         except Cancelled:
@@ -349,7 +349,7 @@ class Session(Closing):
         placement.postponed = None
         self.info.notes.extend(run.notes)
         if not stays:
-            self.run.show(Notification(run.notes[-1], Level.WARNING))
+            self.run.say(run.notes[-1], Level.WARNING)
             placement.close()  # its memory is given back
             self.placement = None
             self.info = replace(self.info, **_cache_fields(None))

@@ -21,7 +21,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence
 from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
-from moeedge.run import Cancel
+from moeedge.run import Run
 from moeedge.scheduler.governor import DraftGovernor, StepCost
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.stats import StepRecord
@@ -91,7 +91,7 @@ class SpeculativeLoop:
     target: Context
     placement: PlacementManager | None
     observe: Callable[[StepRecord], None]
-    cancel: Cancel
+    run: Run
     recover: Recover | None
     governor: DraftGovernor | None
     watch: Callable[[], None]
@@ -113,12 +113,17 @@ class SpeculativeLoop:
                 "Read each answer to its end first, or answer the prompts together with generate_parallel.",
             )
 
-    def _should_stop(self) -> bool:
-        """Whether the answer is cancelled; long computations ask now and then. Calls `watch` as well."""
-        self.watch()
-        return self.cancel()
+    @property
+    def _watched(self) -> Run:
+        """The run, which calls `watch` as well when a long computation asks whether it is cancelled."""
 
-    def run(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        def cancelled() -> bool:
+            self.watch()
+            return self.run.cancelled()
+
+        return Run(cancelled=cancelled)
+
+    def attempt(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """The result of `work`, repeated with the same random numbers where a GPU fails and the answers can go on."""
         if self.recover is None:
             return work(*arguments)
@@ -133,9 +138,9 @@ class SpeculativeLoop:
             return work(*arguments)
 
     def timed_step(self, gammas: Sequence[int]) -> tuple[list[StepRecord], dict[str, float]]:
-        """The records of a step that may be repeated (`run`), and its "decode_s" and "sense_s"."""
+        """The records of a step that may be repeated (`attempt`), and its "decode_s" and "sense_s"."""
         start_s, sensed_s = time.perf_counter(), self._sense_s
-        records = self.run(self.step, gammas)
+        records = self.attempt(self.step, gammas)
         sense_s = max(0.0, self._sense_s - sensed_s)
         return records, {"decode_s": time.perf_counter() - start_s, "sense_s": sense_s}
 
@@ -236,14 +241,14 @@ class SpeculativeLoop:
         for text, proposal in zip(self.texts, proposals, strict=True):
             sequence, history = text.target, text.history
             if sequence.n_past < len(history) - 1:  # after an interruption, or where single positions cannot be dropped
-                sequence.prefill(history[sequence.n_past : -1], logits="none", cancel=self._should_stop)
+                sequence.prefill(history[sequence.n_past : -1], logits="none", run=self._watched)
                 self._read_counts()
             if proposal.tokens:
                 phase = Phase.VERIFY
             parts.append(BatchPart(sequence, _batch(text, proposal), "all"))
         verified: list[Verified] = []
         for group in self.target.fitting(parts):
-            rows = self.target.decode_parts(parts[group], phase=phase, cancel=self._should_stop)
+            rows = self.target.decode_parts(parts[group], phase=phase, run=self._watched)
             of_texts = zip(self.texts[group], proposals[group], parts[group], rows, strict=True)
             for text, proposal, part, logits in of_texts:
                 drafts = proposal.tokens
@@ -297,7 +302,7 @@ class SpeculativeLoop:
         part = text.history[n_held : n_held + self.target.n_ubatch]
         if n_held + len(part) == len(text.history):
             return False
-        text.target.decode(part, phase=Phase.PREFILL, logits="none", cancel=self._should_stop)
+        text.target.decode(part, phase=Phase.PREFILL, logits="none", run=self._watched)
         text.n_prefilled += len(part)
         counts = self._read_counts()
         if self.placement is not None:
@@ -313,7 +318,7 @@ class SpeculativeLoop:
         n_held = text.begin_prompt()
         prompt = text.history[n_held:]
         try:
-            logits = text.target.prefill(prompt, logits="last", cancel=self._should_stop)
+            logits = text.target.prefill(prompt, logits="last", run=self._watched)
         except (Cancelled, KeyboardInterrupt):
             text.n_prefilled += max(0, text.target.n_past - n_held)
             raise
@@ -335,7 +340,7 @@ class SpeculativeLoop:
             self.governor.begin_answer()
         if self.placement is not None:
             self.placement.begin_answer()
-        text.draft.begin(text.history, cancel=self._should_stop)
+        text.draft.begin(text.history, run=self._watched)
 
     def place(self, text: TextState, index: int) -> None:
         """Goes on with a text in that sequence; where the model was loaded again the sampler reads its vocabulary."""

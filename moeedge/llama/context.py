@@ -25,7 +25,7 @@ from moeedge.native.compute import Decoder, DriverThrewError
 from moeedge.native.devices import MemoryUse, memory_uses
 from moeedge.native.library import keep_activations_near, load, newest_instance
 from moeedge.policies.expert_budget import ExpertBudget
-from moeedge.run import Cancel, Closing
+from moeedge.run import Closing, Run
 
 _UNREAD = "could not be loaded"  # an expert, from its file (native/src/expert-loader.cpp)
 _WITHOUT_GPU = "Start without the GPU: -dev none."
@@ -300,18 +300,18 @@ class Context(Closing):
         return len(self.sequences[0].tokens)
 
     def decode(
-        self, tokens: Sequence[int], *, phase: Phase, logits: WantedLogits = "last", cancel: Cancel | None = None
+        self, tokens: Sequence[int], *, phase: Phase, logits: WantedLogits = "last", run: Run | None = None
     ) -> Logits:
         """Appends `tokens` to the first sequence; returns logits float32 [n_out, n_vocab], n_out = len(tokens), 1 or 0.
 
-        They are a view of llama.cpp's buffer, valid until the next call. cancel: asked every 50 ms, not at the start,
+        They are a view of llama.cpp's buffer, valid until the next call. run: asked every 50 ms, not at the start,
         whether to stop in the middle of the CPU's computation; of small batches where experts are loaded from a file.
         Raises EngineError if the context is full or llama.cpp fails; DeviceFailedError if that may be a GPU's fault;
-        Cancelled if `cancel` returned True.
+        Cancelled if the run is cancelled.
         """
-        return self.sequences[0].decode(tokens, phase=phase, logits=logits, cancel=cancel)
+        return self.sequences[0].decode(tokens, phase=phase, logits=logits, run=run)
 
-    def decode_parts(self, parts: Sequence[BatchPart], *, phase: Phase, cancel: Cancel | None = None) -> list[Logits]:
+    def decode_parts(self, parts: Sequence[BatchPart], *, phase: Phase, run: Run | None = None) -> list[Logits]:
         """As `decode`, of several sequences in one batch (`fitting`), one part each. Returns the rows of each part."""
         if not self.handle:
             raise EngineError("The context is closed.")
@@ -332,13 +332,14 @@ class Context(Closing):
         elif self._capture is not None:
             self._capture.set_phase(phase)
         # with experts from a file also a small batch may wait for the disk for long
-        self._decoder.cancel = cancel if n > _QUICK_TOKENS or self.model.dense is not None else None
+        asks = n > _QUICK_TOKENS or self.model.dense is not None
+        self._decoder.cancel = run.cancelled if run is not None and asks else None
         try:
             if n <= self._batch.n_max and n_out <= self._n_outputs:
                 return self._decode_batch(parts, n, n_out, phase)
             if len(parts) > 1:
                 raise ValueError(f"{n} tokens of {len(parts)} sequences do not fit one batch")
-            return [self._decode_in_pieces(parts[0], phase, cancel)]
+            return [self._decode_in_pieces(parts[0], phase, run)]
         except BaseException:
             for part, n_before in zip(parts, before, strict=True):
                 del part.sequence.tokens[n_before:]
@@ -391,7 +392,7 @@ class Context(Closing):
         except DriverThrewError as error:
             self.abandon()
             raise DeviceFailedError(f"The GPU's driver failed: {error}.", _WITHOUT_GPU) from None
-        except BaseException:  # raised by `cancel`
+        except BaseException:  # raised by `run.cancelled`
             self._drop_counts()
             raise
         if code == 0:
@@ -417,7 +418,7 @@ class Context(Closing):
     def _full(self) -> EngineError:
         return EngineError(f"The context of {self.n_ctx:,} tokens is full.", "Choose a larger one with -c N.")
 
-    def _decode_in_pieces(self, part: BatchPart, phase: Phase, cancel: Cancel | None) -> Logits:
+    def _decode_in_pieces(self, part: BatchPart, phase: Phase, run: Run | None) -> Logits:
         """Decodes more tokens than one llama_batch or its logits have room for, so many at a time."""
         sequence, tokens, logits, states = part
         if states is not None:
@@ -427,7 +428,7 @@ class Context(Closing):
         rows: list[Logits] = []
         for start in range(0, len(tokens), size):
             piece, wanted = tokens[start : start + size], logits if of_all or start + size >= len(tokens) else "none"
-            rows.append(sequence.decode(piece, phase=phase, logits=wanted, cancel=cancel).copy())
+            rows.append(sequence.decode(piece, phase=phase, logits=wanted, run=run).copy())
         return np.concatenate(rows)
 
     def _logits(self, n_out: int) -> Logits:

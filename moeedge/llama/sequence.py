@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moeedge.llama.hidden_states import StateRows
 from moeedge.native.abi import Phase
-from moeedge.run import Cancel
+from moeedge.run import Run
 
 Logits = NDArray[np.float32]  # [n_out, n_vocab]
 # "states": of all tokens, whose hidden states are kept too (`Context.last_hidden_state`)
@@ -20,7 +20,7 @@ WantedLogits = Literal["all", "states", "last", "none"]
 
 
 class Cancelled(Exception):
-    """The caller's `cancel` asked to stop."""
+    """The caller's run asked to stop."""
 
 
 class BatchPart(NamedTuple):
@@ -122,11 +122,11 @@ class ContextSequence:
         phase: Phase,
         logits: WantedLogits = "last",
         states: StateRows | None = None,
-        cancel: Cancel | None = None,
+        run: Run | None = None,
     ) -> Logits:
         """Appends `tokens` and computes their logits; as `Context.decode`. states: as of `BatchPart`."""
         part = BatchPart(self, tokens, logits, states)
-        decoded: list[Logits] = self.context.decode_parts([part], phase=phase, cancel=cancel)
+        decoded: list[Logits] = self.context.decode_parts([part], phase=phase, run=run)
         return decoded[0]
 
     def prefill(
@@ -135,18 +135,18 @@ class ContextSequence:
         *,
         logits: Literal["last", "none"],
         states: StateRows | None = None,
-        cancel: Cancel | None = None,
+        run: Run | None = None,
     ) -> Logits:
         """Decodes a prompt in pieces of n_ubatch. Raises Cancelled between them; what is decoded stays."""
         size = self.context.n_ubatch
         rows = np.empty((0, self.context.model.info.n_vocab), dtype=np.float32)
         for start in range(0, len(tokens), size):
-            if cancel is not None and cancel():
+            if run is not None and run.cancelled():
                 raise Cancelled
             piece = tokens[start : start + size]
             wanted: WantedLogits = logits if start + len(piece) == len(tokens) else "none"
             of_piece = None if states is None else states[start : start + size]
-            rows = self.decode(piece, phase=Phase.PREFILL, logits=wanted, states=of_piece, cancel=cancel)
+            rows = self.decode(piece, phase=Phase.PREFILL, logits=wanted, states=of_piece, run=run)
         return rows
 
     def trim(self, n_keep: int) -> None:

@@ -27,7 +27,7 @@ from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.cache import ExpertTensor
 from moeedge.records import derived, figure
-from moeedge.run import Notification, Notify
+from moeedge.run import Run
 
 _ALIGNMENT = 32  # bytes; the data section starts at a multiple of it
 _FIRST_BYTES = 2**22  # of a header on the hub; enough for most vocabularies
@@ -96,7 +96,7 @@ def _read_padded(file: Path, copy: Path) -> list[gguf_file.GgufTensor]:
         raise
 
 
-def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> tuple[Path, str]:
+def locate_or_fetch(text: str, folder: Path, run: Run) -> tuple[Path, str]:
     """Returns the model that `text` means, or its header from the hub in `folder` and its name for moeedge pull.
 
     Raises ModelNameError for an unknown name, DownloadError if the hub does not answer.
@@ -107,7 +107,7 @@ def locate_or_fetch(text: str, folder: Path, notify: Callable[[str], None]) -> t
     if wanted.local is not None:
         return wanted.local, ""
     if not is_offline():
-        notify(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
+        run.say(f"{wanted.name} is not on this machine: its header is read from {hub_endpoint()}.")
     variant = wanted.variant
     paths = [_fetch_header(ask_file(variant.repo, file.path, variant.revision), folder) for file in variant.files]
     return paths[0], wanted.name
@@ -217,13 +217,13 @@ class ModelCard:
     has_head: bool  # predicts further tokens itself (-md mtp)
 
 
-def read_card(text: str, notify: Notify) -> ModelCard:
+def read_card(text: str, run: Run) -> ModelCard:
     """Reads the header of the model that `text` means; from the hub where it is not on this machine.
 
     Raises ModelNameError for an unknown name, ModelFileError for an unreadable file, DownloadError.
     """
     with TemporaryDirectory(prefix="moeedge-show-") as folder:
-        path, name = locate_or_fetch(text, Path(folder), lambda line: notify(Notification(line)))
+        path, name = locate_or_fetch(text, Path(folder), run)
         with loadable(path) as file:
             names = {path: name} if name else {}
             with Model.load(file.path, device="none", header_only=True) as model:

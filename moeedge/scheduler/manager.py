@@ -21,7 +21,7 @@ from moeedge.llama.context import Context
 from moeedge.native import ActivationCapture
 from moeedge.native.sensor import Counts
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Policy
-from moeedge.run import Level, Notification, Notify, Run, ignore
+from moeedge.run import Level, Run
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
@@ -104,7 +104,7 @@ class PlacementManager:
         self.device, self.ram, self._tier = device.label, ram, tier
         self._tiers = [tier] if ram is None else [tier, ram]
         self.memory, self._kept = self._tiers[-1].memory, self._tiers[-1].kept  # of slots in RAM; None: there are none
-        self.notify: Notify = ignore  # gets warnings, e.g. of a lost device; may be replaced
+        self.run = Run()  # reports warnings, e.g. of a lost device; may be replaced
         # a measurement that waits for the end of an answer: returns its result, and whether the cache stays
         self.postponed: Callable[[Run], tuple[Calibration, bool]] | None = None
         self._device, self._sensor, self._op_offload = device, target.sensor, target.op_offload
@@ -286,7 +286,7 @@ class PlacementManager:
             if not choice.pays:
                 text = f"off for now: a step takes {1 / choice.gain:.2f} times as long with it. "
                 text += "It is tried again from time to time."
-            self.notify(Notification(f"The expert cache is {text}", Level.NOTICE))
+            self.run.report(f"The expert cache is {text}", Level.NOTICE)
 
     def on_draft_token(self, tokens: Sequence[int]) -> None:
         """The draft has decoded the last of `tokens`: experts that are predicted by now move while it works on."""
@@ -418,7 +418,7 @@ class PlacementManager:
     def watch_memory(self) -> None:
         """Notifies of slots in RAM that a thread has given back since the last call; also in the middle of a decode."""
         for notification in self.memory.check() if self.memory is not None else ():
-            self.notify(notification)
+            self.run.report(notification, notification.level)
 
     def _check_memory(self) -> None:
         """Gives slots back where the device runs short of memory."""
@@ -446,7 +446,7 @@ class PlacementManager:
             self.on_demand.resize()
 
     def _warn(self, text: str) -> None:
-        self.notify(Notification(text, Level.WARNING))
+        self.run.report(text)
 
     def drain_transfers(self, timeout_s: float) -> None:
         """Waits for what was planned, for at most `timeout_s`, and drops the rest: no transfer runs afterwards."""
@@ -496,7 +496,7 @@ class PlacementManager:
                 if self._kept is not None:
                     self._kept.save()
             except OSError as error:  # a full disk costs the next run its warm start
-                self.notify(Notification(f"The use of experts is not saved for the next start: {error.strerror}."))
+                self.run.report(f"The use of experts is not saved for the next start: {error.strerror}.", Level.INFO)
             self.detach()
         finally:  # after an interrupt, too
             for tier in self._tiers:

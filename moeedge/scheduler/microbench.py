@@ -25,7 +25,7 @@ from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.cost_model import CostModel, fit_side, share_curves
 from moeedge.policies.registry import make_policy
-from moeedge.run import Notification, Run
+from moeedge.run import Run
 from moeedge.scheduler.calibration import Calibration, calibration_file
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.driver import StepDriver
@@ -85,7 +85,7 @@ def calibrate(
         if not config.calibrate or target.n_ctx < CONTEXT_MIN:
             return None
         text = f"Measuring how long an expert takes on the CPU and on {device.label}: once, for some seconds."
-        run.show(Notification(text))
+        run.say(text)
         calibration = _Measuring(target, cache, config, gamma, run.cancelled).measure(draft)
         try:
             write_measurement(find_file(), calibration)

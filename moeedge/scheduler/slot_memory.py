@@ -152,13 +152,13 @@ class SlotMemory:
                 let_experts_read_ahead(self._model)
             with suppress(MoeedgeError):
                 self.cache.limit(0)  # the page cache needs the memory
-            self._notify(LOST)
+            self._warn(LOST)
         elif n_unknown and not self._warned_unknown:
             self._warned_unknown = True
             text = "The experts of some layers are read from the file at each use, which is slow: moeedge does not"
-            self._notify(f"{text} recognise how these layers compute.")
+            self._warn(f"{text} recognise how these layers compute.")
 
-    def _notify(self, text: str, level: Level = Level.WARNING) -> None:
+    def _warn(self, text: str, level: Level = Level.WARNING) -> None:
         self._waiting.append(Notification(text, level))
 
     def _check_memory(self) -> None:
@@ -189,7 +189,7 @@ class SlotMemory:
         before = self.cache.info.n_slots
         self.cache.limit(n_slots)
         if (now := self.cache.info.n_slots) != before:
-            self._notify(f"{text} {now:,} experts instead of {before:,}.", level)
+            self._warn(f"{text} {now:,} experts instead of {before:,}.", level)
 
 
 def _update_periodically(memory: weakref.ref[SlotMemory], stop: Event) -> None:

@@ -24,6 +24,7 @@ from moeedge.errors import InputError, require
 from moeedge.native.abi import Phase
 from moeedge.paths import write_file
 from moeedge.records import as_dict, figure, figures
+from moeedge.schemas import json_schema
 from moeedge.speculation import check_gamma
 
 FORMAT = "moeedge.trace"
@@ -114,20 +115,29 @@ class Trace:
 
     meta: TraceMeta
     ids: Ids = figure(
-        "Experts of the token in each layer, the router's first choice first; the type's largest value: not recorded",
+        "Experts of the token in each layer, the router's first choice first; uint16: more than 255 experts; "
+        "the type's largest value: not recorded, or a layer that uses fewer than k",
         kind="uint8 uint16 TLk",
     )
-    phase: NDArray[np.uint8] = figure("1 prefill, 2 decode, 3 draft, 4 verify", kind="uint8 T")
-    sequence: NDArray[np.int32] = figure("Number of the text (prompt and answer), from 0", kind="int32 T")
-    step: NDArray[np.int32] = figure("Number of the step in its text: 0 is the prefill", kind="int32 T")
-    accepted: NDArray[np.bool_] = figure("Whether the token is part of the text", kind="bool T")
-    token: NDArray[np.int32] = figure("Vocabulary id; -1: not known", kind="int32 T")
+    phase: NDArray[np.uint8] = figure("1 prefill, 2 decode (one token), 3 draft, 4 verify", kind="uint8 T")
+    sequence: NDArray[np.int32] = figure("Number of the text (a prompt and its answer), from 0 upwards", kind="int32 T")
+    step: NDArray[np.int32] = figure("Number of the step in its text; 0 is the prefill", kind="int32 T")
+    accepted: NDArray[np.bool_] = figure(
+        "Whether the token is part of the text; of a verification the first token, emitted before, and accepted drafts",
+        kind="bool T",
+    )
+    token: NDArray[np.int32] = figure("Vocabulary id, of rejected drafts too; -1: not known", kind="int32 T")
     position: NDArray[np.int32] = figure("Position in the text, in tokens; -1: not known", kind="int32 T")
     weights: NDArray[np.float16] | None = figure(
-        "The router's weights of these experts; NaN: not recorded", default=None, kind="float16 TLk"
+        "The router's weights of these experts, as the model applies them; NaN: not recorded; may be absent",
+        default=None,
+        kind="float16 TLk",
     )
     hidden_states: NDArray[np.float16] | None = figure(
-        "The draft model's last hidden state of the token; NaN: not recorded", default=None, kind="float16 Td"
+        "The draft model's last hidden state of the token, where the policy reads it (spac); of a verification's "
+        "tokens but the last draft, which the draft model has not decoded by then; NaN elsewhere; may be absent",
+        default=None,
+        kind="float16 Td",
     )
 
     def __post_init__(self) -> None:
@@ -233,8 +243,28 @@ class Trace:
 _REQUIRED = tuple(name for name in figures(Trace) if name not in _OPTIONAL)
 
 
-def array_schemas() -> dict[str, dict[str, Any]]:
-    """The JSON Schemas of the arrays of a file, by name: their types and the lengths of their axes."""
+def file_schema() -> dict[str, Any]:
+    """The JSON Schema of a file: of the object in its array "meta", and each other array's type and axes."""
+    about = (
+        'Contents of a routing trace, a NumPy .npz archive: "meta" is the JSON text in the array of that name, each '
+        "other property describes an array. T: tokens, in the order of computation; L: layers; k: experts of a token; "
+        "d: values of a hidden state. Readers ignore unknown keys and arrays."
+    )
+    schema = json_schema(TraceMeta, "moeedge lab trace (.npz)", about)
+    meta = {key: schema.pop(key) for key in ("type", "properties", "required")}
+    for name, value, meaning in (
+        ("format", FORMAT, "Name of the format."),
+        ("schema", SCHEMA, "Version of the format; an incompatible change raises it."),
+    ):
+        meta["properties"][name] = {"description": meaning, "const": value}
+        meta["required"].append(name)
+    arrays = _array_schemas()
+    required = ["meta", *(name for name in arrays if _IN_MEMORY.get(name, name) not in _OPTIONAL)]
+    members = {**arrays, "meta": {"description": 'The JSON object in the array "meta".', **meta}}
+    return schema | {"type": "object", "properties": members, "required": required}
+
+
+def _array_schemas() -> dict[str, dict[str, Any]]:
     schemas = {}
     for name, declared in figures(Trace).items():
         *types, axes = declared.kind.split()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from moeedge.bench.config import BenchMode
 from moeedge.bench.figures import BudgetFigures, BudgetPoint
 from moeedge.bench.records import BenchRow
-from moeedge.ui.plots import Line, Plot, save_plots
+from moeedge.ui.plots import Line, Plot, default_plots, save_plots
 
 _N_COLUMNS = 3
 _SCORED = "score / stock-ar's, mean of the categories"
@@ -30,7 +30,9 @@ class _Point(NamedTuple):
 
 def draw(rows: Sequence[BenchRow], path: Path) -> bool:
     """Draws what the run compares. Returns False without figures. Raises InputError for an unwritable file."""
-    plots = next(filter(None, (make(rows) for make in (batch_plots, speculation_plots, cache_plots))), [])
+    plots = next(
+        filter(None, (make(rows) for make in (batch_plots, speculation_plots, cache_plots, _plots_of_tests))), []
+    )
     drafted = next((row.setup.draft for row in rows if row.setup.gamma), None)
     device = next((row.setup.device for row in rows if row.cache_ratio is not None), None)
     if plots:
@@ -52,6 +54,10 @@ def _lines(points: Iterable[_Point]) -> list[Line]:
         errors = list(zip(below, above, strict=True)) if any(below + above) else ()
         lines.append(Line(name, y, "o-", x=x, errors=errors, marks=marks))
     return lines
+
+
+def _plots_of_tests(rows: Sequence[BenchRow]) -> list[Plot]:
+    return default_plots(rows, lambda row: row.label) if rows else []
 
 
 def cache_plots(rows: Sequence[BenchRow]) -> list[Plot]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -102,24 +102,22 @@ def fits_json(models: FittingModels) -> str:
     return json_text([asdict(row.model) | {"fit": fit} for row, fit in zip(models.rows, fits, strict=True)])
 
 
-def notify_downloads(
-    wanted: Sequence[WantedModel], missing: Sequence[RemoteFile], notify: Callable[[str], None]
-) -> None:
+def download_lines(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile]) -> Iterator[str]:
     """A sentence per model: its name, its licence, and how much of it is downloaded."""
     for model in wanted:
         licence = f", licence {model.licence}" if model.licence else ""
         if model.local is not None:
-            notify(f"{model.role} {model.name}{licence}: here already.")
+            yield f"{model.role} {model.name}{licence}: here already."
             continue
         files = _missing_files(model, missing)
         total, have = sum(file.size_bytes for file in files), sum(file.have_bytes for file in files)
         rest = f", {format_bytes(have)} of it here" if have else ""
-        notify(f"{model.role} {model.name}{licence}: {format_bytes(total)} from {model.variant.repo}{rest}.")
+        yield f"{model.role} {model.name}{licence}: {format_bytes(total)} from {model.variant.repo}{rest}."
         if not model.variant.verified:
             facts = "the catalog's facts about these files are not confirmed"
-            notify(f"{model.name}: {facts}; only the hub's hash counts.")
+            yield f"{model.name}: {facts}; only the hub's hash counts."
         if any(file.sha256 is None for file in files):
-            notify(f"{model.name}: the hub names no SHA-256; only the size can be checked.")
+            yield f"{model.name}: the hub names no SHA-256; only the size can be checked."
 
 
 def print_files(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile], console: Console) -> None:

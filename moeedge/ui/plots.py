@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.paths import write_file
+from moeedge.records import as_dict, keys
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")  # of light pages
 DARK_COLOURS = ("#6cb6ff", "#ff7b72", "#56d364", "#d2a8ff", "#ffa657", "#56d4dd", "#d8a28f", "#a8a8a8")
@@ -24,6 +26,7 @@ _MARKERS = "sD^vPX*"  # of lines for which no colour is left
 _TEXT, _GRID = "#0a0b0c", "#d0d1d2"  # in SVG replaced by the page's; legible on white
 SIZE = (4.8, 3.5)  # inches of a plot: a phone shows 1 point as 0.9 pixels
 _LEGEND_ROW = 0.18  # inches
+_LABEL = 36  # characters in a line of an axis
 _WIDE_LABEL = 27  # characters, of which two columns of the legend have room
 _STYLE = {
     **{f"{part}.color": _TEXT for part in ("text", "xtick", "ytick")},
@@ -82,6 +85,29 @@ class Plot:
     def shown(self) -> list[Line]:
         """The lines that have values."""
         return [line for line in self.lines if any(value is not None for value in line.values)]
+
+
+def default_plots(records: Sequence[Any], name: Callable[[Any], str]) -> list[Plot]:
+    """A plot of each figure declared as y over the first declared as x that differs; name: of a record's line.
+
+    Lines of records that differ in further figures declared as x are named by these, too. [] where nothing differs.
+    """
+    kind: Any = type(records[0])
+    declared, plots = keys(kind), list[Plot]()
+    rows = [(name(record), as_dict(record)) for record in records]
+    for y in (key for key, each in declared.items() if each.axis == "y"):
+        own = [(name, row) for name, row in rows if row[y] is not None]
+        axes = [key for key, each in declared.items() if each.axis == "x"]
+        x, *others = [key for key in axes if len({row[key] for _, row in own} - {None}) > 1] or [""]
+        points: dict[str, list[tuple[float, float]]] = {}
+        for name_of_row, row in own if x else ():
+            line = ", ".join([name_of_row, *(f"{key} {row[key]}" for key in others)])
+            points.setdefault(line, []).append((row[x], row[y]))
+        drawn = {line: zip(*sorted(each), strict=True) for line, each in points.items() if len(each) > 1}
+        lines = [Line(line, values, "o-", x=at) for line, (at, values) in drawn.items()]
+        x_label, y_label = (textwrap.fill(declared[key].label, _LABEL) for key in (x, y)) if lines else ("", "")
+        plots += [Plot("", x_label, y_label, lines=lines)] if lines else []
+    return plots
 
 
 def svg_of(plot: Plot) -> str:

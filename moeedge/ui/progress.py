@@ -19,8 +19,6 @@ from moeedge.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from moeedge.bench.samples import Sample
-
 BYTES = "bytes"  # a unit
 _WIDE = 80  # columns from which names and remaining times have room
 LINE_S = 10.0  # between lines where a bar is not shown
@@ -54,7 +52,7 @@ class Bar(Progress):
             *columns, *left, console=console, transient=transient, disable=not self.is_shown
         )
         self._task: TaskID | None = None
-        self._line_s = time.monotonic()
+        self._line_s, self._part = time.monotonic(), ""
 
     def start(self, label: str, total: float) -> None:
         """Begin a task, in place of the one that runs."""
@@ -76,8 +74,10 @@ class Bar(Progress):
         """Advance the running task."""
         self.update(advance=amount)
 
-    def phase(self, text: str) -> None:
+    def phase(self, text: str, part: str = "") -> None:
         """Describe the running task anew."""
+        if part != self._part:
+            self._part, self._line_s = part, -LINE_S  # a line now
         self.update(description=text)
 
     def note(self, text: str) -> None:
@@ -97,27 +97,6 @@ def count_bar(console: Console, label: str, unit: str, total: int) -> Bar:
     bar = Bar(console, unit)
     bar.start(label, total)
     return bar
-
-
-class BenchProgress(Bar):
-    """Samples of a benchmark; without a bar, a line per test and repetition."""
-
-    def __init__(self, *, bar: bool = True) -> None:
-        console = stderr_console()
-        super().__init__(console, "samples", is_shown=bar and supports_panel(console))
-        self._reported = ""
-
-    def begin(self, total: int) -> None:
-        """`total` samples will come; a run of several parts begins each of them."""
-        self.start("warming up", total)
-
-    def advance(self, sample: Sample, test: str) -> None:
-        """One sample is measured."""
-        repetition = f"{test}, repetition {sample.repetition + 1}"
-        if not self.is_shown and repetition != self._reported:
-            self._line_s = -LINE_S  # a line now
-        self._reported = repetition
-        self.update(advance=1, description=f"{repetition}, {sample.mode}")
 
 
 class PullProgress(Bar):

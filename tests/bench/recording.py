@@ -1,12 +1,14 @@
-"""Runs of the benchmark on tiny models for the tests: plans, conversations, and a Progress that keeps everything."""
+"""Runs of the benchmark on tiny models for the tests: plans, conversations, and one that keeps everything."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from moeedge.bench.config import BenchPlan, applicable_modes, parse_modes
+from moeedge.bench.journal import Journal
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
@@ -14,6 +16,7 @@ from moeedge.cli.bench_options import synthetic_tests
 from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Dataset
 from moeedge.engine.types import EngineConfig
+from moeedge.run import Progress, Run
 
 CONVERSATIONS = (
     {"id": "two-turns", "turns": ["Tell me of the sea.", "And of the sky?"]},
@@ -22,7 +25,7 @@ CONVERSATIONS = (
 )
 
 
-class Recorder:
+class Recorder(Progress):
     """Keeps the samples and notes of a run."""
 
     def __init__(self) -> None:
@@ -30,14 +33,26 @@ class Recorder:
         self.samples: list[Sample] = []
         self.notes: list[str] = []
 
-    def begin(self, total: int) -> None:
-        self.total = total
+    def start(self, label: str, total: float) -> None:
+        self.total = int(total)
 
-    def advance(self, sample: Sample, test: str) -> None:
-        self.samples.append(sample)
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+class RecordedBench(Bench):
+    """A benchmark whose samples and notes the recorder keeps."""
+
+    def __init__(
+        self,
+        plan: BenchPlan,
+        recorder: Recorder,
+        journal: Journal | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(plan, Run(recorder.notes.append, cancelled=cancelled, progress=recorder), journal)
+        self._recorder = recorder
+
+    def _advance(self, sample: Sample, test: str) -> None:
+        self._recorder.samples.append(sample)
+        super()._advance(sample, test)
 
 
 def write_conversations(folder: Path, *, n: int = 2) -> Dataset:
@@ -62,6 +77,6 @@ def make_plan(
 def run(plan: BenchPlan) -> tuple[list[BenchRow], Recorder]:
     """Runs a plan to its end."""
     recorder = Recorder()
-    with Bench(plan, recorder) as bench:
-        assert bench.run()
+    with RecordedBench(plan, recorder) as bench:
+        assert bench.measure()
         return bench.rows(), recorder

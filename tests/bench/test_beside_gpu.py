@@ -10,13 +10,12 @@ import pytest
 from moeedge.bench import arms
 from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, BenchPlan, Sweep
 from moeedge.bench.records import BenchRow
-from moeedge.bench.runner import Bench
 from moeedge.cli.bench_options import synthetic_tests
 from moeedge.cli.bench_run import make_bench_plan
 from moeedge.engine.types import EngineConfig
 from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
-from tests.bench.recording import Recorder, run, write_conversations
+from tests.bench.recording import RecordedBench, Recorder, run, write_conversations
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.tiny import make_tiny
 
@@ -130,8 +129,8 @@ def test_a_mode_that_divides_the_gpu_itself_is_checked_on_its_own_split(
     )
     modes = "stock-ar,moeedge,stock-ncmoe"
     plan, _ = make_bench_plan(base, modes, write_conversations(tmp_path, n=1), n_predict=8, repetitions=1)
-    with Bench(plan, Recorder()) as bench:
-        assert bench.run()
+    with RecordedBench(plan, Recorder()) as bench:
+        assert bench.measure()
         rows = bench.rows()
         assert [row.mode for row in rows] == ["stock-ar", "moeedge", "stock-ncmoe"]
         assert all(row.output is not None and row.output.passed for row in rows)

@@ -12,12 +12,11 @@ import pytest
 from moeedge.bench.config import BenchPlan
 from moeedge.bench.journal import LAST, Journal, settings_of
 from moeedge.bench.records import BenchRow
-from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
-from tests.bench.recording import Recorder, make_plan, write_conversations
+from tests.bench.recording import RecordedBench, Recorder, make_plan, write_conversations
 from tests.bench.test_in_turn import _in_ram
 
 
@@ -28,8 +27,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(plan: BenchPlan, journal: Journal, stop_after: int | None = None) -> tuple[list[BenchRow], Recorder]:
     recorder = Recorder()
-    with journal, Bench(plan, recorder, journal) as bench:
-        finished = bench.run(cancel=lambda: stop_after is not None and len(recorder.samples) >= stop_after)
+    is_enough = lambda: stop_after is not None and len(recorder.samples) >= stop_after  # noqa: E731
+    with journal, RecordedBench(plan, recorder, journal, is_enough) as bench:
+        finished = bench.measure()
         assert finished == (stop_after is None)
         return bench.rows(), recorder
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from moeedge.bench.arms import ArmsInTurn
-from moeedge.bench.runner import Bench
 from moeedge.cli.bench_run import make_bench_plan
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.engine.layer_search import open_session
@@ -18,7 +17,7 @@ from moeedge.errors import ContextTooSmallError, InputError
 from moeedge.planning.memory_map import this_machine
 from moeedge.planning.planner import Planner
 from moeedge.scheduler.config import PlacementConfig
-from tests.bench.recording import Recorder, make_plan, run, write_conversations
+from tests.bench.recording import RecordedBench, Recorder, make_plan, run, write_conversations
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.memory import SmallMachine
 from tests.support.tiny import make_tiny
@@ -80,7 +79,7 @@ def test_chat_profile_bench_and_plan_agree_on_what_fits(
             assert (session.info.device == "RAM") == (ratio > 1)
             assert session.draft_context is None or session.draft_context.model.storage == "loaded"
     plan = make_plan(model, draft, modes="stock-ar,moeedge", n_prompt=8)
-    with Bench(replace(plan, base=config), Recorder()) as bench:
+    with RecordedBench(replace(plan, base=config), Recorder()) as bench:
         assert isinstance(bench.arms, ArmsInTurn) == (ratio > 1)
     with Planner(config, this_machine(config)) as planner:
         assert planner.loads_on_demand == (ratio > 1)

@@ -12,13 +12,14 @@ import pytest
 from moeedge.bench.config import MODES, BenchPlan, Sweep, parse_modes
 from moeedge.bench.experiment import BenchArm, Together
 from moeedge.bench.figures import parallel_figures, plain_mode
+from moeedge.bench.journal import Journal, settings_of
 from moeedge.bench.records import BenchRow
-from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
 from moeedge.data.datasets import load_dataset
 from moeedge.errors import EngineError, InputError
+from moeedge.hardware.provenance import read_provenance
 from moeedge.ui.bench_views import batch_curves
-from tests.bench.recording import Recorder, make_plan
+from tests.bench.recording import RecordedBench, Recorder, make_plan
 from tests.support.commands import refused, run, run_json
 
 TEXTS = ("the sea", "a stone and a bird", "def add(a, b):", "one two three", "go home", "what is it?")
@@ -46,8 +47,8 @@ def finished(
     """Stock and our backend, plain and with two draft lengths, 1 and 4 texts at a time, two repetitions."""
     folder, recorder = tmp_path_factory.mktemp("texts"), Recorder()
     plan = plan_of(folder, tiny_moe, tiny_draft, "stock-ar,moeedge,moeedge-ar", (1, 4))
-    with Bench(plan, recorder) as bench:
-        assert bench.run()
+    with RecordedBench(plan, recorder) as bench:
+        assert bench.measure()
         return bench.rows(), recorder
 
 
@@ -140,14 +141,14 @@ def test_curves_of_several_expert_caches_are_apart(tmp_path: Path) -> None:
 
 def test_fewer_prompts_than_texts_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (8,))
-    with pytest.raises(InputError, match="6 prompts"), Bench(plan, Recorder()):
+    with pytest.raises(InputError, match="6 prompts"), RecordedBench(plan, Recorder()):
         pass
 
 
 def test_contexts_of_the_largest_number_are_checked_first(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (1, 4))
     plan = replace(plan, base=replace(plan.base, n_ctx=2**23))  # four times that is more than can be counted
-    with pytest.raises(InputError, match="4 texts"), Bench(plan, Recorder()):
+    with pytest.raises(InputError, match="4 texts"), RecordedBench(plan, Recorder()):
         pass
 
 
@@ -156,12 +157,32 @@ def test_an_interrupted_run_keeps_the_repetitions_of_all_modes(
 ) -> None:
     recorder = Recorder()
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar,stock-sd", (2, 4))
-    with Bench(plan, recorder) as bench:
-        assert not bench.run(cancel=lambda: len(recorder.samples) >= 6 + 4)
+    with RecordedBench(plan, recorder, cancelled=lambda: len(recorder.samples) >= 6 + 4) as bench:
+        assert not bench.measure()
         rows = bench.rows()
     assert [(row.label, len(row.samples)) for row in rows] == [
         ("stock-ar parallel 2", 1), ("stock-sd gamma 1 parallel 2", 1), ("stock-sd gamma 3 parallel 2", 1),
     ]  # fmt: skip
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar,stock-sd", (2, 4))
+    path, first, second = tmp_path / "run.jsonl", Recorder(), Recorder()
+    settings = [settings_of(plan, read_provenance(plan.base.model))]
+    journal = Journal(path, settings)
+    with journal, RecordedBench(plan, first, journal, lambda: len(first.samples) >= 6 + 4) as bench:
+        assert not bench.measure()  # a repetition of three modes, and one of a single mode, which is measured again
+    journal = Journal.resume(str(path), settings)
+    assert journal.n_done == 6 + 4 + 6 * 4  # with the texts
+    with journal, RecordedBench(plan, second, journal) as bench:
+        assert bench.measure()
+        rows = bench.rows()
+    assert len(second.samples) == second.total == 6 + 2 * 6
+    assert second.samples[:9] == first.samples[:9]
+    for row in rows:
+        assert (
+            len(row.samples) == 2 and row.output is not None and (row.output.passed, row.output.compared) == (True, 6)
+        )
 
 
 def test_command(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:

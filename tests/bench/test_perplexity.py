@@ -16,6 +16,7 @@ from moeedge.errors import DatasetError, InputError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.run import Run
 
 _TEXT = EvaluationText("words", "the cat and the dog saw " * 8, "0")
 
@@ -42,7 +43,7 @@ def test_tokens_one_by_one_and_in_batches(tiny_moe: Path) -> None:
             assert measured.nll == pytest.approx(np.mean(losses), abs=0.01)  # a batch rounds otherwise
             assert measured.value == pytest.approx(math.exp(measured.nll))
         assert context.n_past == 0
-        assert measure_perplexity(context, _TEXT, batch_tokens=5, cancel=lambda: True) is None
+        assert measure_perplexity(context, _TEXT, batch_tokens=5, run=Run(cancelled=lambda: True)) is None
         with pytest.raises(InputError):
             measure_perplexity(context, EvaluationText("one", "a", "0"), batch_tokens=5)
 

@@ -10,11 +10,10 @@ import pytest
 
 from moeedge.bench.config import REFERENCE
 from moeedge.bench.records import SCHEMA, BenchRow
-from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures
 from moeedge.errors import ContextTooSmallError
 from moeedge.records import as_dict
-from tests.bench.recording import Recorder, make_plan, run, write_conversations
+from tests.bench.recording import RecordedBench, Recorder, make_plan, run, write_conversations
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +126,9 @@ def test_an_interrupted_run_reports_the_work_of_all_modes(
     tmp_path: Path, tiny_moe: Path, tiny_draft: Path, n_samples: int, n_turns: int
 ) -> None:
     recorder = Recorder()
-    with Bench(make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path)), recorder) as bench:
-        assert not bench.run(cancel=_after(n_samples, recorder))
+    plan = make_plan(tiny_moe, tiny_draft, dataset=write_conversations(tmp_path))
+    with RecordedBench(plan, recorder, cancelled=_after(n_samples, recorder)) as bench:
+        assert not bench.measure()
         rows = bench.rows()
     assert len(recorder.samples) == n_samples
     assert [len(row.samples) for row in rows] == ([n_turns] * 3 if n_turns else [])
@@ -140,10 +140,10 @@ def test_the_context_is_what_the_prompts_need(tmp_path: Path, tiny_moe: Path, ti
     assert any(note.startswith("1 of 3 prompts") for note in recorder.notes)
     assert (row.setup.prompts, row.setup.prompts_left_out, row.setup.n_ctx) == (2, 1, 256)
     short = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_ctx=16)
-    with pytest.raises(ContextTooSmallError, match="No prompt fits"), Bench(short, Recorder()):
+    with pytest.raises(ContextTooSmallError, match="No prompt fits"), RecordedBench(short, Recorder()):
         pass
     synthetic = make_plan(tiny_moe, None, n_prompt=512, n_ctx=256)
-    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512"), Bench(synthetic, Recorder()):
+    with pytest.raises(ContextTooSmallError, match="synthetic tests need 512"), RecordedBench(synthetic, Recorder()):
         pass
 
 

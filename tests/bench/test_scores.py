@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
 from moeedge.bench.scores import (
     NO_REFERENCE,
@@ -25,7 +24,7 @@ from moeedge.errors import InputError
 from moeedge.records import as_dict
 from moeedge.scoring import answers
 from moeedge.scoring.answers import NOT_RUN, Reference, Score, score_answer
-from tests.bench.recording import Recorder, make_plan, run
+from tests.bench.recording import RecordedBench, Recorder, make_plan, run
 
 _PROMPTS = (
     Prompt("sum", "math", user_turns("3 + 4?"), (Reference("number", ("7",)),)),
@@ -124,8 +123,8 @@ def test_a_run_scores_every_mode_alike(tmp_path: Path, tiny_moe: Path, tiny_draf
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     plan = make_plan(tiny_moe, tiny_draft, dataset=load_dataset(str(path)), score=True, n_predict=4)
     recorder = Recorder()
-    with Bench(plan, recorder) as bench:
-        bench.run()
+    with RecordedBench(plan, recorder) as bench:
+        bench.measure()
         rows = bench.rows()
         assert bench.rows()[0].scores == rows[0].scores
     assert "1 of 4 answers will not be scored: there is no reference for them." in recorder.notes

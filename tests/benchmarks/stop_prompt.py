@@ -20,6 +20,7 @@ from pathlib import Path
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.run import Run
 from moeedge.ui.chat.interrupt import Interrupt
 
 N_PROMPT, N_PAIR = 3000, 512  # tokens
@@ -41,7 +42,7 @@ def late(session: Session, tokens: list[int], wait_s: float) -> float | None:
         interrupt.arm()
         timer = threading.Timer(wait_s, send)
         timer.start()
-        answer = session.generate(tokens, n_predict=2, sampling=GREEDY, cancel=interrupt)
+        answer = session.generate(tokens, n_predict=2, sampling=GREEDY, run=Run(cancelled=interrupt))
         list(answer)
         ended_s = time.monotonic()
         timer.cancel()
@@ -55,7 +56,7 @@ def speed_ratio(session: Session, tokens: list[int], *, first: bool) -> float:
     for asks in (first, not first):
         session.reset()
         start_s = time.process_time()
-        session.target.sequences[0].prefill(tokens, logits="last", cancel=(lambda: False) if asks else None)
+        session.target.sequences[0].prefill(tokens, logits="last", run=Run() if asks else None)
         spent_s[asks] = time.process_time() - start_s
     return spent_s[False] / spent_s[True]
 

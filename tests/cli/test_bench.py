@@ -20,7 +20,6 @@ from moeedge import native
 from moeedge.bench.config import SyntheticTest
 from moeedge.bench.output_check import Difference, OutputCheck
 from moeedge.bench.records import SCHEMA, BenchRow
-from moeedge.bench.runner import Bench
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
 from moeedge.cli.bench_options import SyntheticOptions, _gpu_layers, sizes
@@ -31,7 +30,7 @@ from moeedge.errors import InputError
 from moeedge.hardware.provenance import Provenance
 from moeedge.ui.bench_plots import cache_plots, draw
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render, withheld_lines
-from tests.bench.recording import Recorder
+from tests.bench.recording import RecordedBench, Recorder
 from tests.support.answers import setup_of
 from tests.support.commands import SIGNALS, refused, run, run_json
 from tests.support.markdown import table_rows
@@ -358,7 +357,7 @@ def test_depth_fills_the_context(tiny_moe: Path) -> None:
     decoded: list[int] = []
     base = EngineConfig(model=tiny_moe, n_threads=1)
     plan, _ = make_bench_plan(base, "stock-ar", None, tests=[SyntheticTest(8, 4, 32)])
-    with Bench(plan, Recorder()) as bench:
+    with RecordedBench(plan, Recorder()) as bench:
         target = bench.arms.reference.session.target
         decode = target.decode
 
@@ -367,7 +366,7 @@ def test_depth_fills_the_context(tiny_moe: Path) -> None:
             decode(tokens, **options)  # type: ignore[arg-type]
 
         target.decode = counted  # type: ignore[method-assign,assignment]
-        assert bench.run()
+        assert bench.measure()
         (row,) = bench.rows()
     assert decoded == [32, 8, 1, 1, 1, 1] * 4  # a warm-up and three repetitions
     assert {(sample.prefill_tokens, sample.decode_tokens) for sample in row.samples} == {(8, 4)}

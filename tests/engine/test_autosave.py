@@ -23,7 +23,7 @@ from moeedge.engine import autosave
 from moeedge.engine.autosave import Autosave, Origin, UnfinishedChat, remove, take_over, unfinished_chats
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.errors import InputError
-from moeedge.run import Notification, is_warning
+from moeedge.run import Notification, Run, is_warning
 from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from tests.benchmarks.autosave_cost import step_times_us
 
@@ -203,7 +203,7 @@ def test_a_damaged_file_is_set_aside_and_said_once(damage: Callable[[bytes], byt
     bad.write_bytes(data)
     lines: list[Notification] = []
     for _ in range(2):
-        (left,) = unfinished_chats(lambda: tmp_path, lines.append)
+        (left,) = unfinished_chats(lambda: tmp_path, Run(lines.append))
         assert left.path == good
     aside = tmp_path / f"{bad.name}.damaged"
     assert [str(aside) in line and is_warning(line) for line in lines] == [True]

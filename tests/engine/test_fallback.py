@@ -76,7 +76,7 @@ def test_the_answer_goes_on_with_the_same_tokens(config: EngineConfig, at_call: 
     with Session.open(config) as session:
         expected = answer(session)
     told: list[str] = []
-    with Session.open(config, notify=told.append) as session:
+    with Session.open(config, run=Run(told.append)) as session:
         pretend_gpu(session)
         with failing(at_call, code):
             assert answer(session) == expected
@@ -202,7 +202,7 @@ def test_a_failure_of_the_cpu_is_an_error(config: EngineConfig) -> None:
 def test_a_cache_that_does_not_pay_ends_once_that_was_measured(config: EngineConfig, pays: bool) -> None:
     placement = PlacementConfig(cache_ratio=0.5, calibrate=False, policy="lru")
     said: list[Notification] = []
-    with Session.open(replace(config, device="emulated", placement=placement), notify=said.append) as session:
+    with Session.open(replace(config, device="emulated", placement=placement), run=Run(said.append)) as session:
         assert session.placement is not None
 
         def measured(run: Run) -> tuple[None, bool]:
@@ -210,7 +210,7 @@ def test_a_cache_that_does_not_pay_ends_once_that_was_measured(config: EngineCon
             return None, pays
 
         session.placement.postponed = measured  # type: ignore[assignment]
-        session.measure_postponed(lambda: False)
+        session.measure_postponed(Run())
         assert (session.placement is not None) == pays == (session.info.device != "none")
         assert any(is_warning(note) for note in said) != pays
 

@@ -24,6 +24,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import HeadContext, own_head
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
+from moeedge.run import Run
 from moeedge.scheduler.governor import GAMMA_MAX
 from tests.conftest import TinyFactory
 from tests.support.hybrid import assert_greedy, hybrid_config
@@ -236,7 +237,7 @@ def test_closing_and_cancelling(case: str, tiny: TinyFactory) -> None:
             for _ in zip(range(4), generation, strict=False):
                 pass
         asked: Iterator[bool] = iter([False] * 6 + [True] * 100)
-        answer(session, n_predict=30, cancel=lambda: next(asked))
+        answer(session, n_predict=30, run=Run(cancelled=lambda: next(asked)))
         assert_greedy(stock, PROMPT, answer(session), stock.greedy(PROMPT, N_PREDICT)[0], "after both")
 
 

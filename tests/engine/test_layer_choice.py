@@ -24,6 +24,7 @@ from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.native.abi import DevicePath, PrefillPath
+from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.measurement import write_measurement
 
@@ -84,7 +85,7 @@ def test_a_division_that_ended_a_process_is_left_out(tiny_moe: Path, monkeypatch
         raise EngineError("There is no memory.")
 
     monkeypatch.setattr(Session, "open", fail)
-    search = layer_search._Search(config, GPU, None, said.append)
+    search = layer_search._Search(config, GPU, None, Run(said.append))
     assert search._measure(WHOLE) is None
     assert opened == [WHOLE] and len(said) == 1 and "There is no memory." in said[0]
     assert not is_marked(WHOLE, config, GPU), "the process lives"
@@ -95,7 +96,7 @@ def test_a_division_that_ended_a_process_is_left_out(tiny_moe: Path, monkeypatch
     assert search._measure(WHOLE) is None and search._measure(BETWEEN) is None
     assert opened == [WHOLE, BETWEEN] and len(said) == 3
     anew = replace(config, placement=PlacementConfig(measure_anew=True))
-    assert layer_search._Search(anew, GPU, None, said.append)._measure(WHOLE) is None
+    assert layer_search._Search(anew, GPU, None, Run(said.append))._measure(WHOLE) is None
     assert opened == [WHOLE, BETWEEN, WHOLE]
     with mark(CACHE, config, GPU):
         pass

@@ -12,7 +12,7 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.hardware.devices import ResolvedDevice, VramReading
-from moeedge.run import Level, Notification
+from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import slot_memory
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.slot_memory import MemoryWatch
@@ -49,7 +49,7 @@ def test_slots_go_within_a_prompt_and_come_back(
     with Session.open(config) as session:
         manager = session.placement
         assert manager is not None and manager.memory is not None
-        manager.notify = lambda text: said.append(text) if isinstance(text, Notification) else None
+        manager.run.show = lambda text: said.append(text) if isinstance(text, Notification) else None
         cache = manager.cache
         answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY)
         list(answer)
@@ -74,7 +74,7 @@ def test_slots_go_within_a_prompt_and_come_back(
                 in_prompt.append(cache.info.n_slots)
             return False
 
-        answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY, cancel=look)
+        answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY, run=Run(cancelled=look))
         list(answer)
         assert list(answer.tokens) == expected
         assert in_prompt[0] == n_opened > in_prompt[-1], "in the middle of its only batch"
@@ -102,7 +102,7 @@ def test_slots_go_between_answers(tiny: TinyFactory, monkeypatch: pytest.MonkeyP
         model=tiny("qwen3moe", experts=64), n_ctx=512, n_threads=1, gamma=0, device="none", ram=64 << 20
     )
     said: list[Notification] = []
-    with Session.open(config, notify=said.append) as session:
+    with Session.open(config, run=Run(said.append)) as session:
         manager = session.placement
         assert manager is not None and manager.memory is not None
         answer = session.generate(TOKENS, n_predict=6, sampling=GREEDY)

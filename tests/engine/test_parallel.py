@@ -16,6 +16,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EmptyPromptError, EngineError, InputError
 from moeedge.native.compute import Decoder
+from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.support.interruption import interrupt_decode
@@ -227,7 +228,7 @@ def test_ctrl_c_at_any_decode(
 
 def test_cancel(session: Session, alone: list[list[int]]) -> None:
     records = 0
-    generation = start(session, cancel=lambda: records >= 9)
+    generation = start(session, run=Run(cancelled=lambda: records >= 9))
     for _ in generation:
         records += 1
     assert 9 <= records <= 10  # the step's records are all handed out

@@ -23,6 +23,7 @@ from moeedge.errors import (
 )
 from moeedge.llama import library
 from moeedge.native.abi import Phase
+from moeedge.run import Run
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.support.answers import assert_equal_answers
@@ -186,7 +187,7 @@ def test_cancel_between_steps(session: Session, reference: list[int]) -> None:
         asked += 1
         return asked > 5  # once for each prompt, target and draft
 
-    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, cancel=cancel)
+    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, run=Run(cancelled=cancel))
     assert len(list(generation)) == 4
     assert generation.stop_reason == "interrupted"
     assert generation.tokens == reference[: len(generation.tokens)]
@@ -204,7 +205,7 @@ def test_cancel_within_a_long_prompt(pair: tuple[Path, Path], draft: Draft) -> N
             asked.append(session.target.n_past)
             return len(asked) == 3
 
-        generation = session.generate(prompt, n_predict=5, sampling=GREEDY, cancel=cancel)
+        generation = session.generate(prompt, n_predict=5, sampling=GREEDY, run=Run(cancelled=cancel))
         assert list(generation) == [] and generation.stop_reason == "interrupted"
         assert asked == [0, 32, 64] and session.target.sequences[0].tokens == prompt[:64]
         generation = session.generate(prompt, n_predict=5, sampling=GREEDY)

@@ -13,6 +13,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.model import Mode
 from moeedge.native.abi import Phase
+from moeedge.run import Run
 from moeedge.ui.figures import answer_rows, turn_line
 from tests.benchmarks.stop_prompt import measure
 from tests.conftest import TinyFactory
@@ -64,14 +65,14 @@ def test_the_next_answer_equals_stocks(tiny: TinyFactory, arch: str, mode: Mode)
         expected, _ = stock.greedy(PROMPT, N_PREDICT)
     with Session.open(config(path, mode=mode)) as session:
         never = Stop()
-        session.target.sequences[0].prefill(PROMPT, logits="last", cancel=never)
+        session.target.sequences[0].prefill(PROMPT, logits="last", run=Run(cancelled=never))
         n_batches = -(-len(PROMPT) // N_UBATCH)
         assert never.n_asked > 20 * n_batches, "operations ask"
         n_before = 0
         for share in (0.06, 0.4, 0.7, 0.3):  # of what is left of the prompt: the first within its first batch
             session.reset() if n_before == 0 else None
             stop = Stop(max(2, int(share * never.n_asked * (1 - n_before / len(PROMPT)))))
-            stopped = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, cancel=stop)
+            stopped = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, run=Run(cancelled=stop))
             assert list(stopped) == []
             assert stopped.stop_reason == "interrupted"
             n_kept = session.target.n_past
@@ -101,7 +102,7 @@ def test_the_prompt_of_the_draft_can_be_stopped_as_well(tiny: TinyFactory, sourc
         for n_asked in (2, 40):  # in the first batch of the draft, and later
             session.reset()
             stop = Stop()
-            stopped = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, cancel=stop)
+            stopped = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, run=Run(cancelled=stop))
             first = next(iter(stopped)).tokens  # the target has read the prompt, the draft has not
             stop.stop_after(n_asked)
             assert [token for step in stopped for token in step.tokens] == []
@@ -120,7 +121,7 @@ def test_a_short_computation_asks_nothing(tiny: TinyFactory) -> None:
         for _ in range(5):  # a busy machine may take 50 ms for one
             session.reset()
             stop = Stop()
-            session.target.sequences[0].decode(PROMPT[:N_UBATCH], phase=Phase.PREFILL, cancel=stop)
+            session.target.sequences[0].decode(PROMPT[:N_UBATCH], phase=Phase.PREFILL, run=Run(cancelled=stop))
             asked.append(stop.n_asked)
     assert min(asked) == 0
 
@@ -135,7 +136,7 @@ def test_it_stops_within_300_ms(tiny: TinyFactory) -> None:
             session.reset()
             at_s = time.monotonic() + wait_s
             answer = session.generate(
-                tokens, n_predict=4, sampling=GREEDY, cancel=lambda at_s=at_s: time.monotonic() > at_s
+                tokens, n_predict=4, sampling=GREEDY, run=Run(cancelled=lambda at_s=at_s: time.monotonic() > at_s)
             )
             list(answer)
             if answer.stop_reason == "interrupted":
@@ -147,7 +148,7 @@ def test_it_stops_within_300_ms(tiny: TinyFactory) -> None:
 
 def test_the_figures_of_a_stopped_prompt(tiny: TinyFactory) -> None:
     with Session.open(config(tiny("qwen3moe"))) as session:
-        stopped = session.generate(PROMPT, n_predict=4, sampling=GREEDY, cancel=Stop(4))
+        stopped = session.generate(PROMPT, n_predict=4, sampling=GREEDY, run=Run(cancelled=Stop(4)))
         list(stopped)
         stats = stopped.stats
         assert 0 < stats.prefill_tokens < len(PROMPT) == stats.prompt_tokens
@@ -158,7 +159,7 @@ def test_the_figures_of_a_stopped_prompt(tiny: TinyFactory) -> None:
         assert computed in turn_line(session.info, stats, stopped.stop_reason)
         [prompt] = [row for row in answer_rows(session.info, stats, stopped.stop_reason) if row.label == "prompt"]
         assert computed in prompt.value and "kept" not in prompt.value
-        again = session.generate(PROMPT, n_predict=4, sampling=GREEDY, cancel=Stop(2))
+        again = session.generate(PROMPT, n_predict=4, sampling=GREEDY, run=Run(cancelled=Stop(2)))
         list(again)
         assert again.stats.cached_tokens == stats.prefill_tokens
         assert f"of {len(PROMPT) - stats.prefill_tokens} tokens" in turn_line(

@@ -17,6 +17,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import Cancelled
 from moeedge.native.abi import Phase
+from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.support.ram_driver import ram_context
@@ -65,7 +66,7 @@ def session(
 
 def test_a_prompt_stops_within_its_batch(session: Session, path: Path) -> None:
     stop = StopAfter(0.4)
-    answer = session.generate(TOKENS, n_predict=4, sampling=GREEDY, cancel=stop)
+    answer = session.generate(TOKENS, n_predict=4, sampling=GREEDY, run=Run(cancelled=stop))
     assert list(answer) == []
     assert stop.late_s < 0.3
     assert stop.n_asked > 3
@@ -88,7 +89,7 @@ def test_an_answer_goes_on_where_it_was_stopped(session: Session, path: Path) ->
     late_s = []
     for _ in range(40):
         stop = StopAfter(0.6)
-        answer = session.generate(prompt + found, n_predict=8 - len(found), sampling=GREEDY, cancel=stop)
+        answer = session.generate(prompt + found, n_predict=8 - len(found), sampling=GREEDY, run=Run(cancelled=stop))
         for record in answer:
             found += record.tokens
         if answer.stop_reason == "interrupted":
@@ -112,9 +113,9 @@ def test_without_a_disk_to_wait_for_it_stops_as_well(path: Path) -> None:
         expected = context.decode(TOKENS, phase=Phase.PREFILL).copy()
         context.clear()
         with pytest.raises(Cancelled):
-            context.decode(TOKENS, phase=Phase.PREFILL, cancel=lambda: True)
+            context.decode(TOKENS, phase=Phase.PREFILL, run=Run(cancelled=lambda: True))
         assert context.n_past == 0
-        assert np.array_equal(context.decode(TOKENS, phase=Phase.PREFILL, cancel=lambda: False), expected)
+        assert np.array_equal(context.decode(TOKENS, phase=Phase.PREFILL, run=Run(cancelled=lambda: False)), expected)
 
 
 @pytest.mark.usefixtures("asks_always")
@@ -125,10 +126,10 @@ def test_an_exception_in_the_question_ends_the_decode(path: Path, kind: type[Bas
 
     with ram_context(path, 0.3) as (context, _cache):
         with pytest.raises(kind, match="awaited"):
-            context.decode(TOKENS, phase=Phase.PREFILL, cancel=fail)
+            context.decode(TOKENS, phase=Phase.PREFILL, run=Run(cancelled=fail))
         assert context.n_past == 0
         n_tokens = 4
-        assert context.decode(TOKENS[:n_tokens], phase=Phase.PREFILL, cancel=lambda: False).shape[0] == 1
+        assert context.decode(TOKENS[:n_tokens], phase=Phase.PREFILL, run=Run(cancelled=lambda: False)).shape[0] == 1
         assert context.sensor is not None
         n_used = context.model.info.n_expert_used
         counts = context.sensor.read_counts().sum(axis=1)
@@ -139,7 +140,7 @@ def test_what_a_stopped_block_wanted_is_forgotten(path: Path) -> None:
     """Otherwise it waits for room at the head of the queue, before all that is read ahead."""
     with ram_context(path, 8 / 256, disk_bytes_per_s=DISK_BYTES_PER_S) as (context, cache):
         with pytest.raises(Cancelled):
-            context.decode(TOKENS[:6], phase=Phase.VERIFY, cancel=StopAfter(0.4))
+            context.decode(TOKENS[:6], phase=Phase.VERIFY, run=Run(cancelled=StopAfter(0.4)))
         assert cache.drain(10.0)
         stats = cache.stats()
         assert (stats.queued, stats.slots_used) == (0, cache.info.n_slots)

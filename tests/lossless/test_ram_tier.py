@@ -22,7 +22,7 @@ from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.policies.registry import POLICIES
-from moeedge.run import Level, Notification, is_warning
+from moeedge.run import Level, Notification, Run, is_warning
 from moeedge.scheduler import kept_activations, ram_tier
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.disk import DiskCalibration, ReadRate
@@ -256,7 +256,7 @@ def test_dense_weights_that_the_kernel_may_drop_leave_less_for_slots() -> None:
 
 
 def _short_answer(config: EngineConfig, notes: list[Notification]) -> EngineInfo:
-    with Session.open(config, notify=notes.append) as session:
+    with Session.open(config, run=Run(notes.append)) as session:
         greedy_answer(session, PROMPT, 4)
         return session.info
 

@@ -34,7 +34,7 @@ from moeedge.llama.sequence import Cancelled
 from moeedge.native.abi import DevicePath, Phase, PrefillPath, ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.records import as_dict
-from moeedge.run import Level, Notification
+from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import kept_activations, ram_tier
 from moeedge.scheduler.slot_memory import LOST, MemoryWatch
 from moeedge.ui.figures import cache_rows
@@ -171,7 +171,7 @@ def test_a_streamed_prompt_stops_between_two_experts(tiny: TinyFactory, tmp_path
             return bool(stopped_at)
 
         with pytest.raises(Cancelled):
-            context.decode(TOKENS, phase=Phase.PREFILL, cancel=stop)
+            context.decode(TOKENS, phase=Phase.PREFILL, run=Run(cancelled=stop))
         assert ram.reader().bytes_read - stopped_at[0] <= 2 * n_expert_bytes
         ram.set_read_faults(ReadFault.DELAY, 0)
         assert_as_mapped(path, context, cache)
@@ -358,7 +358,7 @@ def test_a_full_disk_is_reported(tiny: TinyFactory, own_cache_folder: Path, monk
     monkeypatch.setattr(kept_activations, "write_measurement", full)
     notes: list[Notification] = []
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    with Session.open(tier_config(path, None), notify=notes.append) as session:
+    with Session.open(tier_config(path, None), run=Run(notes.append)) as session:
         greedy_answer(session, PROMPT, 4)
     assert sum(os.strerror(errno.ENOSPC) in note for note in notes) == 1
 

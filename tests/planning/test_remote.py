@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.planning import headers
+from moeedge.run import Run
 from tests.conftest import TinyFactory
 from tests.hub.conftest import BIG, SMALL, HubMachine
 from tests.support.hub import local_hub
@@ -55,7 +56,7 @@ def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, m
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(headers, "_FIRST_BYTES", 256)
-    path, _ = headers.locate_or_fetch(f"hf:{BIG[0]}:{BIG[1]}", tmp_path, lambda line: None)
+    path, _ = headers.locate_or_fetch(f"hf:{BIG[0]}:{BIG[1]}", tmp_path, Run())
     assert path.read_bytes() == place.hub.files[BIG][: path.stat().st_size]
     assert place.hub.ranges()[:3] == [None, "bytes=256-", "bytes=1024-"]
     assert path.stat().st_size <= 2**16

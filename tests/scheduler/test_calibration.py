@@ -16,7 +16,7 @@ from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama.context import Context
 from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.policies.cost_model import CostModel
-from moeedge.run import Level, Notification, is_warning
+from moeedge.run import Level, Notification, Run, is_warning
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.measurement import kept_fields, measurement_json, parse_measurement, write_measurement
@@ -186,7 +186,7 @@ def test_a_cache_folder_that_cannot_be_made(tiny: TinyFactory, tmp_path: Path, m
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "file" / "cache"))
     received: list[Notification] = []
-    with Session.open(config(tiny), notify=received.append) as session:
+    with Session.open(config(tiny), run=Run(received.append)) as session:
         assert session.calibration is not None and not session.calibration.kept
         (note,) = [note for note in session.info.notes if "the result cannot be saved" in note]
         assert is_warning(note)  # so that it is shown at the start of a chat
@@ -255,9 +255,9 @@ def test_what_is_postponed_is_measured_after_an_answer(tiny: TinyFactory) -> Non
         assert session.calibration is None and files() == []
         assert answer(session) == expected
         before = session.placement_stats()
-        session.measure_postponed(lambda: True)
+        session.measure_postponed(Run(cancelled=lambda: True))
         assert session.calibration is None and files() == [], "cancelled: left for later"
-        session.measure_postponed(lambda: False)
+        session.measure_postponed(Run())
         first = session.calibration
         assert first is not None and not first.from_file and len(files()) == 1
         after = session.placement_stats()
@@ -266,7 +266,7 @@ def test_what_is_postponed_is_measured_after_an_answer(tiny: TinyFactory) -> Non
         assert (counted.uploads, counted.pairs, counted.blocks, counted.steps) == (0, 0, 0, 0)
         assert session.target.sequences[0].tokens == []
         assert answer(session) == expected
-        session.measure_postponed(lambda: pytest.fail("measured again"))
+        session.measure_postponed(Run(cancelled=lambda: pytest.fail("measured again")))
     with Session.open(config(tiny, calibrate_later=True)) as session:
         assert session.calibration == replace(first, from_file=True, units=session.calibration.units)
 
@@ -287,19 +287,19 @@ def test_a_gpu_is_measured_after_the_first_answer(
     # a size that is not the user's choice: the tiny model would fit the device as a whole
     monkeypatch.setattr(PlacementConfig, "has_size", property(lambda self: False))
     said: list[Notification] = []
-    with Session.open(postponed(tiny), notify=said.append) as session:
+    with Session.open(postponed(tiny), run=Run(said.append)) as session:
         assert session.calibration is None and files() == [] and session.placement is not None
         assert not said, "nothing is measured at the start"
         assert any("measured after the first answer" in note for note in session.info.notes)
         assert answer(session) == expected
-        session.measure_postponed(lambda: True)
+        session.measure_postponed(Run(cancelled=lambda: True))
         assert session.calibration is None and files() == [] and answer(session) == expected
-        session.measure_postponed(lambda: False)
+        session.measure_postponed(Run())
         assert session.calibration is not None and len(files()) == 1
         assert (session.placement is not None) == pays == (session.info.device != "none")
         assert any(is_warning(note) for note in said) != pays
         assert answer(session) == expected
-        session.measure_postponed(lambda: pytest.fail("measured again"))
+        session.measure_postponed(Run(cancelled=lambda: pytest.fail("measured again")))
     with Session.open(postponed(tiny)) as session:  # what is known is used at once
         assert session.calibration is not None and session.calibration.from_file
         assert (session.placement is not None) == pays
@@ -311,6 +311,6 @@ def test_a_gpu_that_is_lost_is_not_measured(tiny: TinyFactory, counting: Countin
         expected = answer(session)
         assert session.placement is not None
         session.placement.lose_device(context_usable=True)
-        session.measure_postponed(lambda: False)
+        session.measure_postponed(Run())
         assert session.calibration is None and files() == []
         assert answer(session) == expected

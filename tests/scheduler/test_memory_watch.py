@@ -118,7 +118,7 @@ def test_cache_gives_slots_back_in_mid_answer(
     with Session.open(config(pair, 0.75, placement=placement)) as session:
         manager = session.placement
         assert manager is not None
-        manager.notify = notify
+        manager.run.show = notify
         slot_bytes = int(manager.cache.groups()[2].max())
         machine.free_bytes = 10 * slot_bytes
         manager._watch = machine.watch(10 * slot_bytes)
@@ -198,7 +198,7 @@ def test_cache_that_cannot_be_opened_again_is_off_and_the_answer_goes_on(
     with Session.open(config(pair, 0.75)) as session:
         manager = session.placement
         assert manager is not None
-        manager.notify = warnings.append
+        manager.run.show = warnings.append
         reserve_bytes = 10 * int(manager.cache.groups()[2].max())
         machine.free_bytes = reserve_bytes
         manager._watch, manager._op_offload = machine.watch(reserve_bytes), False

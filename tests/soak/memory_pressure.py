@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             level = str(text.level) if isinstance(text, Notification) else ""
             warnings.append({"time_s": time.monotonic() - start_s, "level": level, "text": str(text)})
 
-        placement.notify = warn
+        placement.run.show = warn
         slots_bytes = placement.cache.info.pool_bytes
         limits = (held_bytes, held_bytes + int(options.share * slots_bytes))
         pressing = threading.Thread(target=press, args=(ballast, limits, options.seed, stop), daemon=True)

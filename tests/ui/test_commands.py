@@ -18,7 +18,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import InputError
 from moeedge.paths import user_path
-from moeedge.run import Notify, ignore
+from moeedge.run import Run
 from moeedge.ui.chat import session as chat_session
 from moeedge.ui.chat.commands import (
     COMMANDS,
@@ -183,7 +183,7 @@ def switch(tiny: TinyFactory) -> Iterator[ModelSwitch]:
         files = resolve_models(user_path(name), None)
         return EngineConfig(model=files.target, draft=files.draft, n_ctx=256, n_threads=1)
 
-    with ModelSwitch(EngineConfig(model=tiny("qwen3moe"), n_threads=1, n_ctx=256), configure, ignore) as found:
+    with ModelSwitch(EngineConfig(model=tiny("qwen3moe"), n_threads=1, n_ctx=256), configure, Run()) as found:
         yield found
 
 
@@ -214,11 +214,11 @@ def test_ctrl_c_while_another_model_loads(
     opened: list[EngineConfig] = []
     real = chat_session.open_session
 
-    def interrupted(config: EngineConfig, *, notify: Notify) -> Session:
+    def interrupted(config: EngineConfig, *, run: Run) -> Session:
         opened.append(config)
         if len(opened) == 1:
             raise KeyboardInterrupt
-        return real(config, notify=notify)
+        return real(config, run=run)
 
     monkeypatch.setattr(chat_session, "open_session", interrupted)
     settings = Settings(sampling=GREEDY.sampling, n_predict=5)

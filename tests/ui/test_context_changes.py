@@ -10,7 +10,7 @@ import pytest
 
 from moeedge.engine.types import EngineConfig
 from moeedge.llama import model_memory
-from moeedge.run import ignore
+from moeedge.run import Run
 from moeedge.ui.chat.session import FULL, ModelSwitch
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
@@ -27,7 +27,7 @@ def switch(tiny: TinyFactory) -> Iterator[ModelSwitch]:
         model=tiny("qwen3moe"), draft=tiny("qwen3"), n_threads=1, n_ctx=N_CTX, gamma=2, auto_gamma=False
     )
 
-    with ModelSwitch(config, lambda name: replace(config, model=Path(name)), ignore) as found:
+    with ModelSwitch(config, lambda name: replace(config, model=Path(name)), Run()) as found:
         yield found
 
 

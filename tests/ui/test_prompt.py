@@ -9,6 +9,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+from moeedge.run import Run
 from moeedge.ui.chat.commands import completions
 from moeedge.ui.chat.prompt import _CommandCompleter, block_is_open, make_reader, open_history, unquote
 
@@ -46,14 +47,14 @@ def test_commands_are_completed() -> None:
 
 def test_history_is_a_private_file(tmp_path: Path) -> None:
     notes: list[str] = []
-    assert isinstance(open_history(lambda: tmp_path / "history", notes.append), FileHistory)
+    assert isinstance(open_history(lambda: tmp_path / "history", Run(notes.append)), FileHistory)
     assert (tmp_path / "history").stat().st_mode & 0o077 == 0
     assert notes == []
 
 
 def test_history_that_cannot_be_kept_is_reported(tmp_path: Path) -> None:
     notes: list[str] = []
-    assert isinstance(open_history(lambda: tmp_path / "none" / "history", notes.append), InMemoryHistory)
+    assert isinstance(open_history(lambda: tmp_path / "none" / "history", Run(notes.append)), InMemoryHistory)
     assert notes[0].startswith("Input history is not kept: ")
 
 

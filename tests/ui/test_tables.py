@@ -20,7 +20,7 @@ from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.traces.schedule import recorded_schedule
 from moeedge.lab.views.sim_views import print_replay
 from moeedge.ui.machine_views import print_devices
-from moeedge.ui.model_views import notify_downloads
+from moeedge.ui.model_views import download_lines
 from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, sql_text, text_column
 from tests.support.traces import two_texts
 
@@ -142,7 +142,7 @@ def test_columns_of_sql_take_the_numbers_of_another_run() -> None:
 def test_a_download_says_which_facts_are_not_confirmed() -> None:
     sure, said = WantedModel("draft", "sure", "mit", Variant("", "me/x"), local=None), list[str]()
     unsure = replace(sure, name="unsure", variant=Variant("", "me/x", verified=False))
-    notify_downloads([unsure, sure], [], said.append)
+    said += download_lines([unsure, sure], [])
     assert [(text.startswith("draft"), "sure" in text, "confirmed" in text) for text in said] == [
         (True, True, False), (False, True, True), (True, True, False)
     ]  # fmt: skip

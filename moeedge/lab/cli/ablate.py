@@ -20,6 +20,7 @@ from moeedge.data.datasets import load_dataset
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
+from moeedge.run import Run
 from moeedge.ui.console import notifier, say, stderr_console
 from moeedge.ui.tables import Column, print_table, text_column
 
@@ -92,7 +93,7 @@ def ablate(
         config = replace(config, draft=quantized(config.model, draft_type))
         say(err, f"Draft: {config.draft}")
     if cutoff is None:
-        solved, sentence = solved_cutoff(config, notifier(err))
+        solved, sentence = solved_cutoff(config, Run(notifier(err)))
         say(err, sentence)
         cutoff = [solved]
     rows = run_ablation(
@@ -101,7 +102,7 @@ def ablate(
         prompts,
         n_predict=n_predict,
         repetitions=repetitions,
-        notify=notifier(err),
+        run=Run(notifier(err)),
     )
     about = {"model": config.model.name, "device": engine.device, "gamma": draft_max, "cache_ratio": cache_ratio}
     source = as_dict(read_provenance(config.model))

@@ -41,7 +41,7 @@ def run_budget(budgets: str, layers: str, texts: TextOptions, engine: LlamaOptio
     err = stderr_console()
     prompts, source = texts.load(bundled=paths.is_bundled(config.model))
     sampling, provenance = texts.sampling(), as_dict(read_provenance(config.model))
-    with Session.open(config, notify=notifier(err)) as session:
+    with Session.open(config, run=Run(notifier(err))) as session:
         info = session.model.info
         chosen = sorted(check_layers(session, parse_layers(layers, info.n_layers)))
         parsed = parse_budgets(budgets, info.n_experts, info.n_expert_used)

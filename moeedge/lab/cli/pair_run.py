@@ -38,7 +38,7 @@ def run_pair(texts: TextOptions, engine: LlamaOptions, placement: PlacementOptio
     config = engine.config(placement.config())
     prompts, source = texts.load(bundled=paths.is_bundled(config.model))
     err, provenance = stderr_console(), as_dict(read_provenance(config.model))
-    with Session.open(config, notify=notifier(err)) as session, Interrupt() as interrupt:
+    with Session.open(config, run=Run(notifier(err))) as session, Interrupt() as interrupt:
         if session.draft_context is None:
             raise InputError("There is no draft model to compare.", "Give one with -md.")
         interrupt.arm()

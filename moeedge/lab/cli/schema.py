@@ -10,8 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
-from moeedge.schemas import json_schema
+from moeedge.schemas import json_schema, key_rows
+from moeedge.trace.format import file_schema
+from moeedge.ui.tables import markdown, text_column
 
 Name = Annotated[
     str | None, typer.Argument(metavar="NAME", help="Which one. Without a name: list them.", show_default=False)
@@ -57,29 +60,7 @@ def _of_record(name: str) -> dict[str, Any]:
     return json_schema(kind_of_output, f"moeedge {command}", about, nulls=name != "chat")
 
 
-def _trace() -> dict[str, Any]:
-    from moeedge.trace.format import FORMAT, SCHEMA, TraceMeta, array_schemas
-
-    about = (
-        'Contents of a routing trace, a NumPy .npz archive: "meta" is the JSON text in the array of that name, each '
-        "other property describes an array. T: tokens, in the order of computation; L: layers; k: experts of a token; "
-        "d: values of a hidden state. Readers ignore unknown keys and arrays."
-    )
-    schema = json_schema(TraceMeta, "moeedge lab trace (.npz)", about)
-    meta = {key: schema.pop(key) for key in ("type", "properties", "required")}
-    for name, value, meaning in (
-        ("format", FORMAT, "Name of the format."),
-        ("schema", SCHEMA, "Version of the format."),
-    ):
-        meta["properties"][name] = {"description": meaning, "const": value}
-        meta["required"].append(name)
-    arrays = array_schemas()
-    required = ["meta", *(name for name in arrays if name not in ("weights", "states"))]
-    members = {"meta": {"description": 'The JSON object in the array "meta".', **meta}, **arrays}
-    return schema | {"type": "object", "properties": members, "required": required}
-
-
-SCHEMAS = {name: partial(_of_record, name) for name in RECORDS} | {"trace": _trace}
+SCHEMAS = {name: partial(_of_record, name) for name in RECORDS} | {"trace": file_schema}
 
 
 def schema_text(name: str) -> str:
@@ -87,11 +68,22 @@ def schema_text(name: str) -> str:
     return json.dumps(SCHEMAS[name](), indent=2) + "\n"
 
 
-def schema(name: Name = None) -> None:
+def key_table(name: str) -> str:
+    """Returns the keys of a schema as a Markdown table: the documentation's. Raises KeyError as `schema_text`."""
+    return markdown(
+        [text_column(title, at) for at, title in enumerate(("key", "type", "meaning"))], list(key_rows(SCHEMAS[name]()))
+    )
+
+
+declare("--output json|md  The JSON Schema, or a Markdown table of the keys.", "schema")
+
+
+@flatten
+def schema(name: Name = None, *, output: Output = Output.JSON) -> None:
     """Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning and unit."""
     if name is None:
         typer.echo("\n".join(SCHEMAS))
     elif name in SCHEMAS:
-        typer.echo(schema_text(name), nl=False)
+        typer.echo(key_table(name) if output is Output.MD else schema_text(name), nl=False)
     else:
         raise InputError(f"There is no schema of '{name}'.", f"Choose from: {', '.join(SCHEMAS)}.")

@@ -20,6 +20,7 @@ from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
 from moeedge.lab.cli.trace_options import RejectedTokenModel
 from moeedge.records import as_dict
+from moeedge.run import Run
 from moeedge.ui.tables import Column, markdown, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def papers(
             print_part(found, console)
         return found
 
-    with Cases(notifier(stderr_console())) as cases:
+    with Cases(Run(notifier(stderr_console()))) as cases:
         for model in rejected_token_model.models if of_table2 else ():
             runs = Papers(cases, rejected_token_model=model, seed=seed)
             fit = runs.fit()
@@ -177,7 +178,7 @@ def measured(
             "Give a Mixture-of-Experts model with -m.",
         )
     err = stderr_console()
-    rows = compare_with_engine(config, asked, n_predict=n_predict, repeat=repetitions, notify=notifier(err))
+    rows = compare_with_engine(config, asked, n_predict=n_predict, repeat=repetitions, run=Run(notifier(err)))
     source = as_dict(read_provenance(config.model))
     objects, errors = [asdict(row) | source for row in rows], [abs(row.error) for row in rows]
     emit(output, lambda *_: json.dumps(objects, indent=1), print_measured, rows, (median(errors), max(errors)))

@@ -34,7 +34,7 @@ from moeedge.lab.policies.layer_lru import critical_experts, cutoff_layer
 from moeedge.llama import gguf_file, library
 from moeedge.paths import replace_file
 from moeedge.records import combine
-from moeedge.run import Notification, Notify, ignore
+from moeedge.run import Run
 from moeedge.scheduler.config import ExecutionConfig
 
 POLICY = "sp-moe"
@@ -90,12 +90,12 @@ class AblationRow:
     answers: int
 
 
-def solved_cutoff(config: EngineConfig, notify: Notify = ignore) -> tuple[int, str]:
+def solved_cutoff(config: EngineConfig, run: Run | None = None) -> tuple[int, str]:
     """Returns SP-MoE's cutoff layer from the calibrated cost model, and a sentence that explains it.
 
     Section 3.2: the experts of all layers before it fit the slots and arrive while the draft works.
     """
-    with Session.open(replace(config, placement=replace(config.placement, policy=POLICY)), notify=notify) as session:
+    with Session.open(replace(config, placement=replace(config.placement, policy=POLICY)), run=run) as session:
         info, units = session.info, None if session.calibration is None else session.calibration.units
         if session.placement is None:
             raise InputError("No device holds experts: there is no system to take apart.", "Use -dev emulated.")
@@ -117,12 +117,13 @@ def run_ablation(
     *,
     n_predict: int,
     repetitions: int,
-    notify: Notify = ignore,
+    run: Run | None = None,
 ) -> list[AblationRow]:
     """Measures the variants side by side on the first turns of `prompts`, and compares every answer with stock's.
 
-    config: with policy sp-moe. notify: receives the sessions' notes and a line per answer.
+    config: with policy sp-moe. run: told the sessions' notes and of each answer.
     """
+    run = run or Run()
     first_turns = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     with ExitStack() as stack:
         models = load_models(config, variants, stack)
@@ -138,7 +139,7 @@ def run_ablation(
                 "Give a draft of the target's hidden size, or leave out -md; without a device, use -dev emulated.",
             )
         for note in dict.fromkeys(note for arm in arms for note in arm.session.info.notes):
-            notify(Notification(note))
+            run.say(note)
         work = partial(Conversations, name="", warms_up=False, n_predict=n_predict, ignore_eos=True)
         expected = list(work(prompts=first_turns).samples([stock], [0]))
         logits_at, end_tokens = logits_in(stock.session.target), stop_tokens(models[0])
@@ -151,7 +152,7 @@ def run_ablation(
             samples[sample.mode].append(sample)
             equal[sample.mode] += check.passed
             seconds = sample.ttft_s + sample.decode_s
-            notify(Notification(f"{sample.mode}, prompt {sample.prompt}: {seconds:.1f} s"))
+            run.say(f"{sample.mode}, prompt {sample.prompt}: {seconds:.1f} s")
         labels = [arm.mode.label for arm in arms]
         rows = [_row(arm, samples[label], before[label], equal[label]) for arm, label in zip(arms, labels, strict=True)]
         return [replace(row, speedup=rows[0].tpot_s / row.tpot_s) for row in rows]

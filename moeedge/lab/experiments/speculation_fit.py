@@ -36,7 +36,7 @@ from moeedge.lab.analysis.step_fit import (
 from moeedge.lab.experiments.step_times import StepTimer, read_weights, this_machine
 from moeedge.llama.gguf_file import read_experts_used
 from moeedge.records import filled
-from moeedge.run import Notify, Progress, Run
+from moeedge.run import Progress, Run
 from moeedge.speculation import check_gamma
 
 MAX_ERROR = 0.15  # of times left out, median; with more there are no predictions
@@ -187,7 +187,7 @@ def run_fit(
     progress = run.progress
     most_drafts, tokens = max(plan.gammas), sorted(set(plan.tokens))
     sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)
-    with _open(config, most_drafts, None, run.show) as session:
+    with _open(config, most_drafts, None, run) as session:
         info, weights = session.info, read_weights(config.model)
         _check_draft(session)
         used = _experts_used(plan, info, config.model)
@@ -210,7 +210,7 @@ def run_fit(
             target += together.target()
             draft = together.draft()
     for n_used in used[1:]:
-        with _open(config, 0, n_used, run.show) as other:
+        with _open(config, 0, n_used, run) as other:
             alone = timer_of(session=other, shapes=[(1, each) for each in tokens])
             progress.start(f"timing, {n_used} experts per token", alone.n_passes)
             target += alone.target()
@@ -229,8 +229,8 @@ def run_fit(
     return FitReport.of(info, times, acceptance, plan.gammas, plan.batch_sizes)
 
 
-def _open(config: EngineConfig, gamma: int, n_used: int | None, notify: Notify) -> Session:
-    session = Session.open(replace(config, gamma=gamma, n_expert_used=n_used), notify=notify)
+def _open(config: EngineConfig, gamma: int, n_used: int | None, run: Run) -> Session:
+    session = Session.open(replace(config, gamma=gamma, n_expert_used=n_used), run=run)
     if session.info.n_experts == 0 or not session.model.can_roll_back:
         session.close()
         why = "has no experts" if session.info.n_experts == 0 else "cannot take tokens back"

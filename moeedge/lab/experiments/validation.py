@@ -34,7 +34,7 @@ from moeedge.policies.base import CacheShape, PolicyConfig
 from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import make_policy
 from moeedge.records import filled
-from moeedge.run import Notification, Notify
+from moeedge.run import Run
 from moeedge.scheduler.stats import StepRecord
 from moeedge.trace.format import Trace, TraceMeta
 
@@ -92,12 +92,12 @@ def compare_with_engine(
     *,
     n_predict: int,
     repeat: int,
-    notify: Notify,
+    run: Run,
 ) -> list[Comparison]:
     """Measures all combinations `repeat` times, and simulates each on the medians.
 
     base: models, device and threads. The combinations take turns, so that a disturbance of the machine does not
-    affect a single one. notify: receives a line before each measurement.
+    affect a single one. run: told before each measurement.
     """
     measured: dict[Combination, list[_Measurement]] = {combination: [] for combination in wanted}
     base = replace(base, gamma=max(combination.gamma for combination in wanted))
@@ -105,7 +105,7 @@ def compare_with_engine(
         models = load_models(base, [MODES["moeedge"]], stack)
         for number, (combination, outcomes) in product(range(repeat), measured.items()):
             where = f"{combination.policy}, ratio {combination.cache_ratio:g}, gamma {combination.gamma}"
-            notify(Notification(f"{where}, {number + 1} of {repeat}"))
+            run.say(f"{where}, {number + 1} of {repeat}")
             outcomes.append(_measure(base, combination, n_predict, models))
     # the cost model is the machine's, not the policy's: all sessions with the same draft length measured the same one
     pooled: dict[int, list[CostModel]] = defaultdict(list)

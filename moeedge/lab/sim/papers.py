@@ -25,7 +25,7 @@ from moeedge.lab.sim.model_shape import SIDES, Side, entry_of, find_model, only_
 from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft, simulate, synthetic_trace
 from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs
-from moeedge.run import Notification, Notify, ignore
+from moeedge.run import Run
 from moeedge.speculation import acceptance_for, expected_tokens
 from moeedge.trace.format import Trace
 from moeedge.trace.steps import RejectedTokenModel
@@ -50,11 +50,11 @@ class Case:
 
 
 class Cases:
-    """Runs cases in several processes, each once; a context manager that ends them. notify: called once a case."""
+    """Runs cases in several processes, each once; a context manager that ends them. run: told of each case."""
 
-    def __init__(self, notify: Notify = ignore) -> None:
+    def __init__(self, run: Run | None = None) -> None:
         self._results: dict[Case, SimulationResult] = {}
-        self._notify = notify
+        self._run = run or Run()
         n_workers = min(os.cpu_count() or 1, _WORKERS_MAX)
         self._pool = ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn"))
 
@@ -74,7 +74,7 @@ class Cases:
             config = case.config
             where = f"{config.policy}, {case.model} on {case.hardware.name}"
             options = f"ratio {config.cache_ratio:g}, gamma {result.gamma}"
-            self._notify(Notification(f"{where}, {options}: {result.tg_ts:.2f} tokens/s"))
+            self._run.say(f"{where}, {options}: {result.tg_ts:.2f} tokens/s")
         return [self._results[case] for case in wanted]
 
 

@@ -22,6 +22,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.utils import is_dumb_terminal
 
 from moeedge.errors import EmptyPromptError, InputError, MoeedgeError
+from moeedge.run import Level, Run
 from moeedge.ui.console import is_terminal
 
 QUOTES = '"""'
@@ -81,7 +82,7 @@ class _CommandCompleter(Completer):
         return [Completion(name, start_position=-len(word)) for name in names if name.startswith(word)]
 
 
-def open_history(path: Callable[[], Path], notify: Callable[[str], None]) -> History:
+def open_history(path: Callable[[], Path], run: Run) -> History:
     """The history in the file `path()`, readable by its owner only; in memory if the file cannot be written."""
     try:
         file = path()
@@ -89,7 +90,7 @@ def open_history(path: Callable[[], Path], notify: Callable[[str], None]) -> His
         with file.open("ab"):  # writable?
             return FileHistory(str(file))
     except (OSError, MoeedgeError) as error:
-        notify(f"Input history is not kept: {error}.")
+        run.say(f"Input history is not kept: {error}.", Level.WARNING)
         return InMemoryHistory()
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from moeedge.engine.answer import Generation
 from moeedge.engine.conversation import Message
 from moeedge.errors import ContextTooSmallError, MoeedgeError
+from moeedge.run import Run
 from moeedge.ui import figures
 from moeedge.ui.chat.commands import LEAVING, Next, run_command
 from moeedge.ui.chat.interrupt import HANGUP, Ended, Interrupt
@@ -110,10 +111,11 @@ class Repl(Chat):
             if sampling.seed is not None:  # with the same seed /regen would repeat the answer
                 sampling = replace(sampling, seed=sampling.seed + self.attempt)
             meter = CacheMeter(self.session)
+            run = Run(cancelled=self._interrupt)
             self._interrupt.arm()
             try:
                 answer = self.session.generate(
-                    prompt, n_predict=self.settings.n_predict, sampling=sampling, cancel=self._interrupt, begun=begun
+                    prompt, n_predict=self.settings.n_predict, sampling=sampling, run=run, begun=begun
                 )
                 self.conversation.add_budget(figures.budget(self.info) if self.session.gamma > 0 else "")
                 if begun:
@@ -144,7 +146,7 @@ class Repl(Chat):
                 if answer.stop_reason != "interrupted":
                     self._interrupt.arm()
                     try:  # Ctrl-C leaves it for after the next answer
-                        self.session.measure_postponed(self._interrupt)
+                        self.session.measure_postponed(run)
                     finally:
                         self._interrupt.disarm()
         finally:

@@ -14,7 +14,7 @@ from moeedge.engine.layer_search import open_session
 from moeedge.engine.session import RESERVED_TOKENS, Session, prepare_answers
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError, MoeedgeError
-from moeedge.run import Notification, Notify
+from moeedge.run import Notification, Run
 from moeedge.ui.chat import greeting
 from moeedge.ui.chat.interrupt import Ended
 from moeedge.ui.chat.settings import Settings, restored, saved_settings
@@ -64,9 +64,9 @@ class SwitchError(MoeedgeError):
 class ModelSwitch:
     """Opens a session, and another in its place when it is called with a name that `configure` understands."""
 
-    def __init__(self, config: EngineConfig, configure: Callable[[str], EngineConfig], notify: Notify) -> None:
-        self._config, self._configure, self._notify = config, configure, notify
-        self.session = open_session(config, notify=notify)
+    def __init__(self, config: EngineConfig, configure: Callable[[str], EngineConfig], run: Run) -> None:
+        self._config, self._configure, self._run = config, configure, run
+        self.session = open_session(config, run=run)
 
     def __enter__(self) -> ModelSwitch:
         return self
@@ -91,11 +91,11 @@ class ModelSwitch:
     def _replace(self, config: EngineConfig) -> Session:
         self.session.close()
         try:
-            self.session = open_session(config, notify=self._notify)
+            self.session = open_session(config, run=self._run)
         except Ended:  # the program ends
             raise
         except (MoeedgeError, ValueError, KeyboardInterrupt) as error:
-            self.session = open_session(self._config, notify=self._notify)
+            self.session = open_session(self._config, run=self._run)
             stopped = isinstance(error, KeyboardInterrupt)
             message = error.message if isinstance(error, MoeedgeError) else "Stopped." if stopped else f"{error}."
             raise SwitchError(message, getattr(error, "hint", "")) from None

@@ -17,7 +17,7 @@ from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.llama.reasoning import TemplateChoice
 from moeedge.policies.expert_budget import BudgetFacts, budget_record
 from moeedge.records import as_dict, figure, filled, stored
-from moeedge.run import Notify, ignore
+from moeedge.run import Notify, Run, ignore
 from moeedge.scheduler.governor import DraftChoice
 from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.ui import figures
@@ -44,7 +44,7 @@ class CacheMeter:
     def __init__(self, session: Session, interval_s: float = 0.25) -> None:
         self._session, self._interval_s, self._read_s = session, interval_s, 0.0
         self.notes: list[str] = []
-        self._notify: Notify = ignore  # the session's, while this one takes its place
+        self._show: Notify = ignore  # the session's, while this one takes its place
         self._start: PlacementStats | None = None
         self._newest: PlacementStats | None = None
 
@@ -53,7 +53,7 @@ class CacheMeter:
         return None if start is None or newest is None else newest - start
 
     def __enter__(self) -> CacheMeter:
-        self._notify = self._session.run.show
+        self._show = self._session.run.show
         self._session.run.show = self.notes.append
         self._start = self._newest = self._session.placement_stats()
         if self._start is not None:
@@ -61,7 +61,7 @@ class CacheMeter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._session.run.show = self._notify
+        self._session.run.show = self._show
         if self._start is not None:
             self._session.observers.remove(self._observe)
             self._newest = self._session.placement_stats()
@@ -192,7 +192,8 @@ def answer_once(
 ) -> int:
     """Generate the answer to the tokens; the answer goes to `out`, its figures to `err`. Returns the exit code."""
     with Interrupt(armed=True) as interrupt:
-        answer = session.generate(prompt, n_predict=settings.n_predict, sampling=settings.sampling, cancel=interrupt)
+        run = Run(cancelled=interrupt)
+        answer = session.generate(prompt, n_predict=settings.n_predict, sampling=settings.sampling, run=run)
         meter = CacheMeter(session)
         try:
             if as_json:
@@ -215,5 +216,5 @@ def answer_once(
             print_turn(err, answer, session.info, meter, settings.look)
         if interrupt.exit_code:
             return interrupt.exit_code
-        session.measure_postponed(interrupt)
+        session.measure_postponed(run)
         return interrupt.exit_code if interrupt.ending else 0

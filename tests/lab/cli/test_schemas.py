@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from moeedge.lab.cli.schema import SCHEMAS, schema_text
+from moeedge.lab.cli.schema import SCHEMAS, key_table, schema_text
 from tests.support.commands import refused, run, run_json
 from tests.support.traces import two_texts
 
@@ -143,3 +143,18 @@ def test_the_command_prints_them() -> None:
     assert run("lab", "schema").stdout.split() == [*SCHEMAS] and {"bench", "chat", "trace"} <= set(SCHEMAS)
     assert json.loads(run("lab", "schema", "bench").stdout) == json.loads(schema_text("bench"))
     assert "bench" in refused("lab", "schema", "benches")
+
+
+def test_the_documents_table_is_made_from_the_declarations() -> None:
+    page = (Path(__file__).parents[3] / "docs/lab/traces.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("<!-- made by: moeedge lab schema trace -o md -->\n")
+    assert table.startswith(key_table("trace") + "\n")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_tables_name_every_key(name: str) -> None:
+    rows = [line.split(" | ", 2) for line in key_table(name).splitlines()[2:]]
+    assert all(len(row) == 3 and row[1].strip() and len(row[2].strip(" |")) > 2 for row in rows)
+    keys = [row[0].strip("| `") for row in rows]
+    schema = json.loads(schema_text(name))
+    assert set(schema.get("items", schema)["properties"]) <= set(keys) and len(keys) == len(set(keys))
