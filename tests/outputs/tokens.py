@@ -6,6 +6,7 @@ recorded that all ways of decoding give the tokens of the plain one.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
@@ -130,9 +131,9 @@ def _talk() -> Any:
         (folder / "list.gbnf").write_text('root ::= "a" | "b"')
         consoles = {"out": Console(file=out, width=100), "err": Console(file=err, width=200)}
         repl, switch = module("moeedge.ui.chat.repl").Repl, module("moeedge.ui.chat.session").ModelSwitch
-        with switch(
-            session.config, lambda name: replace(session.config, model=Path(name)), lambda _text: None
-        ) as models:
+        takes_run = "run" in inspect.signature(switch).parameters  # before 0.16.0: what shows messages
+        run = module("moeedge.run").Run() if takes_run else lambda _text: None
+        with switch(session.config, lambda name: replace(session.config, model=Path(name)), run) as models:
             talk = repl(models.session, talk.Conversation(), settings, read=read, switch=models, **consoles)
             code = talk.run()
     turns = [" ".join(_FIGURES.sub("#", plain(turn)).split()) for turn in err.getvalue().split("\n> ")]
