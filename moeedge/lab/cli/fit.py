@@ -13,12 +13,9 @@ from moeedge import paths
 from moeedge.cli.common import emit, integers
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.data.datasets import load_dataset
-from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
 from moeedge.run import Run
 from moeedge.ui.console import notifier, say, stderr_console
-from moeedge.ui.progress import Bar
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
 
 if TYPE_CHECKING:
@@ -64,9 +61,12 @@ def fit(
     by more than 15 % (median), there are no predictions, and the exit code is 1.
     """
     engine.limit_openmp_spin()
+    from moeedge.data.datasets import load_dataset
     from moeedge.engine.context_choice import thread_notes
+    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.speculation_fit import FitPlan, run_fit
     from moeedge.scheduler.config import PlacementConfig
+    from moeedge.ui.progress import Bar
 
     plan = FitPlan(
         tokens=tuple(sorted(batch_tokens)),
