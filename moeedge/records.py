@@ -37,8 +37,8 @@ class Figure:
     takes the first. key: its name in JSON, if not the attribute's; "a.b" is b in an object a. prefix: of a record whose
     keys stand among those of the record that holds it: the beginning of their names; None: it is an object of its own.
     without: attributes of such a record that have no key. absent: in JSON, where the record that has the figure is
-    None. optional: no key where the value is None. title, form, scale: of a column. axis: "x" or "y" of a default plot.
-    kind: the type in JSON, if not the annotation's. place: in the order of declaration.
+    None. optional: no key where the value is None. title, form, scale: of a column. axis: "x" or "y" of a default plot,
+    or "name" of its lines. kind: the type in JSON, if not the annotation's. place: in the order of declaration.
     """
 
     help: str
@@ -63,13 +63,13 @@ class Figure:
     def label(self) -> str:
         """The meaning, without notes and further sentences, and the unit: of an axis."""
         meaning = re.split("[;.(]", self.help)[0].strip()
-        return f"{meaning} ({self.unit})" if self.unit else meaning
+        return f"{meaning} ({self.unit})" if self.unit in _UNITS else meaning
 
     @property
     def description(self) -> str:
         """The meaning and the unit as a sentence."""
         meaning, mark, note = self.help.partition(";")
-        unit = f", in {_UNITS.get(self.unit, self.unit)}" if self.unit else ""
+        unit = f", in {_UNITS[self.unit]}" if self.unit in _UNITS else ""
         return f"{meaning[:1].upper()}{meaning[1:]}{unit}{mark}{note}."
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -88,10 +88,6 @@ class Run:
         """Shows a sentence at once, and adds it to the notes."""
         self.notes.append(notification := Notification(text, level))
         self.show(notification)
-
-    def part(self) -> Run:
-        """The run of a part of the operation, which has notes of its own."""
-        return replace(self, notes=[])
 
 
 class Closing:

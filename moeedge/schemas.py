@@ -128,6 +128,7 @@ def key_rows(schema: dict[str, Any], defs: Mapping[str, Any] | None = None, grou
         is_array = "items" in alternatives[0]
         values = member.get("enum", [member["const"]] if "const" in member else [])
         kinds = _kinds(member) or ["array"] * is_array or [json.dumps(value) for value in values] or ["object"]
+        kinds += ["null"] * ({"type": "null"} in member.get("oneOf", ()))
         if (array := inner.get("properties", {})).keys() == {"dtype", "shape"}:  # of a trace
             axes = array["shape"]["description"].rpartition(": ")[2].rstrip(".")
             kinds, inner = [f"{' or '.join(array['dtype']['enum'])} [{axes}]"], {}

@@ -24,6 +24,7 @@ from moeedge.hardware.provenance import Provenance
 from moeedge.paths import cache_dir
 
 SCHEMA = "moeedge-bench-run-1"
+TEXTS = "{} texts"  # the test of the answers of which a sample of several texts is
 LAST = "last"  # names the newest file in `folder`
 _MOST_FILES = 5  # of interrupted runs
 _MOST_DIFFERENCES = 3  # in an error message
@@ -127,8 +128,8 @@ class Journal:
 
     @property
     def n_done(self) -> int:
-        """Samples that the file holds."""
-        return len(self._done)
+        """Samples that the file holds, those of several texts as one."""
+        return sum(not test.endswith(TEXTS.format("")) for (*_, test), _ in self._done)
 
     def samples(self, part: int, pass_index: int) -> dict[str, list[Sample]]:
         """Returns the samples of a pass that the file had when it was opened, by test."""

@@ -24,7 +24,7 @@ from moeedge.bench.experiment import (
     synthetic_modes,
 )
 from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
-from moeedge.bench.journal import Journal
+from moeedge.bench.journal import TEXTS, Journal
 from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, logits_in, stop_tokens
 from moeedge.bench.perplexity import measure_perplexity
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_end
@@ -41,7 +41,7 @@ from moeedge.llama.model_memory import choose_n_ctx
 from moeedge.run import Notification, Run
 
 _CONTEXT_STEP = 256  # llama.cpp pads contexts to multiples of this many tokens
-_ALONE, _TEXTS = -1, "{} texts"  # in a journal: the pass of answers to single prompts, the texts of a Together
+_ALONE = -1  # the pass of answers to single prompts in a journal
 _TOKENS_AROUND_ANSWER = 16  # that a template puts there; the exact number is not known before the answer is
 
 
@@ -204,8 +204,8 @@ class Bench:
 
     def _advance(self, sample: Sample, test: str) -> None:
         part = f"{test}, repetition {sample.repetition + 1}"
-        self._run.progress.phase(f"{part}, {sample.mode}", part)
         self._run.progress.add()
+        self._run.progress.phase(f"{part}, {sample.mode}", part)
 
     def _measure(self, current: Pass, index: int) -> None:
         for note in synthetic_modes(current.modes)[1] if self.plan.tests else ():
@@ -215,7 +215,7 @@ class Bench:
             work.take_over(by_test.get(work.name, ()), current.modes, by_mode=in_turn)
             if isinstance(work, Together):
                 done = {(sample.mode, sample.repetition) for sample in work.measured}
-                texts = by_test.get(_TEXTS.format(work.name), ())
+                texts = by_test.get(TEXTS.format(work.name), ())
                 work.texts += [text for text in texts if (text.mode, text.repetition) in done]
             for sample in work.measured:
                 self._advance(sample, work.name)
@@ -233,7 +233,7 @@ class Bench:
                     own = [arm for arm in arms if arm.mode in work.modes(current.modes)]
                     for sample in work.samples(own, repetitions, first_place=place, run=self._run):
                         for text in work.texts_of(sample):
-                            self._journal.add((self._part, index, _TEXTS.format(work.name)), text)
+                            self._journal.add((self._part, index, TEXTS.format(work.name)), text)
                         self._journal.add((self._part, index, work.name), sample)
                         self._advance(sample, work.name)
                 self._read_ends(arms, current)

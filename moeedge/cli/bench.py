@@ -100,7 +100,6 @@ def bench(
         refused = {
             "--score": score,
             "-p": synthetic.is_asked,
-            "--resume": resume is not None,
             "--draft-p-min": engine.draft_p_min > 0,
             "--expert-budget": budgets.expert_budget is not None,
             "--perplexity": budgets.perplexity is not None,
@@ -172,9 +171,14 @@ def bench(
         notes.append("-ngl has no effect with -dev none.")
     notes += dict.fromkeys(note for each in bases for note in run.layer_notes(each))
     plans = [replace(plan, base=each) for each in bases]
-    if plot is not None and not sweep.is_set and len(plans) == 1 and len(plan.tests) < 2:
-        options = "--policy, --cache-ratio, --expert-budget, --draft-max, --parallel, -p, -n, -d, -t, -b and -ub"
-        raise InputError(f"--plot draws what lists compare: {options}.", "Give at least one of them several values.")
+    if plot is not None and not sweep.is_set and not run.has_axis(plans):
+        options = (
+            "--policy, --cache-ratio, --expert-budget, --draft-max, --parallel, or lists of -p, -d, -t, -b and -ub"
+        )
+        raise InputError(f"--plot draws what {options} compare.", "Give at least one of them.")
+    if plot is not None and sweep.is_set and len(plans) > 1:
+        what = "--plot of policies, caches, budgets and draft lengths goes with one value of -t and other lists."
+        raise InputError(what, "Name one of each.")
     if len(plans) > 1 and parallel:
         what = "--parallel goes with one value of -t, -b and -ub, and of the options of layers and of the KV cache."
         raise InputError(what, "Name one of each.")

@@ -87,6 +87,15 @@ def make_bench_plan(
     return plan, notes
 
 
+def has_axis(plans: Sequence[BenchPlan]) -> bool:
+    """Whether there is something to draw over: threads, batches, or prompts and depths of one kind of test."""
+    settings = {(plan.base.n_threads, plan.base.n_batch, plan.base.n_ubatch) for plan in plans}
+    tests = plans[0].tests
+    return len(settings) > 1 or len({(test.n_prompt, test.depth, test.n_gen) for test in tests}) > len(
+        {test.n_gen for test in tests}
+    )
+
+
 def measure(
     plans: Sequence[BenchPlan],
     notes: list[str],
@@ -130,7 +139,9 @@ def measure(
                 progress.note(line)
             typer.echo(render(rows, output.value), nl=False)
     if plot is not None and not draw(rows, plot):
-        reason = "No option with an axis had several values"
+        reason = "No two rows differ in what an axis shows"
+        if any(mode.is_swept for mode in plans[0].modes):
+            reason = "No mode had an expert cache"
         if plans[0].decodes_together:
             reason = "No mode with drafts was measured next to plain decoding"
         elif plans[0].compares_speculation:

@@ -100,7 +100,7 @@ class Session(Closing):
             config = replace(config, gamma=0)
         if model is not None or draft_model is not None:  # which `_fall_back` would free
             config = replace(config, cpu_fallback=False)
-        run = Run() if run is None else run.part()
+        run = Run() if run is None else Run(run.show)  # opening is not cancelled
         with ExitStack() as stack:
             model = model or stack.enter_context(loading.load_target(config, device))
             if config.n_parallel > 1 and not model.can_roll_back:
@@ -336,7 +336,7 @@ class Session(Closing):
         placement = self.placement
         if placement is None or placement.postponed is None or placement.lost or self._fell_back:
             return
-        run = replace(self.run.part(), cancelled=run.cancelled)
+        run = Run(self.run.show, cancelled=run.cancelled)
         try:
             self.calibration, stays = placement.postponed(run)
         except Cancelled:

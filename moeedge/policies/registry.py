@@ -52,10 +52,10 @@ def _simulated(policy: str, description: str) -> PolicyEntry:
     return PolicyEntry(policy, description, "simulation")
 
 
-def _further() -> dict[str, PolicyEntry]:
-    """The policies of the package's further modules."""
+def further() -> dict[str, PolicyEntry]:
+    """The policies of the package's further modules, which may read the ablations that PooledPolicy reads."""
     names = {info.name for info in iter_modules(moeedge.policies.__path__) if not info.ispkg} - _OTHER_MODULES
-    return {name: PolicyEntry(f".{name}:{name}", f"moeedge/policies/{name}.py describes it") for name in sorted(names)}
+    return {name: PolicyEntry(f".{name}:{name}", "", ablations=EVICTION_ABLATIONS) for name in sorted(names)}
 
 
 TABLE: dict[str, PolicyEntry] = {
@@ -95,7 +95,7 @@ TABLE: dict[str, PolicyEntry] = {
         "layer_lru:SpMoe",
         "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer",
     ),
-    **_further(),
+    **further(),
     "none": PolicyEntry(".baselines:NoCache", "no expert on the device"),
     "llama-cpp": _simulated("placed:LlamaCpp", "llama.cpp: the last layers on the GPU, no draft model"),
     "llama-cpp-sd": _simulated("placed:LlamaCppSd", "llama.cpp with a draft model"),

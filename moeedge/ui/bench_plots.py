@@ -31,12 +31,13 @@ class _Point(NamedTuple):
 def draw(rows: Sequence[BenchRow], path: Path) -> bool:
     """Draws what the run compares. Returns False without figures. Raises InputError for an unwritable file."""
     plots = next(
-        filter(None, (make(rows) for make in (batch_plots, speculation_plots, cache_plots, _plots_of_tests))), []
+        filter(None, (make(rows) for make in (batch_plots, speculation_plots, _plots_of_lists, cache_plots))), []
     )
     drafted = next((row.setup.draft for row in rows if row.setup.gamma), None)
     device = next((row.setup.device for row in rows if row.cache_ratio is not None), None)
+    one_test = None if len({row.test for row in rows}) > 1 else rows[0].test
     if plots:
-        parts = [rows[0].setup.model, drafted and f"draft {drafted}", rows[0].test, device and f"device {device}"]
+        parts = [rows[0].setup.model, drafted and f"draft {drafted}", one_test, device and f"device {device}"]
         parts.append("expert budgets (lossy), numbers: the budget" if any(row.is_lossy for row in rows) else None)
         save_plots(plots, path, title=", ".join(filter(None, parts)), n_columns=_N_COLUMNS)
     return bool(plots)
@@ -56,7 +57,7 @@ def _lines(points: Iterable[_Point]) -> list[Line]:
     return lines
 
 
-def _plots_of_tests(rows: Sequence[BenchRow]) -> list[Plot]:
+def _plots_of_lists(rows: Sequence[BenchRow]) -> list[Plot]:
     return default_plots(rows, lambda row: row.label) if rows else []
 
 

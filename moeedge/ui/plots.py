@@ -90,15 +90,17 @@ class Plot:
 def default_plots(records: Sequence[Any], name: Callable[[Any], str]) -> list[Plot]:
     """A plot of each figure declared as y over the first declared as x that differs; name: of a record's line.
 
-    Lines of records that differ in further figures declared as x are named by these, too. [] where nothing differs.
+    Lines of records that differ in further figures declared as x, or as name, are named by these, too. [] where no x
+    differs.
     """
     kind: Any = type(records[0])
     declared, plots = keys(kind), list[Plot]()
     rows = [(name(record), as_dict(record)) for record in records]
     for y in (key for key, each in declared.items() if each.axis == "y"):
         own = [(name, row) for name, row in rows if row[y] is not None]
-        axes = [key for key, each in declared.items() if each.axis == "x"]
-        x, *others = [key for key in axes if len({row[key] for _, row in own} - {None}) > 1] or [""]
+        differ = [key for key, each in declared.items() if each.axis and len({row[key] for _, row in own}) > 1]
+        x = next((key for key in differ if declared[key].axis == "x"), "")
+        others = [key for key in differ if key != x and declared[key].axis != "y"]
         points: dict[str, list[tuple[float, float]]] = {}
         for name_of_row, row in own if x else ():
             line = ", ".join([name_of_row, *(f"{key} {row[key]}" for key in others)])

@@ -22,6 +22,7 @@ from moeedge.bench.output_check import Difference, OutputCheck
 from moeedge.bench.records import SCHEMA, BenchRow
 from moeedge.bench.samples import CacheFigures, spread
 from moeedge.bench.scores import Scores
+from moeedge.cli import bench_run
 from moeedge.cli.bench_options import SyntheticOptions, _gpu_layers, sizes
 from moeedge.cli.bench_run import exit_code, make_bench_plan
 from moeedge.data.datasets import load_sample
@@ -30,6 +31,7 @@ from moeedge.errors import InputError
 from moeedge.hardware.provenance import Provenance
 from moeedge.ui.bench_plots import cache_plots, draw
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render, withheld_lines
+from moeedge.ui.plots import default_plots
 from tests.bench.recording import RecordedBench, Recorder
 from tests.support.answers import setup_of
 from tests.support.commands import SIGNALS, refused, run, run_json
@@ -243,6 +245,46 @@ def test_a_sweep_from_the_command_line(tiny_moe: Path, tiny_draft: Path, talk: P
     ]  # fmt: skip
     assert all(0 <= row["hit_rate_pairs"] <= 1 and row["device"].startswith("emulated") for row in swept)
     assert "<svg" in picture.read_text()
+
+
+def _listed(mode: str = "moeedge", **setup: object) -> BenchRow:
+    row = _row(OutputCheck(equal=8, compared=8))
+    return replace(row, mode=mode, setup=replace(row.setup, **setup))  # type: ignore[arg-type]
+
+
+def _lines(rows: list[BenchRow]) -> list[list[tuple[str, list[float]]]]:
+    """Names and x of the lines of each default plot."""
+    plots = default_plots(rows, lambda row: row.label)
+    return [[(line.label, list(line.x)) for line in plot.lines] for plot in plots]
+
+
+def test_default_plots_are_over_what_differs() -> None:
+    modes = (("stock-ar", 0), ("moeedge", 4))
+    by_threads = [_listed(mode, threads=n, gamma=gamma) for mode, gamma in modes for n in (2, 1)]
+    assert _lines(by_threads) == [[("stock-ar", [1, 2]), ("moeedge", [1, 2])]] * 3  # speeds and their ratio
+    titles = [plot.y_label.split()[0] for plot in default_plots(by_threads, lambda row: row.mode)]
+    assert titles == ["Prefill", "Decoding", "Decoding"]
+    by_prompt = [_listed(n_prompt=n, flash_attn=attn) for attn in ("on", "off") for n in (512, 128)]
+    lines = [("moeedge, flash_attn on", [128, 512]), ("moeedge, flash_attn off", [128, 512])]
+    assert _lines(by_prompt) == [lines] * 3
+    assert _lines([_listed(mode, gamma=gamma) for mode, gamma in modes]) == _lines([_listed(n_prompt=128)]) == []
+
+
+def test_lists_are_drawn_next_to_a_cache(tmp_path: Path) -> None:
+    rows = [replace(_swept("spac", 0.17, 0.5), setup=_listed(n_prompt=n).setup) for n in (128, 512)]
+    assert draw(rows, tmp_path / "lists.svg") and "Prompt" in (tmp_path / "lists.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "has"),
+    [([], False), (["-p", "8", "-n", "4"], False), (["-pg", "8,4"], False), (["-p", "8,16"], True),
+     (["-d", "0,8"], True), (["-t", "1,2"], True), (["-fa", "0,1"], False)],
+)  # fmt: skip
+def test_a_plot_needs_an_axis(options: list[str], has: bool, monkeypatch: pytest.MonkeyPatch, tiny_moe: Path) -> None:
+    asked = list[object]()
+    monkeypatch.setattr(bench_run, "measure", lambda plans, *_, **__: asked.append(plans) or 0)
+    result = run("bench", "-m", tiny_moe, "-md", "none", "-dev", "none", *options, "--plot", "picture.svg")
+    assert (result.exit_code == 0, bool(asked)) == (has, has)
 
 
 def _swept(policy: str, ratio: float, hits: float) -> BenchRow:
