@@ -60,7 +60,6 @@ class Bench:
         self._base = plan.base  # with the context that the prompts need
         self._models: tuple[Model, Model | None]
         self._prompts: tuple[Prompt, ...] = ()
-        self._n_left_out = 0  # prompts that do not fit it
         self._alone: list[Sample] = []  # stock llama.cpp's answers, where others answer several prompts at once
         self._resources = ExitStack()
         self._environment = read_provenance(plan.base.model)
@@ -125,7 +124,7 @@ class Bench:
             longest = max([n_synthetic, *(need for need in needs if need <= limit)])
             padded = -(-longest // _CONTEXT_STEP) * _CONTEXT_STEP
             self._base = replace(base, n_ctx=min(padded, max(limit, n_synthetic)))
-        self._n_left_out = len(prompts) - len(self._prompts)
+        self._n_left_out = len(prompts) - len(self._prompts)  # they do not fit
         if self._n_left_out:
             self._run.say(f"{self._n_left_out} of {len(prompts)} prompts exceed the context: left out.")
         if not most:

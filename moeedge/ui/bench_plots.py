@@ -35,8 +35,8 @@ def draw(rows: Sequence[BenchRow], path: Path) -> bool:
     )
     drafted = next((row.setup.draft for row in rows if row.setup.gamma), None)
     device = next((row.setup.device for row in rows if row.cache_ratio is not None), None)
-    one_test = None if len({row.test for row in rows}) > 1 else rows[0].test
     if plots:
+        one_test = None if len({row.test for row in rows}) > 1 else rows[0].test
         parts = [rows[0].setup.model, drafted and f"draft {drafted}", one_test, device and f"device {device}"]
         parts.append("expert budgets (lossy), numbers: the budget" if any(row.is_lossy for row in rows) else None)
         save_plots(plots, path, title=", ".join(filter(None, parts)), n_columns=_N_COLUMNS)

@@ -86,7 +86,7 @@ def test_memory_may_be_taken_after_it_was_free_for_ten_seconds() -> None:
     assert taken(799, 30) == [0] * 30, "not twice the reserve"
     assert taken(1000, 19) == [0] * 19
     assert taken(799, 1) == [0], "in a row"
-    assert taken(1000, 25) == [0] * 19 + [600] + [0] * 5, "once"
+    assert taken(800, 25) == [0] * 19 + [400] + [0] * 5, "once"
 
 
 @pytest.fixture(scope="module")
