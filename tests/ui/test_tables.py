@@ -9,18 +9,20 @@ import re
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from moeedge.hardware.devices import DeviceRow
-from moeedge.hub.catalog import Variant
+from moeedge.hub.catalog import HubFile, Variant
 from moeedge.hub.pull import WantedModel
+from moeedge.hub.remote import RemoteFile
 from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.traces.schedule import recorded_schedule
-from moeedge.lab.views.sim_views import print_replay
+from moeedge.lab.views.sim_views import _replay_style, print_replay
 from moeedge.ui.machine_views import print_devices
-from moeedge.ui.model_views import download_lines
+from moeedge.ui.model_views import download_lines, files_json
 from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, sql_text, text_column
 from tests.support.traces import two_texts
 
@@ -137,6 +139,20 @@ def test_columns_of_sql_take_the_numbers_of_another_run() -> None:
     with closing(sqlite3.connect(":memory:")) as base:
         base.executescript(first + second)
         assert base.execute("SELECT * FROM t").fetchall() == [('o\'neill "x"; --', None, 1, "[1]"), ("b", 2.5, 2, None)]
+
+
+def test_bounds_and_unranked_policies_are_dim() -> None:
+    rows = [SimpleNamespace(policy=name, without_predictor=alone) for name, alone in
+            (("spac", False), ("oracle", False), ("fate", True))]  # fmt: skip
+    assert [_replay_style(row) for row in rows] == ["", "dim", "dim"]  # type: ignore[arg-type]
+
+
+def test_missing_files_as_json() -> None:
+    wanted = [WantedModel("target", "big", "mit", Variant("q4", "me/x", files=(HubFile("a.gguf"),)), local=None)]
+    missing = [RemoteFile("me/x", "main", "c" * 40, "a.gguf", 7, "tag", None, have_bytes=3)]
+    (row,) = json.loads(files_json(wanted, missing))
+    file = {"file": "a.gguf", "commit": "c" * 40, "size_bytes": 7, "sha256": None, "have_bytes": 3}
+    assert (row["role"], row["repo"], row["path"], row["missing"]) == ("target", "me/x", None, [file])
 
 
 def test_a_download_says_which_facts_are_not_confirmed() -> None:

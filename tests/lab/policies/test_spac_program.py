@@ -44,3 +44,14 @@ def test_what_is_used_all_the_time_is_hot_as_it_is_not_under_the_printed_rule() 
             policy.observe(observation(counts))
         utilities[name] = policy.plan(np.zeros((2, 6), dtype=np.uint8), []).utility[0, 0]
     assert utilities == {"spac-program": CAP, "spac-paper": 1}
+
+
+def test_a_hot_resident_expert_stays_whatever_the_utility_of_absent_ones() -> None:
+    config = PolicyConfig(gamma=GAMMA, cap=CAP, ablations=frozenset({"no-ada-bc", "no-het-wb"}))
+    policy = make_policy("spac-program", CacheShape.uniform(1, 4, 2), config)
+    for step in range(8):
+        used = [0, 1, 2] if step >= 5 else [0]
+        policy.observe(observation(np.bincount(used, minlength=4)[None].astype(np.uint32) * (GAMMA + 1)))
+    plan = policy.plan(np.array([[0, 1, 1, 0]], dtype=np.uint8), [])
+    assert plan.utility.tolist() == [[4, 3, 3, 0]] and plan.tau[0] == 2  # all three are hot
+    assert len(plan.uploads) == len(plan.victims) == 0
