@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,3 +127,22 @@ def test_a_mac_without_metal(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
     assert gpu == PresentGpu("Apple", "the Mac's GPU", in_processor=True) and "-DGGML_METAL=on" in gpu.advice
     metal = native.Device("MTL0", "GPU", "Apple M9", 4, 8, "MTL", shares_host_memory=True)
     assert unused_gpus([CPU, metal]) == []
+
+
+def test_memory_of_processes_as_nvidias_driver_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Exception):
+        pass
+
+    def processes(card: int) -> list[SimpleNamespace]:
+        if card == 2:
+            raise Lost
+        return [SimpleNamespace(pid=7, usedGpuMemory=100), SimpleNamespace(pid=card, usedGpuMemory=None)]
+
+    driver = SimpleNamespace(
+        NVMLError=Lost,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetComputeRunningProcesses=processes,
+    )
+    monkeypatch.setattr(nvidia, "_nvml", lambda: driver)
+    assert nvidia.process_bytes() == {7: 200}
