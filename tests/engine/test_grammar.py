@@ -280,6 +280,14 @@ def test_a_complete_grammar_ends_the_answer_also_with_ignore_eos(tiny_moe: Path)
             assert answer.stop_reason == "eos" and len(text) == len("2026-11-23")
 
 
+def test_a_grammar_that_may_end_goes_on_with_ignore_eos(tiny_moe: Path) -> None:
+    sampling = SamplingConfig(temperature=1, seed=1, grammar="root ::= [a-z]*", ignore_eos=True)
+    with Session.open(EngineConfig(model=tiny_moe, n_ctx=256, n_threads=1)) as session:
+        answer = session.generate(PROMPT, n_predict=40, sampling=sampling)
+        text = "".join(answer.pieces())
+    assert len(text) >= 40 and len(set(text)) > 3
+
+
 def test_the_most_likely_allowed_token_may_be_far_from_the_top(model: Model) -> None:
     logits = np.arange(N_VOCAB, dtype=np.float32)[::-1].copy()
     logits[ord("z")] = logits[ord("y")] = -5.0  # the least likely of all, and equal

@@ -12,6 +12,7 @@ import pytest
 from moeedge.lab.sim import simulate as simulation
 from moeedge.policies.registry import POLICIES, SIMULATED
 from tests.support.commands import refused, run, run_json
+from tests.support.traces import two_texts
 
 SHORT = ("-n", "40", "--max-steps", "8", "--no-ranges")
 
@@ -125,3 +126,9 @@ def test_a_row_of_stock_with_the_same_experts_on_the_gpu() -> None:
         assert row["over_stock"] == pytest.approx(row["tg_ts"] / stock[row["cache_ratio"]]["tg_ts"])
     asked = run_json("lab", "simulate", "--policy", "llama-cpp,lru", "--gamma", "0", *SHORT)
     assert [row["policy"] for row in asked] == ["llama-cpp", "lru"]
+
+
+def test_a_file_of_other_sizes_than_the_trace_is_refused(tiny_moe: Path, tmp_path: Path) -> None:
+    two_texts().save(tmp_path / "trace.npz")
+    said = refused("lab", "simulate", "-m", tiny_moe, "--trace", tmp_path / "trace.npz", *SHORT)
+    assert tiny_moe.stem in said and "layers of" in said
