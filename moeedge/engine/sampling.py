@@ -14,7 +14,7 @@ import math
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,7 +144,11 @@ class Sampler:
 
     def argmax(self, logits: FloatRow, history: Sequence[int]) -> int:
         """The greedy choice, the lowest id among equals as in llama.cpp."""
-        with self._penalized(logits, history) if self._penalizes else nullcontext():
+        if self._penalizes:
+            with self._penalized(logits, history):
+                token = int(logits.argmax())
+                value = logits[token]
+        else:  # the usual case, several times a step
             token = int(logits.argmax())
             value = logits[token]
         if not math.isfinite(value):

@@ -8,8 +8,10 @@ exact (sampling.py); this module keeps the KV caches equal to the accepted text.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -113,13 +115,14 @@ class SpeculativeLoop:
                 "Read each answer to its end first, or answer the prompts together with generate_parallel.",
             )
 
-    @property
+    @cached_property
     def _watched(self) -> Run:
         """The run, which calls `watch` as well when a long computation asks whether it is cancelled."""
+        loop = weakref.proxy(self)  # without a cycle: what a loop holds is freed with it
 
         def cancelled() -> bool:
-            self.watch()
-            return self.run.cancelled()
+            loop.watch()
+            return bool(loop.run.cancelled())
 
         return Run(cancelled=cancelled)
 
@@ -358,7 +361,7 @@ class SpeculativeLoop:
     @property
     def _sense_s(self) -> float:
         """Time that the target's native sensor has taken so far."""
-        return 0.0 if self.target.sensor is None else self.target.sensor.stats().sense_s
+        return 0.0 if self.target.sensor is None else self.target.sensor.sense_s
 
 
 def _batch(text: TextState, proposal: Proposal) -> list[int]:

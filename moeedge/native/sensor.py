@@ -86,6 +86,8 @@ class Sensor(Instance):
         self._counts = np.zeros((self.n_layers, self.n_experts), dtype=np.uint32)
         self._counts_address = self._counts.ctypes.data
         self._frames = (abi.FrameStruct * MAX_FRAMES)()
+        self._stats = abi.c_struct(SensorStats)()
+        self._stats_address = ctypes.byref(self._stats)
         self._last_serial = 0
         # arrays by address and tokens: making them takes longer than all else of reading a frame
         self._views: dict[tuple[int, int, int, int], tuple[Any, Any, Any]] = {}
@@ -128,9 +130,16 @@ class Sensor(Instance):
 
     def stats(self) -> SensorStats:
         """The backend's figures since the context was made."""
-        raw = abi.c_struct(SensorStats)()
-        _check(self._library.moeedge_instance_get_stats(self.instance, ctypes.byref(raw)))
-        return abi.from_c(SensorStats, raw)
+        return abi.from_c(SensorStats, self._read_stats())
+
+    @property
+    def sense_s(self) -> float:
+        """Of `stats`, read twice a step: the time of counting and reading."""
+        return float(self._read_stats().sense_s)
+
+    def _read_stats(self) -> Any:
+        _check(self._library.moeedge_instance_get_stats(self.instance, self._stats_address))
+        return self._stats
 
     def threads(self) -> int:
         """Threads that the context asked for in its last decode; 0 before the first."""

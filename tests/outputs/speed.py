@@ -32,6 +32,12 @@ SETUPS: dict[str, dict[str, Any]] = {
 PROMPTS = ("What is 17 + 25?", "Tell me a story about a lighthouse.", "Who are you?", "Sort: pear, apple, fig, plum")
 WORKER = """
 import dataclasses, json, os, sys
+tree = os.environ.get("MOEEDGE_TREE")
+if tree:  # an editable installation would import the tree that it was made from
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+import moeedge
+if tree and not moeedge.__file__.startswith(tree + os.sep):
+    sys.exit(f"{moeedge.__file__} is not of {tree}")
 from moeedge import paths
 try:
     from moeedge.scheduler.config import PlacementConfig
@@ -71,14 +77,15 @@ class Version:
 
     def __init__(self, place: str) -> None:
         tree = Path(place).resolve() if Path(place).is_dir() else None
+        others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self.process = subprocess.Popen(
             [sys.executable if tree else place, "-c", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=None if os.environ.get("SPEED_STDERR") else subprocess.DEVNULL,
             text=True,
-            env=os.environ | ({"PYTHONPATH": str(tree)} if tree else {}),
-            cwd=tree,
+            env=others | ({"PYTHONPATH": str(tree), "MOEEDGE_TREE": str(tree)} if tree else {}),
+            cwd=tree or "/",  # the folder is the first from which Python imports
         )
 
     def __enter__(self) -> Version:
@@ -95,7 +102,7 @@ class Version:
         for line in self.process.stdout:
             if line.startswith("RESULT "):
                 return dict(json.loads(line.removeprefix("RESULT ")))
-        raise SystemExit("A version ended early.")
+        raise SystemExit("A version ended early; SPEED_STDERR=1 shows why.")
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
