@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moeedge.hardware.nvidia import cards
-from moeedge.hub.catalog import load_catalog
-from moeedge.hub.local import list_models
-
 Complete = Callable[[str], list[str]]
 
 
@@ -32,6 +28,9 @@ def completer(names: Callable[[], Iterable[str]]) -> Complete:
 
 def models() -> list[str]:
     """Names for -m: the catalog's, and of the hub what is on this machine."""
+    from moeedge.hub.catalog import load_catalog  # --help and the names of options do not wait for them
+    from moeedge.hub.local import list_models
+
     return [model.name for model in list_models(load_catalog(), everything=True)]
 
 
@@ -42,11 +41,13 @@ def drafts() -> list[str]:
 
 def datasets() -> list[str]:
     """Names for --dataset."""
-    from moeedge.data.datasets import CATALOG, SAMPLE, TOY  # --help does not wait for them
+    from moeedge.data.datasets import CATALOG, SAMPLE, TOY
 
     return [*CATALOG, SAMPLE, TOY]
 
 
 def devices() -> list[str]:
     """Values for -dev; which of the cards llama.cpp can use is not asked."""
+    from moeedge.hardware.nvidia import cards
+
     return ["auto", "none", "emulated", *(f"CUDA{i}" for i in range(len(cards())))]
