@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
-from moeedge.cli.model_files import ModelFiles, notify, resolve_models
 from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, DraftWord, EngineConfig
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME
-from moeedge.hub.local import locate
-from moeedge.hub.names import all_parts
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
 from moeedge.policies.registry import POLICIES
 from moeedge.run import Run
@@ -25,6 +22,7 @@ from moeedge.run import Run
 if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does not wait for it
     from _typeshed import DataclassInstance
 
+    from moeedge.cli.model_files import ModelFiles
     from moeedge.policies.expert_budget import Coverage, ExpertBudget
     from moeedge.scheduler.config import PlacementConfig
 
@@ -60,6 +58,8 @@ class EngineOptions:
     def _exceeds_memory(self) -> bool:
         """Whether the model's file does not fit what is free."""
         from moeedge.hardware.memory import fits
+        from moeedge.hub.local import locate
+        from moeedge.hub.names import all_parts
 
         try:
             path = locate(str(self.model)).path
@@ -83,6 +83,7 @@ class EngineOptions:
         whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams without -md.
         """
         from moeedge.cli.devices import check_device
+        from moeedge.cli.model_files import notify, resolve_models
 
         check_device(self.device)
         files = files or resolve_models(self.model, self.model_draft or default_draft, download=True)
