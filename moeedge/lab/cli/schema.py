@@ -13,7 +13,6 @@ import typer
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
 from moeedge.schemas import json_schema, key_rows
-from moeedge.trace.format import file_schema
 from moeedge.ui.tables import markdown, text_column
 
 Name = Annotated[
@@ -60,7 +59,13 @@ def _of_record(name: str) -> dict[str, Any]:
     return json_schema(kind_of_output, f"moeedge {command}", about, nulls=name != "chat")
 
 
-SCHEMAS = {name: partial(_of_record, name) for name in RECORDS} | {"trace": file_schema}
+def _of_trace() -> dict[str, Any]:
+    from moeedge.trace.format import file_schema
+
+    return file_schema()
+
+
+SCHEMAS = {name: partial(_of_record, name) for name in RECORDS} | {"trace": _of_trace}
 
 
 def schema_text(name: str) -> str:
