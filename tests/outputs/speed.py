@@ -32,7 +32,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 PROMPTS = ("What is 17 + 25?", "Tell me a story about a lighthouse.", "Who are you?", "Sort: pear, apple, fig, plum")
 WORKER = """
 import dataclasses, json, os, sys
-tree = os.environ.get("MOEEDGE_TREE")
+tree = os.environ.get("SPEED_TREE")
 if tree:  # an editable installation would import the tree that it was made from
     sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
 import moeedge
@@ -84,7 +84,7 @@ class Version:
             stdout=subprocess.PIPE,
             stderr=None if os.environ.get("SPEED_STDERR") else subprocess.DEVNULL,
             text=True,
-            env=others | ({"PYTHONPATH": str(tree), "MOEEDGE_TREE": str(tree)} if tree else {}),
+            env=others | ({"PYTHONPATH": str(tree), "SPEED_TREE": str(tree)} if tree else {}),
             cwd=tree or "/",  # the folder is the first from which Python imports
         )
 
