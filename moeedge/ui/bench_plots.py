@@ -58,7 +58,9 @@ def _lines(points: Iterable[_Point]) -> list[Line]:
 
 
 def _plots_of_lists(rows: Sequence[BenchRow]) -> list[Plot]:
-    return default_plots(rows, lambda row: row.label) if rows else []
+    """Ratios of disturbed rows are left out, as the table withholds them."""
+    shown = [replace(row, ratio=None, ratio_pp=None) if row.disturbed else row for row in rows]
+    return default_plots(shown, lambda row: row.label) if rows else []
 
 
 def cache_plots(rows: Sequence[BenchRow]) -> list[Plot]:

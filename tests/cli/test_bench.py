@@ -272,7 +272,11 @@ def test_default_plots_are_over_what_differs() -> None:
 
 def test_lists_are_drawn_next_to_a_cache(tmp_path: Path) -> None:
     rows = [replace(_swept("spac", 0.17, 0.5), setup=_listed(n_prompt=n).setup) for n in (128, 512)]
-    assert draw(rows, tmp_path / "lists.svg") and "Prompt" in (tmp_path / "lists.svg").read_text()
+    assert draw(rows, tmp_path / "lists.svg")
+    text = (tmp_path / "lists.svg").read_text()
+    assert "Prompt" in text and "median of pairs" in text
+    assert draw([replace(row, disturbed="load") for row in rows], tmp_path / "lists.svg")
+    assert "median of pairs" not in (tmp_path / "lists.svg").read_text()  # withheld, as in the table
 
 
 @pytest.mark.parametrize(
