@@ -17,6 +17,7 @@ from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.governor import GAMMA_MAX
 
 if TYPE_CHECKING:  # imported before the options are read, which must not load llama.cpp
+    from moeedge.engine.scripted import ConfidenceModel
     from moeedge.llama.model import Mode
 
 REFERENCE = "stock-ar"
@@ -220,16 +221,17 @@ def parse_policies(text: str | None, policies: Iterable[str]) -> tuple[str, ...]
     return names
 
 
-def parse_ratios(text: str | None) -> tuple[float, ...]:
+def parse_ratios(text: str | None, option: str = "--cache-ratio") -> tuple[float, ...]:
     """Reads a comma-separated list of numbers in [0, 1], each kept once, in order; () for None. Raises InputError."""
     if text is None:
         return ()
-    hint, ratios = "Write for instance --cache-ratio 0.1,0.3.", dict[str, float]()
-    for name in _parse_list(text, "--cache-ratio", hint):
+    hint, ratios = f"Write for instance {option} 0.1,0.3.", dict[str, float]()
+    for name in _parse_list(text, option, hint):
         with suppress(ValueError):
             ratios[name] = float(name)
         if not 0 <= ratios.get(name, -1) <= 1:  # also rejects NaN
-            raise InputError(f"The cache ratio must be a number from 0 to 1, not '{name}'.", hint)
+            what = "The cache ratio must be a number" if option == "--cache-ratio" else f"{option} takes numbers"
+            raise InputError(f"{what} from 0 to 1, not '{name}'.", hint)
     return tuple(dict.fromkeys(ratios.values()))
 
 
@@ -266,6 +268,30 @@ class SyntheticTest:
         require(has_tokens, f"a synthetic test needs tokens: prompt {self.n_prompt}, decoded {self.n_gen}")
 
 
+@dataclass(frozen=True)
+class ScriptedTest:
+    """Answers whose drafts are accepted at a given rate (engine/scripted.py)."""
+
+    n_gen: int  # tokens of an answer
+    acceptance: float  # of a draft, after those before it were accepted
+    confidences: ConfidenceModel = "calibrated"
+    n_before: int = 32  # tokens of the text before it
+
+    @property
+    def name(self) -> str:
+        """tg128 accept 0.7."""
+        return f"tg{self.n_gen} accept {self.acceptance:g}"
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that the context must hold; drafts may go beyond the end."""
+        return self.n_before + self.n_gen + 2 * GAMMA_MAX
+
+    def __post_init__(self) -> None:
+        require(self.n_gen >= 2, f"an answer with scripted drafts (-n) needs 2 tokens or more, not {self.n_gen}")
+        require(0 <= self.acceptance <= 1, f"an acceptance (--accept) must be from 0 to 1, not {self.acceptance:g}")
+
+
 _MOST = 10**6  # tokens, repetitions, seconds, prompts: beyond what any run takes
 
 
@@ -286,6 +312,7 @@ class BenchPlan:
     text: EvaluationText | None = None  # for the perplexity of the modes of our backend with drafts
     delay_s: float = 0.0  # pause before each repetition of a synthetic test
     warm_up: bool = True  # run every mode once before the first sample; otherwise the first repetition is cold
+    scripted: tuple[ScriptedTest, ...] = ()
 
     @property
     def decodes_together(self) -> bool:
@@ -308,4 +335,12 @@ class BenchPlan:
         require(not (self.score and self.ignore_eos), "--score and --ignore-eos cannot be used together")
         require(not self.score or self.dataset is not None, "--score needs a --dataset")
         require(not self.run_code or self.score, "--run-code runs programs for their score: it needs --score")
-        require(self.dataset is not None or self.tests, "nothing to measure: no dataset, and -p and -n are 0")
+        forced = bool(self.scripted or self.base.routing)  # tokens or experts that are not the model's own
+        require(
+            not (forced and self.dataset), "--dataset asks for the model's own answers: not with --accept, --routing"
+        )
+        require(not (forced and self.text), "--perplexity is of the model itself: not with --accept or --routing")
+        require(
+            self.dataset is not None or self.tests or self.scripted,
+            "nothing to measure: no dataset, and -p and -n are 0",
+        )

@@ -1,13 +1,15 @@
 """One experiment: arms take turns at a work, and every turn gives a sample.
 
 An arm is a mode with its session; `BenchArm.answer` is the only place where answers are timed. A work is the prompts of
-a dataset, answered one by one (Conversations) or several at once (Together), or a test of llama-bench with random
-tokens (SyntheticWork). `Work.samples` rotates the arms, warms them up, leaves out what an interrupted run has done, and
-ends when it is cancelled. `moeedge bench`, the choice of an expert budget, `lab ablate` and `lab fit` measure this way.
+a dataset, answered one by one (Conversations) or several at once (Together), a test of llama-bench with random tokens
+(SyntheticWork), or answers whose drafts are accepted as a script says (ScriptedWork). `Work.samples` rotates the arms,
+warms them up, leaves out what an interrupted run has done, and ends when it is cancelled. `moeedge bench`, the choice
+of an expert budget, `lab ablate` and `lab fit` measure this way.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +20,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moeedge.bench.config import REFERENCE, BenchMode, SyntheticTest
+from moeedge.bench.config import REFERENCE, BenchMode, ScriptedTest, SyntheticTest
 from moeedge.bench.samples import Counters, Sample, counted, disk_bytes_read, from_stats, grouped
 from moeedge.data.prompts import Prompt
 from moeedge.engine.answer import ParallelGeneration
+from moeedge.engine.scripted import Script
 from moeedge.engine.session import Session
 from moeedge.engine.types import SamplingConfig
 from moeedge.hardware.machine_load import LoadReading
 from moeedge.llama.model import Model
-from moeedge.native.abi import Phase
+from moeedge.native.abi import Phase, RoutingMode
 from moeedge.run import Run
 from moeedge.scheduler.stats import StepRecord
 
@@ -36,6 +39,8 @@ _PAUSE_S = 0.5  # the shortest of a user between two turns, in which experts may
 _WARM_UP_TOKENS = 16
 _WARM_UP_TOKENS_TOGETHER = 8
 _SEED = 1  # of random tokens
+_ROUTING_STRIDE = 10_007  # of texts in recorded routing
+_HOOK_PAIRS, _HOOK_WARM_UP = 20, 4
 _SLICE_TOKENS = 16
 
 T = TypeVar("T")
@@ -376,16 +381,17 @@ class SyntheticWork(Work):
             if self.test.n_prompt:
                 yield repetition + 1, partial(self._prompt, tokens, repetition)
                 continue
-            yield 0, self._fill
+            yield 0, partial(self._fill, repetition)
             n_measured = self.test.n_gen if repetition >= 0 else min(self.test.n_gen, _SLICE_TOKENS)
             for index, first in enumerate(range(0, n_measured, _SLICE_TOKENS)):
                 part = tokens[first : first + _SLICE_TOKENS]
                 yield n_slices, partial(self._slice, part, index, repetition)
                 n_slices += 1
 
-    def _fill(self, arm: BenchArm) -> None:
+    def _fill(self, repetition: int, arm: BenchArm) -> None:
         """Empties the KV cache and fills it to the test's depth."""
         arm.session.reset()
+        arm.session.follow(None, routing_offset(repetition))
         if self.delay_s and not self.run.cancelled():
             time.sleep(self.delay_s)
         if self.test.depth and not self.run.cancelled():
@@ -394,7 +400,7 @@ class SyntheticWork(Work):
 
     def _prompt(self, following: Sequence[int], repetition: int, arm: BenchArm) -> Sample | None:
         """ppN, ppN+tgM."""
-        self._fill(arm)
+        self._fill(repetition, arm)
         if self.run.cancelled():
             return None
         tokens = self._tokens(arm, self.test.n_prompt)
@@ -435,6 +441,59 @@ class SyntheticWork(Work):
         """Returns `n` random token ids, the same on every run and in every mode."""
         n_vocab = arm.session.model.info.n_vocab
         return [int(token) for token in np.random.default_rng(_SEED).integers(0, n_vocab, n)]
+
+
+@dataclass(kw_only=True)
+class ScriptedWork(Work):
+    """A random text in each repetition, whose drafts are accepted at a given rate. All modes decode the same tokens."""
+
+    test: ScriptedTest
+
+    def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
+        """A round is a repetition."""
+        for arm in arms:
+            if arm.session.governor is not None:  # what it has learned of another rate would mislead it
+                arm.session.set_draft_length(arm.session.gamma)
+                arm.session.set_draft_length("auto")
+        for repetition in ([-1] if self.warms_up else []) + [repetition for repetition, _ in left]:
+            yield repetition + 1, partial(self._answer, repetition)
+
+    def _answer(self, repetition: int, arm: BenchArm) -> Sample:
+        session, test, seed = arm.session, self.test, _SEED + max(repetition, 0)
+        script = Script.draw(session.model, test.n_ctx, test.acceptance, test.confidences, seed)
+        session.reset()
+        session.follow(script, routing_offset(repetition))
+        n_predict = test.n_gen if repetition >= 0 else min(_WARM_UP_TOKENS, test.n_gen)
+        try:
+            prompt = script.text[: test.n_before].tolist()
+            return arm.answer(prompt, n_predict=n_predict, ignore_eos=True, run=self.run, repetition=repetition)
+        finally:
+            session.follow(None)
+
+
+def routing_offset(repetition: int) -> int:
+    """The row of recorded routing at which the texts of a repetition begin, far from those of the others."""
+    return max(repetition, 0) * _ROUTING_STRIDE
+
+
+def hook_cost(arm: BenchArm) -> float:
+    """The share of decoding time that the hook of forced routing takes: the median of pairs of tokens.
+
+    The KV cache is empty afterwards.
+    """
+    target, routing, ratios = arm.session.target, arm.session.target.routing, []
+    assert routing is not None
+    arm.session.reset()
+    for index in range(_HOOK_PAIRS):
+        seconds = {}
+        for mode in (RoutingMode.OFF, RoutingMode.IDENTITY)[:: 1 if index % 2 else -1]:
+            routing.mode, start_s = mode, time.perf_counter()
+            target.decode([index], phase=Phase.DECODE)
+            seconds[mode] = time.perf_counter() - start_s
+        ratios.append(seconds[RoutingMode.IDENTITY] / seconds[RoutingMode.OFF])
+    routing.mode = RoutingMode.FORCED
+    arm.session.reset()
+    return statistics.median(ratios[_HOOK_WARM_UP:]) - 1
 
 
 def _decode(arm: BenchArm, tokens: Sequence[int], phase: Phase = Phase.PREFILL) -> None:

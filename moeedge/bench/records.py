@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from moeedge.bench.config import MODES, BenchMode, BenchPlan, SyntheticTest
+from moeedge.bench.config import MODES, BenchMode, BenchPlan, ScriptedTest, SyntheticTest
 from moeedge.bench.experiment import BenchArm
 from moeedge.bench.figures import BudgetFigures, ParallelFigures, StockRatio
 from moeedge.bench.output_check import OutputCheck
@@ -98,6 +98,14 @@ class Setup(BudgetFacts, Provenance):
     n_prompt: int = figure("Prompt of this synthetic test, in tokens; 0: none", default=0, axis="x")
     n_gen: int = figure("Tokens decoded by this synthetic test; 0: none", default=0, axis="name")
     n_depth: int = figure("Tokens in the context before the synthetic test", default=0, axis="x")
+    acceptance: float | None = figure("Rate at which scripted drafts are accepted (--accept)", default=None, most=1)
+    confidences: str | None = figure("What scripted drafts tell of their chance (--accept-confidence)", default=None)
+    routing: str | None = figure("Trace whose experts replaced those of the routers (--routing)", default=None)
+    routing_scaling: str | None = figure("How it was fitted to the model; empty: it has its shape", default=None)
+    routing_boundaries: list[list[int]] | None = figure(
+        "Positions at which another recorded sequence begins, of each repetition", default=None
+    )
+    routing_cost: float | None = figure("Share of decoding time that forcing alone costs", default=None, least=None)
     repetitions: int = figure("Repetitions that were asked for", least=1)
     ablations: str = figure("--ablate, separated by commas")
     utility_cap: int = figure("--utility-cap")
@@ -302,7 +310,7 @@ def describe_setup(
     *,
     drafts: bool,
     roofline: Roofline | None = None,
-    test: SyntheticTest | None = None,
+    test: SyntheticTest | ScriptedTest | None = None,
     **others: Any,
 ) -> Setup:
     """Returns what a figure depends on.

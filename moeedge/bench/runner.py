@@ -17,10 +17,13 @@ from moeedge.bench.config import REFERENCE, BenchMode, BenchPlan
 from moeedge.bench.experiment import (
     BenchArm,
     Conversations,
+    ScriptedWork,
     SyntheticWork,
     Together,
     Work,
     answer_text,
+    hook_cost,
+    routing_offset,
     synthetic_modes,
 )
 from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
@@ -62,7 +65,8 @@ class Bench:
         self._prompts: tuple[Prompt, ...] = ()
         self._alone: list[Sample] = []  # stock llama.cpp's answers, where others answer several prompts at once
         self._resources = ExitStack()
-        self._environment = read_provenance(plan.base.model)
+        self._environment = read_provenance(plan.base.model, trace=plan.base.routing)
+        self._hook_costs: dict[str, float] = {}  # of forced routing, by engine
         self._notes: set[str] = set()  # those that were reported
         self._scorer: AnswerScorer | None = None
         self._roofline: Roofline | None = None
@@ -75,7 +79,7 @@ class Bench:
             for note in check_scoring(plan.dataset, run_code=plan.run_code):
                 self._run.say(note)
             self._scorer = AnswerScorer(plan.dataset, self._text_of, run_code=plan.run_code)
-        n_synthetic = max((test.n_ctx for test in plan.tests), default=0)
+        n_synthetic = max([0, *(test.n_ctx for test in plan.tests), *(test.n_ctx for test in plan.scripted)])
         if 0 < plan.base.n_ctx < n_synthetic:
             needed = f"The synthetic tests need {n_synthetic:,} tokens, but the context has {plan.base.n_ctx:,}."
             raise ContextTooSmallError(needed, f"Leave out -c, or use -c {n_synthetic}.")
@@ -150,6 +154,8 @@ class Bench:
             works.append(Conversations(name=plan.dataset.name, **self._answering))
         for test in plan.tests:
             works.append(SyntheticWork(name=test.name, warms_up=plan.warm_up, test=test, delay_s=plan.delay_s))
+        for scripted in plan.scripted:
+            works.append(ScriptedWork(name=scripted.name, warms_up=plan.warm_up, test=scripted))
         return works
 
     @property
@@ -185,6 +191,7 @@ class Bench:
                     if self._roofline is None and not together and not isinstance(self.arms, ArmsInTurn):
                         session = current.arms[0].session  # while no mode runs
                         self._roofline = measure_roofline(session.model, session.info.n_threads)
+                    self._measure_hooks(current.arms)
                     self._measure(current, index)
                 current.is_measured = True
         finally:
@@ -275,7 +282,9 @@ class Bench:
     def _row(self, arm: BenchArm, work: Work, own: Samples, common: Samples, current: Pass) -> BenchRow:
         """Returns the row of `own`; common: the samples of all modes of the pass."""
         mode, answers = arm.mode, own
-        is_dataset, alone = not isinstance(work, SyntheticWork), isinstance(work, Conversations)
+        # real answers, and whether each is one text's; scripted ones have the same tokens in all modes
+        is_dataset, alone = isinstance(work, (Conversations, Together)), isinstance(work, Conversations)
+        is_scripted = isinstance(work, ScriptedWork)
 
         def samples_of(label: str | None) -> list[Sample]:
             return [sample for sample in common if sample.mode == label]
@@ -291,15 +300,16 @@ class Bench:
             self.plan,
             self._environment,
             arm,
-            drafts=is_dataset and mode.drafts,
+            drafts=(is_dataset or is_scripted) and mode.drafts,
             roofline=self._roofline,
-            test=work.test if isinstance(work, SyntheticWork) else None,
+            test=work.test if isinstance(work, (SyntheticWork, ScriptedWork)) else None,
+            **self._routing_facts(arm),
             other_load_before=self._load_before,
             other_load=self._load,
             **current.ends.get(mode.label, {}) | (prompts if is_dataset else {}),
         )
         facts: dict[str, Any] = {"setup": setup, "n_planned": self.plan.repetitions * work.n_samples}
-        if alone and mode.engine == "moeedge":
+        if (alone or is_scripted) and mode.engine == "moeedge":
             facts["best_stock"] = over_best_stock(own, self._stock_samples(current, common))
         if is_dataset and expected:
             check = current.checks.get(mode.label)
@@ -310,7 +320,7 @@ class Bench:
                 [self._scorer.scored(sample) for sample in samples] for samples in (own, reference, unbudgeted)
             )
             facts["scores"] = self._scorer.summary(own)
-        if alone and self.plan.compares_speculation:
+        if (alone or is_scripted) and self.plan.compares_speculation:
             perplexity = current.perplexity.get(mode.label)
             facts["figures"] = budget_figures(mode, own, reference, unbudgeted, perplexity)
         if isinstance(work, Together):
@@ -318,6 +328,28 @@ class Bench:
             pair = None if plain is None else (plain, samples_of(plain.label))
             facts["parallel"] = parallel_figures(mode, own, pair, setup.gamma)
         return make_row(mode, work.name, own, reference, **facts)
+
+    def _routing_facts(self, arm: BenchArm) -> dict[str, Any]:
+        """Fields of Setup about forced routing."""
+        routing, base = arm.session.target.routing, self.plan.base
+        if routing is None or base.routing is None:
+            return {}
+        starts = [routing_offset(repetition) for repetition in range(self.plan.repetitions)]
+        return {
+            "routing": base.routing.name,
+            "routing_scaling": routing.recorded.scaling,
+            "routing_boundaries": [routing.recorded.boundaries(start, self._base.n_ctx) for start in starts],
+            "routing_cost": self._hook_costs.get(arm.mode.engine),
+        }
+
+    def _measure_hooks(self, arms: Sequence[BenchArm]) -> None:
+        """Measures what forced routing itself costs, once per engine; experts that are loaded on demand hide it."""
+        for arm in arms:
+            name = arm.mode.engine
+            if arm.session.target.routing is None or name in self._hook_costs or isinstance(self.arms, ArmsInTurn):
+                continue
+            self._hook_costs[name] = hook_cost(arm)
+            self._run.say(f"Forced routing itself costs {self._hook_costs[name]:.1%} of {name}'s decoding time.")
 
     def _stock_samples(self, current: Pass, samples: Samples) -> list[list[Sample]]:
         """The samples of each stock mode; none where the pass lacks a stock mode, which could be the fastest."""

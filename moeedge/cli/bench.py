@@ -100,6 +100,8 @@ def bench(
         refused = {
             "--score": score,
             "-p": synthetic.is_asked,
+            "--accept": synthetic.accept is not None,
+            "--routing": synthetic.routing is not None,
             "--draft-p-min": engine.draft_p_min > 0,
             "--expert-budget": budgets.expert_budget is not None,
             "--perplexity": budgets.perplexity is not None,
@@ -118,7 +120,7 @@ def bench(
     base = engine.config(
         placement.config(), emulate_bundled=sweeps, default_draft=default_draft, auto_gamma=auto or None
     )
-    base = replace(base, ram=ram)
+    base = replace(base, ram=ram, routing=synthetic.routing)
     if parallel:  # several texts share sessions that are open at once, so the file is mapped
         if isinstance(base.ram, int):
             raise InputError("--parallel does not measure experts in RAM.", "Leave out --ram: llama.cpp maps the file.")
@@ -147,7 +149,7 @@ def bench(
         what = "--policy and --cache-ratio compare expert caches, and there is no device for one."
         raise InputError(what, "Use -dev emulated; moeedge devices lists what this machine has.")
     if dataset is None:
-        compares = sweep.is_set and not synthetic.is_asked
+        compares = sweep.is_set and not (synthetic.is_asked or synthetic.accept or synthetic.routing)
         toy = (compares or score) and paths.is_bundled(base.model)
         dataset = "sample" if offline_sample else "toy" if toy else "sample" if compares else None
     prompts = None if dataset is None else run.load_datasets(dataset, offline_sample=offline_sample)
@@ -157,6 +159,7 @@ def bench(
         prompts,
         limit=limit or None,
         tests=synthetic.tests(n_predict, has_dataset=prompts is not None),
+        scripted=synthetic.scripted(n_predict),
         n_predict=None if prompts is None else single(n_predict, "-n"),
         repetitions=repetitions,
         ignore_eos=ignore_eos,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from moeedge import paths
 from moeedge.cli.common import names
@@ -18,7 +18,7 @@ from moeedge.errors import InputError
 from moeedge.llama.settings import KV_TYPES
 
 if TYPE_CHECKING:
-    from moeedge.bench.config import DraftLength, SyntheticTest
+    from moeedge.bench.config import DraftLength, ScriptedTest, SyntheticTest
     from moeedge.data.prompts import EvaluationText
     from moeedge.engine.types import EngineConfig
     from moeedge.policies.expert_budget import ExpertBudget
@@ -73,6 +73,12 @@ def _kv_types(text: str, option: str) -> list[str]:
     return names(text.lower(), option, f"Choose from {', '.join(KV_TYPES)}.")
 
 
+def _rates(text: str, option: str) -> tuple[float, ...]:
+    from moeedge.bench.config import parse_ratios
+
+    return parse_ratios(text, option)
+
+
 def _draft_lengths(text: str, option: str) -> tuple[DraftLength, ...]:
     words = names(text, option)
     numbers = ",".join(word for word in words if word != "auto")
@@ -111,6 +117,12 @@ declare(
         several rows.
         also: pairs
     -d, --n-depth LIST  Tokens in the context before each synthetic test, not timed: rows "pp512 @ d4096".
+    --routing TRACE  Replace the experts that the model's routers select by those of a recorded trace, in every mode, to
+        measure speed under another model's routing. Answers have no meaning then.
+    --accept LIST  Decode random texts of -n tokens whose drafts are accepted at these rates, for instance .5,.7,.9, to
+        measure speculation without a trained draft: the draft model computes, and its tokens are replaced.
+    --accept-confidence calibrated|constant  With --accept, what drafts tell of their chance: calibrated (a token of
+        confidence c is accepted with probability c) or constant (nothing). Default: calibrated.
     --delay S  Wait S seconds before each repetition of a synthetic test.
     * --parallel LIST  Decode N prompts of the dataset together, each with its own drafts, once per N: throughput, and
         what speculation gains over plain decoding with the same N. First turns only.
@@ -127,6 +139,7 @@ declare(
         _gpu_layers: "n_gpu_layers",
         lambda text, option: [SWITCH.get(word.lower(), word) for word in names(text, option)]: "flash_attn",
         _draft_lengths: "draft_max",
+        _rates: "accept",
         lambda text, option: tuple(sorted(sizes(text, option, example="1,2,4 or as a range: 1-4"))): "parallel",
     },
     pairs={"kind": list[str], "convert": lambda texts: [_pair(text) for text in texts]},
@@ -141,6 +154,9 @@ class SyntheticOptions:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     n_depth: list[int] | None = None
     delay: float = 0.0
+    routing: Path | None = None
+    accept: tuple[float, ...] | None = None
+    accept_confidence: Literal["calibrated", "constant"] | None = None
 
     @property
     def is_asked(self) -> bool:
@@ -148,13 +164,29 @@ class SyntheticOptions:
         return self.n_prompt is not None or bool(self.pairs)
 
     def tests(self, n_predict: list[int] | None, *, has_dataset: bool) -> tuple[SyntheticTest, ...]:
-        """The tests as llama-bench orders them: prompts, decoding and pairs of each depth. Raises InputError."""
+        """The tests as llama-bench orders them: prompts, decoding and pairs of each depth. Raises InputError.
+
+        With scripted acceptance, only those that are asked for.
+        """
+        has_dataset = has_dataset or self.accept is not None
         prompts = [0 if has_dataset else SYNTHETIC_PROMPT] if self.n_prompt is None else self.n_prompt
         answers = [] if has_dataset else [SYNTHETIC_ANSWER] if n_predict is None else n_predict
         tests = synthetic_tests(prompts, answers, self.pairs, [0] if self.n_depth is None else self.n_depth)
         if self.n_depth is not None and not tests:
             raise InputError("-d is the depth of synthetic tests, and there are none.", "Add -p 512.")
         return tests
+
+    def scripted(self, n_predict: list[int] | None) -> tuple[ScriptedTest, ...]:
+        """The tests with scripted acceptance, one for each length and rate. Raises InputError."""
+        from moeedge.bench.config import ScriptedTest
+
+        if self.accept is None:
+            if self.accept_confidence is not None:
+                raise InputError("--accept-confidence describes scripted drafts.", "Add --accept .7.")
+            return ()
+        how = self.accept_confidence or "calibrated"
+        lengths = n_predict or [SYNTHETIC_ANSWER]
+        return tuple(ScriptedTest(n, acceptance, how) for n in lengths for acceptance in self.accept)
 
 
 def synthetic_tests(

@@ -19,8 +19,6 @@ from moeedge.scheduler.stopping import DraftStop
 
 # llama.cpp computes logits for every token whose hidden state it keeps: of longer batches only the last one is kept
 MAX_TOKENS_WITH_STATES = 4
-_BLOCK = 32  # values of the vocabulary, of which `confidence` uses the largest
-_SMALL_VOCABULARY = 8192  # all values of which it uses
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -80,16 +78,6 @@ class DraftSource:
         """Forgets all texts."""
 
 
-def confidence(logits: FloatRow) -> float:
-    """About the share of the most likely token under softmax, from `logits` [n_vocab]; never less."""
-    values = logits
-    if len(logits) // _BLOCK > _SMALL_VOCABULARY // _BLOCK:
-        # in one pass the largest value of each 32: a softmax over 151,936 tokens would take longer than drawing one
-        n = len(logits) // _BLOCK * _BLOCK
-        values = np.append(logits[:n].reshape(_BLOCK, -1).max(axis=0), logits[n:])
-    return 1.0 / float(np.exp(values - values.max()).sum())
-
-
 class Chain:
     """The drafts of one text, as they are drawn. `pending`: tokens that the draft's KV cache lacks."""
 
@@ -110,7 +98,7 @@ class Chain:
         if not len(candidates.ids):  # a grammar refuses what the draft model expects
             return False
         if stop is not None:
-            self.proposal.confidences.append(confidence(row))
+            self.proposal.confidences.append(sampler.confidence(row, self._seen))
             if not stop.keeps(self.proposal.confidences[-1]):
                 return False
         token = sampler.pick(candidates)
@@ -221,7 +209,7 @@ class NgramDraft(DraftSource):
                 # a repetition that reaches the end of the history continues with itself
                 period = len(history) - start
                 share = n / self.LONGEST
-                n_drafts = gamma if stop is None else _n_drafts(stop, share, gamma)
+                n_drafts = gamma if stop is None else n_kept(stop, [share] * gamma)
                 tokens = [history[start + i % period] for i in range(n_drafts)]
                 candidates = [Candidates.certain(token) for token in tokens]
                 return Proposal(tokens, candidates, [share] * min(n_drafts + 1, gamma))
@@ -231,14 +219,14 @@ class NgramDraft(DraftSource):
         self.begin([])  # the next proposal indexes what is left
 
 
-def _n_drafts(stop: DraftStop, confidence: float, gamma: int) -> int:
-    """The number of drafts of equal confidence that `stop` keeps, at most `gamma`."""
-    for n in range(gamma):
+def n_kept(stop: DraftStop, confidences: Sequence[float]) -> int:
+    """The number of drafts with these confidences that `stop` keeps."""
+    for n, confidence in enumerate(confidences):
         if not stop.keeps(confidence):
             return n
         if not stop.goes_on():
             return n + 1
-    return gamma
+    return len(confidences)
 
 
 def propose_together(sources: Sequence[DraftSource], requests: Sequence[DraftRequest]) -> list[Proposal]:

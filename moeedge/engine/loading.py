@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from moeedge import paths
@@ -23,6 +23,7 @@ from moeedge.llama.model import Model
 from moeedge.llama.model_memory import ModelMemory, fit_whole
 from moeedge.run import Run
 from moeedge.scheduler.governor import GAMMA_MAX
+from moeedge.trace.routing import RecordedRouting, read_routing
 
 _ALL_LAYERS = -1  # of n_gpu_layers in llama.cpp's parameters
 _MAX_SNAPSHOTS = 8  # recurrent states: tens of MB each
@@ -164,7 +165,8 @@ def _storage(n_bytes: int, free_bytes: int | None = None, total_bytes: int | Non
 def make_context(
     config: EngineConfig, model: Model, n_ctx: int, *, has_budget: bool = False, is_draft: bool = False
 ) -> Context:
-    """A context for decoding, of the target or of the draft; has_budget: as of `Context`."""
+    """A context for decoding, of the target or of the draft; has_budget: as of `Context`. Raises InputError."""
+    routing, info = None if is_draft else config.routing, model.info
     return Context(
         model,
         n_ctx=n_ctx,
@@ -176,10 +178,17 @@ def make_context(
         # of experts that are loaded on demand, it would read the mapped file
         op_offload=model.info.n_experts == 0 or (config.op_offload and model.dense is None),
         has_budget=has_budget,
+        routing=None if routing is None else _read_routing(routing, info.n_layers, info.n_experts, info.used_per_layer),
         n_snapshots=n_snapshots(config, model),
         mode=config.mode,
         settings=config.draft_context if is_draft else config.context,
     )
+
+
+@cache
+def _read_routing(path: Path, n_layers: int, n_experts: int, used: tuple[int, ...]) -> RecordedRouting:
+    """Several sessions have the same."""
+    return read_routing(path, n_layers=n_layers, n_experts=n_experts, used_per_layer=used)
 
 
 def n_snapshots(config: EngineConfig, model: Model) -> int:

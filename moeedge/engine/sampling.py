@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from moeedge.llama.model import Model
 
 _ROWS = 64  # of the vocabulary, of whose columns the search takes the maxima
+_BLOCK = 32  # values of the vocabulary, of which `confidence` uses the largest
+_SMALL_VOCABULARY = 8192  # all values of which it uses
 SHORT = 4096  # the largest top-k of which candidates are lists
 NOT_FINITE = (
     "The model's output is not a number (NaN or infinite).",
@@ -109,6 +111,15 @@ class Sampler:
         weights = [math.exp(value / temperature) for value in values[:n]]
         total = sum(weights)
         return Candidates(ids[:n], [weight / total for weight in weights])
+
+    def confidence(self, logits: FloatRow, history: Sequence[int]) -> float:
+        """About the share of the most likely token under softmax, from `logits` [n_vocab]; never less."""
+        values = logits
+        if len(logits) // _BLOCK > _SMALL_VOCABULARY // _BLOCK:
+            # in one pass the largest value of each 32: a softmax over 151,936 tokens would take longer than drawing one
+            n = len(logits) // _BLOCK * _BLOCK
+            values = np.append(logits[:n].reshape(_BLOCK, -1).max(axis=0), logits[n:])
+        return 1.0 / float(np.exp(values - values.max()).sum())
 
     def largest(self, k: int, logits: FloatRow, history: Sequence[int]) -> NDArray[np.intp]:
         """Ids of the `k` largest under the repeat penalty, descending."""

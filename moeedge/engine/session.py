@@ -15,6 +15,7 @@ from moeedge.engine.grammar import new_sampler
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import ChosenDraft
+from moeedge.engine.scripted import Script, ScriptedDraft, ScriptedSampler
 from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
@@ -74,6 +75,7 @@ class Session(Closing):
         self.template = MODEL_TEMPLATE
         self.observers: list[Callable[[StepRecord, Session], None]] = []
         self.layer_choice: LayerChoice | None = None
+        self.script: Script | None = None  # of the next answers; None: they are the model's own
         self._loop: SpeculativeLoop | None = None
         # the GPU failed: the CPU computes everything, and placement has only its figures and slots in RAM left
         self._fell_back = False
@@ -185,6 +187,13 @@ class Session(Closing):
             n_used=info.n_expert_used,
         )
 
+    def follow(self, script: Script | None, routing_offset: int = 0) -> None:
+        """The next answers follow the script, and recorded routing begins at that row; rejected drafts leave it."""
+        self.script = script
+        if self.target.routing is not None:
+            self.target.routing.text = None if script is None else script.text
+            self.target.routing.offset = routing_offset
+
     def set_mode(self, mode: Mode) -> None:
         """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""
         if self.placement is not None:
@@ -271,6 +280,8 @@ class Session(Closing):
         text = b"".join(self.model.piece(token, special=True) for token in end).decode("utf-8", "replace")
         is_open = tags is not None and begins_in_reasoning(text, tags)
         sampler = new_sampler(sampling, self.model, begun, tags.end if tags is not None and is_open else "")
+        if self.script is not None:
+            sampler = ScriptedSampler(sampling, self.model.info.n_vocab, self.script)
         has_model = self.governor is not None and self.gamma > 0 and not isinstance(self.draft, NgramDraft)
         ngrams = NgramDraft() if has_model else None
         return {
@@ -287,6 +298,8 @@ class Session(Closing):
         """The source of drafts for the text in that sequence."""
         if self.gamma == 0:
             return DraftSource()
+        if self.script is not None and isinstance(self.draft, NgramDraft):
+            return ScriptedDraft(self.script)
         return self.draft if sequence == 0 else self.draft.for_sequence(sequence)
 
     @property

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moeedge import native
 from moeedge.errors import BackendError, DeviceFailedError, EngineError, InputError, require
 from moeedge.llama import library
+from moeedge.llama.forced_routing import ContextRouting
 from moeedge.llama.hidden_states import StateRows, tap_states
 from moeedge.llama.model import Mode, Model, ModelInfo
 from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
@@ -26,6 +27,7 @@ from moeedge.native.devices import MemoryUse, memory_uses
 from moeedge.native.library import keep_activations_near, load, newest_instance
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Closing, Run
+from moeedge.trace.routing import RecordedRouting
 
 _UNREAD = "could not be loaded"  # an expert, from its file (native/src/expert-loader.cpp)
 _WITHOUT_GPU = "Start without the GPU: -dev none."
@@ -165,6 +167,7 @@ class Context(Closing):
         n_parallel: int = 1,
         op_offload: bool = True,
         has_budget: bool = False,
+        routing: RecordedRouting | None = None,
         n_snapshots: int = 0,
         mode: Mode = "moeedge",
         settings: ContextSettings | None = None,
@@ -177,6 +180,7 @@ class Context(Closing):
             computes more in pieces.
         op_offload: llama.cpp's own, of large batches to a GPU, for weights in host memory, with room for them there.
         has_budget: verifications can keep to an expert budget (`set_budget`), for which llama.cpp asks about each node.
+        routing: of the experts, instead of the model's own (`ContextRouting`).
         n_snapshots: tokens of a batch that a recurrent memory can take back (`Model.keeps_snapshots`).
         Raises EngineError where memory is short.
         """
@@ -192,14 +196,17 @@ class Context(Closing):
         adapters = model.load_adapters(self.settings.adapters)  # before the context, which makes room for them
         # None: no verification can keep to one
         self.budget = ContextBudget(model.info, parameters) if has_budget and model.info.n_experts > 0 else None
+        self.routing = None if routing is None else ContextRouting(model.info, routing, parameters)
+        hooks = [hook for hook in (self.budget, self.routing) if hook is not None]
+        require(len(hooks) < 2, "an expert budget and forced routing cannot be used together")
         library.clear_errors()
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         keep_activations_near(None if model.header_only else model.gpu)
         # llama_context *; None once it is closed
         self.handle = lib.llama_init_from_model(model.handle, parameters)
         if not self.handle:
-            if self.budget is not None:
-                self.budget.close()
+            for hook in hooks:
+                hook.close()
             of_each = f" for each of {n_parallel} texts" if n_parallel > 1 else ""
             others = "" if self.settings == ContextSettings() else ", or leave out -ctk, -ctv or -fa"
             raise EngineError(
@@ -355,6 +362,8 @@ class Context(Closing):
                 if len(part.sequence.tokens) + len(part.tokens) > self.n_ctx:
                     raise self._full()
         self._batch.fill(parts)
+        if self.routing is not None:
+            self.routing.prepare(parts)
         budget = None if self.mode == "stock" else self.budget
         wait = n_out > 0 or self._read_states is not None
         if budget is None:
@@ -492,8 +501,9 @@ class Context(Closing):
                 self._capture = None
             lib.llama_free(self.handle)
             self.handle = None
-            if self.budget is not None:
-                self.budget.close()  # llama.cpp's context, which would call it, is gone
+            for hook in (self.budget, self.routing):
+                if hook is not None:
+                    hook.close()  # llama.cpp's context, which would call it, is gone
 
 
 def _parameters(settings: ContextSettings, n_threads: int) -> Any:

@@ -166,6 +166,20 @@ class BudgetConfigStruct(ctypes.Structure):
     _fields_ = [*_all(c_int32, "ranking coverage"), ("budgets", c_void_p)]
 
 
+class RoutingMode(IntEnum):
+    """enum moeedge_routing_mode: what forced routing does."""
+
+    OFF = 0
+    IDENTITY = 1
+    FORCED = 2
+
+
+class RoutingBatchStruct(ctypes.Structure):
+    """struct moeedge_routing_batch, whose ids are int32."""
+
+    _fields_ = [*_all(c_int32, "mode n_tokens"), ("ids", c_void_p)]
+
+
 class BudgetRoutingStruct(ctypes.Structure):
     """struct moeedge_budget_routing, whose arrays are float, float, int32 and int32."""
 
@@ -220,10 +234,13 @@ SIGNATURES: dict[tuple[Any, ...], str] = {
     (c_int, c_int64, c_int, c_void_p, c_int, c_void_p): "cache_acquire",
     (c_int, c_int64, c_int, c_int, c_char_p, c_void_p, c_int64): "cache_read",
     (c_void_p, c_int, c_int, c_void_p): "budget_create",
-    (None, c_void_p): "budget_destroy",
-    (c_bool, c_void_p, c_bool, c_void_p): "budget_on_node",
+    (c_void_p, c_int, c_int, c_void_p, c_int): "routing_create",
+    (None, c_void_p): "budget_destroy routing_destroy",
+    (c_bool, c_void_p, c_bool, c_void_p): "budget_on_node routing_on_node",
+    (c_int, c_void_p, POINTER(RoutingBatchStruct)): "routing_set",
+    (c_int64, c_void_p, c_int, c_void_p, c_int64): "routing_captured",
     (c_int, c_void_p, POINTER(BudgetConfigStruct)): "budget_configure",
-    (c_int, c_void_p, c_int): "budget_set_active budget_set_capture kernels",
+    (c_int, c_void_p, c_int): "budget_set_active budget_set_capture routing_set_capture kernels",
     (c_int, c_void_p, c_void_p): "budget_read",
     (c_int, c_void_p, c_int, POINTER(BudgetRoutingStruct)): "budget_get_routing",
     (c_double, c_void_p, c_int64, c_int, c_int): "read_speed",

@@ -203,8 +203,23 @@ def setup_lines(rows: Sequence[BenchRow]) -> list[str]:
     return [
         f"{setup.model}, {draft}; {setup.cpu}, threads: {threads}, context: {setup.n_ctx}, repetitions: {repetitions}",
         f"moeedge {setup.version}{commit}, llama-cpp-python {setup.llama_cpp_version}",
+        *forced_lines(rows),
         *limit_lines(setup),
     ]
+
+
+def forced_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """What is not the model's own: experts of a recorded trace, and scripted drafts."""
+    lines = []
+    if (setup := rows[0].setup).routing is not None:
+        fit = f"scaled: {setup.routing_scaling}" if setup.routing_scaling else "on its own shape"
+        costs = {row.mode.split("-")[0]: row.setup.routing_cost for row in rows if row.setup.routing_cost is not None}
+        cost = ", ".join(f"{cost:.1%} of {engine}'s decoding" for engine, cost in costs.items())
+        lines.append(f"experts: of {setup.routing} ({fit}); forcing costs {cost or 'a time that was not measured'}")
+    scripted = next((row.setup for row in rows if row.setup.acceptance is not None), None)
+    if scripted is not None:
+        lines.append(f"drafts are accepted by a script, confidences {scripted.confidences}; texts are random")
+    return lines
 
 
 def limit_lines(setup: Setup) -> list[str]:
@@ -301,25 +316,31 @@ def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def best_stock_markdown(rows: Sequence[BenchRow]) -> str:
-    """A line per mode with our backend, and one per category of the prompts; "" where stock had one mode only."""
-    lanes = [(row, {part.category: part for part in row.best_stock}) for row in rows if row.best_stock]
+    """A line per category of the prompts, or per test with scripted drafts; "" where stock had one mode only."""
+    lanes: dict[str, dict[str, tuple[BenchRow, StockRatio]]] = {}
+    for row in rows:
+        for part in row.best_stock:
+            name = part.category if row.setup.acceptance is None else row.test
+            lanes.setdefault(row.label, {})[name] = row, part
     if not lanes:
         return ""
-    first, titles = lanes[0][1], {ALL: "all together", MEAN: "mean of categories"}
+    first, titles = next(iter(lanes.values())), {ALL: "all together", MEAN: "mean of categories"}
     columns = [
-        text_column("prompts", lambda category: titles.get(category, category)),
-        text_column("fastest stock mode", lambda category: first[category].fastest or NONE),
-        *(Column(row.label, partial(_with_interval, row, parts)) for row, parts in lanes),
+        text_column("prompts", lambda name: titles.get(name, name)),
+        text_column("fastest stock mode", lambda name: first[name][1].fastest or NONE),
+        *(Column(label, partial(_with_interval, parts)) for label, parts in lanes.items()),
     ]
     title = "Decoding speed over the fastest stock mode of each category, in hindsight, with 95 % intervals:"
-    categories = [*(name for name in first if name != ALL), ALL]
-    return "\n".join(["", title, "", narrow_markdown(columns, categories, n_keys=2)])
+    names = [*(name for name in first if name != ALL), *([ALL] if ALL in first else [])]
+    return "\n".join(["", title, "", narrow_markdown(columns, names, n_keys=2)])
 
 
-def _with_interval(row: BenchRow, parts: Mapping[str, StockRatio], category: str) -> str | None:
-    part = parts.get(category)
-    if part is None or row.disturbed:
-        return None if part is None else WITHHELD
+def _with_interval(parts: Mapping[str, tuple[BenchRow, StockRatio]], name: str) -> str | None:
+    if name not in parts:
+        return None
+    row, part = parts[name]
+    if row.disturbed:
+        return WITHHELD
     interval = "" if part.low is None or part.high is None else f" ({part.low:.3f} to {part.high:.3f})"
     return f"{part.ratio:.3f}{interval}"
 
@@ -357,7 +378,7 @@ _QUALITY_COLUMNS = (
 
 def quality_markdown(rows: Sequence[BenchRow]) -> str:
     """The table of the rows whose expert budgets or draft lengths are compared, and one by category; "" for none."""
-    compared = [(row, row.figures) for row in rows if row.figures is not None]
+    compared = [(row, row.figures) for row in rows if row.figures is not None and row.setup.acceptance is None]
     if not compared:
         return ""
     rows = [row for row, _ in compared]

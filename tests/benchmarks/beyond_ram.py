@@ -1,15 +1,21 @@
 """A model larger than RAM: tokens/s and bytes read, next to stock llama.cpp on the mapped file.
 
-    moeedge lab widen BIG.gguf --like qwen3-30b-a3b --type q8_0
-    python -m tests.benchmarks.beyond_ram -m BIG.gguf --out RECORD.json
+    moeedge lab make-model BIG.gguf --like gpt-oss-20b --quant q8_0
+    moeedge lab trace import gptoss20b_decode.npz --experts 32 --out ROUTING.npz
+    python -m tests.benchmarks.beyond_ram -m BIG.gguf --routing ROUTING.npz -n 512 --ballast 10GiB --out RECORD.json
 
 Every run is a process of its own that begins with an empty page cache (dropping it needs root) and without kept
-activations, unless --cache-folder names some. A round has all arms in turn. A run answers prompts of the data set
-`toy`, greedily, one after the other in an empty context; the first answer also fills the memory. --prompt-tokens
-measures prompts of other lengths instead. Bytes are those that the process has read from the disk (/proc/self/io).
-Answers must equal those of the first arm, near-ties included: the kernels are the same. --ballast: memory that another
-process holds locked meanwhile, so that the file is a larger multiple of what is left. The disk's limit is measured
-around each run (random reads past the page cache). Wall time on a virtual disk varies: look at the ratios.
+activations, unless --cache-folder names some. A round has all arms in turn, in rotated order and with the same
+environment. An arm may have its own threads and micro-batch: stock@t4, stock@ub2048.
+
+With --routing a run decodes a random text under recorded routing, at another place of the recording in each round, and
+drafts are accepted at the rate --accept; the speed of each quarter of the answer tells filling from the steady state.
+Without it a run answers prompts of the data set `toy`, greedily, one after the other in an empty context, and answers
+must equal those of the first arm, near-ties included: the kernels are the same. --prompt-tokens measures prompts of
+other lengths instead. Bytes are those that the process has read from the disk (/proc/self/io). --ballast: memory that
+another process holds locked meanwhile, so that the file is a larger multiple of what is left. The disk's limit is
+measured around each run (random reads past the page cache). Wall time on a virtual disk varies: look at the ratios.
+An interrupted run goes on with the same command: --out has every run that has ended.
 """
 
 from __future__ import annotations
@@ -27,19 +33,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeedge import paths
+from moeedge.bench.experiment import rotated, routing_offset
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
+from moeedge.engine.scripted import Script
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.hardware.provenance import read_provenance
 from moeedge.native.abi import Phase
+from moeedge.paths import replace_file
 from moeedge.scheduler import disk
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.units import parse_size
 from tests.support.ballast import Ballast
 
-SCHEMA = "moeedge-beyond-ram-2"
+SCHEMA = "moeedge-beyond-ram-3"
+QUARTERS = 4  # of an answer under recorded routing: the first fills the memory, the last is the steady state
 ARMS = ("stock", "stock-sd", "moeedge", "moeedge-sd")  # and -auto: drafts as measured
 GREEDY = SamplingConfig(temperature=0.0, seed=0)
 
@@ -52,6 +62,8 @@ def read_bytes() -> int:
 
 def config_of(arm: str, options: argparse.Namespace) -> EngineConfig:
     """The session of an arm."""
+    arm, *own = arm.split("@")
+    sizes = {part.rstrip("0123456789"): int(part.lstrip("tub")) for part in own}
     drafts = arm.endswith(("-sd", "-auto"))
     is_stock = arm.startswith("stock")
     ram: int | Literal["auto", "off"] = "off" if is_stock else options.ram
@@ -61,8 +73,9 @@ def config_of(arm: str, options: argparse.Namespace) -> EngineConfig:
         gamma=GAMMA_MAX if arm.endswith("-auto") else options.draft_max if drafts else 0,
         auto_gamma=arm.endswith("-auto"),
         n_ctx=options.ctx_size,
-        n_threads=options.threads,
-        n_ubatch=options.ubatch_size,
+        n_threads=sizes.get("t", options.threads),
+        n_ubatch=sizes.get("ub", options.ubatch_size),
+        routing=options.routing,
         device="none",
         ram=ram,
         placement=PlacementConfig(policy=options.policy, calibrate=False),
@@ -88,6 +101,8 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
             session.placement.cache.set_readers(options.readers, options.piece_bytes)
         if options.prompt_tokens:
             record["prompts"] = [_prefill(session, n) for n in options.prompt_tokens]
+        elif options.routing:
+            record["answers"] = [_forced_answer(session, options)]
         else:
             chosen = slice(options.first_prompt, options.first_prompt + options.n_prompts)
             prompts = [prompt.turns[0][-1].content for prompt in load_toy().prompts[chosen]]
@@ -98,19 +113,44 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
+def _forced_answer(session: Session, options: argparse.Namespace) -> dict[str, Any]:
+    """An answer under recorded routing, with the place of the recording and of its boundaries."""
+    n = options.n_before + options.n_predict + 2 * GAMMA_MAX
+    script = Script.draw(session.model, n, options.accept, "calibrated", options.round)
+    offset = routing_offset(options.round)
+    session.follow(script, offset)
+    answer = _generate(session, script.text[: options.n_before].tolist(), options.n_predict)
+    routing = session.target.routing
+    assert routing is not None
+    boundaries = [position - options.n_before for position in routing.recorded.boundaries(offset, n)]
+    return answer | {"boundaries": boundaries, "scaling": routing.recorded.scaling}
+
+
 def _answer(session: Session, text: str, n_predict: int) -> dict[str, Any]:
     conversation = Conversation(system="")
     conversation.ask(text)
+    return _generate(session, prompt_tokens(session.model, conversation, raw=False), n_predict)
+
+
+def _generate(session: Session, prompt: list[int], n_predict: int) -> dict[str, Any]:
     session.reset()
-    generation = session.generate(
-        prompt_tokens(session.model, conversation, raw=False), n_predict=n_predict, sampling=GREEDY, ignore_eos=True
-    )
+    generation = session.generate(prompt, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
     before_bytes, prefill_bytes = read_bytes(), 0
-    for n, _step in enumerate(generation):
+    quarters: list[dict[str, float]] = []
+    start_s, start_bytes, n_done, n_all = time.perf_counter(), before_bytes, 0, 0
+    for n, step in enumerate(generation):
         if n == 0:
             prefill_bytes = read_bytes() - before_bytes
+            start_s, start_bytes = time.perf_counter(), before_bytes + prefill_bytes
+            continue
+        n_all += len(step.tokens)
+        if n_all >= (len(quarters) + 1) * (n_predict - 1) // QUARTERS:
+            now_s, now_bytes = time.perf_counter(), read_bytes()
+            quarters.append({"tokens": n_all - n_done, "seconds": now_s - start_s, "bytes": now_bytes - start_bytes})
+            start_s, start_bytes, n_done = now_s, now_bytes, n_all
     stats = generation.stats
     return {
+        "quarters": quarters,
         "tokens": generation.tokens,
         "prompt_tokens": stats.prefill_tokens,
         "prefill_s": stats.prefill_s,
@@ -174,6 +214,11 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row["decode_bytes_per_token"] = statistics.median(
                 sum(a["decode_bytes"] for a in run["answers"]) / tokens for run in mine
             )
+            row["quarters_ts"] = [
+                statistics.median(own[i]["tokens"] / own[i]["seconds"] for own in quarters)
+                for quarters in [[run["answers"][-1]["quarters"] for run in mine]]
+                for i in range(min(map(len, quarters)))
+            ]
             row["first_prefill_s"] = statistics.median(run["answers"][0]["prefill_s"] for run in mine)
         if mine[0]["prompts"]:  # in their order: the first one finds an empty cache
             row["prompts"] = [
@@ -206,22 +251,21 @@ def check_answers(runs: list[dict[str, Any]]) -> int:
     )
 
 
-def run_in_process(arm: str, given: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """One run in a process of its own, between two measurements of the disk."""
+def run_in_process(arm: str, turn: int, given: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """One run of a round in a process of its own, between two measurements of the disk."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOEEDGE_CACHE"] = folder
         limits = [disk_limit(options.model)]
-        command = [sys.executable, "-m", "tests.benchmarks.beyond_ram", *given, "--run", arm]
+        command = [sys.executable, "-m", "tests.benchmarks.beyond_ram", *given, "--run", arm, "--round", str(turn)]
         with tempfile.TemporaryDirectory() as empty:
             environment = os.environ | {"MOEEDGE_CACHE": str(options.cache_folder or empty)}
-            if not arm.startswith("stock"):
-                environment["GOMP_SPINCOUNT"] = "1000"  # as `moeedge chat` does
+            environment["GOMP_SPINCOUNT"] = "1000"  # as `moeedge chat` has it
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode != 0:
             raise SystemExit(f"{arm} failed: {done.stderr[-2000:]}")
         limits.append(disk_limit(options.model))
     run: dict[str, Any] = json.loads(done.stdout.strip().split("\n")[-1])
-    return run | {"disk_limits_bytes_per_s": limits}
+    return run | {"round": turn, "disk_limits_bytes_per_s": limits}
 
 
 def _file_name(argument: str) -> str:
@@ -250,6 +294,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=lambda text: [int(part) for part in text.split(",")], default=[])
     parser.add_argument("--ballast", type=parse_size, default=0)
     parser.add_argument("--cache-folder", type=Path, help="keeps activations between the runs there")
+    parser.add_argument("--routing", type=Path)
+    parser.add_argument("--accept", type=float, default=0.7)
+    parser.add_argument("--n-before", type=int, default=32, help="tokens before an answer under recorded routing")
+    parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     given = sys.argv[1:] if arguments is None else arguments
@@ -257,28 +305,43 @@ def main(arguments: list[str] | None = None) -> None:
     if options.run:
         print(json.dumps(run_arm(options.run, options)))
         return
+    command = f"python -m tests.benchmarks.beyond_ram {' '.join(map(_file_name, given))}"
     runs: list[dict[str, Any]] = []
+    if options.out and options.out.is_file():
+        kept = json.loads(options.out.read_text(encoding="utf-8"))
+        runs = kept["runs"] if kept["command"] == command else []
+    done = {(run["arm"], run["round"]) for run in runs}
     dropped = ""
     with Ballast(options.ballast):
-        for _ in range(options.rounds):
-            for arm in options.arms.split(","):
+        for turn in range(options.rounds):
+            for arm in rotated(options.arms.split(","), turn):
+                if (arm, turn) in done:
+                    continue
                 dropped = drop_caches([options.model])
-                runs.append(run_in_process(arm, given, options))
+                runs.append(run_in_process(arm, turn, given, options))
                 print(json.dumps(summary(runs[-1:])[0]), file=sys.stderr, flush=True)
+                write(options, command, dropped, runs)
+    record = write(options, command, dropped, runs)
+    print(json.dumps({"different_answers": record["different_answers"], "summary": record["summary"]}, indent=2))
+
+
+def write(options: argparse.Namespace, command: str, dropped: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record of these runs, also in the file --out."""
     record = {
         "schema": SCHEMA,
-        "command": f"python -m tests.benchmarks.beyond_ram {' '.join(map(_file_name, given))}",
-        "environment": asdict(read_provenance()),
+        "command": command,
+        "environment": asdict(read_provenance(options.model, trace=options.routing)),
         "page_cache": dropped,
         "ballast_bytes": options.ballast,
         "model_bytes": options.model.stat().st_size,
-        "different_answers": check_answers(runs),
+        "different_answers": None if options.routing else check_answers(runs),
         "summary": summary(runs),
         "runs": runs,
     }
     if options.out:
-        options.out.write_text(json.dumps(record, default=str), encoding="utf-8")
-    print(json.dumps({"different_answers": record["different_answers"], "summary": record["summary"]}, indent=2))
+        with replace_file(options.out) as path:
+            path.write_text(json.dumps(record, default=str), encoding="utf-8")
+    return record
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeedge.engine.drafts import DraftRequest, DraftSource, ModelDraft, NgramDraft, confidence
+from moeedge.engine.drafts import DraftRequest, DraftSource, ModelDraft, NgramDraft
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.types import SamplingConfig
 from moeedge.llama.context import Context
@@ -218,7 +218,7 @@ def test_confidence_is_the_share_of_the_most_likely_token() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, 500).astype(np.float32)
     share = np.exp(logits - logits.max())
-    assert confidence(logits) == pytest.approx(1 / share.sum(), rel=1e-5)
+    assert GREEDY.confidence(logits, []) == pytest.approx(1 / share.sum(), rel=1e-5)
 
 
 def test_confidence_of_a_large_vocabulary() -> None:
@@ -228,5 +228,5 @@ def test_confidence_of_a_large_vocabulary() -> None:
         logits = rng.normal(0, 1, 151_937).astype(np.float32)
         logits[rng.choice(len(logits), n_likely, replace=False)] = 20.0
         share = 1 / float(np.exp(logits.astype(float) - 20.0).sum())
-        assert share <= confidence(logits) * (1 + 1e-6)
-        assert confidence(logits) == pytest.approx(1 / n_likely, rel=0.01)
+        assert share <= GREEDY.confidence(logits, []) * (1 + 1e-6)
+        assert GREEDY.confidence(logits, []) == pytest.approx(1 / n_likely, rel=0.01)

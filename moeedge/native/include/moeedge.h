@@ -395,6 +395,36 @@ MOEEDGE_API int  moeedge_budget_read(struct moeedge_budget * budget, struct moee
 MOEEDGE_API int  moeedge_budget_set_capture(struct moeedge_budget * budget, int on);
 MOEEDGE_API int  moeedge_budget_get_routing(struct moeedge_budget * budget, int layer, struct moeedge_budget_routing * out);
 
+// forced routing: the experts that the routers select are replaced by given ones. It works through llama.cpp's eval callback
+// as the expert budget does; a context has one of the two
+
+struct moeedge_routing;
+
+enum moeedge_routing_mode {
+    MOEEDGE_ROUTING_OFF      = 0,
+    MOEEDGE_ROUTING_IDENTITY = 1, // the hook runs, and the routers' own choice stays
+    MOEEDGE_ROUTING_FORCED   = 2,
+};
+
+// of the next batch; the array must live until it is computed
+struct moeedge_routing_batch {
+    int32_t         mode; // moeedge_routing_mode
+    int32_t         n_tokens;
+    const int32_t * ids; // [n_tokens, n_layers, largest n_used of any layer], of which a layer takes its first n_used
+};
+
+// n_used: experts per token of each layer, [n_layers], 0 for one without experts. n_ubatch: the context's. null: out of memory,
+// or a bad argument
+MOEEDGE_API struct moeedge_routing * moeedge_routing_create(int n_layers, int n_experts, const int32_t * n_used, int n_ubatch);
+MOEEDGE_API void                     moeedge_routing_destroy(struct moeedge_routing * routing);
+// ggml_backend_sched_eval_callback; `routing` is a moeedge_routing
+MOEEDGE_API bool moeedge_routing_on_node(struct ggml_tensor * node, bool ask, void * routing);
+MOEEDGE_API int  moeedge_routing_set(struct moeedge_routing * routing, const struct moeedge_routing_batch * batch);
+// whether the experts that llama.cpp's graph uses are kept of the next batches
+MOEEDGE_API int     moeedge_routing_set_capture(struct moeedge_routing * routing, int on);
+// the layer's experts in the newest batch, token by token, into out [n_max]; returns their number, -1 if they do not fit
+MOEEDGE_API int64_t moeedge_routing_captured(struct moeedge_routing * routing, int layer, int32_t * out, int64_t n_max);
+
 // kernels: our own for the experts' matmuls on the CPU, with results equal to ggml's bit by bit
 
 enum moeedge_kernel_choice {

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
 #include <iterator>
 #include <numeric>
 
 #include "c-calls.h"
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "router-nodes.h"
 
 namespace moeedge {
 
@@ -63,23 +62,6 @@ bool expert_budget::get_routing(int layer, moeedge_budget_routing & out) const {
     return true;
 }
 
-// llama.cpp names the router's nodes "ffn_moe_NAME-LAYER"
-bool expert_budget::is_layer_of(const ggml_tensor * node, const char * name, int & layer) const {
-    static constexpr size_t n_prefix = 8;
-    const size_t            n_name   = std::strlen(name);
-    if (std::strncmp(node->name, "ffn_moe_", n_prefix) != 0 || std::strncmp(node->name + n_prefix, name, n_name) != 0) {
-        return false;
-    }
-    const char * digits = node->name + n_prefix + n_name;
-    char *       end    = nullptr;
-    const long   value  = std::strtol(digits, &end, 10);
-    if (end == digits || *end != '\0' || value < 0 || value >= n_layers) {
-        return false;
-    }
-    layer = (int) value;
-    return true;
-}
-
 // the name of the node that computes a tensor: where another backend does, the tensor is a copy named "BACKEND#NAME#NUMBER"
 static std::string name_of_source(const ggml_tensor * t) {
     const std::string name  = t->name;
@@ -94,19 +76,19 @@ bool expert_budget::is_awaited(const layer_state & state, const ggml_tensor * no
 }
 
 bool expert_budget::wants(const ggml_tensor * node) {
-    if ((!is_active && knows_weights) || std::strncmp(node->name, "ffn_moe_", 8) != 0) {
+    if ((!is_active && knows_weights) || !is_router_node(node)) {
         return false;
     }
     int layer = -1;
-    if (is_layer_of(node, "probs-", layer)) {
+    if (is_router_node(node, "probs-", n_layers, layer)) {
         layers[layer].probs = node;
         return false;
     }
-    if (is_layer_of(node, "argsort-", layer)) {
+    if (is_router_node(node, "argsort-", n_layers, layer)) {
         return is_active && node->ne[0] == n_experts && node->ne[1] >= 2 && node->ne[1] <= n_tokens_max && layers[layer].probs;
     }
     // the prompt's graph, before the first verification, shows which node has the final weights
-    if (node->op == GGML_OP_MUL && is_layer_of(node, "weighted-", layer)) {
+    if (node->op == GGML_OP_MUL && is_router_node(node, "weighted-", n_layers, layer)) {
         layers[layer].weights_name = name_of_source(node->src[1]);
         return false;
     }
@@ -115,7 +97,7 @@ bool expert_budget::wants(const ggml_tensor * node) {
 
 void expert_budget::take(ggml_tensor * node) {
     int layer = -1;
-    if (is_layer_of(node, "argsort-", layer)) {
+    if (is_router_node(node, "argsort-", n_layers, layer)) {
         choose(layer, node);
         return;
     }
@@ -125,14 +107,6 @@ void expert_budget::take(ggml_tensor * node) {
             return;
         }
     }
-}
-
-static int kind_of(const ggml_tensor * probs) {
-    if (probs->op == GGML_OP_SOFT_MAX) {
-        return MOEEDGE_ROUTER_SOFTMAX;
-    }
-    const bool is_positive = probs->op == GGML_OP_SQRT || (probs->op == GGML_OP_UNARY && ggml_get_unary_op(probs) == GGML_UNARY_OP_SIGMOID);
-    return is_positive ? MOEEDGE_ROUTER_POSITIVE : MOEEDGE_ROUTER_LOGITS;
 }
 
 // rows of n values turned into distributions over the experts
@@ -165,7 +139,7 @@ void expert_budget::read_batch(const layer_state & state, ggml_tensor * sorted) 
         ggml_backend_tensor_get(state.probs, now.values.data(), 0, n * sizeof(float));
     }
     now.probabilities.resize(n);
-    normalise(now.values.data(), kind_of(state.probs), now.n_tokens, n_experts, now.probabilities.data());
+    normalise(now.values.data(), router_kind(state.probs), now.n_tokens, n_experts, now.probabilities.data());
 }
 
 // the best `budget` experts of the layer for the batch in hand; the lower id wins a tie
@@ -267,7 +241,7 @@ void expert_budget::choose(int layer, ggml_tensor * sorted) {
     }
     state.ids      = state.natural_ids;
     state.n_tokens = now.n_tokens;
-    state.kind     = kind_of(state.probs);
+    state.kind     = router_kind(state.probs);
 
     const int  n_natural = count_unique(state.natural_ids);
     const bool is_over   = n_natural > budgets[layer];

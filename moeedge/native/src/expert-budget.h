@@ -55,7 +55,6 @@ class expert_budget {
 
     static bool is_awaited(const layer_state & state, const ggml_tensor * node);
 
-    bool is_layer_of(const ggml_tensor * node, const char * name, int & layer) const;
     void choose(int layer, ggml_tensor * sorted);
     void truncate(layer_state & state, ggml_tensor * weights);
     void read_batch(const layer_state & state, ggml_tensor * sorted);

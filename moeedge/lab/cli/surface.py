@@ -1,0 +1,92 @@
+"""`moeedge lab surface`: what drafts gain, by acceptance and draft cost."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moeedge.cli.common import emit
+from moeedge.cli.options import Output, declare, flatten
+from moeedge.errors import InputError
+from moeedge.json_input import read_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moeedge.lab.analysis.draft_surface import SurfacePoint
+
+declare("--plot FILE  Draw ratio over acceptance, a line for each draft.", "surface")
+Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="JSON of moeedge bench --accept; .gz, too.")]
+
+
+@flatten
+def surface(records: Records, plot: Path | None = None, output: Output = Output.TEXT) -> None:
+    """Show what drafts gain over stock llama.cpp at its best, by acceptance and draft cost.
+
+    Each record is the JSON of one `moeedge bench --accept ... --modes stock-ar,stock-sd:1-16,moeedge:auto,... -o json`
+    with another draft model. The break-even cost of an acceptance is that up to which drafts pay.
+    """
+    from moeedge.lab.analysis.draft_surface import surface_points
+    from moeedge.ui.console import check_picture
+    from moeedge.ui.plots import default_plots, save_plots
+
+    if plot is not None:
+        check_picture(plot)
+    points = [point for record in records for point in surface_points(_read_rows(record))]
+    if not points:
+        what = "No record has scripted drafts of the modes stock-ar and moeedge:auto."
+        raise InputError(what, "Measure them with moeedge bench --accept .5,.7,.9 -md FILE -o json.")
+    points.sort(key=lambda point: (point.model, point.draft_cost, point.acceptance))
+    emit(output, surface_json, print_surface, points)
+    if plot is not None:
+        save_plots(default_plots(points, lambda point: Path(point.draft).stem), plot)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a record of bench. Raises InputError for anything else."""
+    try:
+        data = path.read_bytes()
+        rows = read_json((gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode())
+        if isinstance(rows, list) and all(isinstance(row, dict) and "tg_ts_median" in row for row in rows):
+            return rows
+        reason = "it holds no rows of moeedge bench -o json"
+    except (OSError, EOFError, ValueError) as error:
+        reason = str(error)
+    raise InputError(f"Cannot use {path}: {reason}.", "Give files that moeedge bench -o json has printed.")
+
+
+def surface_json(points: Sequence[SurfacePoint]) -> str:
+    """One JSON object: the points, and the break-even cost of each acceptance."""
+    from moeedge.lab.analysis.draft_surface import break_even
+    from moeedge.records import as_dict
+    from moeedge.ui.tables import json_text
+
+    even = [{"acceptance": acceptance, "draft_cost": cost} for acceptance, cost in break_even(points).items()]
+    return json_text({"points": [as_dict(point) for point in points], "break_even": even})
+
+
+def print_surface(points: Sequence[SurfacePoint], console: Console) -> None:
+    """A table of the points of each target, and a line with the break-even costs."""
+    from moeedge.lab.analysis.draft_surface import SurfacePoint, break_even
+    from moeedge.records import figures
+    from moeedge.ui.tables import figure_columns, print_table, text_column
+
+    texts = {"draft", "fastest_stock"}
+    names = [name for name in figures(SurfacePoint) if name != "model"]
+    titles = figures(SurfacePoint)
+    columns = [
+        text_column(titles[name].title, name) if name in texts else figure_columns(SurfacePoint, name)[0]
+        for name in names
+    ]
+    for model in dict.fromkeys(point.model for point in points):
+        own = [point for point in points if point.model == model]
+        print_table(console, columns, own, title=f"{model}: speed over stock at its best", n_keys=2)
+        costs = (
+            f"{acceptance:g}: {'none that was measured' if cost is None else f'{cost:.2f}'}"
+            for acceptance, cost in break_even(own).items()
+        )
+        console.print(f"Drafts pay up to a cost T_D / T_T, by acceptance: {', '.join(costs)}.", soft_wrap=True)

@@ -1,0 +1,178 @@
+#include "forced-routing.h"
+
+#include <algorithm>
+#include <cfloat>
+
+#include "c-calls.h"
+#include "ggml-backend.h"
+#include "ggml.h"
+#include "router-nodes.h"
+
+namespace moeedge {
+
+forced_routing::forced_routing(int n, int n_exp, const int32_t * used, int ubatch) :
+    n_layers(n), n_experts(n_exp), n_ubatch(ubatch), n_used(used, used + n), probs(n), ids_of(n) {
+    n_used_max = *std::max_element(n_used.begin(), n_used.end());
+}
+
+int forced_routing::set(const moeedge_routing_batch & batch) {
+    if (batch.mode < MOEEDGE_ROUTING_OFF || batch.mode > MOEEDGE_ROUTING_FORCED || batch.n_tokens < 0 ||
+        (batch.mode == MOEEDGE_ROUTING_FORCED && !batch.ids)) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    const size_t n_ids = batch.mode == MOEEDGE_ROUTING_FORCED ? (size_t) batch.n_tokens * n_layers * n_used_max : 0;
+    if (!std::all_of(batch.ids, batch.ids + n_ids, [this](int32_t id) { return id >= 0 && id < n_experts; })) {
+        return MOEEDGE_STATUS_BAD_ARGUMENT;
+    }
+    now        = batch;
+    last_layer = i_ubatch = -1;
+    for (std::vector<int32_t> & ids : ids_of) {
+        ids.clear();
+    }
+    return MOEEDGE_STATUS_OK;
+}
+
+const std::vector<int32_t> * forced_routing::captured(int layer) const {
+    return layer < 0 || layer >= n_layers ? nullptr : &ids_of[layer];
+}
+
+bool forced_routing::wants(const ggml_tensor * node) {
+    int layer = -1;
+    if (now.mode == MOEEDGE_ROUTING_OFF || !is_router_node(node)) {
+        return false;
+    }
+    if (is_router_node(node, "probs-", n_layers, layer)) {
+        probs[layer] = node;
+        return false;
+    }
+    const bool is_sorted = is_router_node(node, "argsort-", n_layers, layer) && node->ne[0] == n_experts;
+    return is_sorted || (is_capturing && is_router_node(node, "topk-", n_layers, layer));
+}
+
+void forced_routing::take(ggml_tensor * node) {
+    int layer = -1;
+    if (is_router_node(node, "argsort-", n_layers, layer)) {
+        force(layer, node);
+    } else if (is_router_node(node, "topk-", n_layers, layer)) {
+        for (int64_t row = 0; row < node->ne[1]; row++) {
+            sorted_ids.resize(node->ne[0]);
+            ggml_backend_tensor_get(node, sorted_ids.data(), row * node->nb[1], node->ne[0] * sizeof(int32_t));
+            ids_of[layer].insert(ids_of[layer].end(), sorted_ids.begin(), sorted_ids.end());
+        }
+    }
+}
+
+void forced_routing::force(int layer, ggml_tensor * sorted) {
+    if (layer <= last_layer || i_ubatch < 0) { // another micro-batch
+        i_ubatch++;
+    }
+    last_layer         = layer;
+    const int n_rows   = (int) sorted->ne[1];
+    const int n_first  = n_used[layer];
+    const int n_before = i_ubatch * n_ubatch;
+    const int n_batch  = std::min(n_ubatch, now.n_tokens - n_before);
+    if (n_rows == 0 || n_first == 0 || n_rows > n_batch) {
+        return;
+    }
+    sorted_ids.resize((size_t) n_rows * n_experts);
+    ggml_backend_tensor_get(sorted, sorted_ids.data(), 0, sorted_ids.size() * sizeof(int32_t));
+    if (now.mode == MOEEDGE_ROUTING_FORCED) {
+        // the last layer computes only tokens with logits, which are the last ones
+        const int first = n_before + n_batch - n_rows;
+        for (int row = 0; row < n_rows; row++) {
+            const int32_t * ids = now.ids + ((size_t) (first + row) * n_layers + layer) * n_used_max;
+            std::copy_n(ids, n_first, sorted_ids.data() + (size_t) row * n_experts);
+        }
+        keep_weights(probs[layer], sorted_ids.data(), n_first, n_rows);
+    }
+    ggml_backend_tensor_set(sorted, sorted_ids.data(), 0, sorted_ids.size() * sizeof(int32_t));
+}
+
+// A forced expert's probability may have been rounded to 0, where a kernel could skip it.
+void forced_routing::keep_weights(const ggml_tensor * t, const int32_t * ids, int n_first, int n_rows) {
+    if (!t || router_kind(t) == MOEEDGE_ROUTER_LOGITS || t->ne[0] != n_experts || t->ne[1] != n_rows) {
+        return;
+    }
+    values.resize((size_t) n_rows * n_experts);
+    ggml_backend_tensor_get(t, values.data(), 0, values.size() * sizeof(float));
+    bool has_zero = false;
+    for (int row = 0; row < n_rows; row++) {
+        for (int i = 0; i < n_first; i++) {
+            float & value = values[(size_t) row * n_experts + ids[(size_t) row * n_experts + i]];
+            if (!(value > 0.0f)) {
+                value    = FLT_EPSILON;
+                has_zero = true;
+            }
+        }
+    }
+    if (has_zero) {
+        ggml_backend_tensor_set(const_cast<ggml_tensor *>(t), values.data(), 0, values.size() * sizeof(float));
+    }
+}
+
+} // namespace moeedge
+
+// the C interface
+
+struct moeedge_routing : moeedge::forced_routing {
+    using forced_routing::forced_routing;
+};
+
+using moeedge::fail;
+using moeedge::guarded;
+
+extern "C" {
+
+moeedge_routing * moeedge_routing_create(int n_layers, int n_experts, const int32_t * n_used, int n_ubatch) {
+    const auto is_possible = [n_experts](int32_t n) { return n >= 0 && n <= n_experts; };
+    if (n_layers <= 0 || n_experts <= 0 || n_ubatch <= 0 || !n_used || !std::all_of(n_used, n_used + n_layers, is_possible)) {
+        return nullptr;
+    }
+    moeedge_routing * made = nullptr;
+    guarded([&]() -> int {
+        made = new moeedge_routing(n_layers, n_experts, n_used, n_ubatch);
+        return MOEEDGE_STATUS_OK;
+    });
+    return made;
+}
+
+void moeedge_routing_destroy(moeedge_routing * routing) {
+    delete routing;
+}
+
+bool moeedge_routing_on_node(ggml_tensor * node, bool ask, void * routing) {
+    moeedge_routing & self = *(moeedge_routing *) routing;
+    if (ask) {
+        return self.wants(node);
+    }
+    guarded([&]() -> int {
+        self.take(node);
+        return MOEEDGE_STATUS_OK;
+    });
+    return true; // false would end the graph
+}
+
+int moeedge_routing_set(moeedge_routing * routing, const moeedge_routing_batch * batch) {
+    return guarded([&]() -> int {
+        const int status = routing && batch ? routing->set(*batch) : MOEEDGE_STATUS_BAD_ARGUMENT;
+        return status == MOEEDGE_STATUS_OK ? status : fail(status, "The forced routing does not fit this model.");
+    });
+}
+
+int moeedge_routing_set_capture(moeedge_routing * routing, int on) {
+    return guarded([&]() -> int {
+        routing->set_capture(on != 0);
+        return MOEEDGE_STATUS_OK;
+    });
+}
+
+int64_t moeedge_routing_captured(moeedge_routing * routing, int layer, int32_t * out, int64_t n_max) {
+    const std::vector<int32_t> * ids = routing->captured(layer);
+    if (!ids || (int64_t) ids->size() > n_max) {
+        return -1;
+    }
+    std::copy(ids->begin(), ids->end(), out);
+    return (int64_t) ids->size();
+}
+
+} // extern "C"
