@@ -48,7 +48,7 @@ COMMANDS = {
     "lab validate": "Compare formulas and simulator with published figures, and the simulator with this machine.",
     "lab widen": "Write a larger model with the same answers, to measure the speed of real sizes without their "
     "weights.",
-    "lab surface": "Show what drafts gain, by acceptance and draft cost, from records of moeedge bench --accept.",
+    "lab surface": "Show what drafts gain over stock llama.cpp at its best, by acceptance and draft cost.",
     "lab schema": "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning "
     "and unit.",
 }

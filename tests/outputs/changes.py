@@ -79,6 +79,8 @@ RENAMED: list[tuple[str, str, str]] = []
 _CACHE_MODE = r"(source|simulated_tg_ts|simulated_moeedge_tg_ts)"
 _FIT = r"(predicted_speed_up|predicted_by_tokens|beyond_measured)"
 REMOVED: list[tuple[str, str, str]] = [
+    (r"commands(-slow)?: (schema )?bench.*[./](acceptance|confidences|routing(_\w+)?)\b", "", "--accept and --routing"),
+    (r"options: (.*\.(routing|scripted)$|bench --(accept(-confidence)?|routing)\b)", "", "the same"),
     (r"screens: (bench_views\.model_table|parallel_views\.parallel_markdown) ", "", "parts of bench_views.render"),
     (r"choices: speculation check_gamma: ", "", "draft lengths are checked in one place, which is no formula"),
     (r"functions: planning\.estimate\.known_model: ", "", "sizes of a model are one type, with what a context takes"),
