@@ -49,6 +49,8 @@ COMMANDS = {
     "lab widen": "Write a larger model with the same answers, to measure the speed of real sizes without their "
     "weights.",
     "lab surface": "Show what drafts gain over stock llama.cpp at its best, by acceptance and draft cost.",
+    "lab make-model": "Write a model of a real one's shapes, types and size with random weights, to measure speed "
+    "without a download.",
     "lab schema": "Print the JSON Schema of a command's JSON output, or of a trace file: every key, with its meaning "
     "and unit.",
 }
@@ -245,7 +247,7 @@ def load_command(name: str) -> Any:
         return typer.main.get_command(
             typer.Typer(cls=LabGroup, name=name, help=COMMANDS[name], callback=lambda: None, **_GROUP)
         )
-    group, _, module = name.rpartition(" ")
+    group, _, module = name.replace("-", "_").rpartition(" ")
     function = "list_models" if name == "list" else module  # "list" would hide Python's
     entry = getattr(import_module(f"moeedge.{'lab.' if group else ''}cli.{_MODULES.get(name, module)}"), function)
     if not isinstance(entry, typer.Typer):

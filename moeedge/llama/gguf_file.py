@@ -96,7 +96,8 @@ def parts(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def _check_readable(path: Path) -> None:
+def check_readable(path: Path) -> None:
+    """Raises ModelFileError for a path that is no GGUF file."""
     if not path.exists():
         raise ModelFileError(f"There is no model file {path}.", "Check the path.")
     if path.is_dir():
@@ -115,7 +116,7 @@ def _check_readable(path: Path) -> None:
 @contextmanager
 def _open_header(path: Path) -> Iterator[tuple[Any, Any]]:
     """ggml's functions, and the gguf_context * of one file. Raises ModelFileError for an unreadable header."""
-    _check_readable(path)
+    check_readable(path)
     library.start()
     ggml = library.ggml_functions()
     read = library.ggml_function("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParams)
@@ -150,7 +151,7 @@ def read_experts_used(path: Path) -> tuple[str, list[int]]:
 
 def read_tensors(path: Path) -> list[GgufTensor]:
     """All tensors of one file in its order, parsed again when it has changed. Raises ModelFileError."""
-    _check_readable(path)
+    check_readable(path)
     status = path.stat()
     return list(_parse_tensors(path, (status.st_ino, status.st_size, status.st_mtime_ns)))
 

@@ -93,8 +93,7 @@ def write_model(folder: Path, n_layers: int, embd: int) -> Path:
     """Writes the model, if it is not there."""
     path = folder / f"round-trips-{n_layers}-{embd}.gguf"
     if not path.exists():
-        sizes = ["--layers", n_layers, "--embd", embd, "--expert-ff", 64, "--experts", 128, "--used", 8]
-        tiny.main([*map(str, sizes), "--dense-type", "Q8_0", "--out", str(path)])
+        tiny.write_model(path, "qwen3moe", tiny.moe_dims(embd, layers=n_layers, expert_ff=64), seed=0)
     return path
 
 

@@ -17,12 +17,12 @@ from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EngineError, InputError
+from moeedge.lab.widen.vocabulary import ENDOFTEXT, IM_END, N_VOCAB
 from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.model import Model
 from moeedge.llama.samplers import Grammar, TokenArray
 from tests.conftest import TinyFactory
 from tests.support.stock import StockContext
-from tests.support.tiny_vocab import ENDOFTEXT, IM_END, N_VOCAB
 
 P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
 NEAR_TIE = 1e-3  # of logits

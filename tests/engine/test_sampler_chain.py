@@ -18,8 +18,8 @@ from moeedge.engine.grammar import ChainSampler, new_sampler
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig
 from moeedge.errors import EngineError, InputError
+from moeedge.lab.widen.vocabulary import N_VOCAB
 from moeedge.llama.model import Model
-from tests.support.tiny_vocab import N_VOCAB
 
 P_VALUE = 1e-3  # seeds are fixed, so a passing test passes always
 ORDERS = [DEFAULT_SAMPLERS, DEFAULT_SAMPLERS[::-1], ("top_k", "temperature"), ("temperature", "min_p"), ("infill",), ()]

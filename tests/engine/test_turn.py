@@ -10,9 +10,9 @@ import pytest
 from moeedge.engine.conversation import Conversation, Message, prompt_tokens
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.lab.widen.vocabulary import IM_START
 from moeedge.llama.reasoning import TemplateChoice
 from tests.conftest import TinyFactory
-from tests.support.tiny_vocab import IM_START
 
 
 @pytest.fixture(scope="module")

@@ -86,16 +86,14 @@ def write_models(folder: Path, options: argparse.Namespace) -> tuple[Path, Path]
             write(plan, target, sparse=True)
         return target, draft
     target, draft = (folder / f"random-{kind}-{options.layers}-{embd}.gguf" for kind in ("target", "draft"))
-    common = ["--embd", embd, "--dense-type", "Q8_0", "--seed", options.seed]
-    experts = ["--experts", 128, "--used", 8, "--expert-ff", expert_ff]
-    wanted = {
-        target: ["--arch", "qwen3moe", "--layers", options.layers, *common, *experts],
-        draft: ["--arch", "qwen3", "--layers", 1, "--ff", 2 * embd, *common],
+    sizes = {
+        target: ("qwen3moe", tiny.moe_dims(embd, layers=options.layers, expert_ff=expert_ff)),
+        draft: ("qwen3", tiny.moe_dims(embd, layers=1, ff=2 * embd, experts=0, residual=0.2)),
     }
-    for path, arguments in wanted.items():
+    for path, (arch, dims) in sizes.items():
         if not path.exists():
             unfinished = path.with_suffix(".part")
-            tiny.main([*map(str, arguments), "--out", str(unfinished)])
+            tiny.write_model(unfinished, arch, dims, seed=options.seed)
             unfinished.rename(path)
     return target, draft
 

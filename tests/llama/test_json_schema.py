@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from moeedge.errors import InputError
+from moeedge.lab.widen.vocabulary import IM_END
 from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.model import Model
 from moeedge.llama.samplers import Grammar, TokenArray
-from tests.support.tiny_vocab import IM_END
 
 PYDANTIC = {
     "$defs": {"Part": {"title": "Part", "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},

@@ -10,6 +10,7 @@ import pytest
 
 from moeedge.errors import EngineError, InputError, VocabularyMismatchError
 from moeedge.hardware.devices import Storage
+from moeedge.lab.widen.vocabulary import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import check_compatible
 from moeedge.llama.model import Model
@@ -17,7 +18,6 @@ from moeedge.llama.model_memory import ModelMemory, choose_n_ctx
 from moeedge.llama.text import ChatFormat
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
-from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 
 TURN = [{"role": "user", "content": "Hi"}]
 

@@ -8,12 +8,11 @@ import gguf
 import numpy as np
 import pytest
 
+from moeedge.lab.widen.vocabulary import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 from moeedge.llama import library
 from tests.conftest import TinyFactory
 from tests.support.cases import K_QUANTS, MOE_CASES
 from tests.support.stock import StockContext, tap_context
-from tests.support.tiny import main
-from tests.support.tiny_vocab import ENDOFTEXT, IM_END, IM_START, N_VOCAB
 
 TOKENS = np.random.default_rng(8).integers(0, 256, 128).tolist()
 
@@ -60,24 +59,3 @@ def test_vocabulary(tiny_moe: Path) -> None:
         assert context.tokenize("<|im_end|><|endoftext|>") == [IM_END, ENDOFTEXT]
         text = "the ärea is 日本 \U0001f600\n"
         assert 0 < len(context.tokenize(text)) < len(text.encode()), "some letters merge"
-
-
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The way to large files; heads follow the width, many experts mean eight per token."""
-    out = tmp_path / "wide.gguf"
-    main(["--out", str(out), "--layers", "1", "--embd", "256", "--expert-ff", "96", "--experts", "64"])
-    assert "GB" in capsys.readouterr().err
-    reader = gguf.GGUFReader(out)
-    numbers = {
-        key: reader.get_field(f"qwen3moe.{key}").contents()
-        for key in ("embedding_length", "expert_count", "expert_used_count", "attention.head_count")
-    }
-    assert numbers == {
-        "embedding_length": 256,
-        "expert_count": 64,
-        "expert_used_count": 8,
-        "attention.head_count": 16,
-    }
-    library.start()
-    with StockContext(out) as context:
-        assert np.isfinite(context.decode(TOKENS[:9])).all()

@@ -1,6 +1,4 @@
-"""Random-weight GGUF models that stock llama.cpp loads: tiny ones for tests, large ones for overhead measurements.
-
-    python -m tests.support.tiny --arch qwen3moe --out big.gguf --layers 10 --embd 2048 --expert-ff 768 --experts 128
+"""Tiny random-weight GGUF models that stock llama.cpp loads; `moeedge lab make-model` writes large ones.
 
 Tensors are drawn one at a time and streamed to the file, quantised ones directly as random blocks. Each tensor's
 numbers depend on the seed and on its name only, so that a draft made with the target's seed and width shares its
@@ -9,10 +7,7 @@ embeddings and output matrix and agrees with it now and then, as a trained draft
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import dataclasses
-import sys
 import zlib
 from ctypes import c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
@@ -22,9 +17,9 @@ import gguf
 import llama_cpp
 import numpy as np
 
+from moeedge.lab.widen.vocabulary import N_VOCAB, SPECIALS, add_vocabulary
 from moeedge.llama import library
 from tests.support.tiny_shapes import TensorSpec, TinyDims, metadata, tensors
-from tests.support.tiny_vocab import N_VOCAB, SPECIALS, add_vocabulary
 
 BLOCK = 32  # weights per block of Q4_0, Q8_0 and MXFP4
 BLOCK_BYTES = {"Q4_0": 18, "Q8_0": 34, "MXFP4": 17}
@@ -143,6 +138,13 @@ def write_model(path: Path, arch: str, dims: TinyDims, *, seed: int) -> None:
     writer.close()
 
 
+def moe_dims(embd: int, **dims: Any) -> TinyDims:
+    """Dimensions in which heads fill the width, in groups of 8, 8 of 128 experts are used, and matrices are Q8_0."""
+    head_dim = 128 if embd >= 1024 else 16
+    heads = {"heads": embd // head_dim, "heads_kv": max(1, embd // head_dim // 8), "head_dim": head_dim}
+    return TinyDims(embd=embd, **(heads | {"experts": 128, "used": 8, "dense_type": "Q8_0"} | dims))
+
+
 def draw_tensor(spec: TensorSpec, seed: int) -> np.ndarray:
     """The tensor's bytes: float32 or float16 of `spec.shape`, or uint8 blocks [n_blocks, block bytes]."""
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
@@ -214,28 +216,3 @@ def _add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
         writer.add_array(key, value)
     else:
         raise TypeError(f"{key}: {type(value).__name__} is no metadata type in use here")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Writes one model with dimensions from the command line and prints its size on standard error."""
-    parser = argparse.ArgumentParser(description="Write a random-weight GGUF model.")
-    parser.add_argument("--arch", choices=ARCHITECTURES, default="qwen3moe")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    for field in dataclasses.fields(TinyDims):
-        kinds: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": lambda text: text == "true"}
-        parser.add_argument("--" + field.name.replace("_", "-"), type=kinds[str(field.type)], default=None)
-    options = vars(parser.parse_args(arguments))
-    arch, path, seed = options.pop("arch"), options.pop("out"), options.pop("seed")
-    given = {key: value for key, value in options.items() if value is not None}
-    given.setdefault("used", 8 if given.get("experts", 0) >= 64 else 4)
-    if "embd" in given:  # heads that fill the width, grouped by 8
-        given.setdefault("head_dim", 128 if given["embd"] >= 1024 else 16)
-        given.setdefault("heads", given["embd"] // given["head_dim"])
-        given.setdefault("heads_kv", max(1, given["heads"] // 8))
-    write_model(path, arch, TinyDims(**(DEFAULTS.get(arch, {}) | given)), seed=seed)
-    print(f"{path}: {path.stat().st_size / 1e9:.2f} GB", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

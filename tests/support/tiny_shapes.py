@@ -1,7 +1,6 @@
 """What is in the tiny test models: dimensions, tensors and metadata of each architecture as llama.cpp reads them.
 
-Shapes are written as NumPy writes them (rows first), the reverse of ggml's `ne`. Every tensor has a standard deviation
-that keeps activations near 1, so that routing and logits vary from token to token.
+The product has the architectures that `moeedge lab make-model` writes and the parts of others that are alike.
 """
 
 from __future__ import annotations
@@ -9,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tests.support.tiny_vocab import N_VOCAB
+from moeedge.lab.widen import architectures
+from moeedge.lab.widen.architectures import Dims, Metadata, TensorSpec, swiglu, tensor
+from moeedge.lab.widen.vocabulary import N_VOCAB
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyDims:
+class TinyDims(Dims):
     """Dimensions of a tiny model; quantised rows need widths that are multiples of 32."""
 
     layers: int = 3
@@ -21,19 +22,16 @@ class TinyDims:
     heads: int = 4
     heads_kv: int = 2
     head_dim: int = 16
-    ff: int = 128  # of dense layers
+    ff: int = 128
     experts: int = 16
-    used: int = 4  # experts per token
+    used: int = 4
     expert_ff: int = 32
-    shared_ff: int = 64  # of the shared experts, where the architecture has them
-    ctx: int = 4096  # tokens "trained with"
+    shared_ff: int = 64
+    ctx: int = 4096
     vocab: int = N_VOCAB  # tokens; those above N_VOCAB are fillers
-    expert_type: str = "Q4_0"  # ggml type of the routed experts: F32, F16, Q8_0, Q4_0, MXFP4 or IQ1_M
+    window: int = 32
+    expert_type: str = "Q4_0"  # F32, F16, Q8_0, Q4_0, MXFP4 or IQ1_M
     odd_down_type: str = ""  # of the down experts of odd layers where it differs, as mixed quantisations do
-    dense_type: str = "F32"  # ggml type of the other matrices, embeddings included
-    residual: float = 0.25  # what attention and feed-forward add to the residual stream, against embeddings of 1
-    logit_std: float = 4.0  # spread of the logits over the vocabulary
-    router_std: float = 2.0  # spread of the router's logits over the experts
     expert_scales: bool = False  # a factor per expert after each of its matrices, as NVFP4 files have
     merged: bool = False  # gate and up experts in one tensor (deepseek2)
     sigmoid: bool = False  # deepseek2: sigmoid router with selection bias, groups and scale, as in DeepSeek-V3
@@ -47,44 +45,29 @@ class TinyDims:
     mask: int = N_VOCAB - 3  # dflash: the token that stands for one to be predicted; -1: none
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor: name, NumPy shape, normal distribution, ggml type. I64: ascending row numbers of the vocabulary."""
-
-    name: str
-    shape: tuple[int, ...]
-    std: float
-    type: str = "F32"
-    mean: float = 0.0
-    identity: float = 0.0  # added on the diagonal
-    zero_row: int = -1
-
-
 _FIRST_DENSE = ("deepseek2", "glm4moe", "step35", "hy_v3", "mimo2", "cohere2moe")  # the first layer has no experts
 _WINDOWED = ("step35", "mimo2", "cohere2moe", "gemma4")  # with sliding windows
 _MAMBA = ("granitehybrid", "nemotron_h_moe")  # with Mamba-2 layers
-Metadata = dict[str, int | float | bool | list[bool] | list[int]]
+# whose head-wise norms of queries and keys are those of qwen3
+_HEAD_NORMS = ("qwen35moe", "step35", "hy_v3", "gemma4", "grovemoe")
+
+
+def _ranks(arch: str, d: TinyDims) -> TinyDims:
+    """Adds the sizes of latent attention and of recurrent states, which follow from others."""
+    if arch == "deepseek2":
+        return replace(d, q_rank=d.embd // 2, kv_rank=d.embd // 2, rope_dim=d.head_dim)
+    if arch == "qwen35moe":
+        return replace(d, state_heads_k=d.heads_kv, state_heads=d.heads, state_dim=d.head_dim)
+    return d
 
 
 def metadata(arch: str, d: TinyDims) -> Metadata:
     """The architecture's keys without their prefix."""
-    keys: Metadata = {
-        "block_count": d.layers + d.mtp,
-        "context_length": d.ctx,
-        "embedding_length": d.embd,
-        "feed_forward_length": d.shared_ff if arch == "gemma4" else d.ff,
-        "attention.head_count": d.heads,
-        "attention.head_count_kv": d.heads_kv,
-        "attention.key_length": d.head_dim,
-        "attention.value_length": d.head_dim,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.dimension_count": d.head_dim,
-        "rope.freq_base": 10000.0,
-    }
-    if d.experts:
-        keys |= {"expert_count": d.experts, "expert_used_count": d.used}
-    if arch in ("qwen3moe", "qwen2moe", "deepseek2", "gpt-oss", "llama4", "glm4moe", *_WINDOWED, "hy_v3", "grovemoe"):
-        keys["expert_feed_forward_length"] = d.expert_ff
+    d = _ranks(arch, d)
+    keys = architectures.metadata(arch, d)
+    keys["block_count"] = d.layers + d.mtp
+    if arch == "gemma4":
+        keys["feed_forward_length"] = d.shared_ff
     if arch in ("step35", "hy_v3", "cohere2moe"):
         keys |= {"expert_shared_feed_forward_length": d.shared_ff, "expert_shared_count": 1}
         keys |= {"expert_weights_norm": True, "expert_weights_scale": 1.5}
@@ -108,32 +91,18 @@ def metadata(arch: str, d: TinyDims) -> Metadata:
         layers = range(d.layers)
         keys["attention.head_count_kv"] = [d.heads_kv if has_attention(arch, layer) else 0 for layer in layers]
     if arch == "nemotron_h_moe":
-        keys |= {"attention.layer_norm_epsilon": 1e-6, "expert_feed_forward_length": d.expert_ff}
+        keys["attention.layer_norm_epsilon"] = 1e-6
         keys |= {"expert_shared_count": 1, "expert_weights_norm": True, "expert_weights_scale": 2.5}
         keys["expert_gating_func"] = 2
         keys["feed_forward_length"] = [d.ff if layer % 2 else 0 for layer in range(d.layers)]
-    if arch in ("granitemoe", "granitehybrid"):  # Granite 3.1 1B-A400M's factors; attention's follows the heads
-        keys |= {
-            "embedding_scale": 12.0,
-            "residual_scale": 0.22,
-            "logit_scale": 6.0,
-            "attention.scale": d.head_dim**-0.5,
-        }
-    if (
-        arch in ("llama", "olmoe", "granitemoe", "granitehybrid") and d.experts
-    ):  # these name the experts' width as the dense one
-        keys["feed_forward_length"] = d.expert_ff
-    if arch == "gpt-oss":
-        keys["attention.sliding_window"] = 32
     if arch == "llama4":
         keys |= {"interleave_moe_layer_step": 2, "vocab_size": d.vocab}
-    if arch == "deepseek2":
-        keys |= _mla_metadata(d)
+    if d.sigmoid and arch == "deepseek2":
+        keys |= {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+        keys |= {"expert_group_count": 4, "expert_group_used_count": 2}
     if arch == "qwen35moe":
-        keys |= {"expert_feed_forward_length": d.expert_ff, "expert_shared_feed_forward_length": d.shared_ff}
+        keys |= {"expert_shared_feed_forward_length": d.shared_ff}
         keys |= {"full_attention_interval": 2, "rope.dimension_sections": [3, 3, 2, 0]}
-        keys |= {"ssm.conv_kernel": 4, "ssm.state_size": d.head_dim, "ssm.group_count": d.heads_kv}
-        keys |= {"ssm.time_step_rank": d.heads, "ssm.inner_size": d.heads * d.head_dim}
     if arch == "glm4moe":
         keys |= {"expert_shared_count": d.shared_ff // d.expert_ff, "leading_dense_block_count": 1}
         keys |= {"expert_weights_norm": True, "expert_weights_scale": 1.5}
@@ -168,38 +137,15 @@ def expert_width(arch: str, d: TinyDims, layer: int) -> int:
     return d.expert_ff * (1 + layer // 2 if arch == "nemotron_h_moe" and d.per_layer else 1)
 
 
-def _mla_metadata(d: TinyDims) -> Metadata:
-    """DeepSeek's latent attention: keys are nope and rope halves of head_dim each, values head_dim wide."""
-    rank = d.embd // 2
-    keys: Metadata = {
-        "attention.head_count_kv": 1,  # the latent vector is shared by all heads
-        "attention.q_lora_rank": rank,
-        "attention.kv_lora_rank": rank,
-        "attention.key_length": rank + d.head_dim,
-        "attention.value_length": rank,
-        "attention.key_length_mla": 2 * d.head_dim,
-        "attention.value_length_mla": d.head_dim,
-        "leading_dense_block_count": 1,
-        "expert_shared_count": d.shared_ff // d.expert_ff,
-    }
-    if d.sigmoid:
-        keys |= {
-            "expert_gating_func": 2,
-            "expert_weights_norm": True,
-            "expert_weights_scale": 2.5,
-            "expert_group_count": 4,
-            "expert_group_used_count": 2,
-        }
-    return keys
-
-
 def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     """Every tensor of the model, in file order."""
     if arch in ("eagle3", "dflash"):
         yield from (_eagle(d) if arch == "eagle3" else _dflash(d))
         return
+    d = _ranks(arch, d)
+    embeddings = tensor(d, "token_embd.weight", d.vocab, d.embd)
     # Gemma multiplies embeddings by the root of their width
-    yield TensorSpec("token_embd.weight", (d.vocab, d.embd), d.embd**-0.5 if arch == "gemma4" else 1.0, d.dense_type)
+    yield replace(embeddings, std=d.embd**-0.5 if arch == "gemma4" else 1.0)
     if arch == "gemma4":
         yield TensorSpec("rope_freqs.weight", (d.head_dim // 2,), 0.0, mean=1.0)
     for layer in range(d.layers + d.mtp):
@@ -208,17 +154,17 @@ def tensors(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     for layer in range(d.layers, d.layers + d.mtp):
         # the token's embedding goes on nearly as it is, so that the head guesses right now and then
         yield TensorSpec(f"blk.{layer}.nextn.eh_proj.weight", (d.embd, 2 * d.embd), 0.1 / d.embd**0.5, identity=1.0)
-        yield _norm(f"blk.{layer}.nextn.enorm.weight", d.embd)
-        yield _norm(f"blk.{layer}.nextn.hnorm.weight", d.embd)
-    yield _norm("output_norm.weight", d.embd)
-    yield TensorSpec("output.weight", (d.vocab, d.embd), d.logit_std / d.embd**0.5, d.dense_type)
+        yield tensor(d, f"blk.{layer}.nextn.enorm.weight", d.embd)
+        yield tensor(d, f"blk.{layer}.nextn.hnorm.weight", d.embd)
+    yield tensor(d, "output_norm.weight", d.embd)
+    yield tensor(d, "output.weight", d.vocab, d.embd)
 
 
 def _layer(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
     """One layer: attention or a recurrent state, then experts; of Nemotron one of these."""
     if arch == "nemotron_h_moe":
         if layer % 2:
-            yield _norm("attn_norm.weight", d.embd)
+            yield tensor(d, "attn_norm.weight", d.embd)
             yield from _feed_forward(arch, d, layer)
         else:
             yield from _attention(arch, d) if has_attention(arch, layer) else _mamba(d)
@@ -235,42 +181,20 @@ def has_attention(arch: str, layer: int) -> bool:
     return layer == 1 if arch == "granitehybrid" else layer % 4 == 2
 
 
-def _norm(name: str, width: int) -> TensorSpec:
-    return TensorSpec(name, (width,), 0.1, mean=1.0)
-
-
-def _matrix(d: TinyDims, name: str, rows: int, columns: int, gain: float = 1.0) -> TensorSpec:
-    return TensorSpec(name, (rows, columns), gain / columns**0.5, d.dense_type)
-
-
 def _attention(arch: str, d: TinyDims) -> Iterator[TensorSpec]:
     q_width, kv_width = d.heads * d.head_dim, d.heads_kv * d.head_dim
-    yield _norm("attn_norm.weight", d.embd)
-    if arch == "deepseek2":
-        yield from _latent_attention(d)
-    elif arch == "mimo2":
-        yield _matrix(d, "attn_qkv.weight", q_width + 2 * kv_width, d.embd, 1.5)
+    yield tensor(d, "attn_norm.weight", d.embd)
+    if arch in ("deepseek2", "mimo2"):
+        if arch == "deepseek2":
+            yield from architectures.latent_attention(d)
+        else:
+            yield TensorSpec("attn_qkv.weight", (q_width + 2 * kv_width, d.embd), 1.5 / d.embd**0.5, d.dense_type)
+        yield tensor(d, "attn_output.weight", d.embd, q_width)
     else:
-        n_queries = 2 if arch == "qwen35moe" else 1  # with a gate
-        # gain: attention that picks rather than averages
-        yield _matrix(d, "attn_q.weight", n_queries * q_width, d.embd, 2.0)
-        yield _matrix(d, "attn_k.weight", kv_width, d.embd)
-        yield _matrix(d, "attn_v.weight", kv_width, d.embd)
-    yield _matrix(d, "attn_output.weight", d.embd, q_width, d.residual)
+        yield from architectures.attention(d, n_queries=2 if arch == "qwen35moe" else 1)
     if arch == "step35":
-        yield _matrix(d, "attn_gate.weight", d.heads, d.embd)
-    if arch in ("qwen3", "qwen3moe", "qwen35moe", "step35", "hy_v3", "gemma4", "grovemoe"):  # per head
-        yield _norm("attn_q_norm.weight", d.head_dim)
-        yield _norm("attn_k_norm.weight", d.head_dim)
-    if arch == "olmoe":  # over all heads
-        yield _norm("attn_q_norm.weight", q_width)
-        yield _norm("attn_k_norm.weight", kv_width)
-    if arch in ("qwen2moe", "gpt-oss"):
-        for name, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
-            yield TensorSpec(f"attn_{name}.bias", (width,), 0.1)
-    if arch == "gpt-oss":
-        yield TensorSpec("attn_output.bias", (d.embd,), 0.1)
-        yield TensorSpec("attn_sinks.weight", (d.heads,), 1.0)
+        yield tensor(d, "attn_gate.weight", d.heads, d.embd)
+    yield from architectures.attention_parts("qwen3" if arch in _HEAD_NORMS else arch, d)
 
 
 def is_recurrent(arch: str, d: TinyDims, layer: int) -> bool:
@@ -279,43 +203,22 @@ def is_recurrent(arch: str, d: TinyDims, layer: int) -> bool:
 
 
 def _delta_net(d: TinyDims) -> Iterator[TensorSpec]:
-    """Linear attention by the gated delta rule: heads_kv key heads and `heads` value heads of head_dim each."""
-    keys, values = d.heads_kv * d.head_dim, d.heads * d.head_dim
-    yield _norm("attn_norm.weight", d.embd)
-    yield _matrix(d, "attn_qkv.weight", 2 * keys + values, d.embd)
-    yield _matrix(d, "attn_gate.weight", values, d.embd)
-    yield TensorSpec("ssm_conv1d.weight", (2 * keys + values, 4), 0.5)
-    yield TensorSpec("ssm_dt.bias", (d.heads,), 0.3)
-    yield TensorSpec("ssm_a", (d.heads,), 0.1, mean=-0.5)  # a state that fades
-    yield _matrix(d, "ssm_beta.weight", d.heads, d.embd)
-    yield _matrix(d, "ssm_alpha.weight", d.heads, d.embd)
-    yield _norm("ssm_norm.weight", d.head_dim)
-    yield _matrix(d, "ssm_out.weight", d.embd, values, d.residual)
+    yield tensor(d, "attn_norm.weight", d.embd)
+    yield from architectures.delta_net(d, "ssm_beta", "ssm_alpha")
 
 
 def _mamba(d: TinyDims) -> Iterator[TensorSpec]:
     """A Mamba-2 mixer: twice the width, one group, a state of 16, as many heads as attention."""
     inner, state = 2 * d.embd, 16
-    yield _norm("attn_norm.weight", d.embd)
-    yield _matrix(d, "ssm_in.weight", 2 * inner + 2 * state + d.heads, d.embd)
+    yield tensor(d, "attn_norm.weight", d.embd)
+    yield tensor(d, "ssm_in.weight", 2 * inner + 2 * state + d.heads, d.embd)
     yield TensorSpec("ssm_conv1d.weight", (inner + 2 * state, 4), 0.5)
     yield TensorSpec("ssm_conv1d.bias", (inner + 2 * state,), 0.1)
     yield TensorSpec("ssm_dt.bias", (d.heads,), 0.3)
     yield TensorSpec("ssm_a", (d.heads, 1), 0.1, mean=-0.5)  # a state that fades
     yield TensorSpec("ssm_d", (d.heads, 1), 0.1, mean=1.0)
     yield TensorSpec("ssm_norm.weight", (1, inner), 0.1, mean=1.0)
-    yield _matrix(d, "ssm_out.weight", d.embd, inner, d.residual)
-
-
-def _latent_attention(d: TinyDims) -> Iterator[TensorSpec]:
-    rank = d.embd // 2
-    yield _matrix(d, "attn_q_a.weight", rank, d.embd)
-    yield _norm("attn_q_a_norm.weight", rank)
-    yield _matrix(d, "attn_q_b.weight", d.heads * 2 * d.head_dim, rank, 2.0)
-    yield _matrix(d, "attn_kv_a_mqa.weight", rank + d.head_dim, d.embd)
-    yield _norm("attn_kv_a_norm.weight", rank)
-    yield TensorSpec("attn_k_b.weight", (d.heads, rank, d.head_dim), d.head_dim**-0.5)
-    yield TensorSpec("attn_v_b.weight", (d.heads, d.head_dim, rank), rank**-0.5)
+    yield tensor(d, "ssm_out.weight", d.embd, inner)
 
 
 def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
@@ -323,83 +226,70 @@ def _feed_forward(arch: str, d: TinyDims, layer: int) -> Iterator[TensorSpec]:
         yield from _gemma_norms(d)
     after_attention = arch in ("gpt-oss", "glm4moe", "qwen35moe")
     if arch not in ("cohere2moe", "gemma4", "nemotron_h_moe"):  # the first: next to attention
-        yield _norm("post_attention_norm.weight" if after_attention else "ffn_norm.weight", d.embd)
+        yield tensor(d, "post_attention_norm.weight" if after_attention else "ffn_norm.weight", d.embd)
     dense = not d.experts or (arch in _FIRST_DENSE and layer == 0) or (arch == "llama4" and layer % 2 == 0)
     dense = dense or (arch == "mimo2" and layer >= d.layers)
     if dense:
-        yield from _swiglu(d, "", d.ff)
+        yield from swiglu(d, "", d.ff)
         return
-    router_std = d.router_std if arch == "gemma4" else d.router_std / d.embd**0.5
-    yield TensorSpec("ffn_gate_inp.weight", (d.experts, d.embd), router_std)
+    router = tensor(d, "ffn_gate_inp.weight", d.experts, d.embd)
+    yield replace(router, std=d.router_std) if arch == "gemma4" else router
     experts, ff = d.experts, expert_width(arch, d, layer)
-    up_std, down_std = d.embd**-0.5, 2.0 * d.residual / ff**0.5
+    down_type = d.odd_down_type if layer % 2 else ""
+    gate, up, down = architectures.expert_matrices(d, ff, down_type=down_type)
     if d.merged:
-        yield TensorSpec("ffn_gate_up_exps.weight", (experts, 2 * ff, d.embd), up_std, d.expert_type)
-    else:
-        if arch != "nemotron_h_moe":  # whose experts have two matrices, and a squared ReLU between them
-            yield TensorSpec("ffn_gate_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
-        yield TensorSpec("ffn_up_exps.weight", (experts, ff, d.embd), up_std, d.expert_type)
-    down_type = (d.odd_down_type if layer % 2 else "") or d.expert_type
-    yield TensorSpec("ffn_down_exps.weight", (experts, d.embd, ff), down_std, down_type)
+        yield tensor(d, "ffn_gate_up_exps.weight", experts, 2 * ff, d.embd)
+        yield down
+    else:  # Nemotron's experts have two matrices, and a squared ReLU between them
+        yield from (up, down) if arch == "nemotron_h_moe" else (gate, up, down)
     if arch == "grovemoe":  # a second block, with an expert for each two of the first
-        yield TensorSpec("ffn_gate_chexps.weight", (experts // 2, ff, d.embd), up_std, d.expert_type)
-        yield TensorSpec("ffn_up_chexps.weight", (experts // 2, ff, d.embd), up_std, d.expert_type)
-        yield TensorSpec("ffn_down_chexps.weight", (experts // 2, d.embd, ff), down_std, d.expert_type)
+        yield from architectures.expert_matrices(d, ff, suffix="chexps", n=experts // 2)
     if arch == "gpt-oss":
-        yield TensorSpec("ffn_gate_inp.bias", (experts,), 0.3)
-        yield TensorSpec("ffn_gate_exps.bias", (experts, ff), 0.3)
-        yield TensorSpec("ffn_up_exps.bias", (experts, ff), 0.3)
-        yield TensorSpec("ffn_down_exps.bias", (experts, d.embd), 0.3)
+        yield from architectures.expert_biases(d)
     if d.expert_scales:
         for name in ("gate", "up", "down"):
             yield TensorSpec(f"ffn_{name}_exps.scale", (experts,), 0.3, mean=1.0)
     if arch in ("qwen2moe", "qwen35moe"):
-        yield TensorSpec("ffn_gate_inp_shexp.weight", (d.embd,), d.embd**-0.5)
+        yield tensor(d, "ffn_gate_inp_shexp.weight", d.embd)
     if arch in ("qwen2moe", "qwen35moe", "deepseek2", "glm4moe", "step35", "hy_v3", "cohere2moe", "granitehybrid"):
-        yield from _swiglu(d, "_shexp", d.shared_ff)
+        yield from swiglu(d, "_shexp", d.shared_ff)
     if arch == "nemotron_h_moe":
-        yield _matrix(d, "ffn_up_shexp.weight", d.shared_ff, d.embd)
-        yield _matrix(d, "ffn_down_shexp.weight", d.embd, d.shared_ff, 2.0 * d.residual)
+        yield tensor(d, "ffn_up_shexp.weight", d.shared_ff, d.embd)
+        yield tensor(d, "ffn_down_shexp.weight", d.embd, d.shared_ff)
     if arch == "llama4":
-        yield from _swiglu(d, "_shexp", d.expert_ff)
+        yield from swiglu(d, "_shexp", d.expert_ff)
     if arch == "gemma4":
-        yield from _swiglu(d, "", d.shared_ff)
+        yield from swiglu(d, "", d.shared_ff)
     if d.sigmoid or arch in ("glm4moe", "step35", "mimo2", "nemotron_h_moe"):
-        yield TensorSpec("exp_probs_b.bias", (experts,), 0.1)
+        yield tensor(d, "exp_probs_b.bias", experts)
 
 
 def _gemma_norms(d: TinyDims) -> Iterator[TensorSpec]:
     """Norms before and after each part; those after it have what it adds to the residual stream."""
     for name in ("ffn_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
-        yield _norm(f"{name}.weight", d.embd)
+        yield tensor(d, f"{name}.weight", d.embd)
     for name in ("post_attention_norm", "post_ffw_norm"):
         yield TensorSpec(f"{name}.weight", (d.embd,), 0.1 * d.residual, mean=d.residual)
     yield TensorSpec("ffn_gate_inp.scale", (d.embd,), 0.1, mean=1.0)
-
-
-def _swiglu(d: TinyDims, suffix: str, width: int) -> Iterator[TensorSpec]:
-    yield _matrix(d, f"ffn_gate{suffix}.weight", width, d.embd)
-    yield _matrix(d, f"ffn_up{suffix}.weight", width, d.embd)
-    yield _matrix(d, f"ffn_down{suffix}.weight", d.embd, width, 2.0 * d.residual)
 
 
 def _eagle(d: TinyDims) -> Iterator[TensorSpec]:
     """An EAGLE-3 draft whose attention hands on the token's embedding, so that it guesses right now and then."""
     width = d.heads * d.head_dim
     yield TensorSpec("fc.weight", (d.embd, 3 * d.target_embd), 0.05)
-    yield _norm("output_norm.weight", d.embd)
+    yield tensor(d, "output_norm.weight", d.embd)
     if d.draft_vocab:
         yield TensorSpec("token_embd.weight", (d.vocab, d.embd), 1.0)
         yield TensorSpec("output.weight", (d.draft_vocab, d.embd), d.logit_std / d.embd**0.5)
         yield TensorSpec("d2t", (d.draft_vocab,), 0.0, "I64")
-    yield _norm("blk.0.attn_norm.weight", d.embd)
-    yield _norm("blk.0.attn_norm_2.weight", d.embd)
+    yield tensor(d, "blk.0.attn_norm.weight", d.embd)
+    yield tensor(d, "blk.0.attn_norm_2.weight", d.embd)
     for name in ("q", "k"):
         yield TensorSpec(f"blk.0.attn_{name}.weight", (width, 2 * d.embd), 0.1 / d.embd**0.5, identity=1.5)
     yield TensorSpec("blk.0.attn_v.weight", (width, 2 * d.embd), 0.1 / d.embd**0.5, identity=1.0)
     yield TensorSpec("blk.0.attn_output.weight", (d.embd, width), 0.1 / width**0.5, identity=2.0)
-    yield _norm("blk.0.ffn_norm.weight", d.embd)
-    for spec in _swiglu(d, "", d.ff):
+    yield tensor(d, "blk.0.ffn_norm.weight", d.embd)
+    for spec in swiglu(d, "", d.ff):
         yield replace(spec, name=f"blk.0.{spec.name}")
 
 
@@ -412,7 +302,7 @@ def _dflash(d: TinyDims) -> Iterator[TensorSpec]:
     n_layers = len(d.target_layers.split(","))
     yield TensorSpec("fc.weight", (d.embd, n_layers * d.embd), 0.05)
     yield TensorSpec("enc.output_norm.weight", (d.embd,), 0.005, mean=0.02)
-    yield _norm("output_norm.weight", d.embd)
+    yield tensor(d, "output_norm.weight", d.embd)
     if d.draft_vocab:
         yield TensorSpec("token_embd.weight", (d.vocab, d.embd), 1.0, zero_row=d.mask)
         yield TensorSpec("output.weight", (d.draft_vocab, d.embd), d.logit_std / d.embd**0.5)
@@ -428,17 +318,17 @@ def _dflash(d: TinyDims) -> Iterator[TensorSpec]:
     for layer in range(d.layers):
         gain = 1.0 if layer == 0 else 0.1
         specs = [
-            _norm("attn_norm.weight", d.embd),
-            _matrix(d, "attn_q.weight", width, d.embd),
-            _matrix(d, "attn_k.weight", kv_width, d.embd),
+            tensor(d, "attn_norm.weight", d.embd),
+            TensorSpec("attn_q.weight", (width, d.embd), d.embd**-0.5, d.dense_type),
+            tensor(d, "attn_k.weight", kv_width, d.embd),
             TensorSpec("attn_v.weight", (kv_width, d.embd), 0.1 / d.embd**0.5, identity=gain),
             TensorSpec("attn_output.weight", (d.embd, width), 0.1 / width**0.5, identity=gain),
-            _norm("attn_q_norm.weight", d.head_dim),
-            _norm("attn_k_norm.weight", d.head_dim),
-            _norm("ffn_norm.weight", d.embd),
-            _matrix(d, "ffn_gate.weight", d.ff, d.embd),
-            _matrix(d, "ffn_up.weight", d.ff, d.embd),
-            _matrix(d, "ffn_down.weight", d.embd, d.ff, 0.1 * d.residual),
+            tensor(d, "attn_q_norm.weight", d.head_dim),
+            tensor(d, "attn_k_norm.weight", d.head_dim),
+            tensor(d, "ffn_norm.weight", d.embd),
+            tensor(d, "ffn_gate.weight", d.ff, d.embd),
+            tensor(d, "ffn_up.weight", d.ff, d.embd),
+            replace(tensor(d, "ffn_down.weight", d.embd, d.ff), std=0.1 * d.residual / d.ff**0.5),
         ]
         if d.variant == "selector":
             n_projected = 2 * 2 * d.embd // 16  # both sides of the block, two taps, groups of 16

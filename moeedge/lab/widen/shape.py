@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moeedge.errors import InputError
+from moeedge.lab.widen.architectures import MODELS
 from moeedge.lab.widen.maps import GroupedHeads
 
 BLOCK = 32  # weights per block of Q4_0 and Q8_0; widths are multiples
@@ -30,11 +31,13 @@ class Shape:
     vocab: int
 
 
-KNOWN: Mapping[str, Shape] = {  # of public models, by their config.json
-    "qwen3-30b-a3b": Shape(2048, 768, 32, 4, 128, 48, 128, 8, 151936),
-    "qwen3-235b-a22b": Shape(4096, 1536, 64, 4, 128, 94, 128, 8, 151936),
-    "qwen3-0.6b": Shape(1024, 3072, 16, 8, 128, 28, 0, 0, 151936),
-    "qwen3-4b": Shape(2560, 9728, 32, 8, 128, 36, 0, 0, 151936),
+def _known(name: str) -> Shape:
+    d = MODELS[name][1]
+    return Shape(d.embd, d.expert_ff or d.ff, d.heads, d.heads_kv, d.head_dim, d.layers, d.experts, d.used, d.vocab)
+
+
+KNOWN: Mapping[str, Shape] = {
+    name: _known(name) for name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-0.6b", "qwen3-4b")
 }
 
 SIZE_NAMES = {

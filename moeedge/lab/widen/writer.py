@@ -10,10 +10,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import gguf
 import numpy as np
@@ -29,6 +29,7 @@ _GROUP_BYTES = 32 * 2**20  # of rows in memory at once
 _HEADER_ROOM = 2 * 2**20  # upper bound of a header's growth
 
 _VALUE_TYPES = {  # for keys that the source lacks
+    bool: gguf.GGUFValueType.BOOL,
     int: gguf.GGUFValueType.UINT32,
     float: gguf.GGUFValueType.FLOAT32,
     str: gguf.GGUFValueType.STRING,
@@ -37,12 +38,12 @@ _VALUE_TYPES = {  # for keys that the source lacks
 OnBytes = Callable[[int], None]
 
 
-def check_target(out: Path, source: Path, *, force: bool) -> None:
-    """Raises InputError if `out` cannot or must not be written."""
+def check_target(out: Path, source: Path | None, *, force: bool) -> None:
+    """Raises InputError if `out` cannot or must not be written. source: the file that is read, if any."""
     check_output(out)
     if out.exists() and not out.is_file():
         raise InputError(f"{out} is not a regular file.", "Choose another path.")
-    if out.exists() and out.samefile(source):
+    if out.exists() and source is not None and out.samefile(source):
         raise InputError(f"{out} is the source.", "Choose another path.")
     if out.exists() and not force:
         raise InputError(f"{out} exists.", "Choose another path, or replace it with --force.")
@@ -58,23 +59,42 @@ def check_space(plan: WidePlan, out: Path, *, sparse: bool) -> None:
     for tensor in plan.tensors if sparse else ():
         n_rows = 1 + int(max(np.flatnonzero(tensor.rows >= 0), default=-1))
         needed += tensor.n_matrices * (n_rows * tensor.mover.n_bytes + 4096)  # rounded up to pages
+    check_room(out, needed, "Free some space, choose a path elsewhere, or write no zeros with --sparse.")
+
+
+def check_room(out: Path, n_bytes: int, hint: str = "Free some space, or choose a path elsewhere.") -> None:
+    """Raises DiskSpaceError if a file of that size does not fit on the disk."""
     free = shutil.disk_usage(out.parent).free
-    if needed > free:
-        raise DiskSpaceError(
-            f"{out} needs {format_bytes(needed)}, and {format_bytes(free)} are free there.",
-            "Free some space, choose a path elsewhere, or write no zeros with --sparse.",
-        )
+    if n_bytes > free:
+        raise DiskSpaceError(f"{out} needs {format_bytes(n_bytes)}, and {format_bytes(free)} are free there.", hint)
 
 
 def write(plan: WidePlan, out: Path, *, sparse: bool = False, on_bytes: OnBytes = lambda n: None) -> None:
     """Writes the plan to `out`, replacing it; calls on_bytes after each group of bytes. A failure leaves no file."""
+    with plan.source.open("rb") as source:
+        tensors = (_groups(tensor, source) for tensor in plan.tensors)
+        stream(out, lambda part: _write_header(plan, part), tensors, sparse=sparse, on_bytes=on_bytes)
+
+
+def stream(
+    out: Path,
+    write_header: Callable[[Path], None],
+    tensors: Iterable[Iterable[Bytes]],
+    *,
+    sparse: bool = False,
+    on_bytes: OnBytes = lambda n: None,
+) -> None:
+    """Writes a GGUF file from its header and the bytes of its tensors, each in groups of rows or of bytes.
+
+    The file replaces `out`. sparse: zeros at the end of a group, which is two-dimensional, become a hole.
+    """
     try:
-        with _part_file(out) as (part, file), plan.source.open("rb") as source:
-            _write_header(plan, part)
+        with _part_file(out) as (part, file):
+            write_header(part)
             file.seek(0, os.SEEK_END)
             file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))  # up to the first tensor
-            for tensor in plan.tensors:
-                for data in _groups(tensor, source):
+            for groups in tensors:
+                for data in groups:
                     n_live = 1 + max(np.flatnonzero(data.any(axis=1)), default=-1) if sparse else len(data)
                     file.write(data[:n_live].data)
                     file.seek(data[n_live:].nbytes, os.SEEK_CUR)  # a hole
@@ -112,18 +132,28 @@ def _part_file(out: Path) -> Iterator[tuple[Path, IO[bytes]]]:
 def _write_header(plan: WidePlan, path: Path) -> None:
     """Writes the metadata and the list of tensors."""
     writer = gguf.GGUFWriter(path, plan.fields["general.architecture"].contents())
-    changed = dict(plan.changed)
+    add_metadata(writer, plan.fields, plan.changed)
+    finish_header(writer, [(tensor.name, tensor.shape, tensor.n_bytes, tensor.mover.type) for tensor in plan.tensors])
+
+
+def add_metadata(writer: gguf.GGUFWriter, fields: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+    """Adds the source's fields, gguf.ReaderField by key, with changed values, and the values of further keys."""
+    left = dict(changed)
     dropped = {"general.architecture", "general.alignment", "general.size_label", "general.parameter_count"}
-    for name, field in plan.fields.items():
+    for name, field in fields.items():
         if name not in dropped:
             sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, changed.pop(name, field.contents()), field.types[0], sub_type=sub_type)
-    for name, value in changed.items():
+            writer.add_key_value(name, left.pop(name, field.contents()), field.types[0], sub_type=sub_type)
+    for name, value in left.items():
         writer.add_key_value(name, value, _VALUE_TYPES[type(value)])
-    for tensor in plan.tensors:
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, raw_dtype=tensor.mover.type
-        )
+
+
+def finish_header(
+    writer: gguf.GGUFWriter, tensors: Iterable[tuple[str, tuple[int, ...], int, gguf.GGMLQuantizationType]]
+) -> None:
+    """Writes the header. tensors: name, shape (the slowest dimension first), bytes and type of each."""
+    for name, shape, n_bytes, type_ in tensors:
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -30,10 +30,10 @@ def widen(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["lab", "widen", *map(str, arguments)])
 
 
-def start(*arguments: object, limit: tuple[int, int] | None = None) -> subprocess.Popen[str]:
+def start(*arguments: object, limit: tuple[int, int] | None = None, command: str = "widen") -> subprocess.Popen[str]:
     """The program in a process of its own, under a resource limit."""
     return subprocess.Popen(
-        [sys.executable, "-m", "moeedge", "lab", "widen", *map(str, arguments)],
+        [sys.executable, "-m", "moeedge", "lab", command, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

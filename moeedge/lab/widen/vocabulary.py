@@ -1,8 +1,8 @@
-"""The vocabulary of the tiny test models: byte-level BPE, 304 tokens, ChatML specials, and fillers where it is larger.
+"""The vocabulary of models with random weights: byte-level BPE, 304 tokens, ChatML specials, fillers up to its size.
 
 Ids 0..255 are the bytes, then 45 two-letter merges, then the three specials; every text can be tokenized and every
 token has bytes, many of which are no complete UTF-8, as in real byte-level vocabularies. Fillers ("w304", ...) are
-words that no text is tokenized to.
+words that no text is tokenized to. Models with as many tokens have the same ones, so that any can draft for another.
 """
 
 from __future__ import annotations
