@@ -196,4 +196,5 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: fit --draft-max -3: ended\.names", "", "its texts are those of every list of numbers"),
     (r"commands: schema( (replay|simulate|plan|profile|doctor))?: (printed|/)", "", "more records have a schema since"),
     (r"options: chat --expert-budget auto: config\.measure_anew$", "calibrate --expert-budget", "chat never asks"),
+    (r"options: bench.*: config\.(BenchPlan|plans\.\d+)\.modes\.\d+\.(p_min|source)$", "", "modes may have drafts of their own"),
 ]  # fmt: skip
