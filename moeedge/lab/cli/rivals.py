@@ -27,7 +27,7 @@ declare(
     """
     [Programs]
     --llama-bench FILE  llama-bench of llama.cpp: weights repacked, and as in the file.
-    --ik-llama-bench FILE  llama-bench of ik_llama.cpp: -fa 0 and 1, -rtr 0 and 1.
+    --ik-llama-bench FILE  llama-bench of ik_llama.cpp: with and without flash attention, and repacking at run time.
     --llama-speculative-simple FILE  llama-speculative-simple of llama.cpp, with -md.
     --ik-speculative FILE  llama-speculative of ik_llama.cpp, with -md.
     [Model]
