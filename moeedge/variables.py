@@ -75,6 +75,8 @@ VARIABLES = (
     Variable("MOEEDGE_WERROR", "ON: warnings of the C++ compiler are errors.", "OFF", "its build"),
     Variable("MOEEDGE_LLAMA_SDIST", "llama-cpp-python's source file, for a build offline.", "downloaded", "its build"),
     Variable("MOEEDGE_TEST_DEVICE", "The device of the exactness tests, as CUDA0.", "the emulated one", "its tests"),
+    Variable("MOEEDGE_LLAMA_BENCH", "llama.cpp's program, for the tests of lab rivals.", "none", "its tests"),
+    Variable("MOEEDGE_IK_LLAMA_BENCH", "The same of ik_llama.cpp.", "none", "its tests"),
     Variable("MOEEDGE_VULKAN_BACKEND", "The library for the tests on Vulkan.", "next to $MOEEDGE_DATA", "its tests"),
 )
 BY_NAME = {variable.name: variable for variable in VARIABLES}

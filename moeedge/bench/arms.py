@@ -51,7 +51,11 @@ def load_models(
     has_size = any(mode.cache_ratio is not None for mode in modes)
     # a model that fits a GPU is not left there entirely where modes ask for a cache
     target = stack.enter_context(load_target(base, device, whole_fits=False if has_size else None))
-    if not isinstance(base.draft, Path) or base.gamma == 0 or not any(mode.drafts for mode in modes):
+    if (
+        not isinstance(base.draft, Path)
+        or base.gamma == 0
+        or not any(mode.drafts and not mode.source for mode in modes)
+    ):
         return target, None
     return target, stack.enter_context(load_draft(base, device))
 

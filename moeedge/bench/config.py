@@ -10,7 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from moeedge.data.prompts import Dataset, EvaluationText
-from moeedge.engine.types import EngineConfig
+from moeedge.engine.types import DraftWord, EngineConfig
 from moeedge.errors import InputError, require
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import ExecutionConfig
@@ -43,6 +43,8 @@ class BenchMode:
     method: Method = "shared"
     budget: ExpertBudget | None = None  # of verification; lossy
     gamma: DraftLength | None = None
+    source: DraftWord | None = None  # of drafts
+    p_min: float | None = None  # a draft model's drafts end before a token that it gives less
     n_parallel: int | None = None  # texts that are decoded together; None: each answer on its own
     has_own_cache: bool = False  # one of several columns with our backend, each with an expert cache of its own
 
@@ -56,10 +58,11 @@ class BenchMode:
 
     @property
     def speculation(self) -> str:
-        """Draft length and expert budget where they distinguish this column: "gamma 8 budget 16 (lossy)"."""
+        """Drafts and expert budget where they distinguish this column: "gamma 8 p-min 0.75 budget 16 (lossy)"."""
         gamma = None if self.gamma is None else f"gamma {self.gamma}"
+        p_min = None if self.p_min is None else f"p-min {self.p_min:g}"
         budget = None if self.budget is None else self.budget.label
-        return " ".join(filter(None, (gamma, budget)))
+        return " ".join(filter(None, (gamma, p_min, budget)))
 
     @property
     def is_swept(self) -> bool:
@@ -71,6 +74,9 @@ class BenchMode:
 _MODES = (
     BenchMode("stock-ar", "stock", drafts=False),  # stock llama.cpp, one token at a time
     BenchMode("stock-sd", "stock", drafts=True),  # stock llama.cpp with the same draft and loop
+    BenchMode(
+        "stock-ngram", "stock", drafts=True, source="ngram"
+    ),  # the same with the text's own n-grams (prompt lookup)
     BenchMode("moeedge", "moeedge", drafts=True),  # our backend with the draft
     BenchMode("moeedge-ar", "moeedge", drafts=False),  # our backend, one token at a time
     # stock llama.cpp with as many whole layers on the GPU as fill the memory that moeedge takes there
@@ -86,13 +92,14 @@ def applicable_modes(modes: Sequence[BenchMode], *, has_draft: bool) -> tuple[tu
         return tuple(modes), []
     plain = {"stock-sd": REFERENCE, "stock-ncmoe-sd": "stock-ncmoe"}
     plain |= {"moeedge-ar": "moeedge"} if any(mode.name == "moeedge" for mode in modes) else {}
+    kept = [mode for mode in modes if mode.name not in plain]
     notes = []
     for mode in modes:
         if mode.name in plain:
             notes.append(f"{mode.name} is left out: without a draft it is the same as {plain[mode.name]}.")
         elif mode.name == "moeedge":
             notes.append("moeedge runs without a draft.")
-    return tuple(replace(mode, drafts=False) for mode in modes if mode.name not in plain), notes
+    return tuple(mode if mode.source else replace(mode, drafts=False) for mode in kept), notes
 
 
 def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
@@ -105,6 +112,8 @@ def mode_config(base: EngineConfig, mode: BenchMode) -> EngineConfig:
     config = replace(
         base,
         mode=mode.engine,
+        draft=mode.source or base.draft,
+        draft_p_min=base.draft_p_min if mode.p_min is None else mode.p_min,
         placement=replace(base.placement, **changes),
         gamma=base.gamma if gamma is None else gamma,
         auto_gamma=mode.gamma == "auto" or (gamma is None and base.auto_gamma and mode.engine == "moeedge"),
@@ -148,10 +157,10 @@ class Sweep:
             reason = "An expert budget acts on the verification of drafts, and no mode of our backend has drafts."
             raise InputError(reason, "Add moeedge to --modes, and a draft with -md.")
         swept = [lane for mode in modes for cached in self._caches(mode) for lane in self._speculation(cached)]
-        alone = next((mode for mode in swept if mode.method != "shared" and self.counts), None)
+        alone = next((m for m in swept if self.counts and (m.method != "shared" or m.p_min is not None)), None)
         if alone is not None:
             hint = "With --parallel choose from stock-ar, stock-sd, moeedge and moeedge-ar."
-            raise InputError(f"The mode {alone.name} decodes one text at a time.", hint)
+            raise InputError(f"The mode {alone.label} decodes one text at a time.", hint)
         together = [replace(mode, n_parallel=count, has_own_cache=True) for count in self.counts for mode in swept]
         return tuple(together or swept)
 
@@ -175,8 +184,8 @@ class Sweep:
 def parse_modes(text: str) -> tuple[BenchMode, ...]:
     """Reads a comma-separated list of modes, each kept once. Raises InputError for an unknown name or an empty list.
 
-    A mode with drafts may name its draft length, or a range of them with a column for each: "stock-sd:1-8",
-    "moeedge:auto".
+    A mode with drafts may name its draft length, or a range of them with a column for each, and the probability below
+    which drafts end: "stock-sd:1-8", "moeedge:auto", "stock-sd:8/p0.75".
     """
     hint = f"Choose from: {', '.join(MODES)}, separated by commas."
     modes: list[BenchMode] = []
@@ -185,6 +194,9 @@ def parse_modes(text: str) -> tuple[BenchMode, ...]:
         if name not in MODES:
             raise InputError(f"Unknown mode '{name}'.", hint)
         mode = MODES[name]
+        lengths, slash, p_min = lengths.partition("/")
+        if slash:
+            mode = replace(mode, p_min=_p_min(mode, p_min))
         modes += [replace(mode, gamma=gamma) for gamma in _lengths(mode, lengths)] if colon else [mode]
     columns = Counter(mode.name for mode in modes if mode.engine == "moeedge")
     return tuple(dict.fromkeys(replace(mode, has_own_cache=columns[mode.name] > 1) for mode in modes))
@@ -193,7 +205,9 @@ def parse_modes(text: str) -> tuple[BenchMode, ...]:
 def _lengths(mode: BenchMode, text: str) -> list[DraftLength]:
     """Reads "4", "1-8" or "auto" after the name of a mode. Raises InputError."""
     if not mode.drafts:
-        raise InputError(f"The mode {mode.name} takes no draft length.", "Give one to stock-sd or moeedge.")
+        raise InputError(
+            f"The mode {mode.name} takes no draft length.", "Give one to stock-sd, stock-ngram or moeedge."
+        )
     if text == "auto":
         return ["auto"]
     first, _, last = text.partition("-")
@@ -202,6 +216,17 @@ def _lengths(mode: BenchMode, text: str) -> list[DraftLength]:
         hint = f"Write for instance {mode.name}:4, {mode.name}:1-8 or {mode.name}:auto."
         raise InputError(f"'{text}' is not a draft length from 1 to {GAMMA_MAX}.", hint)
     return list(range(int(first), int(last) + 1))
+
+
+def _p_min(mode: BenchMode, text: str) -> float:
+    """Reads "p0.75" after a draft length. Raises InputError."""
+    hint = f"Write for instance {mode.name}:8/p0.75."
+    if mode.source is not None:
+        raise InputError(f"The drafts of {mode.name} have no probabilities.", f"Write for instance {mode.name}:8.")
+    with suppress(ValueError):
+        if text.startswith("p") and 0 <= (p_min := float(text[1:])) <= 1:
+            return p_min
+    raise InputError(f"'{text}' is not a least probability from p0 to p1.", hint)
 
 
 def parse_policies(text: str | None, policies: Iterable[str]) -> tuple[str, ...]:

@@ -62,9 +62,7 @@ def settings_of(plan: BenchPlan, environment: Provenance) -> Settings:
 class Journal:
     """A context manager: every sample given to `add` is in the file when the call returns."""
 
-    def __init__(
-        self, path: Path | None, settings: Sequence[Settings], done: Sequence[tuple[Place, Sample]] = ()
-    ) -> None:
+    def __init__(self, path: Path | None, settings: Sequence[Settings], done: Sequence[tuple[Place, Any]] = ()) -> None:
         """path: None where no file can be written. done: samples that are in the file."""
         self.path, self._settings, self._done = path, list(settings), list(done)
         self._file: TextIOWrapper | None = None
@@ -82,8 +80,11 @@ class Journal:
         return cls(folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl", settings)
 
     @classmethod
-    def resume(cls, name: str, settings: Sequence[Settings]) -> Journal:
-        """Returns the journal of an interrupted run; name: of its file, or LAST. Raises InputError where it cannot."""
+    def resume(cls, name: str, settings: Sequence[Settings], kind: Any = Sample) -> Journal:
+        """Returns the journal of an interrupted run, whose samples are of `kind`. Raises InputError where it cannot.
+
+        name: of its file, or LAST.
+        """
         if name == LAST and not _files():
             raise InputError("There is no interrupted bench to resume.", "Run bench without --resume.")
         path = _files()[-1] if name == LAST else Path(name)
@@ -103,7 +104,7 @@ class Journal:
             with suppress(ValueError, KeyError, TypeError):  # the line that an abort cut
                 entry = json.loads(line)
                 place = entry["part"], entry["pass"], entry["test"]
-                sample = Sample(**entry["sample"])
+                sample = kind(**entry["sample"])
                 done[place, sample.mode, sample.key] = (place, sample)  # what was measured again counts
         return cls(path, settings, list(done.values()))
 
@@ -131,12 +132,12 @@ class Journal:
         """Samples that the file holds, those of several texts as one."""
         return sum(not test.endswith(TEXTS.format("")) for (*_, test), _ in self._done)
 
-    def samples(self, part: int, pass_index: int) -> dict[str, list[Sample]]:
+    def samples(self, part: int, pass_index: int) -> dict[str, list[Any]]:
         """Returns the samples of a pass that the file had when it was opened, by test."""
         own = [(test, sample) for (*place, test), sample in self._done if place == [part, pass_index]]
         return {test: [sample for name, sample in own if name == test] for test, _ in own}
 
-    def add(self, place: Place, sample: Sample) -> None:
+    def add(self, place: Place, sample: Any) -> None:
         """Writes a sample. A full disk ends the writing, not the run."""
         if self._file is not None:
             part, pass_index, test = place

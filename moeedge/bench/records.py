@@ -132,7 +132,7 @@ class BenchRow:
     complete run; None: as many as there are.
     """
 
-    mode: str = figure("The mode: stock-ar, stock-sd, moeedge, moeedge-ar, stock-ncmoe, stock-ncmoe-sd")
+    mode: str = figure("The mode: stock-ar, stock-sd, stock-ngram, moeedge, moeedge-ar, stock-ncmoe, stock-ncmoe-sd")
     test: str = figure('The dataset, or the synthetic test: pp512, tg128, pp512+tg128, or one of these "@ d4096"')
     policy: str
     cache_ratio: float | None
@@ -335,7 +335,7 @@ def describe_setup(
         draft=info.draft if drafts else "none",
         gamma=info.gamma if drafts else 0,
         auto_gamma=drafts and info.auto_gamma,
-        draft_p_min=base.draft_p_min if drafts else 0.0,
+        draft_p_min=arm.session.config.draft_p_min if drafts else 0.0,
         policy=info.policy if has_cache or mode.policy is None else mode.policy,
         cache_ratio=ratio,
         cache_slots=info.cache_slots if has_cache or mode.is_swept else None,

@@ -46,6 +46,7 @@ COMMANDS = {
     "lab ablate": "Measure what each part of SP-MoE gains: loading on demand, prefetch, a worker, batched transfers.",
     "lab pair": "Measure how well a draft model's hidden states predict the target's experts, layer by layer.",
     "lab validate": "Compare formulas and simulator with published figures, and the simulator with this machine.",
+    "lab rivals": "Measure moeedge next to llama.cpp's and ik_llama.cpp's own programs, in turns.",
     "lab widen": "Write a larger model with the same answers, to measure the speed of real sizes without their "
     "weights.",
     "lab surface": "Show what drafts gain over stock llama.cpp at its best, by acceptance and draft cost.",

@@ -32,11 +32,12 @@ declare(
     --run-code  With --score: run the programs that the model writes against their tests, each in a process without
         network and with limits on time and memory. Without it they are not scored.
     * --modes LIST  Modes to compare, separated by commas: stock-ar (llama.cpp, one token at a time; the reference of
-        the output check), stock-sd (the same with the draft), moeedge, moeedge-ar (moeedge without the draft); with a
-        GPU stock-ncmoe and stock-ncmoe-sd (llama.cpp with whole layers in the same GPU memory, --n-cpu-moe). Without a
-        draft stock modes with drafts are left out and moeedge decodes one token at a time. A mode with drafts may name
-        its draft length, or several: stock-sd:1-8, moeedge:auto. Default: stock-ar,stock-sd,moeedge, with a GPU also
-        stock-ncmoe,stock-ncmoe-sd.
+        the output check), stock-sd (the same with the draft), stock-ngram (the same with the text's n-grams as drafts),
+        moeedge, moeedge-ar (moeedge without the draft); with a GPU stock-ncmoe and stock-ncmoe-sd (llama.cpp with whole
+        layers in the same GPU memory, --n-cpu-moe). Without a draft stock-sd and stock-ncmoe-sd are left out and
+        moeedge decodes one token at a time. A mode with drafts may name its draft length, or several, and the
+        probability below which drafts of a model end: stock-sd:1-8, moeedge:auto, stock-sd:8/p0.75. Default:
+        stock-ar,stock-sd,moeedge, with a GPU also stock-ncmoe,stock-ncmoe-sd.
     --no-warmup  Do not run every mode once before the first sample: the first repetition starts with an empty cache.
     * --resume [FILE]  Go on with an interrupted bench: the same command with --resume, and the file that it named
         unless it is the newest. What it finished is not measured again.

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.config import parse_modes
+from moeedge.bench.config import Sweep, applicable_modes, mode_config, parse_modes
 from moeedge.bench.figures import ALL, MEAN, over_best_stock
 from moeedge.bench.samples import Sample
 from moeedge.data.datasets import load_datasets
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import DatasetError, InputError
 from moeedge.records import as_dict
 from moeedge.ui.bench_views import render
@@ -57,8 +58,28 @@ def test_modes_with_draft_lengths() -> None:
     assert len({mode.label for mode in modes}) == len(modes)
 
 
+def test_modes_with_other_drafts() -> None:
+    modes = parse_modes("stock-ngram:4,stock-sd:2-3/p0.75,stock-sd:3")
+    assert [mode.label for mode in modes] == [
+        "stock-ngram gamma 4", "stock-sd gamma 2 p-min 0.75", "stock-sd gamma 3 p-min 0.75", "stock-sd gamma 3"
+    ]  # fmt: skip
+    base = EngineConfig(model=Path("t.gguf"), draft=Path("d.gguf"), draft_p_min=0.25)
+    configs = [mode_config(base, mode) for mode in modes]
+    assert [(config.draft, config.gamma, config.draft_p_min) for config in configs] == [
+        ("ngram", 4, 0.25), (Path("d.gguf"), 2, 0.75), (Path("d.gguf"), 3, 0.75), (Path("d.gguf"), 3, 0.25)
+    ]  # fmt: skip
+    kept, notes = applicable_modes(modes, has_draft=False)
+    assert [(mode.label, mode.drafts) for mode in kept] == [("stock-ngram gamma 4", True)] and len(notes) == 3
+    with pytest.raises(InputError, match="p-min"):
+        Sweep(counts=(2,)).modes(modes)
+
+
 @pytest.mark.parametrize(
-    "element", ["stock-ar:2", "stock-sd:", "stock-sd:0", "stock-sd:4-2", "stock-sd:99", "moeedge:x"]
+    "element",
+    [
+        *("stock-ar:2", "stock-sd:", "stock-sd:0", "stock-sd:4-2", "stock-sd:99", "moeedge:x"),
+        *("stock-sd:4/0.5", "stock-sd:4/p2", "stock-sd:4/p", "stock-sd/p0.5", "stock-ar:4/p0.5", "stock-ngram:4/p0.5"),
+    ],
 )
 def test_draft_lengths_that_no_mode_has(element: str) -> None:
     with pytest.raises(InputError):
@@ -95,6 +116,22 @@ def test_a_run_compares_with_stock_at_its_best(tmp_path: Path, tiny_moe: Path, t
     assert record["ratio_best_stock"] == pytest.approx(speeds["moeedge gamma auto"] / speeds[best])
     assert [part["category"] for part in record["best_stock_by_category"]] == ["talk", "other", MEAN]
     assert "| mean of categories |" in render(rows, "md")
+
+
+def test_a_run_takes_all_of_stocks_drafts(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    modes = "stock-ar,stock-ngram:4,stock-sd:4,stock-sd:4/p0.9,moeedge:2"
+    dataset = write_conversations(tmp_path, n=1)
+    rows, _ = run(make_plan(tiny_moe, tiny_draft, modes=modes, dataset=dataset, repetitions=1))
+    assert [(row.setup.draft, row.setup.draft_p_min) for row in rows] == [
+        ("none", 0), ("ngram", 0), (tiny_draft.name, 0), (tiny_draft.name, 0.9), (tiny_draft.name, 0)
+    ]  # fmt: skip
+    full, ended = (sum(sample.drafted for sample in row.samples) for row in rows[2:4])
+    assert ended < full
+    assert all(row.output is None or row.output.passed for row in rows)
+    labels = [row.label for row in rows]
+    assert labels[:4] == ["stock-ar", "stock-ngram gamma 4", "stock-sd gamma 4", "stock-sd gamma 4 p-min 0.9"]
+    speeds = {row.label: row.tg.mean for row in rows[:4] if row.tg is not None}
+    assert rows[4].fastest_stock == max(speeds, key=lambda label: speeds[label])
 
 
 def test_one_stock_mode_is_not_stock_at_its_best(tmp_path: Path, tiny_moe: Path) -> None:

@@ -52,6 +52,7 @@ def test_the_engine_configuration_of_a_mode() -> None:
     assert {name: (c.mode, c.draft, c.gamma) for name, c in configs.items()} == {
         "stock-ar": ("stock", None, 0),
         "stock-sd": ("stock", Path("d.gguf"), 5),
+        "stock-ngram": ("stock", "ngram", 5),
         "moeedge": ("moeedge", Path("d.gguf"), 5),
         "moeedge-ar": ("moeedge", None, 0),
         "stock-ncmoe": ("stock", None, 0),

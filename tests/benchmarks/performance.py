@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.performance docs/benchmarks/performance-*.json.gz
 
-Takes records of `moeedge bench -o json`, and of tests.benchmarks.expert_kernels and llama_programs, gzipped or not.
+Takes records of `moeedge bench -o json`, `moeedge lab rivals -o json` and tests.benchmarks.expert_kernels, and of the
+comparison with llama.cpp's programs up to 0.16.0 (those with a summary), gzipped or not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from moeedge.bench.figures import MEAN, over_best_stock
+from moeedge.lab.cli.rivals import columns as rivals_columns
+from moeedge.lab.experiments.rivals import SCHEMA as RIVALS
 from moeedge.ui.bench_views import limit_lines
 from moeedge.ui.tables import Column, markdown, text_column
 from moeedge.units import format_bytes
@@ -35,13 +38,19 @@ def read(path: Path) -> Any:
 def lane(row: Row) -> str:
     """The mode with its draft length and budget."""
     length = "auto" if row["auto_gamma"] else row["gamma"]
-    parts = (row["mode"], f"gamma {length}" if length else "", row["budget"] or "")
+    p_min = f"p-min {row['draft_p_min']:g}" if row.get("draft_p_min") else ""
+    parts = (row["mode"], f"gamma {length}" if length else "", p_min, row["budget"] or "")
     return " ".join(part for part in parts if part)
 
 
 def tables(record: Any) -> Iterator[str]:
     """The tables of one record."""
-    if isinstance(record, list):
+    if isinstance(record, list) and record[0]["schema"] == RIVALS:
+        yield f"{record[0]['model']} ({format_bytes(record[0]['model_bytes'])}), {record[0]['time']}\n"
+        yield f"{record[0]['cpu']}, threads: {record[0]['threads']}, commit {record[0]['commit']}\n"
+        rows = [SimpleNamespace(**row) for row in record]
+        yield markdown(rivals_columns(rows), rows)
+    elif isinstance(record, list):
         yield from bench_tables(record)
     elif "summary" in record:
         columns = [
@@ -115,7 +124,8 @@ def recosted(rows: Sequence[Row], row: Row, cost: float, n_dropped: int) -> floa
     """Mean ratio of `row` to the fastest stock mode of each category, if drafting a token took `cost` of a plain step.
 
     Drafts, their lengths and all other times stay as measured. n_dropped: tokens per step that `auto` drafts and
-    drops for their confidence, which the samples do not count: 0 or 1.
+    drops for their confidence, which the samples do not count: 0 or 1; stock's drafts with a least probability, too.
+    Drafts by n-grams stay free.
     """
     step_s = plain_s(rows)
 
@@ -125,8 +135,10 @@ def recosted(rows: Sequence[Row], row: Row, cost: float, n_dropped: int) -> floa
             SimpleNamespace(
                 key=tuple(sample[name] for name in ("prompt", "turn", "repetition")), category=sample["category"],
                 mode=label, tg_ts=sample["decode_tokens"], decode_tokens=sample["decode_tokens"],
-                decode_s=sample["decode_s"] - sample["draft_s"] + cost * step_s * (
-                    sample["drafted"] + (n_dropped * sample["steps"] if other["auto_gamma"] else 0)
+                decode_s=sample["decode_s"] if other.get("draft") == "ngram" else (
+                    sample["decode_s"] - sample["draft_s"] + cost * step_s * (
+                        sample["drafted"] + (n_dropped * sample["steps"] if ends_early(other) else 0)
+                    )
                 ),
             )
             for sample in other["samples"]
@@ -134,6 +146,11 @@ def recosted(rows: Sequence[Row], row: Row, cost: float, n_dropped: int) -> floa
 
     ratios = over_best_stock(turns(row), [turns(other) for other in rows if other["mode"].startswith("stock")])
     return next(part.ratio for part in ratios if part.category == MEAN)
+
+
+def ends_early(row: Row) -> bool:
+    """Whether drafts may end with a token that is dropped for its confidence."""
+    return bool(row["auto_gamma"] or row.get("draft_p_min"))
 
 
 def interval(part: Row) -> str:

@@ -40,6 +40,8 @@ def test_a_dearer_draft_costs_its_tokens() -> None:
     assert recosted(rows, ours, 0.1, 0) == pytest.approx(2.0)
     assert recosted(rows, ours, 0.2, 0) == pytest.approx(8.0 / 4.4)
     assert recosted(rows, ours, 0.2, 1) == pytest.approx(8.0 / 4.8)
+    ngrams = row("stock-ngram", 2.0, 4, 0.4) | {"draft": "ngram", "auto_gamma": False}
+    assert recosted([*rows, ngrams], ours, 0.2, 0) == pytest.approx(2.0 / 4.4)
 
 
 def test_shares_are_medians_of_rounds_with_a_read() -> None:

@@ -196,6 +196,9 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: bench --perplexity (-3|no such): ended\.names", "", "names of an error's lists"),
     (r"options: schema (--output|-o)\b", "", "an option since 0.16.0"),
     (r"options: fit --draft-max -3: ended\.names", "", "its texts are those of every list of numbers"),
-    (r"commands: schema( (replay|simulate|plan|profile|doctor))?: (printed|/)", "", "more records have a schema since"),
+    (r"commands: schema( (replay|simulate|plan|profile|doctor|rivals))?: (printed|/)", "",
+     "more records have a schema since"),
     (r"options: chat --expert-budget auto: config\.measure_anew$", "calibrate --expert-budget", "chat never asks"),
+    (r"options: bench.*: config\.(BenchPlan|plans\.\d+)\.modes\.\d+\.(p_min|source)$", "",
+     "modes may have drafts of their own"),
 ]  # fmt: skip

@@ -44,6 +44,10 @@ RECORDS = {
         "those kept, the most of a layer and step), kept_probability (share of the router's weight on kept experts), "
         "budget_weights (weights or, where the trace has none, counts).",
     ),
+    "rivals": (
+        *("moeedge.lab.experiments.rivals:RivalRow", True, "lab rivals -o json"),
+        "Tests of moeedge next to other programs.",
+    ),
     "simulate": (
         *("moeedge.lab.sim.simulate:SimulationRow", True, "lab simulate -o json"),
         "Rows of simulations; then the range of tg_ts, and over stock. --expert-budget adds the keys as in a replay.",

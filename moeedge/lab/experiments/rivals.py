@@ -1,0 +1,267 @@
+"""moeedge next to other programs on the same file, with equal threads: a process per program, setting and repetition.
+
+Processes take turns in an order that rotates from repetition to repetition, so that only one computes and only one
+holds the model; the page cache is equal for all. Tests of random tokens are llama-bench's. The test "drafts" is a
+greedy answer to one prompt. A program's speed is the one that it measures itself; loading is not in it. Of its settings
+the fastest counts, test by test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+
+from moeedge.errors import EngineError
+from moeedge.hardware.memory import fits
+from moeedge.hardware.provenance import Provenance
+from moeedge.records import figure, filled, quotient, stored
+from moeedge.run import Run
+
+if TYPE_CHECKING:  # the options' defaults are read for --help, which must not load llama.cpp
+    from moeedge.bench.journal import Journal
+
+SCHEMA: Literal["moeedge-rivals-1"] = "moeedge-rivals-1"
+LLAMA, IK, STOCK, OURS = RIVALS = ("llama.cpp", "ik_llama.cpp", "stock", "moeedge")  # in the order of the columns
+DRAFTS = "drafts"
+_N_CTX = 1024  # of the answer
+_DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+# fields of RivalPlan with llama-bench, and the settings that are measured; without repacking weights are as in the file
+_BENCHES = [("llama_bench", LLAMA, f"--repack {on}") for on in "10"]
+_BENCHES += [("ik_llama_bench", IK, f"-fa {fa} -rtr {on}") for fa in "01" for on in "01"]
+_SIMPLE = "--spec-type draft-simple --spec-draft-n-max {} --spec-draft-n-min 0 --spec-draft-p-min {}"
+_DRAFTING = [("llama_speculative_simple", LLAMA, _SIMPLE)]
+_DRAFTING += [("ik_speculative", IK, "--draft-max {} --draft-min 0 --draft-p-min {}")]
+
+Timed = Iterator[tuple[str, int, float, str]]  # test, tokens, seconds, version
+
+
+@dataclass(frozen=True)
+class RivalSample:
+    """One test by one process."""
+
+    rival: str = figure("The program: moeedge, stock (llama.cpp in moeedge's loop), llama.cpp, ik_llama.cpp")
+    settings: str = figure("Its settings; of moeedge bench the mode")
+    test: str = figure("ppN: a prompt of N random tokens; tgN: N tokens decoded; drafts: an answer with drafts")
+    repetition: int = figure("Repetition, from 0")
+    order: int = figure("Place of the process in its repetition, from 0")
+    tokens: int = figure("Tokens that were timed")
+    seconds: float = figure("Time that they took", "s")
+    build: str = figure("Version that the program tells; empty: none")
+
+    speed_ts = quotient("tokens", "seconds", "Tokens per second", "t/s", empty=0.0)
+
+    @property
+    def mode(self) -> str:
+        """The program with its settings."""
+        return f"{self.rival} {self.settings}"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identifies the same work of other programs."""
+        return self.test, self.repetition
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalRow(Provenance):
+    """A test: the speed of each program with its fastest settings."""
+
+    schema: Literal["moeedge-rivals-1"] = figure("Name of this schema; a changed meaning changes it", default=SCHEMA)
+    model: str = figure("File of the target")
+    model_bytes: int = figure("Its size", "bytes")
+    draft: str = figure('File of the draft; "none" without')
+    threads: int = figure("Threads of every program", least=1)
+    test: str = stored(RivalSample, "test")
+    speeds: dict[str, float] = figure("Median speed of each program with its fastest settings, by name", "t/s")
+    settings: dict[str, str] = figure("These settings, by name of the program")
+    fastest: str | None = figure("The fastest program but moeedge, with its settings")
+    ratio: float | None = figure("Median over repetitions of moeedge's speed over that of the fastest. A ratio")
+    repetitions: int = figure("Repetitions that were asked for", least=1)
+    other_load_before: float = figure("Processors that other programs used before the run")
+    samples: tuple[RivalSample, ...] = figure("The raw samples")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A program with settings: a process in each repetition. read: its output."""
+
+    rival: str
+    settings: str
+    command: tuple[str, ...]
+    read: Callable[[str], Timed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalPlan:
+    """The command's options: programs (None: left out), and what they do."""
+
+    model: Path | None = None
+    model_draft: str | None = None
+    llama_bench: Path | None = None
+    ik_llama_bench: Path | None = None
+    llama_speculative_simple: Path | None = None
+    ik_speculative: Path | None = None
+    n_prompt: Sequence[int] = (512, 2048, 2, 4, 9, 17)
+    n_predict: int = 64  # tokens decoded one by one, and of the answer
+    draft_max: Sequence[int] = (2, 4, 8)
+    threads: int = 0
+    repetitions: int = 3
+    # once the files are known
+    target: Path = Path()
+    draft_file: Path | None = None
+    question: str = ""  # that is answered
+    rendered: str = ""  # the same in the chat template
+
+    def variants(self, folder: Path, run: Run) -> Iterator[Variant]:
+        """The processes of a repetition. folder: gets the prompt's files. run: says what is left out."""
+        sizes = ["-p", ",".join(map(str, self.n_prompt)) or 0, "-n", self.n_predict]
+        for rival, mode in ((STOCK, "stock-ar"), (OURS, "moeedge-ar")):
+            yield self._ours(rival, mode, "-md", "none", *sizes)
+        fits_twice = fits(2 * self.target.stat().st_size)  # -rtr 1 reads the file, and copies it
+        for path, rival, words in self._given(_BENCHES, run):
+            if words.endswith("-rtr 1") and not fits_twice:
+                run.say(f"{rival} {words} is left out: the model does not fit the memory twice.")
+            else:
+                command = self._command(path, *sizes, *words.split(), "-ngl", 0, "-r", 1, "-o", "json")
+                yield Variant(rival, words, command, read_llama_bench)
+        if self.draft_file is None:
+            return
+        (text := folder / "prompt.txt").write_text(f"{self.rendered}\n", encoding="utf-8")  # programs drop a line break
+        (prompt := folder / "prompt.jsonl").write_text(json.dumps({"prompt": self.question}) + "\n", encoding="utf-8")
+        longest = max(self.draft_max)
+        lengths = [*(f"{gamma}/p0" for gamma in self.draft_max), f"{longest}/p0.75"]
+        answer = ["-md", self.draft_file, "-n", self.n_predict, "-c", _N_CTX]
+        for mode in (f"stock-ngram:{longest}", *(f"stock-sd:{length}" for length in lengths), "moeedge:auto"):
+            yield self._ours(OURS if mode.startswith(OURS) else STOCK, mode, *answer, "--dataset", prompt)
+        answer += ["-f", text, "--temp", 0, "-ngl", 0, "-ngld", 0]
+        for path, rival, words in self._given(_DRAFTING, run):
+            for length in lengths:
+                command = self._command(path, *answer, *words.format(*length.split("/p")).split())
+                yield Variant(rival, length, command, read_speculative)
+
+    def _given(self, programs: Sequence[tuple[str, str, str]], run: Run) -> Iterator[tuple[Path, str, str]]:
+        for name in dict.fromkeys(name for name, *_ in programs if getattr(self, name) is None):
+            run.say(f"There is no --{name.replace('_', '-')}: its tests are left out.")
+        yield from ((path, *rest) for name, *rest in programs if (path := getattr(self, name)) is not None)
+
+    def _ours(self, rival: str, mode: str, *words: object) -> Variant:
+        program = (sys.executable, "-m", "moeedge", "bench")
+        command = self._command(*program, *words, "--modes", mode, "-dev", "none", "-r", 1, "-o", "json")
+        return Variant(rival, mode, command, read_bench)
+
+    def _command(self, *words: object) -> tuple[str, ...]:
+        return tuple(map(str, (*words, "-m", self.target, "-t", self.threads)))
+
+
+def read_llama_bench(output: str) -> Timed:
+    """Reads `llama-bench -o json`, around which ik_llama.cpp's may print other lines. Raises ValueError."""
+    for record in json.loads(output[output.index("[\n") : output.rindex("]") + 1]):
+        test = f"pp{record['n_prompt']}" if record["n_prompt"] else f"tg{record['n_gen']}"
+        build = f"{record['build_number']} ({record['build_commit']})"
+        yield test, record["n_prompt"] or record["n_gen"], sum(record["samples_ns"]) * 1e-9, build
+
+
+def read_speculative(output: str) -> Timed:
+    """Reads what llama.cpp's programs that draft print last. Raises ValueError."""
+    if (decoded := _DECODED.search(output)) is None:
+        raise ValueError("it printed no speed")
+    yield DRAFTS, int(decoded[1]), float(decoded[2]), ""
+
+
+def read_bench(output: str) -> Timed:
+    """Reads `moeedge bench -o json`."""
+    for row in json.loads(output):
+        phase = "prefill" if row["n_prompt"] else "decode"
+        tokens, seconds = (sum(sample[f"{phase}_{unit}"] for sample in row["samples"]) for unit in ("tokens", "s"))
+        yield DRAFTS if row["dataset"] else row["test"], tokens, seconds, row["version"]
+
+
+def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run: Run) -> Iterator[RivalSample]:
+    """Yields the samples of the journal, then those that it lacks, until `run` is cancelled.
+
+    A rival's variant that fails is left out from there on. Raises EngineError where ours fails.
+    """
+    from moeedge.bench.experiment import rotated
+
+    kept: list[RivalSample] = [sample for own in journal.samples(0, 0).values() for sample in own]
+    yield from kept
+    done, failed = {(sample.mode, sample.repetition) for sample in kept}, set[str]()
+    run.progress.start("measuring", plan.repetitions * len(variants))
+    for repetition in range(plan.repetitions):
+        for order, variant in enumerate(rotated(variants, repetition)):
+            label = f"{variant.rival} {variant.settings}"
+            run.progress.phase(label, f"repetition {repetition + 1}, {label}")
+            run.progress.add()
+            if label in failed or (label, repetition) in done:
+                continue
+            try:
+                timed = list(variant.read(_output(variant.command)))
+            except (OSError, ValueError, KeyError) as error:
+                if not run.cancelled() and variant.rival in (OURS, STOCK):
+                    raise EngineError(f"{label} failed: {error}.", "Go on with --resume.") from None
+                failed.add(label)
+                if not run.cancelled():
+                    run.say(f"{label} is left out, as it failed: {error}.")
+                timed = []
+            for test, tokens, seconds, build in timed:
+                about = (variant.rival, variant.settings, test, repetition, order)
+                sample = RivalSample(*about, tokens, seconds, build)
+                journal.add((0, 0, test), sample)
+                yield sample
+            if run.cancelled():
+                return
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a program printed: JSON, or else both outputs. Raises ValueError with its last line where it failed."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise ValueError(lines[-1].rstrip(".") if lines else f"exit code {done.returncode}")
+    return done.stdout if "json" in command else done.stdout + done.stderr
+
+
+def make_rows(plan: RivalPlan, samples: Sequence[RivalSample], **about: Any) -> list[RivalRow]:
+    """Returns a row per test. about: further fields, among them those of `source`, the provenance."""
+    from moeedge.bench.samples import grouped
+
+    source: Provenance = about.pop("source")
+    rows = []
+    for test, own in grouped(samples, attrgetter("test")).items():
+        by_mode = grouped(own, attrgetter("mode"))
+        medians = {mode: median(sample.speed_ts for sample in each) for mode, each in by_mode.items()}
+        best = {by_mode[mode][0].rival: mode for mode in sorted(medians, key=medians.__getitem__)}  # the last counts
+        fastest = max((mode for rival, mode in best.items() if rival != OURS), key=medians.__getitem__, default=None)
+        base = {sample.key: sample.speed_ts for sample in by_mode.get(fastest or "", ())}
+        ours = [each for each in by_mode.get(best.get(OURS, ""), ()) if each.key in base]
+        rows.append(
+            filled(
+                RivalRow,
+                *(source, plan),
+                model=plan.target.name,
+                model_bytes=plan.target.stat().st_size,
+                draft="none" if plan.draft_file is None else plan.draft_file.name,
+                test=test,
+                speeds={rival: medians[best[rival]] for rival in RIVALS if rival in best},
+                settings={rival: by_mode[best[rival]][0].settings for rival in RIVALS if rival in best},
+                fastest=fastest,
+                ratio=median(each.speed_ts / base[each.key] for each in ours) if ours else None,
+                samples=tuple(own),
+                **about,
+            )
+        )
+    return rows
+
+
+def settings_of(plan: RivalPlan, source: Provenance) -> dict[str, Any]:
+    """Returns what must be the same for samples of two runs to belong together."""
+    values = asdict(plan) | {name: getattr(source, name) for name in ("version", "commit", "cpu", "os")}
+    sizes = {name: [str(path), path.stat().st_size] for name, path in values.items() if isinstance(path, Path)}
+    return json.loads(json.dumps(values | sizes))  # type: ignore[no-any-return]
