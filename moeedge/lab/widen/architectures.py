@@ -60,132 +60,48 @@ class TensorSpec:
 
 # Granite multiplies embeddings by 12, what layers add by 0.22, and divides logits by 6
 SCALED: dict[str, Any] = {"residual": 14.0, "logit_std": 24.0}
-_GPT_OSS = Dims(
-    layers=24,
-    embd=2880,
-    heads=64,
-    heads_kv=8,
-    head_dim=64,
-    ff=2880,
-    experts=32,
-    used=4,
-    expert_ff=2880,
-    ctx=131072,
-    vocab=201088,
-    window=128,
-)
-_QWEN3_30B = Dims(layers=48, embd=2048, heads=32, heads_kv=4, head_dim=128, ff=6144, experts=128, used=8, expert_ff=768)
-_QWEN3_0_6B = Dims(layers=28, embd=1024, heads=16, heads_kv=8, head_dim=128, ff=3072, tied=True)
 _ROPE, _EPS = "rope.freq_base", "attention.layer_norm_rms_epsilon"
-_QWEN3: Metadata = {_ROPE: 1e6}
 
-# public models by their config.json: architecture, sizes, and metadata that is not the architecture's
-MODELS: dict[str, tuple[str, Dims, Metadata]] = {
-    "qwen3-30b-a3b": ("qwen3moe", _QWEN3_30B, _QWEN3),
-    "qwen3-235b-a22b": (
-        "qwen3moe",
-        replace(_QWEN3_30B, layers=94, embd=4096, heads=64, ff=12288, expert_ff=1536),
-        _QWEN3,
-    ),
-    "qwen3-next-80b-a3b": (
-        "qwen3next",
-        Dims(
-            layers=48,
-            embd=2048,
-            heads=16,
-            heads_kv=2,
-            head_dim=256,
-            ff=5120,
-            experts=512,
-            used=10,
-            expert_ff=512,
-            shared_ff=512,
-            ctx=262144,
-            state_heads_k=16,
-            state_heads=32,
-            state_dim=128,
-        ),
-        {_ROPE: 1e7, "rope.dimension_count": 64},
-    ),
-    "gpt-oss-20b": ("gpt-oss", _GPT_OSS, {_ROPE: 150000.0, _EPS: 1e-5}),
-    "gpt-oss-120b": ("gpt-oss", replace(_GPT_OSS, layers=36, experts=128), {_ROPE: 150000.0, _EPS: 1e-5}),
-    "deepseek-v2-lite": (
-        "deepseek2",
-        Dims(
-            layers=27,
-            embd=2048,
-            heads=16,
-            heads_kv=1,
-            head_dim=128,
-            ff=10944,
-            experts=64,
-            used=6,
-            expert_ff=1408,
-            shared_ff=2816,
-            ctx=163840,
-            vocab=102400,
-            kv_rank=512,
-            rope_dim=64,
-        ),
-        {},
-    ),
-    "granite-3.1-1b-a400m": (
-        "granitemoe",
-        Dims(
-            layers=24,
-            embd=1024,
-            heads=16,
-            heads_kv=8,
-            head_dim=64,
-            ff=512,
-            experts=32,
-            used=8,
-            expert_ff=512,
-            ctx=131072,
-            vocab=49155,
-            tied=True,
-            **SCALED,
-        ),
-        {_ROPE: 5e6, "attention.scale": 1 / 64},
-    ),
-    "olmoe-1b-7b": (
-        "olmoe",
-        Dims(
-            layers=16,
-            embd=2048,
-            heads=16,
-            heads_kv=16,
-            head_dim=128,
-            ff=1024,
-            experts=64,
-            used=8,
-            expert_ff=1024,
-            ctx=4096,
-            vocab=50304,
-        ),
-        {_EPS: 1e-5},
-    ),
-    "mixtral-8x7b": (
-        "llama",
-        Dims(
-            layers=32,
-            embd=4096,
-            heads=32,
-            heads_kv=8,
-            head_dim=128,
-            ff=14336,
-            experts=8,
-            used=2,
-            expert_ff=14336,
-            ctx=32768,
-            vocab=32000,
-        ),
-        {_ROPE: 1e6, _EPS: 1e-5},
-    ),
-    "qwen3-0.6b": ("qwen3", _QWEN3_0_6B, _QWEN3),
-    "qwen3-1.7b": ("qwen3", replace(_QWEN3_0_6B, embd=2048, ff=6144), _QWEN3),
-    "qwen3-4b": ("qwen3", replace(_QWEN3_0_6B, layers=36, embd=2560, heads=32, ff=9728), _QWEN3),
-}
+# public models by their config.json: name, architecture, fields of Dims, and metadata that is not the architecture's
+_TABLE = """
+qwen3-30b-a3b qwen3moe layers=48 embd=2048 heads=32 heads_kv=4 head_dim=128 ff=6144 experts=128 used=8 expert_ff=768
+    rope.freq_base=1e6
+qwen3-235b-a22b qwen3moe layers=94 embd=4096 heads=64 heads_kv=4 head_dim=128 ff=12288 experts=128 used=8
+    expert_ff=1536 rope.freq_base=1e6
+qwen3-next-80b-a3b qwen3next layers=48 embd=2048 heads=16 heads_kv=2 head_dim=256 ff=5120 experts=512 used=10
+    expert_ff=512 shared_ff=512 ctx=262144 state_heads_k=16 state_heads=32 state_dim=128
+    rope.freq_base=1e7 rope.dimension_count=64
+gpt-oss-20b gpt-oss layers=24 embd=2880 heads=64 heads_kv=8 head_dim=64 ff=2880 experts=32 used=4 expert_ff=2880
+    ctx=131072 vocab=201088 window=128 rope.freq_base=150e3 attention.layer_norm_rms_epsilon=1e-5
+gpt-oss-120b gpt-oss layers=36 embd=2880 heads=64 heads_kv=8 head_dim=64 ff=2880 experts=128 used=4 expert_ff=2880
+    ctx=131072 vocab=201088 window=128 rope.freq_base=150e3 attention.layer_norm_rms_epsilon=1e-5
+deepseek-v2-lite deepseek2 layers=27 embd=2048 heads=16 heads_kv=1 head_dim=128 ff=10944 experts=64 used=6
+    expert_ff=1408 shared_ff=2816 ctx=163840 vocab=102400 kv_rank=512 rope_dim=64
+granite-3.1-1b-a400m granitemoe layers=24 embd=1024 heads=16 heads_kv=8 head_dim=64 ff=512 experts=32 used=8
+    expert_ff=512 ctx=131072 vocab=49155 tied=1 rope.freq_base=5e6 attention.scale=0.015625
+olmoe-1b-7b olmoe layers=16 embd=2048 heads=16 heads_kv=16 head_dim=128 ff=1024 experts=64 used=8 expert_ff=1024
+    ctx=4096 vocab=50304 attention.layer_norm_rms_epsilon=1e-5
+mixtral-8x7b llama layers=32 embd=4096 heads=32 heads_kv=8 head_dim=128 ff=14336 experts=8 used=2 expert_ff=14336
+    ctx=32768 vocab=32000 rope.freq_base=1e6 attention.layer_norm_rms_epsilon=1e-5
+qwen3-0.6b qwen3 layers=28 embd=1024 heads=16 heads_kv=8 head_dim=128 ff=3072 tied=1 rope.freq_base=1e6
+qwen3-1.7b qwen3 layers=28 embd=2048 heads=16 heads_kv=8 head_dim=128 ff=6144 tied=1 rope.freq_base=1e6
+qwen3-4b qwen3 layers=36 embd=2560 heads=32 heads_kv=8 head_dim=128 ff=9728 tied=1 rope.freq_base=1e6
+"""
+
+
+def _read_table() -> dict[str, tuple[str, Dims, Metadata]]:
+    models: dict[str, tuple[str, Dims, Metadata]] = {}
+    for row in _TABLE.replace("\n    ", " ").strip().splitlines():
+        name, arch, *words = row.split()
+        pairs = [word.split("=") for word in words]
+        values: Metadata = {key: int(text) if text.isdecimal() else float(text) for key, text in pairs}
+        sizes: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
+        sizes |= {"tied": bool(sizes.get("tied"))} | (SCALED if arch == "granitemoe" else {})
+        models[name] = (arch, Dims(**sizes), {key: value for key, value in values.items() if "." in key})
+    return models
+
+
+MODELS: dict[str, tuple[str, Dims, Metadata]] = _read_table()
 
 
 def metadata(arch: str, d: Dims) -> Metadata:
