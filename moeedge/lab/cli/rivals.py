@@ -29,7 +29,7 @@ declare(
     --llama-bench FILE  llama-bench of llama.cpp: weights repacked, and as in the file.
     --ik-llama-bench FILE  llama-bench of ik_llama.cpp: with and without flash attention, and repacking at run time.
     --llama-speculative-simple FILE  llama-speculative-simple of llama.cpp, with -md.
-    --ik-speculative FILE  llama-speculative of ik_llama.cpp, with -md.
+    --ik-speculative FILE  llama-spec-bench of ik_llama.cpp, with -md.
     [Model]
     --model-draft FILE|NAME|none  Draft model of the test "drafts", a greedy answer of -n tokens. Default: none.
     --draft-max LIST  Tokens per draft, of which each program's fastest counts; moeedge chooses its own.

@@ -38,7 +38,8 @@ _BENCHES = [("llama_bench", LLAMA, f"--repack {on}") for on in "10"]
 _BENCHES += [("ik_llama_bench", IK, f"-fa {fa} -rtr {on}") for fa in "01" for on in "01"]
 _SIMPLE = "--spec-type draft-simple --spec-draft-n-max {} --spec-draft-n-min 0 --spec-draft-p-min {}"
 _DRAFTING = [("llama_speculative_simple", LLAMA, _SIMPLE)]
-_DRAFTING += [("ik_speculative", IK, "--draft-max {} --draft-min 0 --draft-p-min {}")]
+_SPEC_BENCH = "--spec-type draft:n_max={},n_min=0,p_min={} --output-format jsonl --in-prefix-bos"  # that: no template
+_DRAFTING += [("ik_speculative", IK, _SPEC_BENCH)]
 
 Timed = Iterator[tuple[str, int, float, str]]  # test, tokens, seconds, version
 
@@ -144,7 +145,7 @@ class RivalPlan:
         for path, rival, words in self._given(_DRAFTING, run):
             for length in lengths:
                 command = self._command(path, *answer, *words.format(*length.split("/p")).split())
-                yield Variant(rival, length, command, read_speculative)
+                yield Variant(rival, length, command, read_spec_bench if rival == IK else read_speculative)
 
     def _given(self, programs: Sequence[tuple[str, str, str]], run: Run) -> Iterator[tuple[Path, str, str]]:
         for name in dict.fromkeys(name for name, *_ in programs if getattr(self, name) is None):
@@ -169,10 +170,18 @@ def read_llama_bench(output: str) -> Timed:
 
 
 def read_speculative(output: str) -> Timed:
-    """Reads what llama.cpp's programs that draft print last. Raises ValueError."""
+    """Reads what llama-speculative-simple prints last. Raises ValueError."""
     if (decoded := _DECODED.search(output)) is None:
         raise ValueError("it printed no speed")
     yield DRAFTS, int(decoded[1]), float(decoded[2]), ""
+
+
+def read_spec_bench(output: str) -> Timed:
+    """Reads the attempts of ik_llama.cpp's llama-spec-bench. Raises ValueError."""
+    for row in (json.loads(line) for line in output.splitlines() if line.startswith('{"row_type":"attempt"')):
+        if row["error"]:
+            raise ValueError(row["error"])
+        yield DRAFTS, row["generated"], row["decode_s"], ""
 
 
 def read_bench(output: str) -> Timed:
@@ -203,6 +212,8 @@ def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run:
                 continue
             try:
                 timed = list(variant.read(_output(variant.command)))
+                if not timed:
+                    raise ValueError("it printed no test")
             except (OSError, ValueError, KeyError) as error:
                 if not run.cancelled() and variant.rival in (OURS, STOCK):
                     raise EngineError(f"{label} failed: {error}.", "Go on with --resume.") from None

@@ -26,6 +26,7 @@ from moeedge.lab.experiments.rivals import (
     make_rows,
     measure,
     read_llama_bench,
+    read_spec_bench,
     read_speculative,
     settings_of,
 )
@@ -103,6 +104,11 @@ def test_what_programs_print() -> None:
     assert list(read_speculative(text)) == [(DRAFTS, 61, 0.5, "")]
     with pytest.raises(ValueError):
         list(read_speculative("encoded   35 tokens in    0.252 seconds"))
+    attempt = {"row_type": "attempt", "generated": 8, "decode_s": 0.5, "error": None}
+    lines = [json.dumps(row, separators=(",", ":")) for row in (attempt, {"row_type": "summary"})]
+    assert list(read_spec_bench("\n".join(["loading", *lines]))) == [(DRAFTS, 8, 0.5, "")]
+    with pytest.raises(ValueError, match="context"):
+        list(read_spec_bench(lines[0].replace("null", '"context"')))
     with pytest.raises(ValueError):
         list(read_llama_bench("no JSON"))
 
@@ -118,7 +124,7 @@ def test_the_variants_of_an_answer(tmp_path: Path, tiny_moe: Path, tiny_draft: P
         *("2/p0", "8/p0", "8/p0.75"),
     ]
     command = " ".join(drafting["8/p0.75"].command)
-    assert command.startswith(str(program)) and "--draft-max 8 --draft-min 0 --draft-p-min 0.75" in command
+    assert command.startswith(str(program)) and "draft:n_max=8,n_min=0,p_min=0.75" in command
     assert all("-t 3" in " ".join(variant.command) for variant in variants)
     assert sum("left out" in note for note in notes) == 3
 
