@@ -54,7 +54,7 @@ def test_performance_has_the_prompt_speeds_of_its_records(name: str) -> None:
     rows = read(_RECORDS / f"{name}.json.gz")
     stock, ours = (next(row for row in rows if row["mode"] == mode) for mode in ("stock-ar", "moeedge-ar"))
     (line,) = (line for line in _PERFORMANCE.splitlines() if f"{name}.json.gz" in line)
-    assert line.endswith(f"| {stock['pp_ts']:,.0f} | {ours['pp_ts']:,.0f} | {ours['ratio_pp']:.2f} |")
+    assert line.endswith(f"| {stock['pp_ts_median']:,.0f} | {ours['pp_ts_median']:,.0f} | {ours['ratio_pp']:.2f} |")
 
 
 @pytest.mark.parametrize(
