@@ -170,7 +170,7 @@ class ExecutionModel:
     speculation: bool = True  # runs with a draft model
     # experts loaded on demand take slots at once. The host waits for each layer's routing
     keeps_loads: bool = False
-    cached_tokens_max: int | None = None  # of a batch; a larger one finds no expert resident and leaves none behind
+    cached_tokens_max: int | None = None  # of a batch; a larger one uses what is resident and leaves nothing behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,8 +258,11 @@ class Policy:
         """
         raise NotImplementedError
 
-    def plan_load(self, layer: int, experts: IndexArray, resident: Resident) -> Plan:
-        """Uploads of those of `experts` [n] that `layer` lacks now, with `ExecutionModel.keeps_loads`; and victims."""
+    def plan_load(self, layer: int, counts: IntArray, resident: Resident) -> Plan | None:
+        """Uploads of the experts that `layer` lacks now, and victims, with `ExecutionModel.keeps_loads`.
+
+        counts: activations [n_experts]. None: the layer bypasses the cache.
+        """
         raise NotImplementedError
 
     def cutoff(self, n_critical: int) -> int:

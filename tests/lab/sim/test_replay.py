@@ -110,7 +110,11 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
                 found = {(layer, expert) for expert in used.tolist()} & resident
                 if policy.execution_model.keeps_loads:
                     before, uploads_before = resident.copy(), uploads
-                    push(policy.plan_load(layer, used, mask()))
+                    load = policy.plan_load(layer, counts[layer], mask())
+                    if load is None:  # the layer bypasses the cache
+                        found = set()
+                    else:
+                        push(load)
                     assert found <= resident and resident - before <= {(layer, expert) for expert in used.tolist()}
                     uploads = uploads_before
                 for expert in used.tolist():
@@ -123,7 +127,9 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
         elif policy.execution_model.keeps_loads:
             uploads_before = uploads
             for layer in range(trace.meta.n_layers):
-                push(policy.plan_load(layer, np.flatnonzero(counts[layer]), mask()))
+                load = policy.plan_load(layer, counts[layer], mask())
+                if load is not None:
+                    push(load)
             uploads = uploads_before  # a prompt's are not counted
         n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
         if not prefill and schedule.rejected_token_model != "recorded":
