@@ -94,7 +94,7 @@ class PolicyConfig:
     cost_model: CostModel | None = None  # None: no balancing, every expert that fits is hot
     profile: NDArray[Any] | None = None  # [n_layers, n_experts] activations, for static and fiddler
     predictor_bytes: int = 64 << 20  # memory of each of spac's two predictors; 0: no predictors
-    cutoff_layer: int | None = None  # layers that sp-moe prefetches for; None: derived from the cost model
+    cutoff_layer: int | None = None  # layers that sp-moe* prefetch for; None: derived from the cost model
     # per step, of all layers, that the link carries; None: not limited or not known. Loads on demand are not limited
     max_uploads: float | None = None
 

@@ -195,5 +195,11 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"options: schema (--output|-o)\b", "", "an option since 0.16.0"),
     (r"options: fit --draft-max -3: ended\.names", "", "its texts are those of every list of numbers"),
     (r"commands: schema( (replay|simulate|plan|profile|doctor))?: (printed|/)", "", "more records have a schema since"),
+    (r"tokens(-slow)?: (emulated|plain on) sp-moe(-prefetch)?( |:|$)", "sp-moe-prefetch",
+     "the engine computes misses on the CPU"),
+    (r"functions: analysis\.published\.reproduced: ", "", "Appendix B.2 of MoESD, bounds of distinct experts"),
+    (r"options: replay (--hardware|--model|-mu?|LLAMA_ARG_MODEL)\b", "", "states the times of Eq. 9 and 10"),
+    (r"options: replay.*: config\.\w+\.(policies\.|cost_model$)", "", "sp-moe-prefetch is a policy of its own"),
+    (r"options: ablate.*: config\.EngineConfig\.placement\.policy$", "sp-moe-prefetch", "the same"),
     (r"options: chat --expert-budget auto: config\.measure_anew$", "calibrate --expert-budget", "chat never asks"),
 ]  # fmt: skip
