@@ -68,8 +68,8 @@ TABLE: dict[str, PolicyEntry] = {
     "spac-paper": PolicyEntry("spac_paper:SpacPaper", "Algorithm 1 of MoE-SpAc as printed", ablations="all"),
     "spac-program": PolicyEntry(
         "spac_paper:SpacProgram",
-        "MoE-SpAc's utilities as its published program updates them",
-        ablations="all",
+        "MoE-SpAc's utilities and constants as in its published program",
+        ablations=EVICTION_ABLATIONS | {"no-spec-ue"},
     ),
     "lru": PolicyEntry(".baselines:Lru", "least recently used", ablations=EVICTION_ABLATIONS),
     "lfu": PolicyEntry(".baselines:Lfu", "least frequently used, with decay", ablations=EVICTION_ABLATIONS),

@@ -13,16 +13,20 @@ counted in slots. VRAM_left is the memory of the pool's free slots and of the re
 which the evictor frees. All layers of a pool share it: a layer has what the other layers leave at the same tau, so that
 the constraint says that all hot experts of the pool fit its slots.
 
-Departures (docs/lab/policies.md): cold experts leave when an upload needs their slots. Appendix D drops the tag of an
-expert to 0 after use, within a pass; a plan is made between passes, when every tag is a new utility. If used experts
-ranked lower there, too, plans would evict what the next pass needs again: hot ones (half a level lower) 0.415 of the
-pairs with 1.37 uploads per layer and step on gpt-oss-20b at 16 % of the experts, cold ones alone 0.407 with 0.65;
-without, 0.417 with 0.64.
+Appendix D: experts in use have score K + 1 (frozen); after use it drops to 0, "quickly recycled and refilled by other
+weights". As in the published program (evict_layer), all experts of a layer that has been computed drop to 0 until the
+next plan between passes. Before each layer the hot experts of the layers to come are planned for again with the room
+that came free, at which Eq. 11 allows lower thresholds. Replay and simulator do so; the engine plans between passes.
 
-spac-program: Algorithm 1 compares the activations of a step with those of the step before, d = f_t - f_{t-1}. The
-program (repository lshAlgorithm/MoE-SpAc, ggml/src/ggml-backend.cpp, StateMachine::update) compares them with the
-utility itself, d = f_t - s_t, and steps s up or down by it: s follows the frequency instead of summing the signs of its
-changes, which gives Table 4 of the paper its order (docs/lab/simulation.md). All else is spac-paper.
+Eq. 9 and 10 with a cost model (`moeedge lab replay --hardware`): what arrived for a layer since the last pass counts
+towards its n(tau), so that a pass moves no more for a layer than its window carries.
+
+Departures (docs/lab/policies.md): cold experts leave when an upload needs their slots.
+
+spac-program: the published program (repository lshAlgorithm/MoE-SpAc, ggml/src/ggml-backend.cpp), with its constants.
+StateMachine::update compares the activations of a step with the utility itself, d = f_t - s_t, not with those of the
+step before, so that s follows the frequency; up 5, down 1, both fixed, K = 5 (TOP_STAT). SpAc_Prefetcher has tau = 1,
+and no balancer. All else is spac-paper.
 """
 
 from __future__ import annotations
@@ -45,6 +49,8 @@ class SpacPaper(PooledPolicy):
     """Hot experts stay, absent hot ones come by the utility of Algorithm 1, cold ones leave by it."""
 
     name = "spac-paper"
+    execution_model = ExecutionModel(refills_within_step=True)
+    fixed_boundaries = (3, 1)  # Table 4, without adaptive boundaries
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self.cap = config.effective_cap
@@ -56,6 +62,7 @@ class SpacPaper(PooledPolicy):
             cap=self.cap,
             forgetting=config.forgetting,
             boundaries="fixed" if "no-ada-bc" in config.ablations else "floor",
+            fixed=self.fixed_boundaries,
         )
         self._state = utility.initial_state(self._score.shape, self._algorithm)
         self._last_used: BoolArray = np.zeros(self._score.shape, dtype=np.bool_)
@@ -145,3 +152,8 @@ class SpacProgram(SpacPaper):
         """One step, with the utility in place of the last step's activations."""
         self._state = replace(self._state, counts=self._state.utility.astype(np.int32))
         super().observe(observation)
+    fixed_boundaries = (5, 1)
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        super().__init__(shape, replace(config, cap=5, ablations=config.ablations | {"no-ada-bc"}))
+        self._fixed_tau = 1.0
