@@ -19,6 +19,7 @@ from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, BatchPredictions, Nois
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape
 from moeedge.policies.base import Policy, PolicyConfig
+from moeedge.policies.cost_model import CostModel
 from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 from moeedge.records import figure, filled
@@ -131,6 +132,7 @@ class ReplayConfig:
     expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
     accuracy: PredictorAccuracy = NO_PREDICTOR
+    cost_model: CostModel | None = None  # times that policies know
     budgets: tuple[ExpertBudget | None, ...] | None = None  # None among them: no budget; instead of them: not asked for
 
     def __post_init__(self) -> None:
@@ -208,6 +210,7 @@ def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> 
     policy_config = PolicyConfig(
         gamma=schedule.gamma,
         profile=config.profile,
+        cost_model=config.cost_model,
         max_uploads=None if arm.max_uploads is None else arm.max_uploads * len(schedule.trace.expert_layers()),
     )
 
