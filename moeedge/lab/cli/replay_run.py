@@ -81,7 +81,9 @@ def run_replay(
         ]
         _show_curves(inputs, config, threads, output, plot)
         return
-    settings = replay.ReplayConfig(ratios=ratios, max_uploads=limits[0] if limits else None, **shared)
+    hardware = None if options.hardware is None else f"{options.hardware}, {options.model}"
+    limit = limits[0] if limits else None
+    settings = replay.ReplayConfig(ratios=ratios, max_uploads=limit, hardware=hardware, **shared)
     rows: list[replay.ReplayRow] = []
     with count_bar(stderr_console(), "replaying", "steps", sum(job.schedule.prefill.size for job in jobs)) as bar:
         for job in jobs:

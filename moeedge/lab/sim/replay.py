@@ -102,11 +102,14 @@ class ReplayRow(ReplaySetting):
         "Whether the row is of a cache whose predictor reads what a trace lacks: not ranked"
     )
     seed: int = figure("Of random choices")
+    hardware: str | None = figure("The machine and model whose times policies know", default=None, optional=True)
     expert_budget: dict[str, Any] | None = figure("", default=None, in_json=False)  # the row's budget and its figures
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
         row = {"policy": self.policy} | asdict(self)
+        if self.hardware is None:
+            del row["hardware"]
         return row | {**(row.pop("expert_budget") or {}), **(row.pop("provenance") or {})}
 
 
@@ -133,6 +136,7 @@ class ReplayConfig:
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
     accuracy: PredictorAccuracy = NO_PREDICTOR
     cost_model: CostModel | None = None  # times that policies know
+    hardware: str | None = None  # whose
     budgets: tuple[ExpertBudget | None, ...] | None = None  # None among them: no budget; instead of them: not asked for
 
     def __post_init__(self) -> None:
