@@ -166,6 +166,7 @@ class ExecutionModel:
     device_only: bool = False
     layerwise: bool = False  # all experts of a layer are resident, or none
     prefetch_within_step: bool = False  # plans again before every layer of a verification
+    refills_within_step: bool = False  # the same, in replay and simulator alone: the engine plans between steps
     batched_io: bool = False  # one transfer for all uploads of a plan, without waiting between them
     speculation: bool = True  # runs with a draft model
     # experts loaded on demand take slots at once. The host waits for each layer's routing
@@ -253,8 +254,8 @@ class Policy:
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans transfers for the layers after `layer`, none of whose experts is a victim, while it is computed.
 
-        Only with `ExecutionModel.prefetch_within_step`: called before each layer with experts, the first one included,
-        after the plans of `plan`. Without time (replay) its uploads are there for the next layer.
+        Only with `prefetch_within_step` or `refills_within_step`: called before each layer with experts, the first one
+        included, after the plans of `plan`. Without time (replay) its uploads are there for the next layer.
         """
         raise NotImplementedError
 

@@ -38,10 +38,21 @@ class ExpertStore(Protocol):
 
 
 class StepDriver:
-    """Drives one policy over one store. execution_model: obeyed instead of the policy's own."""
+    """Drives one policy over one store. execution_model: obeyed instead of the policy's own.
 
-    def __init__(self, policy: Policy, store: ExpertStore, *, execution_model: ExecutionModel | None = None) -> None:
+    refills: its `refills_within_step` is obeyed, too.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        store: ExpertStore,
+        *,
+        execution_model: ExecutionModel | None = None,
+        refills: bool = False,
+    ) -> None:
         self.store = store
+        self._refills = refills
         # applied to every plan of `plan_next` and `plan_draft`, e.g. to keep only what was predicted
         self.filter_plan: PlanFilter | None = None
         self._execution_model = execution_model
@@ -58,7 +69,7 @@ class StepDriver:
     @property
     def plans_layers(self) -> bool:
         """Whether `push_layer` does anything."""
-        return self._obeyed.prefetch_within_step
+        return self._obeyed.prefetch_within_step or (self._refills and self._obeyed.refills_within_step)
 
     @property
     def keeps_loads(self) -> bool:

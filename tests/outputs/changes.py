@@ -200,6 +200,9 @@ REMOVED: list[tuple[str, str, str]] = [
     (r"functions: analysis\.published\.reproduced: ", "", "Appendix B.2 of MoESD, bounds of distinct experts"),
     (r"options: replay (--hardware|--model|-mu?|LLAMA_ARG_MODEL)\b", "", "states the times of Eq. 9 and 10"),
     (r"options: replay.*: config\.\w+\.(policies\.|cost_model$)", "", "sp-moe-prefetch is a policy of its own"),
+    (r"commands: replay( uploads)?: \d+\.", "", "Appendix D, the program's constants; sp-moe-prefetch is a row more"),
+    (r"commands: simulate: \d+\.", "", "sp-moe-prefetch is a row more"),
+    (r"commands: validate formulas: ", "", "rows of MoESD's Table 2 come before the study's"),
     (r"options: ablate.*: config\.EngineConfig\.placement\.policy$", "sp-moe-prefetch", "the same"),
     (r"options: chat --expert-budget auto: config\.measure_anew$", "calibrate --expert-budget", "chat never asks"),
 ]  # fmt: skip

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import BoolArray, FloatArray, IndexArray, Resident
-from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, PolicyConfig
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, PolicyConfig
 from moeedge.policies.cost_model import expert_seconds
 from moeedge.policies.planner import PooledPolicy
 from moeedge.policies.spac import utility
@@ -68,6 +68,7 @@ class SpacPaper(PooledPolicy):
         self._last_used: BoolArray = np.zeros(self._score.shape, dtype=np.bool_)
         self._level_start = (np.arange(shape.n_layers) * (self.cap + 1))[:, None]
         self._n_pairs = np.zeros(shape.n_layers)
+        self._before: BoolArray | None = None  # [n_layers, n_experts], resident at the first plan since the last pass
 
     def observe(self, observation: Observation) -> None:
         """One step of Algorithm 1. A prefill is not a step: it counts an entire text."""
@@ -76,10 +77,25 @@ class SpacPaper(PooledPolicy):
         self._state = utility.observe(self._state, observation.counts, self._algorithm)
         np.greater(observation.counts, 0, out=self._last_used)
         self._n_pairs = observation.counts.sum(axis=1, dtype=np.float64)
+        self._before = None
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the hot experts; neither tokens nor predictions are read."""
-        s = self._last_used.astype(np.float32) if self._binary else self._state.utility.astype(np.float32)
+        if self._before is None:
+            self._before = np.asarray(resident != 0)
+        return self._plan_for(self._utilities(), resident)
+
+    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans for the layers after `layer`, whose experts are in use; those of the layers before it count 0."""
+        s = self._utilities()
+        s[:layer] = 0.0
+        s[layer] = np.where(resident[layer] != 0, np.float32(self.cap), np.float32(0.0))
+        return self._plan_for(s, resident)
+
+    def _utilities(self) -> FloatArray:
+        return (self._last_used if self._binary else self._state.utility).astype(np.float32)
+
+    def _plan_for(self, s: FloatArray, resident: Resident) -> Plan:
         tau = self._thresholds(s, resident)
         hot, held = s >= tau[:, None], np.asarray(resident != 0)
         # in ascending order: absent cold experts, 0; resident cold ones, below 1; absent hot ones; resident hot ones
@@ -97,6 +113,7 @@ class SpacPaper(PooledPolicy):
         self._state = utility.initial_state(self._state.utility.shape, self._algorithm)
         self._last_used[:] = False
         self._n_pairs[:] = 0.0
+        self._before = None
 
     def _thresholds(self, s: FloatArray, resident: Resident) -> FloatArray:
         if self._fixed_tau is not None:
@@ -127,8 +144,9 @@ class SpacPaper(PooledPolicy):
             cost.r_g[index] * (n_distinct * float(expert_seconds(cost.device_expert_s, tokens)))[:, None]
         )  # Eq. 8
         window_s = np.maximum(cpu_s, device_s) + self._config.gamma * cost.draft_token_s / self.shape.n_layers
-        # Eq. 10 and 11
-        return thresholds(cpu_s, device_s, (n_uploads * cost.transfer_expert_s <= window_s) & (n_uploads <= room))
+        arrived = np.count_nonzero(~absent & ~self._before, axis=1) if self._before is not None else np.zeros(size[0])
+        in_time = (n_uploads + arrived[:, None]) * cost.transfer_expert_s <= window_s  # Eq. 10
+        return thresholds(cpu_s, device_s, in_time & (n_uploads <= room))  # and 11
 
     def _room(self, n_uploads: IndexArray, n_cold: IndexArray, n_held: IndexArray) -> NDArray[np.float64]:
         """VRAM_left in slots [n_layers, K]: what is free at each tau, less the uploads of the other layers of the pool.
@@ -144,16 +162,16 @@ class SpacPaper(PooledPolicy):
 
 
 class SpacProgram(SpacPaper):
-    """The utility of the published program, with the residency of spac-paper."""
+    """The published program's utilities, boundaries, K and tau, with the residency of spac-paper."""
 
     name = "spac-program"
-
-    def observe(self, observation: Observation) -> None:
-        """One step, with the utility in place of the last step's activations."""
-        self._state = replace(self._state, counts=self._state.utility.astype(np.int32))
-        super().observe(observation)
     fixed_boundaries = (5, 1)
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         super().__init__(shape, replace(config, cap=5, ablations=config.ablations | {"no-ada-bc"}))
         self._fixed_tau = 1.0
+
+    def observe(self, observation: Observation) -> None:
+        """One step, with the utility in place of the last step's activations."""
+        self._state = replace(self._state, counts=self._state.utility.astype(np.int32))
+        super().observe(observation)

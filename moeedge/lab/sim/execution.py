@@ -98,7 +98,7 @@ class Execution:
         self.costs, self.shape = costs, shape
         self.execution_model = execution_model or policy.execution_model
         self.mover = Mover(self.clock, costs, shape, batched=self.execution_model.batched_io)
-        self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model)
+        self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model, refills=True)
         self.time = TimeBreakdown()
         self._batches, self._warm_steps = batches, warm_steps
         self._predictor = NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), accuracy, seed)

@@ -159,7 +159,7 @@ class PolicyReplay:
     ) -> None:
         self.slots = Slots(shape)
         self.stats = ReplayStats()
-        self._driver = StepDriver(policy, self)
+        self._driver = StepDriver(policy, self, refills=True)
         self._shape = shape
         self._expert_layers = np.flatnonzero(shape.group >= 0)
         self._execution_model, self._required_inputs = policy.execution_model, policy.required_inputs

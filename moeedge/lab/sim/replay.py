@@ -254,7 +254,7 @@ def _row(schedule: Schedule, config: ReplayConfig, arm: ReplayArm, found: Mappin
     knows_bytes = config.expert_bytes is not None and arm.policy not in BOUNDS
     source = config.accuracy.source_for(TABLE[arm.policy].make.required_inputs)
     execution = TABLE[arm.policy].make.execution_model
-    is_within_step = execution.prefetch_within_step or execution.keeps_loads
+    is_within_step = execution.prefetch_within_step or execution.refills_within_step or execution.keeps_loads
     return filled(
         ReplayRow,
         *(config, arm, schedule),

@@ -104,7 +104,7 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
                 push(policy.plan(mask(), tokens.tolist()))
             loads: set[tuple[int, int]] = set()
             for layer in range(trace.meta.n_layers):
-                if policy.execution_model.prefetch_within_step:
+                if policy.execution_model.prefetch_within_step or policy.execution_model.refills_within_step:
                     push(policy.plan_layer(layer, mask()))
                 used = np.flatnonzero(counts[layer])
                 found = {(layer, expert) for expert in used.tolist()} & resident
