@@ -13,6 +13,7 @@ from moeedge.data.prompts import Dataset, EvaluationText
 from moeedge.engine.types import DraftWord, EngineConfig
 from moeedge.errors import InputError, require
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.policies.registry import where_simulated
 from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.governor import GAMMA_MAX
 
@@ -242,7 +243,7 @@ def parse_policies(text: str | None, policies: Iterable[str]) -> tuple[str, ...]
         instead = f"Use -dev none instead, or choose from: {listed}."
         raise InputError("The policy 'none' has no cache to measure.", instead)
     if unusable is not None:
-        raise InputError(f"Unknown policy '{unusable}'.", hint)
+        raise InputError(f"Unknown policy '{unusable}'.", hint + where_simulated(unusable))
     return names
 
 

@@ -16,7 +16,7 @@ from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, Dr
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.hardware.spec import EMULATED, RPC_SCHEME
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
-from moeedge.policies.registry import POLICIES
+from moeedge.policies.registry import POLICIES, where_simulated
 from moeedge.run import Run
 
 if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does not wait for it
@@ -132,7 +132,8 @@ class PlacementOptions:
         from moeedge.scheduler.config import PlacementConfig
 
         if self.policy not in POLICIES:
-            raise InputError(f"Unknown policy {self.policy!r}.", f"Choose from: {', '.join(POLICIES)}.")
+            hint = f"Choose from: {', '.join(POLICIES)}.{where_simulated(self.policy)}"
+            raise InputError(f"Unknown policy {self.policy!r}.", hint)
         return PlacementConfig(**vars(self), **others)
 
 

@@ -94,7 +94,7 @@ class PolicyConfig:
     cost_model: CostModel | None = None  # None: no balancing, every expert that fits is hot
     profile: NDArray[Any] | None = None  # [n_layers, n_experts] activations, for static and fiddler
     predictor_bytes: int = 64 << 20  # memory of each of spac's two predictors; 0: no predictors
-    cutoff_layer: int | None = None  # layers that sp-moe prefetches for; None: derived from the cost model
+    cutoff_layer: int | None = None  # layers that sp-moe* prefetch for; None: derived from the cost model
     # per step, of all layers, that the link carries; None: not limited or not known. Loads on demand are not limited
     max_uploads: float | None = None
 
@@ -166,11 +166,12 @@ class ExecutionModel:
     device_only: bool = False
     layerwise: bool = False  # all experts of a layer are resident, or none
     prefetch_within_step: bool = False  # plans again before every layer of a verification
+    refills_within_step: bool = False  # the same, in replay and simulator alone: the engine plans between steps
     batched_io: bool = False  # one transfer for all uploads of a plan, without waiting between them
     speculation: bool = True  # runs with a draft model
     # experts loaded on demand take slots at once. The host waits for each layer's routing
     keeps_loads: bool = False
-    cached_tokens_max: int | None = None  # of a batch; a larger one finds no expert resident and leaves none behind
+    cached_tokens_max: int | None = None  # of a batch; a larger one uses what is resident and leaves nothing behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,13 +254,16 @@ class Policy:
     def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
         """Plans transfers for the layers after `layer`, none of whose experts is a victim, while it is computed.
 
-        Only with `ExecutionModel.prefetch_within_step`: called before each layer with experts, the first one included,
-        after the plans of `plan`. Without time (replay) its uploads are there for the next layer.
+        Only with `prefetch_within_step` or `refills_within_step`: called before each layer with experts, the first one
+        included, after the plans of `plan`. Without time (replay) its uploads are there for the next layer.
         """
         raise NotImplementedError
 
-    def plan_load(self, layer: int, experts: IndexArray, resident: Resident) -> Plan:
-        """Uploads of those of `experts` [n] that `layer` lacks now, with `ExecutionModel.keeps_loads`; and victims."""
+    def plan_load(self, layer: int, counts: IntArray, resident: Resident) -> Plan | None:
+        """Uploads of the experts that `layer` lacks now, and victims, with `ExecutionModel.keeps_loads`.
+
+        counts: activations [n_experts]. None: the layer bypasses the cache.
+        """
         raise NotImplementedError
 
     def cutoff(self, n_critical: int) -> int:

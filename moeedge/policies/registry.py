@@ -68,8 +68,8 @@ TABLE: dict[str, PolicyEntry] = {
     "spac-paper": PolicyEntry("spac_paper:SpacPaper", "Algorithm 1 of MoE-SpAc as printed", ablations="all"),
     "spac-program": PolicyEntry(
         "spac_paper:SpacProgram",
-        "MoE-SpAc's utilities as its published program updates them",
-        ablations="all",
+        "MoE-SpAc's utilities and constants as in its published program",
+        ablations=EVICTION_ABLATIONS | {"no-spec-ue"},
     ),
     "lru": PolicyEntry(".baselines:Lru", "least recently used", ablations=EVICTION_ABLATIONS),
     "lfu": PolicyEntry(".baselines:Lfu", "least frequently used, with decay", ablations=EVICTION_ABLATIONS),
@@ -91,8 +91,8 @@ TABLE: dict[str, PolicyEntry] = {
     "fiddler": PolicyEntry(
         "placed:Fiddler", "the most popular experts, placed once as Fiddler does", takes_profile=True
     ),
-    "sp-moe": PolicyEntry(
-        "layer_lru:SpMoe",
+    "sp-moe-prefetch": PolicyEntry(
+        "layer_lru:SpMoePrefetch",
         "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer",
     ),
     **further(),
@@ -103,6 +103,7 @@ TABLE: dict[str, PolicyEntry] = {
         "placed:LlamaCppCache",
         "llama.cpp's --moe-cache-mib: an LRU of all layers; misses are loaded, the GPU computes all",
     ),
+    "sp-moe": _simulated("layer_lru:SpMoe", "SP-MoE: sp-moe-prefetch; misses are loaded, the GPU computes all"),
     "mixtral-offloading": _simulated(
         "layer_lru:MixtralOffloading", "LRU per layer, two experts prefetched; misses are loaded, the GPU computes all"
     ),
@@ -129,6 +130,14 @@ def make_policy(name: str, shape: CacheShape, config: PolicyConfig | None = None
     if config.profile is not None and config.profile.shape != (shape.n_layers, shape.n_experts):
         raise ValueError(f"the profile has shape {config.profile.shape}, not ({shape.n_layers}, {shape.n_experts})")
     return TABLE[name].make(shape, config)
+
+
+def where_simulated(name: str) -> str:
+    """A sentence on a policy that the engine lacks, after the list of those that it has; empty for unknown names."""
+    if name not in SIMULATED:
+        return ""
+    own = f"; its prefetch alone is {name}-prefetch" if f"{name}-prefetch" in POLICIES else ""
+    return f" {name} runs in moeedge lab replay and simulate{own}."
 
 
 def expand_names(names: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ class ExecutionConfig:
     # experts predicted during drafting: a worker moves them, drafting waits for them layer by layer, or none is moved
     drafting: Drafting = "worker"
     batch: int | None = None  # experts in one transfer at most; 0: the device decides; None: the policy decides
-    cutoff_layer: int | None = None  # sp-moe: layers to prefetch for; None: worked out from measured times
+    cutoff_layer: int | None = None  # sp-moe-prefetch: layers to prefetch for; None: worked out from measured times
 
     def __post_init__(self) -> None:
         for name, value, choices in (("misses", self.misses, Misses), ("drafting", self.drafting, Drafting)):

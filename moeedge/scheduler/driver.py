@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.experts import Resident
+from moeedge.experts import IntArray, Resident
 from moeedge.policies.base import ExecutionModel, ExpertPrediction, Observation, Plan, Policy
 
 # changes a new plan: (plan, the prediction that it was made from, layers to plan for, None: all) -> plan
@@ -38,10 +38,21 @@ class ExpertStore(Protocol):
 
 
 class StepDriver:
-    """Drives one policy over one store. execution_model: obeyed instead of the policy's own."""
+    """Drives one policy over one store. execution_model: obeyed instead of the policy's own.
 
-    def __init__(self, policy: Policy, store: ExpertStore, *, execution_model: ExecutionModel | None = None) -> None:
+    refills: its `refills_within_step` is obeyed, too.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        store: ExpertStore,
+        *,
+        execution_model: ExecutionModel | None = None,
+        refills: bool = False,
+    ) -> None:
         self.store = store
+        self._refills = refills
         # applied to every plan of `plan_next` and `plan_draft`, e.g. to keep only what was predicted
         self.filter_plan: PlanFilter | None = None
         self._execution_model = execution_model
@@ -58,7 +69,7 @@ class StepDriver:
     @property
     def plans_layers(self) -> bool:
         """Whether `push_layer` does anything."""
-        return self._obeyed.prefetch_within_step
+        return self._obeyed.prefetch_within_step or (self._refills and self._obeyed.refills_within_step)
 
     @property
     def keeps_loads(self) -> bool:
@@ -119,9 +130,9 @@ class StepDriver:
         if self.plans_layers:
             self.store.push(self.policy.plan_layer(layer, self.store.residency(), prediction))
 
-    def plan_load(self, layer: int, experts: NDArray[np.intp]) -> Plan | None:
-        """The slots for those of `experts` [n] that `layer` lacks now; None where the policy keeps no loads so."""
-        return self.policy.plan_load(layer, experts, self.store.residency()) if self.keeps_loads else None
+    def plan_load(self, layer: int, counts: IntArray) -> Plan | None:
+        """The slots for what `layer` with activations `counts` [n_experts] lacks now; None where it keeps no loads."""
+        return self.policy.plan_load(layer, counts, self.store.residency()) if self.keeps_loads else None
 
     def _plan(self, tokens: Sequence[int], prediction: ExpertPrediction | None, layers: slice | None) -> Plan:
         plan = self.policy.plan(self.store.residency(), tokens, prediction)

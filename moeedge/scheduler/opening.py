@@ -17,7 +17,7 @@ from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.policies.base import CacheShape, Policy
-from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy
+from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy, where_simulated
 from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.calibration import Calibration
@@ -40,7 +40,9 @@ _TRANSFER_EXPERTS = 64  # experts in one transfer of a policy that moves in batc
 def check_policy(config: PlacementConfig) -> None:
     """Raises InputError for a policy that the engine does not know, before anything is loaded."""
     if config.policy not in POLICIES:
-        raise InputError(f"Unknown policy '{config.policy}'.", f"Choose from: {', '.join(POLICIES)}.")
+        raise InputError(
+            f"Unknown policy '{config.policy}'.", f"Choose from: {', '.join(POLICIES)}.{where_simulated(config.policy)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

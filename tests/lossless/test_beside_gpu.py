@@ -92,7 +92,7 @@ def test_one_split_per_block_that_gives_back_one_sum(
     assert len(theirs) == len(ours)  # their sum; a copy for each of a token's experts would be as large as all together
 
 
-@pytest.mark.parametrize("policy", ["fate", "sp-moe", "hybrimoe"])
+@pytest.mark.parametrize("policy", ["fate", "sp-moe-prefetch", "hybrimoe"])
 def test_hidden_states_next_to_a_gpu(
     policy: str, tiny: TinyFactory, tiny_draft: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,5 +117,5 @@ def test_hidden_states_next_to_a_gpu(
             assert session.placement is not None and session.placement.on_demand is not None
             assert session.placement.on_demand.loaded > 0
             share = session.placement.predicted_share
-            assert (share is not None) == (policy != "sp-moe"), session.info.notes
+            assert (share is not None) == (policy != "sp-moe-prefetch"), session.info.notes
             assert share is None or share > 0.2

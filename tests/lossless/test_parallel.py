@@ -146,7 +146,7 @@ def test_each_text_is_stocks(
 
 
 @pytest.mark.parametrize(
-    "policy", ["spac", "sp-moe", *(pytest.param(p, marks=pytest.mark.slow) for p in ("lru", "fate"))]
+    "policy", ["spac", "sp-moe-prefetch", *(pytest.param(p, marks=pytest.mark.slow) for p in ("lru", "fate"))]
 )
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_with_a_cache(policy: str, gamma: int, tiny: TinyFactory, tiny_draft: Path) -> None:

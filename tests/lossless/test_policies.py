@@ -39,7 +39,7 @@ def open_session(loaded: Loaded, policy: str, execution: ExecutionConfig | None 
     return Session.open(config, model=loaded.model, draft_model=loaded.draft)
 
 
-@each_case(CASES, "policy", sorted(set(POLICIES) - {"none"}), quick=("spac", "sp-moe"))
+@each_case(CASES, "policy", sorted(set(POLICIES) - {"none"}), quick=("spac", "sp-moe-prefetch"))
 def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
     with open_session(loaded, policy) as session:
         for turn in range(2):
@@ -47,18 +47,20 @@ def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
             assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"{policy}, turn {turn}")
         stats, placement = session.placement_stats(), session.placement
         assert stats is not None and placement is not None and not stats.lost
-        assert stats.blocks_unknown == 0 and stats.uploads > 0 and stats.pairs_hit > 0
+        assert stats.blocks_unknown == 0
+        if policy != "spac-program":  # whose utilities rise at five of the batch's tokens, which has no more
+            assert stats.uploads > 0 and stats.pairs_hit > 0
         share = placement.predicted_share
         needs_hidden_states = bool({"draft-inputs", "block-inputs"} & placement.policy.required_inputs)
         assert (share is not None) == needs_hidden_states, session.info.notes
-        if share is not None and policy != "sp-moe":  # a random draft says nothing about a random target
+        if share is not None and policy != "sp-moe-prefetch":  # a random draft says nothing about a random target
             assert share > 1.5 * loaded.model.info.n_expert_used / MANY_EXPERTS, "no better than chance"
 
 
 @each_case(CASES, "name", EXECUTIONS, quick=("batched",))
 def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
     execution = ExecutionConfig(**EXECUTIONS[name])
-    with open_session(loaded, "sp-moe", execution) as session:
+    with open_session(loaded, "sp-moe-prefetch", execution) as session:
         for turn in range(2):
             tokens = greedy_answer(session, PROMPT, N_PREDICT)
             assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"{name}, turn {turn}")
@@ -80,7 +82,7 @@ def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
 @each_case(CASES)
 def test_a_target_predicts_itself(drafting: str, loaded: Loaded) -> None:
     """As its own draft it reads the same inputs: every expert is predicted, after dense layers, too."""
-    config = hybrid_config(loaded.path, loaded.path, 0.3, gamma=4, policy="sp-moe")
+    config = hybrid_config(loaded.path, loaded.path, 0.3, gamma=4, policy="sp-moe-prefetch")
     config = replace(config, placement=replace(config.placement, execution=ExecutionConfig(drafting=drafting)))
     with Session.open(config, model=loaded.model, draft_model=loaded.model) as session:
         tokens = greedy_answer(session, PROMPT, N_PREDICT)

@@ -278,7 +278,7 @@ def tier_config(
     return replace(config, ram=int(0.3 * expert_bytes(tensors)), **options)
 
 
-@pytest.mark.parametrize("policy", ["spac", "lru", "fate", "sp-moe"])
+@pytest.mark.parametrize("policy", ["spac", "lru", "fate", "sp-moe-prefetch"])
 def test_sessions(policy: str, tiny: TinyFactory, tiny_draft: Path, own_cache_folder: Path) -> None:
     path = tiny("qwen3moe", experts=MANY_EXPERTS)
     config = tier_config(path, tiny_draft)

@@ -87,7 +87,9 @@ def test_every_architecture(case: str, tiny: TinyFactory, tiny_draft: Path, coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe", "sp-moe"])
+@pytest.mark.parametrize(
+    "policy", ["lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe", "sp-moe-prefetch"]
+)
 def test_every_policy(policy: str, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice) -> None:
     check(tiny("qwen3moe", experts=MANY_EXPERTS), tiny_draft, 2, 0.3, policy=policy)
 

@@ -64,7 +64,7 @@ FAST: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
 }  # fmt: skip
 _POLICIES = (
     *("spac", "spac-paper", "spac-program", "lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe"),
-    *("fiddler", "sp-moe", "none"),
+    *("fiddler", "sp-moe-prefetch", "none"),
 )
 SLOW = {
     **{f"emulated {name}": (EMULATED | {"draft": "bundled"}, {"cache_ratio": 0.17, "policy": name}, [GREEDY, SEEDED])

@@ -49,7 +49,7 @@ def windows_of(folder: Path, name: str, model: RejectedTokenModel, first: int = 
 def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:
     """With every plan checked."""
     shape = cache_shape(schedule.trace, ratio)
-    lane = PolicyReplay(policy, shape, checked_cap=4)
+    lane = PolicyReplay(policy, shape, checked_cap=5)  # spac-program's K
     for chunk in schedule.chunks():
         lane.run(chunk)
     hits = lane.stats.hits

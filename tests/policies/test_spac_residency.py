@@ -39,11 +39,10 @@ def expected_tau(s: np.ndarray, layers: np.ndarray, capacity: int) -> int:
 
 
 @pytest.mark.parametrize("shape", [one_pool(5), one_pool(9), two_pools(6)], ids=["tight", "wide", "pools"])
-@pytest.mark.parametrize("name", ["spac-paper", "spac-program"])
 @pytest.mark.parametrize("cost_model", [None, FREE_TRANSFERS], ids=["replay", "measured"])
-def test_hot_experts_stay_and_come_level_by_level(name: str, shape: CacheShape, cost_model: CostModel | None) -> None:
+def test_hot_experts_stay_and_come_level_by_level(shape: CacheShape, cost_model: CostModel | None) -> None:
     rng = np.random.default_rng(3)
-    policy = make_policy(name, shape, PolicyConfig(gamma=GAMMA, cap=CAP, cost_model=cost_model))
+    policy = make_policy("spac-paper", shape, PolicyConfig(gamma=GAMMA, cap=CAP, cost_model=cost_model))
     slots = Slots(shape)
     n_evictions = 0
     for _ in range(150):

@@ -524,7 +524,7 @@ def test_several_texts_use_nothing_of_the_draft(pair: tuple[Path, Path]) -> None
         for n_texts in (1, 2, 3, 1):
             session.placement.share(n_texts)
             assert session.placement.wants_hidden_states == (n_texts == 1)
-    with Session.open(config(pair, placement={"policy": "sp-moe"})) as session:
+    with Session.open(config(pair, placement={"policy": "sp-moe-prefetch"})) as session:
         assert session.placement is not None and session.placement.draft_prefetch is not None
         for n_texts in (1, 2, 3, 1):
             session.placement.share(n_texts)

@@ -102,7 +102,7 @@ def reference(pair: tuple[Path, Path]) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     "placement",
-    [{"policy": "spac"}, {"policy": "lfu"}, {"policy": "fate"}, {"policy": "sp-moe"}],
+    [{"policy": "spac"}, {"policy": "lfu"}, {"policy": "fate"}, {"policy": "sp-moe-prefetch"}],
     ids=lambda placement: placement["policy"],
 )
 def test_cache_gives_slots_back_in_mid_answer(

@@ -38,6 +38,18 @@ TABLE_1: dict[tuple[str, str, float], tuple[_Cell, _Cell, _Cell]] = {
     ("B", "mtbench", 1.0): ((18.24, 14.38, 0.67, 1.27), (16.25, 13.28, 0.56, 1.22), (16.25, 13.76, 0.48, 1.18)),
 }
 
+# MoESD, Appendix B: 228 measurements: 6 numbers of active experts, 2 draft lengths and, innermost, these batch sizes.
+# Table 2: strides, and of each the number of measurements and the batch sizes that these lack
+BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 80, 100)
+_N_MEASURED = 6 * 2 * len(BATCH_SIZES)
+TABLE_2: dict[int, tuple[int, tuple[int, ...]]] = {
+    25: (10, (2, 4, 8, 24, 28, 32, 48, 52, 56)), 22: (11, (2, 12, 24, 36, 48, 52, 60, 80)),
+    20: (12, (44, 48, 52, 56, 60, 80, 100)), 18: (13, (2, 4, 8, 12, 16, 20)), 17: (14, (4, 12, 20, 28, 36)),
+    16: (15, (8, 20, 32, 44)), 15: (16, (12, 28, 44)), 14: (17, (16, 36)), 13: (18, (20,)), 12: (19, ()), 11: (21, ()),
+    10: (23, ()), 9: (26, ()), 8: (29, ()), 7: (33, ()), 6: (38, ()), 5: (46, ()), 4: (57, ()), 3: (76, ()),
+    2: (114, ()), 1: (228, ()),
+}  # fmt: skip
+
 # the production study: tokens of a batch, and the columns Empirical, Uniform and Ratio
 ACTIVE_EXPERTS = {
     1: (8.0, 8.0, 1.00),
@@ -78,7 +90,7 @@ class Reproduced:
 
 def reproduced() -> list[Reproduced]:
     """All rows, in the order of the papers."""
-    return [*_expert_reuse(), *_table_1(), *_active_experts(), *_amdahl()]
+    return [*_expert_reuse(), *_table_1(), *_table_2(), *_active_experts(), *_amdahl()]
 
 
 def _expert_reuse() -> Iterator[Reproduced]:
@@ -108,6 +120,15 @@ def _table_1() -> Iterator[Reproduced]:
             yield Reproduced(_MOESD, what, printed, middle, input_error=(high - low) / 2)
 
 
+def _table_2() -> Iterator[Reproduced]:
+    for stride, (n_measurements, absent) in TABLE_2.items():
+        chosen = strided(_N_MEASURED, stride)
+        where = f"Table 2 (Appendix B.2): stride {stride}"
+        yield Reproduced(_MOESD, f"{where}, measurements", n_measurements, len(chosen), digits=0)
+        involved = {BATCH_SIZES[place % len(BATCH_SIZES)] for place in chosen}
+        yield Reproduced(_MOESD, f"{where}, batch sizes", True, involved == set(BATCH_SIZES) - set(absent))
+
+
 def _active_experts() -> Iterator[Reproduced]:
     for n_tokens, (empirical, uniform, ratio) in ACTIVE_EXPERTS.items():
         computed = routing_curves.uniform_unique(_STUDY_EXPERTS, _STUDY_USED, n_tokens)
@@ -133,6 +154,14 @@ def _amdahl() -> Iterator[Reproduced]:
     yield Reproduced(
         _STUDY, "shared experts of adjacent tokens", 3.0, shared, digits=1, input_error=0.0005 * _STUDY_USED
     )
+    # a token shares at least what it shares with one before it: 25.4 are no neighbours (Hunter's bound)
+    most, n_pairs = 4 * _STUDY_USED - 3 * shared, 6  # of four tokens
+    yield Reproduced(
+        _STUDY, "unique(4) = 20.36 is possible for neighbours that share 0.381", True, most >= _STUDY_VERIFIED
+    )
+    yield Reproduced(_STUDY, "unique(4) = 25.4 is not", True, most < ACTIVE_EXPERTS[4][0])
+    least = 4 * _STUDY_USED - n_pairs * _STUDY_INDEPENDENT * _STUDY_USED  # Bonferroni's
+    yield Reproduced(_STUDY, "nor for tokens that share 0.118 in pairs", True, least > ACTIVE_EXPERTS[4][0])
     fewer = 1 - _STUDY_VERIFIED / ACTIVE_EXPERTS[4][0]
     yield Reproduced(_STUDY, "unique(4), fewer than by independence", 0.20, fewer, input_error=0.002)
     over = ratio * _STUDY_EFFICIENCY - 1
@@ -141,6 +170,11 @@ def _amdahl() -> Iterator[Reproduced]:
     for bound, name in ((2.0, "at least"), (4.0, "at most")):
         holds = times_independent >= bound if name == "at least" else times_independent <= bound
         yield Reproduced(_STUDY, f"overlap of step 4, {name} {bound:g} times independence", True, holds)
+
+
+def strided(n_measurements: int, stride: int) -> range:
+    """The measurements that Appendix B selects of a sorted series, df[begin:end:stride]: n / stride, rounded up."""
+    return range(0, n_measurements, stride)
 
 
 def full_activation_tokens(n_experts: int, n_used: int, share: float = 0.95) -> int:

@@ -79,11 +79,11 @@ def ablate(
     """
     engine = replace(engine, draft_max=draft_max)
     engine.limit_openmp_spin(emulate_bundled=True)
-    from moeedge.lab.experiments.ablation import figure_12, figure_14, quantized, run_ablation, solved_cutoff
+    from moeedge.lab.experiments.ablation import POLICY, figure_12, figure_14, quantized, run_ablation, solved_cutoff
 
     if repetitions < 1 or n_predict < 2:
         raise InputError("There is nothing to measure.", "Give -r of 1 or more, -n of 2 or more.")
-    placement = PlacementOptions(cache_ratio=cache_ratio, policy=system.value)
+    placement = PlacementOptions(cache_ratio=cache_ratio, policy=POLICY)
     config = engine.config(placement.config(), emulate_bundled=True)
     name = dataset or ("toy" if paths.is_bundled(config.model) else "sample")
     prompts = load_dataset(name).limited(limit or None).prompts

@@ -9,6 +9,7 @@ import typer
 
 from moeedge.cli.common import numbers
 from moeedge.cli.options import Output, declare, flatten
+from moeedge.lab.cli.simulate import hardware, simulated_models
 from moeedge.lab.cli.trace_options import ReplayOptions, TraceBudgetOptions
 
 Traces = Annotated[
@@ -37,6 +38,9 @@ declare(
         also: --hint-accuracy
     --profile-texts N  Count the popularity of experts, which some policies start from, in N texts that are not
         replayed: the first ones, with --texts those before A. Default: a tenth, 30 at most.
+    --hardware NAME|FILE  Policies know the times of experts on this machine, one of moeedge lab simulate, with the
+        sizes of --model: they balance CPU and GPU by them (spac-paper: Eq. 9 and 10). Default: no times.
+    --model NAME  Model whose sizes --hardware takes.
     [Trace]
     --texts A:B  Replay the texts from number A up to, but not including, B; several, separated by commas: one for each
         trace. Profiles are made from the first texts before A.
@@ -48,6 +52,8 @@ declare(
     read={numbers: "max_uploads"},
     profile_texts={"min": 0},
     seed={"least": 0},
+    hardware={"names": hardware},
+    model={"names": simulated_models, "envvar": None},
     threads={"least": 0},
 )
 

@@ -16,10 +16,13 @@ from moeedge.errors import InputError
 from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.lab.cli.trace_options import ReplayOptions, TraceBudgetOptions
 from moeedge.lab.sim import curves, replay
+from moeedge.lab.sim.model_shape import find_model
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
+from moeedge.lab.sim.step_costs import find_hardware, program_of, roofline_costs
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cut_schedule, schedules, texts_of
 from moeedge.lab.views.sim_views import draw_curves, print_curves, print_replay, replay_json, shortcomings
+from moeedge.policies.base import PolicyConfig
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 from moeedge.trace.format import Trace
@@ -66,6 +69,9 @@ def run_replay(
     jobs = [job for path, texts in chosen for job in _jobs(path, texts, options, expert_budgets)]
     shared: dict[str, Any] = {"policies": policies, "accuracy": _accuracy(options.predictor_accuracy)}
     shared |= {"fresh_memory": options.fresh_memory, "seed": options.seed}
+    if options.hardware is not None:
+        machine, shape = find_hardware(options.hardware), find_model(options.model)
+        shared["cost_model"] = roofline_costs(machine, shape, program_of("spac-paper")).cost_model(PolicyConfig.cap)
     if curve:
         config = curves.CurveConfig(limits=curves.LIMITS if limits is None else tuple(limits), **shared)
         inputs = [
@@ -75,7 +81,9 @@ def run_replay(
         ]
         _show_curves(inputs, config, threads, output, plot)
         return
-    settings = replay.ReplayConfig(ratios=ratios, max_uploads=limits[0] if limits else None, **shared)
+    hardware = None if options.hardware is None else f"{options.hardware}, {options.model}"
+    limit = limits[0] if limits else None
+    settings = replay.ReplayConfig(ratios=ratios, max_uploads=limit, hardware=hardware, **shared)
     rows: list[replay.ReplayRow] = []
     with count_bar(stderr_console(), "replaying", "steps", sum(job.schedule.prefill.size for job in jobs)) as bar:
         for job in jobs:

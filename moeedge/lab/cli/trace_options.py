@@ -71,26 +71,6 @@ declare(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions:
-    """What is replayed, and how."""
-
-    cache_ratio: Sequence[float] = (0.17,)
-    policy: Sequence[str] = ("all",)
-    max_uploads: Sequence[float] | None = None
-    fresh_memory: bool = False
-    predictor_accuracy: str | None = None
-    profile_texts: int | None = None
-    draft_max: int | None = None
-    acceptance_chance: float | None = None
-    rejected_token_model: RejectedTokenModel | None = None
-    texts: str | None = None
-    limit: int = 0
-    n_experts: int | None = None
-    expert_bytes: int | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
     """What is simulated, and on what."""
 
@@ -109,6 +89,28 @@ class SimulateOptions:
     link: Sequence[float] = (1,)
     ranges: bool = True
     ablations: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """What is replayed, and how."""
+
+    cache_ratio: Sequence[float] = (0.17,)
+    policy: Sequence[str] = ("all",)
+    max_uploads: Sequence[float] | None = None
+    fresh_memory: bool = False
+    predictor_accuracy: str | None = None
+    profile_texts: int | None = None
+    hardware: str | None = None
+    model: str = SimulateOptions.model
+    draft_max: int | None = None
+    acceptance_chance: float | None = None
+    rejected_token_model: RejectedTokenModel | None = None
+    texts: str | None = None
+    limit: int = 0
+    n_experts: int | None = None
+    expert_bytes: int | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

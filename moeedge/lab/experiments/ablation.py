@@ -30,14 +30,13 @@ from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError, InputError
-from moeedge.lab.policies.layer_lru import critical_experts, cutoff_layer
 from moeedge.llama import gguf_file, library
 from moeedge.paths import replace_file
 from moeedge.records import combine
 from moeedge.run import Run
 from moeedge.scheduler.config import ExecutionConfig
 
-POLICY = "sp-moe"
+POLICY = "sp-moe-prefetch"  # SP-MoE with misses="load"
 # name -> enum llama_ftype of llama.h; rows that a type's blocks do not divide get llama.cpp's fallback type
 DRAFT_TYPES = {"q2_k": 10, "q3_k": 12, "q4_0": 2, "q4_k": 15, "iq4_nl": 25, "q5_0": 8, "q8_0": 7}
 _ENTIRE_LAYER = 1 << 16  # experts per transfer: more than any layer has
@@ -99,14 +98,11 @@ def solved_cutoff(config: EngineConfig, run: Run | None = None) -> tuple[int, st
         info, units = session.info, None if session.calibration is None else session.calibration.units
         if session.placement is None:
             raise InputError("No device holds experts: there is no system to take apart.", "Use -dev emulated.")
-        drafting_s = 0.0 if units is None else info.gamma * units.draft_token_s
-        transfer_s = 0.0 if units is None else units.transfer_expert_s
-        n_reserved = -(-info.cache_slots // max(info.n_expert_layers, 1))
-        n_critical = critical_experts(info.n_expert_used, max(info.gamma, 1), info.n_experts, n_reserved)
-        n = cutoff_layer(info.n_expert_layers, n_critical, info.cache_slots, drafting_s, transfer_s)
+        draft_s, transfer_s = (0.0, 0.0) if units is None else (units.draft_token_s, units.transfer_expert_s)
+        n = session.placement.policy.cutoff(info.n_expert_used)
         return n, (
-            f"Cutoff layer {n} of {info.n_expert_layers}: drafting takes {drafting_s * 1e3:.2f} ms, an expert "
-            f"{transfer_s * 1e6:.1f} us, {n_critical:.1f} per layer; {info.cache_slots:,} slots."
+            f"Cutoff layer {n} of {info.n_expert_layers}: a draft token takes {draft_s * 1e3:.2f} ms, an expert "
+            f"{transfer_s * 1e6:.1f} us; {info.cache_slots:,} slots."
         )
 
 
@@ -121,7 +117,7 @@ def run_ablation(
 ) -> list[AblationRow]:
     """Measures the variants side by side on the first turns of `prompts`, and compares every answer with stock's.
 
-    config: with policy sp-moe. run: told the sessions' notes and of each answer.
+    config: with policy sp-moe-prefetch. run: told the sessions' notes and of each answer.
     """
     run = run or Run()
     first_turns = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]

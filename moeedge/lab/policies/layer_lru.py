@@ -27,7 +27,8 @@ sp-moe  (section numbers of the paper) The target's routers on the draft's atten
     - cache, 4.4: a queue per layer, least recently used first; a prefetched expert moves to its end, so that it is not
       the next victim. A fixed number of slots per layer is reserved (3.2).
     - execution, 3.3: a worker thread moves all experts of one layer as one batch, without pause; missing experts are
-      loaded on demand at verification, and resident ones are computed first (4.3).
+      loaded on demand at verification, and resident ones are computed first (4.3). The engine does so in `moeedge lab
+      ablate` alone; elsewhere its CPU computes them, under the name sp-moe-prefetch.
 """
 
 from __future__ import annotations
@@ -194,10 +195,7 @@ class SpMoe(LayerLru):
         super().__init__(shape, config)
         self._fixed_cutoff = config.cutoff_layer
         self._n_drafts = max(config.gamma, 1)
-        self._drafting_s, self._transfer_s = 0.0, 0.0
-        if config.cost_model is not None:
-            self._drafting_s = config.gamma * config.cost_model.draft_token_s
-            self._transfer_s = config.cost_model.transfer_expert_s
+        self._cost_model = config.cost_model
         self._expert_layers = shape.expert_layers
         self._cutoff = 0
 
@@ -208,7 +206,9 @@ class SpMoe(LayerLru):
             return min(self._fixed_cutoff, n_layers)
         n_slots, n_reserved = int(self.shares.sum()), int(self.shares.max(initial=0))
         n_prefetched = critical_experts(n_critical, self._n_drafts, self.shape.n_experts, n_reserved)
-        return cutoff_layer(n_layers, n_prefetched, n_slots, self._drafting_s, self._transfer_s)
+        cost = self._cost_model
+        draft_token_s, transfer_s = (0.0, 0.0) if cost is None else (cost.draft_token_s, cost.transfer_expert_s)
+        return cutoff_layer(n_layers, n_prefetched, n_slots, draft_token_s, transfer_s, self._n_drafts, n_critical)
 
     def read_prediction(self, prediction: ExpertPrediction, layers: IndexArray) -> None:
         """Derives the cutoff layer from the number of predicted experts."""
@@ -221,6 +221,13 @@ class SpMoe(LayerLru):
         return chosen
 
 
+class SpMoePrefetch(SpMoe):
+    """The prefetch and cache of SP-MoE; the CPU computes missing experts, which SP-MoE loads."""
+
+    name = "sp-moe-prefetch"
+    execution_model = ExecutionModel(batched_io=True)
+
+
 def critical_experts(n_critical: int, n_drafts: int, n_experts: int, n_reserved: int) -> float:
     """Experts of a layer that drafting may prefetch, where each of `n_drafts` tokens has `n_critical` random ones.
 
@@ -230,20 +237,38 @@ def critical_experts(n_critical: int, n_drafts: int, n_experts: int, n_reserved:
     return min(n_distinct, max(n_reserved, n_critical))
 
 
-def cutoff_layer(n_layers: int, n_critical: float, n_slots: int, drafting_s: float, transfer_s: float) -> int:
+def cutoff_layer(
+    n_layers: int,
+    n_prefetched: float,
+    n_slots: int,
+    draft_token_s: float,
+    transfer_s: float,
+    n_drafts: int = 1,
+    n_last: float | None = None,
+) -> int:
     """The deepest layer that SP-MoE prefetches for (section 3.2), as a number of layers.
 
-    n_critical  experts to load per layer, k for one draft token (`critical_experts`); resident ones are not loaded,
-                so that it is an upper bound
-    n_slots     experts that fit the memory left by the rest of the model
-    drafting_s  seconds of drafting, computation per layer times layers; 0: not measured
-    transfer_s  seconds of one expert's transfer; 0: not measured
+    n_prefetched   experts to load per layer, k for one draft token (`critical_experts`); resident ones are not loaded,
+                   so that it is an upper bound
+    n_slots        experts that fit the memory left by the rest of the model
+    draft_token_s  seconds of drafting a token, computation per layer times layers; 0: not measured
+    transfer_s     seconds of one expert's transfer; 0: not measured
+    n_last         of n_prefetched, what the last of `n_drafts` tokens adds; None: all
+
+    All transfers end before drafting does, "no matter whether compute time or I/O time is the bottleneck". A layer's
+    experts are known once its draft layer is computed. Where transfers are the slower side they follow each other from
+    the first layer's on: draft_token_s / n_layers + L * n_prefetched * transfer_s <= n_drafts * draft_token_s. Where
+    computing is, the last token's of layer L begin after L of its layers: L * draft_token_s / n_layers + n_last *
+    transfer_s <= draft_token_s. The draft has as many layers as the target (its Table 1).
 
     The objective, the sum of drafting, verification and loading, falls with every layer that the constraints allow, so
     the largest number is optimal.
     """
-    if n_critical <= 0 or n_layers < 1:
+    if n_prefetched <= 0 or n_layers < 1:
         return max(n_layers, 0)
-    by_memory = int(n_slots / n_critical + 1e-9)
-    by_time = int(drafting_s / (n_critical * transfer_s)) if transfer_s > 0 else n_layers
-    return max(0, min(n_layers, by_memory, by_time))
+    limits = [n_slots / n_prefetched]
+    if transfer_s > 0:
+        layer_s, last = draft_token_s / n_layers, n_prefetched if n_last is None else min(n_last, n_prefetched)
+        limits.append((n_drafts * draft_token_s - layer_s) / (n_prefetched * transfer_s))
+        limits.append((draft_token_s - last * transfer_s) / layer_s if layer_s > 0 else 0.0)
+    return max(0, min(n_layers, int(min(limits) + 1e-9)))

@@ -18,12 +18,14 @@ vllm  `--cpu-offload-gb`: parameters go to pinned host memory in the order of th
 accelerate  `device_map="auto"` (Accelerate, utils/modeling.py, infer_auto_device_map; hooks.py, AlignDevicesHook): the
     first layers are resident, and a hook loads the weights of the others before they compute and drops them after it;
     of experts, which are modules of their own, those in use.
-llama-cpp-cache  Stock llama.cpp's cache of experts on the GPU (`--moe-cache-mib N`, since b11480), by reports: an LRU
-    that all layers of equal layout share, that is one for each pool of slots. Misses are uploaded before the op, into
-    the slots of the experts used longest ago; no prefetch. The GPU computes all experts, the CPU none. Batches of up to
-    32 tokens use the cache, larger ones do not. The host waits once per layer, for the routing that says what to
-    upload. All experts of a layer count as used at the same time, so none of them makes room for another one; where a
-    layer uses more experts than its pool has slots, the rest passes through without a slot.
+llama-cpp-cache  Stock llama.cpp's cache of experts on the GPU, `--moe-cache-mib N` (ggml-org/llama.cpp, commit 4b060f2,
+    src/llama-moe-cache.cpp): an LRU that all layers of equal layout share, that is one for each pool of slots
+    (moe_cache_lru). As a layer is computed its hits move to the recent end, then its misses, by their numbers, get the
+    slots used longest ago and are uploaded before the op (plan); no prefetch, and the GPU computes all experts. The
+    host waits once per layer, for the routing (copy). A batch above 32 tokens, or one that may use more experts than
+    there are slots, min(tokens * k, N), leaves the cache as it is (get_slot_map); the larger one takes what is there
+    (copy_experts), the CPU computes the other, here counted as loads. Hits of a layer move in the order of the batch's
+    ids there, by number here.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.experts import IndexArray, Resident
+from moeedge.experts import IndexArray, IntArray, Resident
 from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, Policy, PolicyConfig
 from moeedge.policies.baselines import Static
 from moeedge.policies.planner import PerLayerPolicy
 
-_TOKENS_MAX = 32  # of a batch that uses llama-cpp-cache
+_TOKENS_MAX = 32  # of a batch that fills llama-cpp-cache
 _NONE = np.zeros((0, 2), dtype=np.int32)
 
 
@@ -101,7 +103,7 @@ class LlamaCppCache(Policy):
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         super().__init__(shape, config)
-        self._last_use = np.zeros(self._score.shape, dtype=np.int64)  # number of the layer's computation, 0: never
+        self._last_use = np.zeros(self._score.shape, dtype=np.int64)  # 2 n: hit by the n-th computation, + 1: loaded
         self._now = 0
         self._pool = shape.group[:, None] == np.arange(shape.n_groups)  # [n_layers, n_groups]
 
@@ -113,17 +115,19 @@ class LlamaCppCache(Policy):
         """Plans no transfers."""
         return self._plan(_NONE, _NONE)
 
-    def plan_load(self, layer: int, experts: IndexArray, resident: Resident) -> Plan:
-        """Gives the missing ones of `experts`, which `layer` uses now, the slots used longest ago."""
-        self._now += 1
-        self._last_use[layer, experts] = self._now
-        pool = self.shape.group[layer]
+    def plan_load(self, layer: int, counts: IntArray, resident: Resident) -> Plan | None:
+        """Gives the missing experts of those that `layer` uses now the slots used longest ago."""
+        pool, experts = self.shape.group[layer], np.flatnonzero(counts)
+        if min(int(counts.sum()), counts.size) > self.shape.capacity[pool]:
+            return None
+        self._now += 2
         held = np.asarray(resident != 0) & self._pool[:, pool, None]
         missing = experts[~held[layer, experts]]
+        self._last_use[layer, experts] = self._now
+        self._last_use[layer, missing] += 1
         n_free = max(int(self.shape.capacity[pool]) - int(np.count_nonzero(held)), 0)
         held[layer, experts] = False
         victims = np.flatnonzero(held)
-        missing = missing[: n_free + victims.size]
         age = self._last_use.reshape(-1)[victims]
         victims = victims[np.argsort(age, kind="stable")[: max(missing.size - n_free, 0)]]
         layers = np.full(missing.size, layer)

@@ -13,16 +13,20 @@ counted in slots. VRAM_left is the memory of the pool's free slots and of the re
 which the evictor frees. All layers of a pool share it: a layer has what the other layers leave at the same tau, so that
 the constraint says that all hot experts of the pool fit its slots.
 
-Departures (docs/lab/policies.md): cold experts leave when an upload needs their slots. Appendix D drops the tag of an
-expert to 0 after use, within a pass; a plan is made between passes, when every tag is a new utility. If used experts
-ranked lower there, too, plans would evict what the next pass needs again: hot ones (half a level lower) 0.415 of the
-pairs with 1.37 uploads per layer and step on gpt-oss-20b at 16 % of the experts, cold ones alone 0.407 with 0.65;
-without, 0.417 with 0.64.
+Appendix D: experts in use have score K + 1 (frozen); after use it drops to 0, "quickly recycled and refilled by other
+weights". As in the published program (evict_layer), all experts of a layer that has been computed drop to 0 until the
+next plan between passes. Before each layer the hot experts of the layers to come are planned for again with the room
+that came free, at which Eq. 11 allows lower thresholds. Replay and simulator do so; the engine plans between passes.
 
-spac-program: Algorithm 1 compares the activations of a step with those of the step before, d = f_t - f_{t-1}. The
-program (repository lshAlgorithm/MoE-SpAc, ggml/src/ggml-backend.cpp, StateMachine::update) compares them with the
-utility itself, d = f_t - s_t, and steps s up or down by it: s follows the frequency instead of summing the signs of its
-changes, which gives Table 4 of the paper its order (docs/lab/simulation.md). All else is spac-paper.
+Eq. 9 and 10 with a cost model (`moeedge lab replay --hardware`): what arrived for a layer since the last pass counts
+towards its n(tau), so that a pass moves no more for a layer than its window carries.
+
+Departures (docs/lab/policies.md): cold experts leave when an upload needs their slots.
+
+spac-program: the published program (repository lshAlgorithm/MoE-SpAc, ggml/src/ggml-backend.cpp), with its constants.
+StateMachine::update compares the activations of a step with the utility itself, d = f_t - s_t, not with those of the
+step before, so that s follows the frequency; up 5, down 1, both fixed, K = 5 (TOP_STAT). SpAc_Prefetcher has tau = 1,
+and no balancer. All else is spac-paper.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import BoolArray, FloatArray, IndexArray, Resident
-from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, PolicyConfig
+from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, PolicyConfig
 from moeedge.policies.cost_model import expert_seconds
 from moeedge.policies.planner import PooledPolicy
 from moeedge.policies.spac import utility
@@ -45,6 +49,8 @@ class SpacPaper(PooledPolicy):
     """Hot experts stay, absent hot ones come by the utility of Algorithm 1, cold ones leave by it."""
 
     name = "spac-paper"
+    execution_model = ExecutionModel(refills_within_step=True)
+    fixed_boundaries = (3, 1)  # Table 4, without adaptive boundaries
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self.cap = config.effective_cap
@@ -56,11 +62,13 @@ class SpacPaper(PooledPolicy):
             cap=self.cap,
             forgetting=config.forgetting,
             boundaries="fixed" if "no-ada-bc" in config.ablations else "floor",
+            fixed=self.fixed_boundaries,
         )
         self._state = utility.initial_state(self._score.shape, self._algorithm)
         self._last_used: BoolArray = np.zeros(self._score.shape, dtype=np.bool_)
         self._level_start = (np.arange(shape.n_layers) * (self.cap + 1))[:, None]
         self._n_pairs = np.zeros(shape.n_layers)
+        self._before: BoolArray | None = None  # [n_layers, n_experts], resident at the first plan since the last pass
 
     def observe(self, observation: Observation) -> None:
         """One step of Algorithm 1. A prefill is not a step: it counts an entire text."""
@@ -69,10 +77,25 @@ class SpacPaper(PooledPolicy):
         self._state = utility.observe(self._state, observation.counts, self._algorithm)
         np.greater(observation.counts, 0, out=self._last_used)
         self._n_pairs = observation.counts.sum(axis=1, dtype=np.float64)
+        self._before = None
 
     def plan(self, resident: Resident, tokens: Sequence[int], prediction: ExpertPrediction | None = None) -> Plan:
         """Plans to hold the hot experts; neither tokens nor predictions are read."""
-        s = self._last_used.astype(np.float32) if self._binary else self._state.utility.astype(np.float32)
+        if self._before is None:
+            self._before = np.asarray(resident != 0)
+        return self._plan_for(self._utilities(), resident)
+
+    def plan_layer(self, layer: int, resident: Resident, prediction: ExpertPrediction | None = None) -> Plan:
+        """Plans for the layers after `layer`, whose experts are in use; those of the layers before it count 0."""
+        s = self._utilities()
+        s[:layer] = 0.0
+        s[layer] = np.where(resident[layer] != 0, np.float32(self.cap), np.float32(0.0))
+        return self._plan_for(s, resident)
+
+    def _utilities(self) -> FloatArray:
+        return (self._last_used if self._binary else self._state.utility).astype(np.float32)
+
+    def _plan_for(self, s: FloatArray, resident: Resident) -> Plan:
         tau = self._thresholds(s, resident)
         hot, held = s >= tau[:, None], np.asarray(resident != 0)
         # in ascending order: absent cold experts, 0; resident cold ones, below 1; absent hot ones; resident hot ones
@@ -90,6 +113,7 @@ class SpacPaper(PooledPolicy):
         self._state = utility.initial_state(self._state.utility.shape, self._algorithm)
         self._last_used[:] = False
         self._n_pairs[:] = 0.0
+        self._before = None
 
     def _thresholds(self, s: FloatArray, resident: Resident) -> FloatArray:
         if self._fixed_tau is not None:
@@ -120,8 +144,9 @@ class SpacPaper(PooledPolicy):
             cost.r_g[index] * (n_distinct * float(expert_seconds(cost.device_expert_s, tokens)))[:, None]
         )  # Eq. 8
         window_s = np.maximum(cpu_s, device_s) + self._config.gamma * cost.draft_token_s / self.shape.n_layers
-        # Eq. 10 and 11
-        return thresholds(cpu_s, device_s, (n_uploads * cost.transfer_expert_s <= window_s) & (n_uploads <= room))
+        arrived = np.count_nonzero(~absent & ~self._before, axis=1) if self._before is not None else np.zeros(size[0])
+        in_time = (n_uploads + arrived[:, None]) * cost.transfer_expert_s <= window_s  # Eq. 10
+        return thresholds(cpu_s, device_s, in_time & (n_uploads <= room))  # and 11
 
     def _room(self, n_uploads: IndexArray, n_cold: IndexArray, n_held: IndexArray) -> NDArray[np.float64]:
         """VRAM_left in slots [n_layers, K]: what is free at each tau, less the uploads of the other layers of the pool.
@@ -137,9 +162,14 @@ class SpacPaper(PooledPolicy):
 
 
 class SpacProgram(SpacPaper):
-    """The utility of the published program, with the residency of spac-paper."""
+    """The published program's utilities, boundaries, K and tau, with the residency of spac-paper."""
 
     name = "spac-program"
+    fixed_boundaries = (5, 1)
+
+    def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
+        super().__init__(shape, replace(config, cap=5, ablations=config.ablations | {"no-ada-bc"}))
+        self._fixed_tau = 1.0
 
     def observe(self, observation: Observation) -> None:
         """One step, with the utility in place of the last step's activations."""

@@ -25,6 +25,7 @@ from moeedge.hardware.provenance import Provenance
 from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
 from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, ReplaySetting, lacks_predictor, replay_arms, setting_of
 from moeedge.lab.traces.schedule import Schedule
+from moeedge.policies.cost_model import CostModel
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.records import filled
 from moeedge.run import NO_PROGRESS, Progress
@@ -63,6 +64,7 @@ class CurveConfig:
     limits: tuple[float, ...] = LIMITS  # "unlimited" is always added
     accuracy: PredictorAccuracy = NO_PREDICTOR
     fresh_memory: bool = False  # every text begins with an empty policy
+    cost_model: CostModel | None = None  # times that policies know
     resamples: int = RESAMPLES
     seed: int = 0
 
@@ -204,7 +206,7 @@ def _run(inputs: Sequence[CurveInput], config: CurveConfig, index: int, policy: 
         policies=(),
         ratios=(each.cache_ratio,),
         profile=each.profile,
-        **{name: getattr(config, name) for name in ("seed", "accuracy", "fresh_memory")},
+        **{name: getattr(config, name) for name in ("seed", "accuracy", "fresh_memory", "cost_model")},
     )
     unit_of = _units(each.schedule)[0]
 

@@ -33,7 +33,7 @@ from moeedge.lab.sim.noisy_predictor import BatchPredictions, NoisyPredictor, Pr
 from moeedge.lab.sim.policy_replay import HitStats
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.lab.traces.schedule import Batch
-from moeedge.policies.base import CacheShape, ExecutionModel, Policy
+from moeedge.policies.base import CacheShape, ExecutionModel, Plan, Policy
 from moeedge.scheduler.driver import StepDriver
 
 # each with the name of its seconds per token in a row of the simulator
@@ -98,7 +98,7 @@ class Execution:
         self.costs, self.shape = costs, shape
         self.execution_model = execution_model or policy.execution_model
         self.mover = Mover(self.clock, costs, shape, batched=self.execution_model.batched_io)
-        self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model)
+        self.driver = StepDriver(policy, self.mover, execution_model=self.execution_model, refills=True)
         self.time = TimeBreakdown()
         self._batches, self._warm_steps = batches, warm_steps
         self._predictor = NoisyPredictor(np.ones((shape.n_layers, shape.n_experts)), accuracy, seed)
@@ -109,6 +109,7 @@ class Execution:
         self._n_tokens = 1  # of the batch that is being verified
         self._n_verified = 0  # the number of the verification
         self._bypasses_cache = False
+        self._load_plan: Plan | None = None  # of the layer that is computed
 
     def run(self) -> TimeBreakdown:
         """Runs the entire simulation."""
@@ -193,7 +194,9 @@ class Execution:
     def _experts(self, layer: int, counts: NDArray[np.int32]) -> Process:
         used = np.flatnonzero(counts)
         is_hit = self.mover.resident[layer, used] == Residency.RESIDENT
-        if self._bypasses_cache or (self.execution_model.layerwise and not is_hit.all()):
+        self._load_plan = None if self._bypasses_cache else self.driver.plan_load(layer, counts)
+        leaves_out = self.driver.keeps_loads and not self._bypasses_cache and self._load_plan is None
+        if leaves_out or (self.execution_model.layerwise and not is_hit.all()):
             is_hit = np.zeros_like(is_hit)
         self.time.hits.add(counts[used], is_hit)
         self.mover.pin(layer, used[is_hit].tolist())
@@ -298,9 +301,8 @@ class Execution:
         if used.misses.size:
             yield from self._loaded(self.mover.demand(used.layer, used.misses.tolist()))
         experts = np.flatnonzero(used.counts)
-        plan = None if self._bypasses_cache else self.driver.plan_load(used.layer, experts)
-        if plan is not None:
-            self.mover.push(plan)  # takes the experts from the staging buffer
+        if self._load_plan is not None:
+            self.mover.push(self._load_plan)  # takes the experts from the staging buffer
         self.mover.clear_staging()
         block_ns = self.costs.block_ns + _sum_ns(self.costs.device_ns, used.counts, experts)
         yield from self._on_gpu("device", block_ns)

@@ -159,7 +159,7 @@ class PolicyReplay:
     ) -> None:
         self.slots = Slots(shape)
         self.stats = ReplayStats()
-        self._driver = StepDriver(policy, self)
+        self._driver = StepDriver(policy, self, refills=True)
         self._shape = shape
         self._expert_layers = np.flatnonzero(shape.group >= 0)
         self._execution_model, self._required_inputs = policy.execution_model, policy.required_inputs
@@ -263,11 +263,12 @@ class PolicyReplay:
     def _keep_loads(self, batch: Batch, resident: NDArray[np.bool_]) -> None:
         """Layer by layer gives the missing experts their slots; sets `resident` to what each layer found."""
         if batch.n_tokens > (self._execution_model.cached_tokens_max or batch.n_tokens):
+            np.copyto(resident, self.slots.resident, casting="unsafe")
             return
         for layer in self._expert_layers.tolist():
-            np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
-            plan = self._driver.plan_load(layer, np.flatnonzero(batch.counts[layer]))
+            plan = self._driver.plan_load(layer, batch.counts[layer])
             if plan is not None:
+                np.copyto(resident[layer], self.slots.resident[layer], casting="unsafe")
                 self.slots.push(plan)
 
     def _count_uploads(self, flat_ids: NDArray[np.intp]) -> None:

@@ -19,6 +19,7 @@ from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, BatchPredictions, Nois
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape
 from moeedge.policies.base import Policy, PolicyConfig
+from moeedge.policies.cost_model import CostModel
 from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.policies.registry import BOUNDS, TABLE, make_policy
 from moeedge.records import figure, filled
@@ -101,11 +102,14 @@ class ReplayRow(ReplaySetting):
         "Whether the row is of a cache whose predictor reads what a trace lacks: not ranked"
     )
     seed: int = figure("Of random choices")
+    hardware: str | None = figure("The machine and model whose times policies know", default=None, optional=True)
     expert_budget: dict[str, Any] | None = figure("", default=None, in_json=False)  # the row's budget and its figures
 
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
         row = {"policy": self.policy} | asdict(self)
+        if self.hardware is None:
+            del row["hardware"]
         return row | {**(row.pop("expert_budget") or {}), **(row.pop("provenance") or {})}
 
 
@@ -131,6 +135,8 @@ class ReplayConfig:
     expert_bytes: NDArray[np.int64] | None = None  # [n_layers]
     profile: NDArray[np.int64] | None = None  # [n_layers, n_experts], activations elsewhere, for guided policies
     accuracy: PredictorAccuracy = NO_PREDICTOR
+    cost_model: CostModel | None = None  # times that policies know
+    hardware: str | None = None  # whose
     budgets: tuple[ExpertBudget | None, ...] | None = None  # None among them: no budget; instead of them: not asked for
 
     def __post_init__(self) -> None:
@@ -208,6 +214,7 @@ def _policy_replay(schedule: Schedule, arm: ReplayArm, config: ReplayConfig) -> 
     policy_config = PolicyConfig(
         gamma=schedule.gamma,
         profile=config.profile,
+        cost_model=config.cost_model,
         max_uploads=None if arm.max_uploads is None else arm.max_uploads * len(schedule.trace.expert_layers()),
     )
 
@@ -247,7 +254,7 @@ def _row(schedule: Schedule, config: ReplayConfig, arm: ReplayArm, found: Mappin
     knows_bytes = config.expert_bytes is not None and arm.policy not in BOUNDS
     source = config.accuracy.source_for(TABLE[arm.policy].make.required_inputs)
     execution = TABLE[arm.policy].make.execution_model
-    is_within_step = execution.prefetch_within_step or execution.keeps_loads
+    is_within_step = execution.prefetch_within_step or execution.refills_within_step or execution.keeps_loads
     return filled(
         ReplayRow,
         *(config, arm, schedule),

@@ -33,7 +33,6 @@ FloatArray = NDArray[np.float64]
 
 # (1 - 0.1) * 3 + 0.1 * 3 is 3.0000000000000004 in binary, other pairs fall just short of the integer: floor above that
 _FLOOR_SLACK = 1e-9
-_FIXED = (3, 1)  # boundaries, up and down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +43,7 @@ class UtilityConfig:
     cap: int = 4  # K, the highest utility
     forgetting: float = 0.1  # lambda
     boundaries: Boundaries = "floor"
+    fixed: tuple[int, int] = (3, 1)  # up and down, where boundaries are fixed
 
     def __post_init__(self) -> None:
         check_gamma(self.gamma)
@@ -65,7 +65,7 @@ class UtilityState:
 
 def initial_state(shape: tuple[int, ...], config: UtilityConfig) -> UtilityState:
     """The state before the first step (lines 2-3): utility 0, boundaries floor(gamma / 2), no activations yet."""
-    up, down = _FIXED if config.boundaries == "fixed" else (config.gamma // 2, config.gamma // 2)
+    up, down = config.fixed if config.boundaries == "fixed" else (config.gamma // 2, config.gamma // 2)
     zeros = np.zeros(shape, dtype=np.int16)
     return UtilityState(zeros, np.full(shape, float(up)), np.full(shape, float(down)), zeros.astype(np.int32))
 

@@ -124,6 +124,19 @@ def test_figures_follow_from_the_inputs_printed_with_them() -> None:
     assert wrong == []
 
 
+def test_the_studys_25_experts_of_four_tokens_are_not_of_one_text() -> None:
+    """N = 128, k = 8: 29.1 by the uniform formula; neighbours that share 0.381 k use fewer than 25.4."""
+    assert routing_curves.uniform_unique(128, 8, 4) == pytest.approx(29.12, abs=0.01)
+    most = 4 * 8 - 3 * 0.381 * 8
+    assert most == pytest.approx(22.86, abs=0.01) and 20.36 < most < 25.4
+    least_of_independent = 4 * 8 - 6 * 0.118 * 8
+    assert least_of_independent == pytest.approx(26.34, abs=0.01) and least_of_independent > 25.4
+    two_of_independent, shared_of_two = 2 * 8 - 0.118 * 8, (2 * 8 - 14.7) / 8
+    assert (round(two_of_independent, 2), round(shared_of_two, 2)) == (15.06, 0.16)
+    fewer_than = [round(1 - 20.36 / other, 2) for other in (25.4, 29.12)]
+    assert fewer_than == [0.20, 0.30]
+
+
 def test_uniform_column_is_exact() -> None:
     column = [row for row in published.reproduced() if "active experts, uniform" in row.figure]
     assert [round(float(row.computed), 1) for row in column] == [8.0, 15.5, 29.1, 51.6, 82.4, 111.8, 125.9]

@@ -44,6 +44,16 @@ def test_rows_are_flat_and_come_in_order(plain: Path) -> None:
         assert row["hit_rate_pairs"] <= row["oracle_hit_rate_pairs"]
 
 
+def test_hardware_states_times(plain: Path) -> None:
+    """In every row; a slower machine's Eq. 10 lets policies move less."""
+    command = ("lab", "replay", plain, "--cache-ratio", 0.5, "--policy", "spac-paper", "--gamma", 3)
+    rows = run_json(*command, "--hardware", "rtx4090-pcie4", "--model", "gpt-oss-20b")
+    assert {row["hardware"] for row in rows} == {"rtx4090-pcie4, gpt-oss-20b"}
+    assert not any("hardware" in row for row in run_json(*command))
+    refused("lab", "replay", plain, "--hardware", "abacus")
+    refused("lab", "replay", plain, "--hardware", "h200", "--model", "gpt-0")
+
+
 def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
     arguments = (plain, "--policy", "all", "--gamma", 3, "-o", "json", "--seed")
     first, again, other = (run("lab", "replay", *arguments, seed).stdout for seed in (5, 5, 6))

@@ -25,24 +25,23 @@ class Lru:
         self.capacity = capacity
         self.slots: OrderedDict[tuple[int, int], None] = OrderedDict()
 
-    def compute(self, layer: int, experts: list[int]) -> set[int]:
-        """The experts that were resident."""
-        hits = {expert for expert in experts if (layer, expert) in self.slots}
-        for expert in hits:
+    def compute(self, layer: int, counts: np.ndarray) -> set[int]:
+        """The experts that were resident: none where the batch might use more than there are slots."""
+        if min(int(counts.sum()), counts.size) > self.capacity:
+            return set()
+        experts = np.flatnonzero(counts).tolist()
+        hits = self.found(layer, experts)
+        for expert in sorted(hits):
             self.slots.move_to_end((layer, expert))
         for expert in experts:
-            if expert in hits:
-                continue
-            if len(self.slots) >= self.capacity:
-                oldest = next(iter(self.slots), None)
-                if oldest is None or (oldest[0] == layer and oldest[1] in experts):
-                    continue  # only experts of this layer are left: it passes through
-                del self.slots[oldest]
-            self.slots[layer, expert] = None
-        for expert in experts:  # all were used at the same time
-            if (layer, expert) in self.slots:
-                self.slots.move_to_end((layer, expert))
+            if expert not in hits:
+                if len(self.slots) >= self.capacity:
+                    self.slots.popitem(last=False)
+                self.slots[layer, expert] = None
         return hits
+
+    def found(self, layer: int, experts: list[int]) -> set[int]:
+        return {expert for expert in experts if (layer, expert) in self.slots}
 
 
 def batches(n_layers: int, n_experts: int, lengths: list[int], seed: int = 0) -> list[Batch]:
@@ -61,10 +60,11 @@ def expected(steps: list[Batch], capacities: dict[int, int], group: list[int]) -
     rows = []
     for step in steps:
         found = np.zeros(step.counts.shape, dtype=bool)
-        if step.n_tokens <= 32:
-            for layer in range(len(group)):
-                used = np.flatnonzero(step.counts[layer]).tolist()
-                found[layer, list(pools[group[layer]].compute(layer, used))] = True
+        for layer in range(len(group)):
+            pool, used = pools[group[layer]], np.flatnonzero(step.counts[layer]).tolist()
+            large = step.n_tokens > 32  # takes what is there
+            hits = pool.found(layer, used) if large else pool.compute(layer, step.counts[layer])
+            found[layer, list(hits)] = True
         rows.append(found)
     return rows
 
@@ -82,9 +82,12 @@ def test_a_shared_lru_serves_layer_by_layer(capacity: int) -> None:
         for layer in range(4):
             used = np.flatnonzero(step.counts[layer])
             resident = slots.resident[layer, used] > 0
+            plan = policy.plan_load(layer, step.counts[layer], slots.resident)
+            if plan is None:
+                assert not found[layer].any()
+                continue
             assert resident.tolist() == found[layer, used].tolist()
             n_hits += int(resident.sum())
-            plan = policy.plan_load(layer, used, slots.resident)
             check_plan(plan, shape, slots.resident, 4)
             slots.push(plan)
     assert n_hits > 0

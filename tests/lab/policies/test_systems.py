@@ -321,13 +321,33 @@ def test_gates_prefetch_for_no_earlier_layer(name: str) -> None:
     assert len(policy.plan_layer(1, resident, ExpertPrediction(predicted)).uploads) == 0
 
 
+def ends_s(n_layers: int, k: int, layer_s: float, transfer_s: float) -> float:
+    """When the last of k experts of each of so many layers has arrived: each is known once its layer is computed."""
+    free_s = 0.0
+    for layer in range(n_layers):
+        free_s = max(free_s, (layer + 1) * layer_s) + k * transfer_s
+    return free_s
+
+
 def test_sp_moe_solves_its_constraints() -> None:
     """The deepest layer whose experts find room and arrive while the draft works (section 3.2)."""
     assert cutoff_layer(32, 1, 1000, 0.25, 0.014) == 17  # Mixtral's 14 ms per expert
-    for n_layers, k, n_slots, drafting_s, transfer_s in ((32, 2, 20, 1.0, 0.01), (27, 6, 1000, 0.02, 6e-4)):
-        found = cutoff_layer(n_layers, k, n_slots, drafting_s, transfer_s)
-        fits = [n for n in range(n_layers + 1) if n * k <= n_slots and n * k * transfer_s <= drafting_s]
+    # layers of 10 ms and loads of 1 ms: the last layer's experts are known as drafting ends
+    assert cutoff_layer(32, 1, 1000, 32 * 0.010, 0.001) == 31
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        n_layers, k, n_slots = int(rng.integers(1, 40)), int(rng.integers(1, 7)), int(rng.integers(0, 200))
+        layer_s, transfer_s = rng.uniform(1e-4, 1e-2, 2)
+        found = cutoff_layer(n_layers, k, n_slots, n_layers * layer_s, transfer_s)
+        fits = [
+            n
+            for n in range(n_layers + 1)
+            if n * k <= n_slots and ends_s(n, k, layer_s, transfer_s) <= n_layers * layer_s
+        ]
         assert found == max(fits)
+    # two drafts of 0.1 s: the second one's experts of a layer take 4 ms, those of both 6 ms
+    assert cutoff_layer(10, 6, 1000, 0.1, 0.001, 2, 4) == min(9, int((0.2 - 0.01) / 0.006))
+    assert cutoff_layer(10, 60, 1000, 0.1, 0.001, 2, 4) == int((0.2 - 0.01) / 0.06)
     assert cutoff_layer(10, 2, 100, 0.0, 0.0) == 10  # nothing measured: memory alone
     assert cutoff_layer(10, 2, 100, 0.0, 1e-3) == 0  # no draft, no time
 

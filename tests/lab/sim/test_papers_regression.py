@@ -97,14 +97,13 @@ def test_the_command_prints_the_rows_of_the_library(table3: list[Compared], monk
 
 @pytest.mark.slow
 def test_every_part_of_moe_spac_counts_as_in_table_4(papers: Papers) -> None:
-    """Except the balancer, without which it is 1 % faster here."""
+    """Except adaptive boundaries and the balancer, which the published program does not have."""
     rows = papers.table4(FITTED)
     speed = {row.name: row.predicted_ts for row in rows}
-    assert _order(rows) == (19, 21)
     assert all(row.close for row in rows), speed
-    assert speed["no-het-wb"] < 1.02 * speed["full"]
-    kept = [row for row in rows if row.name != "no-het-wb"]
-    assert _order(kept) == (15, 15)
+    assert speed["no-het-wb"] == speed["no-ada-bc"] == speed["full"]
+    kept = [row for row in rows if row.name not in ("no-het-wb", "no-ada-bc")]
+    assert _order(kept) == (10, 10)
 
 
 @pytest.mark.slow
@@ -112,9 +111,9 @@ def test_table_2_comes_in_its_order_and_within_a_quarter(papers: Papers) -> None
     rows = papers.table2(FITTED)
     assert all(row.close for row in rows), [(row.name, row.ratio) for row in rows]
     bare, calibrated = figures(rows)
-    assert (bare.within_25_percent, bare.rows, bare.pairs_in_order, bare.pairs) == (1, 8, 32, 45)
+    assert (bare.within_25_percent, bare.rows, bare.pairs_in_order, bare.pairs) == (1, 8, 31, 45)
     assert (calibrated.within_25_percent, calibrated.rows) == (8, 8)
-    assert (calibrated.pairs_in_order, calibrated.pairs_in_order_anyway, calibrated.pairs) == (45, 31, 45)
+    assert (calibrated.pairs_in_order, calibrated.pairs_in_order_anyway, calibrated.pairs) == (45, 30, 45)
 
 
 @pytest.mark.slow

@@ -104,13 +104,17 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
                 push(policy.plan(mask(), tokens.tolist()))
             loads: set[tuple[int, int]] = set()
             for layer in range(trace.meta.n_layers):
-                if policy.execution_model.prefetch_within_step:
+                if policy.execution_model.prefetch_within_step or policy.execution_model.refills_within_step:
                     push(policy.plan_layer(layer, mask()))
                 used = np.flatnonzero(counts[layer])
                 found = {(layer, expert) for expert in used.tolist()} & resident
                 if policy.execution_model.keeps_loads:
                     before, uploads_before = resident.copy(), uploads
-                    push(policy.plan_load(layer, used, mask()))
+                    load = policy.plan_load(layer, counts[layer], mask())
+                    if load is None:  # the layer bypasses the cache
+                        found = set()
+                    else:
+                        push(load)
                     assert found <= resident and resident - before <= {(layer, expert) for expert in used.tolist()}
                     uploads = uploads_before
                 for expert in used.tolist():
@@ -123,7 +127,9 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
         elif policy.execution_model.keeps_loads:
             uploads_before = uploads
             for layer in range(trace.meta.n_layers):
-                push(policy.plan_load(layer, np.flatnonzero(counts[layer]), mask()))
+                load = policy.plan_load(layer, counts[layer], mask())
+                if load is not None:
+                    push(load)
             uploads = uploads_before  # a prompt's are not counted
         n_accepted = 0 if prefill else int(schedule.n_text[batch]) - 1
         if not prefill and schedule.rejected_token_model != "recorded":
@@ -328,7 +334,7 @@ def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -
     found = []
     for _ in range(2):
         predictor = NoisyPredictor(profile_of(schedule).astype(float), PredictorAccuracy(), 0)
-        replayed = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=4)
+        replayed = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=5)
         for chunk in schedule.chunks():
             replayed.run(chunk, [None if batch.prefill else predictor.predict(batch.ids) for batch in chunk.batches])
         assert np.count_nonzero(replayed.slots.resident) <= int(shape.capacity[0])

@@ -7,7 +7,7 @@ the layers, too; what is left between engine and replay is the order of calls an
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,9 @@ def run_replay(trace: Trace, policy: str) -> Hits:
     schedule = recorded_schedule(trace)
     assert schedule is not None
     shape = cache_shape(trace, RATIO)
-    replayed = PolicyReplay(make_policy(policy, shape, PolicyConfig(gamma=GAMMA)), shape)
+    planned = make_policy(policy, shape, PolicyConfig(gamma=GAMMA))
+    planned.execution_model = replace(planned.execution_model, refills_within_step=False)  # as in the engine
+    replayed = PolicyReplay(planned, shape)
     for chunk in schedule.chunks():
         replayed.run(chunk)
     hits = replayed.stats.hits
