@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from moeedge.paths import cache_dir
 SCHEMA = "moeedge-bench-run-1"
 TEXTS = "{} texts"  # the test of the answers of which a sample of several texts is
 LAST = "last"  # names the newest file in `folder`
+_LEAST_FREE_BYTES = 64 << 20  # on the disk with the file: a sample takes a few KiB
 _MOST_FILES = 5  # of interrupted runs
 _MOST_DIFFERENCES = 3  # in an error message
 _HINT = "An interrupted bench names its file; --resume alone takes the newest."
@@ -48,12 +50,13 @@ def settings_of(plan: BenchPlan, environment: Provenance) -> Settings:
         "files": [[path.name, path.stat().st_size] for path in files],
         "draft": None if plan.base.draft is None else Path(plan.base.draft).name,
         "modes": [mode.label for mode in plan.modes],
-        "tests": [test.name for test in plan.tests],
+        "tests": [test.name for test in (*plan.tests, *plan.scripted)],
+        "confidences": [test.confidences for test in plan.scripted],
         "dataset": dataset and [dataset.name, dataset.sha256, [prompt.id for prompt in dataset.prompts]],
         "text": plan.text and plan.text.sha256,
     }
     of_plan = ("n_predict", "repetitions", "ignore_eos", "score", "run_code", "warm_up", "delay_s")
-    of_machine = ("version", "commit", "llama_cpp_version", "cpu", "os")
+    of_machine = ("version", "commit", "llama_cpp_version", "cpu", "os", "trace_sha256")
     values |= {name: getattr(plan, name) for name in of_plan}
     values |= {name: getattr(environment, name) for name in of_machine}
     return json.loads(json.dumps(values, default=str))  # type: ignore[no-any-return]
@@ -70,12 +73,15 @@ class Journal:
 
     @classmethod
     def begin(cls, settings: Sequence[Settings]) -> Journal:
-        """Returns the journal of a new run, in the cache folder."""
+        """Returns the journal of a new run in the cache folder, without a file where there is no room for one."""
         try:
             folder().mkdir(parents=True, exist_ok=True)
             for old in _files()[: -_MOST_FILES + 1]:
                 old.unlink()
+            has_room = shutil.disk_usage(folder()).free >= _LEAST_FREE_BYTES
         except OSError:
+            has_room = False
+        if not has_room:
             return cls(None, settings)
         return cls(folder() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl", settings)
 

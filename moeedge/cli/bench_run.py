@@ -20,7 +20,7 @@ from moeedge.bench.config import (
     parse_policies,
     parse_ratios,
 )
-from moeedge.bench.journal import Journal, settings_of
+from moeedge.bench.journal import Journal, folder, settings_of
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.cli.bench_options import SYNTHETIC_ANSWER
@@ -106,7 +106,7 @@ def measure(
     resume: str | None,
 ) -> int:
     """Runs the plans, prints the rows and draws. Returns the exit code."""
-    environment = read_provenance(plans[0].base.model)
+    environment = read_provenance(plans[0].base.model, trace=plans[0].base.routing)
     settings = [settings_of(plan, environment) for plan in plans]
     journal = Journal.begin(settings) if resume is None else Journal.resume(resume, settings)
     console = stderr_console()
@@ -114,6 +114,8 @@ def measure(
     run = Run(progress.note, progress=progress)
     for note in notes:
         progress.note(note)
+    if journal.path is None:
+        progress.note(f"No file can be written to {folder()}, or its disk is full: this run cannot be resumed.")
     if resume is not None:
         progress.note(f"{journal.n_done} samples are from {journal.path}.")
         if plans[0].base.device != "none":

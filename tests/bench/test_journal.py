@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from moeedge.bench.config import BenchPlan
+from moeedge.bench.config import BenchPlan, ScriptedTest
 from moeedge.bench.journal import LAST, Journal, settings_of
 from moeedge.bench.records import BenchRow
 from moeedge.bench.samples import Sample
@@ -129,6 +131,26 @@ def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:
         None,
     )
     assert record["other_load"] >= 0 and record["other_load_before"] >= 0
+
+
+def test_a_disk_without_room_gets_no_file(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(tiny_moe, None, n_prompt=8, n_gen=8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    journal = begun(plan)
+    assert journal.path is None
+    assert len(measured(plan, journal)[0]) == 4
+
+
+def test_scripted_answers_go_on(tiny_moe: Path, tiny_draft: Path) -> None:
+    plan = replace(make_plan(tiny_moe, tiny_draft, n_prompt=0, n_gen=8), tests=(), scripted=(ScriptedTest(8, 0.5),))
+    journal = begun(plan)
+    measured(plan, journal, stop_after=4)
+    with pytest.raises(InputError, match="accept"):
+        resumed(replace(plan, scripted=(ScriptedTest(8, 0.7),)), str(journal.path))
+    rows, recorder = measured(plan, resumed(plan))
+    assert len(recorder.samples) == 2 * 3 and [len(row.samples) for row in rows] == [2] * 3
+    for row in rows:  # all modes and repetitions have the same texts
+        assert [sample.tokens for sample in row.samples] == [sample.tokens for sample in rows[0].samples]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
