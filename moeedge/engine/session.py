@@ -283,7 +283,7 @@ class Session(Closing):
         if self.script is not None:
             sampler = ScriptedSampler(sampling, self.model.info.n_vocab, self.script)
         has_model = self.governor is not None and self.gamma > 0 and not isinstance(self.draft, NgramDraft)
-        ngrams = NgramDraft() if has_model else None
+        ngrams = NgramDraft() if has_model and self.script is None else None
         return {
             "state": TextState(self.target.sequences[0], self._draft_of(0), sampler, prompt, ngrams),
             "gamma": _at_most(self.gamma, self.target.n_drafts_max),
