@@ -39,8 +39,7 @@ _PAUSE_S = 0.5  # the shortest of a user between two turns, in which experts may
 _WARM_UP_TOKENS = 16
 _WARM_UP_TOKENS_TOGETHER = 8
 _SEED = 1  # of random tokens
-_ROUTING_STRIDE = 10_007  # of texts in recorded routing
-_HOOK_PAIRS, _HOOK_WARM_UP = 20, 4
+_HOOK_PAIRS, _HOOK_WARM_UP = 52, 4
 _SLICE_TOKENS = 16
 
 T = TypeVar("T")
@@ -391,7 +390,7 @@ class SyntheticWork(Work):
     def _fill(self, repetition: int, arm: BenchArm) -> None:
         """Empties the KV cache and fills it to the test's depth."""
         arm.session.reset()
-        arm.session.follow(None, routing_offset(repetition))
+        arm.session.follow(None, repetition)
         if self.delay_s and not self.run.cancelled():
             time.sleep(self.delay_s)
         if self.test.depth and not self.run.cancelled():
@@ -459,10 +458,11 @@ class ScriptedWork(Work):
             yield repetition + 1, partial(self._answer, repetition)
 
     def _answer(self, repetition: int, arm: BenchArm) -> Sample:
-        session, test, seed = arm.session, self.test, _SEED + max(repetition, 0)
-        script = Script.draw(session.model, test.n_ctx, test.acceptance, test.confidences, seed)
+        session, test = arm.session, self.test
+        # the text that warms up is another one: experts and acceptance of the others are not known before
+        script = Script.draw(session.model, test.n_ctx, test.acceptance, test.confidences, _SEED + 1 + repetition)
         session.reset()
-        session.follow(script, routing_offset(repetition))
+        session.follow(script, repetition)
         n_predict = test.n_gen if repetition >= 0 else min(_WARM_UP_TOKENS, test.n_gen)
         try:
             prompt = script.text[: test.n_before].tolist()
@@ -471,29 +471,29 @@ class ScriptedWork(Work):
             session.follow(None)
 
 
-def routing_offset(repetition: int) -> int:
-    """The row of recorded routing at which the texts of a repetition begin, far from those of the others."""
-    return max(repetition, 0) * _ROUTING_STRIDE
+def hook_cost(arm: BenchArm, run: Run) -> float | None:
+    """The share of a token's decoding time that the hook of forced routing takes: the median of pairs of tokens.
 
-
-def hook_cost(arm: BenchArm) -> float:
-    """The share of decoding time that the hook of forced routing takes: the median of pairs of tokens.
-
-    The KV cache is empty afterwards.
+    The routers' own choice stays, so that both compute the same. None where the run was cancelled. The KV cache is
+    empty afterwards.
     """
-    target, routing, ratios = arm.session.target, arm.session.target.routing, []
+    target, routing, ratios = arm.session.target, arm.session.target.routing, list[float]()
     assert routing is not None
     arm.session.reset()
-    for index in range(_HOOK_PAIRS):
-        seconds = {}
-        for mode in (RoutingMode.OFF, RoutingMode.IDENTITY)[:: 1 if index % 2 else -1]:
-            routing.mode, start_s = mode, time.perf_counter()
-            target.decode([index], phase=Phase.DECODE)
-            seconds[mode] = time.perf_counter() - start_s
-        ratios.append(seconds[RoutingMode.IDENTITY] / seconds[RoutingMode.OFF])
-    routing.mode = RoutingMode.FORCED
-    arm.session.reset()
-    return statistics.median(ratios[_HOOK_WARM_UP:]) - 1
+    try:
+        for index in range(min(_HOOK_PAIRS, target.n_ctx // 2)):
+            if run.cancelled():
+                return None
+            seconds = {}
+            for mode in (RoutingMode.OFF, RoutingMode.IDENTITY)[:: 1 if index % 2 else -1]:
+                routing.mode, start_s = mode, time.perf_counter()
+                target.decode([index], phase=Phase.DECODE)
+                seconds[mode] = time.perf_counter() - start_s
+            ratios.append(seconds[RoutingMode.IDENTITY] / seconds[RoutingMode.OFF])
+    finally:
+        routing.mode = RoutingMode.FORCED
+        arm.session.reset()
+    return statistics.median(ratios[_HOOK_WARM_UP:] or ratios) - 1
 
 
 def _decode(arm: BenchArm, tokens: Sequence[int], phase: Phase = Phase.PREFILL) -> None:

@@ -6,11 +6,13 @@ quality is the mean score. Answers are greedy: the errors stated are those of th
 
 Stock at its best: the fastest stock mode of the run for each category, as a user would choose who had tried them all on
 these very prompts. Speeds are all tokens over all seconds of the same turns. Intervals are percentiles of bootstrap
-samples of these turns (Efron 1979); each chooses its own fastest stock mode, so that noise counts for stock.
+samples of these turns (Efron 1979); each chooses its own fastest stock mode, so that noise counts for stock. Of fewer
+than 6 turns they are Student's, of the logarithms of the turns' ratios.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +30,8 @@ ALL = ""  # the category of all prompts together
 MEAN = "mean"  # of the categories' ratios
 _N_RESAMPLES = 2000
 _PERCENTILES = (2.5, 97.5)
+# Student's t at 97.5 % by degrees of freedom: of fewer than 6 turns a bootstrap's percentiles would be too narrow
+_STUDENT = (0.0, 12.706, 4.303, 3.182, 2.776)
 
 Array = NDArray[np.float64]
 
@@ -154,9 +158,13 @@ def over_best_stock(own: Samples, stock: Sequence[Samples]) -> tuple[StockRatio,
         speeds = _speeds(tokens, seconds, turns[None])[:, 0]
         drawn = _speeds(tokens, seconds, rng.choice(turns, (_N_RESAMPLES, len(turns))))
         ratios = drawn[0] / drawn[1:].max(axis=0)
-        low, high = np.percentile(ratios, _PERCENTILES).tolist() if len(turns) > 1 else (None, None)
         best = int(speeds[1:].argmax())
         ratio = float(speeds[0] / speeds[1 + best])
+        low, high = np.percentile(ratios, _PERCENTILES).tolist() if len(turns) > 1 else (None, None)
+        if 1 < len(turns) <= len(_STUDENT):
+            logs = np.log(np.divide(*(tokens / seconds)[[0, 1 + best]][:, turns]))
+            margin = _STUDENT[len(turns) - 1] * float(logs.std(ddof=1)) / len(turns) ** 0.5
+            low, high = ratio * math.exp(-margin), ratio * math.exp(margin)
         return StockRatio(category, ratio, low, high, labels[best], len(turns)), ratios
 
     total = measured(ALL, np.arange(len(keys)))[0]

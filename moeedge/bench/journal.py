@@ -50,7 +50,7 @@ def settings_of(plan: BenchPlan, environment: Provenance) -> Settings:
         "files": [[path.name, path.stat().st_size] for path in files],
         "draft": None if plan.base.draft is None else Path(plan.base.draft).name,
         "modes": [mode.label for mode in plan.modes],
-        "tests": [test.name for test in (*plan.tests, *plan.scripted)],
+        "tests": [*(test.name for test in plan.tests), *(test.name for test in plan.scripted)],
         "confidences": [test.confidences for test in plan.scripted],
         "dataset": dataset and [dataset.name, dataset.sha256, [prompt.id for prompt in dataset.prompts]],
         "text": plan.text and plan.text.sha256,
@@ -172,8 +172,8 @@ class Journal:
 
 
 def _files() -> list[Path]:
-    """The files of runs that have not ended, the oldest first."""
-    return sorted(folder().glob("*.jsonl"))
+    """The files of runs that have not ended, the one that was written last at the end."""
+    return sorted(folder().glob("*.jsonl"), key=lambda path: (path.stat().st_mtime, path.name))
 
 
 def _differences(old: Any, new: Any, name: str = "") -> list[str]:

@@ -105,7 +105,9 @@ class Setup(BudgetFacts, Provenance):
     routing_boundaries: list[list[int]] | None = figure(
         "Positions at which another recorded sequence begins, of each repetition", default=None
     )
-    routing_cost: float | None = figure("Share of decoding time that forcing alone costs", default=None, least=None)
+    routing_cost: float | None = figure(
+        "Share of a token's decoding time that the hook takes", default=None, least=None
+    )
     repetitions: int = figure("Repetitions that were asked for", least=1)
     ablations: str = figure("--ablate, separated by commas")
     utility_cap: int = figure("--utility-cap")

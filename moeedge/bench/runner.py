@@ -23,7 +23,6 @@ from moeedge.bench.experiment import (
     Work,
     answer_text,
     hook_cost,
-    routing_offset,
     synthetic_modes,
 )
 from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
@@ -334,7 +333,7 @@ class Bench:
         routing, base = arm.session.target.routing, self.plan.base
         if routing is None or base.routing is None:
             return {}
-        starts = [routing_offset(repetition) for repetition in range(self.plan.repetitions)]
+        starts = [routing.recorded.offset(repetition) for repetition in range(self.plan.repetitions)]
         return {
             "routing": base.routing.name,
             "routing_scaling": routing.recorded.scaling,
@@ -348,8 +347,10 @@ class Bench:
             name = arm.mode.engine
             if arm.session.target.routing is None or name in self._hook_costs or isinstance(self.arms, ArmsInTurn):
                 continue
-            self._hook_costs[name] = hook_cost(arm)
-            self._run.say(f"Forced routing itself costs {self._hook_costs[name]:.1%} of {name}'s decoding time.")
+            cost = hook_cost(arm, self._run)
+            if cost is not None:
+                self._hook_costs[name] = cost
+                self._run.say(f"The hook of forced routing costs {cost:.1%} of {name}'s decoding time.")
 
     def _stock_samples(self, current: Pass, samples: Samples) -> list[list[Sample]]:
         """The samples of each stock mode; none where the pass lacks a stock mode, which could be the fastest."""

@@ -187,12 +187,12 @@ class Session(Closing):
             n_used=info.n_expert_used,
         )
 
-    def follow(self, script: Script | None, routing_offset: int = 0) -> None:
-        """The next answers follow the script, and recorded routing begins at that row; rejected drafts leave it."""
+    def follow(self, script: Script | None, repetition: int = 0) -> None:
+        """The next answers follow the script; recorded routing begins at another row in each repetition."""
         self.script = script
         if self.target.routing is not None:
             self.target.routing.text = None if script is None else script.text
-            self.target.routing.offset = routing_offset
+            self.target.routing.offset = self.target.routing.recorded.offset(repetition)
 
     def set_mode(self, mode: Mode) -> None:
         """Switches between moeedge's backend and stock llama.cpp, for comparisons within one process."""

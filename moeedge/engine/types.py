@@ -174,6 +174,9 @@ class EngineConfig:
         require(0 <= p_min <= 1, f"draft_p_min (--draft-p-min) must be from 0 to 1, not {p_min:g}")
         if self.auto_gamma and self.n_parallel > 1:
             raise ValueError("the draft length auto (--draft-max) is for one text at a time, not for --parallel")
+        if self.routing is not None:
+            require(self.expert_budget is None, "--routing and --expert-budget cannot be used together")
+            require(self.n_parallel == 1, "--routing is for one text at a time")
         require((self.n_cpu_moe or 0) >= 0, f"n_cpu_moe (-ncmoe) must be 0 or more, not {self.n_cpu_moe}")
         if not 0 <= self.n_ctx <= MAX_N_CTX:
             raise ValueError(f"the context (-c) must be from 0 (automatic) to {MAX_N_CTX:,} tokens, not {self.n_ctx:,}")

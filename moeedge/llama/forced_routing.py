@@ -26,7 +26,7 @@ class ContextRouting:
     """The hook of a context. Made before its llama.cpp context, whose parameters it changes, and closed after it.
 
     mode: what happens to the next batches. offset: row of the recorded routing that the first position of a text gets.
-    text: the tokens of the text by position, int32, where they are known: others get the routing of an unrelated text.
+    text: the tokens of the text by position, int32, where they are known: rejected drafts get an unrelated text's.
     """
 
     def __init__(self, info: ModelInfo, recorded: RecordedRouting, parameters: Any) -> None:
@@ -40,7 +40,7 @@ class ContextRouting:
         )
         if not self._handle:
             raise BackendError("moeedge's forced routing cannot be made: out of memory.")
-        self._ids = recorded.ids[:0]  # of the batch in hand
+        self._ids, self._n_tokens = recorded.ids[:0], 0  # of the batch in hand
         parameters.cb_eval = ctypes.cast(self._library.moeedge_routing_on_node, lib.ggml_backend_sched_eval_callback)
         parameters.cb_eval_user_data = self._handle
 
@@ -50,20 +50,27 @@ class ContextRouting:
             positions = np.concatenate([part.sequence.n_past + np.arange(len(part.tokens)) for part in parts])
             unrelated = np.zeros(len(positions), dtype=np.bool_)
             if self.text is not None:
-                tokens = np.concatenate([np.asarray(part.tokens, dtype=np.int32) for part in parts])
-                unrelated = tokens != self.text[np.minimum(positions, len(self.text) - 1)]
+                unrelated = np.concatenate([self._is_unrelated(part) for part in parts])
             self._ids = self.recorded.rows(positions + self.offset, unrelated)
-        raw = RoutingBatchStruct(int(self.mode), sum(len(part.tokens) for part in parts), self._ids.ctypes.data)
+        self._n_tokens = sum(len(part.tokens) for part in parts)
+        raw = RoutingBatchStruct(int(self.mode), self._n_tokens, self._ids.ctypes.data)
         self._check(self._library.moeedge_routing_set(self._handle, ctypes.byref(raw)))
+
+    def _is_unrelated(self, part: BatchPart) -> NDArray[np.bool_]:
+        """Whether each token is no part of the text: a draft that differs from it, and all after that."""
+        assert self.text is not None
+        n_past = part.sequence.n_past
+        expected = np.resize(self.text[n_past:], len(part.tokens)) if n_past < len(self.text) else -1
+        return np.asarray(np.logical_or.accumulate(np.asarray(part.tokens, dtype=np.int32) != expected))
 
     def set_capture(self, on: bool) -> None:
         """Whether `used` has the experts of later batches."""
         self._check(self._library.moeedge_routing_set_capture(self._handle, int(on)))
 
     def used(self, layer: int) -> NDArray[np.int32]:
-        """The experts [T, k] that llama.cpp's graph used in the newest batch. Requires `set_capture`."""
+        """The experts [T, k] that llama.cpp's graph used in the newest batch; for tests. Requires `set_capture`."""
         k = self._info.used_per_layer[layer]
-        out = np.empty(len(self._ids) * k or 1, dtype=np.int32)
+        out = np.empty(self._n_tokens * k or 1, dtype=np.int32)
         n = self._library.moeedge_routing_captured(self._handle, layer, out.ctypes.data, out.size)
         return out[: max(n, 0)].reshape(-1, max(k, 1))
 

@@ -14,6 +14,7 @@ from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace, unusable_trace
 
 _NEXT_ROWS = 16  # that lend experts where the model uses more than the trace has
+_STEP = 0.618  # of the recording, between the texts of two repetitions
 _MOST_ROWS = 8192  # of a trace from which experts are borrowed so
 
 
@@ -34,10 +35,15 @@ class RecordedRouting:
     def rows(self, positions: NDArray[np.int64], unrelated: NDArray[np.bool_]) -> NDArray[np.int32]:
         """Experts [n, n_layers, k] of tokens at these positions of the joined sequences, which begin anew at the end.
 
-        unrelated: tokens that are no part of the text, such as rejected drafts: they get the rows of a distant text.
+        unrelated: tokens that are no part of the text, such as rejected drafts: they get the rows half the recording
+        further, which are of another sequence where there are several.
         """
         n = len(self.ids)
         return np.ascontiguousarray(self.ids[(positions + np.where(unrelated, n // 2, 0)) % n])
+
+    def offset(self, repetition: int) -> int:
+        """The row at which the texts of a repetition begin, far from those of the others."""
+        return int(repetition * _STEP * len(self.ids)) % len(self.ids)
 
     def boundaries(self, first: int, n: int) -> list[int]:
         """The positions from 0 to n - 1, of a text that begins at the row `first`, at which another sequence begins."""

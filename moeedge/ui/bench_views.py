@@ -215,7 +215,7 @@ def forced_lines(rows: Sequence[BenchRow]) -> list[str]:
         fit = f"scaled: {setup.routing_scaling}" if setup.routing_scaling else "on its own shape"
         costs = {row.mode.split("-")[0]: row.setup.routing_cost for row in rows if row.setup.routing_cost is not None}
         cost = ", ".join(f"{cost:.1%} of {engine}'s decoding" for engine, cost in costs.items())
-        lines.append(f"experts: of {setup.routing} ({fit}); forcing costs {cost or 'a time that was not measured'}")
+        lines.append(f"experts: of {setup.routing} ({fit}); the hook costs {cost or 'a time that was not measured'}")
     scripted = next((row.setup for row in rows if row.setup.acceptance is not None), None)
     if scripted is not None:
         lines.append(f"drafts are accepted by a script, confidences {scripted.confidences}; texts are random")
@@ -317,18 +317,20 @@ def curve_lines(rows: Sequence[BenchRow]) -> list[str]:
 
 def best_stock_markdown(rows: Sequence[BenchRow]) -> str:
     """A line per category of the prompts, or per test with scripted drafts; "" where stock had one mode only."""
-    lanes: dict[str, dict[str, tuple[BenchRow, StockRatio]]] = {}
-    for row in rows:
+    # a column for each row; those of one mode with scripted drafts share theirs, with a line for each rate
+    columns_of: dict[tuple[str, int], dict[str, tuple[BenchRow, StockRatio]]] = {}
+    for index, row in enumerate(rows):
+        is_scripted = row.setup.acceptance is not None
         for part in row.best_stock:
-            name = part.category if row.setup.acceptance is None else row.test
-            lanes.setdefault(row.label, {})[name] = row, part
-    if not lanes:
+            own = columns_of.setdefault((row.label, 0 if is_scripted else index), {})
+            own[row.test if is_scripted else part.category] = row, part
+    if not columns_of:
         return ""
-    first, titles = next(iter(lanes.values())), {ALL: "all together", MEAN: "mean of categories"}
+    first, titles = next(iter(columns_of.values())), {ALL: "all together", MEAN: "mean of categories"}
     columns = [
         text_column("prompts", lambda name: titles.get(name, name)),
         text_column("fastest stock mode", lambda name: first[name][1].fastest or NONE),
-        *(Column(label, partial(_with_interval, parts)) for label, parts in lanes.items()),
+        *(Column(label, partial(_with_interval, parts)) for (label, _), parts in columns_of.items()),
     ]
     title = "Decoding speed over the fastest stock mode of each category, in hindsight, with 95 % intervals:"
     names = [*(name for name in first if name != ALL), *([ALL] if ALL in first else [])]

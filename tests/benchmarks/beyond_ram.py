@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -33,13 +34,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeedge import paths
-from moeedge.bench.experiment import rotated, routing_offset
+from moeedge.bench.experiment import rotated
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.scripted import Script
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.hardware.provenance import read_provenance
+from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.native.abi import Phase
 from moeedge.paths import replace_file
 from moeedge.scheduler import disk
@@ -117,12 +118,11 @@ def _forced_answer(session: Session, options: argparse.Namespace) -> dict[str, A
     """An answer under recorded routing, with the place of the recording and of its boundaries."""
     n = options.n_before + options.n_predict + 2 * GAMMA_MAX
     script = Script.draw(session.model, n, options.accept, "calibrated", options.round)
-    offset = routing_offset(options.round)
-    session.follow(script, offset)
+    session.follow(script, options.round)
     answer = _generate(session, script.text[: options.n_before].tolist(), options.n_predict)
     routing = session.target.routing
     assert routing is not None
-    boundaries = [position - options.n_before for position in routing.recorded.boundaries(offset, n)]
+    boundaries = [position - options.n_before for position in routing.recorded.boundaries(routing.offset, n)]
     return answer | {"boundaries": boundaries, "scaling": routing.recorded.scaling}
 
 
@@ -214,9 +214,9 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row["decode_bytes_per_token"] = statistics.median(
                 sum(a["decode_bytes"] for a in run["answers"]) / tokens for run in mine
             )
+            quarters = [run["answers"][-1]["quarters"] for run in mine]
             row["quarters_ts"] = [
                 statistics.median(own[i]["tokens"] / own[i]["seconds"] for own in quarters)
-                for quarters in [[run["answers"][-1]["quarters"] for run in mine]]
                 for i in range(min(map(len, quarters)))
             ]
             row["first_prefill_s"] = statistics.median(run["answers"][0]["prefill_s"] for run in mine)
@@ -306,12 +306,18 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(run_arm(options.run, options)))
         return
     command = f"python -m tests.benchmarks.beyond_ram {' '.join(map(_file_name, given))}"
+    for arm in options.arms.split(","):
+        if not re.fullmatch(r"(stock|moeedge)(-sd|-auto)?(@(t|ub)\d+)*", arm):
+            parser.error(f"unknown arm {arm}")
     runs: list[dict[str, Any]] = []
-    if options.out and options.out.is_file():
-        kept = json.loads(options.out.read_text(encoding="utf-8"))
-        runs = kept["runs"] if kept["command"] == command else []
-    done = {(run["arm"], run["round"]) for run in runs}
     dropped = ""
+    if options.out and options.out.is_file():
+        kept, now = json.loads(options.out.read_text(encoding="utf-8")), asdict(_environment(options))
+        names = ("version", "commit", "cpu", "model_header_sha256", "trace_sha256")
+        if kept["command"] != command or any(kept["environment"][name] != now[name] for name in names):
+            parser.error(f"{options.out} is the record of another command, version, machine or model")
+        runs, dropped = kept["runs"], kept["page_cache"]
+    done = {(run["arm"], run["round"]) for run in runs}
     with Ballast(options.ballast):
         for turn in range(options.rounds):
             for arm in rotated(options.arms.split(","), turn):
@@ -325,12 +331,16 @@ def main(arguments: list[str] | None = None) -> None:
     print(json.dumps({"different_answers": record["different_answers"], "summary": record["summary"]}, indent=2))
 
 
+def _environment(options: argparse.Namespace) -> Provenance:
+    return read_provenance(options.model, trace=options.routing)
+
+
 def write(options: argparse.Namespace, command: str, dropped: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The record of these runs, also in the file --out."""
     record = {
         "schema": SCHEMA,
         "command": command,
-        "environment": asdict(read_provenance(options.model, trace=options.routing)),
+        "environment": asdict(_environment(options)),
         "page_cache": dropped,
         "ballast_bytes": options.ballast,
         "model_bytes": options.model.stat().st_size,

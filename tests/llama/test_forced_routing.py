@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +23,13 @@ TOKENS = np.random.default_rng(1).integers(0, 256, 40).tolist()
 
 
 @contextmanager
-def forced(path: Path, mode: Mode) -> Iterator[Context]:
+def forced(path: Path, mode: Mode, **further: Any) -> Iterator[Context]:
     with Model.load(path) as model:
         info, rng = model.info, np.random.default_rng(2)
         k = max(info.used_per_layer)
         ids = rng.random((64, info.n_layers, info.n_experts)).argsort(axis=2)[:, :, :k].astype(np.int32)
         routing = RecordedRouting(ids, np.array([0]))
-        how = {"n_ctx": 256, "n_threads": 1, "n_batch": 32, "n_ubatch": 16, "routing": routing}
+        how = {"n_ctx": 256, "n_threads": 1, "n_batch": 32, "n_ubatch": 16, "routing": routing} | further
         with Context(model, mode=mode, **how) as context:
             context.set_mode(mode)
             yield context
@@ -57,6 +58,19 @@ def test_both_engines_use_the_given_experts(case: str, mode: Mode, tiny: TinyFac
                 assert np.array_equal(used, expected[-len(used) :])
                 if counts is not None and len(used) == len(tokens):
                     assert np.array_equal(counts[layer], np.bincount(expected.ravel(), minlength=info.n_experts))
+
+
+def test_micro_batches_of_models_that_keep_snapshots(tiny: TinyFactory) -> None:
+    """llama.cpp splits their batches so that the last tokens are together."""
+    with forced(tiny("qwen35moe"), "stock", n_snapshots=4) as context:
+        assert context.routing is not None
+        context.routing.set_capture(True)
+        for tokens in (TOKENS[:30], TOKENS[30:35], TOKENS[35:36]):
+            first = context.n_past
+            context.decode(tokens, phase=Phase.VERIFY, logits="all")
+            for layer in context.model.info.expert_layers:
+                expected = context.routing.recorded.ids[first : first + len(tokens), layer]
+                assert np.array_equal(context.routing.used(layer), expected[:, : context.routing.used(layer).shape[1]])
 
 
 @pytest.mark.parametrize("mode", ["stock", "moeedge"])
@@ -88,8 +102,9 @@ def test_tokens_that_are_not_the_text_are_routed_elsewhere(tiny_moe: Path) -> No
         assert routing is not None
         routing.set_capture(True)
         routing.text = np.array(TOKENS, dtype=np.int32)
-        context.decode([*TOKENS[:3], TOKENS[3] + 1], phase=Phase.VERIFY, logits="all")
-        assert np.array_equal(routing.used(1), routing.recorded.ids[[0, 1, 2, 3 + 32], 1])
+        context.decode([*TOKENS[:3], TOKENS[3] + 1, TOKENS[4]], phase=Phase.VERIFY, logits="all")
+        # what follows a rejected draft is rejected, too
+        assert np.array_equal(routing.used(1), routing.recorded.ids[[0, 1, 2, 3 + 32, 4 + 32], 1])
 
 
 def test_ids_out_of_range_are_refused(tiny_moe: Path) -> None:

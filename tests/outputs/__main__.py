@@ -51,6 +51,8 @@ def main() -> int:
             print(f"{part}: {len(cases):,} cases, {size:,} bytes, {time.perf_counter() - begin:.0f} s", flush=True)
         return 0
     comparison, n_found = compare.Comparison(), 0
+    if not compare.rounds_as_recorded():
+        print("This processor rounds otherwise than the recordings' (AVX-512): a model's values are compared by type.")
     for part in parts:
         old = compare.load(folders[0] if folders else compare.RECORDED, part)
         new = compare.load(folders[1], part) if len(folders) > 1 else compare.compute(part, old)

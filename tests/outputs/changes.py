@@ -202,7 +202,7 @@ REMOVED: list[tuple[str, str, str]] = [
      "the engine computes misses on the CPU"),
     (r"functions: analysis\.published\.reproduced: ", "", "Appendix B.2 of MoESD, bounds of distinct experts"),
     (r"options: replay (--hardware|--model|-mu?|LLAMA_ARG_MODEL)\b", "", "states the times of Eq. 9 and 10"),
-    (r"options: replay.*: config\.\w+\.(policies\.|(cost_model|hardware)$)", "", "sp-moe-prefetch is a policy of its own"),
+    (r"options: replay.*: config\.\w+\.(policies\.|(cost_model|hardware)$)", "", "sp-moe-prefetch is a policy"),
     (r"commands: replay( uploads)?: \d+\.", "", "Appendix D, the program's constants; sp-moe-prefetch is a row more"),
     (r"commands: simulate: \d+\.", "", "sp-moe-prefetch is a row more"),
     (r"commands: validate formulas: ", "", "rows of MoESD's Table 2 come before the study's"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from moeedge.bench.config import REFERENCE
 from moeedge.records import figure
 
 
@@ -15,7 +16,8 @@ from moeedge.records import figure
 class SurfacePoint:
     """One draft at one acceptance; ratios are decoding speeds over that of stock's fastest mode, in hindsight."""
 
-    model: str = figure("File of the target")
+    model: str = figure("File of the target", axis="name")
+    n_gen: int = figure("Tokens of an answer", axis="name")
     draft: str = figure("File of the draft, or ngram", title="draft")
     draft_cost: float = figure(
         "Time of one draft over that of decoding one token (T_D / T_T)", title="T_D / T_T", form=".3f", axis="name"
@@ -35,15 +37,15 @@ class SurfacePoint:
 
 
 def surface_points(rows: Sequence[dict[str, Any]]) -> list[SurfacePoint]:
-    """The points of the rows of one record. Rows without scripted drafts are left out; nothing without `auto`."""
+    """The points of the rows of one record; only tests with stock-ar, another stock mode and moeedge:auto have one."""
     points = []
     rows = [row for row in rows if row.get("acceptance") is not None and row["tg_ts_median"]]
-    plain_ts = [row["tg_ts_median"] for row in rows if row["mode"] == "stock-ar"]
+    plain_ts = [row["tg_ts_median"] for row in rows if row["mode"] == REFERENCE]
     draft_cost = _draft_s(rows) * float(np.median(plain_ts)) if plain_ts else 0.0  # of the same draft everywhere
-    for acceptance in dict.fromkeys(row["acceptance"] for row in rows):
-        own = [row for row in rows if row["acceptance"] == acceptance]
+    for test in dict.fromkeys(row["test"] for row in rows):
+        own = [row for row in rows if row["test"] == test]
         auto = next((row for row in own if row["auto_gamma"] and row["ratio_best_stock"]), None)
-        plain = next((row for row in own if row["mode"] == "stock-ar"), None)
+        plain = next((row for row in own if row["mode"] == REFERENCE), None)
         if auto is None or plain is None:
             continue
         fixed = [row for row in own if row["mode"].startswith("moeedge") and not row["auto_gamma"]]
@@ -52,9 +54,10 @@ def surface_points(rows: Sequence[dict[str, Any]]) -> list[SurfacePoint]:
         points.append(
             SurfacePoint(
                 model=auto["model"],
+                n_gen=auto["n_gen"],
                 draft=auto["draft"],
                 draft_cost=draft_cost,
-                acceptance=acceptance,
+                acceptance=auto["acceptance"],
                 ratio=auto["ratio_best_stock"],
                 low=auto["ratio_best_stock_low"],
                 high=auto["ratio_best_stock_high"],
@@ -68,14 +71,15 @@ def surface_points(rows: Sequence[dict[str, Any]]) -> list[SurfacePoint]:
 
 
 def _draft_s(rows: Sequence[dict[str, Any]]) -> float:
-    """Seconds for each drafted token, over all samples."""
-    samples = [sample for row in rows for sample in row["samples"]]
+    """Seconds of a draft, from the rows with a fixed length, which drop none that they have computed."""
+    fixed = [row for row in rows if row["gamma"] and not row["auto_gamma"] and not row["draft_p_min"]]
+    samples = [sample for row in fixed for sample in row["samples"]]
     n_drafted = sum(sample["drafted"] for sample in samples)
     return float(sum(sample["draft_s"] for sample in samples) / n_drafted) if n_drafted else 0.0
 
 
 def break_even(points: Sequence[SurfacePoint]) -> dict[float, float | None]:
-    """By acceptance, the draft cost up to which `auto` beats stock at its best; None: at none that was measured.
+    """Of one target: by acceptance, the draft cost up to which `auto` beats stock at its best; None: at none.
 
     Costs between two measured ones are interpolated; where all pay, the largest one is returned.
     """

@@ -71,6 +71,12 @@ def run_replay(
     shared |= {"fresh_memory": options.fresh_memory, "seed": options.seed}
     if options.hardware is not None:
         machine, shape = find_hardware(options.hardware), find_model(options.model)
+        metas = [job.schedule.trace.meta for job in jobs]
+        if {(each.n_layers, each.n_experts, each.n_expert_used) for each in metas} != {
+            (shape.n_layers, shape.n_experts, shape.k)
+        }:
+            what = "layers, experts or experts per token"
+            say(stderr_console(), f"The times are those of {shape.name} (--model), whose {what} are not the trace's.")
         shared["cost_model"] = roofline_costs(machine, shape, program_of("spac-paper")).cost_model(PolicyConfig.cap)
     if curve:
         config = curves.CurveConfig(limits=curves.LIMITS if limits is None else tuple(limits), **shared)

@@ -80,6 +80,8 @@ def rivals(*, plan: RivalPlan, resume: str | None = None, output: Output = Outpu
     journal = Journal.begin(settings) if resume is None else Journal.resume(resume, settings, RivalSample)
     with TemporaryDirectory() as folder, Bar(stderr_console(), "processes") as bar, Interrupt(armed=True) as interrupt:
         run = Run(bar.note, cancelled=interrupt, progress=bar)
+        if journal.path is None:
+            run.say("No file can be written to the cache folder, or its disk is full: this run cannot be resumed.")
         with journal:
             samples.extend(measure(plan, list(plan.variants(Path(folder), run)), journal, run))
     rows = make_rows(plan, samples, source=source, other_load_before=others)
@@ -91,7 +93,8 @@ def rivals(*, plan: RivalPlan, resume: str | None = None, output: Output = Outpu
     else:
         emit(output, lambda _: json_text([as_dict(row) for row in rows]), print_rivals, rows)
     if interrupt.exit_code:
-        bar.note(f"Interrupted. Go on with the same command and --resume {journal.path}")
+        where = "" if journal.path is None else f" Go on with the same command and --resume {journal.path}"
+        bar.note(f"Interrupted.{where}")
         raise typer.Exit(interrupt.exit_code)
     journal.drop()
 

@@ -38,9 +38,10 @@ def surface(records: Records, plot: Path | None = None, output: Output = Output.
         check_picture(plot)
     points = [point for record in records for point in surface_points(_read_rows(record))]
     if not points:
-        what = "No record has scripted drafts of the modes stock-ar and moeedge:auto."
-        raise InputError(what, "Measure them with moeedge bench --accept .5,.7,.9 -md FILE -o json.")
-    points.sort(key=lambda point: (point.model, point.draft_cost, point.acceptance))
+        what = "No record has scripted drafts of the modes stock-ar, another stock mode and moeedge:auto."
+        modes = "--modes stock-ar,stock-sd:1-16,moeedge:auto"
+        raise InputError(what, f"Measure them with moeedge bench --accept .5,.7,.9 -md FILE {modes} -o json.")
+    points.sort(key=lambda point: (point.model, point.n_gen, point.draft_cost, point.acceptance))
     emit(output, surface_json, print_surface, points)
     if plot is not None:
         save_plots(default_plots(points, lambda point: Path(point.draft).stem), plot)
@@ -60,13 +61,23 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def surface_json(points: Sequence[SurfacePoint]) -> str:
-    """One JSON object: the points, and the break-even cost of each acceptance."""
+    """One JSON object: the points, and the break-even cost of each target and acceptance."""
     from moeedge.lab.analysis.draft_surface import break_even
     from moeedge.records import as_dict
     from moeedge.ui.tables import json_text
 
-    even = [{"acceptance": acceptance, "draft_cost": cost} for acceptance, cost in break_even(points).items()]
+    even = [
+        {"model": model, "n_gen": n_gen, "acceptance": acceptance, "draft_cost": cost}
+        for (model, n_gen), own in _by_target(points).items()
+        for acceptance, cost in break_even(own).items()
+    ]
     return json_text({"points": [as_dict(point) for point in points], "break_even": even})
+
+
+def _by_target(points: Sequence[SurfacePoint]) -> dict[tuple[str, int], list[SurfacePoint]]:
+    """The points by target and length of the answers."""
+    keys = dict.fromkeys((point.model, point.n_gen) for point in points)
+    return {key: [point for point in points if (point.model, point.n_gen) == key] for key in keys}
 
 
 def print_surface(points: Sequence[SurfacePoint], console: Console) -> None:
@@ -75,16 +86,14 @@ def print_surface(points: Sequence[SurfacePoint], console: Console) -> None:
     from moeedge.records import figures
     from moeedge.ui.tables import figure_columns, print_table, text_column
 
-    texts = {"draft", "fastest_stock"}
-    names = [name for name in figures(SurfacePoint) if name != "model"]
-    titles = figures(SurfacePoint)
+    declared, texts = figures(SurfacePoint), ("draft", "fastest_stock")
     columns = [
-        text_column(titles[name].title, name) if name in texts else figure_columns(SurfacePoint, name)[0]
-        for name in names
+        text_column(each.title, name) if name in texts else figure_columns(SurfacePoint, name)[0]
+        for name, each in declared.items()
+        if name not in ("model", "n_gen")
     ]
-    for model in dict.fromkeys(point.model for point in points):
-        own = [point for point in points if point.model == model]
-        print_table(console, columns, own, title=f"{model}: speed over stock at its best", n_keys=2)
+    for (model, n_gen), own in _by_target(points).items():
+        print_table(console, columns, own, title=f"{model}, {n_gen} tokens: speed over stock at its best", n_keys=2)
         costs = (
             f"{acceptance:g}: {'none that was measured' if cost is None else f'{cost:.2f}'}"
             for acceptance, cost in break_even(own).items()

@@ -111,7 +111,7 @@ class RivalPlan:
     ik_speculative: Path | None = None
     n_prompt: Sequence[int] = (512, 2048, 2, 4, 9, 17)
     n_predict: int = 64  # tokens decoded one by one, and of the answer
-    draft_max: Sequence[int] = (2, 4, 8)
+    draft_max: Sequence[int] = (1, 2, 4, 8)
     threads: int = 0
     repetitions: int = 3
     # once the files are known
@@ -139,7 +139,8 @@ class RivalPlan:
         longest = max(self.draft_max)
         lengths = [*(f"{gamma}/p0" for gamma in self.draft_max), f"{longest}/p0.75"]
         answer = ["-md", self.draft_file, "-n", self.n_predict, "-c", _N_CTX]
-        for mode in (f"stock-ngram:{longest}", *(f"stock-sd:{length}" for length in lengths), "moeedge:auto"):
+        plain = ("stock-ar", f"stock-ngram:{longest}")
+        for mode in (*plain, *(f"stock-sd:{length}" for length in lengths), "moeedge:auto"):
             yield self._ours(OURS if mode.startswith(OURS) else STOCK, mode, *answer, "--dataset", prompt)
         answer += ["-f", text, "--temp", 0, "-ngl", 0, "-ngld", 0]
         for path, rival, words in self._given(_DRAFTING, run):

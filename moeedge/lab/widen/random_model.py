@@ -21,6 +21,7 @@ from moeedge.lab.widen.architectures import MODELS, SCALED, Dims, Metadata, meta
 from moeedge.lab.widen.architectures import tensors as tensors_of
 from moeedge.lab.widen.quant_mix import QUANTS, MixedModel, mixed_type
 from moeedge.lab.widen.random_weights import TYPES, RandomTensor, RandomWeights
+from moeedge.lab.widen.shape import MAX_LAYERS
 from moeedge.lab.widen.vocabulary import N_VOCAB, SPECIALS, add_vocabulary
 from moeedge.lab.widen.writer import OnBytes, add_metadata, check_room, finish_header, stream
 from moeedge.llama import gguf_file
@@ -70,6 +71,8 @@ def model_like(name: str, quant: str, *, layers: int | None = None, vocab: int |
         raise InputError(f"Unknown model '{name}'.", f"Choose from: {', '.join(MODELS)}.")
     if quant.lower() not in QUANTS:
         raise InputError(f"Unknown quantization '{quant}'.", f"Choose from: {', '.join(QUANTS)}.")
+    if layers is not None and layers > MAX_LAYERS:
+        raise InputError(f"llama.cpp cannot load {layers:,} layers.", f"Give at most {MAX_LAYERS}.")
     arch, dims, keys = MODELS[name]
     return model_of(name, arch, replace(dims, layers=layers or dims.layers, vocab=vocab or dims.vocab), keys, quant)
 
@@ -115,6 +118,7 @@ def model_of_header(path: Path) -> RandomModel:
         reader = _HeaderReader(path)
         fields = {name: each for name, each in reader.fields.items() if not name.startswith("GGUF.")}
         arch = str(fields["general.architecture"].contents())
+        _ = fields[f"{arch}.block_count"]
     except (ValueError, IndexError, KeyError):
         raise ModelFileError(f"The header of {path} is malformed or truncated.", "Copy more of the file.") from None
     if "split.count" in fields and int(fields["split.count"].contents()) > 1:

@@ -12,7 +12,7 @@ from moeedge.lab.widen.maps import GroupedHeads
 
 BLOCK = 32  # weights per block of Q4_0 and Q8_0; widths are multiples
 ARCHITECTURES = ("qwen3moe", "qwen3")
-_MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+MAX_LAYERS = 512  # LLAMAMAX_LAYERS
 _MAX_WIDTH = 2**17  # twice that of the widest models; catches mistyped sizes
 
 
@@ -120,8 +120,8 @@ def wider_shape(source: Shape, requested: RequestedSizes, like: str | None = Non
     widest = max(wide.embd, wide.ff, wide.heads * wide.head_dim)
     if widest > _MAX_WIDTH:
         raise InputError(f"A width of {widest:,} is too large.", f"Give at most {_MAX_WIDTH:,}.")
-    if wide.layers > _MAX_LAYERS:
-        raise InputError(f"llama.cpp cannot load {wide.layers:,} layers.", f"Give at most {_MAX_LAYERS}.")
+    if wide.layers > MAX_LAYERS:
+        raise InputError(f"llama.cpp cannot load {wide.layers:,} layers.", f"Give at most {MAX_LAYERS}.")
     if wide.head_dim != source.head_dim:
         notes.append(
             f"Heads grow from {source.head_dim} to {wide.head_dim}: attention sums in another order, and logits differ "

@@ -420,7 +420,7 @@ MOEEDGE_API void                     moeedge_routing_destroy(struct moeedge_rout
 // ggml_backend_sched_eval_callback; `routing` is a moeedge_routing
 MOEEDGE_API bool moeedge_routing_on_node(struct ggml_tensor * node, bool ask, void * routing);
 MOEEDGE_API int  moeedge_routing_set(struct moeedge_routing * routing, const struct moeedge_routing_batch * batch);
-// whether the experts that llama.cpp's graph uses are kept of the next batches
+// for tests: whether the experts that llama.cpp's graph uses are kept of the next batches
 MOEEDGE_API int     moeedge_routing_set_capture(struct moeedge_routing * routing, int on);
 // the layer's experts in the newest batch, token by token, into out [n_max]; returns their number, -1 if they do not fit
 MOEEDGE_API int64_t moeedge_routing_captured(struct moeedge_routing * routing, int layer, int32_t * out, int64_t n_max);

@@ -12,7 +12,8 @@ namespace moeedge {
 
 forced_routing::forced_routing(int n, int n_exp, const int32_t * used, int ubatch) :
     n_layers(n), n_experts(n_exp), n_ubatch(ubatch), n_used(used, used + n), probs(n), ids_of(n) {
-    n_used_max = *std::max_element(n_used.begin(), n_used.end());
+    n_used_max      = *std::max_element(n_used.begin(), n_used.end());
+    n_expert_layers = (int) std::count_if(n_used.begin(), n_used.end(), [](int32_t k) { return k > 0; });
 }
 
 int forced_routing::set(const moeedge_routing_batch & batch) {
@@ -24,8 +25,13 @@ int forced_routing::set(const moeedge_routing_batch & batch) {
     if (!std::all_of(batch.ids, batch.ids + n_ids, [this](int32_t id) { return id >= 0 && id < n_experts; })) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
+    if (is_wrong) {
+        is_wrong = false;
+        return MOEEDGE_STATUS_FAILED;
+    }
     now        = batch;
-    last_layer = i_ubatch = -1;
+    last_layer = -1;
+    n_before = n_ubatch_now = 0;
     for (std::vector<int32_t> & ids : ids_of) {
         ids.clear();
     }
@@ -63,27 +69,29 @@ void forced_routing::take(ggml_tensor * node) {
 }
 
 void forced_routing::force(int layer, ggml_tensor * sorted) {
-    if (layer <= last_layer || i_ubatch < 0) { // another micro-batch
-        i_ubatch++;
+    const int n_rows = (int) sorted->ne[1], k = n_used[layer];
+    if (layer <= last_layer || last_layer < 0) { // another micro-batch, whose tokens all pass its first layer
+        n_before += n_ubatch_now;
+        n_ubatch_now = n_expert_layers > 1 ? n_rows : std::min(n_ubatch, now.n_tokens - n_before);
     }
-    last_layer         = layer;
-    const int n_rows   = (int) sorted->ne[1];
-    const int n_first  = n_used[layer];
-    const int n_before = i_ubatch * n_ubatch;
-    const int n_batch  = std::min(n_ubatch, now.n_tokens - n_before);
-    if (n_rows == 0 || n_first == 0 || n_rows > n_batch) {
+    last_layer = layer;
+    if (n_rows == 0 || k == 0) {
+        return;
+    }
+    if (n_rows > n_ubatch_now || n_before + n_ubatch_now > now.n_tokens) {
+        is_wrong = true;
         return;
     }
     sorted_ids.resize((size_t) n_rows * n_experts);
     ggml_backend_tensor_get(sorted, sorted_ids.data(), 0, sorted_ids.size() * sizeof(int32_t));
     if (now.mode == MOEEDGE_ROUTING_FORCED) {
         // the last layer computes only tokens with logits, which are the last ones
-        const int first = n_before + n_batch - n_rows;
+        const int first = n_before + n_ubatch_now - n_rows;
         for (int row = 0; row < n_rows; row++) {
             const int32_t * ids = now.ids + ((size_t) (first + row) * n_layers + layer) * n_used_max;
-            std::copy_n(ids, n_first, sorted_ids.data() + (size_t) row * n_experts);
+            std::copy_n(ids, k, sorted_ids.data() + (size_t) row * n_experts);
         }
-        keep_weights(probs[layer], sorted_ids.data(), n_first, n_rows);
+        keep_weights(probs[layer], sorted_ids.data(), k, n_rows);
     }
     ggml_backend_tensor_set(sorted, sorted_ids.data(), 0, sorted_ids.size() * sizeof(int32_t));
 }
@@ -155,6 +163,9 @@ bool moeedge_routing_on_node(ggml_tensor * node, bool ask, void * routing) {
 int moeedge_routing_set(moeedge_routing * routing, const moeedge_routing_batch * batch) {
     return guarded([&]() -> int {
         const int status = routing && batch ? routing->set(*batch) : MOEEDGE_STATUS_BAD_ARGUMENT;
+        if (status == MOEEDGE_STATUS_FAILED) {
+            return fail(status, "The tokens of the last batch's micro-batches are not known: their routing was the model's own.");
+        }
         return status == MOEEDGE_STATUS_OK ? status : fail(status, "The forced routing does not fit this model.");
     });
 }

@@ -31,10 +31,11 @@ class forced_routing {
 
     const int                            n_layers, n_experts, n_ubatch;
     const std::vector<int32_t>           n_used;
-    int                                  n_used_max = 0;
+    int                                  n_used_max = 0, n_expert_layers = 0;
     moeedge_routing_batch                now        = {};
-    int                                  last_layer = -1, i_ubatch = -1; // of the batch that is being computed
-    bool                                 is_capturing = false;
+    int                                  last_layer = -1; // of the batch that is being computed
+    int                                  n_before = 0, n_ubatch_now = 0; // tokens of earlier micro-batches, and of this one
+    bool                                 is_capturing = false, is_wrong = false;
     std::vector<const ggml_tensor *>     probs;   // of the graph that is being computed
     std::vector<std::vector<int32_t>>    ids_of;  // [n_layers] what the newest batch used, in the order of its tokens
     std::vector<int32_t>                 sorted_ids;

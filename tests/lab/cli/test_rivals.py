@@ -120,7 +120,7 @@ def test_the_variants_of_an_answer(tmp_path: Path, tiny_moe: Path, tiny_draft: P
     variants = list(plan.variants(tmp_path, Run(notes.append)))
     drafting = {variant.settings: variant for variant in variants[2:]}
     assert list(drafting) == [
-        *("stock-ngram:8", "stock-sd:2/p0", "stock-sd:8/p0", "stock-sd:8/p0.75", "moeedge:auto"),
+        *("stock-ar", "stock-ngram:8", "stock-sd:2/p0", "stock-sd:8/p0", "stock-sd:8/p0.75", "moeedge:auto"),
         *("2/p0", "8/p0", "8/p0.75"),
     ]
     command = " ".join(drafting["8/p0.75"].command)
