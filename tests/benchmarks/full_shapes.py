@@ -1,0 +1,151 @@
+"""All measurements at full shapes, one after the other: other programs, recorded routing, drafts that cost, beyond RAM.
+
+    moeedge lab trace import gptoss20b_decode.npz ROUTING.npz --n-experts 32
+    python -m tests.benchmarks.full_shapes FOLDER --routing ROUTING.npz --llama-bench FILE --ik-llama-bench FILE
+
+FOLDER gets the models (`moeedge lab make-model`; about 75 GB with all) and, in `records`, one record per step and a log
+of what it printed. A step whose record is there is left out, and an interrupted step of bench or lab rivals goes on where it was,
+so that the same command goes on with everything. --steps names some, --list shows them. Before each step
+the machine must be quiet, and the disk must have room for the models that it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moeedge.hardware.machine_load import BUSY, others_now
+
+MOEEDGE = (sys.executable, "-m", "moeedge")
+_WAIT_S, _PAUSE_S = 120, 5  # for a quiet machine
+_LEAST_FREE_BYTES = 2 << 30
+# name of a file -> options of make-model, and about how many bytes it takes
+MODELS = {
+    "qwen3-30b": ("--like qwen3-30b-a3b --quant q4_k_m", 18.6e9),
+    "gptoss-20b": ("--like gpt-oss-20b --quant mxfp4", 12.1e9),
+    "gptoss-20b-q8": ("--like gpt-oss-20b --quant q8_0", 22.3e9),
+    # a third of the layers, and drafts with a third of theirs: the same cost next to a step
+    "qwen3-30b-16": ("--like qwen3-30b-a3b --quant q4_k_m --layers 16", 6.6e9),
+    "gptoss-20b-8": ("--like gpt-oss-20b --quant mxfp4 --layers 8", 4.9e9),
+    "qwen3-30b-head": ("--like qwen3-30b-a3b --quant q4_k_m --layers 1", 0.9e9),
+    "gptoss-20b-head": ("--like gpt-oss-20b --quant mxfp4 --layers 1", 1.7e9),
+    "qwen3-30b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9", 0.4e9),
+    "gptoss-20b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9 --vocab 201088", 0.4e9),
+}
+_TESTS = "-p 512,2048,2,4,9,17 -n 64 -r 3 -t 2"
+_STOCK = "stock-ar,stock-sd:1-4,stock-sd:6,stock-sd:8,stock-sd:12,stock-sd:16"
+_OURS = "moeedge:auto,moeedge:1-4,moeedge:6,moeedge:8,moeedge:12,moeedge:16"
+_ACCEPT = f"--accept .5,.6,.7,.8,.9 -n 64 -r 3 -t 2 -dev none --ram off --modes {_STOCK},{_OURS} -o json"
+_ARMS = "stock@t2,stock@t4,stock@t8,moeedge,moeedge-auto"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command whose standard output is the record; models: those that it needs, by name."""
+
+    name: str
+    words: str  # {NAME}: a model's path, {routing}, {programs} and {out} as given
+    models: tuple[str, ...]
+    program: tuple[str, ...] = field(default=MOEEDGE)
+
+
+def steps() -> list[Step]:
+    """All steps in their order."""
+    made = [Step(f"rivals-{name}", f"lab rivals -m {{{name}}} {_TESTS} {{programs}} -o json", (name,))
+            for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
+    routed = f"bench -md none -dev none --ram off {_TESTS} --modes stock-ar,moeedge-ar --routing {{routing}} -o json"
+    made += [Step(f"routed-{name}", f"{routed} -m {{{name}}}", (name,)) for name in ("gptoss-20b", "qwen3-30b")]
+    for name, target in (("gptoss-20b", "gptoss-20b-8"), ("qwen3-30b", "qwen3-30b-16")):
+        for kind in ("draft", "head", "ngram"):
+            draft, models = (
+                ("ngram", (target,)) if kind == "ngram" else (f"{{{name}-{kind}}}", (target, f"{name}-{kind}"))
+            )
+            words = f"bench -m {{{target}}} -md {draft} {_ACCEPT}"
+            made.append(Step(f"accept-{name}-{kind}", words + " --routing {routing}" * (name == "gptoss-20b"), models))
+    beyond = "-m {gptoss-20b-q8} -md {gptoss-20b-draft} --routing {routing} -n 512 --rounds 5 --ballast 6GiB"
+    program = (sys.executable, "-m", "tests.benchmarks.beyond_ram")
+    models = ("gptoss-20b-q8", "gptoss-20b-draft")
+    made.append(Step("beyond-ram", f"{beyond} --arms {_ARMS} --out {{out}}", models, program))
+    prompts = "-m {gptoss-20b-q8} --rounds 5 --ballast 6GiB --prompt-tokens 512,2048 --out {out}"
+    arms = "--arms stock,stock@ub1024,stock@ub2048,moeedge,moeedge@ub2048"
+    made.append(Step("beyond-ram-prompts", f"{prompts} {arms}", models[:1], program))
+    return made
+
+
+def make_models(names: tuple[str, ...], folder: Path) -> None:
+    """Writes the models that are missing. Ends the program where there is no room for them."""
+    missing = [name for name in names if not (folder / f"{name}.gguf").is_file()]
+    needed, free = sum(MODELS[name][1] for name in missing) + _LEAST_FREE_BYTES, shutil.disk_usage(folder).free
+    if needed > free:
+        raise SystemExit(f"{folder} has {free / 1e9:.0f} GB free, and {', '.join(missing)} take {needed / 1e9:.0f} GB.")
+    for name in missing:
+        words = [*MOEEDGE, "lab", "make-model", str(folder / f"{name}.gguf"), *MODELS[name][0].split()]
+        subprocess.run(words, check=True)
+
+
+def wait_until_quiet() -> None:
+    """Ends the program where other programs go on computing."""
+    start_s = time.monotonic()
+    while (others := others_now()) > BUSY:
+        if time.monotonic() - start_s > _WAIT_S:
+            raise SystemExit(f"Other programs use {others:.1f} processors: nothing is measured.")
+        time.sleep(_PAUSE_S)
+
+
+def run_step(step: Step, options: argparse.Namespace) -> bool:
+    """Runs a step whose record is missing; returns whether the record is there."""
+    record, log = (options.folder / "records" / f"{step.name}.{suffix}" for suffix in ("json", "log"))
+    if record.is_file():
+        return True
+    make_models(step.models, options.folder)
+    wait_until_quiet()
+    part = record.with_suffix(".part")
+    programs = {name: getattr(options, name) for name in ("llama_bench", "ik_llama_bench")}
+    given = [f"--{name.replace('_', '-')} {path}" for name, path in programs.items() if path is not None]
+    places = {name: str(options.folder / f"{name}.gguf") for name in MODELS}
+    words = step.words.format(**places, routing=options.routing, programs=" ".join(given), out=part).split()
+    begun = re.findall(r"--resume (\S+\.jsonl)", log.read_text(encoding="utf-8")) if log.is_file() else []
+    words += ["--resume", begun[-1]] if begun and Path(begun[-1]).is_file() else []
+    print(f"{time.strftime('%H:%M')} {step.name}: {' '.join(words)}", flush=True)
+    with log.open("a", encoding="utf-8") as errors:
+        done = subprocess.run([*step.program, *words], stdout=subprocess.PIPE, stderr=errors, check=False)
+    if done.returncode != 0:
+        print(f"{step.name} ended with {done.returncode}: see {log}")
+        return False
+    if "{out}" not in step.words:
+        part.write_bytes(done.stdout)
+    part.rename(record)
+    return True
+
+
+def main() -> None:
+    """Runs the steps in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--routing", type=Path)
+    parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--ik-llama-bench", type=Path)
+    parser.add_argument("--steps", default="", help="names, separated by commas; default: all")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    every = steps()
+    chosen = [step for step in every if step.name in options.steps.split(",")] if options.steps else every
+    if options.list:
+        print("\n".join(step.name for step in every))
+        return
+    if options.routing is None and any("{routing}" in step.words for step in chosen):
+        parser.error("--routing is missing")
+    (options.folder / "records").mkdir(parents=True, exist_ok=True)
+    failed = [step.name for step in chosen if not run_step(step, options)]
+    if failed:
+        raise SystemExit(f"Not measured: {', '.join(failed)}.")
+
+
+if __name__ == "__main__":
+    main()
