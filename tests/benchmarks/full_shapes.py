@@ -3,10 +3,10 @@
     moeedge lab trace import gptoss20b_decode.npz ROUTING.npz --n-experts 32
     python -m tests.benchmarks.full_shapes FOLDER --routing ROUTING.npz --llama-bench FILE --ik-llama-bench FILE
 
-FOLDER gets the models (`moeedge lab make-model`; about 75 GB with all) and, in `records`, one record per step and a log
-of what it printed. A step whose record is there is left out, and an interrupted step of bench or lab rivals goes on where it was,
-so that the same command goes on with everything. --steps names some, --list shows them. Before each step
-the machine must be quiet, and the disk must have room for the models that it needs.
+FOLDER gets the models (`moeedge lab make-model`; about 70 GB with all) and, in `records`, one record per step and a log
+of what it printed. A step whose record is there is left out, and an interrupted one goes on where it was, so that the
+same command goes on with everything. --steps names some, --list shows them. Before each step the machine must be quiet,
+and the disk must have room for the models that it needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODELS = {
 _TESTS = "-p 512,2048,2,4,9,17 -n 64 -r 3 -t 2"
 _STOCK = "stock-ar,stock-sd:1-4,stock-sd:6,stock-sd:8,stock-sd:12,stock-sd:16"
 _OURS = "moeedge:auto,moeedge:1-4,moeedge:6,moeedge:8,moeedge:12,moeedge:16"
-_ACCEPT = f"--accept .5,.6,.7,.8,.9 -n 64 -r 3 -t 2 -dev none --ram off --modes {_STOCK},{_OURS} -o json"
+_ACCEPT = f"--accept .5,.6,.7,.8,.9 -n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off --modes {_STOCK},{_OURS} -o json"
 _ARMS = "stock@t2,stock@t4,stock@t8,moeedge,moeedge-auto"
 
 
@@ -63,16 +63,15 @@ def steps() -> list[Step]:
     made += [Step(f"routed-{name}", f"{routed} -m {{{name}}}", (name,)) for name in ("gptoss-20b", "qwen3-30b")]
     for name, target in (("gptoss-20b", "gptoss-20b-8"), ("qwen3-30b", "qwen3-30b-16")):
         for kind in ("draft", "head", "ngram"):
-            draft, models = (
-                ("ngram", (target,)) if kind == "ngram" else (f"{{{name}-{kind}}}", (target, f"{name}-{kind}"))
-            )
-            words = f"bench -m {{{target}}} -md {draft} {_ACCEPT}"
+            is_free = kind == "ngram"
+            draft, models = f"{name}-{kind}", (target,) if is_free else (target, f"{name}-{kind}")
+            words = f"bench -m {{{target}}} -md {kind if is_free else f'{{{draft}}}'} {_ACCEPT}"
             made.append(Step(f"accept-{name}-{kind}", words + " --routing {routing}" * (name == "gptoss-20b"), models))
     beyond = "-m {gptoss-20b-q8} -md {gptoss-20b-draft} --routing {routing} -n 512 --rounds 5 --ballast 6GiB"
     program = (sys.executable, "-m", "tests.benchmarks.beyond_ram")
     models = ("gptoss-20b-q8", "gptoss-20b-draft")
     made.append(Step("beyond-ram", f"{beyond} --arms {_ARMS} --out {{out}}", models, program))
-    prompts = "-m {gptoss-20b-q8} --rounds 5 --ballast 6GiB --prompt-tokens 512,2048 --out {out}"
+    prompts = "-m {gptoss-20b-q8} --routing {routing} --rounds 5 --ballast 6GiB --prompt-tokens 512,2048 --out {out}"
     arms = "--arms stock,stock@ub1024,stock@ub2048,moeedge,moeedge@ub2048"
     made.append(Step("beyond-ram-prompts", f"{prompts} {arms}", models[:1], program))
     return made
