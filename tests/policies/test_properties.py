@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeedge.lab.policies.spac_paper import SpacProgram
 from moeedge.lab.sim.policy_replay import Slots
 from moeedge.policies.base import (
     ABLATIONS,
@@ -24,7 +25,17 @@ from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, TABLE, furthe
 from tests.support.routing import count
 
 FURTHER = further()  # modules without a row of the table
-FAST = ("spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "sp-moe", *FURTHER)  # one of each kind
+FAST = ("spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "sp-moe-prefetch", *FURTHER)
+    "spac",
+    "spac-paper",
+    "lru",
+    "lfu",
+    "static",
+    "moe-infinity",
+    "fate",
+    "sp-moe-prefetch",
+    *FURTHER,
+)  # one of each kind
 PLANNING = [name for name in TABLE if name not in BOUNDS]
 EVERY_POLICY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PLANNING]
 
@@ -134,7 +145,8 @@ def test_plans_keep_the_rules(name: str, shape: CacheShape, config: PolicyConfig
     """Every plan passes `check_plan`, and carried out it never fills more slots than there are."""
     observed = observations(shape, seed, 8)
     policy = make_policy(name, shape, config)
-    cap = 1 if "no-spec-ue" in config.ablations and name.startswith("spac") else config.cap
+    cap = SpacProgram.CAP if name == "spac-program" else config.cap  # the program's own
+    cap = 1 if "no-spec-ue" in config.ablations and name.startswith("spac") else cap
     slots = Slots(shape)
     rng = np.random.default_rng(seed)
     for observation in observed:

@@ -51,17 +51,19 @@ class SpacPaper(PooledPolicy):
     name = "spac-paper"
     execution_model = ExecutionModel(refills_within_step=True)
     fixed_boundaries = (3, 1)  # Table 4, without adaptive boundaries
+    has_adaptive_boundaries = has_balancer = True
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
         self.cap = config.effective_cap
         super().__init__(shape, config, cap=self.cap)
         self._config = config
-        self._binary, self._used_only, self._fixed_tau = config.binary, config.used_only, config.fixed_tau
+        self._binary, self._used_only = config.binary, config.used_only
+        self._fixed_tau = config.fixed_tau if self.has_balancer else 1.0
         self._algorithm = utility.UtilityConfig(
             gamma=config.gamma if config.gamma > 0 else 2,  # floor(0 / 2) = 0: every expert would rise at every step
             cap=self.cap,
             forgetting=config.forgetting,
-            boundaries="fixed" if "no-ada-bc" in config.ablations else "floor",
+            boundaries="fixed" if not self.has_adaptive_boundaries or "no-ada-bc" in config.ablations else "floor",
             fixed=self.fixed_boundaries,
         )
         self._state = utility.initial_state(self._score.shape, self._algorithm)
@@ -166,10 +168,11 @@ class SpacProgram(SpacPaper):
 
     name = "spac-program"
     fixed_boundaries = (5, 1)
+    has_adaptive_boundaries = has_balancer = False
+    CAP = 5  # K
 
     def __init__(self, shape: CacheShape, config: PolicyConfig) -> None:
-        super().__init__(shape, replace(config, cap=5, ablations=config.ablations | {"no-ada-bc"}))
-        self._fixed_tau = 1.0
+        super().__init__(shape, replace(config, cap=self.CAP))
 
     def observe(self, observation: Observation) -> None:
         """One step, with the utility in place of the last step's activations."""
