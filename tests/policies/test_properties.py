@@ -25,22 +25,13 @@ from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, TABLE, furthe
 from tests.support.routing import count
 
 FURTHER = further()  # modules without a row of the table
+# one of each kind
 FAST = ("spac", "spac-paper", "lru", "lfu", "static", "moe-infinity", "fate", "sp-moe-prefetch", *FURTHER)
-    "spac",
-    "spac-paper",
-    "lru",
-    "lfu",
-    "static",
-    "moe-infinity",
-    "fate",
-    "sp-moe-prefetch",
-    *FURTHER,
-)  # one of each kind
 PLANNING = [name for name in TABLE if name not in BOUNDS]
 EVERY_POLICY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PLANNING]
 
 # whose layers have slots of their own
-LAYERWISE = ("fate", "adapmoe", "hybrimoe", "sp-moe", "mixtral-offloading")
+LAYERWISE = ("fate", "adapmoe", "hybrimoe", "sp-moe", "sp-moe-prefetch", "mixtral-offloading")
 
 
 def cost_model(cap: int, device_s: float, transfer_s: float) -> CostModel:
