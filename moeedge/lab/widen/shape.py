@@ -12,7 +12,7 @@ from moeedge.lab.widen.maps import GroupedHeads
 
 BLOCK = 32  # weights per block of Q4_0 and Q8_0; widths are multiples
 ARCHITECTURES = ("qwen3moe", "qwen3")
-MAX_LAYERS = 512  # LLAMAMAX_LAYERS
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 _MAX_WIDTH = 2**17  # twice that of the widest models; catches mistyped sizes
 
 
