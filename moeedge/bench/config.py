@@ -362,7 +362,10 @@ class BenchPlan:
         require(not self.score or self.dataset is not None, "--score needs a --dataset")
         require(not self.run_code or self.score, "--run-code runs programs for their score: it needs --score")
         for mode in self.modes if self.scripted else ():
-            require(mode.source is None, f"--accept with {mode.name}: drafts of another source would be free. Use -md")
+            is_scripted = mode.source is None and mode.p_min is None
+            require(
+                is_scripted, f"--accept with {mode.label}: drafts would be free, or of scripted confidence. Use -md"
+            )
         has_budget = any(mode.budget is not None for mode in self.modes)
         require(not (self.base.routing and has_budget), "--routing and --expert-budget cannot be used together")
         forced = bool(self.scripted or self.base.routing)  # tokens or experts that are not the model's own

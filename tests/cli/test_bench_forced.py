@@ -41,7 +41,7 @@ def test_rows_say_what_was_forced(record: Path, trace: Path) -> None:
         assert row["routing"] == trace.name and row["routing_scaling"] == "" and len(row["trace_sha256"]) == 64
         assert row["routing_cost"] is not None and row["confidences"] == "calibrated"
         assert row["routing_boundaries"][0][:2] == [0, 40]
-        assert "output_check" not in row or row["output_check"] is None
+        assert row["output_check"] is None
     fixed = {row["gamma"]: row for row in rows if row["acceptance"] == 0.9 and not row["auto_gamma"]}
     assert fixed[1]["acceptance_rate"] > 0.6 and fixed[4]["tokens_per_step"] > fixed[1]["tokens_per_step"]
     assert all(row["best_stock"] for row in rows if row["mode"] == "moeedge")

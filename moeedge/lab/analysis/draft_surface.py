@@ -31,6 +31,9 @@ class SurfacePoint:
         "Speed with the best fixed draft length. A ratio", title="best fixed", form=".2f", axis="y"
     )
     fixed_gamma: int | None = figure("That length; 0: none", title="at length")
+    disturbed: str | None = figure(
+        "Why the ratios are not to be trusted; null: nothing disturbed them", title="disturbed"
+    )
     stock_ratio: float = figure(
         "Stock's fastest mode over stock without drafts. A ratio", title="stock over plain", form=".2f"
     )
@@ -64,6 +67,7 @@ def surface_points(rows: Sequence[dict[str, Any]]) -> list[SurfacePoint]:
                 fastest_stock=auto["best_stock"],
                 fixed_ratio=None if best is None else best["ratio_best_stock"],
                 fixed_gamma=None if best is None else best["gamma"],
+                disturbed=auto["disturbed"],
                 stock_ratio=stock / plain["tg_ts_median"],
             )
         )

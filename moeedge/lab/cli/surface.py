@@ -44,6 +44,9 @@ def surface(records: Records, plot: Path | None = None, output: Output = Output.
     points.sort(key=lambda point: (point.model, point.n_gen, point.draft_cost, point.acceptance))
     emit(output, surface_json, print_surface, points)
     if plot is not None:
+        points = [point for point in points if point.disturbed is None]
+        if not points:
+            raise InputError("Every row was disturbed: there is nothing to draw.", "Measure on a quiet machine.")
         save_plots(default_plots(points, lambda point: Path(point.draft).stem), plot)
 
 
@@ -86,7 +89,7 @@ def print_surface(points: Sequence[SurfacePoint], console: Console) -> None:
     from moeedge.records import figures
     from moeedge.ui.tables import figure_columns, print_table, text_column
 
-    declared, texts = figures(SurfacePoint), ("draft", "fastest_stock")
+    declared, texts = figures(SurfacePoint), ("draft", "fastest_stock", "disturbed")
     columns = [
         text_column(each.title, name) if name in texts else figure_columns(SurfacePoint, name)[0]
         for name, each in declared.items()

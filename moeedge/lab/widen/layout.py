@@ -19,7 +19,17 @@ import numpy as np
 from gguf import GGMLQuantizationType as GgmlType
 
 from moeedge.errors import InputError, ModelFileError
-from moeedge.lab.widen.maps import GroupedHeads, Map, Rotary, RowMover, corner, product, repeated, repetitions
+from moeedge.lab.widen.maps import (
+    GroupedHeads,
+    Map,
+    Rotary,
+    RowMover,
+    corner,
+    padded_bytes,
+    product,
+    repeated,
+    repetitions,
+)
 from moeedge.lab.widen.shape import BLOCK, RequestedSizes, Shape, read_shape, wider_shape
 from moeedge.llama import gguf_file
 
@@ -193,8 +203,7 @@ class WidePlan:
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors with the padding between them, without the header."""
-        padded = (gguf.GGUFWriter.ggml_pad(tensor.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT) for tensor in self.tensors)
-        return int(sum(padded))
+        return padded_bytes(tensor.n_bytes for tensor in self.tensors)
 
     @property
     def expert_bytes(self) -> int:

@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType as GgmlType
 from moeedge.errors import InputError, ModelFileError
 from moeedge.lab.widen.architectures import MODELS, SCALED, Dims, Metadata, metadata, spread
 from moeedge.lab.widen.architectures import tensors as tensors_of
+from moeedge.lab.widen.maps import padded_bytes
 from moeedge.lab.widen.quant_mix import QUANTS, MixedModel, mixed_type
 from moeedge.lab.widen.random_weights import TYPES, RandomTensor, RandomWeights
 from moeedge.lab.widen.shape import MAX_LAYERS
@@ -43,8 +44,7 @@ class RandomModel:
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors with the padding between them, without the header."""
-        padded = (gguf.GGUFWriter.ggml_pad(tensor.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT) for tensor in self.tensors)
-        return int(sum(padded))
+        return padded_bytes(tensor.n_bytes for tensor in self.tensors)
 
     @property
     def expert_bytes(self) -> int:

@@ -327,16 +327,7 @@ using moeedge::guarded;
 extern "C" {
 
 moeedge_budget * moeedge_budget_create(int n_layers, int n_experts, const int32_t * n_used) {
-    const auto is_possible = [n_experts](int32_t n) { return n >= 0 && n <= n_experts; };
-    if (n_layers <= 0 || n_experts <= 0 || !n_used || !std::all_of(n_used, n_used + n_layers, is_possible)) {
-        return nullptr;
-    }
-    moeedge_budget * made = nullptr;
-    guarded([&]() -> int {
-        made = new moeedge_budget(n_layers, n_experts, n_used);
-        return MOEEDGE_STATUS_OK;
-    });
-    return made;
+    return moeedge::make_hook<moeedge_budget>(n_layers, n_experts, n_used);
 }
 
 void moeedge_budget_destroy(moeedge_budget * budget) {
@@ -344,15 +335,7 @@ void moeedge_budget_destroy(moeedge_budget * budget) {
 }
 
 bool moeedge_budget_on_node(ggml_tensor * node, bool ask, void * budget) {
-    moeedge_budget & self = *(moeedge_budget *) budget;
-    if (ask) {
-        return self.wants(node);
-    }
-    guarded([&]() -> int {
-        self.take(node);
-        return MOEEDGE_STATUS_OK;
-    });
-    return true; // false would end the graph
+    return moeedge::call_hook<moeedge_budget>(node, ask, budget);
 }
 
 int moeedge_budget_configure(moeedge_budget * budget, const moeedge_budget_config * config) {

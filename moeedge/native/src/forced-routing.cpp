@@ -132,16 +132,7 @@ using moeedge::guarded;
 extern "C" {
 
 moeedge_routing * moeedge_routing_create(int n_layers, int n_experts, const int32_t * n_used, int n_ubatch) {
-    const auto is_possible = [n_experts](int32_t n) { return n >= 0 && n <= n_experts; };
-    if (n_layers <= 0 || n_experts <= 0 || n_ubatch <= 0 || !n_used || !std::all_of(n_used, n_used + n_layers, is_possible)) {
-        return nullptr;
-    }
-    moeedge_routing * made = nullptr;
-    guarded([&]() -> int {
-        made = new moeedge_routing(n_layers, n_experts, n_used, n_ubatch);
-        return MOEEDGE_STATUS_OK;
-    });
-    return made;
+    return n_ubatch <= 0 ? nullptr : moeedge::make_hook<moeedge_routing>(n_layers, n_experts, n_used, n_ubatch);
 }
 
 void moeedge_routing_destroy(moeedge_routing * routing) {
@@ -149,15 +140,7 @@ void moeedge_routing_destroy(moeedge_routing * routing) {
 }
 
 bool moeedge_routing_on_node(ggml_tensor * node, bool ask, void * routing) {
-    moeedge_routing & self = *(moeedge_routing *) routing;
-    if (ask) {
-        return self.wants(node);
-    }
-    guarded([&]() -> int {
-        self.take(node);
-        return MOEEDGE_STATUS_OK;
-    });
-    return true; // false would end the graph
+    return moeedge::call_hook<moeedge_routing>(node, ask, routing);
 }
 
 int moeedge_routing_set(moeedge_routing * routing, const moeedge_routing_batch * batch) {

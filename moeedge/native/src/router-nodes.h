@@ -1,10 +1,12 @@
-// The nodes of llama.cpp's routers, which it names "ffn_moe_NAME-LAYER".
+// The nodes of llama.cpp's routers, which it names "ffn_moe_NAME-LAYER", and what hooks on them share.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
+#include "c-calls.h"
 #include "ggml.h"
 #include "moeedge.h"
 
@@ -37,6 +39,33 @@ inline int router_kind(const ggml_tensor * probs) {
     }
     const bool is_positive = probs->op == GGML_OP_SQRT || (probs->op == GGML_OP_UNARY && ggml_get_unary_op(probs) == GGML_UNARY_OP_SIGMOID);
     return is_positive ? MOEEDGE_ROUTER_POSITIVE : MOEEDGE_ROUTER_LOGITS;
+}
+
+// Makes a hook from n_used [n_layers], experts per token, and further arguments; null: out of memory, or a bad argument
+template <typename Hook, typename... Further> Hook * make_hook(int n_layers, int n_experts, const int32_t * n_used, Further... further) {
+    const auto is_possible = [n_experts](int32_t n) { return n >= 0 && n <= n_experts; };
+    if (n_layers <= 0 || n_experts <= 0 || !n_used || !std::all_of(n_used, n_used + n_layers, is_possible)) {
+        return nullptr;
+    }
+    Hook * made = nullptr;
+    guarded([&]() -> int {
+        made = new Hook(n_layers, n_experts, n_used, further...);
+        return MOEEDGE_STATUS_OK;
+    });
+    return made;
+}
+
+// the eval callback of a hook
+template <typename Hook> bool call_hook(ggml_tensor * node, bool ask, void * hook) {
+    Hook & self = *(Hook *) hook;
+    if (ask) {
+        return self.wants(node);
+    }
+    guarded([&]() -> int {
+        self.take(node);
+        return MOEEDGE_STATUS_OK;
+    });
+    return true; // false would end the graph
 }
 
 } // namespace moeedge
