@@ -142,6 +142,7 @@ declare(
         _rates: "accept",
         lambda text, option: tuple(sorted(sizes(text, option, example="1,2,4 or as a range: 1-4"))): "parallel",
     },
+    routing={"exists": True, "dir_okay": False},
     pairs={"kind": list[str], "convert": lambda texts: [_pair(text) for text in texts]},
 )
 

@@ -58,7 +58,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(rows, list) and all(isinstance(row, dict) and "tg_ts_median" in row for row in rows):
             return rows
         reason = "it holds no rows of moeedge bench -o json"
-    except (OSError, EOFError, ValueError) as error:
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+    except (EOFError, ValueError) as error:
         reason = str(error)
     raise InputError(f"Cannot use {path}: {reason}.", "Give files that moeedge bench -o json has printed.")
 
