@@ -49,6 +49,17 @@ def test_the_readme_has_the_rounds_of_its_record() -> None:
     assert f"| moeedge | {cells['moeedge']} | {cells['moeedge-sd']} | {cells['moeedge-auto']} |" in _README
 
 
+def test_performance_has_the_rows_under_recorded_routing() -> None:
+    rows = read(_RECORDS / "routed-gptoss-20b.json.gz")
+    assert {row["routing_scaling"] for row in rows} == {""} and {row["disturbed"] for row in rows} == {None}
+    for stock, ours in zip(rows[::2], rows[1::2], strict=True):
+        kind, ratio = ("tg", ours["ratio"]) if ours["n_gen"] else ("pp", ours["ratio_pp"])
+        speeds = " | ".join(f"{row[f'{kind}_ts_median']:.2f}" for row in (stock, ours))
+        assert f"| {ours['test']} | {speeds} | {ratio:.2f} |" in _PERFORMANCE
+    costs = [f"{100 * row['routing_cost']:.1f} %" for row in rows[:2]]
+    assert f"takes {costs[0]} of stock's time for a token and {costs[1]} of moeedge's" in _PERFORMANCE
+
+
 @pytest.mark.parametrize("name", ["performance-pp512", "performance-pp512-bundled"])
 def test_performance_has_the_prompt_speeds_of_its_records(name: str) -> None:
     rows = read(_RECORDS / f"{name}.json.gz")
