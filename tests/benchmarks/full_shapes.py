@@ -39,9 +39,10 @@ MODELS = {
     "gptoss-20b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9 --vocab 201088", 0.4e9),
 }
 _TESTS = "-p 512,2048,2,4,9,17 -n 64 -r 3 -t 2"
-_STOCK = "stock-ar,stock-sd:1-4,stock-sd:6,stock-sd:8,stock-sd:12,stock-sd:16"
-_OURS = "moeedge:auto,moeedge:1-4,moeedge:6,moeedge:8,moeedge:12,moeedge:16"
-_ACCEPT = f"--accept .5,.6,.7,.8,.9 -n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off --modes {_STOCK},{_OURS} -o json"
+_LENGTHS = (1, 2, 3, 5, 8, 13)
+_MODES = ["stock-ar", *(f"{arm}:{n}" for arm in ("stock-sd", "moeedge") for n in _LENGTHS), "moeedge:auto"]
+_ACCEPT = f"-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off --modes {','.join(_MODES)} -o json"
+_RATES = {"draft": ".5,.6,.7,.8,.9", "head": ".5,.7,.9", "ngram": ".5,.7,.9"}
 _ARMS = "stock@t2,stock@t4,stock@t8,moeedge,moeedge-auto"
 
 
@@ -62,10 +63,10 @@ def steps() -> list[Step]:
     routed = f"bench -md none -dev none --ram off {_TESTS} --modes stock-ar,moeedge-ar --routing {{routing}} -o json"
     made += [Step(f"routed-{name}", f"{routed} -m {{{name}}}", (name,)) for name in ("gptoss-20b", "qwen3-30b")]
     for name, target in (("gptoss-20b", "gptoss-20b-8"), ("qwen3-30b", "qwen3-30b-16")):
-        for kind in ("draft", "head", "ngram"):
+        for kind, rates in _RATES.items():
             is_free = kind == "ngram"
             draft, models = f"{name}-{kind}", (target,) if is_free else (target, f"{name}-{kind}")
-            words = f"bench -m {{{target}}} -md {kind if is_free else f'{{{draft}}}'} {_ACCEPT}"
+            words = f"bench -m {{{target}}} -md {kind if is_free else f'{{{draft}}}'} {_ACCEPT} --accept {rates}"
             made.append(Step(f"accept-{name}-{kind}", words + " --routing {routing}" * (name == "gptoss-20b"), models))
     beyond = "-m {gptoss-20b-q8} -md {gptoss-20b-draft} --routing {routing} -n 512 --rounds 5 --ballast 6GiB"
     program = (sys.executable, "-m", "tests.benchmarks.beyond_ram")

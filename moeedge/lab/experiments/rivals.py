@@ -32,6 +32,8 @@ SCHEMA: Literal["moeedge-rivals-1"] = "moeedge-rivals-1"
 LLAMA, IK, STOCK, OURS = RIVALS = ("llama.cpp", "ik_llama.cpp", "stock", "moeedge")  # in the order of the columns
 DRAFTS = "drafts"
 _N_CTX = 1024  # of the answer
+_COPY = 1.05  # memory of a copied model, in sizes of its file
+_SLOWER = 1.15  # settings that are slower than others of their program by this in every test are measured once
 _DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 # fields of RivalPlan with llama-bench, and the settings that are measured; without repacking weights are as in the file
 _BENCHES = [("llama_bench", LLAMA, f"--repack {on}") for on in "10"]
@@ -97,6 +99,7 @@ class Variant:
     settings: str
     command: tuple[str, ...]
     read: Callable[[str], Timed]
+    once: bool = False  # measured in the first repetition alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +128,14 @@ class RivalPlan:
         sizes = ["-p", ",".join(map(str, self.n_prompt)) or 0, "-n", self.n_predict]
         for rival, mode in ((STOCK, "stock-ar"), (OURS, "moeedge-ar")):
             yield self._ours(rival, mode, "-md", "none", *sizes)
-        fits_twice = fits(2 * self.target.stat().st_size)  # -rtr 1 reads the file, and copies it
+        is_copied = fits(int(_COPY * self.target.stat().st_size))  # by -rtr 1, which does not map the file
         for path, rival, words in self._given(_BENCHES, run):
-            if words.endswith("-rtr 1") and not fits_twice:
-                run.say(f"{rival} {words} is left out: the model does not fit the memory twice.")
+            if words.endswith("-rtr 1") and not is_copied:
+                run.say(f"{rival} {words} is left out: a copy of the model does not fit the memory.")
             else:
                 command = self._command(path, *sizes, *words.split(), "-ngl", 0, "-r", 1, "-o", "json")
-                yield Variant(rival, words, command, read_llama_bench)
+                # the arm "stock" is the same library with repacked weights: once shows that its loop costs nothing
+                yield Variant(rival, words, command, read_llama_bench, once=rival == LLAMA and words == "--repack 1")
         if self.draft_file is None:
             return
         (text := folder / "prompt.txt").write_text(f"{self.rendered}\n", encoding="utf-8")  # programs drop a line break
@@ -196,20 +200,25 @@ def read_bench(output: str) -> Timed:
 def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run: Run) -> Iterator[RivalSample]:
     """Yields the samples of the journal, then those that it lacks, until `run` is cancelled.
 
-    A rival's variant that fails is left out from there on. Raises EngineError where ours fails.
+    A rival's variant that fails is left out from there on, as is one that was clearly slower than another of this rival
+    in all tests of the first repetition. Raises EngineError where ours fails.
     """
     from moeedge.bench.experiment import rotated
 
     kept: list[RivalSample] = [sample for own in journal.samples(0, 0).values() for sample in own]
     yield from kept
     done, failed = {(sample.mode, sample.repetition) for sample in kept}, set[str]()
+    first = [sample for sample in kept if sample.repetition == 0]
     run.progress.start("measuring", plan.repetitions * len(variants))
     for repetition in range(plan.repetitions):
+        if repetition == 1 and (slow := outrun(first)):
+            failed |= slow
+            run.say(f"Measured once, as other settings are {_SLOWER:g} times as fast: {', '.join(sorted(slow))}.")
         for order, variant in enumerate(rotated(variants, repetition)):
             label = f"{variant.rival} {variant.settings}"
             run.progress.phase(label, f"repetition {repetition + 1}, {label}")
             run.progress.add()
-            if label in failed or (label, repetition) in done:
+            if label in failed or (label, repetition) in done or (variant.once and repetition):
                 continue
             try:
                 timed = list(variant.read(_output(variant.command)))
@@ -226,9 +235,25 @@ def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run:
                 about = (variant.rival, variant.settings, test, repetition, order)
                 sample = RivalSample(*about, tokens, seconds, build)
                 journal.add((0, 0, test), sample)
+                if repetition == 0:
+                    first.append(sample)
                 yield sample
             if run.cancelled():
                 return
+
+
+def outrun(samples: Sequence[RivalSample]) -> set[str]:
+    """Returns the modes that one other of the same program outruns by _SLOWER in every test of the samples."""
+    from moeedge.bench.samples import grouped
+
+    slow = set()
+    for own in grouped(samples, attrgetter("rival")).values():
+        by_mode = grouped(own, attrgetter("mode"))
+        speeds = {mode: {sample.test: sample.speed_ts for sample in each} for mode, each in by_mode.items()}
+        for mode, slower in speeds.items():
+            if any(all(fast.get(test, 0.0) > _SLOWER * slower[test] for test in slower) for fast in speeds.values()):
+                slow.add(mode)
+    return slow
 
 
 def _output(command: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from moeedge.lab.experiments.rivals import (
     Variant,
     make_rows,
     measure,
+    outrun,
     read_llama_bench,
     read_spec_bench,
     read_speculative,
@@ -159,6 +160,19 @@ def test_processes_take_turns_and_failing_rivals_are_left_out(tmp_path: Path, ti
     assert (row.speeds, row.fastest, row.ratio) == ({"llama.cpp": 0.5, "moeedge": 1.0}, "llama.cpp a", 2.0)
     with pytest.raises(EngineError, match="moeedge auto"):
         measured(plan, [make("moeedge", "auto", code=1)], Journal.begin([]), Run())
+
+
+def test_settings_that_lose_every_test_are_measured_once(tmp_path: Path, tiny_moe: Path) -> None:
+    log, notes = tmp_path / "log", list[str]()
+    make = partial(variant, log=log)
+    variants = [make("moeedge", "auto"), make("ik_llama.cpp", "fast"), make("ik_llama.cpp", "slow", seconds=1.2)]
+    variants.append(replace(make("llama.cpp", "a"), once=True))
+    measured(plan_of(tiny_moe), variants, Journal.begin([]), Run(notes.append))
+    assert log.read_text().splitlines()[4:] == ["ik_llama.cpp fast", "moeedge auto"]
+    assert len(notes) == 1 and "ik_llama.cpp slow" in notes[0]
+    tests = [("a", "pp2", 1.0), ("a", "tg1", 1.0), ("b", "pp2", 1.3), ("b", "tg1", 1.1), ("c", "pp2", 1.2)]
+    samples = [RivalSample("ik_llama.cpp", mode, test, 0, 0, 1, time, "") for mode, test, time in tests]
+    assert outrun(samples) == {"ik_llama.cpp c"}  # b nearly keeps up in one test
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, tiny_moe: Path) -> None:
