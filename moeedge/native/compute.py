@@ -75,7 +75,7 @@ class LargestValues:
         return self._ids[:n], self._values[:n]
 
 
-_N_MAX = 16
+_N_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Kernel:
     single_speed: float = c_field(c_double)  # ggml's time over its own with rows from memory, one column per expert
     several_speed: float = c_field(c_double)  # the same with two columns per expert
     many_speed: float = c_field(c_double)  # with sixteen; 0: not used from eight on, its bits differ
-    n_dense_max: int = c_field(c_int32)  # columns of a dense matrix that it computes, at most; 0: bits differ
+    dense_speed: float = c_field(c_double)  # thirty-two columns of a dense matrix; 0: not used from eight on
+    n_dense_max: int = c_field(c_int32)  # of fewer columns of a dense matrix, how many it computes; 0: bits differ
 
 
 def set_kernel_choice(choice: KernelChoice) -> None:

@@ -203,16 +203,22 @@ class DenseMatmul:
     """The graph that multiplies a matrix with columns of random values, the same ones in each graph."""
 
     def __init__(self, matrix: int, n_in: int, n_out: int, n_tokens: int) -> None:
-        context = new_context()
+        context = self._context = new_context()
         x = call("ggml_new_tensor_2d", c_void_p, [c_void_p, c_int, c_int64, c_int64], context, _F32, n_in, n_tokens)
         self.graph = call("ggml_new_graph", c_void_p, [c_void_p], context)
         product = call("ggml_mul_mat", c_void_p, [c_void_p] * 3, context, matrix, x)
         call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, product)
         buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
-        call("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, [c_void_p] * 2, context, buffer_type)
+        allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
+        self._buffer = call(allocate, c_void_p, [c_void_p] * 2, context, buffer_type)
         self.out = self._values(product, (n_tokens, n_out))
         self.input = self._values(x, (n_tokens, n_in))
         self.input[:] = np.random.default_rng(0).standard_normal((n_tokens, n_in))
+
+    def close(self) -> None:
+        """Frees the memory."""
+        call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
+        call("ggml_free", None, [c_void_p], self._context)
 
     def _values(self, tensor: int, shape: tuple[int, int]) -> NDArray[np.float32]:
         data = call("ggml_get_data", c_void_p, [c_void_p], tensor)

@@ -8,8 +8,8 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-#    define AHEAD_BYTES 1536 // by measurement on Zen 3
-#    include "expert-dots-x86.h"
+#    define AHEAD_BYTES 4096 // by measurement on Zen 3
+#    include "expert-panels-x86.h"
 
 namespace moeedge {
 
@@ -21,16 +21,6 @@ inline __m256i broadcast_8_bytes(const void * from) {
     long long value;
     memcpy(&value, from, sizeof(value));
     return _mm256_set1_epi64x(value);
-}
-
-// rows 0 1 4 5 2 3 6 7: the order in which add_rows leaves eight rows
-inline __m128i order_halves(const uint16_t * halves) {
-    return _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *) halves), _MM_SHUFFLE(3, 1, 2, 0));
-}
-
-// rows 0-7 of an order as order_halves makes it
-inline __m256 in_order(__m256 rows) {
-    return _mm256_permutevar8x32_ps(rows, _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7));
 }
 
 // the sums of rows 0-3 and 4-7, two parts each: one number per row
@@ -47,13 +37,51 @@ inline __m256i multiply_32(const __m256i * w, const int8_t * column) {
     return _mm256_add_epi16(first, second);
 }
 
-// Q4_0 in groups of eight rows
+// the same, two int32 per row
+template <bool is_signed> inline __m256i add_32(const __m256i * w, const int8_t * column) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    if (!is_signed) {
+        return _mm256_madd_epi16(multiply_32(w, column), ones);
+    }
+    __m256i sum = _mm256_setzero_si256();
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(products<true>(w[i], broadcast_8_bytes(column + 8 * i)), ones));
+    }
+    return sum;
+}
+
+// 32 values in groups of eight rows
+
+struct q4_0x8_layout {
+    using block                     = block_q4_0x8;
+    static constexpr bool is_signed = false;
+    static constexpr int  offset    = 8;
+
+    static __m256i table() { // of signed bits
+        return _mm256_broadcastsi128_si256(_mm_setr_epi8(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    }
+};
+
+struct mxfp4x8_layout {
+    using block                     = block_mxfp4x8;
+    static constexpr bool is_signed = false;
+    static constexpr int  offset    = 12;
+
+    static __m256i table() { return _mm256_add_epi8(table_of_mxfp4(), _mm256_set1_epi8(offset)); }
+};
+
+struct iq4_nlx8_layout {
+    using block                     = block_q4_0x8; // but for what the bits stand for
+    static constexpr bool is_signed = true;
+    static constexpr int  offset    = 0;
+
+    static __m256i table() { return table_of_iq4(); }
+};
 
 // N columns, one group
-template <int N> void dots_q4_0x8(int64_t n_blocks, const block_q4_0x8 * rows, const column_block * const * columns, float * const * out) {
-    const __m256i low  = _mm256_set1_epi8(15);
-    const __m256i flip = _mm256_set1_epi8((char) 0x88); // from signed to unsigned
-    const __m256i ones = _mm256_set1_epi16(1);
+template <typename L, int N> void dots_32x8(int64_t n_blocks, const typename L::block * rows, const column_block * const * columns, float * const * out) {
+    const __m256i table = L::table();
 
     __m256 sums[N];
     UNROLLED
@@ -61,25 +89,23 @@ template <int N> void dots_q4_0x8(int64_t n_blocks, const block_q4_0x8 * rows, c
         sums[c] = _mm256_setzero_ps();
     }
     for (int64_t b = 0; b < n_blocks; b++) {
-        const block_q4_0x8 & block = rows[b];
+        const auto & block = rows[b];
         ask_for(&block);
         ask_for(block.q + 48);
         ask_for(block.q + 112);
-        const __m256 d = to_floats(order_halves(block.d));
-
         __m256i halves[2][N]; // of the rows
         UNROLLED
         for (int half = 0; half < 2; half++) {
-            const __m256i even = _mm256_xor_si256(load(block.q + 32 * half), flip);
-            const __m256i odd  = _mm256_xor_si256(load(block.q + 32 * half + 64), flip);
-            const __m256i w[4] = { _mm256_and_si256(even, low), _mm256_and_si256(odd, low),
-                                   _mm256_and_si256(_mm256_srli_epi16(even, 4), low),
-                                   _mm256_and_si256(_mm256_srli_epi16(odd, 4), low) };
+            const __m256i even = load(block.q + 32 * half);
+            const __m256i odd  = load(block.q + 32 * half + 64);
+            const __m256i w[4] = { _mm256_shuffle_epi8(table, low_4(even)), _mm256_shuffle_epi8(table, low_4(odd)),
+                                   _mm256_shuffle_epi8(table, high_4(even)), _mm256_shuffle_epi8(table, high_4(odd)) };
             UNROLLED
             for (int c = 0; c < N; c++) {
-                halves[half][c] = _mm256_madd_epi16(multiply_32(w, columns[c][b].q), ones);
+                halves[half][c] = add_32<L::is_signed>(w, columns[c][b].q);
             }
         }
+        const __m256 d = factors_of(block);
         UNROLLED
         for (int c = 0; c < N; c++) {
             const column_block & column = columns[c][b];
@@ -96,7 +122,7 @@ template <int N> void dots_q4_0x8(int64_t n_blocks, const block_q4_0x8 * rows, c
 // Q4_K in groups of eight rows
 
 template <int N> void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * rows, const block_q8_K * const * columns, float * const * out) {
-    const __m256i low = _mm256_set1_epi8(15);
+    constexpr int n_at_once = N == 1 ? 2 : 1; // halves of the rows, so that memory is read in its order
     // a row's scale four times as int16, for rows 0-3 and 4-7
     const __m256i spread[2] = {
         _mm256_setr_epi8(0, -1, 0, -1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1, 1, -1, 2, -1, 2, -1, 2, -1, 2, -1, 3, -1, 3, -1, 3, -1, 3, -1),
@@ -112,26 +138,27 @@ template <int N> void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * rows, c
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q4_Kx8 & block = rows[b];
         uint64_t             scales[8], mins[8]; // per 32 values
+        ask_for_bytes<128>((const char *) &block + AHEAD_BYTES);
         for (int s = 0; s < 8; s++) {
             unpack_scales(block.scales + 12 * s, scales[s], mins[s]);
         }
         __m256i halves[2][N]; // of the rows
         UNROLLED
-        for (int half = 0; half < 2; half++) {
+        for (int c = 0; c < N; c++) {
+            halves[0][c] = halves[1][c] = _mm256_setzero_si256();
+        }
+        for (int i = 0; i < 4 * 2 / n_at_once; i++) { // the low bits are 32 values, the high bits the next 32
+            const int       s = 2 * (i % 4);
+            const uint8_t * q = block.q + 128 * s;
+            ask_for_bytes<128 * n_at_once>((const char *) q + 128 * (i / 4) + AHEAD_BYTES);
             UNROLLED
-            for (int c = 0; c < N; c++) {
-                halves[half][c] = _mm256_setzero_si256();
-            }
-            for (int s = 0; s < 8; s += 2) { // the low bits are 32 values, the high bits the next 32
-                const uint8_t * q = block.q + 128 * s + 32 * half;
-                const __m256i raw[4] = { load(q), load(q + 64), load(q + 128), load(q + 192) };
-                ask_for(block.q + 128 * s + 64 * half);
-                ask_for(block.q + 128 * s + 64 * half + 128);
-                __m256i lows[4], highs[4];
+            for (int h = 0; h < n_at_once; h++) {
+                const int half = n_at_once * (i / 4) + h;
+                __m256i   lows[4], highs[4];
                 UNROLLED
-                for (int i = 0; i < 4; i++) {
-                    lows[i]  = _mm256_and_si256(raw[i], low);
-                    highs[i] = _mm256_and_si256(_mm256_srli_epi16(raw[i], 4), low);
+                for (int j = 0; j < 4; j++) {
+                    lows[j]  = low_4(load(q + 32 * half + 64 * j));
+                    highs[j] = high_4(load(q + 32 * half + 64 * j));
                 }
                 const __m256i low_scales  = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long) scales[s]), spread[half]);
                 const __m256i high_scales = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long) scales[s + 1]), spread[half]);
@@ -169,20 +196,10 @@ template <int N> void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * rows, c
     }
 }
 
-// Q8_0 and Q4_0, four rows
+// blocks of 32, four rows
 
-// 32 values, signed
-inline __m256i values_of(const block_q8_0 & block) {
-    return load(block.q);
-}
-
-inline __m256i values_of(const block_q4_0 & block) {
-    const __m128i raw    = _mm_loadu_si128((const __m128i *) block.q);
-    const __m256i halves = _mm256_inserti128_si256(_mm256_castsi128_si256(raw), _mm_srli_epi16(raw, 4), 1);
-    return _mm256_sub_epi8(_mm256_and_si256(halves, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
-}
-
-template <typename block_type, int N>
+// n_sums: of each row, which blocks take in turn
+template <typename block_type, int N, int n_sums>
 void dots_32(int64_t n_blocks, const block_type * const * rows, size_t row_bytes,
              const column_block * const * columns, float * const * out) {
     constexpr int n_at_once = N == 1 ? 2 : 1; // rows, so that several sums are under way; one row is read best
@@ -191,142 +208,144 @@ void dots_32(int64_t n_blocks, const block_type * const * rows, size_t row_bytes
     const size_t  ahead     = (AHEAD_BYTES / (n_at_once * row_bytes) + 1) * n_at_once * row_bytes;
 
     for (int first = 0; first < 4; first += n_at_once) {
-        __m256 sums[n_at_once][N];
+        __m256 sums[n_sums][n_at_once][N];
         UNROLLED
-        for (int r = 0; r < n_at_once; r++) {
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                sums[r][c] = _mm256_setzero_ps();
-            }
+        for (int i = 0; i < n_sums * n_at_once * N; i++) {
+            sums[i / (n_at_once * N)][i / N % n_at_once][i % N] = _mm256_setzero_ps();
         }
-        for (int64_t b = 0; b < n_blocks; b++) {
+        for (int64_t b = 0; b < n_blocks; b += n_sums) {
             UNROLLED
-            for (int r = 0; r < n_at_once; r++) {
-                const block_type & block = rows[first + r][b];
+            for (int i = 0; i < n_sums * n_at_once; i++) {
+                const int          r     = i % n_at_once;
+                const int64_t      at    = b + i / n_at_once;
+                const block_type & block = rows[first + r][at];
                 _mm_prefetch((const char *) &block + ahead, _MM_HINT_T0);
                 const __m256i x    = values_of(block);
                 const __m256i size = _mm256_abs_epi8(x);
-                const float   d    = to_float(block.d);
+                const float   d    = factor_of(block);
                 UNROLLED
                 for (int c = 0; c < N; c++) {
-                    const column_block & column   = columns[c][b];
-                    const __m256i        products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(column.q), x));
-                    const __m256         sum      = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, products));
-                    sums[r][c] = _mm256_fmadd_ps(_mm256_set1_ps(d * column.d), sum, sums[r][c]);
+                    const column_block & column = columns[c][at];
+                    const __m256i        found  = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(column.q), x));
+                    const __m256         sum    = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, found));
+                    __m256 &             to     = sums[i / n_at_once][r][c];
+                    to                          = _mm256_fmadd_ps(_mm256_set1_ps(d * column.d), sum, to);
                 }
             }
         }
         UNROLLED
-        for (int r = 0; r < n_at_once; r++) {
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                out[c][first + r] = sum_of(sums[r][c]);
-            }
+        for (int i = 0; i < n_at_once * N; i++) {
+            const int r = i / N, c = i % N;
+            out[c][first + r] = sum_of(n_sums == 1 ? sums[0][r][c] : _mm256_add_ps(sums[0][r][c], sums[n_sums - 1][r][c]));
         }
     }
 }
 
-// Q4_K, one row
+// blocks of 256, one row
 
-template <int N, rounding R>
-void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const block_q8_K * const * columns, float * const * out) {
-    const __m256i low = _mm256_set1_epi8(15);
+// a * b + c of the first lane, rounded once
+inline __m128 fused(float a, __m128i b, float c) {
+    return _mm_fmadd_ss(_mm_set_ss(a), _mm_cvtepi32_ps(b), _mm_set_ss(c));
+}
 
-    row_sums<N, R, true> sums;
+template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const block_q8_K * const * columns, float * const * out) {
+    constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
+
+    __m256 sums[N];
+    __m128 mins_by_four[N];
+    float  mins_by_block[N];
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        sums[c]          = _mm256_setzero_ps();
+        mins_by_four[c]  = _mm_setzero_ps();
+        mins_by_block[c] = 0;
+    }
     for (int64_t b = 0; b < n_blocks; b++) {
-        const block_q4_K & block = row[b];
-        ask_for(&block);
-        ask_for(block.q + 48);
-        ask_for(block.q + 112);
-        uint64_t scale_bytes, min_bytes; // of 32 values each
-        unpack_scales(block.scales, scale_bytes, min_bytes);
-        const __m256i scales = _mm256_broadcastsi128_si256(_mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long) scale_bytes)));
-        const __m128i mins   = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long) min_bytes));
-        const float   d      = to_float(block.d);
-        const float   min    = to_float(block.min);
-        __m256i       block_sums[N];
-        __m128i       min_totals[N];
+        const auto & block = row[b];
+        ask_for_bytes<sizeof(block)>((const char *) &block + AHEAD_BYTES);
+        const scale_bytes bytes = T::scales(block);
+        const float       d     = to_float(block.d);
+        const float       min   = min_factor_of<T>(block);
+        __m256i           totals[N];
         UNROLLED
         for (int c = 0; c < N; c++) {
-            min_totals[c] = _mm_madd_epi16(mins, sums_of_32(columns[c][b]));
-            block_sums[c] = _mm256_setzero_si256();
-        }
-        UNROLLED
-        for (int i = 0; i < 4; i++) { // the low bits are 32 values, the high bits the next 32
-            const __m256i raw         = load(block.q + 32 * i);
-            const __m256i lows        = _mm256_and_si256(raw, low);
-            const __m256i highs       = _mm256_and_si256(_mm256_srli_epi16(raw, 4), low);
-            const __m256i low_scales  = _mm256_shuffle_epi8(scales, _mm256_set1_epi16((short) (0x0100 + 0x0404 * i)));
-            const __m256i high_scales = _mm256_shuffle_epi8(scales, _mm256_set1_epi16((short) (0x0302 + 0x0404 * i)));
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                const int8_t * column = columns[c][b].q + 64 * i;
-                const __m256i  first  = _mm256_madd_epi16(low_scales, _mm256_maddubs_epi16(lows, load(column)));
-                const __m256i  second = _mm256_madd_epi16(high_scales, _mm256_maddubs_epi16(highs, load(column + 32)));
-                block_sums[c]         = _mm256_add_epi32(block_sums[c], _mm256_add_epi32(first, second));
+            const block_q8_K & column = columns[c][b];
+            totals[c]                 = _mm256_setzero_si256();
+            if constexpr (T::offset != 0 && !T::is_offset_per_value) {
+                const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes.scales));
+                totals[c]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
             }
-        }
-        sums.add(columns, b, d, block_sums, min, min_totals);
-    }
-    sums.store(out);
-}
-
-// Q6_K, one row
-
-template <int N, rounding R>
-void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * const * columns, float * const * out) {
-    const __m256i low = _mm256_set1_epi8(15);
-
-    row_sums<N, R, false> sums;
-    for (int64_t b = 0; b < n_blocks; b++) {
-        const block_q6_K & block = row[b];
-        ask_for(&block);
-        ask_for(block.low + 64);
-        ask_for(block.high);
-        ask_for(block.scales);
-        const __m128i scales    = _mm_loadu_si128((const __m128i *) block.scales);
-        const __m256i scales_16 = _mm256_cvtepi8_epi16(scales);
-        const float   d         = to_float(block.d);
-        __m256i       block_sums[N];
-        UNROLLED
-        for (int c = 0; c < N; c++) { // values are unsigned below: 32 too large
-            block_sums[c] = _mm256_sub_epi32(_mm256_setzero_si256(),
-                                             _mm256_slli_epi32(_mm256_madd_epi16(load(columns[c][b].sums), scales_16), 5));
-        }
-        UNROLLED
-        for (int half = 0; half < 2; half++) {
-            const __m256i first  = load(block.low + 64 * half);
-            const __m256i second = load(block.low + 64 * half + 32);
-            const __m256i high   = load(block.high + 32 * half);
-            const __m256i top    = _mm256_set1_epi8(48);
-            const __m256i w[4]   = {
-                _mm256_or_si256(_mm256_and_si256(first, low), _mm256_and_si256(_mm256_slli_epi16(high, 4), top)),
-                _mm256_or_si256(_mm256_and_si256(second, low), _mm256_and_si256(_mm256_slli_epi16(high, 2), top)),
-                _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(first, 4), low), _mm256_and_si256(high, top)),
-                _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(second, 4), low), _mm256_and_si256(_mm256_srli_epi16(high, 2), top)),
-            };
-            __m128i pick = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1); // the scales of 32 values
-            pick         = _mm_add_epi8(pick, _mm_set1_epi8((char) (8 * half)));
-            UNROLLED
-            for (int i = 0; i < 4; i++) {
-                const __m256i scale = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(scales, pick));
-                pick                = _mm_add_epi8(pick, _mm_set1_epi8(2));
-                UNROLLED
-                for (int c = 0; c < N; c++) {
-                    const __m256i products = _mm256_maddubs_epi16(w[i], load(columns[c][b].q + 128 * half + 32 * i));
-                    block_sums[c]          = _mm256_add_epi32(block_sums[c], _mm256_madd_epi16(scale, products));
+            if constexpr (T::mins == MINS_FIRST) {
+                const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes.mins), load(column.sums));
+                sums[c]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[c]);
+            } else if constexpr (T::mins != NO_MINS) {
+                const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes.mins), sums_of_32(column));
+                if constexpr (T::mins == MINS_BY_FOUR) {
+                    mins_by_four[c] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[c]);
+                } else {
+                    const __m128i of_2 = _mm_hadd_epi32(found, found);
+                    mins_by_block[c]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[c]));
                 }
             }
         }
-        sums.add(columns, b, d, block_sums, 0, nullptr);
+        UNROLLED
+        for (int i = 0; i < 8; i++) {
+            const __m256i scale = bytes.of<T::n_scales>(i);
+            __m256i       w     = T::values(block, i);
+            if constexpr (T::is_offset_per_value) {
+                w = _mm256_sub_epi8(w, _mm256_set1_epi8(T::offset));
+            }
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                const __m256i found = products<is_signed>(w, load(columns[c][b].q + 32 * i));
+                totals[c]           = _mm256_add_epi32(totals[c], _mm256_madd_epi16(scale, found));
+            }
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(totals[c]), sums[c]);
+        }
     }
-    sums.store(out);
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        const float mins = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[c]) : mins_by_block[c];
+        *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
+    }
 }
 
-struct for_q4_0x8 {
+// ggml quantizes four columns at a time with the other sign where a block has its largest size as a positive value
+void quantize_fours(const float * x, void * quantized, int64_t n) {
+    block_q8_K * to = (block_q8_K *) quantized;
+    for (int64_t b = 0; b < n / 256; b++, x += 256) {
+        __m256 sizes = _mm256_setzero_ps();
+        for (int i = 0; i < 256; i += 8) {
+            sizes = _mm256_max_ps(sizes, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + i)));
+        }
+        const __m128 of_4  = _mm_max_ps(_mm256_extractf128_ps(sizes, 1), _mm256_castps256_ps128(sizes));
+        const __m128 of_2  = _mm_max_ps(of_4, _mm_movehl_ps(of_4, of_4));
+        const float  size  = _mm_cvtss_f32(_mm_max_ss(of_2, _mm_movehdup_ps(of_2)));
+        __m256       found = _mm256_setzero_ps();
+        for (int i = 0; i < 256; i += 8) {
+            found = _mm256_or_ps(found, _mm256_cmp_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(size), _CMP_EQ_OQ));
+        }
+        const float scale = size == 0 ? 0 : (_mm256_movemask_ps(found) ? -127.0f : 127.0f) / size;
+        to[b].d           = size == 0 ? 0 : 1 / scale;
+        for (int i = 0; i < 256; i += 16) {
+            int32_t of_16 = 0;
+            for (int j = i; j < i + 16; j++) {
+                const int value = _mm_cvtss_si32(_mm_set_ss(x[j] * scale)); // rounds to even
+                to[b].q[j]      = (int8_t) (value < -128 ? -128 : value > 127 ? 127 : value); // of what is no number, the least
+                of_16 += to[b].q[j];
+            }
+            to[b].sums[i / 16] = (int16_t) of_16;
+        }
+    }
+}
+
+template <typename L> struct for_32x8 {
     static constexpr int64_t n_rows = 8;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q4_0x8<N>(n / 32, (const block_q4_0x8 *) rows, (const column_block * const *) columns, out);
+        dots_32x8<L, N>(n / 32, (const typename L::block *) rows, (const column_block * const *) columns, out);
     }
 };
 
@@ -337,38 +356,57 @@ struct for_q4_Kx8 {
     }
 };
 
-template <typename block_type> struct for_32 {
+template <typename block_type, int n_sums = 1> struct for_32 {
     static constexpr int64_t n_rows = 4;
     template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
         const block_type * each[n_rows];
         for (int64_t r = 0; r < n_rows; r++) {
             each[r] = (const block_type *) (rows + r * (int64_t) row_bytes);
         }
-        dots_32<block_type, N>(n / 32, each, row_bytes, (const column_block * const *) columns, out);
+        dots_32<block_type, N, n_sums>(n / 32, each, row_bytes, (const column_block * const *) columns, out);
     }
 };
 
-template <rounding R> struct for_q4_K {
+template <typename T> struct for_256 {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q4_K<N, R>(n / 256, (const block_q4_K *) rows, (const block_q8_K * const *) columns, out);
+        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const block_q8_K * const *) columns, out);
     }
 };
 
-template <rounding R> struct for_q6_K {
-    static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q6_K<N, R>(n / 256, (const block_q6_K *) rows, (const block_q8_K * const *) columns, out);
-    }
-};
+template <typename L> constexpr dot_kernel kernel_of_32x8(const char * layout, ggml_type type) {
+    const dots_function many = panel_dots<panels_32<L>>;
+    return { "avx2", layout, type, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 32, pack_columns<L::offset>, all_dots<for_32x8<L>>,
+             many, 7, 8, many, nullptr };
+}
+
+template <typename block_type, int n_sums = 1> constexpr dot_kernel kernel_of_32(const char * layout, ggml_type type, int64_t n_dense_few) {
+    return { "avx2", layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32 * n_sums, pack_columns<0>,
+             all_dots<for_32<block_type, n_sums>>, nullptr, n_dense_few, 0, nullptr, nullptr };
+}
+
+template <typename T> constexpr dot_kernel kernel_of_256(const char * layout, ggml_type type) {
+    const dots_function many = panel_dots<panels_256<T>>;
+    return { "avx2", layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_256<T>>, many, 7, 8, many, nullptr };
+}
 
 const dot_kernel kernels[] = {
-    { "avx2", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 15, pack_columns, all_dots<for_q4_0x8>, nullptr },
-    { "avx2", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 3, nullptr, all_dots<for_q4_Kx8>, nullptr },
-    { "avx2", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 15, pack_columns, all_dots<for_32<block_q4_0>>, nullptr },
-    { "avx2", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, nullptr, all_dots<for_q4_K<ROUNDED_AS_SINGLE>>, all_dots<for_q4_K<ROUNDED_AS_TILE>> },
-    { "avx2", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 1, 7, nullptr, all_dots<for_q6_K<ROUNDED_AS_SINGLE>>, all_dots<for_q6_K<ROUNDED_AS_TILE>> },
-    { "avx2", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 15, pack_columns, all_dots<for_32<block_q8_0>>, nullptr },
+    kernel_of_32x8<q4_0x8_layout>("q4_0x8", GGML_TYPE_Q4_0),
+    kernel_of_32x8<iq4_nlx8_layout>("iq4_nlx8", GGML_TYPE_IQ4_NL),
+    kernel_of_32x8<mxfp4x8_layout>("mxfp4x8", GGML_TYPE_MXFP4),
+    { "avx2", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_q4_Kx8>,
+      panel_dots<panels_q4_Kx8<AS_GROUP>>, 3, 4, panel_dots<panels_q4_Kx8<AS_GROUP_BY_FOUR>>, quantize_fours },
+    kernel_of_32<block_q8_0>("q8_0", GGML_TYPE_Q8_0, 15),
+    kernel_of_32<block_q4_0>("q4_0", GGML_TYPE_Q4_0, 15),
+    kernel_of_32<block_q5_0>("q5_0", GGML_TYPE_Q5_0, 15),
+    kernel_of_32<block_iq4_nl, 2>("iq4_nl", GGML_TYPE_IQ4_NL, 0),
+    kernel_of_32<block_mxfp4, 2>("mxfp4", GGML_TYPE_MXFP4, 15),
+    kernel_of_256<q2_K_reader>("q2_K", GGML_TYPE_Q2_K),
+    kernel_of_256<q3_K_reader>("q3_K", GGML_TYPE_Q3_K),
+    kernel_of_256<q4_K_reader>("q4_K", GGML_TYPE_Q4_K),
+    kernel_of_256<q5_K_reader>("q5_K", GGML_TYPE_Q5_K),
+    kernel_of_256<q6_K_reader>("q6_K", GGML_TYPE_Q6_K),
+    kernel_of_256<iq4_xs_reader>("iq4_xs", GGML_TYPE_IQ4_XS),
 };
 
 } // namespace

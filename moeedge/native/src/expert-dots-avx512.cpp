@@ -424,12 +424,12 @@ template <rounding R> struct for_q6_K {
 constexpr size_t of_block = sizeof(column_block), of_words = sizeof(column_words), of_k = sizeof(block_q8_K);
 
 const dot_kernel kernels[] = {
-    { "avx512vnni", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, of_block, 16, 15, pack_columns, all_dots<for_q4_0x8>, nullptr },
-    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, of_k, 16, 3, nullptr, all_dots<for_q4_Kx8>, nullptr },
-    { "avx512vnni", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 15, pack_words<block_q4_0>, all_dots<for_32<block_q4_0>>, nullptr },
-    { "avx512vnni", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 7, nullptr, all_dots<for_q4_K<ROUNDED_AS_SINGLE>>, all_dots<for_q4_K<ROUNDED_AS_TILE>> },
-    { "avx512vnni", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 7, nullptr, all_dots<for_q6_K<ROUNDED_AS_SINGLE>>, all_dots<for_q6_K<ROUNDED_AS_TILE>> },
-    { "avx512vnni", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 15, pack_words<block_q8_0>, all_dots<for_32<block_q8_0>>, nullptr },
+    { "avx512vnni", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, of_block, 16, 32, pack_columns<8>, all_dots<for_q4_0x8>, nullptr, 15, 0, nullptr, nullptr },
+    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, of_k, 16, 256, nullptr, all_dots<for_q4_Kx8>, nullptr, 3, 0, nullptr, nullptr },
+    { "avx512vnni", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 32, pack_words<block_q4_0>, all_dots<for_32<block_q4_0>>, nullptr, 15, 0, nullptr, nullptr },
+    { "avx512vnni", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 256, nullptr, all_dots<for_q4_K<ROUNDED_AS_SINGLE>>, all_dots<for_q4_K<ROUNDED_AS_TILE>>, 7, 0, nullptr, nullptr },
+    { "avx512vnni", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 256, nullptr, all_dots<for_q6_K<ROUNDED_AS_SINGLE>>, all_dots<for_q6_K<ROUNDED_AS_TILE>>, 7, 0, nullptr, nullptr },
+    { "avx512vnni", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 32, pack_words<block_q8_0>, all_dots<for_32<block_q8_0>>, nullptr, 15, 0, nullptr, nullptr },
 };
 
 } // namespace

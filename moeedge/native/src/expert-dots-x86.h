@@ -50,6 +50,11 @@ struct block_q4_0x8 {
     uint8_t  q[128]; // signed: 8 is subtracted already
 };
 
+struct block_mxfp4x8 {
+    uint8_t e[8]; // exponents
+    uint8_t q[128];
+};
+
 struct block_q4_K {
     uint16_t d;
     uint16_t min;
@@ -74,13 +79,13 @@ struct block_q6_K {
 // a block of a column of Q8_0, without conversions left to do per row
 struct column_block {
     float   d;
-    int32_t offset; // what unsigned values of Q4_0 add too much, negative
+    int32_t offset; // what unsigned values of the rows add too much, negative
     int8_t  q[32];
 };
 
 static_assert(sizeof(block_q4_0) == 18 && sizeof(block_q4_K) == 144, "not ggml's blocks");
 static_assert(sizeof(block_q8_0) == 34 && sizeof(block_q8_K) == 292 && sizeof(block_q4_0x8) == 144, "not ggml's blocks");
-static_assert(sizeof(block_q4_Kx8) == 1152 && sizeof(block_q6_K) == 210 && sizeof(column_block) == 40, "not ggml's blocks");
+static_assert(sizeof(block_q4_Kx8) == 1152 && sizeof(block_q6_K) == 210 && sizeof(block_mxfp4x8) == 136, "not ggml's blocks");
 
 // small steps
 
@@ -236,7 +241,8 @@ void all_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, co
     }
 }
 
-inline void pack_columns(const void * quantized, int64_t n_blocks, void * to) {
+// offset: by which the rows' values are too large
+template <int offset> inline void pack_columns(const void * quantized, int64_t n_blocks, void * to) {
     const block_q8_0 * from = (const block_q8_0 *) quantized;
     for (int64_t b = 0; b < n_blocks; b++) {
         column_block & block = ((column_block *) to)[b];
@@ -245,7 +251,7 @@ inline void pack_columns(const void * quantized, int64_t n_blocks, void * to) {
             sum += from[b].q[i];
         }
         block.d      = to_float(from[b].d);
-        block.offset = -8 * sum;
+        block.offset = -offset * sum;
         memcpy(block.q, from[b].q, sizeof(block.q));
     }
 }

@@ -1,7 +1,7 @@
 // Expert dots: products of an expert's rows with several quantized columns at once.
 //
 // ggml's MUL_MAT_ID computes each (token, expert) pair by itself: the rows of an expert that several tokens share are read and
-// unpacked once per token. These kernels unpack a row once for up to four columns. Sums of integers are exact in any order, and
+// unpacked once per token. These kernels unpack a row once for several columns. Sums of integers are exact in any order, and
 // sums of floats are made in ggml's order, so the results are equal to ggml's bit by bit (checked at run time: kernel-choice.h).
 // For K-quants that are not repacked ggml has two orders: from eight columns of an expert in a batch on it computes tiles, which
 // are rounded once per block of 256 values.
@@ -13,13 +13,16 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "ggml.h"
+#include "ggml-cpu.h"
 
 namespace moeedge {
 
 // out[c][r] = rows[r] * columns[c], for n_rows rows (a multiple of n_rows_together) of n values that take row_bytes each
 using dots_function = void (*)(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns,
                                int n_columns, float * const * out);
+
+// columns that meet rows in one call, at most
+constexpr int n_columns_at_once = 64;
 
 struct dot_kernel {
     const char * instructions; // that it needs, by the name that the compiler has for them
@@ -30,11 +33,17 @@ struct dot_kernel {
     int64_t      column_block;
     size_t       block_bytes; // of a block as the kernel reads it
     int64_t      n_rows_together;
-    int64_t      n_dense_max; // columns of a dense matrix; with more, ggml rounds otherwise or has faster kernels
+    int64_t      n_values_together; // of a row
     // writes n_blocks of column_type as the kernel reads them; null: as they are
     void (*pack)(const void * quantized, int64_t n_blocks, void * to);
-    dots_function dots;      // rounds as ggml's product of one row and one column
-    dots_function tile_dots; // rounds as ggml's tiles; null: there are none for the layout
+    dots_function few;  // rounds as ggml's product of one row and one column
+    dots_function many; // rounds as ggml for n_many_columns of an expert or more; null: `few` does
+    // of a dense matrix
+    int64_t       n_dense_few;  // columns for `few`, at most
+    int64_t       n_dense_many; // columns for `dense`, at least
+    dots_function dense;        // rounds as ggml for so many; null: ggml's own code
+    // quantizes columns of a dense matrix as ggml does four at a time; a rest is quantized and rounded as few; null: it does not
+    ggml_from_float_t quantize_fours;
 };
 
 struct dot_kernels {

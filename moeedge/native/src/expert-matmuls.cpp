@@ -16,8 +16,6 @@ static constexpr int64_t piece_bytes = 128 * 1024;
 static constexpr int64_t piece_bytes_min = 16 * 1024;
 // pieces per thread, about, so that all end at the same time
 static constexpr int64_t n_pieces_per_thread = 8;
-// columns that meet a piece's rows in one pass
-static constexpr int32_t n_columns_at_once = 32;
 // a block of Q8_0 or Q8_K is at most so large, and one call quantizes at most so many
 static constexpr size_t  quantized_block_bytes_max = 292;
 static constexpr int64_t n_blocks_at_once          = 64;
@@ -26,6 +24,12 @@ static constexpr int n_turns_max = 10000;
 
 static int64_t n_columns(const ggml_tensor * matmul) {
     return matmul->src[1]->ne[1] * matmul->src[1]->ne[2];
+}
+
+// columns of a dense matrix that ggml quantizes four at a time
+static int64_t n_fours(const dot_kernel & kernel, const ggml_tensor * matmul) {
+    const bool is_dense = matmul->src[2] == nullptr;
+    return is_dense && kernel.quantize_fours && has_many_dense(kernel, matmul) ? n_columns(matmul) / 4 * 4 : 0;
 }
 
 // inputs
@@ -38,7 +42,7 @@ expert_matmuls::prepared_input::prepared_input(const dot_kernel & k, const ggml_
 
 bool expert_matmuls::prepared_input::serves(const dot_kernel & other, const ggml_tensor * node) const {
     return matmul->src[1] == node->src[1] && matmul->src[2] == node->src[2] && matmul->src[0]->ne[2] == node->src[0]->ne[2] &&
-           kernel.column_type == other.column_type && kernel.pack == other.pack;
+           kernel.column_type == other.column_type && kernel.pack == other.pack && n_fours(kernel, matmul) == n_fours(other, node);
 }
 
 size_t expert_matmuls::prepared_input::column_bytes() const {
@@ -64,7 +68,8 @@ void expert_matmuls::prepared_input::prepare(int ith, int nth) {
 // the thread's share of the blocks of all columns
 void expert_matmuls::prepared_input::quantize(int ith, int nth) {
     const ggml_tensor *     x            = matmul->src[1];
-    const ggml_from_float_t from_float   = quantizer(kernel.column_type);
+    const ggml_from_float_t of_one       = quantizer(kernel.column_type);
+    const int64_t           n_of_fours   = n_fours(kernel, matmul);
     const int64_t           n_per_column = x->ne[0] / kernel.column_block;
     const int64_t           n_blocks     = n_per_column * n_columns(matmul);
     const int64_t           end          = n_blocks * (ith + 1) / nth;
@@ -76,6 +81,7 @@ void expert_matmuls::prepared_input::quantize(int ith, int nth) {
         const float * from     = (const float *) values + in_it * kernel.column_block;
         char *        to       = columns.data() + (size_t) b * kernel.block_bytes;
         const int64_t n_values = n * kernel.column_block;
+        const auto    from_float = column < n_of_fours ? kernel.quantize_fours : of_one;
         if (kernel.pack == nullptr) {
             from_float(from, to, n_values);
         } else {
@@ -129,11 +135,14 @@ void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin
     const char *        at     = (const char *) rows->data + expert * rows->nb[2] + r_begin * rows->nb[1];
     const int32_t       p_end   = input.begin[(size_t) expert + 1];
     const int32_t       p_first = input.begin[(size_t) expert];
-    const dots_function run    = !dense && p_end - p_first >= n_many_columns ? dots.many : dots.few;
-    for (int32_t p_begin = p_first; p_begin < p_end; p_begin += n_columns_at_once) {
-        const void *  column[n_columns_at_once];
-        float *       out[n_columns_at_once];
-        const int32_t n = std::min(p_end - p_begin, n_columns_at_once);
+    const bool          is_many = dense ? has_many_dense(*dots.kernel, node) : p_end - p_first >= n_many_columns;
+    const int32_t       n_rest  = dense && is_many && dots.kernel->quantize_fours ? p_end % 4 : 0; // rounded as few
+    for (int32_t p_begin = p_first, n = 0; p_begin < p_end; p_begin += n) {
+        const void *        column[n_columns_at_once];
+        float *             out[n_columns_at_once];
+        const bool          is_rest = p_begin == p_end - n_rest;
+        const dots_function run     = is_many && !is_rest ? dots.many : dots.few;
+        n = std::min((is_rest ? p_end : p_end - n_rest) - p_begin, n_columns_at_once);
         for (int32_t i = 0; i < n; i++) {
             const int64_t token = input.pairs[(size_t) (p_begin + i)] / n_used;
             const int64_t place = input.pairs[(size_t) (p_begin + i)] % n_used;

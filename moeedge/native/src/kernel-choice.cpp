@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <initializer_list>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -27,7 +28,7 @@ namespace moeedge {
 static constexpr int64_t n_in = 2048, n_rows = 256, n_experts = 2;
 static constexpr int64_t n_distinct_rows = 16; // the others repeat them: some types are quantized slowly
 static constexpr int     n_timings       = 7;
-static constexpr int64_t n_timed_columns = 16;
+static constexpr int64_t n_timed_columns = 16, n_timed_dense_columns = 32;
 
 static const char repacked_name[] = "CPU_REPACK";
 
@@ -37,10 +38,11 @@ static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 struct kernel_check {
     std::once_flag once;
     bool           is_equal = false;
-    bool           is_dense_equal = false; // for a dense matrix with few columns, too
+    bool           is_dense_few_equal = false, is_dense_many_equal = false;
     double         single   = 0; // ggml's time over ours with rows from memory, one column per expert
     double         several  = 0; // two columns
     double         many     = 0; // n_timed_columns
+    double         dense    = 0; // n_timed_dense_columns of a dense matrix
     dots_function  many_dots = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
 };
 
@@ -228,7 +230,7 @@ class check_case {
 
     // null: ggml's
     bool run(dots_function dots) {
-        const ggml_status status = dots ? ours.compute_with(cpu.get(), graph, { &kernel, dots, dots }) : ggml_backend_graph_compute(cpu.get(), graph);
+        const ggml_status status = dots ? ours.compute_with(cpu.get(), graph, { &kernel, kernel.few, dots }) : ggml_backend_graph_compute(cpu.get(), graph);
         return status == GGML_STATUS_SUCCESS;
     }
 
@@ -254,29 +256,38 @@ static bool has_bits_of_many(check_case & found, dots_function dots) {
     return true;
 }
 
+// whether the dots have ggml's bits for a dense matrix with any of so many columns
+static bool has_dense_bits(check_case & found, dots_function dots, std::initializer_list<int64_t> counts) {
+    return std::all_of(counts.begin(), counts.end(), [&](int64_t n) { return found.set_batch(n, true) && found.is_equal(dots); });
+}
+
 static void run_check(const dot_kernel & kernel, kernel_check & check) {
     check_case found(kernel);
     if (!found.is_ready()) {
         return;
     }
     for (const int64_t n_tokens : { 1, 2, 7 }) { // 7: a full pass and a rest
-        if (!found.set_batch(n_tokens) || !found.is_equal(kernel.dots)) {
+        if (!found.set_batch(n_tokens) || !found.is_equal(kernel.few)) {
             return;
         }
         if (n_tokens <= 2) {
-            (n_tokens == 1 ? check.single : check.several) = found.speed(kernel.dots);
+            (n_tokens == 1 ? check.single : check.several) = found.speed(kernel.few);
         }
     }
-    check.is_equal       = true;
-    check.is_dense_equal = true;
-    for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_max; n_tokens++) {
-        check.is_dense_equal = check.is_dense_equal && found.set_batch(n_tokens, true) && found.is_equal(kernel.dots);
+    check.is_equal           = true;
+    check.is_dense_few_equal = kernel.n_dense_few > 0;
+    for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_few; n_tokens++) {
+        check.is_dense_few_equal = check.is_dense_few_equal && has_dense_bits(found, kernel.few, { n_tokens });
     }
-    for (const dots_function dots : { kernel.tile_dots, kernel.dots }) {
+    for (const dots_function dots : { kernel.many, kernel.few }) {
         if (dots && check.many_dots == nullptr && has_bits_of_many(found, dots)) {
             check.many_dots = dots;
             check.many      = found.set_batch(n_timed_columns) ? found.speed(dots) : 0;
         }
+    }
+    if (kernel.dense && has_dense_bits(found, kernel.dense, { kernel.n_dense_many, 8, 15, 16, 17, 33, 67, 257 })) {
+        check.is_dense_many_equal = true;
+        check.dense               = found.set_batch(n_timed_dense_columns, true) ? found.speed(kernel.dense) : 0;
     }
 }
 
@@ -302,19 +313,24 @@ int read_kernels(moeedge_kernel * out, int n_max) {
         out[i].single_speed  = check.single;
         out[i].several_speed = check.several;
         out[i].many_speed    = check.many;
-        out[i].n_dense_max   = check.is_dense_equal ? (int32_t) kernels[i]->n_dense_max : 0;
+        out[i].dense_speed   = check.dense;
+        out[i].n_dense_max   = check.is_dense_few_equal ? (int32_t) kernels[i]->n_dense_few : 0;
     }
     return (int) kernels.size();
+}
+
+bool has_many_dense(const dot_kernel & kernel, const ggml_tensor * node) {
+    return kernel.dense && node->src[1]->ne[1] >= kernel.n_dense_many;
 }
 
 static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
     const ggml_tensor * matrix = node->src[0];
     const ggml_tensor * x      = node->src[1];
-    if (node->op == GGML_OP_MUL_MAT && (x->ne[1] < 2 || x->ne[1] > kernel.n_dense_max || x->ne[2] != 1 || matrix->ne[2] != 1 ||
-                                        matrix->ne[3] != 1 || matrix->ne[1] < 256)) {
+    if (node->op == GGML_OP_MUL_MAT && (x->ne[1] < 2 || (x->ne[1] > kernel.n_dense_few && !has_many_dense(kernel, node)) || x->ne[2] != 1 ||
+                                        matrix->ne[2] != 1 || matrix->ne[3] != 1 || matrix->ne[1] < 256)) {
         return false;
     }
-    if (matrix->type != kernel.type || matrix->ne[0] % kernel.column_block != 0 || matrix->ne[1] % kernel.n_rows_together != 0 ||
+    if (matrix->type != kernel.type || matrix->ne[0] % kernel.n_values_together != 0 || matrix->ne[1] % kernel.n_rows_together != 0 ||
         matrix->buffer == nullptr || !ggml_is_contiguous(matrix)) {
         return false;
     }
@@ -328,9 +344,9 @@ static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
 }
 
 // the fastest that is known of ggml's code and the kernel for the node's columns per expert; 1: ggml's
-static double known_speed(const kernel_check & check, const ggml_tensor * node) {
+static double known_speed(const dot_kernel & kernel, const kernel_check & check, const ggml_tensor * node) {
     if (node->op == GGML_OP_MUL_MAT) {
-        return check.several;
+        return has_many_dense(kernel, node) ? check.dense : check.several;
     }
     if (ggml_nelements(node->src[2]) >= n_many_columns * node->src[0]->ne[2]) {
         return check.many;
@@ -352,15 +368,17 @@ chosen_dots choose_dots(const ggml_tensor * node) {
         if (!fits(kernel, node) || (chosen == MOEEDGE_KERNEL_CHOICE_AVX2 && std::strcmp(kernel.instructions, "avx2") != 0)) {
             continue;
         }
-        const kernel_check & check = checked(i);
-        if (!(is_dense ? check.is_dense_equal : check.is_equal) || (may_be_many && check.many_dots == nullptr)) {
+        const kernel_check & check     = checked(i);
+        const bool           is_many   = is_dense && has_many_dense(kernel, node);
+        const bool           has_bits  = !is_dense ? check.is_equal : is_many ? check.is_dense_many_equal : check.is_dense_few_equal;
+        if (!has_bits || (may_be_many && check.many_dots == nullptr)) {
             continue;
         }
-        const chosen_dots found = { &kernel, kernel.dots, check.many_dots };
+        const chosen_dots found = { &kernel, kernel.few, is_dense ? kernel.dense : check.many_dots };
         if (chosen != MOEEDGE_KERNEL_CHOICE_MEASURED) {
             return found;
         }
-        const double own_speed = known_speed(check, node);
+        const double own_speed = known_speed(kernel, check, node);
         if (own_speed > speed) {
             fastest = found;
             speed   = own_speed;

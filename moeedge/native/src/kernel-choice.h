@@ -20,13 +20,16 @@ int  read_kernels(moeedge_kernel * out, int n_max);
 // How a node is computed. ggml decides by the columns of each expert in the batch, so a batch that is cut must not cut an expert's.
 struct chosen_dots {
     const dot_kernel * kernel = nullptr; // null: ggml's own code
-    dots_function      few    = nullptr; // for experts with less columns than n_many_columns, and dense matrices
+    dots_function      few    = nullptr; // for experts with less columns than n_many_columns, and for a dense matrix with few
     dots_function      many   = nullptr; // for the others; null: the node has none
 };
 
 constexpr int64_t n_many_columns = 8;
 
-// for a MUL_MAT_ID node, or a MUL_MAT of a dense matrix with few columns
+// whether a dense matrix has so many columns that `many` computes it
+bool has_many_dense(const dot_kernel & kernel, const ggml_tensor * node);
+
+// for a MUL_MAT_ID node, or a MUL_MAT of a dense matrix
 chosen_dots choose_dots(const ggml_tensor * node);
 
 // ggml's function that quantizes to a type, null: this process has another CPU backend than ggml's usual one
