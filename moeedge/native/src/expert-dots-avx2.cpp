@@ -330,14 +330,21 @@ void quantize_fours(const float * x, void * quantized, int64_t n) {
         }
         const float scale = size == 0 ? 0 : (_mm256_movemask_ps(found) ? -127.0f : 127.0f) / size;
         to[b].d           = size == 0 ? 0 : 1 / scale;
-        for (int i = 0; i < 256; i += 16) {
-            int32_t of_16 = 0;
-            for (int j = i; j < i + 16; j++) {
-                const int value = _mm_cvtss_si32(_mm_set_ss(x[j] * scale)); // rounds to even
-                to[b].q[j]      = (int8_t) (value < -128 ? -128 : value > 127 ? 127 : value); // of what is no number, the least
-                of_16 += to[b].q[j];
+        for (int i = 0; i < 256; i += 32) {
+            __m256i part[4];
+            UNROLLED
+            for (int j = 0; j < 4; j++) { // rounds to even
+                part[j] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + 8 * j), _mm256_set1_ps(scale)));
             }
-            to[b].sums[i / 16] = (int16_t) of_16;
+            const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(part[0], part[1]), _mm256_packs_epi32(part[2], part[3]));
+            const __m256i q     = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), q);
+            const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+            const __m256i of_8  = _mm256_hadd_epi32(fours, fours);
+            const __m256i of_16 = _mm256_hadd_epi32(of_8, of_8); // in each lane of a half
+            _mm256_storeu_si256((__m256i *) (to[b].q + i), q);
+            to[b].sums[i / 16]     = (int16_t) _mm256_extract_epi32(of_16, 0);
+            to[b].sums[i / 16 + 1] = (int16_t) _mm256_extract_epi32(of_16, 4);
         }
     }
 }
