@@ -241,6 +241,85 @@ void dots_32(int64_t n_blocks, const block_type * const * rows, size_t row_bytes
     }
 }
 
+template <typename block_type, int n_sums = 1> struct for_32 {
+    static constexpr int64_t n_rows = 4;
+    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
+        const block_type * each[n_rows];
+        for (int64_t r = 0; r < n_rows; r++) {
+            each[r] = (const block_type *) (rows + r * (int64_t) row_bytes);
+        }
+        dots_32<block_type, N, n_sums>(n / 32, each, row_bytes, (const column_block * const *) columns, out);
+    }
+};
+
+// one row and many columns
+template <typename block_type, int n_sums> struct wide_dots_32 {
+    static constexpr int     n_columns    = 8 / n_sums;
+    static constexpr int64_t n_blocks_max = 256; // of a row; longer ones take few columns at a time
+
+    alignas(32) int8_t columns[n_blocks_max][n_columns][32];
+    alignas(32) float  of_columns[n_blocks_max][n_columns]; // factors
+    alignas(32) float  of_both[n_blocks_max][n_columns];    // times those of the row
+
+    void read_columns(int64_t n_blocks, const column_block * const * from) {
+        for (int64_t b = 0; b < n_blocks; b++) {
+            for (int c = 0; c < n_columns; c++) {
+                of_columns[b][c] = from[c][b].d;
+                _mm256_store_si256((__m256i *) columns[b][c], load(from[c][b].q));
+            }
+        }
+    }
+
+    void run(int64_t n_blocks, const block_type * row, float * const * out, int64_t at) {
+        const __m256i ones = _mm256_set1_epi16(1);
+        __m256        sums[n_sums][n_columns];
+        UNROLLED
+        for (int i = 0; i < n_sums * n_columns; i++) {
+            sums[i / n_columns][i % n_columns] = _mm256_setzero_ps();
+        }
+        for (int64_t b = 0; b < n_blocks; b++) {
+            const float d = factor_of(row[b]);
+            UNROLLED
+            for (int c = 0; c < n_columns; c += 4) {
+                _mm_store_ps(of_both[b] + c, _mm_mul_ps(_mm_set1_ps(d), _mm_load_ps(of_columns[b] + c)));
+            }
+        }
+        for (int64_t b = 0; b < n_blocks; b += n_sums) {
+            UNROLLED
+            for (int i = 0; i < n_sums; i++) {
+                const __m256i x    = values_of(row[b + i]);
+                const __m256i size = _mm256_abs_epi8(x);
+                ask_for(&row[b + i]);
+                UNROLLED
+                for (int c = 0; c < n_columns; c++) {
+                    const __m256i found = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load(columns[b + i][c]), x));
+                    const __m256  sum   = _mm256_cvtepi32_ps(_mm256_madd_epi16(ones, found));
+                    sums[i][c]          = _mm256_fmadd_ps(_mm256_broadcast_ss(&of_both[b + i][c]), sum, sums[i][c]);
+                }
+            }
+        }
+        UNROLLED
+        for (int c = 0; c < n_columns; c++) {
+            out[c][at] = sum_of(n_sums == 1 ? sums[0][c] : _mm256_add_ps(sums[0][c], sums[n_sums - 1][c]));
+        }
+    }
+};
+
+template <typename block_type, int n_sums>
+void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
+    using wide             = wide_dots_32<block_type, n_sums>;
+    const int64_t n_blocks = n / 32;
+    wide          found;
+    int           c = 0;
+    for (; n_blocks <= wide::n_blocks_max && c + wide::n_columns <= n_columns; c += wide::n_columns) {
+        found.read_columns(n_blocks, (const column_block * const *) columns + c);
+        for (int64_t r = 0; r < n_rows; r++) {
+            found.run(n_blocks, (const block_type *) ((const char *) rows + r * (int64_t) row_bytes), out + c, r);
+        }
+    }
+    all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
+}
+
 // blocks of 256, one row
 
 // a * b + c of the first lane, rounded once
@@ -363,17 +442,6 @@ struct for_q4_Kx8 {
     }
 };
 
-template <typename block_type, int n_sums = 1> struct for_32 {
-    static constexpr int64_t n_rows = 4;
-    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        const block_type * each[n_rows];
-        for (int64_t r = 0; r < n_rows; r++) {
-            each[r] = (const block_type *) (rows + r * (int64_t) row_bytes);
-        }
-        dots_32<block_type, N, n_sums>(n / 32, each, row_bytes, (const column_block * const *) columns, out);
-    }
-};
-
 template <typename T> struct for_256 {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
@@ -387,9 +455,16 @@ template <typename L> constexpr dot_kernel kernel_of_32x8(const char * layout, g
              many, 7, 8, many, nullptr };
 }
 
-template <typename block_type, int n_sums = 1> constexpr dot_kernel kernel_of_32(const char * layout, ggml_type type, int64_t n_dense_few) {
-    return { "avx2", layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32 * n_sums, pack_columns<0>,
-             all_dots<for_32<block_type, n_sums>>, nullptr, n_dense_few, 0, nullptr, nullptr };
+template <typename block_type> constexpr dot_kernel kernel_of_32(const char * layout, ggml_type type) {
+    const dots_function many = wide_dots<block_type, 1>;
+    return { "avx2", layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32, pack_columns<0>, all_dots<for_32<block_type>>, many, 7, 8, many, nullptr };
+}
+
+// with two sums of each row; ggml rounds dense matrices of IQ4_NL otherwise
+template <typename block_type, bool has_dense> constexpr dot_kernel kernel_of_64(const char * layout, ggml_type type) {
+    const dots_function many = wide_dots<block_type, 2>;
+    return { "avx2", layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 64, pack_columns<0>, all_dots<for_32<block_type, 2>>, many,
+             has_dense ? 7 : 0, 8, has_dense ? many : nullptr, nullptr };
 }
 
 template <typename T> constexpr dot_kernel kernel_of_256(const char * layout, ggml_type type) {
@@ -403,11 +478,11 @@ const dot_kernel kernels[] = {
     kernel_of_32x8<mxfp4x8_layout>("mxfp4x8", GGML_TYPE_MXFP4),
     { "avx2", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_q4_Kx8>,
       panel_dots<panels_q4_Kx8<AS_GROUP>>, 3, 4, panel_dots<panels_q4_Kx8<AS_GROUP_BY_FOUR>>, quantize_fours },
-    kernel_of_32<block_q8_0>("q8_0", GGML_TYPE_Q8_0, 15),
-    kernel_of_32<block_q4_0>("q4_0", GGML_TYPE_Q4_0, 15),
-    kernel_of_32<block_q5_0>("q5_0", GGML_TYPE_Q5_0, 15),
-    kernel_of_32<block_iq4_nl, 2>("iq4_nl", GGML_TYPE_IQ4_NL, 0),
-    kernel_of_32<block_mxfp4, 2>("mxfp4", GGML_TYPE_MXFP4, 15),
+    kernel_of_32<block_q8_0>("q8_0", GGML_TYPE_Q8_0),
+    kernel_of_32<block_q4_0>("q4_0", GGML_TYPE_Q4_0),
+    kernel_of_32<block_q5_0>("q5_0", GGML_TYPE_Q5_0),
+    kernel_of_64<block_iq4_nl, false>("iq4_nl", GGML_TYPE_IQ4_NL),
+    kernel_of_64<block_mxfp4, true>("mxfp4", GGML_TYPE_MXFP4),
     kernel_of_256<q2_K_reader>("q2_K", GGML_TYPE_Q2_K),
     kernel_of_256<q3_K_reader>("q3_K", GGML_TYPE_Q3_K),
     kernel_of_256<q4_K_reader>("q4_K", GGML_TYPE_Q4_K),
