@@ -38,7 +38,8 @@ MODELS = {
     "qwen3-30b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9", 0.4e9),
     "gptoss-20b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9 --vocab 201088", 0.4e9),
 }
-_TESTS = "-p 512,2048,2,4,9,17 -n 64 -r 3 -t 2"
+_TESTS = "-p 512,2,4,9,17 -n 64 -r 3 -t 2"
+_LONG = "-p 2048 -n 1 -r 3 -t 2"  # apart, as it takes most of the time
 _LENGTHS = (1, 2, 3, 5, 8, 13)
 _MODES = ["stock-ar", *(f"{arm}:{n}" for arm in ("stock-sd", "moeedge") for n in _LENGTHS), "moeedge:auto"]
 _ACCEPT = f"-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off --modes {','.join(_MODES)} -o json"
@@ -58,10 +59,11 @@ class Step:
 
 def steps() -> list[Step]:
     """All steps in their order."""
-    made = [Step(f"rivals-{name}", f"lab rivals -m {{{name}}} {_TESTS} {{programs}} -o json", (name,))
-            for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
-    routed = f"bench -md none -dev none --ram off {_TESTS} --modes stock-ar,moeedge-ar --routing {{routing}} -o json"
-    made += [Step(f"routed-{name}", f"{routed} -m {{{name}}}", (name,)) for name in ("gptoss-20b", "qwen3-30b")]
+    made = [Step(f"rivals-{name}{kind}", f"lab rivals -m {{{name}}} {tests} {{programs}} -o json", (name,))
+            for kind, tests in (("", _TESTS), ("-long", _LONG)) for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
+    routed = "bench -md none -dev none --ram off --modes stock-ar,moeedge-ar --routing {routing} -o json"
+    made += [Step(f"routed-{name}{kind}", f"{routed} {tests} -m {{{name}}}", (name,))
+             for kind, tests in (("", _TESTS), ("-long", _LONG)) for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
     for name, target in (("gptoss-20b", "gptoss-20b-8"), ("qwen3-30b", "qwen3-30b-16")):
         for kind, rates in _RATES.items():
             is_free = kind == "ngram"

@@ -285,7 +285,7 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
             check.many      = found.set_batch(n_timed_columns) ? found.speed(dots) : 0;
         }
     }
-    if (kernel.dense && has_dense_bits(found, kernel.dense, { kernel.n_dense_many, 8, 15, 16, 17, 33, 67, 257 })) {
+    if (kernel.dense && has_dense_bits(found, kernel.dense, { kernel.n_dense_many, 8, 15, 17, 33, 67 })) {
         check.is_dense_many_equal = true;
         check.dense               = found.set_batch(n_timed_dense_columns, true) ? found.speed(kernel.dense) : 0;
     }
