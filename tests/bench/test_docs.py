@@ -13,7 +13,7 @@ from moeedge.bench.figures import MEAN
 from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.data.datasets import CATALOG, load_dataset
 from moeedge.scoring.answers import SCORERS, Reference
-from tests.benchmarks.performance import draft_cost, read, recosted
+from tests.benchmarks.performance import draft_cost, read, recosted, tables
 from tests.benchmarks.policies_table import table
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -47,6 +47,12 @@ def test_the_readme_has_the_rounds_of_its_record() -> None:
     cells = {arm: ", ".join(rounds) for arm, rounds in speeds.items()}
     assert f"| stock llama.cpp | {cells['stock']} | {cells['stock-sd']} | |" in _README
     assert f"| moeedge | {cells['moeedge']} | {cells['moeedge-sd']} | {cells['moeedge-auto']} |" in _README
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b", "gptoss-20b"])
+def test_performance_has_the_tables_of_other_programs(name: str) -> None:
+    *_, shown = tables(read(_RECORDS / f"rivals-{name}.json.gz"))
+    assert shown in _PERFORMANCE
 
 
 def test_performance_has_the_rows_under_recorded_routing() -> None:
