@@ -13,7 +13,7 @@ from moeedge.bench.figures import MEAN
 from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.data.datasets import CATALOG, load_dataset
 from moeedge.scoring.answers import SCORERS, Reference
-from tests.benchmarks.performance import draft_cost, read, recosted, tables
+from tests.benchmarks.performance import draft_cost, over_stock, read, recosted, tables
 from tests.benchmarks.policies_table import table
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -51,8 +51,12 @@ def test_the_readme_has_the_rounds_of_its_record() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-30b", "gptoss-20b"])
 def test_performance_has_the_tables_of_other_programs(name: str) -> None:
-    *_, shown = tables(read(_RECORDS / f"rivals-{name}.json.gz"))
+    rows = read(_RECORDS / f"rivals-{name}.json.gz")
+    *_, shown = tables(rows)
     assert shown in _PERFORMANCE
+    assert {row["repetitions"] for row in rows} == {3}
+    cells = [f"{row['speeds']['moeedge']:.1f} ({over_stock(row):.2f}; {row['ratio']:.2f})" for row in rows]
+    assert f"rivals-{name}.json.gz)) | {' | '.join(cells)} |" in _README
 
 
 def test_performance_has_the_rows_under_recorded_routing() -> None:

@@ -49,6 +49,11 @@ def tables(record: Any) -> Iterator[str]:
         yield f"{record[0]['model']} ({format_bytes(record[0]['model_bytes'])}), {record[0]['time']}\n"
         yield f"{record[0]['cpu']}, threads: {record[0]['threads']}, commit {record[0]['commit']}\n"
         rows = [SimpleNamespace(**row) for row in record]
+        yield (
+            "over the faster of stock's layouts: "
+            + ", ".join(f"{r['test']} {over_stock(r):.2f}" for r in record)
+            + "\n"
+        )
         yield markdown(rivals_columns(rows), rows)
     elif isinstance(record, list):
         yield from bench_tables(record)
@@ -64,6 +69,17 @@ def tables(record: Any) -> Iterator[str]:
         )
     else:
         yield kernel_table(record["samples"])
+
+
+def over_stock(row: Row) -> float:
+    """Median over repetitions of moeedge's speed over that of the faster of llama.cpp's layouts, in either loop."""
+    speeds: dict[tuple[str, str], dict[int, float]] = {}
+    for sample in row["samples"]:
+        speeds.setdefault((sample["rival"], sample["settings"]), {})[sample["repetition"]] = sample["speed_ts"]
+    stock = [own for (rival, _), own in speeds.items() if rival in ("stock", "llama.cpp")]
+    base = max(stock, key=lambda own: statistics.median(own.values()))
+    (ours,) = (own for (rival, _), own in speeds.items() if rival == "moeedge")
+    return statistics.median(ours[repetition] / base[repetition] for repetition in ours if repetition in base)
 
 
 def bench_tables(rows: Sequence[Row]) -> Iterator[str]:

@@ -53,32 +53,6 @@ template <bool is_signed> inline __m256i add_32(const __m256i * w, const int8_t 
 
 // 32 values in groups of eight rows
 
-struct q4_0x8_layout {
-    using block                     = block_q4_0x8;
-    static constexpr bool is_signed = false;
-    static constexpr int  offset    = 8;
-
-    static __m256i table() { // of signed bits
-        return _mm256_broadcastsi128_si256(_mm_setr_epi8(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    }
-};
-
-struct mxfp4x8_layout {
-    using block                     = block_mxfp4x8;
-    static constexpr bool is_signed = false;
-    static constexpr int  offset    = 12;
-
-    static __m256i table() { return _mm256_add_epi8(table_of_mxfp4(), _mm256_set1_epi8(offset)); }
-};
-
-struct iq4_nlx8_layout {
-    using block                     = block_q4_0x8; // but for what the bits stand for
-    static constexpr bool is_signed = true;
-    static constexpr int  offset    = 0;
-
-    static __m256i table() { return table_of_iq4(); }
-};
-
 // N columns, one group
 template <typename L, int N> void dots_32x8(int64_t n_blocks, const typename L::block * rows, const column_block * const * columns, float * const * out) {
     const __m256i table = L::table();
@@ -389,42 +363,6 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
     for (int c = 0; c < N; c++) {
         const float mins = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[c]) : mins_by_block[c];
         *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
-    }
-}
-
-// ggml quantizes four columns at a time with the other sign where a block has its largest size as a positive value
-void quantize_fours(const float * x, void * quantized, int64_t n) {
-    block_q8_K * to = (block_q8_K *) quantized;
-    for (int64_t b = 0; b < n / 256; b++, x += 256) {
-        __m256 sizes = _mm256_setzero_ps();
-        for (int i = 0; i < 256; i += 8) {
-            sizes = _mm256_max_ps(sizes, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + i)));
-        }
-        const __m128 of_4  = _mm_max_ps(_mm256_extractf128_ps(sizes, 1), _mm256_castps256_ps128(sizes));
-        const __m128 of_2  = _mm_max_ps(of_4, _mm_movehl_ps(of_4, of_4));
-        const float  size  = _mm_cvtss_f32(_mm_max_ss(of_2, _mm_movehdup_ps(of_2)));
-        __m256       found = _mm256_setzero_ps();
-        for (int i = 0; i < 256; i += 8) {
-            found = _mm256_or_ps(found, _mm256_cmp_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(size), _CMP_EQ_OQ));
-        }
-        const float scale = size == 0 ? 0 : (_mm256_movemask_ps(found) ? -127.0f : 127.0f) / size;
-        to[b].d           = size == 0 ? 0 : 1 / scale;
-        for (int i = 0; i < 256; i += 32) {
-            __m256i part[4];
-            UNROLLED
-            for (int j = 0; j < 4; j++) { // rounds to even
-                part[j] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + 8 * j), _mm256_set1_ps(scale)));
-            }
-            const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(part[0], part[1]), _mm256_packs_epi32(part[2], part[3]));
-            const __m256i q     = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), q);
-            const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-            const __m256i of_8  = _mm256_hadd_epi32(fours, fours);
-            const __m256i of_16 = _mm256_hadd_epi32(of_8, of_8); // in each lane of a half
-            _mm256_storeu_si256((__m256i *) (to[b].q + i), q);
-            to[b].sums[i / 16]     = (int16_t) _mm256_extract_epi32(of_16, 0);
-            to[b].sums[i / 16 + 1] = (int16_t) _mm256_extract_epi32(of_16, 4);
-        }
     }
 }
 

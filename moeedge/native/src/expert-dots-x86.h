@@ -256,6 +256,42 @@ template <int offset> inline void pack_columns(const void * quantized, int64_t n
     }
 }
 
+// ggml quantizes four columns at a time with the other sign where a block has its largest size as a positive value
+inline void quantize_fours(const float * x, void * quantized, int64_t n) {
+    block_q8_K * to = (block_q8_K *) quantized;
+    for (int64_t b = 0; b < n / 256; b++, x += 256) {
+        __m256 sizes = _mm256_setzero_ps();
+        for (int i = 0; i < 256; i += 8) {
+            sizes = _mm256_max_ps(sizes, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + i)));
+        }
+        const __m128 of_4  = _mm_max_ps(_mm256_extractf128_ps(sizes, 1), _mm256_castps256_ps128(sizes));
+        const __m128 of_2  = _mm_max_ps(of_4, _mm_movehl_ps(of_4, of_4));
+        const float  size  = _mm_cvtss_f32(_mm_max_ss(of_2, _mm_movehdup_ps(of_2)));
+        __m256       found = _mm256_setzero_ps();
+        for (int i = 0; i < 256; i += 8) {
+            found = _mm256_or_ps(found, _mm256_cmp_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(size), _CMP_EQ_OQ));
+        }
+        const float scale = size == 0 ? 0 : (_mm256_movemask_ps(found) ? -127.0f : 127.0f) / size;
+        to[b].d           = size == 0 ? 0 : 1 / scale;
+        for (int i = 0; i < 256; i += 32) {
+            __m256i part[4];
+            UNROLLED
+            for (int j = 0; j < 4; j++) { // rounds to even
+                part[j] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i + 8 * j), _mm256_set1_ps(scale)));
+            }
+            const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(part[0], part[1]), _mm256_packs_epi32(part[2], part[3]));
+            const __m256i q     = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), q);
+            const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+            const __m256i of_8  = _mm256_hadd_epi32(fours, fours);
+            const __m256i of_16 = _mm256_hadd_epi32(of_8, of_8); // in each lane of a half
+            _mm256_storeu_si256((__m256i *) (to[b].q + i), q);
+            to[b].sums[i / 16]     = (int16_t) _mm256_extract_epi32(of_16, 0);
+            to[b].sums[i / 16 + 1] = (int16_t) _mm256_extract_epi32(of_16, 4);
+        }
+    }
+}
+
 } // namespace
 
 } // namespace moeedge

@@ -1,6 +1,6 @@
 // Expert matmuls: gives a graph to the CPU backend with our kernels (expert-dots.h) in place of ggml's for the experts' matmuls.
 //
-// A MUL_MAT_ID node, or the MUL_MAT of a dense matrix with a few columns (an expert that all use), is replaced by a node of our own, which the CPU backend's threads run; number and order of the nodes stay.
+// A MUL_MAT_ID node, or the MUL_MAT of a dense matrix (an expert that all use), is replaced by a node of our own, which the CPU backend's threads run; number and order of the nodes stay.
 // Results are equal bit by bit, so a graph may be computed either way at any time.
 //
 // ggml  computes the pairs of an expert one after the other, quantizes up's input with one thread and again for gate, and cuts

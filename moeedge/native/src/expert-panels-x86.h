@@ -48,7 +48,7 @@ inline __m128i order_of_bytes(int n) {
 
 // rows 0 1 4 5 2 3 6 7
 inline __m128i order_halves(const uint16_t * halves) {
-    return _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *) halves), _MM_SHUFFLE(3, 1, 2, 0));
+    return _mm_shuffle_epi32(load_16(halves), _MM_SHUFFLE(3, 1, 2, 0));
 }
 
 // sums of a column with a panel's rows; the second are of minimums
@@ -85,7 +85,7 @@ inline __m256 factors_of(const block_mxfp4x8 & block) {
     return halves_of_powers(_mm256_cvtepu8_epi32(_mm_shuffle_epi8(exponents, order_of_bytes(1))));
 }
 
-// L: layout_32x8
+// L: what the rows' bits stand for
 template <typename L> struct panels_32 {
     using panel                     = panel_32;
     using column                    = column_block;

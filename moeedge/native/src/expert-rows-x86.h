@@ -109,6 +109,34 @@ struct power_table {
 
 constexpr power_table powers;
 
+// blocks of 32 in groups of eight rows: what four bits stand for
+
+struct q4_0x8_layout {
+    using block                     = block_q4_0x8;
+    static constexpr bool is_signed = false;
+    static constexpr int  offset    = 8;
+
+    static __m256i table() { // of signed bits
+        return _mm256_broadcastsi128_si256(_mm_setr_epi8(8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    }
+};
+
+struct mxfp4x8_layout {
+    using block                     = block_mxfp4x8;
+    static constexpr bool is_signed = false;
+    static constexpr int  offset    = 12;
+
+    static __m256i table() { return _mm256_add_epi8(table_of_mxfp4(), _mm256_set1_epi8(offset)); }
+};
+
+struct iq4_nlx8_layout {
+    using block                     = block_q4_0x8; // but for what the bits stand for
+    static constexpr bool is_signed = true;
+    static constexpr int  offset    = 0;
+
+    static __m256i table() { return table_of_iq4(); }
+};
+
 // blocks of 32: the signed values
 
 inline __m256i values_of(const block_q8_0 & block) {

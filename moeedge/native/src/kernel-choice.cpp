@@ -246,19 +246,9 @@ class check_case {
     uint32_t                                                   random_state = 1;
 };
 
-// whether the dots round as ggml does from n_many_columns on: its narrow tiles, wide ones, and all threads' rests
-static bool has_bits_of_many(check_case & found, dots_function dots) {
-    for (const int64_t n_tokens : { n_many_columns, (int64_t) 15, (int64_t) 16, (int64_t) 17, (int64_t) 41 }) {
-        if (!found.set_batch(n_tokens) || !found.is_equal(dots)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-// whether the dots have ggml's bits for a dense matrix with any of so many columns
-static bool has_dense_bits(check_case & found, dots_function dots, std::initializer_list<int64_t> counts) {
-    return std::all_of(counts.begin(), counts.end(), [&](int64_t n) { return found.set_batch(n, true) && found.is_equal(dots); });
+// whether the dots have ggml's bits for each of these numbers of columns
+static bool has_bits(check_case & found, dots_function dots, bool is_dense, std::initializer_list<int64_t> counts) {
+    return std::all_of(counts.begin(), counts.end(), [&](int64_t n) { return found.set_batch(n, is_dense) && found.is_equal(dots); });
 }
 
 static void run_check(const dot_kernel & kernel, kernel_check & check) {
@@ -277,15 +267,16 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
     check.is_equal           = true;
     check.is_dense_few_equal = kernel.n_dense_few > 0;
     for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_few; n_tokens++) {
-        check.is_dense_few_equal = check.is_dense_few_equal && has_dense_bits(found, kernel.few, { n_tokens });
+        check.is_dense_few_equal = check.is_dense_few_equal && has_bits(found, kernel.few, true, { n_tokens });
     }
     for (const dots_function dots : { kernel.many, kernel.few }) {
-        if (dots && check.many_dots == nullptr && has_bits_of_many(found, dots)) {
+        // ggml's narrow tiles, wide ones, and all threads' rests
+        if (dots && check.many_dots == nullptr && has_bits(found, dots, false, { n_many_columns, 15, 16, 17, 41 })) {
             check.many_dots = dots;
             check.many      = found.set_batch(n_timed_columns) ? found.speed(dots) : 0;
         }
     }
-    if (kernel.dense && has_dense_bits(found, kernel.dense, { kernel.n_dense_many, 8, 15, 17, 33, 67 })) {
+    if (kernel.dense && has_bits(found, kernel.dense, true, { kernel.n_dense_many, 8, 15, 17, 33, 67 })) {
         check.is_dense_many_equal = true;
         check.dense               = found.set_batch(n_timed_dense_columns, true) ? found.speed(kernel.dense) : 0;
     }
@@ -368,10 +359,10 @@ chosen_dots choose_dots(const ggml_tensor * node) {
         if (!fits(kernel, node) || (chosen == MOEEDGE_KERNEL_CHOICE_AVX2 && std::strcmp(kernel.instructions, "avx2") != 0)) {
             continue;
         }
-        const kernel_check & check     = checked(i);
-        const bool           is_many   = is_dense && has_many_dense(kernel, node);
-        const bool           has_bits  = !is_dense ? check.is_equal : is_many ? check.is_dense_many_equal : check.is_dense_few_equal;
-        if (!has_bits || (may_be_many && check.many_dots == nullptr)) {
+        const kernel_check & check    = checked(i);
+        const bool           is_many  = is_dense && has_many_dense(kernel, node);
+        const bool           is_equal = !is_dense ? check.is_equal : is_many ? check.is_dense_many_equal : check.is_dense_few_equal;
+        if (!is_equal || (may_be_many && check.many_dots == nullptr)) {
             continue;
         }
         const chosen_dots found = { &kernel, kernel.few, is_dense ? kernel.dense : check.many_dots };

@@ -1,7 +1,7 @@
 // Kernel choice: which of our kernels (expert-dots.h) are used instead of ggml's.
 //
 // Before its first use, a kernel computes a small matmul that ggml computes, too. It is used only if all results have the same
-// bits, and, by itself, only where it was faster: one column per expert and several are timed apart. So neither another build of
+// bits, and, by itself, only where it was faster: one column per expert, several, many and dense matrices are timed apart. So neither another build of
 // ggml, nor a CPU on which ggml's kernels are better, changes an answer or slows it down.
 
 #pragma once
