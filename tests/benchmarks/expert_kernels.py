@@ -29,8 +29,9 @@ from moeedge.native.compute import kernels, read_speed, set_kernel_choice
 from tests.support.expert_blocks import BlockShape, Engine, ExpertBlock, Experts, nmse, spread_experts
 
 SCHEMA = "moeedge-expert-kernels-1"
-# type and whether llama.cpp repacks it for a CPU with AVX2; plain where a GPU is in use or the user says so
-LAYOUTS = ("q4_0", "q4_0-plain", "q4_k", "q4_k-plain", "q6_k-plain", "q8_0-plain")
+# types that llama.cpp repacks for a CPU with AVX2, and those that stay plain or do so next to a GPU
+PLAIN = ("q4_0", "q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "iq4_xs", "mxfp4", "q8_0")
+LAYOUTS = ("q4_0", "q4_k", "mxfp4", *(f"{name}-plain" for name in PLAIN))
 # Of Qwen3-30B-A3B by tokens: the figures at 6 experts per token of the production study of MoE speculation
 # (moeedge/lab/sim/data/models.json), times 8/6
 DISTINCT = {1: 8, 2: 13, 3: 17, 5: 24, 9: 34, 16: 45}

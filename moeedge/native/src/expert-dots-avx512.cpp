@@ -281,6 +281,75 @@ void dots_32(int64_t n_blocks, const block_type * first, const block_type * seco
     }
 }
 
+// float sums of one row of 256-value blocks and N columns
+
+enum rounding { ROUNDED_AS_SINGLE, ROUNDED_AS_TILE };
+
+// lane c: the sum of x[c]
+template <int N> inline __m128i sum_of_each(const __m128i * x) {
+    __m128i all[4];
+    UNROLLED
+    for (int c = 0; c < 4; c++) {
+        all[c] = c < N ? x[c < N ? c : 0] : _mm_setzero_si128();
+    }
+    return _mm_hadd_epi32(_mm_hadd_epi32(all[0], all[1]), _mm_hadd_epi32(all[2], all[3]));
+}
+
+template <int N, rounding R, bool has_mins> struct row_sums {
+    __m256 sums[N];
+    __m128 min_sums[N];
+    __m128 tile_sums; // a lane per column
+
+    inline row_sums() {
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            sums[c]     = _mm256_setzero_ps();
+            min_sums[c] = _mm_setzero_ps();
+        }
+        tile_sums = _mm_setzero_ps();
+    }
+
+    // adds block b of each column: d * totals - min * min_totals
+    inline void add(const block_q8_K * const * columns, int64_t b, float d, const __m256i * totals, float min, const __m128i * min_totals) {
+        if constexpr (R == ROUNDED_AS_TILE) {
+            add_tile(columns, b, d, totals, min, min_totals);
+            return;
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            const float column_d = columns[c][b].d;
+            sums[c]              = _mm256_fmadd_ps(_mm256_set1_ps(column_d * d), _mm256_cvtepi32_ps(totals[c]), sums[c]);
+            if constexpr (has_mins) {
+                min_sums[c] = _mm_fmadd_ps(_mm_set1_ps(-column_d * min), _mm_cvtepi32_ps(min_totals[c]), min_sums[c]);
+            }
+        }
+    }
+
+    inline void add_tile(const block_q8_K * const * columns, int64_t b, float d, const __m256i * totals, float min, const __m128i * min_totals) {
+        __m128i halves[N];
+        float   column_d[4] = {};
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            halves[c]   = _mm_add_epi32(_mm256_castsi256_si128(totals[c]), _mm256_extracti128_si256(totals[c], 1));
+            column_d[c] = columns[c][b].d;
+        }
+        __m128 block = _mm_mul_ps(_mm_set1_ps(d), _mm_cvtepi32_ps(sum_of_each<N>(halves)));
+        if constexpr (has_mins) {
+            block = _mm_fnmadd_ps(_mm_set1_ps(min), _mm_cvtepi32_ps(sum_of_each<N>(min_totals)), block);
+        }
+        tile_sums = _mm_fmadd_ps(block, _mm_loadu_ps(column_d), tile_sums);
+    }
+
+    inline void store(float * const * out) const {
+        float tiles[4];
+        _mm_storeu_ps(tiles, tile_sums);
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            *out[c] = R == ROUNDED_AS_TILE ? tiles[c] : has_mins ? sum_of(sums[c]) + sum_of(min_sums[c]) : sum_of(sums[c]);
+        }
+    }
+};
+
 // Q4_K, one row
 
 template <int N, rounding R>
