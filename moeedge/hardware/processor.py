@@ -60,6 +60,14 @@ def physical_cores() -> int:
     return max(1, cores if limit is None else min(cores, int(limit)))
 
 
+def cores_next_to_gpu() -> int:
+    """Returns the default of threads where experts are cached on a GPU: two threads beside them wait for it and upload.
+
+    A thread that computes without a core stops all others. Where no logical core is to spare, a quarter is given up at most.
+    """
+    return min(physical_cores(), max(concurrent_threads() - 2, math.ceil(0.75 * physical_cores())))
+
+
 def core_limit() -> float | None:
     """Returns the processor time that the control groups of this process allow, in cores; None: no limit."""
     limits = []

@@ -21,7 +21,7 @@ from tests.support.stock import StockContext
 
 pytestmark = pytest.mark.skipif(on_cpu(), reason="needs $MOEEDGE_TEST_DEVICE, a device that holds layers")
 
-MODELS = ("qwen3moe", "gpt-oss", "deepseek2", "mixtral")
+MODELS = ("qwen3moe", "gpt-oss", "deepseek2", "llama")
 LONG = np.random.default_rng(5).integers(0, 256, 40).tolist()  # a prompt whose experts llama.cpp computes on the GPU
 SHORT = LONG[:12]
 N_PREDICT = 24

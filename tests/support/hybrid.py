@@ -25,7 +25,7 @@ from moeedge.native import OffloadScope
 from moeedge.native.cache import CacheConfig, ExpertCache
 from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 from moeedge.scheduler.config import PlacementConfig
-from tests.support.greedy import judge
+from tests.support.greedy import BATCH, forced_rows, judge
 from tests.support.sensed import model_number, sensed_context
 from tests.support.stock import StockContext
 
@@ -35,6 +35,7 @@ GAMMAS = (0, 1, 4, 8)
 # a GPU's arithmetic differs more (TF32, fp16 accumulation), enough to turn a router's near-tie around now and then
 GPU_GAP = 0.5  # logits of spread 4
 GPU_DEPARTURES = 0.05  # of the tokens
+ALL_LAYERS = 99
 # the smallest ratio still gives every layer of the tiny models a slot
 MANY_EXPERTS = 32
 
@@ -101,8 +102,9 @@ def assert_greedy(stock: StockContext, prompt: Sequence[int], tokens: list[int],
     verdict = judge(stock, prompt, tokens)
     limit = max(NEAR_TIE_GAP if on_cpu() else GPU_GAP, 2 * verdict.noise)
     worst = max(verdict.gaps.values(), default=0.0)
-    if worst > limit and on_cpu():
-        limit = max(limit, 2 * _layout_noise(stock, [*prompt, *tokens]))
+    if worst > limit:
+        noise = _layout_noise(stock, [*prompt, *tokens]) if on_cpu() else _device_noise(stock, prompt, tokens)
+        limit = max(limit, 2 * noise)
     assert verdict.gaps, f"{what}: the sequences differ, so stock must have seen a tie"
     assert worst <= limit, f"{what}: not greedy, {worst:.3g} below the best logit; noise {verdict.noise:.2g}"
     assert on_cpu() or len(verdict.gaps) <= GPU_DEPARTURES * len(tokens), f"{what}: {len(verdict.gaps)} departures"
@@ -114,6 +116,18 @@ def _layout_noise(stock: StockContext, tokens: Sequence[int]) -> float:
     stock.trim(0)
     with StockContext(stock.path, n_ctx=stock.n_ctx, repack=not stock.repack) as other:
         return float(np.abs(stock.decode(tokens) - other.decode(tokens)).max())
+
+
+def _device_noise(stock: StockContext, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """How far stock's logits are from stock's with all layers on the device, in batches of one token and of a verification."""
+    rows = forced_rows(stock, prompt, tokens, 1)
+    with stock_on_device(stock) as other:
+        return max(float(np.abs(forced_rows(other, prompt, tokens, batch) - rows).max()) for batch in (1, BATCH))
+
+
+def stock_on_device(stock: StockContext) -> StockContext:
+    """The same model with all layers on the device under test, a GPU."""
+    return StockContext(stock.path, n_ctx=stock.n_ctx, gpu=device_under_test(), n_gpu_layers=ALL_LAYERS)
 
 
 @contextmanager
