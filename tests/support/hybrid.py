@@ -102,12 +102,15 @@ def assert_greedy(stock: StockContext, prompt: Sequence[int], tokens: list[int],
     verdict = judge(stock, prompt, tokens)
     limit = max(NEAR_TIE_GAP if on_cpu() else GPU_GAP, 2 * verdict.noise)
     worst = max(verdict.gaps.values(), default=0.0)
-    if worst > limit:
-        noise = _layout_noise(stock, [*prompt, *tokens]) if on_cpu() else _device_noise(stock, prompt, tokens)
-        limit = max(limit, 2 * noise)
+    n_most = len(tokens) if on_cpu() else int(GPU_DEPARTURES * len(tokens))
+    if worst > limit and on_cpu():
+        limit = max(limit, 2 * _layout_noise(stock, [*prompt, *tokens]))
+    elif worst > limit or len(verdict.gaps) > n_most:  # as far and as often as stock on the device
+        noise, n_departures = _device_noise(stock, prompt, tokens)
+        limit, n_most = max(limit, 2 * noise), max(n_most, 2 * n_departures)
     assert verdict.gaps, f"{what}: the sequences differ, so stock must have seen a tie"
     assert worst <= limit, f"{what}: not greedy, {worst:.3g} below the best logit; noise {verdict.noise:.2g}"
-    assert on_cpu() or len(verdict.gaps) <= GPU_DEPARTURES * len(tokens), f"{what}: {len(verdict.gaps)} departures"
+    assert len(verdict.gaps) <= n_most, f"{what}: {len(verdict.gaps)} departures"
     return len(verdict.gaps)
 
 
@@ -118,11 +121,16 @@ def _layout_noise(stock: StockContext, tokens: Sequence[int]) -> float:
         return float(np.abs(stock.decode(tokens) - other.decode(tokens)).max())
 
 
-def _device_noise(stock: StockContext, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """How far stock's logits are from stock's with all layers on the device, in batches of one token and of a verification."""
+def _device_noise(stock: StockContext, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[float, int]:
+    """Stock with all layers on the device against stock: the farthest logits, and how often another one is the best.
+
+    In batches of one token and of a verification, the larger of both.
+    """
     rows = forced_rows(stock, prompt, tokens, 1)
     with stock_on_device(stock) as other:
-        return max(float(np.abs(forced_rows(other, prompt, tokens, batch) - rows).max()) for batch in (1, BATCH))
+        found = [forced_rows(other, prompt, tokens, batch) for batch in (1, BATCH)]
+    n_departures = max(int((each.argmax(axis=1) != rows.argmax(axis=1)).sum()) for each in found)
+    return max(float(np.abs(each - rows).max()) for each in found), n_departures
 
 
 def stock_on_device(stock: StockContext) -> StockContext:
