@@ -17,12 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moeedge import native
+from moeedge.hardware.provenance import read_provenance
 from tests.gpu.ggml_device import F32, I32, Q4_K, Backend, mul_mat_id, scale, tensor, traffic
 
 SCHEMA = "moeedge-gpu-micro-1"
@@ -151,6 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     native.attach()
+    environment = asdict(read_provenance())
     n, shrink = (5, 16) if options.dry_run else (options.repeats, 1)
     rows: list[dict[str, Any]] = []
     for source in (calls(options.device, n), matmuls(options.device, n, shrink)):
@@ -158,7 +161,8 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(row)
             about = ", ".join(f"{key} {value}" for key, value in row.items() if not key.endswith("_us"))
             print(f"{row.get('median_us', float('nan')):10.1f} us  {about}", file=sys.stderr)
-            record = {"schema": SCHEMA, "device": options.device, "dry_run": options.dry_run, "rows": rows}
+            about_run = {"schema": SCHEMA, "environment": environment, "device": options.device, "dry_run": options.dry_run}
+            record = about_run | {"rows": rows}
             options.out.write_text(json.dumps(record) + "\n")  # what is there if the rest takes too long
     return 0
 
