@@ -62,10 +62,13 @@ def test_performance_has_the_tables_of_other_programs(name: str) -> None:
 def test_performance_has_the_rows_under_recorded_routing() -> None:
     rows = read(_RECORDS / "routed-gptoss-20b.json.gz")
     assert {row["routing_scaling"] for row in rows} == {""} and {row["disturbed"] for row in rows} == {None}
+    cells = []
     for stock, ours in zip(rows[::2], rows[1::2], strict=True):
         kind, ratio = ("tg", ours["ratio"]) if ours["n_gen"] else ("pp", ours["ratio_pp"])
+        cells.append(f"{ours[f'{kind}_ts_median']:.1f} ({ratio:.2f})")
         speeds = " | ".join(f"{row[f'{kind}_ts_median']:.2f}" for row in (stock, ours))
         assert f"| {ours['test']} | {speeds} | {ratio:.2f} |" in _PERFORMANCE
+    assert f"| {' | '.join(cells)} |" in _README
     costs = [f"{100 * row['routing_cost']:.1f} %" for row in rows[:2]]
     assert f"takes {costs[0]} of stock's time for a token and {costs[1]} of moeedge's" in _PERFORMANCE
 
