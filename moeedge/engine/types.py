@@ -141,7 +141,7 @@ class EngineConfig:
     draft: Path | DraftWord | None = None
     n_ctx: int = 0  # tokens of each text; 0: the length that the model was trained with
     n_parallel: int = 1  # texts that are decoded together, llama.cpp's --parallel
-    n_threads: int = 0  # 0: one per physical core
+    n_threads: int = 0  # 0: one per physical core, next to a GPU's cache `cores_next_to_gpu`
     gamma: int = DEFAULT_GAMMA  # draft length, llama.cpp's --draft-max; 0 switches speculation off
     auto_gamma: bool = False  # each step's draft length, at most GAMMA_MAX, follows what steps cost, and not `gamma`
     draft_p_min: float = 0.0  # a draft model's drafts end before a token that it gives less, of one text

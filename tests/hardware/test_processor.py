@@ -63,3 +63,16 @@ def test_threads_keep_to_the_limit(
     monkeypatch.setattr(processor, "core_limit", lambda: limit)
     assert processor.physical_cores() == threads
     assert processor.concurrent_threads() == most
+
+
+@pytest.mark.parametrize(
+    ("logical", "physical", "threads"),
+    [(16, 8, 8), (16, 16, 14), (8, 8, 6), (6, 6, 5), (4, 4, 3), (2, 2, 2), (1, 1, 1), (9, 8, 7)],
+)
+def test_a_gpu_leaves_cores_to_uploads(
+    logical: int, physical: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "usable_cores", lambda: logical)
+    monkeypatch.setattr(processor.psutil, "cpu_count", lambda logical: physical)
+    monkeypatch.setattr(processor, "core_limit", lambda: None)
+    assert processor.cores_next_to_gpu() == threads
