@@ -63,7 +63,7 @@ def physical_cores() -> int:
 def cores_next_to_gpu() -> int:
     """Returns the default of threads where experts are cached on a GPU: two threads beside them wait for it and upload.
 
-    A thread that computes without a core stops all others. Where no logical core is to spare, a quarter is given up at most.
+    A thread that computes without a core stops all others. At most a quarter of the physical cores is given up.
     """
     return min(physical_cores(), max(concurrent_threads() - 2, math.ceil(0.75 * physical_cores())))
 

@@ -87,6 +87,10 @@ class Plot:
         return [line for line in self.lines if any(value is not None for value in line.values)]
 
 
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 def default_plots(records: Sequence[Any], name: Callable[[Any], str]) -> list[Plot]:
     """A plot of each figure declared as y over the first declared as x that differs; name: of a record's line.
 
@@ -103,7 +107,7 @@ def default_plots(records: Sequence[Any], name: Callable[[Any], str]) -> list[Pl
         others = [key for key in differ if key != x and declared[key].axis != "y"]
         points: dict[str, list[tuple[float, float]]] = {}
         for name_of_row, row in own if x else ():
-            line = ", ".join([name_of_row, *(f"{key} {row[key]}" for key in others)])
+            line = ", ".join([name_of_row, *(f"{key} {_short(row[key])}" for key in others)])
             points.setdefault(line, []).append((row[x], row[y]))
         drawn = {line: zip(*sorted(each), strict=True) for line, each in points.items() if len(each) > 1}
         lines = [Line(line, values, "o-", x=at) for line, (at, values) in drawn.items()]

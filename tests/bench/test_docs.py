@@ -12,6 +12,7 @@ from moeedge.bench.config import MODES
 from moeedge.bench.figures import MEAN
 from moeedge.bench.output_check import NEAR_TIE_GAP
 from moeedge.data.datasets import CATALOG, load_dataset
+from moeedge.lab.analysis.draft_surface import surface_points
 from moeedge.scoring.answers import SCORERS, Reference
 from tests.benchmarks.performance import draft_cost, over_stock, read, recosted, tables
 from tests.benchmarks.policies_table import table
@@ -71,6 +72,25 @@ def test_performance_has_the_rows_under_recorded_routing() -> None:
     assert f"| {' | '.join(cells)} |" in _README
     costs = [f"{100 * row['routing_cost']:.1f} %" for row in rows[:2]]
     assert f"takes {costs[0]} of stock's time for a token and {costs[1]} of moeedge's" in _PERFORMANCE
+
+
+def test_performance_has_the_surface_of_drafts() -> None:
+    records = [read(_RECORDS / f"surface-gptoss-20b-{kind}.json.gz") for kind in ("draft", "head")]
+    for pair in zip(*map(surface_points, records), strict=True):
+        cells = [
+            f"{point.ratio:.2f} ({point.low:.2f} to {point.high:.2f}) | {point.fixed_ratio:.2f} ({point.fixed_gamma})"
+            for point in pair
+        ]
+        assert f"| {pair[0].acceptance:g} | {' | '.join(cells)} |" in _PERFORMANCE
+
+
+def test_performance_has_the_figures_next_to_a_gpu() -> None:
+    rows = {(row["mode"], row["test"]): row for row in read(_RECORDS / "h100-gpt-oss-20b.json.gz")}
+    for test, kind in (("pp512", "pp"), ("pp9", "pp"), ("tg64", "tg")):
+        ratio = "ratio_ncmoe" if kind == "tg" else "ratio_pp_ncmoe"
+        speeds = [f"{rows[mode, test][f'{kind}_ts_median']:.3g}" for mode in ("stock-ar", "stock-ncmoe", "moeedge-ar")]
+        (line,) = (line for line in _PERFORMANCE.splitlines() if " | ".join(speeds) in line)
+        assert f"{rows['moeedge-ar', test][ratio]:.2f}" in line
 
 
 @pytest.mark.parametrize("name", ["performance-pp512", "performance-pp512-bundled"])

@@ -161,7 +161,12 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(row)
             about = ", ".join(f"{key} {value}" for key, value in row.items() if not key.endswith("_us"))
             print(f"{row.get('median_us', float('nan')):10.1f} us  {about}", file=sys.stderr)
-            about_run = {"schema": SCHEMA, "environment": environment, "device": options.device, "dry_run": options.dry_run}
+            about_run = {
+                "schema": SCHEMA,
+                "environment": environment,
+                "device": options.device,
+                "dry_run": options.dry_run,
+            }
             record = about_run | {"rows": rows}
             options.out.write_text(json.dumps(record) + "\n")  # what is there if the rest takes too long
     return 0

@@ -175,7 +175,9 @@ def test_buffers_have_large_pages() -> None:
     native.attach()
     n_bytes, pointer = 64 << 20, ctypes.c_void_p
     buft = engine_library.ggml_function("ggml_backend_cpu_buffer_type", pointer)()
-    buffer = engine_library.ggml_function("ggml_backend_buft_alloc_buffer", pointer, pointer, ctypes.c_size_t)(buft, n_bytes)
+    buffer = engine_library.ggml_function("ggml_backend_buft_alloc_buffer", pointer, pointer, ctypes.c_size_t)(
+        buft, n_bytes
+    )
     base = engine_library.ggml_function("ggml_backend_buffer_get_base", pointer, pointer)(buffer)
     ctypes.memset(base, 1, n_bytes)
     assert large_pages_bytes(base + n_bytes // 2) > n_bytes // 2
