@@ -20,7 +20,7 @@ from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.hardware.processor import cores_next_to_gpu
+from moeedge.hardware.processor import cores_next_to_gpu, physical_cores
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.gguf_file import adapts_experts
@@ -99,13 +99,15 @@ class Session(Closing):
             ram_tier.check_policy(config.placement.policy)
         if config.auto_gamma and config.gamma > 0:
             config = replace(config, gamma=GAMMA_MAX)
-        if config.n_threads == 0 and device.kind == "gpu" and config.mode == "moeedge":
-            config = replace(config, n_threads=cores_next_to_gpu())
         if "no-sd" in config.placement.ablations and config.mode == "moeedge":
             config = replace(config, gamma=0)
         if model is not None or draft_model is not None:  # which `_fall_back` would free
             config = replace(config, cpu_fallback=False)
         run = Run() if run is None else Run(run.show)  # opening is not cancelled
+        if config.n_threads == 0 and device.kind == "gpu" and config.mode == "moeedge":
+            config = replace(config, n_threads=cores_next_to_gpu())
+            if config.n_threads < physical_cores():
+                run.note(f"{config.n_threads} threads compute (-t); the other cores feed {device.label}.")
         with ExitStack() as stack:
             model = model or stack.enter_context(loading.load_target(config, device))
             if config.n_parallel > 1 and not model.can_roll_back:

@@ -87,10 +87,6 @@ class Plot:
         return [line for line in self.lines if any(value is not None for value in line.values)]
 
 
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 def default_plots(records: Sequence[Any], name: Callable[[Any], str]) -> list[Plot]:
     """A plot of each figure declared as y over the first declared as x that differs; name: of a record's line.
 
@@ -107,7 +103,8 @@ def default_plots(records: Sequence[Any], name: Callable[[Any], str]) -> list[Pl
         others = [key for key in differ if key != x and declared[key].axis != "y"]
         points: dict[str, list[tuple[float, float]]] = {}
         for name_of_row, row in own if x else ():
-            line = ", ".join([name_of_row, *(f"{key} {_short(row[key])}" for key in others)])
+            forms = {key: "" if row[key] is None else declared[key].form for key in others}
+            line = ", ".join([name_of_row, *(f"{key} {format(row[key], form)}" for key, form in forms.items())])
             points.setdefault(line, []).append((row[x], row[y]))
         drawn = {line: zip(*sorted(each), strict=True) for line, each in points.items() if len(each) > 1}
         lines = [Line(line, values, "o-", x=at) for line, (at, values) in drawn.items()]

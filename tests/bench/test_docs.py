@@ -91,6 +91,12 @@ def test_performance_has_the_figures_next_to_a_gpu() -> None:
         speeds = [f"{rows[mode, test][f'{kind}_ts_median']:.3g}" for mode in ("stock-ar", "stock-ncmoe", "moeedge-ar")]
         (line,) = (line for line in _PERFORMANCE.splitlines() if " | ".join(speeds) in line)
         assert f"{rows['moeedge-ar', test][ratio]:.2f}" in line
+    lanes = read(_RECORDS / "h100-checks.json.gz")["lanes"]
+    for suffix, names in (
+        ("", ("cpu-moe", "n-cpu-moe", "moeedge", "static")),
+        ("-sd", ("cpu-moe", "n-cpu-moe", "moeedge")),
+    ):
+        assert " | ".join(f"{lanes[name + suffix]['tg_ts']:.1f}" for name in names) + " |" in _PERFORMANCE
 
 
 @pytest.mark.parametrize("name", ["performance-pp512", "performance-pp512-bundled"])

@@ -153,21 +153,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     native.attach()
-    environment = asdict(read_provenance())
     n, shrink = (5, 16) if options.dry_run else (options.repeats, 1)
     rows: list[dict[str, Any]] = []
+    record = {"schema": SCHEMA, "environment": asdict(read_provenance()), "device": options.device}
+    record |= {"dry_run": options.dry_run, "rows": rows}
     for source in (calls(options.device, n), matmuls(options.device, n, shrink)):
         for row in source:
             rows.append(row)
             about = ", ".join(f"{key} {value}" for key, value in row.items() if not key.endswith("_us"))
             print(f"{row.get('median_us', float('nan')):10.1f} us  {about}", file=sys.stderr)
-            about_run = {
-                "schema": SCHEMA,
-                "environment": environment,
-                "device": options.device,
-                "dry_run": options.dry_run,
-            }
-            record = about_run | {"rows": rows}
             options.out.write_text(json.dumps(record) + "\n")  # what is there if the rest takes too long
     return 0
 

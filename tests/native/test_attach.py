@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -153,31 +152,3 @@ def test_closed_contexts_free_their_instances(tiny_moe: Path) -> None:
         assert native.load().moeedge_live_instances() == before + 1
         transcript(context)
     assert native.load().moeedge_live_instances() == before
-
-
-def offers_large_pages() -> bool:
-    state = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return state.exists() and "[never]" not in state.read_text() and "VmFlags" in Path("/proc/self/smaps").read_text()
-
-
-def is_advised(address: int) -> bool:
-    """Whether large pages were asked for in the mapping that holds the address."""
-    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
-        begin, end = (int(number, 16) for number in part.split()[0].split("-"))
-        if begin <= address < end:
-            return "hg" in part.split("VmFlags:")[1].split()
-    return False
-
-
-@pytest.mark.skipif(not offers_large_pages(), reason="the system offers no transparent huge pages")
-def test_buffers_have_large_pages() -> None:
-    """Those of the CPU's buffer type: repacked weights, too."""
-    native.attach()
-    n_bytes, pointer = 64 << 20, ctypes.c_void_p
-    buft = engine_library.ggml_function("ggml_backend_cpu_buffer_type", pointer)()
-    buffer = engine_library.ggml_function("ggml_backend_buft_alloc_buffer", pointer, pointer, ctypes.c_size_t)(
-        buft, n_bytes
-    )
-    base = engine_library.ggml_function("ggml_backend_buffer_get_base", pointer, pointer)(buffer)
-    assert is_advised(base + n_bytes // 2)
-    engine_library.ggml_function("ggml_backend_buffer_free", None, pointer)(buffer)

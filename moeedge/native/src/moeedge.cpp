@@ -11,7 +11,6 @@
 #include "expert-outputs.h"
 #include "ggml-impl.h"
 #include "kernel-choice.h"
-#include "large-pages.h"
 #include "largest-values.h"
 #include "lazy-mapping.h"
 #include "memory-breakdown.h"
@@ -74,7 +73,6 @@ int moeedge_register(void) {
     return guarded([]() -> int {
         static std::once_flag once;
         std::call_once(once, [] { ggml_backend_register(moeedge::backend_reg()); });
-        moeedge::use_large_pages();
         return MOEEDGE_STATUS_OK;
     });
 }
@@ -89,7 +87,6 @@ ggml_backend_reg_t ggml_backend_init(void) {
         return nullptr;
     }
     moeedge_disable_broken_amx();
-    moeedge::use_large_pages();
     return moeedge::backend_reg();
 }
 
