@@ -88,6 +88,7 @@ class Kernel:
     single_speed: float = c_field(c_double)  # ggml's time over its own with rows from memory, one column per expert
     several_speed: float = c_field(c_double)  # the same with two columns per expert
     many_speed: float = c_field(c_double)  # with sixteen; 0: not used from eight on, its bits differ
+    dense_single_speed: float = c_field(c_double)  # one column of a dense matrix; 0: not used for one
     dense_speed: float = c_field(c_double)  # thirty-two columns of a dense matrix; 0: not used from eight on
     n_dense_max: int = c_field(c_int32)  # of fewer columns of a dense matrix, how many it computes; 0: bits differ
 

@@ -3,7 +3,7 @@
     moeedge lab trace import gptoss20b_decode.npz ROUTING.npz --n-experts 32
     python -m tests.benchmarks.full_shapes FOLDER --routing ROUTING.npz --llama-bench FILE --ik-llama-bench FILE
 
-FOLDER gets the models (`moeedge lab make-model`; about 70 GB with all) and, in `records`, one record per step and a log
+FOLDER gets the models (`moeedge lab make-model`; about 105 GB with all) and, in `records`, a record per step and a log
 of what it printed. A step whose record is there is left out, and an interrupted one goes on where it was, so that the
 same command goes on with everything. --steps names some, --list shows them. Before each step the machine must be quiet,
 and the disk must have room for the models that it needs.
@@ -38,8 +38,19 @@ MODELS = {
     "qwen3-30b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9", 0.4e9),
     "gptoss-20b-draft": ("--like qwen3-0.6b --quant q8_0 --layers 9 --vocab 201088", 0.4e9),
 }
+# a sixth of the layers in each mixture of types, and about how many bytes a layer takes
+QUANTS = {"q5_k_m": 0.44e9, "q3_k_m": 0.31e9, "iq4_xs": 0.34e9, "q8_0": 0.67e9, "q4_0": 0.36e9, "bf16": 1.3e9}
+_N_FLOOR_LAYERS = 8
+MODELS |= {
+    f"qwen3-30b-{_N_FLOOR_LAYERS}-{quant}": (
+        f"--like qwen3-30b-a3b --quant {quant} --layers {_N_FLOOR_LAYERS}",
+        (_N_FLOOR_LAYERS + 1) * layer_bytes,
+    )
+    for quant, layer_bytes in QUANTS.items()
+}
 _TESTS = "-p 512,2,4,9,17 -n 64 -r 3 -t 2"
 _LONG = "-p 2048 -n 1 -r 3 -t 2"  # apart, as it takes most of the time
+_FLOORS = "-p 512,2048,9 -n 64 -r 3 -t 2"
 _LENGTHS = (1, 2, 4, 8)
 _MODES = ["stock-ar", *(f"{arm}:{n}" for arm in ("stock-sd", "moeedge") for n in _LENGTHS), "moeedge:auto"]
 _ACCEPT = f"-n 64 -r 3 -t 2 -b 64 -ub 64 -dev none --ram off --modes {','.join(_MODES)} -o json"
@@ -61,6 +72,9 @@ def steps() -> list[Step]:
     """All steps in their order."""
     made = [Step(f"rivals-{name}{kind}", f"lab rivals -m {{{name}}} {tests} {{programs}} -o json", (name,))
             for kind, tests in (("", _TESTS), ("-long", _LONG)) for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
+    for quant in QUANTS:
+        name = f"qwen3-30b-{_N_FLOOR_LAYERS}-{quant}"
+        made.append(Step(f"floors-{quant}", f"lab rivals -m {{{name}}} {_FLOORS} {{programs}} -o json", (name,)))
     routed = "bench -md none -dev none --ram off --modes stock-ar,moeedge-ar --routing {routing} -o json"
     made += [Step(f"routed-{name}{kind}", f"{routed} {tests} -m {{{name}}}", (name,))
              for kind, tests in (("", _TESTS), ("-long", _LONG)) for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip

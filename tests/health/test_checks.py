@@ -83,7 +83,7 @@ def test_a_malformed_catalog_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def kernel(instructions: str, layout: str, speed: float, *, is_equal: bool = True) -> Kernel:
-    return Kernel(instructions, layout, is_equal, speed, speed, speed, speed, 0)
+    return Kernel(instructions, layout, is_equal, *(speed,) * 5, 0)
 
 
 def test_kernels_with_other_bits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

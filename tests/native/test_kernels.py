@@ -40,20 +40,20 @@ def test_every_kernel_passes_its_check() -> None:
         assert kernel.several_speed > 0
         assert kernel.many_speed > 0, "ggml's rounding from eight columns of an expert on"
         has_dense = kernel.layout != "iq4_nl"  # which ggml rounds otherwise where its matrix is dense
-        assert (kernel.n_dense_max > 1) == has_dense, kernel
+        assert (kernel.n_dense_max > 1) == (kernel.dense_single_speed > 0) == has_dense, kernel
         assert (kernel.dense_speed > 0) == (has_dense and kernel.instructions == "avx2"), kernel
 
 
 @pytest.mark.parametrize(("type_", "repacked"), LAYOUTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 def test_blocks_equal_ggmls(type_: str, repacked: bool, n_threads: int) -> None:
-    """Batches of one to many tokens; every size leaves another rest of columns and pieces."""
+    """Batches of one to many tokens: other rests of columns and pieces, with biases and without, summed or not."""
     shape = BlockShape(type_, n_embd=512, n_ff=256, n_experts=12, n_used=4)
     rng = np.random.default_rng(n_threads)
     theirs, ours = Engine("CPU", n_threads), Engine("MOEEDGE", n_threads)
     with Experts(shape, repacked=repacked) as experts:
         for n_tokens in (1, 2, 3, 5, 9, 16, 24, 40, 150):
-            block = ExpertBlock(experts, n_tokens)
+            block = ExpertBlock(experts, n_tokens, summed=n_tokens != 5, biases=n_tokens % 2 == 0)
             input_ = (rng.standard_normal((n_tokens, shape.n_embd)) ** 3).astype(np.float32)
             ids = np.stack([rng.permutation(shape.n_experts)[: shape.n_used] for _ in range(n_tokens)]).astype(np.int32)
             expected = block.run(theirs, input_, ids)

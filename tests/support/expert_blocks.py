@@ -155,10 +155,15 @@ class Experts:
 
 
 class ExpertBlock:
-    """The graph for batches of `n_tokens`; `run` computes it."""
+    """The graph for batches of `n_tokens`; `run` computes it.
 
-    def __init__(self, experts: Experts, n_tokens: int) -> None:
+    summed: as llama.cpp builds a block's end, to the sum over a token's experts and the addition of another value; with
+    `biases` of all three matmuls and gpt-oss's activation.
+    """
+
+    def __init__(self, experts: Experts, n_tokens: int, *, summed: bool = False, biases: bool = False) -> None:
         shape = experts.shape
+        rng = np.random.default_rng(7)
         self._context = new_context()
         new_3d = ("ggml_new_tensor_3d", c_void_p, [c_void_p, c_int, c_int64, c_int64, c_int64])
         new_2d = ("ggml_new_tensor_2d", c_void_p, [c_void_p, c_int, c_int64, c_int64])
@@ -167,18 +172,49 @@ class ExpertBlock:
         self._ids = call(*new_2d, self._context, _I32, shape.n_used, n_tokens)
         up = call(*matmul, self._context, experts.tensors["up"], self._x, self._ids)
         gate = call(*matmul, self._context, experts.tensors["gate"], self._x, self._ids)
-        act = call("ggml_swiglu_split", c_void_p, [c_void_p] * 3, self._context, gate, up)
-        down = call(*matmul, self._context, experts.tensors["down"], act, self._ids)
+        widths = {"up": shape.n_ff, "gate": shape.n_ff, "down": shape.n_embd}
+        own_biases = {role: call(*new_2d, self._context, _F32, n, shape.n_experts) for role, n in widths.items()}
+
+        def biased(value: int, role: str) -> int:
+            added = ("ggml_add_id", c_void_p, [c_void_p] * 4)
+            return int(call(*added, self._context, value, own_biases[role], self._ids)) if biases else value
+
+        gate, up = biased(gate, "gate"), biased(up, "up")
+        if biases:
+            oai = ("ggml_swiglu_oai", c_void_p, [*[c_void_p] * 3, c_float, c_float])
+            act = call(*oai, self._context, gate, up, 1.702, 7.0)
+        else:
+            act = call("ggml_swiglu_split", c_void_p, [c_void_p] * 3, self._context, gate, up)
+        down = biased(call(*matmul, self._context, experts.tensors["down"], act, self._ids), "down")
         self._weights = call(*new_3d, self._context, _F32, 1, shape.n_used, n_tokens)
         self._out = call("ggml_mul", c_void_p, [c_void_p] * 3, self._context, down, self._weights)
+        added = call(*new_2d, self._context, _F32, shape.n_embd, n_tokens)
+        out_shape: tuple[int, ...] = (n_tokens, shape.n_used, shape.n_embd)
         self.graph = call("ggml_new_graph", c_void_p, [c_void_p], self._context)
-        call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, self._out)
+        expand = ("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph)
+        if summed:
+            row, view = 4 * shape.n_embd, ("ggml_view_2d", c_void_p, [c_void_p] * 2 + [c_int64] * 2 + [c_size_t] * 2)
+            call(*expand, self._out)
+            places = [
+                call(*view, self._context, self._out, shape.n_embd, n_tokens, shape.n_used * row, place * row)
+                for place in range(shape.n_used)
+            ]
+            for place in places:
+                call(*expand, place)
+            for other in [*places[1:], added]:
+                places[0] = call("ggml_add", c_void_p, [c_void_p] * 3, self._context, places[0], other)
+                call(*expand, places[0])
+            self._out, out_shape = places[0], (n_tokens, shape.n_embd)
+        call(*expand, self._out)
         buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
         allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
         self._buffer = call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
         self.input = self._array(self._x, c_float, (n_tokens, shape.n_embd))
         self.ids = self._array(self._ids, c_int, (n_tokens, shape.n_used))
-        self.out = self._array(self._out, c_float, (n_tokens, shape.n_used, shape.n_embd))
+        self.out = self._array(self._out, c_float, out_shape)
+        for role, n in widths.items():
+            self._array(own_biases[role], c_float, (shape.n_experts, n))[:] = rng.standard_normal((shape.n_experts, n))
+        self._array(added, c_float, (n_tokens, shape.n_embd))[:] = rng.standard_normal((n_tokens, shape.n_embd))
         weights = self._array(self._weights, c_float, (n_tokens, shape.n_used))
         weights[:] = np.linspace(0.9, 0.01, weights.size, dtype=np.float32).reshape(weights.shape)
 
@@ -187,7 +223,10 @@ class ExpertBlock:
         return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shape)
 
     def run(self, engine: Engine, input_: NDArray[np.float32], ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Returns weighted outputs [n_tokens, n_used, n_embd] of input_ [n_tokens, n_embd], ids [n_tokens, n_used]."""
+        """Returns weighted outputs [n_tokens, n_used, n_embd] of input_ [n_tokens, n_embd], ids [n_tokens, n_used].
+
+        A summed block's are [n_tokens, n_embd].
+        """
         self.input[:], self.ids[:] = input_, ids
         self.out[:] = np.nan
         engine.compute(self.graph)

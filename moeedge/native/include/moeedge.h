@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 24
+#define MOEEDGE_ABI_VERSION 25
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -442,6 +442,7 @@ struct moeedge_kernel {
     double  single_speed;  // ggml's time over ours with rows from memory, one column per expert
     double  several_speed; // two columns per expert
     double  many_speed;    // sixteen; 0: not used from eight columns of an expert on, where ggml rounds otherwise
+    double  dense_single_speed; // one column of a dense matrix; 0: not used for one
     double  dense_speed;   // thirty-two columns of a dense matrix; 0: not used from eight on
     int32_t n_dense_max;   // less columns of a dense matrix that it computes, at most; 0: none, the bits of some batch differ
 };

@@ -17,7 +17,6 @@
 #include "ggml-backend-impl.h"
 #include "hybrid-executor.h"
 #include "moe-blocks.h"
-#include "operation-steps.h"
 #include "ram-executor.h"
 #include "router-inputs.h"
 #include "routing-sensor.h"
@@ -29,7 +28,6 @@ struct parsed_graph {
     std::vector<moe_block>    blocks;
     std::vector<placed_chain> placed; // one per block while a cache is attached or pairs without weight are left out
     std::vector<router_input> inputs; // while activations are captured or a hook is set
-    operation_steps           steps;  // when the blocks can be read
 };
 
 struct instance {
@@ -50,8 +48,7 @@ struct instance {
     ggml_abort_callback abort      = nullptr; // whether to stop computing; null: never
     void *              abort_data = nullptr;
     // of the CPU backend; null: it has none
-    ggml_backend_set_abort_callback_t set_cpu_abort     = nullptr;
-    bool                              counts_operations = false; // blocks are read between the operations of a graph
+    ggml_backend_set_abort_callback_t set_cpu_abort = nullptr;
 
     std::unique_ptr<routing_sensor> sensor; // null until configured
     expert_matmuls                  matmuls; // what the CPU computes of graphs

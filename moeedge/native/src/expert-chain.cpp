@@ -29,8 +29,7 @@ static bool is_column_op(enum ggml_op op) {
     }
 }
 
-// how many nodes of llama.cpp's graph use a value; -1: not known
-static int count_uses(const ggml_cgraph * graph, const ggml_tensor * t) {
+int count_uses(const ggml_cgraph * graph, const ggml_tensor * t) {
     const size_t pos      = ggml_hash_find(&graph->visited_hash_set, t);
     const bool   is_known = pos != GGML_HASHSET_FULL && ggml_bitset_get(graph->visited_hash_set.used, pos);
     return is_known ? graph->use_counts[pos] : -1;
@@ -255,13 +254,13 @@ expert_chain find_chain(const ggml_cgraph * graph, int i_first) {
 
 class sum_reader {
   public:
-    sum_reader(const ggml_cgraph * cgraph, const expert_chain & of) : graph(cgraph), chain(of), i(of.i_end) {}
+    sum_reader(const ggml_cgraph * cgraph, const ggml_tensor * of, int i_begin) : graph(cgraph), columns(of), i(i_begin) {}
 
     bool read(expert_sum & sum) {
-        const int64_t       n_used   = chain.n_used();
+        const int64_t       n_used   = columns->ne[1];
         const ggml_tensor * weighted = next();
-        if (weighted == nullptr || weighted->op != GGML_OP_MUL || weighted->src[0] != chain.out || n_used < 2 ||
-            !is_weights(weighted->src[1]) || count_uses(graph, chain.out) != 1 || count_uses(graph, weighted) != n_used) {
+        if (weighted == nullptr || weighted->op != GGML_OP_MUL || weighted->src[0] != columns || n_used < 2 ||
+            !is_weights(weighted->src[1]) || count_uses(graph, columns) != 1 || count_uses(graph, weighted) != n_used) {
             return false;
         }
         std::vector<const ggml_tensor *> places;
@@ -293,24 +292,28 @@ class sum_reader {
     static bool is_output(const ggml_tensor * t) { return (t->flags & GGML_TENSOR_FLAG_OUTPUT) != 0; }
 
     bool is_weights(const ggml_tensor * t) const {
-        return t->type == GGML_TYPE_F32 && t->ne[0] == 1 && t->ne[1] == chain.n_used() && t->ne[2] == chain.n_tokens() && t->ne[3] == 1;
+        return t->type == GGML_TYPE_F32 && t->ne[0] == 1 && t->ne[1] == columns->ne[1] && t->ne[2] == columns->ne[2] && t->ne[3] == 1;
     }
 
     // the view of one place of all tokens, used once
     bool is_place(const ggml_tensor * t, const ggml_tensor * weighted, int64_t place) const {
         return t->op == GGML_OP_VIEW && t->src[0] == weighted && t->view_offs == place * weighted->nb[1] &&
-               t->ne[0] == weighted->ne[0] && t->ne[1] == chain.n_tokens() && t->ne[2] == 1 && t->nb[1] == weighted->nb[2] &&
+               t->ne[0] == weighted->ne[0] && t->ne[1] == columns->ne[2] && t->ne[2] == 1 && t->nb[1] == weighted->nb[2] &&
                count_uses(graph, t) == 1 && !is_output(t);
     }
 
-    const ggml_cgraph *  graph;
-    const expert_chain & chain;
-    int                  i;
+    const ggml_cgraph * graph;
+    const ggml_tensor * columns;
+    int                 i;
 };
 
-expert_sum find_sum(const ggml_cgraph * graph, const expert_chain & chain) {
+expert_sum find_sum(const ggml_cgraph * graph, const ggml_tensor * columns, int i) {
     expert_sum sum;
-    return chain.is_complete() && sum_reader(graph, chain).read(sum) ? sum : expert_sum();
+    return sum_reader(graph, columns, i).read(sum) ? sum : expert_sum();
+}
+
+expert_sum find_sum(const ggml_cgraph * graph, const expert_chain & chain) {
+    return chain.is_complete() ? find_sum(graph, chain.out, chain.i_end) : expert_sum();
 }
 
 } // namespace moeedge

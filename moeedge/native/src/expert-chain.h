@@ -74,7 +74,12 @@ struct expert_sum {
     bool is_complete() const { return out != nullptr; }
 };
 
-// not is_complete() where the graph sums in another way or uses a column elsewhere
+// of these columns, float32 [n_out, n_used, n_tokens], from node i on; not is_complete() where the graph sums in another way or uses
+// a column elsewhere
+expert_sum find_sum(const ggml_cgraph * graph, const ggml_tensor * columns, int i);
 expert_sum find_sum(const ggml_cgraph * graph, const expert_chain & chain);
+
+// how many nodes of llama.cpp's graph use a value; -1: not known
+int count_uses(const ggml_cgraph * graph, const ggml_tensor * t);
 
 } // namespace moeedge

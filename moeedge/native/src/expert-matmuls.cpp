@@ -126,7 +126,8 @@ void expert_matmuls::prepared_input::sort_pairs() {
 
 // matmuls
 
-void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin, int64_t r_end) const {
+void expert_matmuls::matmul_group::compute_rows(const matmul & of, int32_t expert, int64_t r_begin, int64_t r_end) const {
+    const ggml_tensor * node   = of.node;
     const ggml_tensor * rows   = node->src[0];
     const ggml_tensor * x      = node->src[1];
     const bool          dense  = node->src[2] == nullptr;
@@ -135,13 +136,13 @@ void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin
     const char *        at     = (const char *) rows->data + expert * rows->nb[2] + r_begin * rows->nb[1];
     const int32_t       p_end   = input.begin[(size_t) expert + 1];
     const int32_t       p_first = input.begin[(size_t) expert];
-    const bool          is_many = dense ? has_many_dense(*dots.kernel, node) : p_end - p_first >= n_many_columns;
-    const int32_t       n_rest  = dense && is_many && dots.kernel->quantize_fours ? p_end % 4 : 0; // rounded as few
+    const bool          is_many = dense ? has_many_dense(*of.dots.kernel, node) : p_end - p_first >= n_many_columns;
+    const int32_t       n_rest  = dense && is_many && of.dots.kernel->quantize_fours ? p_end % 4 : 0; // rounded as few
     for (int32_t p_begin = p_first, n = 0; p_begin < p_end; p_begin += n) {
         const void *        column[n_columns_at_once];
         float *             out[n_columns_at_once];
         const bool          is_rest = p_begin == p_end - n_rest;
-        const dots_function run     = is_many && !is_rest ? dots.many : dots.few;
+        const dots_function run     = is_many && !is_rest ? of.dots.many : of.dots.few;
         n = std::min((is_rest ? p_end : p_end - n_rest) - p_begin, n_columns_at_once);
         for (int32_t i = 0; i < n; i++) {
             const int64_t token = input.pairs[(size_t) (p_begin + i)] / n_used;
@@ -154,111 +155,213 @@ void expert_matmuls::expert_matmul::compute_rows(int32_t expert, int64_t r_begin
     }
 }
 
+// of an expert's columns
+void expert_matmuls::matmul_group::compute_unit(int32_t expert, int64_t r_begin, int64_t r_end) const {
+    const ggml_tensor * ids    = matmuls.front().node->src[2];
+    const int64_t       n_used = ids ? ids->ne[0] : 1;
+    for (int32_t p = input.begin[(size_t) expert]; p < input.begin[(size_t) expert + 1]; p++) {
+        const int64_t pair = input.pairs[(size_t) p];
+        unit.compute(pair % n_used, pair / n_used, expert, r_begin, r_end);
+    }
+}
+
 // called by all threads; each takes pieces until none is left
-void expert_matmuls::expert_matmul::compute(int nth) {
-    const ggml_tensor * rows       = node->src[0];
-    const int64_t       n_rows     = rows->ne[1];
-    const int64_t       n_together = dots.kernel->n_rows_together;
-    const int64_t       n_used     = (int64_t) input.used.size();
-    const int64_t       row_bytes  = (int64_t) rows->nb[1];
-    const int64_t       n_even     = n_rows * n_used / (n_pieces_per_thread * nth);
-    const int64_t       n_wanted   = std::min(std::max(n_even, piece_bytes_min / row_bytes), piece_bytes / row_bytes);
-    const int64_t       n_taken    = std::max(std::min(n_wanted, n_rows) / n_together, (int64_t) 1) * n_together;
-    const int64_t       n_pieces   = (n_rows + n_taken - 1) / n_taken; // of an expert
-    for (int64_t piece = next.fetch_add(1); piece < n_pieces * n_used; piece = next.fetch_add(1)) {
-        const int64_t r_begin = piece % n_pieces * n_taken;
-        compute_rows(input.used[(size_t) (piece / n_pieces)], r_begin, std::min(r_begin + n_taken, n_rows));
+void expert_matmuls::matmul_group::compute(int nth) {
+    const bool    has_unit = unit.i_end > 0; // a piece is one of both matmuls, and of the activation
+    const int64_t n_used   = (int64_t) input.used.size();
+    int64_t       piece    = next.fetch_add(1);
+    int64_t       n_begin  = 0; // pieces of the matmuls before
+    for (size_t m = 0; m < (has_unit ? 1 : matmuls.size()); m++) {
+        const ggml_tensor * rows       = matmuls[m].node->src[0];
+        const int64_t       n_rows     = rows->ne[1];
+        const int64_t       n_together = has_unit ? gated_unit::n_values_together : matmuls[m].dots.kernel->n_rows_together;
+        const int64_t       row_bytes  = (int64_t) rows->nb[1];
+        const int64_t       n_even     = n_rows * n_used / (n_pieces_per_thread * nth);
+        const int64_t       n_wanted   = std::min(std::max(n_even, piece_bytes_min / row_bytes), piece_bytes / row_bytes);
+        const int64_t       n_taken    = std::max(std::min(n_wanted, n_rows) / n_together, (int64_t) 1) * n_together;
+        const int64_t       n_pieces   = (n_rows + n_taken - 1) / n_taken; // of an expert
+        for (; piece - n_begin < n_pieces * n_used; piece = next.fetch_add(1)) {
+            const int32_t expert  = input.used[(size_t) ((piece - n_begin) / n_pieces)];
+            const int64_t r_begin = (piece - n_begin) % n_pieces * n_taken;
+            const int64_t r_end   = std::min(r_begin + n_taken, n_rows);
+            compute_rows(matmuls[m], expert, r_begin, r_end);
+            if (has_unit) {
+                compute_rows(matmuls[1], expert, r_begin, r_end);
+                compute_unit(expert, r_begin, r_end);
+            }
+        }
+        n_begin += n_pieces * n_used;
     }
 }
 
 // nodes
 
-void expert_matmuls::run(ggml_tensor * dst, int ith, int nth, void * data) {
-    expert_matmul & matmul = *(expert_matmul *) data;
-    matmul.owner.n_runs.load(std::memory_order_acquire);
-    if (matmul.input.matmul == matmul.node) {
-        matmul.input.prepare(ith, nth);
+void expert_matmuls::run_matmuls(ggml_tensor * dst, int ith, int nth, void * data) {
+    matmul_group & group = *(matmul_group *) data;
+    group.owner.n_runs.load(std::memory_order_acquire);
+    if (ith == 0 && group.read) {
+        group.owner.reads->read(*group.read);
     }
-    matmul.compute(nth);
-    matmul.owner.n_runs.fetch_add(1, std::memory_order_release);
+    if (ith == 0 && group.copied) {
+        group.copied->copy_routing();
+    }
+    if (group.input.matmul == group.matmuls.front().node) {
+        group.input.prepare(ith, nth);
+    }
+    group.compute(nth);
+    group.owner.n_runs.fetch_add(1, std::memory_order_release);
     GGML_UNUSED(dst);
 }
 
-// rows of one number each, multiplied to rows of many
-static bool is_weighting(const ggml_tensor * node) {
-    const ggml_tensor * outputs = node->src[0];
-    const ggml_tensor * weights = node->src[1];
-    return node->op == GGML_OP_MUL && (node->flags & GGML_TENSOR_FLAG_COMPUTE) && node->type == GGML_TYPE_F32 &&
-           outputs->type == GGML_TYPE_F32 && weights->type == GGML_TYPE_F32 && weights->ne[0] == 1 && node->ne[0] > 1 &&
-           node->ne[3] == 1 && outputs->nb[0] == sizeof(float) && node->nb[0] == sizeof(float);
-}
-
-void expert_matmuls::run_weighting(ggml_tensor * dst, int ith, int nth, void * data) {
-    expert_matmuls &    owner   = *(expert_matmuls *) data;
-    const ggml_tensor * outputs = dst->src[0];
-    const ggml_tensor * weights = dst->src[1];
-    const int64_t       n_rows  = dst->ne[1] * dst->ne[2];
-    owner.n_runs.load(std::memory_order_acquire);
-    for (int64_t row = n_rows * ith / nth; row < n_rows * (ith + 1) / nth; row++) {
-        const int64_t i1     = row % dst->ne[1];
-        const int64_t i2     = row / dst->ne[1];
-        const float * from   = (const float *) ((const char *) outputs->data + i1 * outputs->nb[1] + i2 * outputs->nb[2]);
-        const char *  at     = (const char *) weights->data + i1 % weights->ne[1] * weights->nb[1] + i2 % weights->ne[2] * weights->nb[2];
-        const float   weight = *(const float *) at;
-        float *       to     = (float *) ((char *) dst->data + i1 * dst->nb[1] + i2 * dst->nb[2]);
-        for (int64_t i = 0; i < dst->ne[0]; i++) {
-            to[i] = from[i] * weight;
-        }
-    }
-    owner.n_runs.fetch_add(1, std::memory_order_release);
-}
-
-ggml_tensor * expert_matmuls::replace_weighting(const ggml_tensor * node) {
-    return replace_with(node, run_weighting, this);
+template <typename T, void (*F)(const T & what, expert_matmuls & owner, int ith, int nth)>
+void expert_matmuls::run(ggml_tensor * dst, int ith, int nth, void * data) {
+    const auto & self = *(const owned<T> *) data;
+    self.owner.n_runs.load(std::memory_order_acquire);
+    F(self.what, self.owner, ith, nth);
+    self.owner.n_runs.fetch_add(1, std::memory_order_release);
+    GGML_UNUSED(dst);
 }
 
 // a node of our own that writes to the same memory
-ggml_tensor * expert_matmuls::replace_with(const ggml_tensor * node, ggml_custom_op_t run_node, void * data) {
+void expert_matmuls::add_node(const ggml_tensor * like, ggml_custom_op_t run_node, void * data) {
     const ggml_custom_op_params params = { run_node, GGML_N_TASKS_MAX, data };
-    ggml_tensor &               ours   = tensors.emplace_back(*node);
+    ggml_tensor &               ours   = tensors.emplace_back(*like);
     static_assert(sizeof(params) <= sizeof(ours.op_params), "ggml keeps them there");
     ours.op = GGML_OP_CUSTOM;
+    ours.flags |= GGML_TENSOR_FLAG_COMPUTE;
     std::memcpy(ours.op_params, &params, sizeof(params));
-    return &ours;
-}
-
-ggml_tensor * expert_matmuls::replace(const chosen_dots & dots, const ggml_tensor * node) {
-    if (inputs.empty() || !inputs.back().serves(*dots.kernel, node)) {
-        prepared_input & input = inputs.emplace_back(*dots.kernel, node, columns);
-        columns.resize(std::max(columns.size(), input.column_bytes() * (size_t) n_columns(node)));
-    }
-    return replace_with(node, run, &matmuls.emplace_back(*this, inputs.back(), dots, node));
+    nodes.push_back(&ours);
+    newest = nullptr;
 }
 
 // only: null: the kernels that are chosen
+static chosen_dots dots_of(const ggml_tensor * node, const chosen_dots * only) {
+    const bool is_matmul = (node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_MUL_MAT) && is_operation(node);
+    return !is_matmul ? chosen_dots() : only ? *only : choose_dots(node);
+}
+
+// Adds the matmul that is node i and those with it; returns the next node, or i: it is no matmul of ours
+int expert_matmuls::add_matmul(const ggml_cgraph * graph, int i, const chosen_dots * only, const moe_block * read) {
+    const ggml_tensor * node = graph->nodes[i];
+    const chosen_dots   dots = dots_of(node, only);
+    if (dots.kernel == nullptr) {
+        return i;
+    }
+    const bool is_served = !inputs.empty() && inputs.back().serves(*dots.kernel, node);
+    if (!is_served) {
+        prepared_input & input = inputs.emplace_back(*dots.kernel, node, columns);
+        columns.resize(std::max(columns.size(), input.column_bytes() * (size_t) n_columns(node)));
+    }
+    if (is_served && newest && !read) {
+        newest->matmuls.push_back({ dots, node });
+        return i + 1;
+    }
+    matmul_group & group = groups.emplace_back(*this, inputs.back());
+    group.read           = read;
+    group.matmuls.push_back({ dots, node });
+    const gated_unit  unit   = gated_unit(graph, i);
+    const chosen_dots second = unit.i_end > 0 ? dots_of(unit.matmuls[1], only) : chosen_dots();
+    if (second.kernel && inputs.back().serves(*second.kernel, unit.matmuls[1])) {
+        group.matmuls.push_back({ second, unit.matmuls[1] });
+        group.unit = unit;
+        add_node(unit.out, run_matmuls, &group);
+        return unit.i_end;
+    }
+    add_node(node, run_matmuls, &group);
+    newest = &group;
+    return i + 1;
+}
+
+static void compute_sum(const weighted_sum & what, expert_matmuls &, int ith, int nth) {
+    what.compute(ith, nth);
+}
+
+static void compute_router(const router_weights & what, expert_matmuls &, int ith, int nth) {
+    what.compute(ith, nth);
+}
+
+static void compute_weighting_node(const ggml_tensor * const & what, expert_matmuls &, int ith, int nth) {
+    compute_weighting(what, ith, nth);
+}
+
+void expert_matmuls::read_block(const moe_block * const & what, expert_matmuls & owner, int ith, int) {
+    if (ith == 0) {
+        owner.reads->read(*what);
+    }
+}
+
+// adds node i, which is no matmul of ours, or a node of ours for it and those after it; returns the next node
+int expert_matmuls::add_other(const ggml_cgraph * graph, int i) {
+    ggml_tensor * node = graph->nodes[i];
+    if (newest && newest->matmuls.back().node->op == GGML_OP_MUL_MAT_ID) {
+        weighted_sum sum(graph, newest->matmuls.back().node, i);
+        if (sum.i_end > 0) {
+            auto & made    = sums.emplace_back(owned<weighted_sum>{ *this, std::move(sum) });
+            newest->copied = &made.what;
+            add_node(made.what.out, run<weighted_sum, compute_sum>, &made);
+            return made.what.i_end;
+        }
+    }
+    const router_weights router(graph, i);
+    if (router.i_end > 0) {
+        auto & made = routers.emplace_back(owned<router_weights>{ *this, router });
+        add_node(router.out, run<router_weights, compute_router>, &made);
+        return router.i_end;
+    }
+    if (!groups.empty() && is_weighting(node)) {
+        add_node(node, run<const ggml_tensor *, compute_weighting_node>, &weightings.emplace_back(owned<const ggml_tensor *>{ *this, node }));
+        return i + 1;
+    }
+    nodes.push_back(node);
+    newest = is_operation(node) ? nullptr : newest;
+    return i + 1;
+}
+
+void expert_matmuls::replace_nodes(const ggml_cgraph * graph, const chosen_dots * only) {
+    size_t            b           = 0; // the block after the next one that is read
+    const moe_block * block       = nullptr;
+    bool              reads_apart = false; // in a node of its own
+    const auto        next_block  = [&] {
+        block       = reads && b < reads->blocks.size() ? &reads->blocks[b++] : nullptr;
+        reads_apart = block && (block->weighs_input || !dots_of(graph->nodes[block->i_first], only).kernel);
+    };
+    const auto        add_read    = [&] {
+        add_node(block->ids, run<const moe_block *, read_block>, &own_reads.emplace_back(owned<const moe_block *>{ *this, block }));
+        next_block();
+    };
+    next_block();
+    for (int i = 0; i < graph->n_nodes;) {
+        while (block && reads_apart && block->i_routed <= i) {
+            add_read();
+        }
+        const bool is_first = block && block->i_first == i;
+        const int  i_after  = add_matmul(graph, i, only, is_first ? block : nullptr);
+        if (is_first && i_after > i) {
+            next_block();
+        } else if (is_first) { // another thread has just changed the choice of kernels
+            add_read();
+        }
+        i = i_after > i ? i_after : add_other(graph, i);
+    }
+}
+
 enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots * only) {
     inputs.clear();
-    matmuls.clear();
+    groups.clear();
+    sums.clear();
+    routers.clear();
+    weightings.clear();
+    own_reads.clear();
     tensors.clear();
-    tensors.reserve((size_t) graph->n_nodes); // nodes point to them
-    for (int i = 0; i < graph->n_nodes; i++) {
-        const ggml_tensor * node      = graph->nodes[i];
-        const bool          is_matmul = (node->op == GGML_OP_MUL_MAT_ID || node->op == GGML_OP_MUL_MAT) && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
-        const chosen_dots   dots      = !is_matmul ? chosen_dots() : only ? *only : choose_dots(node);
-        const bool          weighs    = !dots.kernel && !matmuls.empty() && is_weighting(node);
-        if (!dots.kernel && !weighs) {
-            continue;
-        }
-        if (matmuls.empty()) {
-            nodes.assign(graph->nodes, graph->nodes + graph->n_nodes);
-        }
-        nodes[(size_t) i] = dots.kernel ? replace(dots, node) : replace_weighting(node);
-    }
-    if (matmuls.empty()) {
+    nodes.clear();
+    newest = nullptr;
+    replace_nodes(graph, only);
+    if (tensors.empty()) {
         return ggml_backend_graph_compute(cpu, graph);
     }
     ggml_cgraph replaced = *graph; // uses and hashes stay the original's, so that the CPU backend fuses what it fuses in stock
     replaced.nodes       = nodes.data();
+    replaced.n_nodes     = (int) nodes.size();
     replaced.uid         = 0;
     n_runs.fetch_add(1, std::memory_order_release);
     const enum ggml_status status = ggml_backend_graph_compute(cpu, &replaced);
@@ -266,11 +369,13 @@ enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgrap
     return status;
 }
 
-enum ggml_status expert_matmuls::compute(ggml_backend_t cpu, ggml_cgraph * graph) {
+enum ggml_status expert_matmuls::compute(ggml_backend_t cpu, ggml_cgraph * graph, const routing_reads * of) {
+    reads = of;
     return compute_replaced(cpu, graph, nullptr);
 }
 
 enum ggml_status expert_matmuls::compute_with(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots & dots) {
+    reads = nullptr;
     return compute_replaced(cpu, graph, &dots);
 }
 

@@ -1,36 +1,43 @@
-// Expert matmuls: gives a graph to the CPU backend with our kernels (expert-dots.h) in place of ggml's for the experts' matmuls.
-//
-// A MUL_MAT_ID node, or the MUL_MAT of a dense matrix (an expert that all use), is replaced by a node of our own, which the CPU backend's threads run; number and order of the nodes stay.
+// Expert matmuls: gives a graph to the CPU backend with nodes of our own in place of some of ggml's, which the same threads run.
 // Results are equal bit by bit, so a graph may be computed either way at any time.
 //
-// ggml  computes the pairs of an expert one after the other, quantizes up's input with one thread and again for gate, and cuts
-//       the rows of each expert into one piece per thread.
-// Here  the rows of an expert meet all its columns while they are in the cache, an input is quantized once by all threads, and
-//       threads take pieces of rows as they come, so that none waits for a thread on a busy processor.
-//
-// The product of the experts' outputs and their weights, one number per (token, expert) pair, is replaced as well: ggml looks the
-// weight up anew for each element, with a division of the index.
+// Matmuls   a MUL_MAT_ID, or the MUL_MAT of a dense matrix (an expert that all use), for which there is a kernel of ours (expert-dots.h).
+//           ggml computes the pairs of an expert one after the other, quantizes the input of each matmul anew, for experts with one
+//           thread, and cuts the rows of each expert into one piece per thread. Here the rows of an expert meet all its columns
+//           while they are in the cache, an input is quantized once by all threads, and threads take pieces of rows as they come.
+//           Neighbours that share an input (key and value) are one node; up, gate, their biases and the activation, too.
+// Others    what follows down, and the end of the router, are a node each (fused-nodes.h).
+// Routing   is read meanwhile: by the first thread in the block's first matmul, or, where that is ggml's, in a node of its own.
 
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <vector>
 
+#include "fused-nodes.h"
 #include "ggml-backend.h"
 #include "kernel-choice.h"
+#include "moe-blocks.h"
 #include "no-copy.h"
 
 struct ggml_cgraph;
 
 namespace moeedge {
 
+// what is read of a graph while it is computed, by the calling thread
+struct routing_reads {
+    const std::vector<moe_block> &         blocks;
+    std::function<void(const moe_block &)> read;
+};
+
 class expert_matmuls : no_copy {
   public:
 
-    // computes the graph on a CPU backend, with the kernels that kernel-choice.h allows
-    enum ggml_status compute(ggml_backend_t cpu, ggml_cgraph * graph);
+    // computes the graph on a CPU backend, with the kernels that kernel-choice.h allows; reads: null: nothing is read
+    enum ggml_status compute(ggml_backend_t cpu, ggml_cgraph * graph, const routing_reads * reads = nullptr);
     // the same with these for all matmuls
     enum ggml_status compute_with(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots & dots);
 
@@ -53,33 +60,56 @@ class expert_matmuls : no_copy {
         void   sort_pairs();
     };
 
-    struct expert_matmul {
+    struct matmul {
+        chosen_dots         dots;
+        const ggml_tensor * node; // ggml's
+    };
+
+    // matmuls of one input
+    struct matmul_group {
         expert_matmuls &     owner;
         prepared_input &     input;
-        const chosen_dots    dots;
-        const ggml_tensor *  node; // ggml's
-        std::atomic<int64_t> next{ 0 }; // piece of rows
+        std::vector<matmul>  matmuls;
+        gated_unit           unit;             // of the two matmuls; without i_end: there is none
+        const moe_block *    read   = nullptr; // the block whose routing is read
+        weighted_sum *       copied = nullptr; // the sum whose routing is copied
+        std::atomic<int64_t> next{ 0 };        // piece of rows
 
-        expert_matmul(expert_matmuls & all, prepared_input & from, const chosen_dots & d, const ggml_tensor * n)
-            : owner(all), input(from), dots(d), node(n) {}
+        matmul_group(expert_matmuls & all, prepared_input & from) : owner(all), input(from) {}
         void compute(int nth);
-        void compute_rows(int32_t expert, int64_t r_begin, int64_t r_end) const;
+        void compute_rows(const matmul & of, int32_t expert, int64_t r_begin, int64_t r_end) const;
+        void compute_unit(int32_t expert, int64_t r_begin, int64_t r_end) const;
+    };
+
+    // a node of ours: what it computes, with the object that has all
+    template <typename T> struct owned {
+        expert_matmuls & owner;
+        T                what;
     };
 
     enum ggml_status compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots * only);
-    ggml_tensor *    replace(const chosen_dots & dots, const ggml_tensor * node);
-    static void      run(ggml_tensor * dst, int ith, int nth, void * data);
-    ggml_tensor *    replace_weighting(const ggml_tensor * node);
-    ggml_tensor *    replace_with(const ggml_tensor * node, ggml_custom_op_t run_node, void * data);
-    static void      run_weighting(ggml_tensor * dst, int ith, int nth, void * data);
+    void             replace_nodes(const ggml_cgraph * graph, const chosen_dots * only);
+    void             add_node(const ggml_tensor * like, ggml_custom_op_t run, void * data);
+    int              add_matmul(const ggml_cgraph * graph, int i, const chosen_dots * only, const moe_block * read);
+    int              add_other(const ggml_cgraph * graph, int i);
+    static void      run_matmuls(ggml_tensor * dst, int ith, int nth, void * data);
+    template <typename T, void (*F)(const T & what, expert_matmuls & owner, int ith, int nth)>
+    static void run(ggml_tensor * dst, int ith, int nth, void * data);
+    static void read_block(const moe_block * const & what, expert_matmuls & owner, int ith, int nth);
 
     // of the current graph
-    std::deque<prepared_input> inputs;
-    std::deque<expert_matmul>  matmuls;
-    std::vector<ggml_tensor>   tensors; // our nodes
-    std::vector<ggml_tensor *> nodes;
-    std::vector<char>          columns; // of the input that was prepared last
-    std::atomic<int>           n_runs{ 0 }; // orders the threads for sanitizers, which do not see the barrier between nodes
+    const routing_reads *              reads = nullptr;
+    std::deque<prepared_input>         inputs;
+    std::deque<matmul_group>           groups;
+    std::deque<owned<weighted_sum>>    sums;
+    std::deque<owned<router_weights>>  routers;
+    std::deque<owned<const ggml_tensor *>> weightings;
+    std::deque<owned<const moe_block *>>   own_reads; // routing that is read in nodes of their own
+    std::deque<ggml_tensor>            tensors; // our nodes
+    std::vector<ggml_tensor *>         nodes;   // all, in their order
+    matmul_group *                     newest = nullptr; // if it is the last operation so far
+    std::vector<char>                  columns; // of the input that was prepared last
+    std::atomic<int>                   n_runs{ 0 }; // orders the threads for sanitizers, which do not see the barrier between nodes
 };
 
 } // namespace moeedge

@@ -68,64 +68,15 @@ static void sense_block(instance * self, const moe_block & block) {
     self->n_blocks++;
 }
 
-// a graph that the CPU computes as it is, while its blocks are read
-struct sensed_run {
-    instance *           self;
-    const parsed_graph * parsed;
-    size_t               i_block; // the next to read
-    int                  n_calls;
-};
-
-static void sense_ready_blocks(sensed_run & run) {
-    const std::vector<int> & read_at = run.parsed->steps.read_at;
-    if (run.i_block == read_at.size() || read_at[run.i_block] > run.n_calls) {
-        return;
-    }
-    const int64_t begin_ns = now_ns();
-    while (run.i_block < read_at.size() && read_at[run.i_block] <= run.n_calls) {
-        sense_block(run.self, run.parsed->blocks[run.i_block++]);
-    }
-    run.self->sense_ns += now_ns() - begin_ns;
-}
-
-// the CPU backend's abort callback, called by its thread 0, which is ours
-static bool sense_between_operations(void * data) {
-    sensed_run & run = *(sensed_run *) data;
-    run.n_calls++;
-    sense_ready_blocks(run);
-    return run.self->abort && run.self->abort(run.self->abort_data);
-}
-
-// Lets the CPU backend call `sense_between_operations`, and llama.cpp's callback again in the end.
-class sensing_scope : no_copy {
-  public:
-    explicit sensing_scope(sensed_run & run) : self(run.self) {
-        self->set_cpu_abort(self->cpu, sense_between_operations, &run);
-    }
-    ~sensing_scope() { self->set_cpu_abort(self->cpu, self->abort, self->abort_data); }
-
-  private:
-    instance * self;
-};
-
 // the entire graph on the CPU, its blocks read meanwhile
 static enum ggml_status compute_whole(instance * self, const parsed_graph & parsed, ggml_cgraph * graph) {
-    if (parsed.blocks.empty() || !self->sensor) {
-        return self->matmuls.compute(self->cpu, graph);
-    }
-    sensed_run run = { self, &parsed, 0, 0 };
-    sense_ready_blocks(run);
-    enum ggml_status status;
-    {
-        sensing_scope scope(run);
-        status = self->matmuls.compute(self->cpu, graph);
-    }
-    if (status == GGML_STATUS_SUCCESS && run.n_calls != parsed.steps.n_calls) {
-        GGML_LOG_ERROR("moeedge: the CPU backend ran %d operations instead of %d: graphs are computed in parts from now on\n",
-                       run.n_calls, parsed.steps.n_calls);
-        self->counts_operations = false;
-    }
-    return status;
+    const auto read = [self](const moe_block & block) {
+        const int64_t begin_ns = now_ns();
+        sense_block(self, block);
+        self->sense_ns += now_ns() - begin_ns;
+    };
+    const routing_reads reads = { parsed.blocks, read };
+    return self->matmuls.compute(self->cpu, graph, self->sensor ? &reads : nullptr);
 }
 
 // llama.cpp reuses graphs, so findings are kept by ggml's id of the graph (0: it has none)
@@ -136,7 +87,6 @@ static const parsed_graph & parse_graph(instance * self, const ggml_cgraph * gra
     }
     parsed_graph found;
     find_blocks(graph, found.blocks);
-    found.steps = find_steps(graph, found.blocks);
     if (reads_inputs(self)) {
         find_router_inputs(graph, found.inputs);
     }
@@ -386,7 +336,7 @@ static enum ggml_status compute_and_sense(instance * self, ggml_cgraph * graph) 
     wait_for_inputs(self); // they are there if the block was computed
     // a forked process has none of the threads that load experts: it computes them from the mapped file
     const bool is_from_ram = self->from_ram && !parsed.blocks.empty() && !self->ram->is_lost();
-    const bool is_whole    = !is_hybrid && !is_from_ram && !has_hook && !skips_unweighted && self->counts_operations;
+    const bool is_whole    = !is_hybrid && !is_from_ram && !has_hook && !skips_unweighted;
     // reads the blocks here, or leaves them to be read after the graph
     const graph_paths paths = { is_hybrid, is_from_ram, has_hook, /* .sense_here = */ !is_kept, skips_unweighted };
     enum ggml_status  status;

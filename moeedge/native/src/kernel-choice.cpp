@@ -38,11 +38,12 @@ static std::atomic<int> choice{ MOEEDGE_KERNEL_CHOICE_MEASURED };
 struct kernel_check {
     std::once_flag once;
     bool           is_equal = false;
-    bool           is_dense_few_equal = false, is_dense_many_equal = false;
+    bool           is_dense_single_equal = false, is_dense_few_equal = false, is_dense_many_equal = false;
     double         single   = 0; // ggml's time over ours with rows from memory, one column per expert
     double         several  = 0; // two columns
     double         many     = 0; // n_timed_columns
-    double         dense    = 0; // n_timed_dense_columns of a dense matrix
+    double         dense_single = 0; // one column of a dense matrix
+    double         dense    = 0; // n_timed_dense_columns of one
     dots_function  many_dots = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
 };
 
@@ -264,8 +265,10 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
             (n_tokens == 1 ? check.single : check.several) = found.speed(kernel.few);
         }
     }
-    check.is_equal           = true;
-    check.is_dense_few_equal = kernel.n_dense_few > 0;
+    check.is_equal              = true;
+    check.is_dense_single_equal = kernel.n_dense_few > 0 && has_bits(found, kernel.few, true, { 1 });
+    check.dense_single          = check.is_dense_single_equal ? found.speed(kernel.few) : 0;
+    check.is_dense_few_equal    = kernel.n_dense_few > 0;
     for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_few; n_tokens++) {
         check.is_dense_few_equal = check.is_dense_few_equal && has_bits(found, kernel.few, true, { n_tokens });
     }
@@ -304,6 +307,7 @@ int read_kernels(moeedge_kernel * out, int n_max) {
         out[i].single_speed  = check.single;
         out[i].several_speed = check.several;
         out[i].many_speed    = check.many;
+        out[i].dense_single_speed = check.dense_single;
         out[i].dense_speed   = check.dense;
         out[i].n_dense_max   = check.is_dense_few_equal ? (int32_t) kernels[i]->n_dense_few : 0;
     }
@@ -317,7 +321,7 @@ bool has_many_dense(const dot_kernel & kernel, const ggml_tensor * node) {
 static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
     const ggml_tensor * matrix = node->src[0];
     const ggml_tensor * x      = node->src[1];
-    if (node->op == GGML_OP_MUL_MAT && (x->ne[1] < 2 || (x->ne[1] > kernel.n_dense_few && !has_many_dense(kernel, node)) || x->ne[2] != 1 ||
+    if (node->op == GGML_OP_MUL_MAT && ((x->ne[1] > kernel.n_dense_few && !has_many_dense(kernel, node)) || x->ne[2] != 1 ||
                                         matrix->ne[2] != 1 || matrix->ne[3] != 1 || matrix->ne[1] < 256)) {
         return false;
     }
@@ -337,7 +341,7 @@ static bool fits(const dot_kernel & kernel, const ggml_tensor * node) {
 // the fastest that is known of ggml's code and the kernel for the node's columns per expert; 1: ggml's
 static double known_speed(const dot_kernel & kernel, const kernel_check & check, const ggml_tensor * node) {
     if (node->op == GGML_OP_MUL_MAT) {
-        return has_many_dense(kernel, node) ? check.dense : check.several;
+        return node->src[1]->ne[1] == 1 ? check.dense_single : has_many_dense(kernel, node) ? check.dense : check.several;
     }
     if (ggml_nelements(node->src[2]) >= n_many_columns * node->src[0]->ne[2]) {
         return check.many;
@@ -361,7 +365,11 @@ chosen_dots choose_dots(const ggml_tensor * node) {
         }
         const kernel_check & check    = checked(i);
         const bool           is_many  = is_dense && has_many_dense(kernel, node);
-        const bool           is_equal = !is_dense ? check.is_equal : is_many ? check.is_dense_many_equal : check.is_dense_few_equal;
+        const bool           is_one   = is_dense && node->src[1]->ne[1] == 1;
+        const bool           is_equal = !is_dense ? check.is_equal
+                                        : is_one  ? check.is_dense_single_equal
+                                        : is_many ? check.is_dense_many_equal
+                                                  : check.is_dense_few_equal;
         if (!is_equal || (may_be_many && check.many_dots == nullptr)) {
             continue;
         }

@@ -1,5 +1,6 @@
 #include "moe-blocks.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -123,6 +124,20 @@ static bool is_computed_within(const ggml_cgraph * graph, const ggml_tensor * t,
     return false;
 }
 
+static const ggml_tensor * memory_of(const ggml_tensor * t) {
+    return t->view_src ? t->view_src : t;
+}
+
+// index of the node after the last one before i_end that writes the tensor; 0: none, it is complete before the graph
+static int written_before(const ggml_cgraph * graph, const ggml_tensor * t, int i_end) {
+    for (int i = i_end - 1; t != nullptr && i >= 0; i--) {
+        if (!ggml_op_is_empty(graph->nodes[i]->op) && memory_of(graph->nodes[i]) == memory_of(t)) {
+            return i + 1;
+        }
+    }
+    return 0;
+}
+
 void read_ids(const ggml_tensor * ids, std::vector<int32_t> & out) {
     const int64_t n_used   = ids->ne[0];
     const int64_t n_tokens = ids->ne[1];
@@ -155,7 +170,8 @@ void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks) {
                 // weights applied before the experts (llama4) are the node before the first matmul
                 const ggml_tensor * before = node->src[1];
                 if (before->op == GGML_OP_MUL && is_weights_of(before->src[1], node->src[2])) {
-                    blocks.back().weights = before->src[1];
+                    blocks.back().weights      = before->src[1];
+                    blocks.back().weighs_input = true;
                 }
             }
         } else if (node->op == GGML_OP_MUL && !blocks.empty() && blocks.back().weights == nullptr) {
@@ -166,6 +182,11 @@ void find_blocks(const ggml_cgraph * graph, std::vector<moe_block> & blocks) {
                 block.weights = node->src[1];
             }
         }
+    }
+    int i_least = 0;
+    for (moe_block & block : blocks) {
+        block.i_routed = std::max({ i_least, written_before(graph, block.ids, block.i_first), written_before(graph, block.weights, block.i_first) });
+        i_least        = block.i_first + 1;
     }
 }
 

@@ -16,6 +16,8 @@ struct moe_block {
     int           i_first; // index in the graph of the first MUL_MAT_ID
     ggml_tensor * ids;     // [n_used, n_tokens] int32
     ggml_tensor * weights; // [1, n_used, n_tokens] float32; nullptr where not found
+    int           i_routed     = 0;     // index of the node before which ids and weights are complete; blocks have them in their order
+    bool          weighs_input = false; // nothing uses the weights from i_first on
 };
 
 // fills `blocks` (cleared first) in graph order, one per layer; weights that are computed after i_first are left out

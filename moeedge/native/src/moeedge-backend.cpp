@@ -215,9 +215,8 @@ static ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) 
         GGML_LOG_ERROR("moeedge: this process has no ggml CPU backend\n");
         return nullptr;
     }
-    self->set_cpu_abort     = (ggml_backend_set_abort_callback_t) ggml_backend_reg_get_proc_address(
+    self->set_cpu_abort = (ggml_backend_set_abort_callback_t) ggml_backend_reg_get_proc_address(
         ggml_backend_dev_backend_reg(self->cpu_dev), "ggml_backend_set_abort_callback");
-    self->counts_operations = self->set_cpu_abort != nullptr;
     for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
         ggml_backend_dev_t found = ggml_backend_dev_get(i);
         self->has_gpu |= is_gpu(found) && !is_rpc(found); // llama.cpp never computes on a remote worker of ours

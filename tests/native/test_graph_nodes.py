@@ -1,4 +1,4 @@
-"""Routing is read between the operations of a graph: in stock's memory, and with the operations counted as they run."""
+"""Nodes of ours take the place of several of ggml's: in stock's memory, with the same routing, and fewer of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import time
 from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
+import llama_cpp
 import pytest
 
 from moeedge.llama import library
 from moeedge.native import OffloadScope, Sensor
+from moeedge.native.abi import KernelChoice
+from moeedge.native.compute import kernels, set_kernel_choice
+from tests.conftest import TinyFactory
+from tests.support.cases import K_DIMS, MOE_CASES
 from tests.support.raw_ggml import call, find_device, new_context
+from tests.support.sensed import experts_used, sensed_context
+from tests.support.stock import StockContext
 
 ROOT = Path(__file__).parents[2]
 # batches of several sizes in turns; prints what the sensor saw
@@ -53,12 +60,44 @@ def test_no_batch_makes_ggml_reserve_memory_again(scope: str, tiny_moe: Path) ->
     assert bool(result.stdout) == (scope == OffloadScope.ALL.name)
 
 
-def test_operations_are_counted_as_they_run(tiny_moe: Path) -> None:
-    """With ggml's fusion and without: where the count differs, the library says so and computes graphs in parts."""
+def test_routing_does_not_depend_on_ggmls_fusion(tiny_moe: Path) -> None:
     fused, apart = (_run(tiny_moe, OffloadScope.ALL.name, GGML_CPU_DISABLE_FUSION=off) for off in ("0", "1"))
     assert fused.returncode == apart.returncode == 0, fused.stderr[-2000:] + apart.stderr[-2000:]
     assert fused.stdout == apart.stdout != ""
-    assert "operations instead of" not in fused.stderr + apart.stderr
+
+
+def _count_operations(context: StockContext, tokens: list[int]) -> int:
+    """Operations of the CPU backend's thread 0, after each of which llama.cpp's callback is asked whether to stop."""
+    n = 0
+
+    @llama_cpp.ggml_abort_callback
+    def ask(_: object) -> bool:
+        nonlocal n
+        n += 1
+        return False
+
+    llama_cpp.llama_set_abort_callback(context.context, ask, None)
+    context.decode(tokens)
+    return n
+
+
+@pytest.mark.parametrize("n_tokens", [1, 9])
+def test_a_block_has_fewer_operations_than_ggmls(n_tokens: int, tiny: TinyFactory) -> None:
+    """Qwen3-MoE's block: router, top-k, weights, up and gate with SwiGLU, down, sum and addition."""
+    if not any(kernel.layout == "q6_K" for kernel in kernels()):
+        pytest.skip("no kernels of ours on this CPU")
+    arch, dimensions = MOE_CASES["Q4_K_M"]
+    path = tiny(arch, **dimensions)
+    stock = StockContext(path, n_ubatch=64)
+    ours, _ = sensed_context(path, OffloadScope.ALL, n_ubatch=64)
+    set_kernel_choice(KernelChoice.ALL)
+    try:
+        with stock, ours:
+            found = [_count_operations(context, list(range(n_tokens))) for context in (stock, ours)]
+    finally:
+        set_kernel_choice(KernelChoice.MEASURED)
+    # up, gate and SwiGLU: -2; weights, sum and the addition of the input: -n_used; the router's get_rows to div: -3
+    assert found[0] - found[1] >= K_DIMS["layers"] * (2 + experts_used(path) + 3)
 
 
 def test_values_that_many_paths_reach_are_recognised_as_fast_as_others() -> None:
