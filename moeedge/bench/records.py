@@ -77,6 +77,10 @@ class Setup(BudgetFacts, Provenance):
     read_bytes_per_s: float | None = figure("Speed at which these threads read memory", "bytes/s", default=None)
     bytes_per_token: int | None = figure("Weights that a token needs", "bytes", default=None)
     limit_ts: float | None = figure("Their quotient, the limit of decoding without drafts", "t/s", default=None)
+    products_per_s: float | None = figure("Products of bytes that these threads compute, in 1/s", default=None)
+    prompt_limit_ts: float | None = figure(
+        "Limit of this test's prompt by both speeds; experts as if each token chose on its own", "t/s", default=None
+    )
     n_ctx: int = figure("Context size, in tokens")
     n_batch: int = figure("Logical batch, in tokens", axis="x")
     n_ubatch: int = figure("Physical batch, in tokens", axis="x")
@@ -198,8 +202,15 @@ class BenchRow:
         measured = self.total or self.tg or self.pp
         return None if measured is None else measured.scatter
 
-    @derived("tg_ts_median over limit_ts; drafts that win more than they cost exceed 1", title="of limit", form=".2f")
+    @derived(
+        "tg_ts_median over limit_ts; drafts that win more than they cost exceed 1. Of a prompt alone pp_ts_median over "
+        "prompt_limit_ts",
+        title="of limit",
+        form=".2f",
+    )
     def limit_share(self) -> float | None:
+        if self.tg is None and self.pp is not None and self.setup.prompt_limit_ts:
+            return self.pp.median / self.setup.prompt_limit_ts
         return self.tg.median / self.setup.limit_ts if self.tg is not None and self.setup.limit_ts else None
 
     @derived("Decoding speed over that of the fastest stock mode, chosen in hindsight. A ratio")
@@ -323,6 +334,7 @@ def describe_setup(
     mode, model, info, base = arm.mode, arm.session.model.info, arm.session.info, plan.base
     settings, dataset, requested = info.settings, plan.dataset, base.placement
     has_cache, ratio = info.cache_slots > 0, mode.cache_ratio
+    n_prompt = min(test.n_prompt if isinstance(test, SyntheticTest) else 0, base.n_ubatch)  # of a batch
     if has_cache and (ratio is None or abs(ratio - info.cache_ratio) > _RATIO_ROUNDING):
         ratio = info.cache_ratio  # the cache became smaller for lack of memory
     # as llama-bench names them
@@ -339,6 +351,7 @@ def describe_setup(
         auto_gamma=drafts and info.auto_gamma,
         draft_p_min=arm.session.config.draft_p_min if drafts else 0.0,
         policy=info.policy if has_cache or mode.policy is None else mode.policy,
+        prompt_limit_ts=roofline.prompt_limit_ts(n_prompt) if roofline is not None and n_prompt else None,
         cache_ratio=ratio,
         cache_slots=info.cache_slots if has_cache or mode.is_swept else None,
         pool_bytes=info.pool_bytes if has_cache else None,

@@ -1,18 +1,23 @@
-"""The roofline of decoding on a CPU (Williams et al. 2009): no token is faster than memory delivers its weights.
+"""The roofline of a CPU (Williams et al. 2009): memory delivers weights so fast, the processor multiplies so fast.
 
-The memory's read speed limits models that are larger than the processor's caches. The KV cache is not counted.
+The memory's read speed limits models that are larger than the processor's caches. KV cache and attention are not
+counted, nor conversions: products are those of bytes, the fastest that kernels have.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from moeedge.hardware.memory import available_memory
 from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
-from moeedge.native.compute import read_speed
+from moeedge.native.cache import ExpertTensor
+from moeedge.native.compute import multiply_speed, read_speed
 from moeedge.paths import text_of
 
 _BYTES_MIN = 128 << 20  # of the memory that is read
@@ -22,16 +27,61 @@ _PROCESSORS = Path("/sys/devices/system/cpu")  # Linux only
 
 
 @dataclass(frozen=True)
+class Weights:
+    """What tokens need of a model: bytes that are read, and weights that are multiplied."""
+
+    dense_bytes: int
+    expert_layers: tuple[tuple[int, int, int], ...]  # of each: bytes of an expert, experts, experts per token
+    products_per_token: int  # but those of the output matrix
+    output_products: int  # of the last token of a prompt
+
+    def bytes_of(self, n_tokens: int) -> float:
+        """Of a batch whose tokens choose experts independently, which is the most that n_tokens need [estimate]."""
+        experts = (size * n * (1 - (1 - used / n) ** n_tokens) for size, n, used in self.expert_layers)
+        return self.dense_bytes + sum(experts)
+
+    @classmethod
+    def read(cls, path: Path, n_layers: int, used_per_layer: Sequence[int]) -> Weights:
+        """Reads a model's headers. used_per_layer: experts per token, [n_layers]."""
+        tensors = [tensor for part in gguf_file.parts(path) for tensor in gguf_file.read_tensors(part)]
+        experts, _ = gguf_file.expert_tensors(path, n_layers=n_layers)
+        by_layer = defaultdict[int, list[ExpertTensor]](list)
+        for tensor in experts:
+            by_layer[tensor.layer].append(tensor)
+        layers = [(sum(t.stride for t in own), own[0].n_experts, used_per_layer[n]) for n, own in by_layer.items()]
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        output = shapes.get("output.weight", shapes.get("token_embd.weight", (0, 0)))
+        others = {tensor.name for tensor in experts} | {"output.weight", "token_embd.weight"}
+        products = sum(prod(shape) for name, shape in shapes.items() if shape[1] > 1 and name not in others)
+        products += sum(t.ne0 * t.ne1 * used_per_layer[t.layer] for t in experts if t.ne1 > 1)
+        n_bytes = gguf_file.bytes_per_token(tensors, experts, used_per_layer)
+        n_expert_bytes = sum(size * used for size, _, used in layers)
+        return cls(n_bytes - n_expert_bytes, tuple(layers), products, prod(output[:2]))
+
+
+@dataclass(frozen=True)
 class Roofline:
-    """The limit of decoding without drafts."""
+    """The limits of decoding without drafts and of prompts."""
 
     read_bytes_per_s: float  # by as many threads as decode
-    bytes_per_token: int  # of weights
+    products_per_s: float  # of bytes; 0.0: unknown
+    weights: Weights
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of weights."""
+        return round(self.weights.bytes_of(1))
 
     @property
     def limit_ts(self) -> float:
         """Tokens/s at most, one token at a time."""
         return self.read_bytes_per_s / self.bytes_per_token
+
+    def prompt_limit_ts(self, n_tokens: int) -> float:
+        """Tokens/s at most of a prompt that is one batch."""
+        products = n_tokens * self.weights.products_per_token + self.weights.output_products
+        multiply_s = products / self.products_per_s if self.products_per_s else 0.0
+        return n_tokens / max(multiply_s, self.weights.bytes_of(n_tokens) / self.read_bytes_per_s)
 
 
 def measure_read_speed(n_threads: int) -> float:
@@ -41,15 +91,12 @@ def measure_read_speed(n_threads: int) -> float:
 
 
 def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
-    """Measures the read speed; None where weights are on a GPU, or where memory is short."""
+    """Measures the speeds; None where weights are on a GPU, or where memory is short."""
     speed = 0.0 if model.uses_gpu else measure_read_speed(n_threads)
     if speed == 0:
         return None
-    info = model.info
-    tensors = [tensor for part in gguf_file.parts(model.path) for tensor in gguf_file.read_tensors(part)]
-    experts, _ = gguf_file.expert_tensors(model.path, n_layers=info.n_layers)
-    n_bytes = gguf_file.bytes_per_token(tensors, experts, info.used_per_layer)
-    return Roofline(speed, n_bytes) if n_bytes > 0 else None
+    weights = Weights.read(model.path, model.info.n_layers, model.info.used_per_layer)
+    return Roofline(speed, multiply_speed(n_threads), weights) if weights.bytes_of(1) > 0 else None
 
 
 def _last_cache_bytes(n_threads: int) -> int:

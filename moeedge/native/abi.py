@@ -244,6 +244,7 @@ SIGNATURES: dict[tuple[Any, ...], str] = {
     (c_int, c_void_p, c_void_p): "budget_read",
     (c_int, c_void_p, c_int, POINTER(BudgetRoutingStruct)): "budget_get_routing",
     (c_double, c_void_p, c_int64, c_int, c_int): "read_speed",
+    (c_double, c_int, c_int): "multiply_speed",
     (c_void_p,): "dry_run_gpu",
     (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int): "memory_uses",
     (c_int, c_void_p, c_void_p, c_void_p, c_void_p): "decode",

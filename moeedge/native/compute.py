@@ -113,3 +113,8 @@ def is_amx_disabled() -> bool:
 def read_speed(n_bytes: int, n_threads: int, *, address: int | None = None, repetitions: int = 5) -> float:
     """Bytes per second that threads read from memory at best. address: a multiple of 8; None: new memory."""
     return float(load().moeedge_read_speed(address, n_bytes, n_threads, repetitions))
+
+
+def multiply_speed(n_threads: int, *, repetitions: int = 5) -> float:
+    """Products of bytes per second that threads compute at best; 0.0: kernels of ours have no instruction for it."""
+    return float(load().moeedge_multiply_speed(n_threads, repetitions))

@@ -10,11 +10,11 @@ import pytest
 from numpy.typing import NDArray
 
 from moeedge.native.abi import KernelChoice
-from moeedge.native.compute import kernels, read_speed, set_kernel_choice
+from moeedge.native.compute import kernels, multiply_speed, read_speed, set_kernel_choice
 from tests.support.expert_blocks import BlockShape, DenseMatmul, Engine, ExpertBlock, Experts, spread_experts
 
 REPACKED = ("Q4_0", "IQ4_NL", "MXFP4", "Q4_K")  # by ggml, on CPUs with AVX2
-PLAIN = ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+PLAIN = ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "BF16")
 LAYOUTS = [*((type_, True) for type_ in REPACKED), *((type_, False) for type_ in PLAIN)]
 
 INSTRUCTIONS = {"avx512vnni": KernelChoice.ALL, "avx2": KernelChoice.AVX2}  # and what chooses their kernels
@@ -39,8 +39,9 @@ def test_every_kernel_passes_its_check() -> None:
         assert kernel.single_speed > 0
         assert kernel.several_speed > 0
         assert kernel.many_speed > 0, "ggml's rounding from eight columns of an expert on"
-        has_dense = kernel.layout != "iq4_nl"  # which ggml rounds otherwise where its matrix is dense
-        assert (kernel.n_dense_max > 1) == (kernel.dense_single_speed > 0) == has_dense, kernel
+        has_dense = kernel.layout not in ("iq4_nl", "bf16")  # which ggml rounds otherwise where their matrix is dense
+        assert (kernel.n_dense_max > 1) == has_dense, kernel
+        assert (kernel.dense_single_speed > 0) == (kernel.layout != "iq4_nl"), kernel
         assert (kernel.dense_speed > 0) == (has_dense and kernel.instructions == "avx2"), kernel
 
 
@@ -52,13 +53,19 @@ def test_blocks_equal_ggmls(type_: str, repacked: bool, n_threads: int) -> None:
     rng = np.random.default_rng(n_threads)
     theirs, ours = Engine("CPU", n_threads), Engine("MOEEDGE", n_threads)
     with Experts(shape, repacked=repacked) as experts:
-        for n_tokens in (1, 2, 3, 5, 9, 16, 24, 40, 150):
-            block = ExpertBlock(experts, n_tokens, summed=n_tokens != 5, biases=n_tokens % 2 == 0)
+        roles = ("up", "gate", "down")
+        for n_tokens, summed, biases in (
+            *((n_tokens, True, ()) for n_tokens in (1, 2, 3, 5, 9, 16, 24, 40, 150)),
+            *((n_tokens, True, roles) for n_tokens in (1, 2, 9, 40)),
+            *((9, True, roles[i : i + n]) for i in range(3) for n in (1, 2)),
+            *((n_tokens, False, biases) for n_tokens in (1, 24) for biases in ((), roles)),
+        ):
+            block = ExpertBlock(experts, n_tokens, summed=summed, biases=biases)
             input_ = (rng.standard_normal((n_tokens, shape.n_embd)) ** 3).astype(np.float32)
             ids = np.stack([rng.permutation(shape.n_experts)[: shape.n_used] for _ in range(n_tokens)]).astype(np.int32)
             expected = block.run(theirs, input_, ids)
             found = block.run(ours, input_, ids)
-            assert np.array_equal(found, expected), f"{n_tokens} tokens"
+            assert np.array_equal(found, expected), f"{n_tokens} tokens, {summed=}, {biases=}"
             block.close()
     theirs.close()
     ours.close()
@@ -178,3 +185,10 @@ def test_memory_is_read() -> None:
     assert read_speed(0, 1) == 0.0
     data = np.zeros(1 << 16)
     assert read_speed(data.nbytes, 2, address=data.ctypes.data) > 1e8
+
+
+def test_products_are_counted() -> None:
+    """Kernels of ours run here, so there is an instruction; two threads are not slower than one."""
+    assert multiply_speed(1) > 1e9
+    assert multiply_speed(2) > 1e9
+    assert multiply_speed(0) == 0.0

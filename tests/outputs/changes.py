@@ -80,6 +80,7 @@ _CACHE_MODE = r"(source|simulated_tg_ts|simulated_moeedge_tg_ts)"
 _FIT = r"(predicted_speed_up|predicted_by_tokens|beyond_measured)"
 REMOVED: list[tuple[str, str, str]] = [
     (r"commands(-slow)?: (schema )?bench.*[./](acceptance|confidences|routing(_\w+)?)\b", "", "--accept and --routing"),
+    (r"commands(-slow)?: (schema )?bench.*[./](products_per_s|prompt_limit_ts)\b", "", "limits of prompts"),
     (r"options: (.*\.(routing|scripted)$|bench --(accept(-confidence)?|routing)\b)", "", "the same"),
     (r"screens: (bench_views\.model_table|parallel_views\.parallel_markdown) ", "", "parts of bench_views.render"),
     (r"choices: speculation check_gamma: ", "", "draft lengths are checked in one place, which is no formula"),

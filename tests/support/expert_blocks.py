@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from collections.abc import Sequence
+from ctypes import CFUNCTYPE, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -157,27 +158,37 @@ class Experts:
 class ExpertBlock:
     """The graph for batches of `n_tokens`; `run` computes it.
 
-    summed: as llama.cpp builds a block's end, to the sum over a token's experts and the addition of another value; with
-    `biases` of all three matmuls and gpt-oss's activation.
+    summed: as llama.cpp builds a block, from the router's logits to the sum over a token's experts and the addition of
+    another value, with memory that is used again; ids then are those of random logits. biases: of which matmuls;
+    with any, the activation is gpt-oss's.
     """
 
-    def __init__(self, experts: Experts, n_tokens: int, *, summed: bool = False, biases: bool = False) -> None:
+    def __init__(self, experts: Experts, n_tokens: int, *, summed: bool = False, biases: Sequence[str] = ()) -> None:
         shape = experts.shape
-        rng = np.random.default_rng(7)
         self._context = new_context()
         new_3d = ("ggml_new_tensor_3d", c_void_p, [c_void_p, c_int, c_int64, c_int64, c_int64])
         new_2d = ("ggml_new_tensor_2d", c_void_p, [c_void_p, c_int, c_int64, c_int64])
         matmul = ("ggml_mul_mat_id", c_void_p, [c_void_p] * 4)
         self._x = call(*new_3d, self._context, _F32, shape.n_embd, 1, n_tokens)
-        self._ids = call(*new_2d, self._context, _I32, shape.n_used, n_tokens)
+        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], self._context)
+        expand = ("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph)
+        logits = call(*new_2d, self._context, _F32, shape.n_experts, n_tokens)
+        if summed:
+            self._ids, self._weights = self._router(logits, shape, n_tokens)
+            call(*expand, self._weights)
+        else:
+            self._ids = call(*new_2d, self._context, _I32, shape.n_used, n_tokens)
+            self._weights = call(*new_3d, self._context, _F32, 1, shape.n_used, n_tokens)
         up = call(*matmul, self._context, experts.tensors["up"], self._x, self._ids)
         gate = call(*matmul, self._context, experts.tensors["gate"], self._x, self._ids)
         widths = {"up": shape.n_ff, "gate": shape.n_ff, "down": shape.n_embd}
         own_biases = {role: call(*new_2d, self._context, _F32, n, shape.n_experts) for role, n in widths.items()}
+        for bias in own_biases.values():  # weights, whose memory is not used again
+            call("ggml_set_output", None, [c_void_p], bias)
 
         def biased(value: int, role: str) -> int:
             added = ("ggml_add_id", c_void_p, [c_void_p] * 4)
-            return int(call(*added, self._context, value, own_biases[role], self._ids)) if biases else value
+            return int(call(*added, self._context, value, own_biases[role], self._ids)) if role in biases else value
 
         gate, up = biased(gate, "gate"), biased(up, "up")
         if biases:
@@ -186,12 +197,9 @@ class ExpertBlock:
         else:
             act = call("ggml_swiglu_split", c_void_p, [c_void_p] * 3, self._context, gate, up)
         down = biased(call(*matmul, self._context, experts.tensors["down"], act, self._ids), "down")
-        self._weights = call(*new_3d, self._context, _F32, 1, shape.n_used, n_tokens)
         self._out = call("ggml_mul", c_void_p, [c_void_p] * 3, self._context, down, self._weights)
         added = call(*new_2d, self._context, _F32, shape.n_embd, n_tokens)
         out_shape: tuple[int, ...] = (n_tokens, shape.n_used, shape.n_embd)
-        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], self._context)
-        expand = ("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph)
         if summed:
             row, view = 4 * shape.n_embd, ("ggml_view_2d", c_void_p, [c_void_p] * 2 + [c_int64] * 2 + [c_size_t] * 2)
             call(*expand, self._out)
@@ -207,16 +215,39 @@ class ExpertBlock:
             self._out, out_shape = places[0], (n_tokens, shape.n_embd)
         call(*expand, self._out)
         buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
-        allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
-        self._buffer = call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
+        self._buffer = self._allocator = None
+        if summed:
+            self._allocator = call("ggml_gallocr_new", c_void_p, [c_void_p], buffer_type)
+            assert call("ggml_gallocr_alloc_graph", c_bool, [c_void_p] * 2, self._allocator, self.graph)
+        else:
+            allocate = "ggml_backend_alloc_ctx_tensors_from_buft"
+            self._buffer = call(allocate, c_void_p, [c_void_p, c_void_p], self._context, buffer_type)
         self.input = self._array(self._x, c_float, (n_tokens, shape.n_embd))
-        self.ids = self._array(self._ids, c_int, (n_tokens, shape.n_used))
         self.out = self._array(self._out, c_float, out_shape)
-        for role, n in widths.items():
-            self._array(own_biases[role], c_float, (shape.n_experts, n))[:] = rng.standard_normal((shape.n_experts, n))
-        self._array(added, c_float, (n_tokens, shape.n_embd))[:] = rng.standard_normal((n_tokens, shape.n_embd))
-        weights = self._array(self._weights, c_float, (n_tokens, shape.n_used))
-        weights[:] = np.linspace(0.9, 0.01, weights.size, dtype=np.float32).reshape(weights.shape)
+        self._others = [self._array(own_biases[role], c_float, (shape.n_experts, widths[role])) for role in biases]
+        if summed:
+            self._others.append(self._array(added, c_float, (n_tokens, shape.n_embd)))
+            self._others.append(self._array(logits, c_float, (n_tokens, shape.n_experts)))
+        else:
+            self.ids = self._array(self._ids, c_int, (n_tokens, shape.n_used))
+            weights = self._array(self._weights, c_float, (n_tokens, shape.n_used))
+            weights[:] = np.linspace(0.9, 0.01, weights.size, dtype=np.float32).reshape(weights.shape)
+
+    def _router(self, logits: int, shape: BlockShape, n_tokens: int) -> tuple[int, int]:
+        """Ids and weights as of Qwen3 and DeepSeek."""
+        context = self._context
+        reshape_2d = ("ggml_reshape_2d", c_void_p, [c_void_p, c_void_p, c_int64, c_int64])
+        reshape_3d = ("ggml_reshape_3d", c_void_p, [c_void_p, c_void_p, *[c_int64] * 3])
+        probs = call("ggml_soft_max", c_void_p, [c_void_p] * 2, context, logits)
+        ids = call("ggml_argsort_top_k", c_void_p, [c_void_p, c_void_p, c_int], context, probs, shape.n_used)
+        rows = call(*reshape_3d, context, probs, 1, shape.n_experts, n_tokens)
+        weights = call("ggml_get_rows", c_void_p, [c_void_p] * 3, context, rows, ids)
+        weights = call(*reshape_2d, context, weights, shape.n_used, n_tokens)
+        total = call("ggml_sum_rows", c_void_p, [c_void_p] * 2, context, weights)
+        total = call("ggml_clamp", c_void_p, [c_void_p] * 2 + [c_float] * 2, context, total, 6.1e-5, float("inf"))
+        weights = call("ggml_div", c_void_p, [c_void_p] * 3, context, weights, total)
+        weights = call(*reshape_3d, context, weights, 1, shape.n_used, n_tokens)
+        return ids, call("ggml_scale", c_void_p, [c_void_p, c_void_p, c_float], context, weights, 2.5)
 
     def _array(self, tensor: int, kind: Any, shape: tuple[int, ...]) -> NDArray[Any]:
         address = call("ggml_get_data", c_void_p, [c_void_p], tensor)
@@ -227,13 +258,19 @@ class ExpertBlock:
 
         A summed block's are [n_tokens, n_embd].
         """
-        self.input[:], self.ids[:] = input_, ids
-        self.out[:] = np.nan
+        self.out[:] = np.nan  # first, as another tensor may have its memory
+        self.input[:] = input_
+        rng = np.random.default_rng(7)
+        for values in self._others:
+            values[:] = rng.standard_normal(values.shape)
+        if self._allocator is None:
+            self.ids[:] = ids
         engine.compute(self.graph)
         return self.out.copy()
 
     def close(self) -> None:
         """Frees the memory."""
+        call("ggml_gallocr_free", None, [c_void_p], self._allocator)
         call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
         call("ggml_free", None, [c_void_p], self._context)
 

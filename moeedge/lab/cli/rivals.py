@@ -103,12 +103,19 @@ def columns(rows: Sequence[RivalRow]) -> list[Column]:
     """A column for each program's speed."""
     measured = [name for name in RIVALS if any(name in row.speeds for row in rows)]
     speeds = [Column(f"{name} t/s", partial(_speed_ts, name), ".2f") for name in measured]
+    # of the speed at which memory delivers the weights, or the processor multiplies them
+    limits = [Column("of limit", _limit_share, ".2f")] if any(map(_limit_share, rows)) else []
     last = [Column(f"{OURS} / fastest", "ratio", ".2f"), text_column("fastest", lambda row: row.fastest or "")]
-    return [text_column("test", "test"), *speeds, *last]
+    return [text_column("test", "test"), *speeds, *limits, *last]
 
 
 def _speed_ts(name: str, row: RivalRow) -> float | None:
     return row.speeds.get(name)
+
+
+def _limit_share(row: RivalRow) -> float | None:
+    limit_ts = getattr(row, "limit_ts", None)  # records before 0.20.0 have none
+    return row.speeds[OURS] / limit_ts if limit_ts and OURS in row.speeds else None
 
 
 def print_rivals(rows: Sequence[RivalRow], console: Console) -> None:

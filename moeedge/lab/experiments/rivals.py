@@ -43,7 +43,7 @@ _DRAFTING = [("llama_speculative_simple", LLAMA, _SIMPLE)]
 _SPEC_BENCH = "--spec-type draft:n_max={},n_min=0,p_min={} --output-format jsonl --in-prefix-bos"  # that: no template
 _DRAFTING += [("ik_speculative", IK, _SPEC_BENCH)]
 
-Timed = Iterator[tuple[str, int, float, str]]  # test, tokens, seconds, version
+Timed = Iterator[tuple[str, int, float, str, float | None]]  # test, tokens, seconds, version, limit in t/s
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class RivalSample:
     tokens: int = figure("Tokens that were timed")
     seconds: float = figure("Time that they took", "s")
     build: str = figure("Version that the program tells; empty: none")
+    limit_ts: float | None = figure("Of moeedge's processes, the speed at this machine's limits", "t/s", default=None)
 
     speed_ts = quotient("tokens", "seconds", "Tokens per second", "t/s", empty=0.0)
 
@@ -86,6 +87,12 @@ class RivalRow(Provenance):
     settings: dict[str, str] = figure("These settings, by name of the program")
     fastest: str | None = figure("The fastest program but moeedge, with its settings")
     ratio: float | None = figure("Median over repetitions of moeedge's speed over that of the fastest. A ratio")
+    limit_ts: float | None = figure(
+        "Speed at the limits of memory and multiplications, median of moeedge's processes; experts as if each token of "
+        "a prompt chose on its own",
+        "t/s",
+        default=None,
+    )
     repetitions: int = figure("Repetitions that were asked for", least=1)
     other_load_before: float = figure("Processors that other programs used before the run")
     samples: tuple[RivalSample, ...] = figure("The raw samples")
@@ -171,14 +178,14 @@ def read_llama_bench(output: str) -> Timed:
     for record in json.loads(output[output.index("[\n") : output.rindex("]") + 1]):
         test = f"pp{record['n_prompt']}" if record["n_prompt"] else f"tg{record['n_gen']}"
         build = f"{record['build_number']} ({record['build_commit']})"
-        yield test, record["n_prompt"] or record["n_gen"], sum(record["samples_ns"]) * 1e-9, build
+        yield test, record["n_prompt"] or record["n_gen"], sum(record["samples_ns"]) * 1e-9, build, None
 
 
 def read_speculative(output: str) -> Timed:
     """Reads what llama-speculative-simple prints last. Raises ValueError."""
     if (decoded := _DECODED.search(output)) is None:
         raise ValueError("it printed no speed")
-    yield DRAFTS, int(decoded[1]), float(decoded[2]), ""
+    yield DRAFTS, int(decoded[1]), float(decoded[2]), "", None
 
 
 def read_spec_bench(output: str) -> Timed:
@@ -186,7 +193,7 @@ def read_spec_bench(output: str) -> Timed:
     for row in (json.loads(line) for line in output.splitlines() if line.startswith('{"row_type":"attempt"')):
         if row["error"]:
             raise ValueError(row["error"])
-        yield DRAFTS, row["generated"], row["decode_s"], ""
+        yield DRAFTS, row["generated"], row["decode_s"], "", None
 
 
 def read_bench(output: str) -> Timed:
@@ -194,7 +201,8 @@ def read_bench(output: str) -> Timed:
     for row in json.loads(output):
         phase = "prefill" if row["n_prompt"] else "decode"
         tokens, seconds = (sum(sample[f"{phase}_{unit}"] for sample in row["samples"]) for unit in ("tokens", "s"))
-        yield DRAFTS if row["dataset"] else row["test"], tokens, seconds, row["version"]
+        limit_ts = row.get("prompt_limit_ts" if row["n_prompt"] else "limit_ts")
+        yield DRAFTS if row["dataset"] else row["test"], tokens, seconds, row["version"], limit_ts
 
 
 def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run: Run) -> Iterator[RivalSample]:
@@ -231,9 +239,9 @@ def measure(plan: RivalPlan, variants: Sequence[Variant], journal: Journal, run:
                 if not run.cancelled():
                     run.say(f"{label} is left out, as it failed: {error}.")
                 timed = []
-            for test, tokens, seconds, build in timed:
+            for test, tokens, seconds, build, limit_ts in timed:
                 about = (variant.rival, variant.settings, test, repetition, order)
-                sample = RivalSample(*about, tokens, seconds, build)
+                sample = RivalSample(*about, tokens, seconds, build, limit_ts)
                 journal.add((0, 0, test), sample)
                 if repetition == 0:
                     first.append(sample)
@@ -278,6 +286,7 @@ def make_rows(plan: RivalPlan, samples: Sequence[RivalSample], **about: Any) -> 
         fastest = max((mode for rival, mode in best.items() if rival != OURS), key=medians.__getitem__, default=None)
         base = {sample.key: sample.speed_ts for sample in by_mode.get(fastest or "", ())}
         ours = [each for each in by_mode.get(best.get(OURS, ""), ()) if each.key in base]
+        limits = [each.limit_ts for each in own if each.rival == OURS and each.limit_ts is not None]
         rows.append(
             filled(
                 RivalRow,
@@ -290,6 +299,7 @@ def make_rows(plan: RivalPlan, samples: Sequence[RivalSample], **about: Any) -> 
                 settings={rival: by_mode[best[rival]][0].settings for rival in RIVALS if rival in best},
                 fastest=fastest,
                 ratio=median(each.speed_ts / base[each.key] for each in ours) if ours else None,
+                limit_ts=median(limits) if limits else None,
                 samples=tuple(own),
                 **about,
             )

@@ -436,15 +436,15 @@ enum moeedge_kernel_choice {
 
 // a kernel of ours, as its check on this CPU found it
 struct moeedge_kernel {
-    char    instructions[16]; // of the processor, by the compiler's name for them
-    char    layout[16];    // of the matrices
-    int32_t is_equal;      // its results have the bits of ggml's; it is not used otherwise
-    double  single_speed;  // ggml's time over ours with rows from memory, one column per expert
-    double  several_speed; // two columns per expert
-    double  many_speed;    // sixteen; 0: not used from eight columns of an expert on, where ggml rounds otherwise
+    char    instructions[16];   // of the processor, by the compiler's name for them
+    char    layout[16];         // of the matrices
+    int32_t is_equal;           // its results have the bits of ggml's; it is not used otherwise
+    double  single_speed;       // ggml's time over ours with rows from memory, one column per expert
+    double  several_speed;      // two columns per expert
+    double  many_speed;         // sixteen; 0: not used from eight columns of an expert on, where ggml rounds otherwise
     double  dense_single_speed; // one column of a dense matrix; 0: not used for one
-    double  dense_speed;   // thirty-two columns of a dense matrix; 0: not used from eight on
-    int32_t n_dense_max;   // less columns of a dense matrix that it computes, at most; 0: none, the bits of some batch differ
+    double  dense_speed;        // thirty-two columns of a dense matrix; 0: not used from eight on
+    int32_t n_dense_max;        // less columns of a dense matrix that it computes, at most; 0: none, the bits of some batch differ
 };
 
 // a moeedge_kernel_choice for the entire process, from the next graph on
@@ -454,6 +454,8 @@ MOEEDGE_API int moeedge_kernels(struct moeedge_kernel * out, int n_max);
 // Bytes per second that n_threads read from memory [n_bytes] at once: the fastest of n_repetitions; 0: a bad argument, or out of
 // memory. memory: null: as many bytes of its own, written before
 MOEEDGE_API double moeedge_read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions);
+// products of bytes per second that n_threads compute at once; 0: a bad argument, or kernels of ours have no instruction for it here
+MOEEDGE_API double moeedge_multiply_speed(int n_threads, int n_repetitions);
 
 // loading
 

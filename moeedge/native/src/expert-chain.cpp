@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "fused-nodes.h"
 #include "ggml-impl.h"
 #include "moe-blocks.h"
 
@@ -260,7 +261,7 @@ class sum_reader {
         const int64_t       n_used   = columns->ne[1];
         const ggml_tensor * weighted = next();
         if (weighted == nullptr || weighted->op != GGML_OP_MUL || weighted->src[0] != columns || n_used < 2 ||
-            !is_weights(weighted->src[1]) || count_uses(graph, columns) != 1 || count_uses(graph, weighted) != n_used) {
+            is_output(weighted) || !is_weights(weighted->src[1]) || count_uses(graph, columns) != 1 || count_uses(graph, weighted) != n_used) {
             return false;
         }
         std::vector<const ggml_tensor *> places;
@@ -274,7 +275,7 @@ class sum_reader {
         ggml_tensor * total = nullptr;
         for (int64_t p = 1; p < n_used; p++) {
             ggml_tensor * add = next();
-            if (add == nullptr || add->op != GGML_OP_ADD || add->src[0] != (total ? total : places[0]) || add->src[1] != places[p] ||
+            if (add == nullptr || add->op != GGML_OP_ADD || !is_operation(add) || add->src[0] != (total ? total : places[0]) || add->src[1] != places[p] ||
                 (total && (count_uses(graph, total) != 1 || is_output(total)))) {
                 return false;
             }

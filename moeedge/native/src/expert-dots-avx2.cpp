@@ -343,15 +343,22 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
         }
         UNROLLED
         for (int i = 0; i < 8; i++) {
-            const __m256i scale = bytes.of<T::n_scales>(i);
-            __m256i       w     = T::values(block, i);
-            if constexpr (T::is_offset_per_value) {
-                w = _mm256_sub_epi8(w, _mm256_set1_epi8(T::offset));
+            const __m256i scale  = bytes.of<T::n_scales>(i);
+            const __m256i offset = _mm256_set1_epi8(T::offset);
+            __m256i       w      = T::values(block, i);
+            if constexpr (T::is_offset_per_value && N > 1) {
+                w = _mm256_sub_epi8(w, offset);
             }
             UNROLLED
             for (int c = 0; c < N; c++) {
-                const __m256i found = products<is_signed>(w, load(columns[c][b].q + 32 * i));
-                totals[c]           = _mm256_add_epi32(totals[c], _mm256_madd_epi16(scale, found));
+                const __m256i x = load(columns[c][b].q + 32 * i);
+                __m256i       found;
+                if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
+                    found = _mm256_sub_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(offset, x));
+                } else {
+                    found = products<is_signed>(w, x);
+                }
+                totals[c] = _mm256_add_epi32(totals[c], _mm256_madd_epi16(scale, found));
             }
         }
         UNROLLED
@@ -365,6 +372,55 @@ template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::b
         *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
     }
 }
+
+// 16 bits of a float, one row
+
+struct column_bf16 { // 32 values
+    float v[32];
+};
+
+inline void pack_bf16(const void * rounded, int64_t n_blocks, void * to) {
+    for (int64_t i = 0; i < 32 * n_blocks; i += 8) {
+        const __m256i bits = _mm256_cvtepu16_epi32(load_16((const uint16_t *) rounded + i));
+        _mm256_storeu_ps((float *) to + i, _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)));
+    }
+}
+
+template <int N> void dots_bf16(int64_t n_blocks, const uint16_t * row, const column_bf16 * const * columns, float * const * out) {
+    __m256 sums[4][N]; // of eight values each, which blocks of 32 have in turn
+    UNROLLED
+    for (int i = 0; i < 4 * N; i++) {
+        sums[i / N][i % N] = _mm256_setzero_ps();
+    }
+    for (int64_t b = 0; b < n_blocks; b++) {
+        ask_for(row + 32 * b);
+        UNROLLED
+        for (int i = 0; i < 4; i++) {
+            const __m256i bits = _mm256_cvtepu16_epi32(load_16(row + 32 * b + 8 * i));
+            const __m256  x    = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                sums[i][c] = _mm256_fmadd_ps(x, _mm256_loadu_ps(columns[c][b].v + 8 * i), sums[i][c]);
+            }
+        }
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        *out[c] = sum_of(_mm256_add_ps(_mm256_add_ps(sums[0][c], sums[2][c]), _mm256_add_ps(sums[1][c], sums[3][c])));
+    }
+}
+
+struct for_bf16 {
+    static constexpr int64_t n_rows = 1;
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        constexpr int n_first = N == 4 ? 2 : N; // sums of four do not fit the registers
+        const auto *  all     = (const column_bf16 * const *) columns;
+        dots_bf16<n_first>(n / 32, (const uint16_t *) rows, all, out);
+        if (n_first < N) {
+            dots_bf16<n_first>(n / 32, (const uint16_t *) rows, all + n_first, out + n_first);
+        }
+    }
+};
 
 template <typename L> struct for_32x8 {
     static constexpr int64_t n_rows = 8;
@@ -427,12 +483,26 @@ const dot_kernel kernels[] = {
     kernel_of_256<q5_K_reader>("q5_K", GGML_TYPE_Q5_K),
     kernel_of_256<q6_K_reader>("q6_K", GGML_TYPE_Q6_K),
     kernel_of_256<iq4_xs_reader>("iq4_xs", GGML_TYPE_IQ4_XS),
+    // ggml has another order for dense matrices with two columns and more
+    { "avx2", "bf16", GGML_TYPE_BF16, false, GGML_TYPE_BF16, 32, sizeof(column_bf16), 1, 32, pack_bf16, all_dots<for_bf16>, nullptr, 1, 0, nullptr, nullptr },
 };
+
+int64_t multiply(int64_t n_turns) {
+    const __m256i x = _mm256_set1_epi8(1);
+    for (int64_t i = 0; i < n_turns; i++) {
+        __asm__ volatile("vpmaddubsw %0, %0, %%ymm8\n\tvpmaddubsw %0, %0, %%ymm9\n\tvpmaddubsw %0, %0, %%ymm10\n\tvpmaddubsw %0, %0, %%ymm11\n\t"
+                         "vpmaddubsw %0, %0, %%ymm12\n\tvpmaddubsw %0, %0, %%ymm13\n\tvpmaddubsw %0, %0, %%ymm14\n\tvpmaddubsw %0, %0, %%ymm15"
+                         :
+                         : "x"(x)
+                         : "xmm8", "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");
+    }
+    return n_turns * 8 * 32;
+}
 
 } // namespace
 
 dot_kernels avx2_kernels() {
-    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])) };
+    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply };
 }
 
 } // namespace moeedge
@@ -442,7 +512,7 @@ dot_kernels avx2_kernels() {
 namespace moeedge {
 
 dot_kernels avx2_kernels() {
-    return { nullptr, 0 };
+    return { nullptr, 0, nullptr };
 }
 
 } // namespace moeedge

@@ -501,10 +501,22 @@ const dot_kernel kernels[] = {
     { "avx512vnni", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 32, pack_words<block_q8_0>, all_dots<for_32<block_q8_0>>, nullptr, 15, 0, nullptr, nullptr },
 };
 
+int64_t multiply(int64_t n_turns) {
+    const __m512i x = _mm512_set1_epi8(1);
+    for (int64_t i = 0; i < n_turns; i++) {
+        __asm__ volatile("vpdpbusd %0, %0, %%zmm16\n\tvpdpbusd %0, %0, %%zmm17\n\tvpdpbusd %0, %0, %%zmm18\n\tvpdpbusd %0, %0, %%zmm19\n\t"
+                         "vpdpbusd %0, %0, %%zmm20\n\tvpdpbusd %0, %0, %%zmm21\n\tvpdpbusd %0, %0, %%zmm22\n\tvpdpbusd %0, %0, %%zmm23"
+                         :
+                         : "v"(x)
+                         : "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23");
+    }
+    return n_turns * 8 * 64;
+}
+
 } // namespace
 
 dot_kernels avx512_kernels() {
-    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])) };
+    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply };
 }
 
 } // namespace moeedge
@@ -514,7 +526,7 @@ dot_kernels avx512_kernels() {
 namespace moeedge {
 
 dot_kernels avx512_kernels() {
-    return { nullptr, 0 };
+    return { nullptr, 0, nullptr };
 }
 
 } // namespace moeedge

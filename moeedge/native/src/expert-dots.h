@@ -49,6 +49,9 @@ struct dot_kernel {
 struct dot_kernels {
     const dot_kernel * first;
     int                n;
+    // runs the instruction that multiplies the most bytes, n_turns times with registers alone; returns the number of products.
+    // null: there are no kernels
+    int64_t (*multiply)(int64_t n_turns);
 };
 
 // all kernels for these instructions, none where the library was compiled for another kind of processor

@@ -252,7 +252,10 @@ int expert_matmuls::add_matmul(const ggml_cgraph * graph, int i, const chosen_do
         prepared_input & input = inputs.emplace_back(*dots.kernel, node, columns);
         columns.resize(std::max(columns.size(), input.column_bytes() * (size_t) n_columns(node)));
     }
-    if (is_served && newest && !read) {
+    const bool is_apart_of_others = newest && std::all_of(newest->matmuls.begin(), newest->matmuls.end(), [node](const matmul & each) {
+        return is_apart(node, each.node);
+    });
+    if (is_served && is_apart_of_others && !read) {
         newest->matmuls.push_back({ dots, node });
         return i + 1;
     }
@@ -303,7 +306,7 @@ int expert_matmuls::add_other(const ggml_cgraph * graph, int i) {
         }
     }
     const router_weights router(graph, i);
-    if (router.i_end > 0) {
+    if (router.i_end > 0 && may_replace()) {
         auto & made = routers.emplace_back(owned<router_weights>{ *this, router });
         add_node(router.out, run<router_weights, compute_router>, &made);
         return router.i_end;
@@ -327,6 +330,7 @@ void expert_matmuls::replace_nodes(const ggml_cgraph * graph, const chosen_dots 
     };
     const auto        add_read    = [&] {
         add_node(block->ids, run<const moe_block *, read_block>, &own_reads.emplace_back(owned<const moe_block *>{ *this, block }));
+        std::fill_n(tensors.back().ne, GGML_MAX_DIMS, 1); // ggml leaves out what is empty, and a block without tokens is read, too
         next_block();
     };
     next_block();

@@ -34,9 +34,9 @@ static const ggml_tensor * next_operation(const ggml_cgraph * graph, int & i) {
     return i < graph->n_nodes ? graph->nodes[i] : nullptr;
 }
 
-// whether one node alone needs the value
-static bool is_between(const ggml_cgraph * graph, const ggml_tensor * node) {
-    return count_uses(graph, node) == 1 && (node->flags & GGML_TENSOR_FLAG_OUTPUT) == 0;
+// whether so many nodes alone need the value
+static bool is_between(const ggml_cgraph * graph, const ggml_tensor * node, int n_uses = 1) {
+    return count_uses(graph, node) == n_uses && (node->flags & GGML_TENSOR_FLAG_OUTPUT) == 0;
 }
 
 static bool is_rows(const ggml_tensor * t) {
@@ -97,7 +97,7 @@ router_weights::router_weights(const ggml_cgraph * graph, int i) {
     if (divided == nullptr || clamped->src[0] != sum || divided->src[1] != clamped || divided->src[0] != sum->src[0] ||
         before_reshape(sum->src[0]) != chosen || sum->src[0]->ne[0] != chosen->ne[1] || sum->src[0]->ne[1] != chosen->ne[2] ||
         !is_between(graph, sum) || !is_between(graph, clamped) || !ggml_is_contiguous(divided) || clamped->type != GGML_TYPE_F32 ||
-        count_uses(graph, sum->src[0]) != 2 || (sum->src[0] != chosen && !is_between(graph, chosen))) {
+        !is_between(graph, sum->src[0], 2) || (sum->src[0] != chosen && !is_between(graph, chosen))) {
         return;
     }
     std::memcpy(&sum_min, clamped->op_params, sizeof(float));
@@ -111,7 +111,7 @@ router_weights::router_weights(const ggml_cgraph * graph, int i) {
     }
     const bool is_reshaped = scaled && scaled->src[0] != divided;
     if (scaled && before_reshape(scaled->src[0]) == divided && bias == 0 && is_between(graph, divided) && ggml_is_contiguous(scaled) &&
-        (!is_reshaped || count_uses(graph, scaled->src[0]) == 1)) {
+        (!is_reshaped || is_between(graph, scaled->src[0]))) {
         std::memcpy(&factor, scaled->op_params, sizeof(float));
         is_scaled = true;
         out       = scaled;
@@ -171,6 +171,9 @@ weighted_sum::weighted_sum(const ggml_cgraph * graph, const ggml_tensor * down, 
     if (!is_operation(node) || (node->op != GGML_OP_MUL && !is_bias) || node->src[0] != down || !is_rows(node)) {
         return;
     }
+    const auto is_apart_of_all = [&](const ggml_tensor * written) {
+        return is_apart(written, down) && (!is_bias || is_apart(written, node->src[1]));
+    };
     if (is_bias && (!is_rows(node->src[1]) || node->src[2] != down->src[2] || !is_between(graph, down))) {
         return;
     }
@@ -179,9 +182,9 @@ weighted_sum::weighted_sum(const ggml_cgraph * graph, const ggml_tensor * down, 
         return;
     }
     const int           i_add = find_addition(graph, sum);
-    const ggml_tensor * add   = i_add >= 0 && is_apart(graph->nodes[i_add], down) ? graph->nodes[i_add] : nullptr;
+    const ggml_tensor * add   = i_add >= 0 && is_apart_of_all(graph->nodes[i_add]) ? graph->nodes[i_add] : nullptr;
     out                       = add ? add : sum.out;
-    if (!is_apart(out, down)) {
+    if (!is_apart_of_all(out)) {
         return;
     }
     columns = down;
@@ -269,6 +272,11 @@ gated_unit::gated_unit(const ggml_cgraph * graph, int i) {
     const ggml_tensor * glu = next_operation(graph, i);
     if (glu == nullptr || glu->op != GGML_OP_GLU || !is_rows(glu) || !is_gate_known(glu)) {
         return;
+    }
+    for (const ggml_tensor * bias : biases) {
+        if (bias && (!is_apart(glu, bias) || !is_apart(matmuls[0], bias) || !is_apart(matmuls[1], bias))) {
+            return;
+        }
     }
     gate = glu->src[0] == values[0] ? 0 : 1;
     if (glu->src[0] != values[gate] || glu->src[1] != values[1 - gate] || !is_apart(matmuls[0], matmuls[1]) || !is_apart(glu, matmuls[0]) || !is_apart(glu, matmuls[1])) {

@@ -26,6 +26,7 @@ namespace moeedge {
 
 // the matmul of a check
 static constexpr int64_t n_in = 2048, n_rows = 256, n_experts = 2;
+static constexpr int64_t n_tall_rows = 768; // of the dense matrix whose one column is timed: what a matmul costs once is small next to its rows
 static constexpr int64_t n_distinct_rows = 16; // the others repeat them: some types are quantized slowly
 static constexpr int     n_timings       = 7;
 static constexpr int64_t n_timed_columns = 16, n_timed_dense_columns = 32;
@@ -39,12 +40,12 @@ struct kernel_check {
     std::once_flag once;
     bool           is_equal = false;
     bool           is_dense_single_equal = false, is_dense_few_equal = false, is_dense_many_equal = false;
-    double         single   = 0; // ggml's time over ours with rows from memory, one column per expert
-    double         several  = 0; // two columns
-    double         many     = 0; // n_timed_columns
+    double         single       = 0; // ggml's time over ours with rows from memory, one column per expert
+    double         several      = 0; // two columns
+    double         many         = 0; // n_timed_columns
     double         dense_single = 0; // one column of a dense matrix
-    double         dense    = 0; // n_timed_dense_columns of one
-    dots_function  many_dots = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
+    double         dense        = 0; // n_timed_dense_columns of one
+    dots_function  many_dots    = nullptr; // with ggml's bits for experts with many columns; null: neither of the kernel's has them
 };
 
 // whether a matrix is in this layout: ggml has one for its shape
@@ -59,26 +60,33 @@ ggml_from_float_t quantizer(ggml_type type) {
     return f ? f(type)->from_float : nullptr;
 }
 
-// the newest instructions first
-static std::vector<const dot_kernel *> find_runnable_kernels() {
-    std::vector<const dot_kernel *> found;
-    const auto                      add = [&found](const dot_kernels & kernels) {
-        for (int i = 0; i < kernels.n; i++) {
-            found.push_back(&kernels.first[i]);
-        }
-    };
-    if (quantizer(GGML_TYPE_Q8_0) == nullptr) {
-        return found;
-    }
+// that this processor runs, the newest instructions first
+static std::vector<dot_kernels> runnable_sets() {
+    std::vector<dot_kernels> found;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni")) {
-            add(avx512_kernels());
+            found.push_back(avx512_kernels());
         }
-        add(avx2_kernels());
+        found.push_back(avx2_kernels());
     }
 #endif
+    return found;
+}
+
+multiply_function fastest_multiply() {
+    const std::vector<dot_kernels> sets = runnable_sets();
+    return sets.empty() ? nullptr : sets.front().multiply;
+}
+
+static std::vector<const dot_kernel *> find_runnable_kernels() {
+    std::vector<const dot_kernel *> found;
+    for (const dot_kernels & kernels : runnable_sets()) {
+        for (int i = 0; quantizer(GGML_TYPE_Q8_0) != nullptr && i < kernels.n; i++) {
+            found.push_back(&kernels.first[i]);
+        }
+    }
     return found;
 }
 
@@ -117,38 +125,43 @@ class quiet_log : no_copy {
     void *                      data     = nullptr;
 };
 
+// what a batch is multiplied with
+enum check_matrix { EXPERTS, DENSE, TALL };
+
 // MUL_MAT_ID of some tokens that use both experts, on one thread of a CPU backend of its own
 class check_case {
   public:
     explicit check_case(const dot_kernel & dots) : kernel(dots) {
         dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
         cpu.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
-        matrix_ctx.reset(ggml_init({ 3 * ggml_tensor_overhead(), nullptr, true }));
+        matrix_ctx.reset(ggml_init({ 4 * ggml_tensor_overhead(), nullptr, true }));
         ggml_backend_buffer_type_t buft = kernel.is_repacked ? extra_buffer_type(dev, repacked_name) : ggml_backend_cpu_buffer_type();
         if (!cpu || !matrix_ctx || buft == nullptr) {
             return;
         }
         set_n_threads(cpu.get(), 1);
-        matrix = ggml_new_tensor_3d(matrix_ctx.get(), kernel.type, n_in, n_rows, n_experts);
-        dense  = ggml_new_tensor_2d(matrix_ctx.get(), kernel.type, n_in, n_rows);
+        matrices[EXPERTS] = ggml_new_tensor_3d(matrix_ctx.get(), kernel.type, n_in, n_rows, n_experts);
+        matrices[DENSE]   = ggml_new_tensor_2d(matrix_ctx.get(), kernel.type, n_in, n_rows);
+        matrices[TALL]    = ggml_new_tensor_2d(matrix_ctx.get(), kernel.type, n_in, n_tall_rows);
         matrix_buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(matrix_ctx.get(), buft));
-        if (matrix_buffer && is_repacked(matrix) == kernel.is_repacked) {
-            fill_matrix();
+        if (matrix_buffer && is_repacked(matrices[EXPERTS]) == kernel.is_repacked) {
+            fill_matrices();
             is_complete = true;
         }
     }
 
-    // the batch of the next runs; is_dense: of a dense matrix instead of the experts; false: out of memory
-    bool set_batch(int64_t n_tokens, bool is_dense = false) {
+    // the batch of the next runs; false: out of memory
+    bool set_batch(int64_t n_tokens, check_matrix with = EXPERTS) {
+        matrix = matrices[with];
         buffer.reset();
         ctx.reset(ggml_init({ 16 * ggml_tensor_overhead() + ggml_graph_overhead_custom(8, false), nullptr, true }));
         if (!ctx) {
             return false;
         }
-        if (is_dense) {
+        if (with != EXPERTS) {
             x   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_in, n_tokens);
             ids = nullptr;
-            out = ggml_mul_mat(ctx.get(), dense, x);
+            out = ggml_mul_mat(ctx.get(), matrix, x);
         } else {
             x   = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_in, 1, n_tokens);
             ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_tokens);
@@ -200,20 +213,20 @@ class check_case {
         return (float) (int32_t) random_state / 2147483648.0f;
     }
 
-    void fill_matrix() {
+    void fill_matrices() {
         std::vector<float> values((size_t) (n_distinct_rows * n_in));
         for (float & value : values) {
             value = next_random();
         }
-        const size_t      row_bytes = matrix->nb[1];
-        std::vector<char> rows((size_t) (n_rows * n_experts) * row_bytes);
+        const size_t      row_bytes = matrices[EXPERTS]->nb[1];
+        std::vector<char> rows((size_t) std::max(n_rows * n_experts, n_tall_rows) * row_bytes);
         ggml_quantize_chunk(kernel.type, values.data(), rows.data(), 0, n_distinct_rows, n_in, nullptr);
         const size_t distinct_bytes = (size_t) n_distinct_rows * row_bytes;
         for (size_t at = distinct_bytes; at < rows.size(); at += distinct_bytes) {
             std::memcpy(rows.data() + at, rows.data(), distinct_bytes);
         }
         const quiet_log quiet;
-        for (ggml_tensor * each : { matrix, dense }) {
+        for (ggml_tensor * each : matrices) {
             ggml_backend_tensor_set(each, rows.data(), 0, ggml_nbytes(each));
         }
     }
@@ -240,7 +253,8 @@ class check_case {
     owned<ggml_backend_t, ggml_backend_free>                   cpu;
     owned<ggml_context *, ggml_free>                           ctx, matrix_ctx;
     owned<ggml_backend_buffer_t, ggml_backend_buffer_free>     buffer, matrix_buffer;
-    ggml_tensor *                                              matrix = nullptr, *dense = nullptr, *x = nullptr, *ids = nullptr, *out = nullptr;
+    ggml_tensor *                                              matrices[TALL + 1] = {};
+    ggml_tensor *                                              matrix = nullptr, *x = nullptr, *ids = nullptr, *out = nullptr;
     ggml_cgraph *                                              graph       = nullptr;
     bool                                                       is_complete = false;
     expert_matmuls                                             ours;
@@ -248,8 +262,8 @@ class check_case {
 };
 
 // whether the dots have ggml's bits for each of these numbers of columns
-static bool has_bits(check_case & found, dots_function dots, bool is_dense, std::initializer_list<int64_t> counts) {
-    return std::all_of(counts.begin(), counts.end(), [&](int64_t n) { return found.set_batch(n, is_dense) && found.is_equal(dots); });
+static bool has_bits(check_case & found, dots_function dots, check_matrix with, std::initializer_list<int64_t> counts) {
+    return std::all_of(counts.begin(), counts.end(), [&](int64_t n) { return found.set_batch(n, with) && found.is_equal(dots); });
 }
 
 static void run_check(const dot_kernel & kernel, kernel_check & check) {
@@ -266,22 +280,22 @@ static void run_check(const dot_kernel & kernel, kernel_check & check) {
         }
     }
     check.is_equal              = true;
-    check.is_dense_single_equal = kernel.n_dense_few > 0 && has_bits(found, kernel.few, true, { 1 });
+    check.is_dense_single_equal = kernel.n_dense_few > 0 && has_bits(found, kernel.few, TALL, { 1 });
     check.dense_single          = check.is_dense_single_equal ? found.speed(kernel.few) : 0;
     check.is_dense_few_equal    = kernel.n_dense_few > 0;
     for (int64_t n_tokens = 2; n_tokens <= kernel.n_dense_few; n_tokens++) {
-        check.is_dense_few_equal = check.is_dense_few_equal && has_bits(found, kernel.few, true, { n_tokens });
+        check.is_dense_few_equal = check.is_dense_few_equal && has_bits(found, kernel.few, DENSE, { n_tokens });
     }
     for (const dots_function dots : { kernel.many, kernel.few }) {
         // ggml's narrow tiles, wide ones, and all threads' rests
-        if (dots && check.many_dots == nullptr && has_bits(found, dots, false, { n_many_columns, 15, 16, 17, 41 })) {
+        if (dots && check.many_dots == nullptr && has_bits(found, dots, EXPERTS, { n_many_columns, 15, 16, 17, 41 })) {
             check.many_dots = dots;
             check.many      = found.set_batch(n_timed_columns) ? found.speed(dots) : 0;
         }
     }
-    if (kernel.dense && has_bits(found, kernel.dense, true, { kernel.n_dense_many, 8, 15, 17, 33, 67 })) {
+    if (kernel.dense && has_bits(found, kernel.dense, DENSE, { kernel.n_dense_many, 8, 15, 17, 33, 67 })) {
         check.is_dense_many_equal = true;
-        check.dense               = found.set_batch(n_timed_dense_columns, true) ? found.speed(kernel.dense) : 0;
+        check.dense               = found.set_batch(n_timed_dense_columns, DENSE) ? found.speed(kernel.dense) : 0;
     }
 }
 
@@ -296,6 +310,10 @@ void set_kernel_choice(moeedge_kernel_choice chosen) {
     choice.store(chosen);
 }
 
+bool may_replace() {
+    return choice.load(std::memory_order_relaxed) != MOEEDGE_KERNEL_CHOICE_NONE;
+}
+
 int read_kernels(moeedge_kernel * out, int n_max) {
     const std::vector<const dot_kernel *> & kernels = runnable_kernels();
     for (size_t i = 0; i < std::min(kernels.size(), (size_t) std::max(n_max, 0)); i++) {
@@ -303,13 +321,13 @@ int read_kernels(moeedge_kernel * out, int n_max) {
         out[i]                     = {};
         std::strncpy(out[i].instructions, kernels[i]->instructions, sizeof(out[i].instructions) - 1);
         std::strncpy(out[i].layout, kernels[i]->layout, sizeof(out[i].layout) - 1);
-        out[i].is_equal      = check.is_equal;
-        out[i].single_speed  = check.single;
-        out[i].several_speed = check.several;
-        out[i].many_speed    = check.many;
+        out[i].is_equal           = check.is_equal;
+        out[i].single_speed       = check.single;
+        out[i].several_speed      = check.several;
+        out[i].many_speed         = check.many;
         out[i].dense_single_speed = check.dense_single;
-        out[i].dense_speed   = check.dense;
-        out[i].n_dense_max   = check.is_dense_few_equal ? (int32_t) kernels[i]->n_dense_few : 0;
+        out[i].dense_speed        = check.dense;
+        out[i].n_dense_max        = check.is_dense_few_equal ? (int32_t) kernels[i]->n_dense_few : 0;
     }
     return (int) kernels.size();
 }
@@ -351,7 +369,7 @@ static double known_speed(const dot_kernel & kernel, const kernel_check & check,
 
 chosen_dots choose_dots(const ggml_tensor * node) {
     const int chosen = choice.load(std::memory_order_relaxed);
-    if (chosen == MOEEDGE_KERNEL_CHOICE_NONE || ggml_is_empty(node)) {
+    if (!may_replace() || ggml_is_empty(node)) {
         return {};
     }
     const bool  is_dense    = node->op == GGML_OP_MUL_MAT;

@@ -26,11 +26,18 @@ struct chosen_dots {
 
 constexpr int64_t n_many_columns = 8;
 
+// whether nodes of ggml's may be replaced at all
+bool may_replace();
+
 // whether a dense matrix has so many columns that `many` computes it
 bool has_many_dense(const dot_kernel & kernel, const ggml_tensor * node);
 
 // for a MUL_MAT_ID node, or a MUL_MAT of a dense matrix
 chosen_dots choose_dots(const ggml_tensor * node);
+
+// multiplies bytes as fast as this processor can with the instructions that kernels of ours use (expert-dots.h); null: it has none
+using multiply_function = int64_t (*)(int64_t n_turns);
+multiply_function fastest_multiply();
 
 // ggml's function that quantizes to a type, null: this process has another CPU backend than ggml's usual one
 ggml_from_float_t quantizer(ggml_type type);

@@ -38,6 +38,16 @@ static bool ggml_matches() {
     return std::strcmp(ggml_version(), MOEEDGE_GGML_VERSION) == 0;
 }
 
+// 0: it throws, as where memory is short
+template <typename Measure> static double measured(const Measure & measure) {
+    double    speed  = 0;
+    const int status = guarded([&]() -> int {
+        speed = measure();
+        return MOEEDGE_STATUS_OK;
+    });
+    return status == MOEEDGE_STATUS_OK ? speed : 0;
+}
+
 static bool is_offload_scope(int scope) {
     return scope >= MOEEDGE_OFFLOAD_SCOPE_NONE && scope <= MOEEDGE_OFFLOAD_SCOPE_ALL;
 }
@@ -259,15 +269,12 @@ int moeedge_kernels(moeedge_kernel * out, int n_max) {
 }
 
 double moeedge_read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
-    if (n_bytes <= 0 || n_threads <= 0 || n_repetitions <= 0) {
-        return 0;
-    }
-    double    speed  = 0;
-    const int status = guarded([&]() -> int {
-        speed = moeedge::read_speed(memory, n_bytes, n_threads, n_repetitions);
-        return MOEEDGE_STATUS_OK;
-    });
-    return status == MOEEDGE_STATUS_OK ? speed : 0;
+    const bool is_possible = n_bytes > 0 && n_threads > 0 && n_repetitions > 0;
+    return is_possible ? measured([&] { return moeedge::read_speed(memory, n_bytes, n_threads, n_repetitions); }) : 0;
+}
+
+double moeedge_multiply_speed(int n_threads, int n_repetitions) {
+    return n_threads > 0 && n_repetitions > 0 ? measured([&] { return moeedge::multiply_speed(n_threads, n_repetitions); }) : 0;
 }
 
 // planning

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "kernel-choice.h"
 #include "timing.h"
 
 namespace moeedge {
@@ -23,19 +24,10 @@ static uint64_t sum_words(const uint64_t * words, int64_t n) {
     return sums[0] + sums[1] + sums[2] + sums[3];
 }
 
-// nanoseconds in which n_threads read all words once; they take pieces as they come, as those that compute do
-static int64_t time_reads(const uint64_t * words, int64_t n_words, int n_threads) {
-    std::atomic<int64_t>  next{ 0 };
-    std::atomic<int>      n_ready{ 0 };
-    std::atomic<bool>     starts{ false };
-    std::atomic<uint64_t> sum{ 0 };
-    const auto            read = [&] {
-        uint64_t found = 0;
-        for (int64_t at = next.fetch_add(piece_words); at < n_words; at = next.fetch_add(piece_words)) {
-            found += sum_words(words + at, std::min(piece_words, n_words - at));
-        }
-        sum.fetch_add(found);
-    };
+// nanoseconds in which n_threads, or as many as the system has, do something at once
+template <typename Work> static int64_t time_threads(int n_threads, const Work & work) {
+    std::atomic<int>         n_ready{ 0 };
+    std::atomic<bool>        starts{ false };
     std::vector<std::thread> others;
     others.reserve((size_t) n_threads);
     for (int t = 1; t < n_threads; t++) {
@@ -45,10 +37,10 @@ static int64_t time_reads(const uint64_t * words, int64_t n_words, int n_threads
                 while (!starts.load()) {
                     relax();
                 }
-                read();
+                work();
             });
         } catch (const std::system_error &) {
-            break; // the system has no more threads: those that there are read
+            break;
         }
     }
     while (n_ready.load() < (int) others.size()) {
@@ -56,11 +48,36 @@ static int64_t time_reads(const uint64_t * words, int64_t n_words, int n_threads
     }
     const int64_t begin_ns = now_ns();
     starts.store(true);
-    read();
+    work();
     for (std::thread & thread : others) {
         thread.join();
     }
     return std::max(now_ns() - begin_ns, (int64_t) 1);
+}
+
+// nanoseconds in which n_threads read all words once; they take pieces as they come, as those that compute do
+static int64_t time_reads(const uint64_t * words, int64_t n_words, int n_threads) {
+    std::atomic<int64_t>  next{ 0 };
+    std::atomic<uint64_t> sum{ 0 };
+    return time_threads(n_threads, [&] {
+        uint64_t found = 0;
+        for (int64_t at = next.fetch_add(piece_words); at < n_words; at = next.fetch_add(piece_words)) {
+            found += sum_words(words + at, std::min(piece_words, n_words - at));
+        }
+        sum.fetch_add(found);
+    });
+}
+
+double multiply_speed(int n_threads, int n_repetitions) {
+    constexpr int64_t       n_turns  = 500 * 1000;
+    const multiply_function multiply = fastest_multiply();
+    double                  best     = 0;
+    for (int i = 0; multiply && i < n_repetitions; i++) {
+        std::atomic<int64_t> n_products{ 0 };
+        const int64_t        ns = time_threads(n_threads, [&] { n_products.fetch_add(multiply(n_turns)); });
+        best                    = std::max(best, (double) n_products.load() * 1e9 / (double) ns);
+    }
+    return best;
 }
 
 double read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {

@@ -82,6 +82,8 @@ def test_the_command_takes_the_fastest_settings(tiny_moe: Path, fake: Path) -> N
         assert row["threads"] == 1 and row["fastest"] == "stock stock-ar"
         assert row["ratio"] == pytest.approx(row["speeds"]["moeedge"] / row["speeds"]["stock"])
         assert {sample["build"] for sample in row["samples"]} == {"7 (abc)", row["version"]}
+        limits = [sample["limit_ts"] for sample in row["samples"] if sample["rival"] == "moeedge"]
+        assert limits == [row["limit_ts"]] and limits[0] > 0
 
 
 def test_programs_that_are_not_named_are_left_out(
@@ -102,12 +104,12 @@ def test_programs_that_are_not_named_are_left_out(
 
 def test_what_programs_print() -> None:
     text = "encoded   35 tokens in    0.252 seconds\ndecoded   61 tokens in    0.500 seconds, speed:  122.000 t/s"
-    assert list(read_speculative(text)) == [(DRAFTS, 61, 0.5, "")]
+    assert list(read_speculative(text)) == [(DRAFTS, 61, 0.5, "", None)]
     with pytest.raises(ValueError):
         list(read_speculative("encoded   35 tokens in    0.252 seconds"))
     attempt = {"row_type": "attempt", "generated": 8, "decode_s": 0.5, "error": None}
     lines = [json.dumps(row, separators=(",", ":")) for row in (attempt, {"row_type": "summary"})]
-    assert list(read_spec_bench("\n".join(["loading", *lines]))) == [(DRAFTS, 8, 0.5, "")]
+    assert list(read_spec_bench("\n".join(["loading", *lines]))) == [(DRAFTS, 8, 0.5, "", None)]
     with pytest.raises(ValueError, match="context"):
         list(read_spec_bench(lines[0].replace("null", '"context"')))
     with pytest.raises(ValueError):
@@ -137,7 +139,7 @@ def plan_of(model: Path, **changes: Any) -> RivalPlan:
 def variant(rival: str, settings: str, log: Path, *, seconds: float = 1.0, code: int = 0) -> Variant:
     """A program that says that it ran, and takes so long for a token."""
     program = f"open({str(log)!r}, 'a').write('{rival} {settings}\\n'); exit({code} and 'boom')"
-    return Variant(rival, settings, (sys.executable, "-c", program), lambda _: iter([("tg1", 1, seconds, "1")]))
+    return Variant(rival, settings, (sys.executable, "-c", program), lambda _: iter([("tg1", 1, seconds, "1", None)]))
 
 
 def measured(plan: RivalPlan, variants: list[Variant], journal: Journal, run: Run) -> list[RivalSample]:
