@@ -197,8 +197,8 @@ void expert_matmuls::matmul_group::compute(int nth) {
 // nodes
 
 void expert_matmuls::run_matmuls(ggml_tensor * dst, int ith, int nth, void * data) {
+    n_runs.load(std::memory_order_acquire);
     matmul_group & group = *(matmul_group *) data;
-    group.owner.n_runs.load(std::memory_order_acquire);
     if (ith == 0 && group.read) {
         group.owner.reads->read(*group.read);
     }
@@ -209,16 +209,16 @@ void expert_matmuls::run_matmuls(ggml_tensor * dst, int ith, int nth, void * dat
         group.input.prepare(ith, nth);
     }
     group.compute(nth);
-    group.owner.n_runs.fetch_add(1, std::memory_order_release);
+    n_runs.fetch_add(1, std::memory_order_release);
     GGML_UNUSED(dst);
 }
 
 template <typename T, void (*F)(const T & what, expert_matmuls & owner, int ith, int nth)>
 void expert_matmuls::run(ggml_tensor * dst, int ith, int nth, void * data) {
+    n_runs.load(std::memory_order_acquire);
     const auto & self = *(const owned<T> *) data;
-    self.owner.n_runs.load(std::memory_order_acquire);
     F(self.what, self.owner, ith, nth);
-    self.owner.n_runs.fetch_add(1, std::memory_order_release);
+    n_runs.fetch_add(1, std::memory_order_release);
     GGML_UNUSED(dst);
 }
 

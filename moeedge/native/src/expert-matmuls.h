@@ -109,7 +109,8 @@ class expert_matmuls : no_copy {
     std::vector<ggml_tensor *>         nodes;   // all, in their order
     matmul_group *                     newest = nullptr; // if it is the last operation so far
     std::vector<char>                  columns; // of the input that was prepared last
-    std::atomic<int>                   n_runs{ 0 }; // orders the threads for sanitizers, which do not see the barrier between nodes
+    // orders the threads for sanitizers, which do not see the barrier between nodes; of all objects, so that it is read before anything else
+    inline static std::atomic<int>     n_runs{ 0 };
 };
 
 } // namespace moeedge
