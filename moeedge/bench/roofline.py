@@ -36,7 +36,7 @@ class Weights:
     output_products: int  # of the last token of a prompt
 
     def bytes_of(self, n_tokens: int) -> float:
-        """Of a batch whose tokens choose experts independently, which is the most that n_tokens need [estimate]."""
+        """Of a batch whose tokens choose experts independently [estimate]: tokens of one text share more."""
         experts = (size * n * (1 - (1 - used / n) ** n_tokens) for size, n, used in self.expert_layers)
         return self.dense_bytes + sum(experts)
 

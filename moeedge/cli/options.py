@@ -179,7 +179,7 @@ declare(
         that do not fit are left out).
         also: LLAMA_ARG_CTX_SIZE
         set: ctx c n_ctx ctx_size num_ctx: size of the context in tokens
-    * -t, --threads N  CPU threads; 0: one per physical core.
+    * -t, --threads N  CPU threads; 0: one per physical core, next to a GPU's cache two logical cores less.
         also: LLAMA_ARG_THREADS
     * -ngl, --n-gpu-layers N|auto|all  Layers on the GPU: those whose attention and dense weights llama.cpp keeps
         there. Default: auto, all if experts are placed on a GPU, otherwise none.

@@ -22,6 +22,7 @@ _TEXT = (_DOCS / "bench.md").read_text(encoding="utf-8")
 _README = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
 _PERFORMANCE = (_DOCS / "performance.md").read_text(encoding="utf-8")
 _RECORDS = _DOCS / "benchmarks"
+_BEYOND_RAM_ARMS = {"moeedge": "", "moeedge-auto": " with drafts"}
 _DATASETS = (_DOCS / "datasets.md").read_text(encoding="utf-8")
 
 
@@ -48,6 +49,15 @@ def test_the_readme_has_the_rounds_of_its_record() -> None:
     cells = {arm: ", ".join(rounds) for arm, rounds in speeds.items()}
     assert f"| stock llama.cpp | {cells['stock']} | {cells['stock-sd']} | |" in _README
     assert f"| moeedge | {cells['moeedge']} | {cells['moeedge-sd']} | {cells['moeedge-auto']} |" in _README
+
+
+def test_beyond_ram_has_the_round_under_recorded_routing() -> None:
+    rows = {row["arm"]: row["decode_ts"] for row in read(_RECORDS / "beyond-ram-gptoss-20b-round.json.gz")["summary"]}
+    stock = [rows[f"stock@t{n}"] for n in (2, 4, 8)]
+    text = (_DOCS / "beyond-ram.md").read_text(encoding="utf-8")
+    assert f"| {', '.join(f'{speed:.2f}' for speed in stock)} with 2, 4, 8 threads |" in text
+    ours = [f"{rows[arm]:.2f}{word} ({rows[arm] / max(stock):.2f} times" for arm, word in _BEYOND_RAM_ARMS.items()]
+    assert f"| {ours[0]}), {ours[1]}, 76 % accepted) |" in text
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b", "gptoss-20b"])

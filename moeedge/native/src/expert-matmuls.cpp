@@ -166,7 +166,7 @@ void expert_matmuls::matmul_group::compute_unit(int32_t expert, int64_t r_begin,
 }
 
 // called by all threads; each takes pieces until none is left
-void expert_matmuls::matmul_group::compute(int nth) {
+void expert_matmuls::matmul_group::compute_pieces(int nth) {
     const bool    has_unit = unit.i_end > 0; // a piece is one of both matmuls, and of the activation
     const int64_t n_used   = (int64_t) input.used.size();
     int64_t       piece    = next.fetch_add(1);
@@ -194,32 +194,41 @@ void expert_matmuls::matmul_group::compute(int nth) {
     }
 }
 
-// nodes
-
-void expert_matmuls::run_matmuls(ggml_tensor * dst, int ith, int nth, void * data) {
-    n_runs.load(std::memory_order_acquire);
-    matmul_group & group = *(matmul_group *) data;
-    if (ith == 0 && group.read) {
-        group.owner.reads->read(*group.read);
+void expert_matmuls::matmul_group::compute(int ith, int nth) {
+    if (ith == 0 && read.block) {
+        read.compute(ith, nth);
     }
-    if (ith == 0 && group.copied) {
-        group.copied->copy_routing();
+    if (ith == 0 && copied) {
+        copied->copy_routing();
     }
-    if (group.input.matmul == group.matmuls.front().node) {
-        group.input.prepare(ith, nth);
+    if (input.matmul == matmuls.front().node) {
+        input.prepare(ith, nth);
     }
-    group.compute(nth);
-    n_runs.fetch_add(1, std::memory_order_release);
-    GGML_UNUSED(dst);
+    compute_pieces(nth);
 }
 
-template <typename T, void (*F)(const T & what, expert_matmuls & owner, int ith, int nth)>
-void expert_matmuls::run(ggml_tensor * dst, int ith, int nth, void * data) {
+void expert_matmuls::routing_read::compute(int ith, int) const {
+    if (ith == 0) {
+        reads->read(*block);
+    }
+}
+
+// nodes
+
+// What a node computes was written by the calling thread before; sanitizers do not see the barrier between nodes, so n_runs orders
+// the threads for them, before anything else is read.
+static std::atomic<int> n_runs{ 0 };
+
+template <typename T> static void run(ggml_tensor *, int ith, int nth, void * data) {
     n_runs.load(std::memory_order_acquire);
-    const auto & self = *(const owned<T> *) data;
-    F(self.what, self.owner, ith, nth);
+    ((T *) data)->compute(ith, nth);
     n_runs.fetch_add(1, std::memory_order_release);
-    GGML_UNUSED(dst);
+}
+
+static void run_weighting(ggml_tensor * dst, int ith, int nth, void *) {
+    n_runs.load(std::memory_order_acquire);
+    compute_weighting(dst, ith, nth);
+    n_runs.fetch_add(1, std::memory_order_release);
 }
 
 // a node of our own that writes to the same memory
@@ -259,38 +268,20 @@ int expert_matmuls::add_matmul(const ggml_cgraph * graph, int i, const chosen_do
         newest->matmuls.push_back({ dots, node });
         return i + 1;
     }
-    matmul_group & group = groups.emplace_back(*this, inputs.back());
-    group.read           = read;
+    matmul_group & group = groups.emplace_back(inputs.back());
+    group.read           = { reads, read };
     group.matmuls.push_back({ dots, node });
     const gated_unit  unit   = gated_unit(graph, i);
     const chosen_dots second = unit.i_end > 0 ? dots_of(unit.matmuls[1], only) : chosen_dots();
     if (second.kernel && inputs.back().serves(*second.kernel, unit.matmuls[1])) {
         group.matmuls.push_back({ second, unit.matmuls[1] });
         group.unit = unit;
-        add_node(unit.out, run_matmuls, &group);
+        add_node(unit.out, run<matmul_group>, &group);
         return unit.i_end;
     }
-    add_node(node, run_matmuls, &group);
+    add_node(node, run<matmul_group>, &group);
     newest = &group;
     return i + 1;
-}
-
-static void compute_sum(const weighted_sum & what, expert_matmuls &, int ith, int nth) {
-    what.compute(ith, nth);
-}
-
-static void compute_router(const router_weights & what, expert_matmuls &, int ith, int nth) {
-    what.compute(ith, nth);
-}
-
-static void compute_weighting_node(const ggml_tensor * const & what, expert_matmuls &, int ith, int nth) {
-    compute_weighting(what, ith, nth);
-}
-
-void expert_matmuls::read_block(const moe_block * const & what, expert_matmuls & owner, int ith, int) {
-    if (ith == 0) {
-        owner.reads->read(*what);
-    }
 }
 
 // adds node i, which is no matmul of ours, or a node of ours for it and those after it; returns the next node
@@ -299,20 +290,18 @@ int expert_matmuls::add_other(const ggml_cgraph * graph, int i) {
     if (newest && newest->matmuls.back().node->op == GGML_OP_MUL_MAT_ID) {
         weighted_sum sum(graph, newest->matmuls.back().node, i);
         if (sum.i_end > 0) {
-            auto & made    = sums.emplace_back(owned<weighted_sum>{ *this, std::move(sum) });
-            newest->copied = &made.what;
-            add_node(made.what.out, run<weighted_sum, compute_sum>, &made);
-            return made.what.i_end;
+            newest->copied = &sums.emplace_back(std::move(sum));
+            add_node(sums.back().out, run<weighted_sum>, &sums.back());
+            return sums.back().i_end;
         }
     }
     const router_weights router(graph, i);
     if (router.i_end > 0 && may_replace()) {
-        auto & made = routers.emplace_back(owned<router_weights>{ *this, router });
-        add_node(router.out, run<router_weights, compute_router>, &made);
+        add_node(router.out, run<router_weights>, &routers.emplace_back(router));
         return router.i_end;
     }
     if (!groups.empty() && is_weighting(node)) {
-        add_node(node, run<const ggml_tensor *, compute_weighting_node>, &weightings.emplace_back(owned<const ggml_tensor *>{ *this, node }));
+        add_node(node, run_weighting, nullptr);
         return i + 1;
     }
     nodes.push_back(node);
@@ -329,7 +318,7 @@ void expert_matmuls::replace_nodes(const ggml_cgraph * graph, const chosen_dots 
         reads_apart = block && (block->weighs_input || !dots_of(graph->nodes[block->i_first], only).kernel);
     };
     const auto        add_read    = [&] {
-        add_node(block->ids, run<const moe_block *, read_block>, &own_reads.emplace_back(owned<const moe_block *>{ *this, block }));
+        add_node(block->ids, run<routing_read>, &own_reads.emplace_back(routing_read{ reads, block }));
         std::fill_n(tensors.back().ne, GGML_MAX_DIMS, 1); // ggml leaves out what is empty, and a block without tokens is read, too
         next_block();
     };
@@ -354,7 +343,6 @@ enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgrap
     groups.clear();
     sums.clear();
     routers.clear();
-    weightings.clear();
     own_reads.clear();
     tensors.clear();
     nodes.clear();

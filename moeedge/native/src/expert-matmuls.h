@@ -65,26 +65,28 @@ class expert_matmuls : no_copy {
         const ggml_tensor * node; // ggml's
     };
 
+    // of a block
+    struct routing_read {
+        const routing_reads * reads = nullptr;
+        const moe_block *     block = nullptr;
+
+        void compute(int ith, int nth) const; // by the first thread
+    };
+
     // matmuls of one input
     struct matmul_group {
-        expert_matmuls &     owner;
         prepared_input &     input;
         std::vector<matmul>  matmuls;
         gated_unit           unit;             // of the two matmuls; without i_end: there is none
-        const moe_block *    read   = nullptr; // the block whose routing is read
+        routing_read         read;             // without a block: none is read
         weighted_sum *       copied = nullptr; // the sum whose routing is copied
         std::atomic<int64_t> next{ 0 };        // piece of rows
 
-        matmul_group(expert_matmuls & all, prepared_input & from) : owner(all), input(from) {}
-        void compute(int nth);
+        explicit matmul_group(prepared_input & from) : input(from) {}
+        void compute(int ith, int nth);
+        void compute_pieces(int nth);
         void compute_rows(const matmul & of, int32_t expert, int64_t r_begin, int64_t r_end) const;
         void compute_unit(int32_t expert, int64_t r_begin, int64_t r_end) const;
-    };
-
-    // a node of ours: what it computes, with the object that has all
-    template <typename T> struct owned {
-        expert_matmuls & owner;
-        T                what;
     };
 
     enum ggml_status compute_replaced(ggml_backend_t cpu, ggml_cgraph * graph, const chosen_dots * only);
@@ -92,25 +94,18 @@ class expert_matmuls : no_copy {
     void             add_node(const ggml_tensor * like, ggml_custom_op_t run, void * data);
     int              add_matmul(const ggml_cgraph * graph, int i, const chosen_dots * only, const moe_block * read);
     int              add_other(const ggml_cgraph * graph, int i);
-    static void      run_matmuls(ggml_tensor * dst, int ith, int nth, void * data);
-    template <typename T, void (*F)(const T & what, expert_matmuls & owner, int ith, int nth)>
-    static void run(ggml_tensor * dst, int ith, int nth, void * data);
-    static void read_block(const moe_block * const & what, expert_matmuls & owner, int ith, int nth);
 
     // of the current graph
-    const routing_reads *              reads = nullptr;
-    std::deque<prepared_input>         inputs;
-    std::deque<matmul_group>           groups;
-    std::deque<owned<weighted_sum>>    sums;
-    std::deque<owned<router_weights>>  routers;
-    std::deque<owned<const ggml_tensor *>> weightings;
-    std::deque<owned<const moe_block *>>   own_reads; // routing that is read in nodes of their own
-    std::deque<ggml_tensor>            tensors; // our nodes
-    std::vector<ggml_tensor *>         nodes;   // all, in their order
-    matmul_group *                     newest = nullptr; // if it is the last operation so far
-    std::vector<char>                  columns; // of the input that was prepared last
-    // orders the threads for sanitizers, which do not see the barrier between nodes; of all objects, so that it is read before anything else
-    inline static std::atomic<int>     n_runs{ 0 };
+    const routing_reads *      reads = nullptr;
+    std::deque<prepared_input> inputs;
+    std::deque<matmul_group>   groups;
+    std::deque<weighted_sum>   sums;
+    std::deque<router_weights> routers;
+    std::deque<routing_read>   own_reads; // in nodes of their own
+    std::deque<ggml_tensor>    tensors;   // our nodes
+    std::vector<ggml_tensor *> nodes;     // all, in their order
+    matmul_group *             newest = nullptr; // if it is the last operation so far
+    std::vector<char>          columns; // of the input that was prepared last
 };
 
 } // namespace moeedge

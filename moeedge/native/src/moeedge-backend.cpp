@@ -2,8 +2,8 @@
 //
 // Takes     by offload scope (moeedge_offload_scope): no operation, the MoE blocks, or every operation of the CPU.
 // Forwards  the graph's nodes to an inner CPU backend instance, the experts' matmuls with kernels of ours that give the same bits
-//           (kernel-choice.h): results are bit-identical to stock's. Expert ids and
-//           router weights are read from memory, between operations or after the graph. With an expert
+//           (kernel-choice.h): results are bit-identical to stock's. Expert ids and router weights are
+//           read from memory, in these nodes or after the graph. With an expert
 //           cache attached the experts of a block run on its device and on the CPU.
 // Identical weights, buffers and kernels: the device reports the CPU's buffer type and accepts the same operations and
 //           buffers as the CPU, repacked weights included.
