@@ -94,7 +94,7 @@ declare(
     """
     * --n-predict LIST  Tokens to decode: without --dataset N random ones, a row tgN for each N, 0: none; with
         --dataset at most N per answer. Default: 128; with --score what answers to the dataset need.
-    * --threads LIST  CPU threads; 0: one per physical core, fewer next to a GPU's cache. Several are measured one by one.
+    * --threads LIST  CPU threads; 0: one per physical core, fewer next to a GPU. Several are measured one by one.
     --batch-size LIST  ... Several, separated by commas, are compared.
     --ubatch-size LIST  ... Several, separated by commas, are compared.
     * --n-gpu-layers LIST  ... Several, separated by commas, are compared.
