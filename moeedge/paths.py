@@ -90,6 +90,11 @@ def unfinished_chats_dir() -> Path:
     return cache_dir() / "unfinished_chats"
 
 
+def measurement_dir() -> Path:
+    """The folder of measurements of this machine, which may not exist. Raises OSError without a cache folder."""
+    return cache_dir() / "calibration"
+
+
 def children(folder: Path) -> list[Path]:
     """Files and folders in a folder; none where it cannot be read."""
     with suppress(OSError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.variables import BY_NAME, VARIABLES, set_variables
+from moeedge.health.doctor import BY_NAME, VARIABLES, set_variables
 from tests.support.commands import reference
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def test_every_variable_that_the_program_reads_is_in_the_table() -> None:
     found = {name for text in sources("moeedge").values() for name in READ.findall(text) + NAMED.findall(text)}
     found = {name for name in found if not name.startswith(("LLAMA_ARG_", "MOEEDGE_LLAMA_CPP")) and name.isupper()}
     assert {"MOEEDGE_CACHE", "HUGGINGFACE_HUB_CACHE", "MOEEDGE_WERROR", "GGML_CPU_DISABLE_FUSION"} <= found
-    assert found - NOT_OURS <= BY_NAME.keys(), "add them to moeedge/variables.py"
+    assert found - NOT_OURS <= BY_NAME.keys(), "add them to moeedge/health/doctor.py"
 
 
 def test_every_variable_of_ours_in_tests_is_in_the_table() -> None:
@@ -50,7 +50,7 @@ def test_every_variable_of_ours_in_tests_is_in_the_table() -> None:
 
 def test_every_variable_of_the_table_is_read() -> None:
     text = "\n".join(
-        text for path, text in sources(*PLACES).items() if path.name not in ("variables.py", Path(__file__).name)
+        text for path, text in sources(*PLACES).items() if path.name not in ("health/doctor.py", Path(__file__).name)
     )
     for variable in VARIABLES:
         assert variable.name in text or variable.name in OF_LIBRARIES, variable.name

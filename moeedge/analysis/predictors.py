@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import BoolArray, IntArray
-from moeedge.policies.spac import utility
+from moeedge.policies import utility
 
 Sensor = Literal["sd", "ar"]  # reads verification steps, or one token at a time
 Horizon = Literal["step", "token"]  # predicts the next verification step, or the next token

@@ -19,15 +19,14 @@ from typing import Any
 from moeedge.bench import whole_layers
 from moeedge.bench.config import MODES, REFERENCE, BenchMode, mode_config
 from moeedge.bench.experiment import BenchArm, Work, rotated
-from moeedge.bench.output_check import OutputCheck
-from moeedge.bench.perplexity import Perplexity
+from moeedge.bench.quality import OutputCheck, Perplexity
 from moeedge.engine.layer_search import has_choice, open_session
 from moeedge.engine.loading import host_bytes, load_draft, load_target
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError, InputError
 from moeedge.hardware.devices import ResolvedDevice, read_memory
-from moeedge.hardware.memory import available_memory, fits
+from moeedge.hardware.host import available_memory, fits
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.run import Run

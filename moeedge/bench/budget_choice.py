@@ -24,9 +24,8 @@ from typing import ClassVar, Literal
 
 from moeedge.bench.config import MODES
 from moeedge.bench.experiment import BenchArm, Conversations, answer_text, rotated
-from moeedge.bench.perplexity import measure_perplexity
+from moeedge.bench.quality import AnswerScorer, measure_perplexity
 from moeedge.bench.samples import Sample, Samples, mean_and_error
-from moeedge.bench.scores import AnswerScorer
 from moeedge.data.datasets import load_calibration, load_calibration_text
 from moeedge.data.prompts import Dataset, EvaluationText, Prompt
 from moeedge.engine.layer_choice import session_conditions
@@ -41,7 +40,7 @@ from moeedge.llama.model import Model
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import combine
 from moeedge.run import Level, Progress, Run
-from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement, write_measurement
+from moeedge.scheduler.calibration import UNKEPT, measurement_file, read_measurement, write_measurement
 
 _FASTER = 1.03  # times the unbudgeted speed, which a lossy budget must reach: less is within the noise of measuring
 _MOST_CANDIDATES = 8
@@ -186,11 +185,7 @@ def find_budget(config: EngineConfig, template: ExpertBudget, run: Run) -> Exper
 
 
 def choose_budget(
-    config: EngineConfig,
-    template: ExpertBudget,
-    run: Run,
-    *,
-    measure_anew: bool = False,
+    config: EngineConfig, template: ExpertBudget, run: Run, *, measure_anew: bool = False
 ) -> BudgetChoice:
     """Reads the choice of an earlier run under the same conditions, or else measures, and keeps it for later runs.
 

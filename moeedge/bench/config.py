@@ -18,12 +18,13 @@ from moeedge.scheduler.config import ExecutionConfig
 from moeedge.scheduler.governor import GAMMA_MAX
 
 if TYPE_CHECKING:  # imported before the options are read, which must not load llama.cpp
-    from moeedge.engine.scripted import ConfidenceModel
+    from moeedge.engine.drafts import ConfidenceModel
     from moeedge.llama.model import Mode
 
 REFERENCE = "stock-ar"
 NO_POLICY = "none"
 DEFAULT_REPETITIONS = 3
+SYNTHETIC_PROMPT, SYNTHETIC_ANSWER = 512, 128  # the sizes of llama-bench
 DEFAULT_MODES = "stock-ar,stock-sd,moeedge"
 GPU_MODES = "stock-ncmoe,stock-ncmoe-sd"  # by default in addition, where a GPU can hold whole layers
 
@@ -296,7 +297,7 @@ class SyntheticTest:
 
 @dataclass(frozen=True)
 class ScriptedTest:
-    """Answers whose drafts are accepted at a given rate (engine/scripted.py)."""
+    """Answers whose drafts are accepted at a given rate (engine/drafts.py)."""
 
     n_gen: int  # tokens of an answer
     acceptance: float  # of a draft, after those before it were accepted

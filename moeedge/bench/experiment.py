@@ -9,7 +9,6 @@ of an expert budget, `lab ablate` and `lab fit` measure this way.
 
 from __future__ import annotations
 
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +23,12 @@ from moeedge.bench.config import REFERENCE, BenchMode, ScriptedTest, SyntheticTe
 from moeedge.bench.samples import Counters, Sample, counted, disk_bytes_read, from_stats, grouped
 from moeedge.data.prompts import Prompt
 from moeedge.engine.answer import ParallelGeneration
-from moeedge.engine.scripted import Script
+from moeedge.engine.drafts import Script
 from moeedge.engine.session import Session
 from moeedge.engine.types import SamplingConfig
-from moeedge.hardware.machine_load import LoadReading
+from moeedge.hardware.host import LoadReading
 from moeedge.llama.model import Model
-from moeedge.native.abi import Phase, RoutingMode
+from moeedge.native.abi import Phase
 from moeedge.run import Run
 from moeedge.scheduler.stats import StepRecord
 
@@ -39,7 +38,6 @@ _PAUSE_S = 0.5  # the shortest of a user between two turns, in which experts may
 _WARM_UP_TOKENS = 16
 _WARM_UP_TOKENS_TOGETHER = 8
 _SEED = 1  # of random tokens
-_HOOK_PAIRS, _HOOK_WARM_UP = 52, 4
 _SLICE_TOKENS = 16
 
 T = TypeVar("T")
@@ -195,12 +193,7 @@ class Work(ABC):
         """Yields the rounds of the repetitions and parts that are left, those that warm up first."""
 
     def samples(
-        self,
-        arms: Sequence[BenchArm],
-        repetitions: Sequence[int],
-        *,
-        first_place: int = 0,
-        run: Run | None = None,
+        self, arms: Sequence[BenchArm], repetitions: Sequence[int], *, first_place: int = 0, run: Run | None = None
     ) -> Iterator[Sample]:
         """Yields the samples of each round, the arms in rotated order; ends early when `run` is cancelled.
 
@@ -469,31 +462,6 @@ class ScriptedWork(Work):
             return arm.answer(prompt, n_predict=n_predict, ignore_eos=True, run=self.run, repetition=repetition)
         finally:
             session.follow(None)
-
-
-def hook_cost(arm: BenchArm, run: Run) -> float | None:
-    """The share of a token's decoding time that the hook of forced routing takes: the median of pairs of tokens.
-
-    The routers' own choice stays, so that both compute the same. None where the run was cancelled. The KV cache is
-    empty afterwards.
-    """
-    target, routing, ratios = arm.session.target, arm.session.target.routing, list[float]()
-    assert routing is not None
-    arm.session.reset()
-    try:
-        for index in range(min(_HOOK_PAIRS, target.n_ctx // 2)):
-            if run.cancelled():
-                return None
-            seconds = {}
-            for mode in (RoutingMode.OFF, RoutingMode.IDENTITY)[:: 1 if index % 2 else -1]:
-                routing.mode, start_s = mode, time.perf_counter()
-                target.decode([index], phase=Phase.DECODE)
-                seconds[mode] = time.perf_counter() - start_s
-            ratios.append(seconds[RoutingMode.IDENTITY] / seconds[RoutingMode.OFF])
-    finally:
-        routing.mode = RoutingMode.FORCED
-        arm.session.reset()
-    return statistics.median(ratios[_HOOK_WARM_UP:] or ratios) - 1
 
 
 def _decode(arm: BenchArm, tokens: Sequence[int], phase: Phase = Phase.PREFILL) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.bench.config import REFERENCE, BenchMode
-from moeedge.bench.perplexity import Perplexity
+from moeedge.bench.quality import Perplexity
 from moeedge.bench.samples import Sample, Samples, answer_scores, mean_and_error, paired_ratio, paired_ratios, quotient
 from moeedge.records import combine, figure, filled, stored
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from moeedge.bench.config import MODES, BenchMode, BenchPlan, ScriptedTest, SyntheticTest
 from moeedge.bench.experiment import BenchArm
 from moeedge.bench.figures import BudgetFigures, ParallelFigures, StockRatio
-from moeedge.bench.output_check import OutputCheck
+from moeedge.bench.quality import OutputCheck, Scores
 from moeedge.bench.roofline import Roofline
 from moeedge.bench.samples import (
     CacheFigures,
@@ -23,7 +23,6 @@ from moeedge.bench.samples import (
     quotient,
     speed,
 )
-from moeedge.bench.scores import Scores
 from moeedge.bench.whole_layers import session_use
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.provenance import Provenance

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from moeedge.hardware.memory import available_memory
+from moeedge.hardware.host import available_memory
 from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
 from moeedge.native.cache import ExpertTensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -22,29 +24,37 @@ from moeedge.bench.experiment import (
     Together,
     Work,
     answer_text,
-    hook_cost,
     synthetic_modes,
 )
 from moeedge.bench.figures import budget_figures, over_best_stock, parallel_figures, plain_mode
 from moeedge.bench.journal import TEXTS, Journal
-from moeedge.bench.output_check import LogitsAt, OutputCheck, check_answers, logits_in, stop_tokens
-from moeedge.bench.perplexity import measure_perplexity
+from moeedge.bench.quality import (
+    AnswerScorer,
+    LogitsAt,
+    OutputCheck,
+    check_answers,
+    check_scoring,
+    logits_in,
+    measure_perplexity,
+    stop_tokens,
+)
 from moeedge.bench.records import BenchRow, compare_with_whole_layers, describe_setup, make_row, read_end
 from moeedge.bench.roofline import Roofline, measure_roofline
 from moeedge.bench.samples import Sample, Samples, common_samples
-from moeedge.bench.scores import AnswerScorer, check_scoring
 from moeedge.data.prompts import Prompt
 from moeedge.engine.loading import kv_on_gpu, load_target, memory_of, resolve_device
 from moeedge.errors import ContextTooSmallError, InputError
-from moeedge.hardware.machine_load import LoadReading, others_now
+from moeedge.hardware.host import LoadReading, others_now
 from moeedge.hardware.provenance import read_provenance
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import choose_n_ctx
+from moeedge.native.abi import Phase, RoutingMode
 from moeedge.run import Notification, Run
 
 _CONTEXT_STEP = 256  # llama.cpp pads contexts to multiples of this many tokens
 _ALONE = -1  # the pass of answers to single prompts in a journal
 _TOKENS_AROUND_ANSWER = 16  # that a template puts there; the exact number is not known before the answer is
+_HOOK_PAIRS, _HOOK_WARM_UP = 52, 4
 
 
 class Bench:
@@ -380,3 +390,28 @@ def _needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:
         messages += [*prompt.messages(index), {"role": "assistant", "content": "-"}]
     tokens = model.tokenize(model.render_chat(messages[:-1]))
     return len(tokens) + len(prompt.turns) * (n_predict + _TOKENS_AROUND_ANSWER)
+
+
+def hook_cost(arm: BenchArm, run: Run) -> float | None:
+    """The share of a token's decoding time that the hook of forced routing takes: the median of pairs of tokens.
+
+    The routers' own choice stays, so that both compute the same. None where the run was cancelled. The KV cache is
+    empty afterwards.
+    """
+    target, routing, ratios = arm.session.target, arm.session.target.routing, list[float]()
+    assert routing is not None
+    arm.session.reset()
+    try:
+        for index in range(min(_HOOK_PAIRS, target.n_ctx // 2)):
+            if run.cancelled():
+                return None
+            seconds = {}
+            for mode in (RoutingMode.OFF, RoutingMode.IDENTITY)[:: 1 if index % 2 else -1]:
+                routing.mode, start_s = mode, time.perf_counter()
+                target.decode([index], phase=Phase.DECODE)
+                seconds[mode] = time.perf_counter() - start_s
+            ratios.append(seconds[RoutingMode.IDENTITY] / seconds[RoutingMode.OFF])
+    finally:
+        routing.mode = RoutingMode.FORCED
+        arm.session.reset()
+    return statistics.median(ratios[_HOOK_WARM_UP:] or ratios) - 1

@@ -14,7 +14,7 @@ import psutil
 
 from moeedge import records
 from moeedge.engine.types import AnswerSums, GenerationStats, StopReason
-from moeedge.hardware.machine_load import takes_cores
+from moeedge.hardware.host import takes_cores
 from moeedge.records import counter, figure, filled, stored
 from moeedge.scheduler.stats import PlacementStats
 

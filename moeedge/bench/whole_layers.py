@@ -17,7 +17,7 @@ from moeedge.engine.loading import choose_draft, host_bytes, load_draft, weight_
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice, read_memory
-from moeedge.hardware.memory import default_reserve
+from moeedge.hardware.host import default_reserve
 from moeedge.llama.gguf_file import WholeLayers, expert_bytes, expert_tensors, most_whole_layers, whole_layers
 from moeedge.llama.model import Model
 from moeedge.planning.memory_map import MemoryShare, draft_footprint, footprint

@@ -60,10 +60,12 @@ _PANELS = {  # of `moeedge --help`: the first command of each
     "bench": "Measuring",
     "lab": "Research",
 }
-# the modules of moeedge.cli that have another name than their commands
+# the modules that have another name than their commands
 _MODULES = {
     **dict.fromkeys(("list", "show", "pull", "rm"), "models"),
     **dict.fromkeys(("devices", "doctor", "ps", "worker"), "machine"),
+    **dict.fromkeys(("lab ablate", "lab pair"), "sp_moe"),
+    "lab make-model": "widen",
 }
 # options without which a command line has the word chat
 _CHATS = {"-m", "--model", "-hf", "-p", "--prompt", "-f", "--file"}

@@ -12,6 +12,7 @@ from moeedge.bench.config import (
     DEFAULT_MODES,
     DEFAULT_REPETITIONS,
     GPU_MODES,
+    SYNTHETIC_ANSWER,
     BenchPlan,
     DraftLength,
     Sweep,
@@ -23,9 +24,8 @@ from moeedge.bench.config import (
 from moeedge.bench.journal import Journal, folder, settings_of
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
-from moeedge.cli.bench_options import SYNTHETIC_ANSWER
 from moeedge.cli.common import EXIT_FAILURE, print_error
-from moeedge.cli.devices import layer_notes as layer_notes
+from moeedge.cli.engine_options import layer_notes as layer_notes
 from moeedge.cli.options import Output
 from moeedge.data.datasets import load_datasets as load_datasets
 from moeedge.data.prompts import Dataset
@@ -38,9 +38,8 @@ from moeedge.run import Run
 from moeedge.ui.bench_plots import draw
 from moeedge.ui.bench_views import difference_lines, quiet_lines, render
 from moeedge.ui.chat.interrupt import Interrupt
+from moeedge.ui.console import Bar, stderr_console, supports_panel
 from moeedge.ui.console import check_picture as check_picture
-from moeedge.ui.console import stderr_console, supports_panel
-from moeedge.ui.progress import Bar
 
 
 def make_sweep(

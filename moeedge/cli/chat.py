@@ -31,7 +31,7 @@ def chat(
 
     The answer goes to standard output, everything else to standard error.
     """
-    from moeedge.hardware.machine_load import LoadReading
+    from moeedge.hardware.host import LoadReading
 
     begin = LoadReading.now()
     engine.limit_openmp_spin(ram=ram)

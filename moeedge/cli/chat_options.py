@@ -13,11 +13,11 @@ from moeedge.cli.declare import SETTINGS
 from moeedge.cli.options import Output, declare, output_parser
 from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig, seed_or_random
 from moeedge.errors import InputError
-from moeedge.json_input import read_json
 from moeedge.llama.json_schema import ANY_OBJECT, schema_grammar
 from moeedge.llama.reasoning import THINK_WORDS, TemplateChoice
 from moeedge.ui.chat import settings
 from moeedge.ui.chat.settings import Look
+from moeedge.units import read_json
 
 _LETTERS = {letter: name for name, letter in SAMPLERS.items()}
 _LOGIT_BIAS = re.compile(r"(\d+)([+-])(inf|\d*\.?\d+(?:e[+-]?\d+)?)", re.IGNORECASE)

@@ -12,16 +12,14 @@ import typer
 from moeedge import paths
 from moeedge.cli.chat_options import SamplingOptions, TalkOptions, TemplateOptions, ViewOptions
 from moeedge.cli.common import accept_any_text
-from moeedge.cli.devices import layer_notes
-from moeedge.cli.engine_options import BudgetOptions, LlamaOptions, PlacementOptions
+from moeedge.cli.engine_options import BudgetOptions, LlamaOptions, PlacementOptions, layer_notes
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.engine.autosave import Autosave, unfinished_chats
 from moeedge.engine.conversation import Conversation, prompt_tokens
 from moeedge.engine.session import Session, prepare_answers
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.hardware.machine_load import LoadReading, busy_note
-from moeedge.hardware.processor import physical_cores
+from moeedge.hardware.host import LoadReading, busy_note, physical_cores
 from moeedge.hardware.spec import EMULATED
 from moeedge.hub.catalog import load_catalog
 from moeedge.llama.text import check_source

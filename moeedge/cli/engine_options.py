@@ -1,20 +1,32 @@
 """Groups of options that become the engine's configurations; `flatten` shows their fields to Typer as options.
 
-Nothing here loads llama.cpp before `EngineOptions.config` is called, so that limit_openmp_spin can come first.
+Nothing here loads llama.cpp before `EngineOptions.config` is called, so that limit_openmp_spin can come first; the
+checks of devices load it.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import secrets
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from moeedge import paths
-from moeedge.engine.types import ALL_ON_CPU, DEFAULT_GAMMA, DEFAULT_N_UBATCH, DraftWord, EngineConfig
-from moeedge.errors import InputError, MoeedgeError
-from moeedge.hardware.spec import EMULATED, RPC_SCHEME
+from moeedge.cli.common import names, text_of
+from moeedge.cli.options import declare
+from moeedge.engine.types import (
+    ALL_ON_CPU,
+    DEFAULT_GAMMA,
+    DEFAULT_N_UBATCH,
+    DraftWord,
+    EngineConfig,
+    SamplingConfig,
+    seed_or_random,
+)
+from moeedge.errors import EmptyPromptError, InputError, MoeedgeError
+from moeedge.hardware.spec import EMULATED, RPC_SCHEME, DeviceSpec
 from moeedge.llama.settings import DEFAULT_KV_TYPE, ContextSettings, LoadSettings, LoraAdapter
 from moeedge.policies.registry import POLICIES, where_simulated
 from moeedge.run import Run
@@ -23,12 +35,17 @@ if TYPE_CHECKING:  # what needs NumPy is imported where it is used: --help does 
     from _typeshed import DataclassInstance
 
     from moeedge.cli.model_files import ModelFiles
+    from moeedge.data.prompts import Prompt
     from moeedge.policies.expert_budget import Coverage, ExpertBudget
     from moeedge.scheduler.config import PlacementConfig
 
 _SPIN_COUNT = "1000"
 AUTO: Literal["auto"] = "auto"
 _EXPERTS_OF_TEMPLATE = 1 << 20  # of --expert-budget auto, replaced by what it finds
+
+declare(
+    "--dataset LIST  ... Several, separated by commas, are compared.", "profile budget pair", read={names: "dataset"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +74,9 @@ class EngineOptions:
 
     def _exceeds_memory(self) -> bool:
         """Whether the model's file does not fit what is free."""
-        from moeedge.hardware.memory import fits
+        from moeedge.hardware.host import fits
+        from moeedge.hub.catalog import all_parts
         from moeedge.hub.local import locate
-        from moeedge.hub.names import all_parts
 
         try:
             path = locate(str(self.model)).path
@@ -82,7 +99,6 @@ class EngineOptions:
         files: where -m and -md are resolved already. default_draft: the value of -md where it is not given. auto_gamma:
         whether drafts are as long as pays, unless --draft-max is given; None: those of heads and n-grams without -md.
         """
-        from moeedge.cli.devices import check_device
         from moeedge.cli.model_files import notify, resolve_models
 
         check_device(self.device)
@@ -207,6 +223,58 @@ class BudgetOptions:
         return replace(config, expert_budget=find_budget(config, config.expert_budget, run))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """The prompts to answer, and the length and the sampling of the answers."""
+
+    prompt: str | None = None
+    file: Path | None = None
+    dataset: list[str] | None = None
+    limit: int = 8
+    offline_sample: bool = False
+    n_predict: int = 128
+    raw: bool = False
+    temp: float = 0.0
+    seed: int = -1
+
+    def load(self, *, bundled: bool) -> tuple[list[Prompt], dict[str, Any]]:
+        """The prompts (by default of the bundled model's kind for it), and the report's fields about their source."""
+        from moeedge.data.datasets import SAMPLE, TOY, load_dataset
+        from moeedge.data.prompts import Prompt, user_turns
+
+        if self.n_predict == 0 or self.n_predict < -1:
+            raise ValueError(f"-n must be -1 (until the model stops) or at least 1, not {self.n_predict}")
+        text = text_of(self.prompt, self.file, "-p", "-f")
+        if text is not None:
+            if self.dataset is not None:
+                raise InputError("-p and --dataset cannot be used together.", "Give one of them.")
+            if not text.strip():
+                raise EmptyPromptError("The prompt is empty: -p is blank.", "Give some text to answer.")
+            return [Prompt("prompt", "", user_turns(text))], {"dataset": "prompt", "prompts": 1}
+        names = self.dataset or [TOY if bundled else SAMPLE]
+        sets = [load_dataset(name, offline_sample=self.offline_sample).limited(self.limit or None) for name in names]
+        for dataset in sets:
+            if not dataset.prompts:
+                raise InputError(f'The prompt set "{dataset.name}" is empty.')
+        prompts = [replace(prompt, dataset=dataset.name) for dataset in sets for prompt in dataset.prompts]
+        return prompts, {
+            "dataset": ",".join(dataset.name for dataset in sets),
+            "prompts": len(prompts),
+            "dataset_sha256": ",".join(dataset.sha256 for dataset in sets),
+        }
+
+    def sampling(self) -> SamplingConfig:
+        """Temperature and seed; a drawn seed serves all answers, so that the report and the trace can name it."""
+        seed = seed_or_random(self.seed)
+        if seed is None and self.temp > 0:
+            seed = secrets.randbits(32)
+        return SamplingConfig(temperature=self.temp, seed=seed)
+
+    def answers(self) -> dict[str, Any]:
+        """Length and sampling of the answers, as what records them takes them."""
+        return {"n_predict": self.n_predict, "sampling": self.sampling(), "raw": self.raw}
+
+
 def expect_no_companions(options: DataclassInstance, value: str) -> None:
     """Raises InputError where one of the options --budget-... has a value; value: that of --expert-budget, for help."""
     names = [
@@ -228,6 +296,35 @@ def make_budget(n_experts: int, *, ranking: str | None, policy: str | None) -> E
         ranking=ranking or ExpertBudget.ranking,
         coverage=cast("Coverage", policy or ExpertBudget.coverage),
     )
+
+
+def check_device(text: str) -> None:
+    """Raises DeviceError for a malformed device, or one that this machine does not have; the hint names the known."""
+    from moeedge.hardware.devices import resolve
+    from moeedge.llama import library
+
+    spec = DeviceSpec.parse(text)
+    if spec.kind != "name":
+        return
+    library.start()
+    resolve(spec)
+
+
+def layer_notes(config: EngineConfig) -> list[str]:
+    """A sentence where -ngl, -ncmoe or --cpu-moe has no effect."""
+    options = ["-ngl"] if config.n_gpu_layers else []
+    if config.n_cpu_moe is not None:
+        options.append("--cpu-moe" if config.n_cpu_moe == ALL_ON_CPU else "-ncmoe")
+    if not options:
+        return []
+    from moeedge import native
+    from moeedge.llama import library
+
+    library.start()  # llama.cpp logs while it lists devices
+    if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
+        return []
+    verb = "has" if len(options) == 1 else "have"
+    return [f"llama.cpp lists no GPU here: {' and '.join(options)} {verb} no effect."]
 
 
 def limit_openmp_spin(device: str, *, may_emulate: bool = False, reads_experts: bool = False) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import socket
+import sys
+
 import typer
 
-from moeedge.cli.common import EXIT_FAILURE, emit
+from moeedge.cli.common import EXIT_FAILURE, emit, interrupted_code
 from moeedge.cli.engine_options import limit_openmp_spin
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.hardware.spec import MAX_N_THREADS, RPC_SCHEME
-from moeedge.health.running import list_running
+from moeedge.errors import DeviceError
+from moeedge.hardware.host import list_running
+from moeedge.hardware.spec import MAX_N_THREADS, RPC_SCHEME, parse_host_port
 from moeedge.ui.tables import records_json
+from moeedge.units import format_bytes
 
 declare(
     """
@@ -33,9 +40,12 @@ def devices(backend: list[str] | None = None, output: Output = Output.TEXT, libr
 
         typer.echo(library_path())
         return
-    from moeedge.cli import machine_run
+    from moeedge.hardware.devices import list_devices
+    from moeedge.llama import library as llama
+    from moeedge.ui.machine_views import print_devices
 
-    machine_run.show_devices(output)
+    llama.start()
+    emit(output, records_json, print_devices, list_devices())
 
 
 @flatten
@@ -96,6 +106,57 @@ def worker(
     or measurement at a time. Anyone who reaches the port can use it: see --insecure-listen.
     """
     limit_openmp_spin(RPC_SCHEME)  # the other side may run on this machine
-    from moeedge.cli import machine_run
+    from moeedge.engine.context_choice import thread_notes
+    from moeedge.hardware import rpc
+    from moeedge.llama import library
 
-    machine_run.serve(listen, device, threads, insecure=insecure_listen, verbose=verbose)
+    library.start()
+    rpc.check_built_in()
+    served = _device(device)
+    for note in thread_notes(threads):
+        typer.echo(note, err=True)
+    address, port = rpc.reserve_port(*_endpoint(listen, insecure=insecure_listen))
+    sys.stdout.flush()
+    out = os.dup(1)  # for the line below; llama.cpp's own lines on standard output go elsewhere from now on
+    others = os.dup(2) if verbose else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(others, 1)
+    os.close(others)
+    try:
+        server = rpc.Server(served, address, port, threads or library.physical_cores())
+        ready = server.wait_until_ready()
+        reached_at = socket.gethostname() if address == "0.0.0.0" else address
+        line = f"Serving {served} ({format_bytes(ready.total_bytes)}): use it with -dev rpc://{reached_at}:{port}\n"
+        os.write(out, line.encode())
+        if insecure_listen:
+            typer.echo("Everyone who reaches this port can read and write this process's memory.", err=True)
+        server.wait()
+    except KeyboardInterrupt as stop:
+        # llama.cpp's server cannot be stopped: its threads must not meet the destructors of an ordinary exit
+        os._exit(interrupted_code(stop))
+
+
+def _endpoint(listen: str, *, insecure: bool) -> tuple[str, int]:
+    """Host and port of --listen. Raises DeviceError unless it is loopback or the user insists."""
+    from moeedge.hardware.rpc import ipv4_address
+
+    try:
+        host, port = parse_host_port(listen)
+    except ValueError as error:
+        raise DeviceError(f'Cannot listen on "{listen}": {error}.', "Write for instance 127.0.0.1:50052.") from error
+    if not insecure and not ipaddress.ip_address(ipv4_address(host)).is_loopback:
+        raise DeviceError(
+            f"{host} can be reached from other machines, and llama.cpp's RPC has no authentication: everyone who "
+            "connects can read and write this process's memory.",
+            "Listen on 127.0.0.1 and use an SSH tunnel, or give --insecure-listen in a network that you trust.",
+        )
+    return host, port
+
+
+def _device(name: str) -> str:
+    """The device to serve: `name`, or the first GPU, or the CPU. Raises DeviceError for an unknown one."""
+    from moeedge import native
+
+    kinds = {device.name: device.kind for device in native.devices() if device.kind not in ("ACCEL", "RPC")}
+    if name and name not in kinds:
+        raise DeviceError(f"There is no device {name!r} to serve.", f"Choose from: {', '.join(kinds)}.")
+    return name or next((gpu for gpu, kind in kinds.items() if kind == "GPU"), "CPU")

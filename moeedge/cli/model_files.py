@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, get_args
 from moeedge import paths
 from moeedge.engine.types import DEFAULT_GAMMA, DraftWord
 from moeedge.errors import ModelNameError
-from moeedge.hub.cache import find_variant
-from moeedge.hub.catalog import load_catalog
-from moeedge.hub.local import LocalModel, chat_draft, locate
-from moeedge.hub.names import find
-from moeedge.hub.pull import WantedModel, check_room, fetch_file, missing_files, want_pair
-from moeedge.hub.remote import RemoteFile, is_offline
+from moeedge.hub.catalog import find, load_catalog
+from moeedge.hub.local import LocalModel, chat_draft, find_variant, locate
+from moeedge.hub.remote import RemoteFile, WantedModel, check_room, fetch_file, is_offline, missing_files, want_pair
 
 if TYPE_CHECKING:
-    from moeedge.ui.progress import PullProgress
+    from moeedge.ui.console import PullProgress
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def _locate(text: str, may_download: bool, *, with_draft: bool = False) -> Local
         find(load_catalog(), text)  # raises for an unknown name
         if not may_download or is_offline():
             raise
-        from moeedge.ui.progress import PullProgress
+        from moeedge.ui.console import PullProgress
 
         progress = PullProgress()
         progress.note(f"{text} is not on this machine and is downloaded now (not with --offline).")

@@ -10,15 +10,14 @@ import typer
 
 from moeedge import paths
 from moeedge.cli.common import emit, gpu_memory, memory_size
-from moeedge.cli.completion import completer, models
+from moeedge.cli.declare import completer, models
 from moeedge.cli.model_files import download
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import DownloadError, InputError
-from moeedge.hub.cache import hub_cache
 from moeedge.hub.catalog import load_catalog
+from moeedge.hub.local import hub_cache, plan_removal, remove
 from moeedge.hub.local import list_models as find_models
-from moeedge.hub.local import plan_removal, remove
-from moeedge.hub.pull import refresh, want_pair
+from moeedge.hub.remote import refresh, want_pair
 from moeedge.run import Run
 from moeedge.ui.tables import records_json
 from moeedge.units import format_bytes
@@ -94,12 +93,7 @@ def list_models(
 
 
 @flatten
-def show(
-    name: Shown = "bundled",
-    template: bool = False,
-    offline: bool = False,
-    output: Output = Output.TEXT,
-) -> None:
+def show(name: Shown = "bundled", template: bool = False, offline: bool = False, output: Output = Output.TEXT) -> None:
     """Show what a model is: architecture, size, context, experts, licence, chat template.
 
     The header of the file is enough; of a model that is not on this machine it is read from the hub, and without
@@ -139,8 +133,8 @@ def pull(
     stopped. Files go into ~/.cache/huggingface/hub ($HF_HUB_CACHE), which other programs share, and are checked by
     their SHA-256. HF_TOKEN opens gated repositories, HF_ENDPOINT names another server.
     """
+    from moeedge.ui.console import PullProgress
     from moeedge.ui.model_views import files_json, print_files
-    from moeedge.ui.progress import PullProgress
 
     if draft is not None and no_draft:
         raise InputError("--draft and --no-draft cannot be used together.", "Give one of them.")

@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import typer
 
-from moeedge.cli import completion
 from moeedge.cli.common import integers, memory_size
-from moeedge.cli.declare import OPTIONS, Output, declare, flatten, output_parser
+from moeedge.cli.declare import OPTIONS, Output, datasets, declare, devices, drafts, flatten, models, output_parser
 from moeedge.cli.foreign import SWITCH
 from moeedge.errors import InputError
 from moeedge.llama.settings import KV_TYPES, LoraAdapter, TensorOverride
@@ -289,16 +288,16 @@ declare(
         activations and prediction accuracy, step by step for one layer.
     * --trace-out FILE.npz  Write the routing of every token, rejected drafts included (docs/lab/traces.md).
     """,
-    model={"parser": _model, "names": completion.models},
-    model_draft={"names": completion.drafts},
+    model={"parser": _model, "names": models},
+    model_draft={"names": drafts},
     draft_max={"kind": str, "convert": _draft_length},
     hf_token={"callback": lambda token: _set_variable("HF_TOKEN", token)},
     offline={"callback": lambda offline: _set_variable("HF_HUB_OFFLINE", offline)},
     verbose={"callback": _show_log},
-    dataset={"names": completion.datasets},
+    dataset={"names": datasets},
     limit={"least": 0, "words": "0 (all) or more"},
     n_gpu_layers={"parser": gpu_layers},
-    device={"names": completion.devices},
+    device={"names": devices},
     backend={"callback": _name_backends},
     cache_type_k={"convert": str.lower},
     cache_type_v={"convert": str.lower},

@@ -8,9 +8,8 @@ from typing import Literal
 
 import typer
 
-from moeedge.cli.engine_options import LlamaOptions, PlacementOptions
+from moeedge.cli.engine_options import LlamaOptions, PlacementOptions, TextOptions
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.cli.profile_options import TextOptions
 from moeedge.errors import InputError
 
 declare(

@@ -14,16 +14,8 @@ import typer
 from rich.console import Console
 
 from moeedge import paths
-from moeedge.analysis.model_profile import (
-    ModelProfile,
-    complete_report,
-    layer_report,
-    model_report,
-    profile_model,
-    run_facts,
-)
-from moeedge.cli.devices import layer_notes
-from moeedge.cli.profile_options import TextOptions
+from moeedge.analysis.profile import ModelProfile, complete_report, layer_report, model_report, profile_model, run_facts
+from moeedge.cli.engine_options import TextOptions, layer_notes
 from moeedge.engine.recording import Recording, check_layers, parse_layers, record_routing, unseen_layers
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
@@ -35,11 +27,20 @@ from moeedge.trace.steps import GAMMA, Steps, simulated_steps
 from moeedge.ui import figures
 from moeedge.ui.chat.greeting import print_header
 from moeedge.ui.chat.interrupt import Interrupt
-from moeedge.ui.console import check_output, check_picture, notifier, say, show_figures, stderr_console, stdout_console
+from moeedge.ui.console import (
+    Bar,
+    check_output,
+    check_picture,
+    count_bar,
+    notifier,
+    say,
+    show_figures,
+    stderr_console,
+    stdout_console,
+)
 from moeedge.ui.plots import Plot
 from moeedge.ui.profile_plots import plot_profiles, profile_plots, report_html
 from moeedge.ui.profile_views import print_model, print_profiles, run_lines
-from moeedge.ui.progress import Bar, count_bar
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def check_files(*, trace_out: Path | None = None, plot: Path | None = None, repo
 def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Profiled:
     """Answers the prompts and records the routing."""
     prompts, source = texts.load(bundled=paths.is_bundled(config.model))
-    sampling, provenance = texts.sampling(), read_provenance(config.model)
+    answers, provenance = texts.answers(), read_provenance(config.model)
     err = stderr_console()
     with Session.open(config, run=Run(notifier(err))) as session:
         n_layers = session.model.info.n_layers
@@ -100,15 +101,8 @@ def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Pro
             say(err, f"Earlier runs: {figures.earlier_runs(session.info)}")
         with Interrupt(armed=True) as interrupt, count_bar(err, "profiling", "prompts", len(prompts)) as bar:
             try:
-                recording = record_routing(
-                    session,
-                    prompts,
-                    n_predict=texts.n_predict,
-                    sampling=sampling,
-                    raw=texts.raw,
-                    source=source,
-                    run=Run(cancelled=interrupt, progress=bar),
-                )
+                run = Run(cancelled=interrupt, progress=bar)
+                recording = record_routing(session, prompts, **answers, source=source, run=run)
             except EngineError:
                 if interrupt.exit_code:  # stopped before there was anything to report
                     raise typer.Exit(interrupt.exit_code) from None
@@ -120,11 +114,7 @@ def record(texts: TextOptions, config: EngineConfig, choice: LayerChoice) -> Pro
     if interrupt.exit_code:
         say(err, "Stopped: the profile covers the tokens until then.", style="yellow")
     return Profiled(
-        trace=recording.trace,
-        layers=layers,
-        recording=recording,
-        exit_code=interrupt.exit_code,
-        provenance=provenance,
+        trace=recording.trace, layers=layers, recording=recording, exit_code=interrupt.exit_code, provenance=provenance
     )
 
 

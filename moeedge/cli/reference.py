@@ -13,10 +13,10 @@ from moeedge.cli.declare import hidden_spellings
 from moeedge.cli.foreign import COMMAND_NAMES, OPTIONS, ForeignOption
 from moeedge.cli.foreign import COMMANDS as FOREIGN_COMMANDS
 from moeedge.cli.spelling import HUB_FILE, off_variable
+from moeedge.health.doctor import VARIABLES
 from moeedge.ui.chat.commands import help_rows
 from moeedge.ui.tables import markdown as markdown_table
 from moeedge.ui.tables import text_column
-from moeedge.variables import VARIABLES
 
 _INTRODUCTION = """\
 # Commands

@@ -25,10 +25,7 @@ _FROM_HUB = re.compile(r"hf:[^:]+")  # that names no file yet
 _TAKE_NAME = ("show", "pull", "rm")  # a model, as a word or after -m
 # options that may stand without their value, by command: what looks like one, and the value that they have otherwise
 _ANY = re.compile(r"[^-].*")
-_DEFAULT_VALUES = {
-    "chat": {"--resume": (re.compile(r"list|\d+"), "1")},
-    "bench": {"--resume": (_ANY, "last")},
-}
+_DEFAULT_VALUES = {"chat": {"--resume": (re.compile(r"list|\d+"), "1")}, "bench": {"--resume": (_ANY, "last")}}
 # without a value in earlier llama.cpp, where -1 is auto
 _SWITCHED_ON = dict.fromkeys(("-fa", "--flash-attn"), (re.compile(r"-1|[^-].*"), "on"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge import paths
-from moeedge.data import parsers
+from moeedge.data import prompts as parsers
 from moeedge.data.prompts import Dataset, EvaluationText, Place, join_datasets
 from moeedge.errors import DatasetError, DownloadError
 from moeedge.hub.remote import fetch_dataset_file, hub_endpoint

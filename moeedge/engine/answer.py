@@ -12,7 +12,7 @@ from functools import cached_property, partial
 
 from moeedge.engine.speculative import SpeculativeLoop, TextState
 from moeedge.engine.types import GenerationStats, SamplingConfig, StopReason
-from moeedge.llama.reasoning import ReasoningTags
+from moeedge.llama.reasoning import ReasoningTags, n_begun
 from moeedge.llama.sequence import Cancelled
 from moeedge.scheduler.stats import StepRecord
 
@@ -42,14 +42,9 @@ class StopTexts:
         places = [place for place in (text.find(stop) for stop in self._texts) if place >= 0]
         if places:
             return text[: min(places)]
-        n_held = 0 if last else max(_n_begun(text, stop) for stop in self._texts)
+        n_held = 0 if last else max(n_begun(text, stop) for stop in self._texts)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
-
-
-def _n_begun(text: str, stop: str) -> int:
-    """The length of the longest beginning of `stop` that `text` ends with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

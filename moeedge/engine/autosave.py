@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from moeedge.engine.conversation import Conversation, Message, read_message
 from moeedge.errors import InputError
-from moeedge.json_input import read_json
 from moeedge.run import Level, Run
+from moeedge.units import read_json
 
 SCHEMA = "moeedge.autosave"
 VERSION = 1

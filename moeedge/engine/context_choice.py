@@ -11,14 +11,14 @@ from moeedge.engine.loading import kv_on_gpu, memory_of
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware import devices
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.hardware.processor import concurrent_threads
+from moeedge.hardware.host import concurrent_threads
 from moeedge.llama import gguf_file
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import adapts_experts
 from moeedge.llama.model import Model, ModelInfo
 from moeedge.llama.model_memory import choose_n_ctx
 from moeedge.llama.settings import DEFAULT_KV_TYPE, RopeSettings
-from moeedge.native.devices import PLAIN_BUFFERS
+from moeedge.native.backends import PLAIN_BUFFERS
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Level, Notification, Run
 from moeedge.scheduler.sizing import whole_expert_bytes

@@ -19,8 +19,8 @@ from moeedge import __version__
 from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.errors import require
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.hardware.memory import default_reserve
-from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement
+from moeedge.hardware.host import default_reserve
+from moeedge.scheduler.calibration import UNKEPT, measurement_file, read_measurement
 
 _MORE_MEMORY = 1.1  # times what was free: other divisions are possible
 

@@ -27,7 +27,7 @@ from moeedge.llama.model import Model
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
 from moeedge.run import Level, Notification, Run
-from moeedge.scheduler.measurement import write_measurement
+from moeedge.scheduler.calibration import write_measurement
 from moeedge.scheduler.microbench import CONTEXT_MIN, SAMPLE_TEXT
 from moeedge.scheduler.opening import check_policy
 from moeedge.scheduler.sizing import reserve_bytes

@@ -13,7 +13,7 @@ from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDr
 from moeedge.engine.head_draft import DraftHead, head_draft
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice, Storage, ram, resolve
-from moeedge.hardware.memory import fits
+from moeedge.hardware.host import fits
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
@@ -23,7 +23,7 @@ from moeedge.llama.model import Model
 from moeedge.llama.model_memory import ModelMemory, fit_whole
 from moeedge.run import Run
 from moeedge.scheduler.governor import GAMMA_MAX
-from moeedge.trace.routing import RecordedRouting, read_routing
+from moeedge.trace.steps import RecordedRouting, read_routing
 
 _ALL_LAYERS = -1  # of n_gpu_layers in llama.cpp's parameters
 _MAX_SNAPSHOTS = 8  # recurrent states: tens of MB each
@@ -58,7 +58,7 @@ def weight_storage(
 ) -> Storage:
     """The place of the target's weights in host memory: decided here alone, for commands that load and for plans.
 
-    They are loaded if they fit with those of the draft (`memory.fits`). Otherwise a cache in RAM loads experts on
+    They are loaded if they fit with those of the draft (`host.fits`). Otherwise a cache in RAM loads experts on
     demand, unless the options rule it out. free_bytes, total_bytes: of host memory before anything is loaded, measured
     by default. whole_fits: the result of `whole_model_fits`, if it is known.
     """

@@ -10,17 +10,24 @@ from typing import Any, Literal
 from moeedge.engine import loading
 from moeedge.engine.answer import Answer, Generation, ParallelGeneration
 from moeedge.engine.context_choice import context_size, setting_notes, unmet_budget, usable_budget
-from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDraft
+from moeedge.engine.drafts import (
+    ContextDraft,
+    DraftSource,
+    ModelDraft,
+    NgramDraft,
+    Script,
+    ScriptedDraft,
+    ScriptedSampler,
+)
 from moeedge.engine.grammar import new_sampler
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import ChosenDraft
-from moeedge.engine.scripted import Script, ScriptedDraft, ScriptedSampler
 from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.hardware.processor import cores_next_to_gpu, physical_cores
+from moeedge.hardware.host import cores_next_to_gpu, physical_cores
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.llama.gguf_file import adapts_experts
@@ -28,7 +35,7 @@ from moeedge.llama.model import Mode, Model
 from moeedge.llama.reasoning import MODEL_TEMPLATE, TemplateChoice, begins_in_reasoning
 from moeedge.llama.samplers import Grammar
 from moeedge.llama.sequence import Cancelled
-from moeedge.native.devices import MemoryUse
+from moeedge.native.backends import MemoryUse
 from moeedge.native.sensor import Counts
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import filled

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # this module is imported for --help, which must not load lla
     from moeedge.policies.expert_budget import ExpertBudget
     from moeedge.scheduler.config import PlacementConfig
     from moeedge.scheduler.governor import DraftChoice
-    from moeedge.scheduler.kept_activations import EarlierRuns
+    from moeedge.scheduler.ram_tier import EarlierRuns
     from moeedge.scheduler.stats import StepRecord
 
 # Tokens; models are trained with up to 10 million. llama.cpp allocates a record per token and counts in 32 bits: a

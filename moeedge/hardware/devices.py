@@ -9,7 +9,7 @@ from moeedge import native
 from moeedge.errors import DeviceError
 from moeedge.hardware import nvidia, rpc
 from moeedge.hardware.gpus import unused_gpus
-from moeedge.hardware.memory import available_memory, total_memory
+from moeedge.hardware.host import available_memory, total_memory
 from moeedge.hardware.spec import EMULATED, DeviceSpec
 from moeedge.run import Level, Notification
 from moeedge.units import format_rate

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moeedge import native
 from moeedge.hardware import nvidia
-from moeedge.hardware.processor import value_in
+from moeedge.hardware.host import value_in
 from moeedge.hardware.rpc import build_command
 from moeedge.paths import children, text_of
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import moeedge
-from moeedge.hardware.processor import cpu_name
+from moeedge.hardware.host import cpu_name
 from moeedge.records import figure
 
 _GIT_TIMEOUT_S = 10

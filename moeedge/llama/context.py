@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
@@ -13,21 +11,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge import native
-from moeedge.errors import BackendError, DeviceFailedError, EngineError, InputError, require
+from moeedge.errors import DeviceFailedError, EngineError, require
 from moeedge.llama import library
-from moeedge.llama.forced_routing import ContextRouting
-from moeedge.llama.hidden_states import StateRows, tap_states
-from moeedge.llama.model import Mode, Model, ModelInfo
-from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
+from moeedge.llama.model import Mode, Model
+from moeedge.llama.routers import ContextBudget, ContextRouting
+from moeedge.llama.sequence import (
+    BatchPart,
+    Cancelled,
+    ContextSequence,
+    Logits,
+    StateRows,
+    TokenBatch,
+    WantedLogits,
+    tap_states,
+)
 from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
-from moeedge.native import abi
-from moeedge.native.abi import BudgetCoverage, BudgetRanking, Phase, view
+from moeedge.native.abi import Phase, view
+from moeedge.native.backends import MemoryUse, memory_uses
 from moeedge.native.compute import Decoder, DriverThrewError
-from moeedge.native.devices import MemoryUse, memory_uses
-from moeedge.native.library import keep_activations_near, load, newest_instance
+from moeedge.native.library import keep_activations_near, newest_instance
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Closing, Run
-from moeedge.trace.routing import RecordedRouting
+from moeedge.trace.steps import RecordedRouting
 
 _UNREAD = "could not be loaded"  # an expert, from its file (native/src/expert-loader.cpp)
 _WITHOUT_GPU = "Start without the GPU: -dev none."
@@ -36,7 +41,6 @@ _STOPPED = 2  # result of llama_decode: its abort callback said so
 _COMPUTE_FAILED = (-2, -3)  # results of llama_decode: no memory for the graph, or a backend failed
 
 _FLASH_ATTENTION = {"auto": "AUTO", "off": "DISABLED", "on": "ENABLED"}  # LLAMA_FLASH_ATTN_TYPE_...
-_TWO_BLOCKS = "grovemoe"  # whose layers have a second block, with an expert for each group of the first's experts
 _SECTION_ROPES = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)  # with four numbers for a position
 
 # (the parts of a batch that was decoded, the hidden states of its tokens: valid until the next decode)
@@ -44,109 +48,6 @@ ReadStates = Callable[[Sequence[BatchPart], StateRows], None]
 
 # llama_cpp's own returns a pointer object, whose address costs two more calls in each step
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", lib._lib))
-
-
-@dataclass(frozen=True)
-class LayerRouting:
-    """Routing of one layer in the newest verification; views of native memory that the next one overwrites."""
-
-    kind: abi.RouterKind
-    values: NDArray[np.float32]  # [T, n_experts], the router's output
-    selection: NDArray[np.float32]  # [T, n_experts], sorted by the router's top-k
-    natural_ids: NDArray[np.int32]  # [T, k], the selected experts without the budget
-    ids: NDArray[np.int32]  # [T, k], with it
-
-
-class ContextBudget:
-    """The expert budget of one context: llama.cpp's eval callback keeps the experts of a verification to it.
-
-    Made before its llama.cpp context, whose parameters it changes, and closed after it.
-    `moeedge.lab.policies.expert_budget` defines the same in NumPy.
-    """
-
-    def __init__(self, info: ModelInfo, parameters: Any) -> None:
-        n_layers = len(info.used_per_layer)
-        self.budget: ExpertBudget | None = None  # of verifications; None: they use all experts that the router selects
-        self._info = info
-        self._n_used = np.asarray(info.used_per_layer, dtype=np.int32)
-        self._library = load()
-        self._handle = self._library.moeedge_budget_create(n_layers, info.n_experts, self._n_used.ctypes.data)
-        if not self._handle:
-            raise BackendError("moeedge's expert budget cannot be made: out of memory.")
-        self._layers = np.zeros(n_layers, dtype=abi.BUDGET_LAYER)
-        parameters.cb_eval = ctypes.cast(self._library.moeedge_budget_on_node, lib.ggml_backend_sched_eval_callback)
-        parameters.cb_eval_user_data = self._handle
-
-    def set(self, budget: ExpertBudget | None) -> None:
-        """Raises InputError if the budget does not suit the model."""
-        if budget is not None:
-            info = self._info
-            if info.architecture == _TWO_BLOCKS:
-                problem = "Expert budgets do not support GroveMoE, whose layers select two kinds of experts."
-                raise InputError(problem, "Leave the expert budget out.")
-            layers = np.asarray(info.expert_layers, dtype=np.intp)
-            budgets = budget.per_layer(layers, info.n_layers, info.n_experts, info.used_per_layer)
-            budgets[budgets == 0] = info.n_experts  # layers without experts
-            self.configure(budgets, BudgetRanking[budget.ranking.upper()], BudgetCoverage[budget.coverage.upper()])
-        self.budget = budget
-
-    def configure(self, budgets: NDArray[np.int32], ranking: BudgetRanking, coverage: BudgetCoverage) -> None:
-        """Sets budgets [n_layers]. Raises BackendError for values that the library does not know."""
-        budgets = np.ascontiguousarray(budgets, dtype=np.int32)
-        require(budgets.shape == self._n_used.shape, f"there must be a budget for each of {self._n_used.size} layers")
-        raw = abi.BudgetConfigStruct(int(ranking), int(coverage), budgets.ctypes.data)
-        _check_budget(self._library.moeedge_budget_configure(self._handle, ctypes.byref(raw)))
-
-    @contextmanager
-    def during(self, phase: Phase, n_tokens: int) -> Iterator[None]:
-        """Around a decode: a verification of more than one token keeps to the budget, everything else is exact."""
-        if self.budget is None or phase != Phase.VERIFY or n_tokens < 2:
-            yield
-            return
-        try:  # Ctrl-C may come at any time
-            self.set_active(True)
-            yield
-        finally:
-            self.set_active(False)
-
-    def set_active(self, on: bool) -> None:
-        """Whether the next decodes keep to the budget."""
-        _check_budget(self._library.moeedge_budget_set_active(self._handle, int(on)))
-
-    def read(self) -> NDArray[Any]:
-        """The layers' figures since the last call, abi.BUDGET_LAYER [n_layers]; the next call reuses the array."""
-        _check_budget(self._library.moeedge_budget_read(self._handle, self._layers.ctypes.data))
-        return self._layers
-
-    def set_capture(self, on: bool) -> None:
-        """Whether `routing` has the router's values of verifications from now on."""
-        _check_budget(self._library.moeedge_budget_set_capture(self._handle, int(on)))
-
-    def routing(self, layer: int) -> LayerRouting | None:
-        """The layer's routing in the newest verification; None without one. Requires `set_capture`."""
-        raw = abi.BudgetRoutingStruct()
-        _check_budget(self._library.moeedge_budget_get_routing(self._handle, layer, ctypes.byref(raw)))
-        if raw.n_tokens == 0:
-            return None
-        wide, narrow = (raw.n_tokens, self._info.n_experts), (raw.n_tokens, int(self._n_used[layer]))
-        return LayerRouting(
-            abi.RouterKind(raw.kind),
-            view(raw.values, wide, np.float32),
-            view(raw.selection, wide, np.float32),
-            view(raw.natural_ids, narrow, np.int32),
-            view(raw.ids, narrow, np.int32),
-        )
-
-    def close(self) -> None:
-        """Frees the budget; closing twice is harmless."""
-        if self._handle:
-            self._library.moeedge_budget_destroy(self._handle)
-            self._handle = None
-
-
-def _check_budget(status: int) -> None:
-    if status < 0:
-        raise BackendError(f"moeedge's expert budget failed: {load().moeedge_last_error().decode()}")
 
 
 class Context(Closing):

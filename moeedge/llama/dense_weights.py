@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeedge.errors import ModelFileError
-from moeedge.hardware.memory import fits
+from moeedge.hardware.host import fits
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import LAYER, GgufTensor
 from moeedge.native import mapping

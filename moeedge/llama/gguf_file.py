@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moeedge.errors import ModelFileError
-from moeedge.hub.names import all_parts, is_first_part
+from moeedge.hub.catalog import all_parts, is_first_part
 from moeedge.llama import library
 from moeedge.llama.settings import LoraAdapter
 from moeedge.native.cache import ExpertTensor

@@ -15,8 +15,8 @@ from collections import deque
 import llama_cpp.llama_cpp as lib
 
 from moeedge import native
-from moeedge.hardware.processor import physical_cores as physical_cores
-from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
+from moeedge.hardware.host import physical_cores as physical_cores
+from moeedge.native.backends import DRY_RUN_GPU, dry_run_gpu
 from moeedge.native.library import ggml_function as ggml_function
 from moeedge.native.library import ggml_functions as ggml_functions
 

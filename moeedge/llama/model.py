@@ -20,7 +20,7 @@ from moeedge.llama.dense_weights import DenseWeights, SplitWeights
 from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoice, find_reasoning_tags
 from moeedge.llama.settings import LoadSettings, LoraAdapter
 from moeedge.llama.text import BuiltinFormat, ChatFormat, builtin_names
-from moeedge.native.devices import DRY_RUN_GPU, dry_run_gpu
+from moeedge.native.backends import DRY_RUN_GPU, dry_run_gpu
 from moeedge.native.mapping import map_lazily
 from moeedge.run import Closing
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import llama_cpp.llama_cpp as lib
 
 from moeedge.errors import InputError
-from moeedge.hardware.memory import available_memory, fits
+from moeedge.hardware.host import available_memory, fits
 from moeedge.llama.model import Model
 from moeedge.llama.settings import KV_TYPES, ContextSettings
 from moeedge.units import format_bytes

@@ -114,5 +114,10 @@ def split_reasoning(text: str, tags: ReasoningTags | None, *, is_open: bool = Fa
     return SplitAnswer(reasoning.strip(), content.lstrip())
 
 
+def n_begun(text: str, tag: str) -> int:
+    """The length of the longest beginning of `tag` that `text` ends with."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+
+
 def _first(match: re.Match[str] | None) -> str:
     return "" if match is None else match[1]

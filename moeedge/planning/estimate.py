@@ -14,7 +14,7 @@ from typing import Literal
 
 from moeedge.errors import ModelFileError
 from moeedge.hardware.devices import resolve
-from moeedge.hardware.memory import available_memory, default_reserve, fits, total_memory
+from moeedge.hardware.host import available_memory, default_reserve, fits, total_memory
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.hub.catalog import Catalog, Choice
 from moeedge.hub.local import ListedModel, chat_draft

@@ -17,11 +17,9 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from moeedge.errors import DownloadError, EngineError, ModelFileError, ModelNameError
-from moeedge.hub.catalog import Choice, load_catalog
+from moeedge.hub.catalog import Choice, find, load_catalog
 from moeedge.hub.local import locate
-from moeedge.hub.names import find
-from moeedge.hub.pull import fetch_start, want
-from moeedge.hub.remote import RemoteFile, ask_file, hub_endpoint, is_offline
+from moeedge.hub.remote import RemoteFile, ask_file, fetch_start, hub_endpoint, is_offline, want
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model

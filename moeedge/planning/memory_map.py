@@ -11,10 +11,10 @@ from moeedge.engine.loading import ChosenDraft, find_device, make_context, make_
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.devices import ResolvedDevice, Storage
-from moeedge.hardware.memory import available_memory, total_memory
+from moeedge.hardware.host import available_memory, total_memory
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
-from moeedge.native.devices import DRY_RUN_GPU, PLAIN_BUFFERS
+from moeedge.native.backends import DRY_RUN_GPU, PLAIN_BUFFERS
 from moeedge.records import derived, figure
 from moeedge.scheduler.sizing import CacheBudget
 from moeedge.units import format_bytes

@@ -20,7 +20,7 @@ from moeedge.engine import loading
 from moeedge.engine.context_choice import beyond_training
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.hardware.memory import default_reserve
+from moeedge.hardware.host import default_reserve
 from moeedge.llama.gguf_file import expert_bytes, read_tensors
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import N_CTX_STEP, ModelMemory, choose_n_ctx

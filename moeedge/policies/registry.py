@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 # alone, as the engine lacks the system's execution. bound: it knows the future, in the replay alone
 RunsIn = Literal["engine", "simulation", "bound"]
 EVICTION_ABLATIONS = frozenset({"no-prefetch", "no-evict"})
-_OTHER_MODULES = {"base", "baselines", "cost_model", "expert_budget", "planner", "registry"}  # no policies
+# no policies, or those of the table
+_OTHER_MODULES = {
+    *("base", "baselines", "cost_model", "expert_budget", "planner", "registry"),
+    *("spac", "token_experts", "utility"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def further() -> dict[str, PolicyEntry]:
 
 TABLE: dict[str, PolicyEntry] = {
     "spac": PolicyEntry(
-        ".spac.spac:Spac",
+        ".spac:Spac",
         "activations expected from draft tokens, their hidden states and decayed counts",
         ablations="all",
         reads_tokens=True,
@@ -74,41 +78,38 @@ TABLE: dict[str, PolicyEntry] = {
     "lru": PolicyEntry(".baselines:Lru", "least recently used", ablations=EVICTION_ABLATIONS),
     "lfu": PolicyEntry(".baselines:Lfu", "least frequently used, with decay", ablations=EVICTION_ABLATIONS),
     "static": PolicyEntry(
-        ".baselines:Static",
-        "the most used experts of a profile or of the first steps, placed once",
-        takes_profile=True,
+        ".baselines:Static", "the most used experts of a profile or of the first steps, placed once", takes_profile=True
     ),
     "moe-infinity": PolicyEntry(
-        "moe_infinity:MoeInfinity",
-        "activations of the most similar earlier sequence",
-        ablations=EVICTION_ABLATIONS,
+        "systems:MoeInfinity", "activations of the most similar earlier sequence", ablations=EVICTION_ABLATIONS
     ),
-    "fate": PolicyEntry("fate:Fate", "the next layer's gate on this layer's input; ARC per layer"),
-    "adapmoe": PolicyEntry("layer_lru:AdapMoe", "the next layer's gate, one expert prefetched; LRU per layer"),
+    "fate": PolicyEntry("layer_caches:Fate", "the next layer's gate on this layer's input; ARC per layer"),
+    "adapmoe": PolicyEntry("layer_caches:AdapMoe", "the next layer's gate, one expert prefetched; LRU per layer"),
     "hybrimoe": PolicyEntry(
-        "hybrimoe:HybriMoe", "averaged routing scores; a queue divides each layer between CPU and GPU"
+        "systems:HybriMoe", "averaged routing scores; a queue divides each layer between CPU and GPU"
     ),
     "fiddler": PolicyEntry(
-        "placed:Fiddler", "the most popular experts, placed once as Fiddler does", takes_profile=True
+        "systems:Fiddler", "the most popular experts, placed once as Fiddler does", takes_profile=True
     ),
     "sp-moe-prefetch": PolicyEntry(
-        "layer_lru:SpMoePrefetch",
+        "layer_caches:SpMoePrefetch",
         "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer",
     ),
     **further(),
     "none": PolicyEntry(".baselines:NoCache", "no expert on the device"),
-    "llama-cpp": _simulated("placed:LlamaCpp", "llama.cpp: the last layers on the GPU, no draft model"),
-    "llama-cpp-sd": _simulated("placed:LlamaCppSd", "llama.cpp with a draft model"),
+    "llama-cpp": _simulated("systems:LlamaCpp", "llama.cpp: the last layers on the GPU, no draft model"),
+    "llama-cpp-sd": _simulated("systems:LlamaCppSd", "llama.cpp with a draft model"),
     "llama-cpp-cache": _simulated(
-        "placed:LlamaCppCache",
+        "systems:LlamaCppCache",
         "llama.cpp's --moe-cache-mib: an LRU of all layers; misses are loaded, the GPU computes all",
     ),
-    "sp-moe": _simulated("layer_lru:SpMoe", "SP-MoE: sp-moe-prefetch; misses are loaded, the GPU computes all"),
+    "sp-moe": _simulated("layer_caches:SpMoe", "SP-MoE: sp-moe-prefetch; misses are loaded, the GPU computes all"),
     "mixtral-offloading": _simulated(
-        "layer_lru:MixtralOffloading", "LRU per layer, two experts prefetched; misses are loaded, the GPU computes all"
+        "layer_caches:MixtralOffloading",
+        "LRU per layer, two experts prefetched; misses are loaded, the GPU computes all",
     ),
-    "vllm": _simulated("placed:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
-    "accelerate": _simulated("placed:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
+    "vllm": _simulated("systems:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
+    "accelerate": _simulated("systems:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
     # the replay computes their residency: they plan nothing
     "oracle": PolicyEntry(".baselines:NoCache", "bound: the best residency for each step, known in advance", "bound"),
     "belady": PolicyEntry(".baselines:NoCache", "bound: the best that a cache filled by use can keep (MIN)", "bound"),

@@ -31,7 +31,7 @@ from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
 from moeedge.native.mapping import open_direct
 from moeedge.paths import text_of
 from moeedge.run import NO_PROGRESS, Progress
-from moeedge.scheduler.measurement import UNKEPT, measurement_file, read_measurement, write_measurement
+from moeedge.scheduler.calibration import UNKEPT, measurement_file, read_measurement, write_measurement
 
 DEPTHS = (1, 2, 4, 8, 16)  # requests at a time
 PIECES_BYTES = tuple(2**exponent for exponent in range(16, 24))  # 64 KiB to 8 MiB

@@ -26,10 +26,9 @@ from moeedge.native.cache import ExpertCache
 from moeedge.policies.cost_model import CostModel, fit_side, share_curves
 from moeedge.policies.registry import make_policy
 from moeedge.run import Run
-from moeedge.scheduler.calibration import Calibration, calibration_file
+from moeedge.scheduler.calibration import Calibration, calibration_file, read_measurement, write_measurement
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.measurement import read_measurement, write_measurement
 from moeedge.scheduler.native_io import CacheStore, RoutingReader, cache_shape
 
 SAMPLE_TEXT = """\

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from moeedge.errors import InputError
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
-from moeedge.hardware.memory import default_reserve
+from moeedge.hardware.host import default_reserve
 from moeedge.llama import library
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors, n_groups, scratch_bytes
 from moeedge.llama.model import Model, ModelInfo

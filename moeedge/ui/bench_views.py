@@ -11,10 +11,10 @@ from functools import partial
 from rich.console import Console
 
 from moeedge.bench.figures import ALL, MEAN, ParallelFigures, StockRatio
+from moeedge.bench.quality import different_scores
 from moeedge.bench.records import BenchRow, Setup
 from moeedge.bench.samples import RATIO_SCATTER, Spread
-from moeedge.bench.scores import different_scores
-from moeedge.hardware.machine_load import BUSY
+from moeedge.hardware.host import BUSY
 from moeedge.policies.base import LookaheadStatus
 from moeedge.records import as_dict
 from moeedge.ui.figures import is_ram, lookahead
@@ -362,8 +362,7 @@ _QUALITY_COLUMNS = (
     text_column("mode", "label"),
     Column("score", lambda row: _with_error(row.figures.total.score, row.figures.total.score_stderr, ".3f")),
     Column(
-        "change",
-        lambda row: _with_error(row.figures.total.score_change, row.figures.total.score_change_stderr, "+.3f"),
+        "change", lambda row: _with_error(row.figures.total.score_change, row.figures.total.score_change_stderr, "+.3f")
     ),
     Column("quality", "figures.total.quality", ".3f"),
     Column("perplexity", _perplexity),

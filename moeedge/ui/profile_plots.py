@@ -18,9 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.analysis import routing_curves
-from moeedge.analysis.model_profile import DETAILED_LAYERS, GAMMAS, UNIQUE_TOKENS, ModelProfile, SpeculationGain
 from moeedge.analysis.predictors import UtilityCurves
-from moeedge.analysis.profile import SMOOTHING_STEPS, LayerProfile
+from moeedge.analysis.profile import (
+    DETAILED_LAYERS,
+    GAMMAS,
+    SMOOTHING_STEPS,
+    UNIQUE_TOKENS,
+    LayerProfile,
+    ModelProfile,
+    SpeculationGain,
+)
 from moeedge.analysis.routing_curves import BATCHES, DISTANCES, RoutingCurves
 from moeedge.ui.plots import PAGE_DARK, PAGE_LIGHT, Line, Plot, save_plots, svg_of
 from moeedge.ui.profile_views import PREDICTOR_NAMES

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moeedge.analysis.model_profile import GAMMAS, KINDS, UNIQUE_TOKENS, ModelProfile, SpeculationGain
 from moeedge.analysis.predictors import UtilityCurves
-from moeedge.analysis.profile import HotExpert, LayerProfile
+from moeedge.analysis.profile import (
+    GAMMAS,
+    KINDS,
+    UNIQUE_TOKENS,
+    HotExpert,
+    LayerProfile,
+    ModelProfile,
+    SpeculationGain,
+)
 from moeedge.analysis.routing_curves import RoutingCurves
 from moeedge.ui.console import visible
 from moeedge.ui.tables import NONE, Column, print_table, text_column, value_columns

@@ -1,44 +1,110 @@
-"""Curves of a layer: against the single measurements, by hand, and on real routing."""
+"""Formulas and curves of a layer's routing: published tables, by hand, against literal loops, on real routing."""
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moeedge.analysis import routing_curves
-from moeedge.analysis.model_profile import profile_model
-from moeedge.analysis.routing_curves import BATCHES, Skew, mean_curves, persistence, unique_curve
+from moeedge.analysis.profile import layer_curves, profile_model
+from moeedge.analysis.routing_curves import BATCHES, RoutingCurves, Skew, mean_curves, persistence, unique_curve
 from moeedge.lab.traces.importers import read_trace
-from moeedge.run import Run
-from tests.support.progress import SeenProgress
-from tests.support.traces import make_trace, two_texts
+from tests.support.traces import published_trace, two_texts
+
+
+@pytest.mark.parametrize(
+    ("n_experts", "n_used", "digits", "published"),
+    [
+        # the production study, "Expected active experts vs. batch size", column Uniform
+        (128, 8, 1, {1: 8.0, 2: 15.5, 4: 29.1, 8: 51.6, 16: 82.4, 32: 111.8, 64: 125.9}),
+        # the same formula for gpt-oss-20b and for Qwen3-30B-A3B with 6 experts
+        (32, 4, 2, {1: 4, 2: 7.50, 4: 13.24, 8: 21.00, 9: 22.38, 16: 28.22}),
+        (128, 6, 2, {1: 6, 2: 11.72, 4: 22.36, 8: 40.82, 9: 44.91, 16: 68.62}),
+    ],
+)
+def test_uniform_formula_gives_the_published_tables(
+    n_experts: int, n_used: int, digits: int, published: dict[int, float]
+) -> None:
+    assert {b: round(routing_curves.uniform_unique(n_experts, n_used, b), digits) for b in published} == published
+    assert routing_curves.uniform_overlap(n_experts, n_used) == n_used / n_experts
+
+
+def test_independence_follows_the_popularity() -> None:
+    """Equal popularity is the uniform formula; skewed popularity shares more."""
+    p = np.full(128, 8 / 128)
+    assert routing_curves.independence_overlap(p) == pytest.approx(routing_curves.uniform_overlap(128, 8))
+    for b in (1, 2, 4, 8, 16):
+        uniform = routing_curves.uniform_unique(128, 8, b)
+        assert routing_curves.independence_unique(p, b) == pytest.approx(uniform)
+    p = np.array([0.5] + [0.1] * 15)  # sum 2.0
+    assert routing_curves.independence_overlap(p) == pytest.approx((0.25 + 15 * 0.01) / 2.0)
+    assert routing_curves.independence_unique(p, 4) < routing_curves.uniform_unique(16, 2, 4)
+
+
+def test_impossible_shapes_are_rejected() -> None:
+    with pytest.raises(ValueError, match="experts per token"):
+        routing_curves.uniform_unique(8, 9, 1)
+    with pytest.raises(ValueError, match="experts per token"):
+        routing_curves.uniform_overlap(8, 0)
+
+
+def test_measurements_by_hand() -> None:
+    ids, sequence = np.array([[0, 1], [1, 2], [1, 2], [3, 4], [0, 1]]), np.array([0, 0, 0, 0, 1])
+    # pairs of one text: {0,1}{1,2} share 1, {1,2}{1,2} share 2, {1,2}{3,4} share 0
+    assert routing_curves.empirical_overlap(ids, 8, sequence) == pytest.approx((0.5 + 1.0 + 0.0) / 3)
+    assert routing_curves.empirical_overlap(ids, 8) == pytest.approx((0.5 + 1.0 + 0.0 + 0.0) / 4)
+    assert routing_curves.empirical_overlap(ids, 8, sequence, lag=2) == pytest.approx((0.5 + 0.0) / 2)
+    assert unique_curve(ids, 8, (1, 2, 4, 5), sequence) == {1: 2.0, 2: pytest.approx((3 + 2 + 4) / 3), 4: 5.0, 5: None}
+    assert unique_curve(ids, 8, (5,)) == {5: 5.0}  # of one text
+    np.testing.assert_allclose(routing_curves.activation_probability(ids, 5), np.array([2, 4, 2, 1, 1]) / 5)
+
+
+def mean(values: list[float]) -> Any:
+    return pytest.approx(statistics.fmean(values)) if values else None
 
 
 @given(
-    rows=st.lists(st.lists(st.integers(-1, 5), min_size=2, max_size=2), min_size=0, max_size=14),
+    rows=st.lists(st.lists(st.integers(-1, 5), min_size=2, max_size=2), max_size=14),
     texts=st.lists(st.integers(0, 1), min_size=14, max_size=14),
 )
-def test_unique_curve_is_the_measurement_at_every_length(rows: list[list[int]], texts: list[int]) -> None:
-    ids = np.array(rows, dtype=np.int32).reshape(-1, 2)
-    sequence = np.cumsum(texts)[: len(ids)]
-    curve = unique_curve(ids, 6, range(1, 9), sequence)
-    for b, found in curve.items():
-        starts = range(len(ids) - b + 1)
-        windows = [ids[at : at + b] for at in starts if sequence[at] == sequence[at + b - 1]]
-        counts = [np.unique(window[window >= 0]).size for window in windows if (window >= 0).any(axis=1).all()]
-        assert found == (pytest.approx(np.mean(counts)) if counts else None), b
+@example(rows=[], texts=[0] * 14)
+@example(rows=[[-1, -1]] * 3, texts=[0] * 14)
+def test_measurements_equal_literal_loops(rows: list[list[int]], texts: list[int]) -> None:
+    """Tokens of several texts, of which some are not recorded (-1) and some name an expert twice."""
+    sequence = np.cumsum(texts)[: len(rows)]
+    curves = RoutingCurves.measure(3, np.array(rows, dtype=np.int32).reshape(-1, 2), sequence, 6, 2)
+    sets = [{expert for expert in row if expert >= 0} for row in rows]
+    for b, found in curves.unique.items():
+        starts = [at for at in range(len(sets) - b + 1) if sequence[at] == sequence[at + b - 1]]
+        windows = [sets[at : at + b] for at in starts if all(sets[at : at + b])]
+        assert found == mean([len(set().union(*window)) for window in windows]), b
+    for j, found in curves.overlap.items():
+        pairs = [(sets[at], sets[at + j]) for at in range(len(sets) - j) if sequence[at] == sequence[at + j]]
+        assert found == mean([len(one & other) / len(one) for one, other in pairs if one and other]), j
+    recorded = [experts for experts in sets if experts]
+    p = [sum(expert in experts for experts in recorded) / max(len(recorded), 1) for expert in range(6)]
+    assert (curves.layer, curves.tokens, curves.overlap_uniform) == (3, len(recorded), 2 / 6)
+    assert curves.popularity.tolist() == pytest.approx(p)
+    assert curves.overlap_independence == pytest.approx(sum(x * x for x in p) / sum(p) if recorded else 0.0)
+    for b in BATCHES:
+        assert curves.unique_independence[b] == pytest.approx(sum(1 - (1 - x) ** b for x in p))
+        assert curves.unique_uniform[b] == routing_curves.uniform_unique(6, 2, b)
+    gini = sum(abs(a - b) for a in p for b in p) / (2 * 6 * sum(p)) if recorded else 0.0
+    assert curves.skew.gini == pytest.approx(gini, abs=1e-12)
+    assert curves.skew == Skew.of(curves.popularity, 2)
 
 
 def test_skew_by_hand() -> None:
-    equal = Skew.of(np.full(8, 0.25), 2)
+    equal, one = Skew.of(np.full(8, 0.25), 2), Skew.of(np.array([1.0, 0.0, 0.0, 0.0]), 1)
     assert (equal.top_ratio, equal.gini, equal.entropy_bits, equal.effective_experts, equal.unused) == pytest.approx(
         (1.0, 0.0, 3.0, 8.0, 0)
     )
-    one = Skew.of(np.array([1.0, 0.0, 0.0, 0.0]), 1)
     assert (one.top_ratio, one.gini, one.entropy_bits, one.effective_experts, one.hot_share, one.unused) == (
         pytest.approx((4.0, 0.75, 0.0, 1.0, 1.0, 3))
     )
@@ -54,94 +120,52 @@ def test_persistence_by_hand() -> None:
     assert persistence(np.ones((3, 3), dtype=np.uint16), none_first) is None
 
 
-def test_layers_without_tokens_have_no_part_in_the_mean() -> None:
-    trace = two_texts()
+def test_a_mean_of_layers() -> None:
+    """Point by point, of popularity by rank; a layer without tokens takes no part, what one layer lacks is missing."""
+    trace = two_texts(n_layers=4)
     trace.ids[:, 0] = trace.sentinel
-    profile = profile_model(trace, [1])
-    assert [curves.layer for curves in profile.curves] == [1]
-    assert profile.mean is not None and profile.mean.overlap == profile.curves[0].overlap
-    assert mean_curves([]) is None
-    prompt_only = profile_model(make_trace([(1, 0, 0, True)] * 3), [0])
-    assert prompt_only.mean is None and prompt_only.gain is None and prompt_only.groups == []
-
-
-def test_a_stop_keeps_the_layers_until_then() -> None:
-    seen = SeenProgress()
-    profile = profile_model(
-        two_texts(n_layers=5), [4], run=Run(cancelled=lambda: len(seen.amounts) == 2, progress=seen)
-    )
-    assert [curves.layer for curves in profile.curves] == [0, 1, 4] and len(seen.amounts) == 3
-    assert [layer.layer for layer in profile.layers] == [4]
-
-
-def recomputed(ids: np.ndarray, batches: tuple[int, ...], sequence: np.ndarray) -> list[float]:
-    """Mean distinct experts of so many consecutive tokens, and overlap of adjacent ones, from a bit per expert."""
-    masks = np.bitwise_or.reduce(np.uint32(1) << ids.astype(np.uint32), axis=1)
-    means = []
-    for b in batches:
-        windows = masks[: len(masks) - b + 1].copy()
-        for place in range(1, b):
-            windows |= masks[place : len(masks) - b + 1 + place]
-        means.append(n_bits(windows[sequence[: windows.size] == sequence[b - 1 :]]).mean())
-    shared = (masks[1:] & masks[:-1])[sequence[1:] == sequence[:-1]]
-    return [*means, n_bits(shared).mean() / ids.shape[1]]
-
-
-BITS_OF_16 = np.array([bin(value).count("1") for value in range(1 << 16)], dtype=np.uint8)
-
-
-def n_bits(masks: np.ndarray) -> np.ndarray:
-    return BITS_OF_16[masks & 0xFFFF] + BITS_OF_16[masks >> 16]
-
-
-def published_trace(data_folder: Path) -> Path:
-    file = data_folder / "traces" / "gptoss20b_decode.npz"
-    if not file.is_file():
-        pytest.skip(f"{file} is absent")
-    return file
+    trace.ids[6:9, 1] = trace.sentinel  # cuts the text of six tokens
+    layers = [layer_curves(trace, layer, trace.text_rows()) for layer in range(4)]
+    found, recorded = mean_curves(layers), layers[1:]
+    assert found is not None and (found.layer, found.tokens) == (None, 10)
+    assert layers[1].unique[5] is None and layers[2].unique[5] is not None and found.unique[5] is None
+    for n in range(1, 5):
+        assert found.unique[n] == mean([each.unique[n] or 0.0 for each in recorded])
+        assert found.overlap[n] == mean([each.overlap[n] or 0.0 for each in recorded])
+        assert found.unique_independence[n] == mean([each.unique_independence[n] for each in recorded])
+    assert found.overlap_independence == mean([each.overlap_independence for each in recorded])
+    ranked = [sorted(each.popularity, reverse=True) for each in recorded]
+    np.testing.assert_allclose(found.popularity, np.mean(ranked, axis=0))
+    assert found.skew.gini == mean([each.skew.gini for each in recorded])
+    assert found.skew.unused == round(statistics.fmean(each.skew.unused for each in recorded))
+    assert mean_curves([]) is None and mean_curves(layers[:1]) is None
 
 
 def test_curves_of_the_published_trace(data_folder: Path) -> None:
-    """gpt-oss-20b, all 307 texts: equal to a recomputation from the file's arrays, and near the data set's own table.
+    """gpt-oss-20b, all 307 texts, near the data set's own table: distinct experts, overlap, and without the order.
 
     The table probably has the figures of a part of the text; all windows of all texts give 0.3 to 0.9 %
     more distinct experts.
     """
-    file = published_trace(data_folder)
-    trace = read_trace(file)
-    with np.load(file) as arrays:
-        all_ids, lengths = arrays["ids"], arrays["lengths"]
-    batches = (1, 2, 4, 8, 9, 16)
-    sequence = np.repeat(np.arange(lengths.size), lengths)
-    found, independence = [], []
+    trace = read_trace(published_trace(data_folder))
+    batches, rows = (1, 2, 4, 8, 9, 16), trace.text_rows()
+    unique, overlap, independence = [], [], []
     for layer in trace.expert_layers():
-        ids = trace.layer_ids(layer)[trace.text_rows()]
+        ids = trace.layer_ids(layer)[rows]
         p = routing_curves.activation_probability(ids, 32)
-        unique = unique_curve(ids, 32, batches, trace.sequence[trace.text_rows()])
-        figures = [*unique.values(), routing_curves.empirical_overlap(ids, 32, trace.sequence[trace.text_rows()])]
-        np.testing.assert_allclose(
-            np.array(figures, dtype=float), recomputed(all_ids[:, layer], batches, sequence), rtol=1e-12
-        )
-        found.append(figures)
+        unique.append(list(unique_curve(ids, 32, batches, trace.sequence[rows]).values()))
+        overlap.append(routing_curves.empirical_overlap(ids, 32, trace.sequence[rows]))
         independence.append([routing_curves.independence_unique(p, b) for b in batches])
-    mean = np.mean(np.array(found, dtype=float), axis=0)
-    # the table: measured, overlap, shuffled (popularity without order), uniform formula
-    np.testing.assert_allclose(mean[:-1], [4, 6.24, 9.31, 12.88, 13.49, 16.38], rtol=0.01)
-    assert mean[-1] == pytest.approx(0.44, abs=0.01)
+    np.testing.assert_allclose(np.mean(unique, axis=0), [4, 6.24, 9.31, 12.88, 13.49, 16.38], rtol=0.01)
+    assert np.mean(overlap) == pytest.approx(0.44, abs=0.01)
     np.testing.assert_allclose(np.mean(independence, axis=0), [4, 7.24, 12.07, 17.85, 18.81, 22.99], rtol=0.01)
-    for n_experts, k, printed in (
-        (32, 4, [4, 7.50, 13.24, 21.00, 22.38, 28.22]),
-        (128, 6, [6, 11.72, 22.36, 40.82, 44.91, 68.62]),
-    ):
-        assert [round(routing_curves.uniform_unique(n_experts, k, b), 2) for b in batches] == printed
-    assert round(routing_curves.uniform_overlap(128, 6), 3) == 0.047 and routing_curves.uniform_overlap(32, 4) == 0.125
 
 
 @pytest.mark.slow
 def test_profile_of_the_published_trace(data_folder: Path) -> None:
     """The means that `moeedge profile --trace` shows: those of docs/lab/traces.md."""
-    mean = profile_model(read_trace(published_trace(data_folder)), []).mean
-    assert mean is not None and max(BATCHES) == 64
-    shown = [round(mean.unique[b] or 0.0, 2) for b in (1, 2, 4, 8, 9, 16)]
+    found = profile_model(read_trace(published_trace(data_folder)), []).mean
+    assert found is not None and max(BATCHES) == 64
+    shown = [round(found.unique[b] or 0.0, 2) for b in (1, 2, 4, 8, 9, 16)]
     assert shown == [4.0, 6.26, 9.36, 12.99, 13.61, 16.46]
-    assert round(mean.overlap[1] or 0.0, 3) == 0.435
+    assert round(found.overlap[1] or 0.0, 3) == 0.435

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +13,12 @@ from moeedge.bench.journal import Journal
 from moeedge.bench.records import BenchRow
 from moeedge.bench.runner import Bench
 from moeedge.bench.samples import Sample
-from moeedge.cli.bench_options import synthetic_tests
+from moeedge.cli.bench import synthetic_tests
 from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Dataset
 from moeedge.engine.types import EngineConfig
 from moeedge.run import Progress, Run
+from moeedge.scheduler.config import PlacementConfig
 
 CONVERSATIONS = (
     {"id": "two-turns", "turns": ["Tell me of the sea.", "And of the sky?"]},
@@ -80,3 +82,9 @@ def run(plan: BenchPlan) -> tuple[list[BenchRow], Recorder]:
     with RecordedBench(plan, recorder) as bench:
         assert bench.measure()
         return bench.rows(), recorder
+
+
+def in_ram(plan: BenchPlan) -> BenchPlan:
+    """The plan with experts in RAM: modes are measured one after the other."""
+    placement = PlacementConfig(calibrate=False, policy="lfu")
+    return replace(plan, base=replace(plan.base, device="none", ram=200_000, placement=placement))

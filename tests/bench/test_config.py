@@ -74,27 +74,15 @@ def test_lists_of_policies_and_ratios() -> None:
     assert parse_policies("spac, lru,spac", POLICIES) == ("spac", "lru")
     assert parse_ratios("0.17, 0,1,0.170") == (0.17, 0, 1)
     assert parse_policies(None, POLICIES) == parse_ratios(None) == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("spac,bogus", "policy 'bogus'"),
-        ("none", "'none' has no cache"),
-        (" ,", "--policy is an empty list"),
-    ],
-)
-def test_policies_that_cannot_be_compared(text: str, words: str) -> None:
-    with pytest.raises(InputError, match=words) as caught:
-        parse_policies(text, POLICIES)
-    assert "spac, spac-paper, spac-program, lru, " in caught.value.hint
-
-
-@pytest.mark.parametrize("text", ["1.1", "-0.1", "nan", "a lot", "0.1,,x", ","])
-def test_ratios_that_are_not_accepted(text: str) -> None:
-    with pytest.raises(InputError, match="ratio") as caught:
-        parse_ratios(text)
-    assert "--cache-ratio 0.1,0.3" in caught.value.hint
+    refused = {"spac,bogus": "policy 'bogus'", "none": "'none' has no cache", " ,": "--policy is an empty list"}
+    for text, words in refused.items():
+        with pytest.raises(InputError, match=words) as caught:
+            parse_policies(text, POLICIES)
+        assert "spac, spac-paper, spac-program, lru, " in caught.value.hint
+    for text in ("1.1", "-0.1", "nan", "a lot", "0.1,,x", ","):
+        with pytest.raises(InputError, match="ratio") as caught:
+            parse_ratios(text)
+        assert "--cache-ratio 0.1,0.3" in caught.value.hint
 
 
 def test_every_mode_of_ours_is_measured_with_every_policy_and_ratio() -> None:
@@ -116,21 +104,14 @@ def test_the_engine_configuration_of_a_sweep() -> None:
     stock, swept = Sweep(("lru",), (0.17,)).modes(parse_modes("stock-ar,moeedge"))
     assert mode_config(base, stock).placement == base.placement
     placement = mode_config(base, swept).placement
-    assert (placement.policy, placement.cache_ratio, placement.vram_bytes, placement.forgetting) == (
-        "lru",
-        0.17,
-        None,
-        0.2,
-    )
+    found = (placement.policy, placement.cache_ratio, placement.vram_bytes, placement.forgetting)
+    assert found == ("lru", 0.17, None, 0.2)
 
 
-def test_caches_that_fit_run_side_by_side() -> None:
+def test_caches_run_side_by_side_or_one_by_one_with_the_reference() -> None:
     modes = Sweep(("spac", "lru"), ()).modes(_ALL[:3])
     (only,) = split_passes(modes, together=True)
     assert (only.modes, only.repeated) == (modes, None)
-
-
-def test_caches_that_do_not_fit_run_one_by_one_with_the_reference() -> None:
     modes = Sweep(("spac", "lru", "static"), ()).modes(_ALL[:3])
     passes = split_passes(modes, together=False)
     assert [[mode.label for mode in current.modes] for current in passes] == [

@@ -139,30 +139,16 @@ def test_curves_of_several_expert_caches_are_apart(tmp_path: Path) -> None:
     ]
 
 
-def test_fewer_prompts_than_texts_are_refused(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+def test_fewer_prompts_than_texts_and_too_large_contexts_are_refused(
+    tmp_path: Path, tiny_moe: Path, tiny_draft: Path
+) -> None:
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (8,))
     with pytest.raises(InputError, match="6 prompts"), RecordedBench(plan, Recorder()):
         pass
-
-
-def test_contexts_of_the_largest_number_are_checked_first(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
     plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar", (1, 4))
     plan = replace(plan, base=replace(plan.base, n_ctx=2**23))  # four times that is more than can be counted
     with pytest.raises(InputError, match="4 texts"), RecordedBench(plan, Recorder()):
         pass
-
-
-def test_an_interrupted_run_keeps_the_repetitions_of_all_modes(
-    tmp_path: Path, tiny_moe: Path, tiny_draft: Path
-) -> None:
-    recorder = Recorder()
-    plan = plan_of(tmp_path, tiny_moe, tiny_draft, "stock-ar,stock-sd", (2, 4))
-    with RecordedBench(plan, recorder, cancelled=lambda: len(recorder.samples) >= 6 + 4) as bench:
-        assert not bench.measure()
-        rows = bench.rows()
-    assert [(row.label, len(row.samples)) for row in rows] == [
-        ("stock-ar parallel 2", 1), ("stock-sd gamma 1 parallel 2", 1), ("stock-sd gamma 3 parallel 2", 1),
-    ]  # fmt: skip
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
@@ -172,6 +158,9 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, tiny_moe: Path, tiny_draft: 
     journal = Journal(path, settings)
     with journal, RecordedBench(plan, first, journal, lambda: len(first.samples) >= 6 + 4) as bench:
         assert not bench.measure()  # a repetition of three modes, and one of a single mode, which is measured again
+        assert [(row.label, len(row.samples)) for row in bench.rows()] == [
+            ("stock-ar parallel 2", 1), ("stock-sd gamma 1 parallel 2", 1), ("stock-sd gamma 3 parallel 2", 1),
+        ]  # fmt: skip
     journal = Journal.resume(str(path), settings)
     assert journal.n_done == 6 + 4
     with journal, RecordedBench(plan, second, journal) as bench:
@@ -180,9 +169,8 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, tiny_moe: Path, tiny_draft: 
     assert len(second.samples) == second.total == 6 + 2 * 6
     assert second.samples[:9] == first.samples[:9]
     for row in rows:
-        assert (
-            len(row.samples) == 2 and row.output is not None and (row.output.passed, row.output.compared) == (True, 6)
-        )
+        assert len(row.samples) == 2
+        assert row.output is not None and row.output.passed and row.output.compared == 6
 
 
 def test_command(tmp_path: Path, tiny_moe: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,16 +185,7 @@ def test_command(tmp_path: Path, tiny_moe: Path, tiny_draft: Path, monkeypatch: 
     assert [(row["mode"], row["gamma"], row["n_parallel"]) for row in rows] == [
         (mode, gamma, n) for n in (2, 4) for mode, gamma in (("stock-ar", 0), ("stock-sd", 1), ("stock-sd", 3))
     ]
-    for row in rows:
-        if row["gamma"]:
-            drafts = sum(s["drafted"] for s in row["samples"]) / sum(s["steps"] for s in row["samples"])
-            assert 0 < drafts <= row["gamma"]
-            assert row["speed_up"] == pytest.approx(row["speed_up_samples"][0])
-        else:
-            assert row["speed_up"] is None
-    text = run(*bench)
-    assert text.exit_code == 0, text.output
-    assert "stock-sd gamma 3" in text.stdout
+    assert [row["speed_up"] is None for row in rows] == [not row["gamma"] for row in rows]
 
 
 def test_rows_come_out_where_a_later_number_of_texts_fails(
@@ -225,17 +204,3 @@ def test_rows_come_out_where_a_later_number_of_texts_fails(
     result = run("bench", *options, *work, "--parallel", "2,3")
     assert result.exit_code == 1
     assert [row["n_parallel"] for row in json.loads(result.stdout)] == [2]
-
-
-def test_options_that_exclude_each_other(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
-    pair = ["-m", str(tiny_moe), "-md", str(tiny_draft), "-c", "512", "-t", "1"]
-    for wrong in (
-        ["--score"],
-        ["-p", "64"],
-        ["-p", "0"],
-        ["--expert-budget", "4"],
-    ):
-        assert "--parallel" in refused("bench", *pair, "--dataset", "toy", "--parallel", "2", *wrong)
-    assert "--fit" in refused("bench", *pair, "--dataset", "toy", "--fit", str(tmp_path / "fit.json"))
-    assert "0" in refused("bench", *pair, "--dataset", "toy", "--parallel", "0")
-    assert "65" in refused("bench", *pair, "--dataset", "toy", "--parallel", "65")

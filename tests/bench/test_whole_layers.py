@@ -1,4 +1,4 @@
-"""Stock modes with whole layers on a GPU: how many fill which memory, and why they are left out elsewhere."""
+"""Stock modes with whole layers on a GPU: how many fill which memory, why they are left out elsewhere, and runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from moeedge.bench.config import MODES, Sweep, parse_modes
+from moeedge.bench import arms
+from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, MODES, BenchPlan, Sweep, parse_modes
 from moeedge.bench.records import compare_with_whole_layers
 from moeedge.bench.whole_layers import DeviceUse, SplitPlanner, missing_reason
+from moeedge.cli.bench import synthetic_tests
+from moeedge.cli.bench_run import make_bench_plan
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
-from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.native.backends import DRY_RUN_GPU
 from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
-from tests.bench.recording import make_plan, run, write_conversations
+from tests.bench.recording import RecordedBench, Recorder, make_plan, run, write_conversations
+from tests.support.counting import DEVICE, CountingDevice
+from tests.support.tiny import make_tiny
 
 PLAIN, DRAFTED = MODES["stock-ncmoe"], MODES["stock-ncmoe-sd"]
 _GPU = ResolvedDevice("gpu", ggml_name=DRY_RUN_GPU, llama_device=DRY_RUN_GPU, label="a GPU", free_bytes=2**30)
+_MODES = f"{DEFAULT_MODES},{GPU_MODES}"
 
 
 def _planner(tiny_moe: Path, draft: Model | None = None, **options: object) -> SplitPlanner:
@@ -120,3 +126,87 @@ def test_the_fastest_mode_with_whole_layers_is_the_measure(tmp_path: Path, tiny_
     assert compared[0].ratio_pp_ncmoe == ours.ratio_pp / 0.5
     assert [row.ratio_ncmoe for row in compared[1:]] == [0.75, 1, 1, 1]
     assert compare_with_whole_layers([ours])[0].ratio_ncmoe is None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts of 11 MB in 8 layers, more than the compute buffers."""
+    return make_tiny("qwen3moe", tmp_path_factory.mktemp("model"), layers=8, experts=32, expert_ff=512)
+
+
+def _plan(model: Path, draft: Path, folder: Path) -> BenchPlan:
+    placement = PlacementConfig(calibrate=False)
+    base = EngineConfig(model=model, draft=draft, gamma=3, n_threads=1, device=DEVICE, placement=placement)
+    dataset, sweep = write_conversations(folder), Sweep((), (0.25,))
+    plan, _ = make_bench_plan(base, _MODES, dataset, n_predict=8, repetitions=1, sweep=sweep)
+    return plan
+
+
+def test_whole_layers_fill_the_same_memory(
+    tmp_path: Path, model: Path, tiny_draft: Path, counting: CountingDevice
+) -> None:
+    """Every row is right on its split, and the modes with whole layers fill moeedge's memory, but take no more."""
+    rows, recorder = run(_plan(model, tiny_draft, tmp_path))
+    records = {row.mode: as_dict(row) for row in rows}
+    assert list(records) == _MODES.split(",")
+    for row in rows:
+        assert row.output is not None
+        assert row.output.passed, row.output.different
+    ours = records["moeedge"]
+    parts = ("weights", "kv", "compute", "cache")
+    assert ours["device_bytes"] == sum(ours[f"device_{part}_bytes"] for part in parts)
+    assert ours["device_cache_bytes"] > ours["pool_bytes"]
+    for name in GPU_MODES.split(","):
+        layered = records[name]
+        layer_bytes = ours["pool_bytes"] / 0.25 / 8
+        assert 0 < layered["whole_layers"] < 8
+        assert ours["device_bytes"] - 2 * layer_bytes < layered["device_bytes"] <= ours["device_bytes"]
+        assert layered["n_gpu_layers"] == -1
+        assert layered["device_cache_bytes"] is None
+    assert records["stock-ncmoe"]["whole_layers"] >= records["stock-ncmoe-sd"]["whole_layers"]
+    best = max(records[name]["ratio"] for name in GPU_MODES.split(","))
+    assert ours["ratio_ncmoe"] == pytest.approx(ours["ratio"] / best)
+    assert len(recorder.samples) == recorder.total == 5 * 3
+    assert sum("whole layers on the GPU" in note for note in recorder.notes) == 2
+
+
+def test_synthetic_tests_have_whole_layers_too(model: Path, tiny_draft: Path, counting: CountingDevice) -> None:
+    base = replace(_plan(model, tiny_draft, model.parent).base, draft=None)
+    modes, tests = "stock-ar,moeedge,stock-ncmoe", synthetic_tests([24], [8])
+    plan, _ = make_bench_plan(base, modes, None, tests=tests, repetitions=1, sweep=Sweep((), (0.5,)))
+    rows, _ = run(plan)
+    assert [(row.test, row.mode) for row in rows] == [
+        (test, mode) for test in ("pp24", "tg8") for mode in ("stock-ar", "moeedge", "stock-ncmoe")
+    ]
+    assert rows[1].ratio_pp_ncmoe is not None
+    assert rows[4].ratio_ncmoe is not None
+
+
+def test_whole_layers_alone_need_no_reference(
+    tmp_path: Path, model: Path, tiny_draft: Path, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "_USABLE", 0.0)  # one by one, with nothing that stays open
+    base = replace(
+        _plan(model, tiny_draft, tmp_path).base, placement=PlacementConfig(cache_ratio=0.25, calibrate=False)
+    )
+    plan, _ = make_bench_plan(base, GPU_MODES, write_conversations(tmp_path, n=1), n_predict=4, repetitions=1)
+    rows, _ = run(plan)
+    assert [(row.mode, row.output) for row in rows] == [(mode, None) for mode in GPU_MODES.split(",")]
+
+
+def test_a_mode_that_divides_the_gpu_itself_is_checked_on_its_own_split(
+    tmp_path: Path, model: Path, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --cache-ratio moeedge chooses its whole layers: it loads its own target."""
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
+    base = EngineConfig(
+        model=model, n_ctx=512, n_threads=1, device=DEVICE, placement=PlacementConfig(vram_bytes=6_000_000)
+    )
+    modes = "stock-ar,moeedge,stock-ncmoe"
+    plan, _ = make_bench_plan(base, modes, write_conversations(tmp_path, n=1), n_predict=8, repetitions=1)
+    with RecordedBench(plan, Recorder()) as bench:
+        assert bench.measure()
+        rows = bench.rows()
+        assert [row.mode for row in rows] == ["stock-ar", "moeedge", "stock-ncmoe"]
+        assert all(row.output is not None and row.output.passed for row in rows)
+        assert [arm.own_target for arm in bench.arms.passes[0].arms] == [False, True, True]

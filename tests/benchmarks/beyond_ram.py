@@ -37,7 +37,7 @@ from moeedge import paths
 from moeedge.bench.experiment import rotated
 from moeedge.data.datasets import load_toy
 from moeedge.engine.conversation import Conversation, prompt_tokens
-from moeedge.engine.scripted import Script
+from moeedge.engine.drafts import Script
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.hardware.provenance import Provenance, read_provenance

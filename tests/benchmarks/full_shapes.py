@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moeedge.hardware.machine_load import BUSY, others_now
+from moeedge.hardware.host import BUSY, others_now
 
 MOEEDGE = (sys.executable, "-m", "moeedge")
 _WAIT_S, _PAUSE_S = 120, 5  # for a quiet machine

@@ -1,4 +1,7 @@
-"""Options that a command refuses: exit code 2, nothing on standard output, and a message that names the cause."""
+"""Options that a command refuses: exit code 2, nothing on standard output, and a message that names the cause.
+
+Values of a single option that need no model are in tests/outputs.
+"""
 
 from __future__ import annotations
 
@@ -11,169 +14,119 @@ from tests.conftest import TinyFactory
 from tests.support.commands import refused
 from tests.support.traces import plain_text, two_texts
 
-DEVICES = {
-    "-dev CUDA77": "'CUDA77' auto, none, emulated",
-    "-dev emulated:link=fast": 'link "fast" rate',
-    "-dev emulated:threads=0": '"0" threads',
-    "-dev emulated:cores=3": 'option "cores=3"',
-    "-dev rpc://": "rpc:// HOST:PORT",
-    "-dev rpc://somewhere": "somewhere HOST:PORT",
-}
-PLACEMENT = {
-    "-dev emulated --vram 4000TB": "--vram asks device",
-    "-dev emulated --vram much": '"much" size',
-    "-dev none --ram 12": "--ram 12 unit 12GiB",
-    "-dev none --ram much": '"much" size',
-    "-dev none --ram 4000TB": "--ram asks machine",
-    "-dev none --ram 1KiB": "--ram small expert per layer",
-    "-dev emulated --vram 1GB --cache-ratio 0.5": "--vram --cache-ratio together",
-    "-dev emulated --cache-ratio 1.01": "--cache-ratio from 0 to 1 1.01",
-    "-dev emulated --cache-ratio -0.01": "--cache-ratio from 0 to 1 -0.01",
-    "-dev emulated --cache-ratio nan": "--cache-ratio from 0 to 1 nan",
-    "-dev emulated --policy best": "'best' spac, spac-paper, spac-program, lru,",
-    "-dev emulated --ablate no-luck": "--ablate 'no-luck' no-ada-bc",
-    "-dev emulated --utility-cap 0": "-K from 1 to 64",
-    "-dev emulated --forgetting 1.5": "--forgetting from 0 to 1",
-    "-dev emulated --prefill-path fast": 'prefill "fast" cpu, resident, stream, auto',
-}
-BUDGET = {
-    "--expert-budget 0": '--expert-budget "0"',
-    "--expert-budget some": '--expert-budget "some"',
-    "--expert-budget 3": "3 below 4 experts",
-    "--expert-budget 8 --budget-ranking static": "'static' picks, router",
-    "--expert-budget 8 --budget-layers fitted": "--budget-layers moeedge lab replay",
-    "--expert-budget 8 --budget-file missing.json": "--budget-file moeedge lab replay",
-    "--expert-budget 8 --budget-policy drop": "'drop' substitution, truncation",
-    "--expert-budget 8 --budget-prefer-resident 2": "--budget-prefer-resident pay",
-    "--expert-budget off --budget-policy truncation": "--budget-policy --expert-budget",
-}
 NESTED = "[" * 60_000
 # command and options that all its cases have: option: what the message names
 REFUSED = {
-    "chat": {"": "-p standard input", "-o json": "-p standard input", "-p '  '": "-p blank"},
+    "chat": {
+        "": "-p standard input not terminal",
+        "-p '  '": "-p blank",
+        "-p x -f bad.jsonl": "cannot be used together",
+        "-f - -sysf -": "standard input",
+        "-f absent.txt": "absent.txt",
+    },
     "chat -p hi": {
-        **DEVICES,
-        **PLACEMENT,
-        **BUDGET,
-        "-m missing.gguf": "no file missing.gguf",
+        "-dev emulated --vram 4000TB": "--vram asks device",
+        "-dev emulated --vram 12": "--vram 12GB",
+        "-dev none --ram 4000TB": "--ram asks machine",
+        "-dev none --ram 1KiB": "--ram small expert per layer",
+        "-dev emulated --cache-ratio nan": "--cache-ratio from 0 to 1 nan",
+        "--expert-budget 3": "3 below 4 experts",
+        "--expert-budget 8 --budget-ranking static": "'static' picks, router",
+        "--expert-budget 8 --budget-layers fitted": "--budget-layers moeedge lab replay",
+        "--expert-budget 8 --budget-file missing.json": "--budget-file moeedge lab replay",
+        "--expert-budget 8 --budget-policy drop": "'drop' substitution, truncation",
+        "--expert-budget 8 --budget-prefer-resident 2": "--budget-prefer-resident pay",
+        "--expert-budget off --budget-policy truncation": "--budget-policy needs --expert-budget",
+        "--budget-ranking router --budget-policy truncation": "--budget-ranking and --budget-policy need",
         "-m ''": "folder",
-        "--temp -1": "--temp 0 or more -1",
         "--temp nan": "--temp 0 or more nan",
         "--repeat-penalty nan": "--repeat-penalty above 0 nan",
-        "-t 513": "-t from 0 to 512",
-        "--top-p 0": "--top-p above 0 at most 1",
-        "-n -2": "-n -1",
-        "-s -2": "seed -1",
-        "--draft-max 99": "--draft-max from 0 to 64",
         "--draft-max=--5": "--draft-max auto '--5'",
+        "--draft-p-min 1.5": "--draft-p-min",
         "-c 8": "context 8 -c",
-        "--raw -sys 'be kind'": "-sys template --raw",
-        "-ub -1": "-ub from 1 to 1,048,576 -1",
-        "-b 0": "-b from 1 to 1,048,576 0",
-        "-tb 513": "-tb from 0 to 512 513",
         "--rope-scale inf": "--rope-scale finite inf",
         "--chat-template ''": "template empty",
         "--chat-template '{{ 1 // 0 }}'": "template --chat-template by zero",
-        "--chat-template '{% for i in range(10 ** 9) %}{% endfor %}'": "template --chat-template range",
-        "--chat-template '{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}'": (
-            "template --chat-template never end"
-        ),
         f"--chat-template-kwargs {NESTED}": "--chat-template-kwargs JSON nested",
         f"--chat-template-kwargs {'9' * 5000}": "--chat-template-kwargs JSON digits",
         f"-j {NESTED}": "schema JSON nested",
-        "-o yaml": "'yaml' text, json",
+        "-j '{'": "not JSON",
+        "--grammar 'root ::= foo'": "line 1, column 10",
+        "--grammar ''": "grammar is empty",
+        "--samplers mirostat": "min_p",
+        "--samplers top_k --sampling-seq k": "cannot be used together",
+        "--think on": "Leave out --think",
+        "--think off --chat-template '{{ messages[0].content }}</think>'": "Leave out --think",
     },
-    "profile": {
-        "-p '  '": "-p blank",
-        "-p x --dataset mtbench": "-p --dataset together",
-        "--dataset no-such-set": "no-such-set",
-        "--limit -1": "--limit 0 or more",
-    },
+    "profile": {"-p x --dataset mtbench": "-p --dataset together"},
     "profile -p one": {
-        **DEVICES,
-        **PLACEMENT,
-        "--layer one": '--layer one "one"',
+        "-dev CUDA77": "'CUDA77' auto, none, emulated",
         "--layer 3": "3 0 to 2",
-        "--layer -1": "-1 0 to 2",
-        "--layers 0-3": "3 0 to 2",
-        "--layers x": '"x" list layers',
-        "--layer 0 --layers 1": "--layer --layers together",
-        "--temp -1": "--temp 0 or more -1",
         "-n 0": "-n least 1, 0",
-        "-n -2": "-n least 1, -2",
-        "--layers ''": '"" list layers',
-        "--layer ''": '--layer ""',
-        "--draft-max 99": "--draft-max from 0 to 64",
-        "--plot x.gif": "--plot x.gif .png",
         "--plot /no/such/folder/x.png": "/no/such/folder/x.png cannot written",
         "--trace-out /": "error: / cannot written",
-        "-m /no/such/model.gguf": "no file /no/such/model.gguf",
         f"-p '{'word ' * 1000}'": "context 512",
     },
+    "profile --trace own.npz": {
+        "--report no/out.html": "cannot be written",
+        "-p one": "prompt",
+        "--layer 2": "0 to 1",
+        "--acceptance-chance 2": "acceptance",
+    },
     "bench": {
-        **DEVICES,
-        "-p 8 -m absent.gguf": "no file absent.gguf",
-        "--dataset mtbanch": "'mtbanch' mtbench humaneval",
-        "--modes stock": "mode 'stock' moeedge-ar",
         "-p 0 -n 0": "Nothing measure -p -n",
-        "-r 0": "-r from 1 to 1,000,000, not 0",
         "-r 99999999999999": "-r from 1 to 1,000,000 99,999,999,999,999",
         "-p 8 --delay nan": "--delay from 0 to 1,000,000 nan",
-        "-p 8 --delay inf": "--delay from 0 to 1,000,000 inf",
         "-p 0-99999999999": "-p range 100,000,000,000 values",
-        "-p 8 --resume /dev/null": "/dev/null interrupted bench",
         "--draft-max 99": "--draft-max from 0 to 64",
-        "--policy spac,oracle": "'oracle' spac, spac-paper, spac-program, lru, lfu",
-        "--policy none": "'none' cache",
-        "--policy spac -dev emulated --modes stock-ar": "modes no cache --modes",
         "--policy lru -dev none": "no device -dev emulated",
         "--policy spac --plot sweep.txt": "--plot sweep.txt .png",
-        "--cache-ratio 0.5,1.5": "from 0 to 1 '1.5'",
-        "--cache-ratio much": "from 0 to 1 'much'",
-        "--cache-ratio 0.5 --vram 1GB -dev emulated": "--vram --cache-ratio together",
         "--plot sweep.png": "--plot --policy --cache-ratio",
+        "--cpu-moe -ncmoe 0,1": "--cpu-moe and --n-cpu-moe",
+        "-pg 0,4": "",
+        "-d 8 -p 0 -n 0": "",
         "--score": "--score --dataset",
+        "--dataset bad.jsonl": "bad.jsonl, line 2:",
     },
     "bench --dataset sample": {
-        "--limit -1": "--limit 0 or more",
         "-n 0": "-n from 1 to 1,000,000",
-        "-c 16": "prompt fits context 16 -c",
-        "--run-code": "--run-code --score",
+        "-n 8,16": "",
+        "-d 64": "",
         "--score --ignore-eos": "--score --ignore-eos together",
+        "--draft-max 4,0 -md draft.gguf": "",
+        "--expert-budget , -md draft.gguf": "",
+        "--expert-budget 6 -md draft.gguf --budget-file unread.json": "",
+        "--expert-budget 6 -md draft.gguf --budget-ranking router,oracle": "",
+        "--expert-budget 6 -md draft.gguf --perplexity absent.txt": "",
     },
-    "lab ablate -dev emulated": {
-        "--cutoff x": '"x" --cutoff numbers',
-        "--cutoff -1": "-1 layer 0 to 3",
-        "--limit -1": "--limit 0 or more",
-        "-n 1": "nothing measure -n",
-        "--draft-type q17": "type 'q17' q4_0",
-        "--cutoff 5": "--cutoff 5 layer 0 to 3",
-        "--cache-ratio 0": "--cache-ratio more than 0",
-        "--dataset none.jsonl": "no file none.jsonl",
+    "bench -md draft.gguf -c 512 --dataset toy --parallel 2": {
+        "--score": "--parallel",
+        "-p 64": "--parallel",
+        "-p 0": "--parallel",
+        "-t 1,2": "--parallel",
+        "--expert-budget 4": "--parallel",
+        "-dev none --ram 1MiB": "--parallel --ram",
+        "--parallel 0": "0",
+        "--parallel 65": "65",
     },
-    "plan": {
-        "-m absent.gguf": "no file absent.gguf",
-        "--vram lots": '"lots" size',
-        "--ram -1": '"-1" size',
-        "--vram 0": "--vram more than 0",
-        "--vram 8G -dev none": "-dev none memory --vram",
-        "--cache-ratio 2": "--cache-ratio from 0 to 1 2",
-        "-dev CUDA7": "device 'CUDA7' emulated",
-        "-c -5": "-c from 0 to 16,777,216",
-        "-c 4294967297": "-c from 0 to 16,777,216",
+    "bench --dataset toy": {"--fit fit.json": "--fit"},
+    "bench -md draft.gguf -dev none --ram off": {
+        "--accept 1.5": "",
+        "--accept x": "",
+        "--accept .5 -n 1": "",
+        "--accept-confidence constant": "",
+        "--accept .5 --dataset toy": "",
+        "--accept .5 --parallel 2": "",
+        "--routing absent.npz": "",
     },
+    "lab surface": {"rows.json": "", "absent.json": ""},
+    "lab ablate -dev emulated": {"--cutoff 5": "--cutoff 5 layer 0 to 3", "-n 1": "nothing measure -n"},
+    "plan": {"--vram 0": "--vram more than 0", "-c 4294967297": "-c from 0 to 16,777,216"},
     "lab replay plain.npz": {
-        "--policy mru": "policy 'mru' lru",
         "--policy ,": "--policy empty",
-        "--cache-ratio 2": "--cache-ratio from 0 to 1",
-        "--gamma -1": "--draft-max 0 or more -1",
         "--gamma 100": "101 --gamma",
-        "--acceptance 1.5": "--acceptance-chance from 0 to 1 1.5",
-        "--seed -1": "--seed 0 or more",
         "--profile-texts 1": "--profile-texts no text",
-        "--predictor-accuracy gate=1": "'gate=1' next-gate",
         "--predictor-accuracy next-gate=x": "'next-gate=x' NAME=SHARE",
-        "--expert-bytes 0": "--expert-bytes from 1 to",
         "--max-uploads -1": "uploads >= -1.0",
     },
     "lab simulate -n 40 --max-steps 8": {
@@ -193,9 +146,7 @@ REFUSED = {
         "info none.npz": "none.npz not exist",
         "import own.npz own.npz": "own.npz read",
         "import own.npz missing/out.npz": "cannot be written no folder",
-        "import own.npz out.npz --expert-bytes 0": "--expert-bytes from 1 to",
         "import own.npz out.csv": "out.csv .npz",
-        "info own.npz --n-experts 0": "experts 1..65535",
     },
 }
 
@@ -209,11 +160,19 @@ def test_bad_input_is_refused(
     monkeypatch.chdir(tmp_path)
     plain_text(60).save(tmp_path / "plain.npz")
     two_texts(weights=True).save(tmp_path / "own.npz")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": oops}\n')
+    (tmp_path / "rows.json").write_text("[{}]")
+    (tmp_path / "draft.gguf").symlink_to(tiny("qwen3"))
     name, *rest = shlex.split(command.removeprefix("lab "))
     group = ["lab"] if command.startswith("lab ") else []
-    target, draft = ["-m", str(tiny("qwen3moe"))], ["-md", str(tiny("qwen3")), "-c", "512", "-t", "1"]
+    target, draft = ["-m", str(tiny("qwen3moe"))], ["-md", "draft.gguf", "-c", "512", "-t", "1"]
     models = {"chat": [*target, *draft], "profile": [*target, *draft, "-n", "4"], "bench": target, "ablate": target}
-    message = refused(*group, name, *models.get(name, []), *rest, *shlex.split(options))
+    own = [] if "--trace" in rest else models.get(name, [])
+    message = refused(*group, name, *own, *rest, *shlex.split(options))
     for word in REFUSED[command][options].split():
         assert word in message
     assert "Draft:" not in message  # ablate made no quantization for it
+
+
+def test_auto_is_no_budget_of_bench(pair: list[str]) -> None:
+    assert "auto" not in refused("bench", *pair, "--expert-budget", "16,x")

@@ -1,92 +1,71 @@
-"""Single answers of `moeedge chat`: text and JSON, where the prompt comes from, and bad input."""
+"""Single answers of `moeedge chat`: text and JSON, prompts, drafts, samplers, and signals in the middle."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from moeedge import native
+from moeedge.cli import chat_run
+from moeedge.cli.chat_options import SamplingOptions, TemplateOptions
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
+from moeedge.cli.options import flatten
+from moeedge.engine.types import DEFAULT_SAMPLERS, SamplingConfig
 from moeedge.errors import EmptyPromptError
-from moeedge.hardware.processor import concurrent_threads
+from moeedge.hardware.host import concurrent_threads
 from moeedge.ui.chat.prompt import one_shot_prompt
 from tests.conftest import TinyFactory
-from tests.support.commands import refused, run
+from tests.support.commands import SIGNALS, run, run_json
 from tests.support.greedy import judge
 from tests.support.stock import StockContext
 
-STATS_KEYS = (
-    "pp_ts tg_ts ttft_s steps drafted accepted acceptance_rate tokens_per_step experts_per_verification "
-    "device gamma draft policy seed model n_ctx threads"
-)
+PROGRAM = [sys.executable, "-m", "moeedge", "chat"]
+GREEDY = ["-p", "tell me", "--temp", "0", "-dev", "none"]
+SHORT = ("--temp", "0", "-n", "24", "-p", "the one and the other")
+DIGITS = 'root ::= [0-9] [0-9] "!"'
 
 
-def chat(*arguments: str, piped: str = "") -> Any:
-    """The report of `moeedge chat ARGUMENTS -o json`."""
-    result = run("chat", *arguments, "-o", "json", piped=piped)
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout.count("\n") == 1
-    return json.loads(result.stdout)
+def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """`moeedge chat ARGUMENTS` in a process of its own, without standard input."""
+    given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 60, "check": False}
+    return subprocess.run([*PROGRAM, *arguments], **given | options)
 
 
-def test_json_has_the_documented_keys(pair: list[str]) -> None:
-    report = chat(*pair, "-p", "tell me", "--temp", "0", "-n", "16", "--draft-max", "3")
-    assert list(report) == ["text", "tokens", "prompt_tokens", "stop_reason", "stats", "provenance"]
-    assert set(report["stats"]) >= set(STATS_KEYS.split())
-    assert len(report["tokens"]) == 16
-    assert report["stop_reason"] == "length"
-    stats = report["stats"]
-    assert (stats["gamma"], stats["device"], stats["policy"]) == (3, "none", "none")
-    assert "hit_rate_pairs" not in stats  # there is no cache
-    assert (stats["n_ctx"], stats["threads"]) == (512, 1)
-    assert stats["drafted"] >= stats["accepted"] >= 0
-    assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
-    assert 4 <= stats["experts_per_verification"] <= 16  # top-4 of 16
-    assert min(stats["pp_ts"], stats["tg_ts"], stats["ttft_s"]) > 0
-
-
-def test_greedy_answers_repeat_and_are_stocks(pair: list[str], tiny_moe: Path) -> None:
-    arguments = [*pair, "--raw", "-p", "the one and the other", "--temp", "0", "-n", "48"]
-    first, second = chat(*arguments), chat(*arguments)
-    assert first["tokens"] == second["tokens"]
+def test_greedy_answers_are_stocks(pair: list[str], tiny_moe: Path) -> None:
+    answer = run_json("chat", *pair, "--raw", "-p", "the one and the other", "--temp", "0", "-n", "48")
     with StockContext(tiny_moe) as stock:
-        verdict = judge(stock, stock.tokenize("the one and the other"), first["tokens"])
+        verdict = judge(stock, stock.tokenize("the one and the other"), answer["tokens"])
     assert verdict.faults == []
 
 
-def test_a_seed_repeats_and_is_reported(pair: list[str]) -> None:
-    arguments = [*pair, "-p", "tell me", "-s", "7", "-n", "24"]
-    first, second = chat(*arguments), chat(*arguments)
-    assert first["tokens"] == second["tokens"]
-    assert first["stats"]["seed"] == 7
-    assert chat(*pair, "-p", "tell me", "-s", "8", "-n", "24")["tokens"] != first["tokens"]
-
-
 def test_text_goes_to_stdout_and_everything_else_to_stderr(pair: list[str]) -> None:
-    arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "16", "-dev", "none"]
-    report = chat(*arguments)
-    result = run("chat", *arguments)
+    result = run("chat", *pair, *GREEDY, "-n", "16")
     assert result.exit_code == 0
-    assert result.stdout == report["text"] + "\n" * (not report["text"].endswith("\n"))
+    text = run_json("chat", *pair, *GREEDY, "-n", "16")["text"]
+    assert result.stdout == text + "\n" * (not text.endswith("\n"))
     header, stats = result.stderr.splitlines()
     assert header.split(" | ")[1:] == ["experts all 48 on the CPU", "drafts by tiny-qwen3-0.gguf"]
     assert "16 tokens, " in stats
 
 
-def test_quiet_says_nothing_but_what_is_wrong_or_lossy(pair: list[str]) -> None:
-    arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "8", "-dev", "none"]
-    quiet = run("chat", *arguments, "-q")
-    assert (quiet.exit_code, quiet.stderr) == (0, "")
-    assert quiet.stdout == run("chat", *arguments).stdout
+def test_quiet_says_nothing_but_what_is_wrong_or_lossy(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_run, "busy_note", lambda *_: "Other programs compute.")
+    arguments = [*pair, *GREEDY, "-n", "8"]
+    quiet, loud = run("chat", *arguments, "-q"), run("chat", *arguments)
+    assert (quiet.exit_code, quiet.stderr, loud.stderr.count("Other programs")) == (0, "", 1)
+    assert quiet.stdout == loud.stdout
     lossy = run("chat", *arguments, "--draft-max", "3", "--expert-budget", "4", "-q").stderr
     assert "budget 4 (lossy)" in lossy and "tokens," not in lossy
     wrong = run("chat", *pair, "-p", " ", "-q")
@@ -100,163 +79,70 @@ def test_thinking_in_a_pipe(pair: list[str], tmp_path: Path) -> None:
         "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
         "{% if add_generation_prompt %}<think>{% endif %}"
     )
-    arguments = [*pair, "-p", "tell me", "--temp", "0", "-n", "12", "--chat-template-file", str(template)]
+    arguments = [*pair, *GREEDY, "-n", "12", "--chat-template-file", str(template)]
     full, shown, hidden = (run("chat", *arguments, *more) for more in ([], ["--show-thinking"], ["--hide-thinking"]))
     assert len(full.stdout) > 12 and shown.stdout == full.stdout
     assert hidden.stdout == ""
     assert "12 tokens, " in hidden.stderr
-    assert chat(*arguments, "--hide-thinking")["text"].strip() == full.stdout.strip()
+    assert run_json("chat", *arguments, "--hide-thinking")["text"].strip() == full.stdout.strip()
 
 
-def test_piped_text_is_the_prompt(pair: list[str]) -> None:
-    arguments = [*pair, "--temp", "0", "-n", "8"]
-    given = chat(*arguments, "-p", "tell me")
-    assert chat(*arguments, piped="tell me\n")["tokens"] == given["tokens"]
-
-
-@pytest.mark.parametrize("encoding", ["C", "utf-8"])
-def test_piped_bytes_are_no_prompt(pair: list[str], encoding: str) -> None:
+@pytest.mark.parametrize("variables", [{"LC_ALL": "C"}, {"PYTHONIOENCODING": "utf-8:strict"}], ids=["C", "utf-8"])
+def test_piped_bytes_are_no_prompt(pair: list[str], variables: dict[str, str]) -> None:
     """In the C locale Python lets such bytes through as lone surrogates."""
-    command = [sys.executable, "-m", "moeedge", "chat", *pair]
-    environment = os.environ | ({"LC_ALL": "C"} if encoding == "C" else {"PYTHONIOENCODING": "utf-8:strict"})
-    done = subprocess.run(command, input=b"ab\xff\n", capture_output=True, timeout=60, check=False, env=environment)
+    done = process(*pair, stdin=None, input=b"ab\xff\n", env=os.environ | variables)
     assert done.returncode == 2
     assert b"Byte 2 " in done.stderr
 
 
-def test_piped_text_follows_the_given_prompt(pair: list[str]) -> None:
-    arguments = [*pair, "--temp", "0", "-n", "8"]
-    both = chat(*arguments, "-p", "sum it up:", piped="one\ntwo\n")
-    assert both["tokens"] == chat(*arguments, "-p", "sum it up:\n\none\ntwo")["tokens"]
-
-
-def test_system_prompt_and_template_count(pair: list[str]) -> None:
-    arguments = [*pair, "-p", "tell me", "-n", "1"]
-    plain, system, raw = (chat(*arguments, *more)["prompt_tokens"] for more in ([], ["-sys", "be kind"], ["--raw"]))
-    assert raw < plain < system
-
-
-def test_multi_letter_options_with_one_dash(tiny: TinyFactory) -> None:
-    target = str(tiny("qwen3moe"))
-    report = chat(
-        "-m", target, "-md", "ngram", "-sys", "be kind", "-ngl", "0", "-dev", "none", "-st", "-n", "4", "-p", "hi hi hi"
-    )
-    assert report["stats"]["draft"] == "ngram"
-    assert len(report["tokens"]) == 4
-
-
-def test_a_model_without_draft_says_so(tiny: TinyFactory) -> None:
-    result = run("chat", "-m", str(tiny("qwen3moe")), "-t", "1", "-n", "4", "-p", "hi")
-    assert result.exit_code == 0
-    assert "No draft model" in result.stderr
-
-
-def test_a_dense_model_works_and_says_so(tiny: TinyFactory) -> None:
-    result = run("chat", "-m", str(tiny("qwen3")), "-t", "1", "-n", "4", "-p", "hi")
-    assert result.exit_code == 0
-    assert "experts" not in result.stderr
-
-
-def test_more_threads_than_cores_are_obeyed_with_a_warning(tiny: TinyFactory) -> None:
+def test_more_threads_than_cores_are_obeyed_with_a_warning(tiny_moe: Path) -> None:
     most = concurrent_threads()
-    base = ["-m", str(tiny("qwen3moe")), "-md", "none", "-n", "2", "-p", "hi", "-dev", "none"]
-    for option, n_threads in (("-t", most + 1), ("-tb", most + 2)):
-        result = run("chat", *base, "-q", option, str(n_threads))
-        assert result.exit_code == 0
-        assert result.stderr.count(f"{option} {n_threads}:") == 1
-    assert chat(*base, "-t", str(most + 1))["stats"]["threads"] == most + 1
-    assert not run("chat", *base, "-q", "-t", str(most), "-tb", str(most)).stderr
-
-
-def test_a_busy_machine_is_said_once(tiny: TinyFactory) -> None:
-    command = [sys.executable, "-m", "moeedge", "chat", "-m", str(tiny("qwen3moe")), "-md", "none", "-p", "hi"]
-    command += ["-n", "2", "-t", str(os.cpu_count())]
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
-    try:
-        for quiet in ([], ["-q"]):
-            done = subprocess.run([*command, *quiet], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-            assert done.returncode == 0
-            assert done.stderr.count("Other programs use") == (0 if quiet else 1)
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+    base = ["-m", tiny_moe, "-md", "none", "-n", "2", "-p", "hi", "-dev", "none", "-q", "-o", "json"]
+    more = run("chat", *base, "-t", most + 1, "-tb", most + 2)
+    assert more.exit_code == 0 and json.loads(more.stdout)["stats"]["threads"] == most + 1
+    assert more.stderr.count(f"-t {most + 1} and -tb {most + 2}:") == 1
+    assert not run("chat", *base, "-t", most, "-tb", most).stderr
 
 
 def test_verbose_shows_the_log_on_stderr(pair: list[str]) -> None:
-    command = [sys.executable, "-m", "moeedge", "chat", *pair, "-p", "hi", "-n", "2", "-o", "json", "--verbose"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    done = process(*pair, "-p", "hi", "-n", "2", "-o", "json", "--verbose", text=True)
     assert json.loads(done.stdout)["stop_reason"] == "length"
     assert "llama_model_loader" in done.stderr
 
 
-def test_a_full_context_stops_the_answer_and_says_so(tiny: TinyFactory) -> None:
-    arguments = ["-m", str(tiny("qwen3moe")), "-t", "1", "-c", "64", "--temp", "0", "-p", "hi"]
-    result = run("chat", *arguments)
+def test_a_full_context_stops_the_answer_and_says_so(tiny_moe: Path) -> None:
+    result = run("chat", "-m", tiny_moe, "-t", "1", "-c", "64", "--temp", "0", "-p", "hi")
     assert result.exit_code == 0
-    assert "context full" in result.stderr
-    assert "-c N" in result.stderr
-    shifted = chat(*arguments, "--context-shift", "-n", "200")
-    assert (shifted["stop_reason"], len(shifted["tokens"])) == ("length", 200)
-
-
-def test_a_file_that_is_no_model(pair: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "notes.gguf"
-    file.write_text("these are notes")
-    assert "notes.gguf" in refused("chat", *pair, "-m", file, "-p", "hi")
-
-
-def test_no_terminal(pair: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "moeedge", "chat", *pair],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "not a terminal" in done.stderr
-    assert "-p TEXT" in done.stderr
+    assert "context full" in result.stderr and "-c N" in result.stderr
 
 
 def test_a_reader_that_leaves_is_no_crash(pair: list[str]) -> None:
-    command = f'{sys.executable} -m moeedge chat "$@" -p hi -n 400 | head -c 1'
+    command = f'{" ".join(PROGRAM)} "$@" -p hi -n 400 | head -c 1'
     shell = ["sh", "-c", command, "sh", *pair]
     done = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert len(done.stdout) == 1
-    assert b"Traceback" not in done.stderr
-    assert b"Exception" not in done.stderr
+    assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
 
 
 def test_output_that_the_encoding_lacks_becomes_a_question_mark(pair: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "moeedge", "chat", *pair, "-p", "hi", "-n", "100", "--temp", "0"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=60,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        check=False,
-    )
+    done = process(*pair, "-p", "hi", "-n", "100", "--temp", "0", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert b"?" in done.stdout
 
 
-def test_sources_of_drafts(tiny: TinyFactory) -> None:
-    own_head, plain = tiny("glm4moe"), tiny("qwen3moe")
+def test_sources_of_drafts(tiny: TinyFactory, capfd: pytest.CaptureFixture[str]) -> None:
+    own_head, plain, small = tiny("glm4moe"), tiny("qwen3moe"), tiny("qwen3")
     assert resolve_models(own_head, "mtp") == resolve_models(own_head, "auto") == ModelFiles(own_head, "mtp")
     assert resolve_models(own_head, None) == ModelFiles(own_head, None)
+    assert "No draft model" not in capfd.readouterr().err
     assert resolve_models(plain, "auto") == ModelFiles(plain, "ngram")
+    assert "No draft model" in capfd.readouterr().err
 
-
-def test_heads_and_n_grams_that_nobody_asked_for_draft_what_pays(tiny: TinyFactory) -> None:
     def chosen(**given: Any) -> tuple[object, bool]:
         config = EngineOptions(**given).config(default_draft="auto")
         return config.draft, config.auto_gamma
 
-    own_head, plain, small = tiny("glm4moe"), tiny("qwen3moe"), tiny("qwen3")
-    assert chosen(model=own_head) == ("mtp", True)
+    assert chosen(model=own_head) == ("mtp", True)  # what nobody asked for drafts what pays
     assert chosen(model=plain) == ("ngram", True)
     assert chosen(model=plain, draft_max=3) == ("ngram", False)
     assert chosen(model=plain, model_draft="none") == (None, False)
@@ -281,12 +167,6 @@ def test_the_bundled_pair_is_called_a_toy(bundled_pair: tuple[Path, Path]) -> No
     assert "a toy" in result.stderr
 
 
-def test_a_device_that_is_listed_is_accepted(pair: list[str]) -> None:
-    native.attach()
-    name = native.devices()[0].name
-    assert run("chat", *pair, "-p", "hi", "-n", "1", "-dev", name).exit_code == 0
-
-
 def test_ngl_without_a_gpu_is_not_silent(pair: list[str]) -> None:
     native.attach()
     if any(device.kind in ("GPU", "IGPU") for device in native.devices()):
@@ -299,20 +179,16 @@ class _Silent(io.StringIO):
     """A pipe whose other end says nothing for a while."""
 
     def read(self, size: int | None = -1, /) -> str:
-        import time
-
         time.sleep(0.05)
         return "late"
 
 
-def test_waiting_for_standard_input_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows -p; waiting for it is said, and closed it is empty."""
     monkeypatch.setattr("moeedge.ui.chat.prompt._PATIENCE_S", 0.01)
     said: list[str] = []
     assert one_shot_prompt("hi", _Silent(), notice=said.append) == "hi\n\nlate"
     assert len(said) == 1 and "Ctrl-D" in said[0]
-
-
-def test_closed_standard_input_is_empty() -> None:
     with pytest.raises(EmptyPromptError):
         one_shot_prompt(None, None, notice=typer.echo)
     assert one_shot_prompt("hi", None, notice=typer.echo) == "hi"
@@ -331,3 +207,123 @@ finally:
     words = ["chat", *pair, "-p", "one two", "-n", "4", "-q", *options.split()]
     ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0 and ran.stderr.splitlines()[-1].split() == ["loaded:"], ran.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_signal_keeps_what_was_said(pair: list[str], form: str, signum: signal.Signals, code: int) -> None:
+    """JSON is whole and says that it was interrupted."""
+    command = [*PROGRAM, *pair, *GREEDY, "--context-shift", "-o", form]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    endless = subprocess.Popen(command, text=True, **pipes)
+    try:
+        assert endless.stdout is not None and endless.stderr is not None
+        assert "on the CPU" in endless.stderr.readline()  # the header has come
+        if form == "json":
+            time.sleep(1.0)  # such an answer says nothing until it is printed as a whole
+        first = "" if form == "json" else endless.stdout.read(50)
+        endless.send_signal(signum)
+        rest, stderr = endless.communicate(timeout=60)
+    finally:
+        endless.kill()
+        endless.wait()
+    assert endless.returncode == code, stderr
+    assert "Traceback" not in stderr and rest.endswith("\n")
+    if form == "text":
+        assert len(first + rest) > 50 and ", stopped" in stderr
+        return
+    report = json.loads(rest)
+    assert report["stop_reason"] == "interrupted"
+    assert min(len(report["tokens"]), len(report["text"])) > 10
+    assert report["stats"]["tg_ts"] > 0
+
+
+def config_of(*arguments: str, escape: bool = False) -> SamplingConfig:
+    """What these options become."""
+    found = []
+
+    @flatten
+    def command(sampling: SamplingOptions) -> None:
+        found.append(sampling.config(escape=escape)[0])
+
+    app = typer.Typer()
+    app.command()(command)
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return found[0]
+
+
+def test_options_reach_the_samplers() -> None:
+    assert config_of() == SamplingConfig()  # llama.cpp's defaults
+    config = config_of(
+        *("--samplers", "top-k; temperature,xtc", "-l", "65+1.5", "-l", "66-inf", "--logit-bias", "7-2"),
+        *("--dry-sequence-breaker", "none", "-r", "a", "-r", "b"),
+        *("--typical", "0.5", "--top-nsigma", "2", "--dynatemp-exp", "2"),
+    )
+    assert config.samplers == ("top_k", "temperature", "xtc")
+    assert config.logit_bias == ((65, 1.5), (66, -1e30), (7, -2.0))
+    assert config.dry_sequence_breakers == () and config.stop == ("a", "b")
+    assert (config.typical_p, config.top_n_sigma, config.dynatemp_exponent) == (0.5, 2, 2)
+    assert config_of("-r", "\\n", escape=True).stop == ("\n",)
+    assert config_of("--sampling-seq", "edskypmxt").samplers == DEFAULT_SAMPLERS
+
+
+def test_options_act_on_an_answer(pair: list[str]) -> None:
+    """A bias makes an end token likely; without one the answer goes on to its limit."""
+    plain = run_json("chat", *pair, *SHORT)["text"]
+    for options in (
+        ("--presence-penalty", "40"),
+        ("--format", "json"),
+        ("--chat-template", "vicuna"),
+        ("--chat-template-kwargs", '{"bos_token": "x", "messages": 1}', "--chat-template", "{{ bos_token }} text"),
+        ("-r", "dh"),
+    ):
+        assert run_json("chat", *pair, *SHORT, *options)["text"] != plain
+    ends = ("-l", "303+60")
+    assert run_json("chat", *pair, *SHORT, *ends)["stop_reason"] == "eos"
+    report = run_json("chat", *pair, *SHORT, *ends, "--ignore-eos")
+    assert report["stop_reason"] == "length" and len(report["tokens"]) == 24
+
+
+def test_json_names_what_an_answer_followed(pair: list[str], tmp_path: Path) -> None:
+    grammar, template = tmp_path / "digits.gbnf", tmp_path / "plain.jinja"
+    grammar.write_text(DIGITS)
+    template.write_text("{{ messages[0].content }}{{ mood }}")
+    report = run_json(
+        *("chat", *pair, *SHORT, "--grammar-file", grammar, "--samplers", "top_k;temperature"),
+        *("--chat-template-file", template, "--chat-template-kwargs", '{"mood": "!"}'),
+    )
+    stats = report["stats"]
+    assert report["text"][:2].isdecimal() and report["stop_reason"] == "eos"
+    assert stats["grammar"] == DIGITS and stats["samplers"] == ["top_k", "temperature"]
+    assert stats["template"] == {"source": template.read_text(), "arguments": {"mood": "!"}, "think": "auto"}
+
+
+def test_schemas_from_files_and_what_they_do_not_enforce(pair: list[str], tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(
+        '{"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3, "uniqueItems": true}'
+    )
+    result = run("chat", *pair, *SHORT, "-jf", schema, "-o", "json")
+    assert "uniqueItems" in result.stderr
+    value: Any = json.loads(json.loads(result.stdout)["text"])
+    assert 1 <= len(value) <= 3 and set(value) <= {True, False}
+
+
+def test_thinking_is_switched_where_the_template_has_a_switch(pair: list[str]) -> None:
+    switch = (
+        "{{ messages[0].content }}{% if enable_thinking is defined %}"
+        "{{ 'on' if enable_thinking else 'switched off' }}{% endif %}"
+    )
+    n_tokens = {
+        think: run_json("chat", *pair, *SHORT, "--chat-template", switch, "--think", think)["prompt_tokens"]
+        for think in ("auto", "on", "off")
+    }
+    assert n_tokens["auto"] < n_tokens["on"] < n_tokens["off"]
+    with_grammar = run("chat", *pair, *SHORT, "--chat-template", switch, "--grammar", DIGITS, "-o", "json")
+    assert json.loads(with_grammar.stdout)["prompt_tokens"] == n_tokens["off"]
+    assert "think" in with_grammar.stderr
+    assert [TemplateOptions(think=word).choice().think for word in ("true", "false")] == ["on", "off"]
+    never, told = (run_json("chat", *pair, *SHORT, *off) for off in ((), ("--reasoning-budget", "0")))
+    assert (told["text"], told["prompt_tokens"]) == (never["text"], never["prompt_tokens"])
+    assert told["stats"]["template"]["think"] == "off"

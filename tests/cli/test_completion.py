@@ -6,10 +6,11 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
-from moeedge.cli import completion
+from moeedge.cli import declare as completion
 from moeedge.cli.app import COMMANDS
 from moeedge.data.datasets import CATALOG
 from moeedge.lab.cli import simulate
@@ -19,58 +20,55 @@ from moeedge.lab.sim.step_costs import builtin_hardware
 # seconds of processor time, on a machine that does other work: about five times of what a quiet one takes
 MAX_HELP_S = 1.5
 MAX_COMPLETION_S = 1.0
-SHELLS = ["bash", "zsh", "fish"]
 
 
-def completed(line: str, shell: str = "bash") -> list[str]:
-    """What the shell offers for the last word of `line`."""
-    environment = {"_MOEEDGE_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "_TYPER_COMPLETE_ARGS": line}
-    environment |= {"COMP_CWORD": str(len(line.split(" ")) - 1), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+def completed(lines: Iterable[str], shell: str = "bash") -> list[list[str]]:
+    """What the shell offers for the last word of each line; a key press loads nothing that computes."""
     program = f"""
-import os, sys
-os.environ |= {environment!r}
+import contextlib, io, os, sys
 from moeedge.cli.app import app
-try:
-    app(prog_name="moeedge")
-finally:
-    loaded = {{"numpy", "llama_cpp", "pydantic", "rich"}} & set(sys.modules)
-    if loaded:
-        print("loaded", *loaded, file=sys.stderr)
+for line in {list(lines)!r}:
+    n_words = len(line.split(" "))
+    os.environ |= {{"_MOEEDGE_COMPLETE": "complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(n_words - 1)}}
+    os.environ |= {{"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}}
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        app(prog_name="moeedge")
+    print(*out.getvalue().split())
+loaded = {{"numpy", "llama_cpp", "pydantic", "rich"}} & set(sys.modules)
+if loaded:
+    print("loaded", *loaded, file=sys.stderr)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert not ran.stderr
-    return ran.stdout.split()
+    return [line.split() for line in ran.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("moeedge ch", ["chat"]),
-        ("moeedge chat --mod", ["--model", "--model-draft"]),
-        ("moeedge chat -m gran", ["granite-3.1-1b-a400m", "granite-4.0-h-tiny"]),
-        ("moeedge run -m phi-m", ["phi-mini-moe"]),
-        ("moeedge show olm", ["olmoe-1b-7b"]),
-        ("moeedge chat -md ng", ["ngram"]),
-        ("moeedge chat --policy spac-", ["spac-paper", "spac-program"]),
-        ("moeedge bench --policy lru,lf", ["lru,lfu"]),
-        ("moeedge bench --dataset mt", ["mtbench"]),
-        ("moeedge chat -dev em", ["emulated"]),
-        ("moeedge plan -ngl a", ["auto", "all"]),
-        ("moeedge lab replay x.npz --policy orac", ["oracle"]),
-        ("moeedge lab simulate --hardware h20", ["h200", "h200:cpu"]),
-        ("moeedge lab validate meas", ["measured"]),
-        ("moeedge chat --temperature 1 --see", ["--seed"]),
-        ("moeedge nothing --see", []),
-    ],
-)
-def test_commands_options_and_values(line: str, offered: list[str]) -> None:
-    assert completed(line) == offered
+def test_commands_options_and_values() -> None:
+    offered = {
+        "moeedge ch": ["chat"],
+        "moeedge chat --mod": ["--model", "--model-draft"],
+        "moeedge chat -m gran": ["granite-3.1-1b-a400m", "granite-4.0-h-tiny"],
+        "moeedge run -m phi-m": ["phi-mini-moe"],
+        "moeedge show olm": ["olmoe-1b-7b"],
+        "moeedge chat -md ng": ["ngram"],
+        "moeedge chat --policy spac-": ["spac-paper", "spac-program"],
+        "moeedge bench --policy lru,lf": ["lru,lfu"],
+        "moeedge bench --dataset mt": ["mtbench"],
+        "moeedge chat -dev em": ["emulated"],
+        "moeedge plan -ngl a": ["auto", "all"],
+        "moeedge lab replay x.npz --policy orac": ["oracle"],
+        "moeedge lab simulate --hardware h20": ["h200", "h200:cpu"],
+        "moeedge lab validate meas": ["measured"],
+        "moeedge chat --temperature 1 --see": ["--seed"],
+        "moeedge nothing --see": [],
+    }
+    assert dict(zip(offered, completed(offered), strict=True)) == offered
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_shell(shell: str) -> None:
-    assert "spac-paper" in " ".join(completed("moeedge chat --policy spac-", shell))
+    assert "spac-paper" in " ".join(*completed(["moeedge chat --policy spac-"], shell))
     command = [sys.executable, "-m", "moeedge", "--show-completion", shell]
     # otherwise Typer looks for a shell among the processes above the tests, where there may be none
     environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
@@ -104,26 +102,23 @@ def processor_s(*words: str, **environment: str) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("command", ["chat", "bench", "lab replay"])
-def test_help_comes_at_once(command: str) -> None:
-    assert processor_s(*command.split(), "--help") < MAX_HELP_S
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_loads_nothing_that_computes(command: str) -> None:
-    program = f"""
-import sys
-from moeedge.cli.app import app
-try:
-    app([*"{command}".split(), "--help"], prog_name="moeedge")
-finally:
-    print(*{{"numpy", "llama_cpp", "pydantic", "huggingface_hub"}} & set(sys.modules), file=sys.stderr)
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert ran.stderr.split() == []
-    assert "<bool>" not in ran.stdout  # a flag has no value
-
-
-def test_completion_comes_at_once() -> None:
+def test_help_and_completion_come_at_once() -> None:
+    assert processor_s("chat", "--help") < MAX_HELP_S
     line = {"COMP_WORDS": "moeedge chat -m gran", "COMP_CWORD": "3"}
     assert processor_s(_MOEEDGE_COMPLETE="complete_bash", **line) < MAX_COMPLETION_S
+
+
+def test_help_loads_nothing_that_computes() -> None:
+    """One process for all commands: what one of them has loaded stays loaded for the next."""
+    program = """
+import contextlib, io, sys
+from moeedge.cli.app import app
+for line in ["", *sys.argv[1:]]:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        app([*line.split(), "--help"], prog_name="moeedge")
+    loaded = {"numpy", "llama_cpp", "pydantic", "huggingface_hub"} & set(sys.modules)
+    if loaded or "Usage: moeedge" not in out.getvalue():
+        sys.exit(f"{line} --help: {loaded} {out.getvalue()}")
+"""
+    ran = subprocess.run([sys.executable, "-c", program, *COMMANDS], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr

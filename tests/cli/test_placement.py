@@ -1,16 +1,23 @@
-"""The options of expert placement, from the command line to what is printed; and moeedge calibrate."""
+"""The options of expert placement and budgets, from the command line to what is printed; and moeedge calibrate."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moeedge.cli.engine_options import EngineOptions, PlacementOptions, limit_openmp_spin
+from moeedge.bench import budget_choice
+from moeedge.cli.engine_options import BudgetOptions, EngineOptions, PlacementOptions, limit_openmp_spin
+from moeedge.cli.options import parse_budget
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import InputError
+from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
 from tests.support.commands import refused, run, run_json
 
@@ -18,7 +25,15 @@ EMULATED = ["-dev", "emulated:threads=1"]
 
 
 def chat(pair: list[str], *arguments: str) -> Any:
-    return run("chat", *pair, "-p", "tell me", "--temp", "0", "-n", "24", *arguments)
+    """The result of a short greedy answer, which must be one."""
+    result = run("chat", *pair, "-p", "tell me", "--temp", "0", "-n", "24", *arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def counters(result: Any) -> Any:
+    """What --stats json prints: every counter in one line on standard error."""
+    return json.loads(result.stderr.splitlines()[-1])
 
 
 def notes(result: Any) -> str:
@@ -29,88 +44,52 @@ def notes(result: Any) -> str:
 def test_an_answer_with_experts_on_the_emulated_device(pair: list[str]) -> None:
     plain = json.loads(chat(pair, "-dev", "none", "-o", "json").stdout)
     result = chat(pair, *EMULATED, "--cache-ratio", "0.5", "--no-calibrate", "-o", "json")
-    assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["tokens"] == plain["tokens"]
     assert (plain["stats"]["device"], plain["stats"]["policy"]) == ("none", "none")
     assert "emulated" in report["stats"]["device"] and report["stats"]["policy"] == "spac"
-    assert any("24 of 48 (" in note for note in report["stats"]["notes"])
+    assert "24 of 48 (" in notes(result)
 
 
 def test_placement_and_calibration_are_reported(pair: list[str]) -> None:
     options = (*EMULATED, "--cache-ratio", "0.5", "--policy", "lru", "-o", "json")
     result = chat(pair, *options)
-    assert result.exit_code == 0
     assert "24 of 48" in result.stderr and json.loads(result.stdout)["stats"]["policy"] == "lru"
     assert "measured after the first answer" in notes(result) and "emulat" in notes(result)
     assert "Measured before" in notes(chat(pair, *options))
 
 
 def test_stats_as_json(pair: list[str]) -> None:
-    """Every counter in one line on standard error; the medians by batch size come from the backend's records."""
+    """The medians by batch size come from the backend's records; the cache is governed unless it is kept."""
     options = [*EMULATED, "--cache-ratio", "0.5", "--no-calibrate", "--stats", "json"]
-    result = chat(pair, *options, "--draft-max", "0", "-n", "300")  # long enough for the first transfers
-    assert result.exit_code == 0
-    stats = json.loads(result.stderr.splitlines()[-1])
+    stats = counters(chat(pair, *options, "--draft-max", "0", "-n", "300"))  # long enough for the first transfers
     assert stats["steps"] > 23 and stats["pairs_hit"] > 0
     assert 0 < stats["partition_s"] < stats["decode_s"]
     assert len(stats["tau"]) == 3 and stats["lost"] is False
-    assert stats["sensor"]["blocks"] > 0
-
-
-def test_the_cache_is_governed_unless_it_is_kept(pair: list[str]) -> None:
-    options = [*EMULATED, "--cache-ratio", "0.5", "--no-calibrate", "--stats", "json"]
-    for extra, is_governed in (([], True), (["--keep-cache"], False)):
-        stats = json.loads(chat(pair, *options, *extra).stderr.splitlines()[-1])
-        assert ("cache_choice" in stats) == is_governed
-
-
-def test_stats_without_a_device(pair: list[str]) -> None:
-    result = chat(pair, "-dev", "none", "--stats", "json")
-    assert json.loads(result.stderr.splitlines()[-1])["device"] == "none"
-
-
-def test_too_small_is_off_with_a_line(pair: list[str]) -> None:
-    result = chat(pair, *EMULATED, "--vram", "100B")
-    assert result.exit_code == 0
-    assert "cannot hold" in result.stderr and "all 48 on the CPU" in result.stderr
-
-
-def test_ablations_reach_the_engine(pair: list[str]) -> None:
-    result = chat(pair, *EMULATED, "--no-calibrate", "--ablate", "no-sd", "--ablate", "no-evict", "--stats", "json")
-    assert result.exit_code == 0
-    stats = json.loads(result.stderr.splitlines()[-1])
-    assert stats["evictions"] == 0
-    assert stats["steps"] == 23  # one token at a time
+    assert stats["sensor"]["blocks"] > 0 and "cache_choice" in stats
+    assert "cache_choice" not in counters(chat(pair, *options, "--keep-cache"))
+    assert counters(chat(pair, "-dev", "none", "--stats", "json"))["device"] == "none"
 
 
 def test_ablations_are_named(pair: list[str]) -> None:
-    """And one that the policy has no part for is said to change nothing."""
-    options = [*EMULATED, "--no-calibrate", "--policy", "lru"]
-    ablations = ("--ablate", "no-evict", "--ablate", "no-spec-ue", "--ablate", "no-sd")
-    result = chat(pair, *options, *ablations, "-o", "json")
-    assert result.exit_code == 0
+    """And one that the policy has no part for, or all without a device, are said to change nothing."""
+    options = [*EMULATED, "--no-calibrate", "--ablate", "no-spec-ue"]
+    result = chat(pair, *options, "--policy", "lru", "--ablate", "no-evict", "--ablate", "no-sd", "-o", "json")
     assert "lru, no-evict, no-sd" in notes(result)
     assert "--ablate no-spec-ue" in result.stderr
-    assert "--ablate no-spec-ue" not in chat(pair, *EMULATED, "--no-calibrate", "--ablate", "no-spec-ue").stderr
-
-
-def test_ablations_without_a_device(pair: list[str]) -> None:
-    result = chat(pair, "-dev", "none", "--ablate", "no-evict", "--ablate", "no-sd")
-    assert "--ablate no-evict" in result.stderr
+    assert "--ablate no-spec-ue" not in chat(pair, *options).stderr
+    assert "--ablate no-evict" in chat(pair, "-dev", "none", "--ablate", "no-evict", "--ablate", "no-sd").stderr
 
 
 def test_profile_takes_a_device(pair: list[str]) -> None:
-    plain = run("profile", *pair, "-p", "tell me", "-n", "16", "-dev", "none", "-o", "json", "--layer", "1")
-    placed = run(
-        "profile", *pair, "-p", "tell me", "-n", "16", *EMULATED, "--no-calibrate", "-o", "json", "--layer", "1"
-    )
+    common = ["profile", *pair, "-p", "tell me", "-n", "16", "--layer", "1", "-o", "json"]
+    plain, placed = run(*common, "-dev", "none"), run(*common, *EMULATED, "--no-calibrate")
     assert placed.exit_code == 0, placed.stderr
     assert "of 48 on an emulated GPU" in placed.stderr
     assert json.loads(placed.stdout)["unique_experts"] == json.loads(plain.stdout)["unique_experts"]
 
 
-def test_calibrate_as_json(pair: list[str]) -> None:
+def test_calibrate(pair: list[str]) -> None:
     measured = run_json("calibrate", *pair, *EMULATED, "--cache-ratio", "0.5")
     assert (measured["threads"], measured["cache_slots"], measured["policy"]) == (1, 24, "spac")
     assert "emulated" in measured["device"]
@@ -120,26 +99,10 @@ def test_calibrate_as_json(pair: list[str]) -> None:
     assert "Measured before" in notes(chat(pair, *EMULATED, "--cache-ratio", "0.5", "-o", "json"))  # it is kept
 
 
-def test_calibrate_as_tables(pair: list[str]) -> None:
-    result = run("calibrate", *pair, *EMULATED, "--cache-ratio", "0.5")
-    assert result.exit_code == 0, result.stderr
-    for heading in ("us per expert", "move an expert", "r_c: pairs on the CPU", "ms per step", "Chosen for prompts"):
-        assert heading in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "hint"),
-    [
-        (["-dev", "none"], "-dev emulated"),
-        ([*EMULATED, "--cache-ratio", "0"], "--cache-ratio R or --vram SIZE"),
-        ([*EMULATED, "--vram", "100B"], "--cache-ratio R or --vram SIZE"),
-    ],
-)
-def test_calibrate_needs_experts_on_a_device(pair: list[str], options: list[str], hint: str) -> None:
-    assert hint in refused("calibrate", *pair, *options)
-
-
-def test_calibrate_needs_experts(tiny_draft: Path) -> None:
+def test_calibrate_needs_experts_on_a_device(pair: list[str], tiny_draft: Path) -> None:
+    assert "-dev emulated" in refused("calibrate", *pair, "-dev", "none")
+    for size in (["--cache-ratio", "0"], ["--vram", "100B"]):
+        assert "--cache-ratio R or --vram SIZE" in refused("calibrate", *pair, *EMULATED, *size)
     assert "-m FILE" in refused("calibrate", "-m", tiny_draft, "-t", "1", "-c", "512", *EMULATED)
 
 
@@ -174,3 +137,39 @@ def test_idle_threads_while_experts_are_read(
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=n_free, total=n_free))
     EngineOptions(model=model).limit_openmp_spin(ram=ram)
     assert ("GOMP_SPINCOUNT" in os.environ) == calm
+
+
+def test_values_of_budgets() -> None:
+    assert [parse_budget(text) for text in ("off", "AUTO", "16", " 8 ")] == [None, "auto", 16, 8]
+    for text in ("0", "-1", "8.5", "many", "", "8,16", "²", "9" * 10, "9" * 5000):
+        with pytest.raises(InputError, match="--expert-budget"):
+            parse_budget(text)
+
+
+def test_budgets_take_their_companions() -> None:
+    base = EngineConfig(model=Path("model.gguf"))
+    assert BudgetOptions().config(base).expert_budget is None
+    budgets = [
+        BudgetOptions(expert_budget=16, **given).config(base).expert_budget  # type: ignore[arg-type]
+        for given in ({}, {"budget_policy": "truncation", "budget_ranking": "router"})
+    ]
+    assert [(each.budget, each.ranking, each.coverage) for each in budgets if each is not None] == [
+        (16, "picks", "substitution"),
+        (16, "router", "truncation"),
+    ]
+
+
+def test_auto_measures_once_all_options_are_checked(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ExpertBudget] = []
+
+    def find(_config: EngineConfig, template: ExpertBudget, _run: Run) -> ExpertBudget:
+        asked.append(template)
+        return replace(template, budget=6)
+
+    monkeypatch.setattr(budget_choice, "find_budget", find)
+    arguments = ("chat", *pair, "-dev", "none", "--expert-budget", "auto", "-p", "tell me", "-n", "8")
+    for wrong in (["--resume"], ["--raw", "-sys", "be brief"], ["--budget-ranking", "static"]):
+        assert refused(*arguments, *wrong)
+    assert not asked
+    stats = run_json(*arguments)["stats"]
+    assert (stats["expert_budget"], stats["budget_policy"]) == (6, asked[0].coverage) == (6, "truncation")

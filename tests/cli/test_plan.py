@@ -15,7 +15,7 @@ import pytest
 
 from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.native.devices import DRY_RUN_GPU
+from moeedge.native.backends import DRY_RUN_GPU
 from moeedge.planning.memory_map import PlannedMachine
 from moeedge.planning.planner import Planner
 from moeedge.scheduler.config import PlacementConfig
@@ -42,37 +42,11 @@ def test_the_map_of_a_header_for_a_machine_that_is_not_here(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     out = run("plan", "-m", header, "--vram", "8GiB", "--ram", "32GiB", "-c", "8192").stdout
-    for words in (
-        "[q] 30b.gguf",
-        "a GPU of 8.0 GiB",
-        "dense weights",
-        "KV cache, 8,192 tokens",
-        "compute buffers",
-        "expert slots: 1,919 of 6,144",
-        "experts on device",
-        "32,768",
-        "Largest context that fits: 40,960 tokens",
-        "only its header",
-    ):
-        assert words in " ".join(out.split()) or words in out
+    for words in ("[q] 30b.gguf", "expert slots: 1,919 of 6,144", "only its header"):
+        assert words in " ".join(out.split())
     assert f"moeedge chat -m '{header}' -c 8192 --vram 5229MiB\n" in out
-    assert "left, of which a reserve of 256" in out
     assert "--cache-ratio" not in out  # which would leave no whole layers to choose
     assert max(len(line) for line in out.splitlines() if header not in line) <= columns
-
-
-@pytest.mark.parametrize(
-    ("vram", "ram", "words"),
-    [
-        ("24GiB", "32GiB", ("fits", "entirely on the GPU")),
-        ("8GiB", "32GiB", ("fits", "RAM", "31% of the experts on the GPU")),
-        ("8GiB", "12GiB", ("larger than", "disk")),
-        ("8GiB", "1MiB", ("does not fit",)),
-    ],
-)
-def test_the_first_line_answers(header: str, vram: str, ram: str, words: tuple[str, ...]) -> None:
-    answer = run("plan", "-m", header, "--vram", vram, "--ram", ram, "-c", "8192").stdout.split("\n\n")[0]
-    assert all(word in answer for word in words), answer
 
 
 def test_json_has_bytes_of_every_line(header: str) -> None:
@@ -106,22 +80,14 @@ def test_a_draft_takes_its_share(tiny: TinyFactory) -> None:
     assert off["plan"]["kv_bytes"] == alone["plan"]["kv_bytes"]
 
 
-def test_a_model_s_own_head_takes_its_share_as_in_chat(tiny: TinyFactory) -> None:
-    model = str(tiny("glm4moe"))
-    planned, asked, without = (
-        record("-m", model, "-c", "1024", *given)["plan"]["kv_bytes"] for given in ((), ("-md", "mtp"), ("-md", "none"))
+@pytest.mark.parametrize(("arch", "asked"), [("glm4moe", "mtp"), ("qwen35moe", "auto")])
+def test_what_a_chat_drafts_with_takes_its_share(arch: str, asked: str, tiny: TinyFactory) -> None:
+    """Its own head; without -md n-grams, for whose drafts a recurrent model keeps copies of its state."""
+    planned, named, without = (
+        record("-m", str(tiny(arch)), "-c", "1024", *given)["plan"]["kv_bytes"]
+        for given in ((), ("-md", asked), ("-md", "none"))
     )
-    assert planned == asked > without
-
-
-def test_a_recurrent_model_keeps_states_for_the_drafts_of_a_chat(tiny: TinyFactory) -> None:
-    """Without -md a chat drafts from n-grams, and such a model keeps a copy of its state per draft."""
-    model = str(tiny("qwen35moe"))
-    planned, asked, without = (
-        record("-m", model, "-c", "1024", *given)["plan"]["kv_bytes"]
-        for given in ((), ("-md", "auto"), ("-md", "none"))
-    )
-    assert planned == asked > without
+    assert planned == named > without
 
 
 def test_the_command_repeats_what_was_given(header: str) -> None:
@@ -173,22 +139,13 @@ def test_whole_layers_without_a_gpu_are_not_silent(tiny: TinyFactory) -> None:
     assert "-ncmoe 2" in planned["command"] and not any("-ncmoe" in note for note in planned["notes"])
 
 
-def test_so_is_a_file_that_is_no_model(tmp_path: Path) -> None:
+def test_what_is_refused(header: str, tiny: TinyFactory, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF" + bytes(40))
     assert str(path) in refused("plan", "-m", path)
     path.write_bytes(b"MZ" + bytes(40))
     assert "GGUF" in refused("plan", "-m", path)
-
-
-def test_a_vocabulary_that_does_not_match_is_refused(header: str, tiny: TinyFactory) -> None:
     assert "vocabular" in refused("plan", "-m", header, "-md", tiny("qwen3"))
-
-
-def test_what_cannot_fit_is_said_and_no_error(header: str) -> None:
-    found = record("-m", header, "--ram", "1G", "-c", "32768", "-dev", "none")
-    assert found["plan"]["verdict"] == "does not fit" and found["command"] == ""
-    assert any("are missing" in note for note in found["notes"])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -202,16 +159,13 @@ def test_nothing_is_left_behind_by_ctrl_c_or_a_reader_that_leaves(header: str, t
     def left_behind() -> list[Path]:
         return list(temporary.glob("moeedge-*"))  # Python tries the folder with a file of its own
 
-    piped = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, stdin=subprocess.DEVNULL
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    piped = subprocess.Popen(command, env=environment, **pipes)
     assert piped.stdout is not None
     piped.stdout.close()
     _, complaints = piped.communicate(timeout=120)
     assert b"Traceback" not in complaints
-    stopped = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, stdin=subprocess.DEVNULL
-    )
+    stopped = subprocess.Popen(command, env=environment, **pipes)
     while stopped.poll() is None and not left_behind():
         time.sleep(0.01)
     stopped.send_signal(signal.SIGINT)

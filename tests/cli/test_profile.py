@@ -16,7 +16,7 @@ import pytest
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace
 from tests.support.commands import SIGNALS, refused, run, run_json
-from tests.support.traces import plain_text, two_texts
+from tests.support.traces import two_texts
 
 
 @pytest.fixture
@@ -40,31 +40,9 @@ def test_json_of_one_layer(pair: list[str]) -> None:
     assert report["dataset"] == "prompt" and report["temperature"] == 0.0
 
 
-def test_the_last_layer_is_the_default(pair: list[str]) -> None:
-    assert run_json("profile", *pair, "-p", "one")["layer"] == 2
-
-
-@pytest.mark.parametrize(("layers", "expected"), [("all", [0, 1, 2]), ("2,0-1", [2, 0, 1]), ("1", [1])])
-def test_json_of_layers_is_an_array(pair: list[str], layers: str, expected: list[int]) -> None:
-    reports = run_json("profile", *pair, "-p", "one", "--layers", layers)
-    assert [report["layer"] for report in reports] == expected
-
-
-def test_tables(pair: list[str]) -> None:
-    one = run("profile", *pair, "-p", "one two", "--layer", "1")
-    assert one.exit_code == 0
-    for part in ("layer 1: 16 experts, top-4", "Alg. 1, printed", "independence", "hottest experts", "predicting cold"):
-        assert part in one.stdout
-    assert max(map(len, one.stdout.splitlines())) <= 80
-    several = run("profile", *pair, "-p", "one two", "--layers", "all")
-    assert several.exit_code == 0
-    assert "overlap" in several.stdout and max(map(len, several.stdout.splitlines())) <= 80
-
-
-def test_same_run_gives_the_same_report(pair: list[str]) -> None:
-    first, second = (run_json("profile", *pair, "-p", "again") for _ in range(2))
-    assert first.pop("provenance")["version"] == second.pop("provenance")["version"]
-    assert first == second
+def test_json_of_layers_is_an_array(pair: list[str]) -> None:
+    reports = run_json("profile", *pair, "-p", "one", "--layers", "2,0-1")
+    assert [report["layer"] for report in reports] == [2, 0, 1]
 
 
 def test_a_drawn_seed_is_reported(pair: list[str]) -> None:
@@ -74,12 +52,6 @@ def test_a_drawn_seed_is_reported(pair: list[str]) -> None:
     again = run_json("profile", *arguments, "-s", first["seed"])
     assert again.pop("provenance")["time"] >= first.pop("provenance")["time"]
     assert again == first
-
-
-def test_layers_for_a_gpu_that_is_not_there(pair: list[str]) -> None:
-    result = run("profile", *pair, "-p", "one", "-ngl", "5", "-o", "json")
-    assert result.exit_code == 0 and "-ngl" in result.stderr
-    assert json.loads(result.stdout)["steps"] > 0
 
 
 def test_files(pair: list[str], tmp_path: Path) -> None:
@@ -96,27 +68,15 @@ def test_files(pair: list[str], tmp_path: Path) -> None:
     assert sum(report["activation_counts"]["step_tokens"]) == int((trace.phase != 1).sum())
 
 
-def test_without_draft_there_is_no_sd(tiny_moe: Path) -> None:
-    report = run_json("profile", "-m", tiny_moe, "-c", "512", "-n", "12", "--raw", "-p", "one")
-    assert report["gamma"] == 0 and report["draft"] == "none"
-    assert report["hot_cold_accuracy"]["sd"] is None and report["hot_cold_accuracy"]["ar"] is not None
-
-
-def test_ngram_draft(pair: list[str]) -> None:
-    report = run_json("profile", *pair, "-md", "ngram", "-n", "40", "-p", "a b a b a b")
-    assert report["draft"] == "ngram"
-
-
-def test_own_sample_is_called_sample(pair: list[str]) -> None:
-    report = run_json("profile", *pair, "--limit", "2", "-n", "4")
-    assert report["dataset"] == "sample" and report["prompts"] == 2
-
-
-def test_dataset_of_the_user(pair: list[str], tmp_path: Path) -> None:
+def test_datasets(pair: list[str], tmp_path: Path) -> None:
     rows = [{"prompt": "first question"}, {"prompt": "second question"}, {"prompt": "third"}]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = run_json("profile", *pair, "--dataset", tmp_path / "mine.jsonl", "-n", "4")
     assert (report["dataset"], report["prompts"], report["answers"]) == ("mine", 3, 3)
+    report = run_json("profile", *pair, "--dataset", "sample,toy", "--limit", "2", "-n", "4")
+    assert (report["dataset"], report["prompts"]) == ("sample,toy", 4)
+    groups = report["model_profile"]["groups"]
+    assert [group["name"] for group in groups if group["kind"] == "dataset"] == ["sample", "toy"]
 
 
 def test_dense_model(tiny_draft: Path) -> None:
@@ -148,19 +108,6 @@ def test_bundled_pair(bundled_pair: tuple[Path, Path]) -> None:
     assert (report["layer"], report["n_layers"], report["n_experts"]) == (47, 48, 128)
     assert report["hot_cold_accuracy"]["sd"] is not None
     assert report["dataset"] == "toy"  # of the kind that it was trained on
-    assert "0 to 47" in refused("profile", "--layer", "48")
-
-
-def test_what_a_report_cannot_be(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.npz"
-    two_texts().save(trace)
-    assert ".html or .json" in refused("profile", "--trace", trace, "--report", tmp_path / "out.pdf")
-    assert "cannot be written" in refused("profile", "--trace", trace, "--report", tmp_path / "no" / "out.html")
-    assert "--trace" in refused("profile", "--acceptance-chance", "0.5")
-    assert "prompt" in refused("profile", "--trace", trace, "-p", "one")
-    assert "0 to 1" in refused("profile", "--trace", trace, "--layer", "2")
-    assert "does not exist" in refused("profile", "--trace", tmp_path / "none.npz")
-    assert "acceptance" in refused("profile", "--trace", trace, "--acceptance-chance", "2")
 
 
 @pytest.mark.slow
@@ -174,21 +121,3 @@ def test_report(tmp_path: Path) -> None:
     assert "Profile of" in text
     pictures = set(re.findall(r'id="([\w-]+)-figure_1"', text))
     assert len(pictures) == text.count("<svg") >= 10 and "popularity-of-experts" in pictures
-
-
-def test_text_is_cut_into_verifications(tmp_path: Path) -> None:
-    trace = tmp_path / "text.npz"
-    plain_text(60).save(trace)
-    report = run_json("profile", "--trace", trace, "--acceptance-chance", "0.5", "--draft-max", "3")
-    assert report["hot_cold_accuracy"]["sd"] is not None and report["utility"][0]["predictor"] == "alg1-printed"
-    assert set(report["activation_counts"]["step_tokens"]) == {4}
-    assert 0 < report["model_profile"]["drafts"]["acceptance_chance"] < 1
-
-
-def test_several_data_sets(pair: list[str]) -> None:
-    report = run_json("profile", *pair, "--dataset", "sample,toy", "--limit", "2", "-n", "4")
-    assert (report["dataset"], report["prompts"]) == ("sample,toy", 4)
-    assert [group["name"] for group in report["model_profile"]["groups"] if group["kind"] == "dataset"] == [
-        "sample",
-        "toy",
-    ]

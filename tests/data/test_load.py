@@ -73,7 +73,7 @@ def test_the_hub_is_asked_once_then_the_cache_is_used() -> None:
         assert len(hub.requests) == n_asked
 
 
-def test_a_file_that_the_hub_does_not_have() -> None:
+def test_a_file_that_the_hub_does_not_have_and_a_failing_hub() -> None:
     files = {(f"datasets/{source.repo}", "another"): b"" for source in CATALOG["humaneval"].hub}
     with pytest.MonkeyPatch.context() as patch, local_hub(files) as hub:
         patch.setenv("HF_ENDPOINT", hub.endpoint)
@@ -83,11 +83,6 @@ def test_a_file_that_the_hub_does_not_have() -> None:
         assert "datasets" in caught.value.message  # the places looked at
         assert "HumanEval.jsonl.gz" in caught.value.hint
         assert "--offline-sample" in caught.value.hint
-
-
-def test_a_failing_hub() -> None:
-    with pytest.MonkeyPatch.context() as patch, local_hub({_hub_key("qa"): b"{}"}) as hub:
-        patch.setenv("HF_ENDPOINT", hub.endpoint)
         hub.status = 503
         with pytest.raises(DownloadError, match="503"):
             load_dataset("qa")
@@ -120,7 +115,7 @@ def test_offline_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parquet_without_pyarrow_hints_at_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeedge.data.parsers.reads_parquet", lambda: False)
+    monkeypatch.setattr("moeedge.data.prompts.reads_parquet", lambda: False)
     with pytest.raises(DatasetError, match="needs the package pyarrow") as caught:
         load_dataset("mmlu-pro")
     assert "TIGER-Lab/MMLU-Pro" in caught.value.hint
@@ -179,18 +174,10 @@ def test_a_limit_takes_prompts_of_every_category(tmp_path: Path) -> None:
     assert dataset.limited(None) is dataset.limited(100) is dataset
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("mtbench", 80),
-        ("humaneval", 164),
-        ("gsm8k", 1319),
-        ("mmlu-pro", 140),
-        ("alpaca", 252),
-        ("cnndm", 80),
-        ("qa", 80),
-    ],
-)
+COUNTS = {"mtbench": 80, "humaneval": 164, "gsm8k": 1319, "mmlu-pro": 140, "alpaca": 252, "cnndm": 80, "qa": 80}
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
 def test_the_published_files(monkeypatch: pytest.MonkeyPatch, data_folder: Path, name: str, count: int) -> None:
     monkeypatch.setenv("MOEEDGE_DATA", str(data_folder))
     dataset = load_dataset(name)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeedge.data.datasets import load_dataset
-from moeedge.data.parsers import Row, parse_gsm8k, parse_instructions, parse_mmlu_pro, read_rows
-from moeedge.data.prompts import PromptMessage
+from moeedge.data.prompts import PromptMessage, Row, parse_gsm8k, parse_instructions, parse_mmlu_pro, read_rows
 from moeedge.errors import DatasetError
 
 _GOOD = '{"prompt": "Hello"}\n'
@@ -29,6 +28,7 @@ _GOOD = '{"prompt": "Hello"}\n'
         ('{"messages": []}', '"messages" must be a non-empty list'),
         ('{"messages": [{"role": "robot", "content": "Hi"}]}', 'every message needs a "role"'),
         ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "the last message must be the user's"),
+        ('{"turns": ["Hi", "Ho"], "reference": {"scorer": "exact", "expect": "x"}}', "expected one reference"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, reason: str) -> None:

@@ -31,8 +31,8 @@ ORIGIN = Origin("model.gguf", 123, raw=False)
 SETTINGS: dict[str, Any] = {"sampling": {"temperature": 0.5}, "n_predict": -1}
 
 
-def chat(folder: Path, *, origin: Origin = ORIGIN) -> Autosave:
-    return Autosave(lambda: folder, origin)
+def chat(folder: Path) -> Autosave:
+    return Autosave(lambda: folder, ORIGIN)
 
 
 def found(folder: Path) -> list[UnfinishedChat]:
@@ -69,18 +69,20 @@ def test_every_finished_step_survives_the_process(end: Callable[[], None], tmp_p
     def work() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()  # pytest's traceback
-        saved = chat(tmp_path)
+        saved = chat(tmp_path / "chats")
         saved.update(talk("hé?", system="be kind"), SETTINGS)
         saved.add_step("Grüße", [1, 2])
         saved.add_step(" \U0001f600", [3])
         end()
 
     assert os.WIFSIGNALED(in_child(work))
-    (left,) = found(tmp_path)
+    (left,) = found(tmp_path / "chats")
     assert (left.origin, left.settings) == (ORIGIN, SETTINGS)
     assert left.conversation == talk("hé?", system="be kind")
     assert (left.text, left.tokens) == ("Grüße \U0001f600", [1, 2, 3])
     assert abs(left.ended_s - time.time()) < 60
+    assert stat.S_IMODE(left.path.stat().st_mode) == 0o600, "it belongs to its user alone"
+    assert stat.S_IMODE(left.path.parent.stat().st_mode) == 0o700
 
 
 def test_nothing_is_left_of_a_chat_that_ended_well_or_never_began(tmp_path: Path) -> None:
@@ -113,12 +115,6 @@ def test_changes_of_the_conversation_are_repeated(tmp_path: Path) -> None:
         assert left.conversation == state
         assert left.text.endswith("cut")
     saved.close()
-
-
-def test_files_belong_to_their_user_alone(tmp_path: Path) -> None:
-    path = abandoned(tmp_path / "chats", "secret")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_chats_at_once_do_not_see_each_other(tmp_path: Path) -> None:
@@ -162,19 +158,11 @@ def test_damaged_files(tmp_path: Path) -> None:
         whole.write_bytes(data[:n_bytes])
         left = autosave._read(whole) if b"\n" in data[:n_bytes] else None
         if left is not None:
-            assert [m.content for m in left.conversation.messages] == ["one", "two", "three"][
-                : len(left.conversation.messages)
-            ]
+            said = [message.content for message in left.conversation.messages]
+            assert said == ["one", "two", "three"][: len(said)]
     lines = data.splitlines(keepends=True)
-    for damage in (
-        b"\0\0\0\n",
-        b"{}\n",
-        b'{"tokens": "x", "text": 1}\n',
-        b'{"role": "user"}\n',
-        b"\xff\xfe\n",
-        b"[1]\n",
-    ):
-        whole.write_bytes(b"".join([*lines[:-1], damage, lines[-1]]))
+    for damage in (b"\0\0\0", b"{}", b'{"tokens": "x", "text": 1}', b'{"role": "user"}', b"\xff\xfe", b"[1]"):
+        whole.write_bytes(b"".join([*lines[:-1], damage + b"\n", lines[-1]]))
         (left,) = found(tmp_path)
         assert left.conversation == talk("one", "two")
 

@@ -13,27 +13,19 @@ from moeedge.engine.context_choice import unmet_budget, usable_budget
 from moeedge.engine.session import Session
 from moeedge.engine.types import GenerationStats
 from moeedge.errors import InputError
-from moeedge.llama.model import ModelInfo
+from moeedge.llama.model import Model, ModelInfo
 from moeedge.native.abi import BUDGET_LAYER
 from moeedge.policies.expert_budget import ExpertBudget, budget_record
 from moeedge.run import is_warning
 from moeedge.scheduler.stats import StepRecord
 from tests.support.hybrid import greedy_answer, hybrid_config
 
-MODEL = ModelInfo(
-    architecture="qwen3moe",
-    n_layers=3,
-    expert_layers=(1, 2),
-    n_experts=16,
-    n_expert_used=4,
-    n_vocab=64,
-    n_ctx_train=512,
-    n_embd=32,
-    n_swa=0,
-    size_bytes=1,
-    n_params=1,
-    description="tiny",
-)
+
+@pytest.fixture
+def info(tiny_moe: Path) -> ModelInfo:
+    """16 experts, 4 per token."""
+    with Model.load(tiny_moe, header_only=True) as model:
+        return model.info
 
 
 @pytest.mark.parametrize(
@@ -47,22 +39,20 @@ MODEL = ModelInfo(
         (8, 0, "none", "there is no draft"),
     ],
 )
-def test_a_budget_without_effect_is_a_note(budget: int, gamma: int, draft: str, note: str | None) -> None:
+def test_a_budget_without_effect_is_a_note(
+    info: ModelInfo, budget: int, gamma: int, draft: str, note: str | None
+) -> None:
     asked = ExpertBudget(budget=budget)
-    usable, notes = usable_budget(asked, MODEL, gamma=gamma, draft=draft)
+    usable, notes = usable_budget(asked, info, gamma=gamma, draft=draft)
     assert usable is asked
     assert [note in said and is_warning(said) for said in notes] == ([] if note is None else [True])
 
 
-def test_a_dense_model_has_no_budget() -> None:
-    usable, notes = usable_budget(ExpertBudget(budget=8), replace(MODEL, n_experts=0), gamma=4, draft="ngram")
-    assert usable is None
-    assert len(notes) == 1
-
-
-def test_a_budget_below_the_experts_per_token_is_refused() -> None:
-    with pytest.raises(InputError):
-        usable_budget(ExpertBudget(budget=3), MODEL, gamma=4, draft="ngram")
+def test_models_that_a_budget_does_not_suit(info: ModelInfo) -> None:
+    usable, notes = usable_budget(ExpertBudget(budget=8), replace(info, n_experts=0), gamma=4, draft="ngram")
+    assert usable is None and len(notes) == 1  # a dense model has none
+    with pytest.raises(InputError):  # below the experts per token
+        usable_budget(ExpertBudget(budget=3), info, gamma=4, draft="ngram")
 
 
 @pytest.mark.parametrize(
@@ -83,14 +73,13 @@ def test_what_a_verification_did_not_keep_to_is_a_note(changes: dict[str, Any], 
 
 @pytest.mark.parametrize("batches", [0, 1])
 def test_a_session_says_once_what_it_does_not_keep_to(
-    batches: int, tiny_moe: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+    batches: int, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """batches 0: no layer's router is recognised; 1: all are, but not the weights of their experts."""
-    config = hybrid_config(tiny_moe, tiny_draft, 0.0)
     layers = np.zeros(4, dtype=BUDGET_LAYER)
     layers["batches"] = layers["substituted"] = batches
-    with Session.open(replace(config, expert_budget=ExpertBudget(budget=5, coverage="truncation"))) as session:
-        assert session.target.budget is not None
+    budget = ExpertBudget(budget=5, coverage="truncation")
+    with Session.open(replace(hybrid_config(*pair, 0.0), expert_budget=budget)) as session:
         monkeypatch.setattr(session.target.budget, "read", lambda: layers)
         n_before, said = len(session.info.notes), []
         session.run.show = said.append
@@ -106,8 +95,7 @@ def test_a_session_says_once_what_it_does_not_keep_to(
 def test_records_have_the_same_keys_with_and_without_a_budget() -> None:
     budget = ExpertBudget(budget=5, coverage="truncation")
     record, idle = (budget_record(budget, gamma=gamma) for gamma in (4, 0))
-    assert record["lossy"] is True
-    assert record["expert_budget"] == 5
+    assert (record["lossy"], record["expert_budget"]) == (True, 5)
     assert str(record["budget"]).endswith("(lossy)")
     assert (record["budget_policy"], record["budget_ranking"]) == ("truncation", "picks")
     assert idle == record | {"lossy": False, "budget": str(record["budget"]).replace("lossy", "idle")}
@@ -119,10 +107,8 @@ def test_sums_over_the_steps_under_a_budget() -> None:
     stats.add_step(StepRecord(tokens=[1], experts_unique=4.0), decode_s=0.1, sense_s=0)  # no draft: no limit
     assert (stats.experts_natural, stats.kept_probability) == (None, None)
     for natural, largest, kept in ((12.0, 8, 0.9), (10.0, 7, 0.7)):
-        step = StepRecord(
-            tokens=[1], experts_unique=7.0, experts_natural=natural, experts_max=largest, kept_probability=kept
-        )
-        stats.add_step(step, decode_s=0.1, sense_s=0)
+        limited = {"experts_natural": natural, "experts_max": largest, "kept_probability": kept}
+        stats.add_step(StepRecord(tokens=[1], experts_unique=7.0, **limited), decode_s=0.1, sense_s=0)
     assert (stats.experts_natural, stats.experts_max) == (pytest.approx(26 / 3), 8)
     assert stats.experts_per_verification == 6.0
     assert stats.kept_probability == pytest.approx(0.8)

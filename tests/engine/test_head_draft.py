@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeedge.engine.drafts import DraftRequest
-from moeedge.engine.head_draft import DraftHead, HeadDraft, StateLog
+from moeedge.engine.head_draft import DraftHead, StateLog
 from moeedge.engine.loading import drafts_for_itself
 from moeedge.engine.sampling import Sampler
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import HeadContext, own_head
 from moeedge.llama.model import Model
@@ -27,11 +26,11 @@ from moeedge.native.abi import Phase
 from moeedge.run import Run
 from moeedge.scheduler.governor import GAMMA_MAX
 from tests.conftest import TinyFactory
-from tests.support.hybrid import assert_greedy, hybrid_config
+from tests.engine.conftest import Check
+from tests.support.hybrid import hybrid_config
 from tests.support.interruption import interrupt_decode
-from tests.support.stock import StockContext
+from tests.support.sessions import GREEDY, answered
 
-GREEDY = SamplingConfig(temperature=0)
 PROMPT = np.random.default_rng(4).integers(0, 256, 24).tolist()
 N_PREDICT = 60
 DEEPSEEK: dict[str, Any] = {"sigmoid": True, "mtp": 1}
@@ -56,34 +55,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "eagle-narrow": ("qwen3moe", {}, {"embd": 32, "heads": 2, "heads_kv": 2, "draft_vocab": 100, "seed": 1}),
 }
 KINDS = ("chain-step35", "mtp-glm4moe", "mtp-qwen35moe", "eagle-qwen3moe", "dflash-qwen3moe")
-ATTENTION = (
-    "chain-hy_v3",
-    "mtp-glm4moe",
-    "eagle-qwen3moe",
-    "dflash-qwen3moe",
-)  # whose memory can be shifted, and holds several texts
+Pair = tuple[Path, Any]
+# whose memory can be shifted, and holds several texts
+ATTENTION = ("chain-hy_v3", "mtp-glm4moe", "eagle-qwen3moe", "dflash-qwen3moe")
 
 
-def files(tiny: TinyFactory, case: str) -> tuple[Path, Any]:
+def files(tiny: TinyFactory, case: str) -> Pair:
     """The target's file, and the value of EngineConfig.draft."""
     arch, dimensions, head = CASES[case]
     return tiny(arch, **dimensions), "mtp" if head is None else tiny(**{"arch": "eagle3"} | head)
 
 
-def options(pair: tuple[Path, Any], **changes: Any) -> EngineConfig:
+def options(pair: Pair, **changes: Any) -> EngineConfig:
     fields = {"model": pair[0], "draft": pair[1], "gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "none"}
     return EngineConfig(**fields | changes)
 
 
 def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_PREDICT, **changes: Any) -> list[int]:
-    sampling = changes.pop("sampling", GREEDY)
-    generation = session.generate(prompt, n_predict=n_predict, sampling=sampling, ignore_eos=True, **changes)
-    list(generation)
-    return generation.tokens
+    return answered(session, prompt, n_predict, **changes).tokens
 
 
 def head_of(session: Session) -> DraftHead:
-    assert isinstance(session.draft, HeadDraft)
     return session.draft.head
 
 
@@ -106,16 +98,6 @@ def test_the_log_keeps_the_last_states(steps: list[tuple[int, int]], n_kept: int
         assert all(value in (0.0, wanted) for value, wanted in zip(found.tolist(), expected, strict=True))
 
 
-@pytest.mark.parametrize("case", ["chain-hy_v3", "chain-step35"])
-def test_lengths_by_measured_cost_are_those_that_heads_draft(tiny: TinyFactory, case: str) -> None:
-    with Session.open(options(files(tiny, case), auto_gamma=True)) as session:
-        most = head_of(session).context.kind.n_heads
-        generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
-        choices = [record.choice for record in generation if record.choice is not None]
-    assert max(choice.best for choice in choices) <= most < 4
-    assert choices[0].gamma_max == GAMMA_MAX
-
-
 def test_the_log_follows_a_shift() -> None:
     log = StateLog(8, 1)
     log.add(0, np.arange(12, dtype=np.float32)[:, None])  # keeps 4..11
@@ -127,16 +109,24 @@ def test_the_log_follows_a_shift() -> None:
     assert not log.read(0, 9).any()
 
 
+@pytest.mark.parametrize("case", ["chain-hy_v3", "chain-step35"])
+def test_lengths_by_measured_cost_are_those_that_heads_draft(tiny: TinyFactory, case: str) -> None:
+    with Session.open(options(files(tiny, case), auto_gamma=True)) as session:
+        most = head_of(session).context.kind.n_heads
+        generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
+        choices = [record.choice for record in generation if record.choice is not None]
+    assert max(choice.best for choice in choices) <= most < 4
+    assert choices[0].gamma_max == GAMMA_MAX
+
+
 @pytest.mark.parametrize("gamma", [1, 4, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_equals_stock(case: str, gamma: int, tiny: TinyFactory) -> None:
+def test_greedy_equals_stock(case: str, gamma: int, tiny: TinyFactory, check: Check) -> None:
     pair = files(tiny, case)
-    library.start()
-    with StockContext(pair[0]) as stock, Session.open(options(pair, gamma=gamma)) as session:
-        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+    with Session.open(options(pair, gamma=gamma)) as session:
         generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
         records = list(generation)
-        assert_greedy(stock, PROMPT, generation.tokens, expected, case)
+        check(session, PROMPT, generation.tokens)
         stats, info = generation.stats, session.model.info
         assert stats.drafted > 0
         if case not in ("eagle-narrow", "dflash-shared"):  # of another vocabulary; whose masks are a token's embedding
@@ -165,24 +155,11 @@ def test_drafts_are_those_of_a_fresh_head(case: str, tiny: TinyFactory) -> None:
                 fresh.target.decode(before[:-1], phase=Phase.PREFILL, logits="none")
                 fresh.draft.begin(before)
                 n_compared += 1
-                n_equal += (
-                    fresh.draft.propose(DraftRequest(before, len(record.drafts), sampler)).tokens == record.drafts
-                )
+                proposal = fresh.draft.propose(DraftRequest(before, len(record.drafts), sampler))
+                n_equal += proposal.tokens == record.drafts
             generation.gamma = next(lengths)
         assert n_compared > 5
         assert n_equal >= n_compared - 1  # rounding: the entries come in other batches
-
-
-@pytest.mark.parametrize("case", KINDS)
-def test_the_head_keeps_entries_of_the_accepted_text(case: str, tiny: TinyFactory) -> None:
-    with Session.open(options(files(tiny, case))) as session:
-        generation = session.generate(PROMPT, n_predict=40, sampling=GREEDY, ignore_eos=True)
-        for _ in generation:
-            context = head_of(session).context
-            history = generation.state.history[context.kind.n_skipped :]
-            assert context.sequences[0].tokens == history[: len(context.sequences[0].tokens)]
-            held = len(context.sequences[0].tokens)
-            assert held in (0, len(history) - 1) or held >= len(history) - 6
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -199,57 +176,51 @@ def test_a_long_prompt_is_read_on_the_way(case: str, tiny: TinyFactory, monkeypa
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_turns_reuse_both_kv_caches(case: str, tiny: TinyFactory) -> None:
-    pair = files(tiny, case)
-    with Session.open(options(pair)) as session, StockContext(pair[0], n_ctx=512) as stock:
+def test_turns_reuse_both_kv_caches_and_those_of_answers_that_were_cut_off(
+    case: str, tiny: TinyFactory, check: Check
+) -> None:
+    with Session.open(options(files(tiny, case))) as session:
         said = answer(session, n_predict=20)
         second = [*PROMPT, *said, *PROMPT[:5]]
-        generation = session.generate(second, n_predict=20, sampling=GREEDY, ignore_eos=True)
-        list(generation)
+        generation = answered(session, second, 20)
         assert generation.stats.prefill_tokens in (5, 6)
-        assert_greedy(stock, second, generation.tokens, stock.greedy(second, 20)[0], "second turn")
-        edited = [*PROMPT[:9], *PROMPT[3:12]]  # as /undo leaves
-        assert_greedy(stock, edited, answer(session, edited, 20), stock.greedy(edited, 20)[0], "edited")
+        check(session, second, generation.tokens)
+        undone = [*PROMPT[:9], *PROMPT[3:12]]  # as /undo leaves
+        check(session, undone, answer(session, undone, 20))
         session.reset()
         assert head_of(session).context.n_past == 0
-        assert_greedy(stock, PROMPT, answer(session, n_predict=20), stock.greedy(PROMPT, 20)[0], "after /clear")
-
-
-@pytest.mark.parametrize("at_call", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("case", KINDS)
-def test_ctrl_c_at_any_decode(case: str, at_call: int, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = files(tiny, case)
-    with Session.open(options(pair)) as session, StockContext(pair[0], n_ctx=512) as stock:
-        with monkeypatch.context() as patch:
-            interrupt_decode(patch, at_call)
-            cut = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
-            list(cut)
-        assert cut.stop_reason == "interrupted"
-        continued = [*PROMPT, *cut.tokens]
-        assert_greedy(stock, continued, answer(session, continued, 20), stock.greedy(continued, 20)[0], "resumed")
-
-
-@pytest.mark.parametrize("case", KINDS)
-def test_closing_and_cancelling(case: str, tiny: TinyFactory) -> None:
-    pair = files(tiny, case)
-    with Session.open(options(pair)) as session, StockContext(pair[0], n_ctx=512) as stock:
         with closing(session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)) as generation:
             for _ in zip(range(4), generation, strict=False):
                 pass
         asked: Iterator[bool] = iter([False] * 6 + [True] * 100)
         answer(session, n_predict=30, run=Run(cancelled=lambda: next(asked)))
-        assert_greedy(stock, PROMPT, answer(session), stock.greedy(PROMPT, N_PREDICT)[0], "after both")
+        for n_predict in (N_PREDICT, 20):
+            check(session, PROMPT, answer(session, n_predict=n_predict))
+            session.reset()
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("case", KINDS)
+def test_ctrl_c_at_any_decode(
+    case: str, at_call: int, tiny: TinyFactory, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Session.open(options(files(tiny, case))) as session:
+        with monkeypatch.context() as patch:
+            interrupt_decode(patch, at_call)
+            cut = answered(session, PROMPT, 30)
+        assert cut.stop_reason == "interrupted"
+        text = [*PROMPT, *cut.tokens]
+        check(session, text, answer(session, text, 20))
 
 
 @pytest.mark.parametrize("case", ATTENTION)
-def test_context_shift(case: str, tiny: TinyFactory) -> None:
+def test_context_shift(case: str, tiny: TinyFactory, check: Check) -> None:
     pair = files(tiny, case)
     small = {"n_ctx": 64, "context_shift": True}
     with Session.open(options((pair[0], None), **small)) as plain:
         expected = answer(plain, n_predict=150)
     with Session.open(options(pair, **small)) as session:
-        generation = session.generate(PROMPT, n_predict=150, sampling=GREEDY, ignore_eos=True)
-        list(generation)
+        generation = answered(session, PROMPT, 150)
         assert len(generation.tokens) == 150 and generation.stats.accepted > 0
         assert generation.stats.context_shifts >= 2
         n_same = next((i for i, (a, b) in enumerate(zip(generation.tokens, expected, strict=True)) if a != b), 150)
@@ -257,19 +228,17 @@ def test_context_shift(case: str, tiny: TinyFactory) -> None:
         context, history = head_of(session).context, generation.state.history
         assert context.sequences[0].tokens == history[context.kind.n_skipped :][: context.n_past]
         session.reset()
-        with StockContext(pair[0]) as stock:
-            assert_greedy(stock, PROMPT, answer(session, n_predict=20), stock.greedy(PROMPT, 20)[0], "afterwards")
+        check(session, PROMPT, answer(session, n_predict=20))
 
 
 @pytest.mark.parametrize("case", ATTENTION)
-def test_texts_decoded_together(case: str, tiny: TinyFactory) -> None:
-    pair = files(tiny, case)
+def test_texts_decoded_together(case: str, tiny: TinyFactory, check: Check) -> None:
     prompts = [np.random.default_rng(i).integers(0, 256, 10 + 7 * i).tolist() for i in range(4)]
-    with Session.open(options(pair, n_parallel=2, n_ctx=256)) as session, StockContext(pair[0]) as stock:
+    with Session.open(options(files(tiny, case), n_parallel=2, n_ctx=256)) as session:
         generation = session.generate_parallel(prompts, n_predict=30, sampling=GREEDY, ignore_eos=True)
         list(generation)
         for prompt, found in zip(prompts, generation.answers, strict=True):
-            assert_greedy(stock, prompt, found.tokens, stock.greedy(prompt, 30)[0], "together")
+            check(session, prompt, found.tokens)
             assert found.stats.drafted > 0
 
 
@@ -283,33 +252,24 @@ def test_a_block_has_at_most_the_drafts_that_it_was_trained_on(variant: str, n_m
         assert any("Drafts are limited to" in note for note in session.info.notes)
 
 
-def test_a_block_ends_where_its_tokens_are_not_sure(tiny: TinyFactory) -> None:
+def test_a_block_ends_where_its_tokens_are_not_sure(tiny: TinyFactory, check: Check) -> None:
     pair = tiny("qwen3moe"), tiny("dflash", draft_vocab=304)
-    with Session.open(options(pair, auto_gamma=True)) as session, StockContext(pair[0]) as stock:
-        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
-        list(generation)
-        assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, N_PREDICT)[0], "")
+    with Session.open(options(pair, auto_gamma=True)) as session:
+        check(session, PROMPT, answer(session))
 
 
 @pytest.mark.parametrize("case", KINDS)
 @pytest.mark.parametrize("sizes", [(1, 512), (64, 2), (64, 3)], ids=str)
-def test_batches_smaller_than_a_draft(case: str, sizes: tuple[int, int], tiny: TinyFactory) -> None:
-    pair = files(tiny, case)
-    with StockContext(pair[0], n_ctx=512) as stock:
-        expected, _ = stock.greedy(PROMPT, 20)
-        with Session.open(options(pair, n_batch=sizes[0], n_ubatch=sizes[1])) as session:
-            assert_greedy(stock, PROMPT, answer(session, n_predict=20), expected, f"{case} {sizes}")
+def test_batches_smaller_than_a_draft(case: str, sizes: tuple[int, int], tiny: TinyFactory, check: Check) -> None:
+    with Session.open(options(files(tiny, case), n_batch=sizes[0], n_ubatch=sizes[1])) as session:
+        check(session, PROMPT, answer(session, n_predict=20))
 
 
-def test_experts_from_the_file(tiny: TinyFactory) -> None:
+def test_experts_from_the_file(tiny: TinyFactory, check: Check) -> None:
     """Where experts are loaded on demand, those of the head are in memory with the dense weights."""
-    pair = files(tiny, "mtp-glm4moe")
-    with Session.open(options(pair, ram=2**20)) as session, StockContext(pair[0]) as stock:
+    with Session.open(options(files(tiny, "mtp-glm4moe"), ram=2**20)) as session:
         assert session.model.dense is not None and session.model.has_head
-        assert_greedy(stock, PROMPT, answer(session), stock.greedy(PROMPT, N_PREDICT)[0], "experts in RAM")
-
-
-def test_a_plain_session_loads_no_head(tiny: TinyFactory) -> None:
+        check(session, PROMPT, answer(session))
     with Session.open(options((tiny("glm4moe"), "ngram"))) as session:
         assert not session.model.has_head and session.model.info.n_head_layers == 1
 
@@ -331,9 +291,7 @@ def test_a_plain_session_loads_no_head(tiny: TinyFactory) -> None:
         (("qwen3moe", {}), {"arch": "dflash", "variant": "selector"}),
     ],
 )
-def test_a_head_that_does_not_suit_the_target(
-    target: tuple[str, dict[str, Any]], draft: str | dict[str, Any], tiny: TinyFactory
-) -> None:
+def test_a_head_that_does_not_suit_the_target(target: Any, draft: Any, tiny: TinyFactory) -> None:
     source = draft if isinstance(draft, str) else tiny(**{"arch": "eagle3"} | draft)
     with pytest.raises(InputError) as caught:
         Session.open(options((tiny(target[0], **target[1]), source)))
@@ -345,10 +303,7 @@ def test_which_models_draft_for_themselves(tiny: TinyFactory) -> None:
     assert drafts_for_itself(tiny("deepseek2", **DEEPSEEK))
     assert not drafts_for_itself(tiny("qwen3moe"))
     assert not drafts_for_itself(tiny("glm4moe", mtp=2))
-
-
-def test_a_head_needs_its_weights(tiny: TinyFactory) -> None:
-    """llama.cpp would end the process."""
+    # a head needs its weights: llama.cpp would end the process
     with Model.load(tiny("glm4moe")) as model, pytest.raises(ValueError, match="without its head"):
         own_head(model)
 
@@ -375,12 +330,11 @@ def test_the_head_computes_as_llama_cpp_does_in_one_batch(tiny: TinyFactory) -> 
 
 
 @pytest.mark.parametrize("case", ["mtp-glm4moe", "chain-hy_v3", "eagle-qwen3moe"])
-def test_experts_on_a_device_are_predicted_from_the_heads_states(case: str, tiny: TinyFactory) -> None:
-    pair = files(tiny, case)
-    with Session.open(hybrid_config(*pair, 0.5, gamma=4)) as session, StockContext(pair[0], n_ctx=512) as stock:
+def test_experts_on_a_device_are_predicted_from_the_heads_states(case: str, tiny: TinyFactory, check: Check) -> None:
+    with Session.open(hybrid_config(*files(tiny, case), 0.5, gamma=4)) as session:
         assert session.placement is not None and session.placement.reads_draft
         generation = session.generate(PROMPT, n_predict=40, sampling=GREEDY, ignore_eos=True)
         states = [(record.hidden_states, record.drafts) for record in generation if record.drafts]
         assert any(found is not None for found, _ in states)
         assert all(found is None or len(found) == len(drafts) for found, drafts in states)
-        assert_greedy(stock, PROMPT, generation.tokens, stock.greedy(PROMPT, 40)[0], case)
+        check(session, PROMPT, generation.tokens)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyFactory
-from tests.native.test_cache import ROOT
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+ROOT = Path(__file__).parents[2]
 
 # a program in a file, which spawned children import
 PROGRAM = """\
@@ -21,23 +22,15 @@ from pathlib import Path
 
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.scheduler.config import PlacementConfig
+from tests.support.hybrid import greedy_answer, hybrid_config
 
 
 def open_session():
-    placement = PlacementConfig(cache_ratio=0.5, calibrate=False, policy=sys.argv[2])
-    config = EngineConfig(
-        model=Path(sys.argv[1]), draft="ngram", n_ctx=256, n_threads=1, device="emulated", placement=placement
-    )
-    return Session.open(config)
+    return Session.open(hybrid_config(Path(sys.argv[1]), "ngram", 0.5, device="emulated", policy=sys.argv[2]))
 
 
 def answer(session):
-    session.reset()
-    generation = session.generate([1, 5, 6, 7], n_predict=8, sampling=SamplingConfig(temperature=0), ignore_eos=True)
-    list(generation)
-    return generation.tokens
+    return greedy_answer(session, [1, 5, 6, 7], 8)
 
 
 def answer_alone(out):
@@ -73,10 +66,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("policy", "methods"),
-    [
-        ("lru", ["fork"]),
-        pytest.param("spac", ["spawn", "forkserver"], marks=pytest.mark.slow),
-    ],
+    [("lru", ["fork"]), pytest.param("spac", ["spawn", "forkserver"], marks=pytest.mark.slow)],
 )
 def test_children_end_and_answer(policy: str, methods: list[str], tiny: TinyFactory, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

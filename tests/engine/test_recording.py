@@ -10,21 +10,28 @@ import numpy as np
 import pytest
 
 from moeedge.data.prompts import Prompt, user_turns
-from moeedge.engine.drafts import DraftRequest, ModelDraft, Proposal
-from moeedge.engine.recording import Recording, check_layers, record_routing, unseen_layers
+from moeedge.engine.drafts import DraftRequest, Proposal
+from moeedge.engine.recording import (
+    Recording,
+    check_layers,
+    describe_layers,
+    parse_layers,
+    record_routing,
+    unseen_layers,
+)
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.errors import ContextTooSmallError, LayerRangeError
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import ContextTooSmallError, InputError, LayerRangeError
 from moeedge.native.abi import Phase
 from moeedge.run import Run
 from moeedge.scheduler.stats import StepRecord
-from moeedge.trace.format import Trace
-from moeedge.trace.steps import activation_counts, recorded_steps, text_steps
+from moeedge.trace.steps import activation_counts, recorded_steps
 from tests.conftest import TinyFactory
 from tests.support.progress import SeenProgress
+from tests.support.sessions import GREEDY, answered
 
-GREEDY = SamplingConfig(temperature=0.0)
-PROMPTS = [Prompt("prompt", "", user_turns(text)) for text in ("one two three", "a longer question than the first one")]
+TEXTS = ("one two three", "a longer question than the first one")
+PROMPTS = [Prompt("prompt", "", user_turns(text)) for text in TEXTS]
 
 
 class Witness:
@@ -36,14 +43,12 @@ class Witness:
 
     def __call__(self, record: StepRecord, session: Session) -> None:
         self.records.append(record)
-        assert session.counts is not None
         self.counts.append(session.counts.copy())
 
 
 @pytest.fixture
-def session(tiny_moe: Path, tiny_draft: Path) -> Iterator[Session]:
-    config = EngineConfig(model=tiny_moe, draft=tiny_draft, n_ctx=512, gamma=3, n_threads=1)
-    with Session.open(config) as opened:
+def session(pair: tuple[Path, Path]) -> Iterator[Session]:
+    with Session.open(EngineConfig(model=pair[0], draft=pair[1], n_ctx=512, gamma=3, n_threads=1)) as opened:
         yield opened
 
 
@@ -52,6 +57,7 @@ def _record(session: Session, prompts: list[Prompt] = PROMPTS, n_predict: int = 
 
 
 def test_trace_says_what_the_engine_did(session: Session) -> None:
+    answered(session, session.model.tokenize("something else entirely"), 5)  # what ran before is not recorded
     witness = Witness()
     session.observers.append(witness)
     recording = _record(session)
@@ -59,32 +65,34 @@ def test_trace_says_what_the_engine_did(session: Session) -> None:
     assert (recording.answers, recording.skipped) == (2, [])
     assert trace.meta.parameters["dataset"] == "t" and trace.meta.gamma == 3
     assert len(session.observers) == 1  # the collector took itself off
+    assert trace.hidden_states is None  # not requested
+    prompts = [token for text in TEXTS for token in session.model.tokenize(text)]
+    assert trace.token[trace.phase == Phase.PREFILL].tolist() == prompts
 
     steps = recorded_steps(trace)
     verified = [i for i, record in enumerate(witness.records) if record.n_verified]
     assert steps.n_tokens.tolist() == [witness.records[i].n_verified for i in verified]
     assert steps.n_text.tolist() == [witness.records[i].n_accepted + 1 for i in verified]
     # counts recomputed from the ids equal the sensor's own counts
-    layers = list(range(trace.meta.n_layers))
     expected = np.stack([witness.counts[i] for i in verified])
-    np.testing.assert_array_equal(activation_counts(trace, steps, layers), expected)
+    np.testing.assert_array_equal(activation_counts(trace, steps, list(range(trace.meta.n_layers))), expected)
+    for i, counts in zip(verified, expected, strict=True):
+        assert (counts.sum(axis=1) == witness.records[i].n_verified * 4).all()
+        assert witness.records[i].experts_unique == pytest.approx(np.count_nonzero(counts, axis=1).mean())
 
 
 def test_the_hidden_states_of_drafts_are_kept(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     witness = Witness()
     session.observers.append(witness)
-    assert _record(session).trace.hidden_states is None  # not requested
-    assert isinstance(session.draft, ModelDraft)
     propose = session.draft.propose
 
     def keeping(request: DraftRequest) -> Proposal:
         return propose(request._replace(keep_hidden_states=True))
 
     monkeypatch.setattr(session.draft, "propose", keeping)
-    witness.records.clear()
     trace = _record(session).trace
     steps = [record for record in witness.records if record.n_verified]
-    assert trace.hidden_states is not None and any(record.n_drafted > 1 for record in steps)
+    assert any(record.n_drafted > 1 for record in steps)
     rows = np.flatnonzero(trace.phase != Phase.PREFILL)
     first = 0
     for record in steps:
@@ -97,66 +105,30 @@ def test_the_hidden_states_of_drafts_are_kept(session: Session, monkeypatch: pyt
     assert first == rows.size and np.isnan(trace.hidden_states[trace.phase == Phase.PREFILL]).all()
 
 
-def test_tokens_and_positions_are_the_text(session: Session) -> None:
+def test_tokens_positions_and_weights_are_those_of_the_text(session: Session) -> None:
     trace = _record(session, PROMPTS[:1]).trace
-    prompt = session.model.tokenize("one two three")
+    prompt = session.model.tokenize(TEXTS[0])
     prefill = trace.phase == Phase.PREFILL
     assert trace.token[prefill].tolist() == prompt
     assert trace.position[prefill].tolist() == list(range(len(prompt)))
     text = trace.accepted
     assert trace.position[text].tolist() == list(range(int(text.sum())))
-    answer = session.generate(prompt, n_predict=24, sampling=GREEDY)
-    list(answer)
-    n_answer = min(int(text.sum()) - len(prompt), len(answer.tokens))
+    tokens = answered(session, prompt, 24, ignore_eos=False).tokens
+    n_answer = min(int(text.sum()) - len(prompt), len(tokens))
     assert n_answer > 10
-    assert trace.token[text][len(prompt) :][:n_answer].tolist() == answer.tokens[:n_answer]
+    assert trace.token[text][len(prompt) :][:n_answer].tolist() == tokens[:n_answer]
     rejected = ~trace.accepted
     assert rejected.any() and (trace.token[rejected] >= 0).all() and (trace.phase[rejected] == Phase.VERIFY).all()
 
-
-def test_weights_are_recorded(session: Session) -> None:
-    trace = _record(session, PROMPTS[:1]).trace
-    assert trace.weights is not None
-    rows = trace.text_rows()
-    weights = trace.weights[rows].astype(np.float64)
+    weights = trace.weights[trace.text_rows()].astype(np.float64)
     assert np.isfinite(weights).all() and (weights > 0).all()
     np.testing.assert_allclose(weights.sum(axis=2), 1.0, atol=2e-3)  # qwen3moe renormalises its top-k
     assert (np.diff(weights, axis=2) <= 1e-3).all()  # the router's first choice first
 
-
-def test_accepted_tokens_are_what_plain_decoding_sees(session: Session, tiny_moe: Path) -> None:
-    """The one-token sensor is fed with the accepted tokens of the speculative run: compare with a run without draft."""
-    speculative = _record(session).trace
-    with Session.open(EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1)) as alone:
-        plain = _record(alone).trace
-    assert set(plain.phase.tolist()) == {Phase.PREFILL, Phase.DECODE}
-    for text in (0, 1):
-        ours, theirs = (_text_ids(trace, text) for trace in (speculative, plain))
-        n_common = min(len(ours), len(theirs))
-        assert n_common > 10
-        # batches of different sizes round differently: near-ties of the router may fall the other way
-        assert (ours[:n_common] == theirs[:n_common]).mean() > 0.99
-
-
-def _text_ids(trace: Trace, text: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    steps = text_steps(trace)
-    rows = steps.rows[steps.sequence == text, 0]
-    return np.stack([np.sort(trace.layer_ids(layer)[rows], axis=1) for layer in range(trace.meta.n_layers)], axis=1)
-
-
-def test_last_layer_of_the_prompt_keeps_only_the_last_token(session: Session) -> None:
-    """llama.cpp computes the last layer only for tokens whose logits are wanted."""
-    trace = _record(session, PROMPTS[:1]).trace
-    prefill = np.flatnonzero(trace.phase == Phase.PREFILL)
+    # llama.cpp computes the last layer only for tokens whose logits are wanted
     assert (trace.layer_ids(0)[prefill] >= 0).all()
     last = trace.layer_ids(trace.meta.n_layers - 1)[prefill]
     assert (last[:-1] == -1).all() and (last[-1] >= 0).all()
-
-
-def test_what_ran_before_is_not_recorded(session: Session) -> None:
-    list(session.generate(session.model.tokenize("something else entirely"), n_predict=5, sampling=GREEDY))
-    trace = _record(session, PROMPTS[:1], n_predict=4).trace
-    assert trace.token[trace.phase == Phase.PREFILL].tolist() == session.model.tokenize("one two three")
 
 
 def test_conversations_record_every_turn(session: Session) -> None:
@@ -183,13 +155,6 @@ def test_cancelling_keeps_what_there_is(session: Session) -> None:
     assert 0 < len(recorded_steps(recording.trace)) < 20
 
 
-def test_layers_on_a_gpu_are_named() -> None:
-    model = SimpleNamespace(info=SimpleNamespace(expert_layers=[0, 1, 2, 4]), host_expert_layers=[0])
-    assert "layers 1-2, 4" in unseen_layers(SimpleNamespace(model=model))  # type: ignore[arg-type]
-    model.host_expert_layers = [0, 1, 2, 4]
-    assert not unseen_layers(SimpleNamespace(model=model))  # type: ignore[arg-type]
-
-
 def test_layers_are_checked_before_anything_runs(session: Session, tiny_draft: Path, tiny: TinyFactory) -> None:
     assert check_layers(session, [2, 0]) == [2, 0]
     with pytest.raises(LayerRangeError, match="0 to 2"):
@@ -203,3 +168,43 @@ def test_layers_are_checked_before_anything_runs(session: Session, tiny_draft: P
         with pytest.raises(LayerRangeError, match="Layer 0 has no experts; the layers with experts are"):
             check_layers(mixed, [0])
         assert check_layers(mixed, [0, n_dense]) == [n_dense]
+    model = SimpleNamespace(info=SimpleNamespace(expert_layers=[0, 1, 2, 4]), host_expert_layers=[0])
+    assert "layers 1-2, 4" in unseen_layers(SimpleNamespace(model=model)), "those on a GPU are named"
+    model.host_expert_layers = [0, 1, 2, 4]
+    assert not unseen_layers(SimpleNamespace(model=model))
+
+
+LISTS = {"47": [47], "all": list(range(48)), " ALL ": list(range(48)), "0,5,40-47": [0, 5, *range(40, 48)]}
+LISTS |= {"3, 1, 3": [3, 1], "2-2": [2], "5 - 7 , 6-8": [5, 6, 7, 8]}
+
+
+def test_lists_of_layers() -> None:
+    assert {text: parse_layers(text, 48) for text in LISTS} == LISTS
+    assert parse_layers("47", 48, single=True) == [47]
+    layers = ([], [3], [1, 2, 3], [0, 2, 4, 5, 6, 9])
+    assert [describe_layers(each) for each in layers] == ["", "3", "1-3", "0, 2, 4-6, 9"]
+
+
+@pytest.mark.parametrize("text", ["48", "0,48", "40-48", "-1", "999999999"])
+def test_out_of_range_names_the_valid_range(text: str) -> None:
+    with pytest.raises(LayerRangeError, match=r"layers are 0 to 47\.$") as caught:
+        parse_layers(text, 48)
+    assert caught.value.exit_code == 2
+    with pytest.raises(LayerRangeError, match="are 0 only"):
+        parse_layers("1", 1)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1,,2", "1-", "1.5", "0x3", "1 2", "٣", "99999999999999999999"])
+def test_not_a_list(text: str) -> None:
+    with pytest.raises(InputError, match="not a list of layers"):
+        parse_layers(text, 48)
+
+
+def test_ranges_that_are_not_taken() -> None:
+    with pytest.raises(InputError, match="backwards"):
+        parse_layers("7-5", 48)
+    for text in ("48", "-1"):
+        with pytest.raises(LayerRangeError):
+            parse_layers(text, 48, single=True)
+    with pytest.raises(InputError, match="--layers"):
+        parse_layers("1-3", 48, single=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,18 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
-from tests.support.hybrid import assert_greedy
+from tests.engine.conftest import Check
 from tests.support.interruption import interrupt_decode
 from tests.support.recurrent import make_mamba
+from tests.support.sessions import answered
 from tests.support.stock import StockContext
 
-GREEDY = SamplingConfig(temperature=0)
 PROMPT = np.random.default_rng(4).integers(0, 256, 12).tolist()
 
 
@@ -30,9 +29,14 @@ def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mamba(tmp_path_factory.mktemp("recurrent") / "mamba.gguf")
 
 
+def config(model: Path, draft: Any = "ngram", **changes: Any) -> EngineConfig:
+    fields: dict[str, Any] = {"gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "none"}
+    return EngineConfig(model=model, draft=draft, **fields | changes)
+
+
 def answer(session: Session, prompt: list[int]) -> tuple[list[int], int]:
-    generation = session.generate(prompt, n_predict=20, sampling=GREEDY, ignore_eos=True)
-    list(generation)
+    """The tokens, and how many of the prompt were computed."""
+    generation = answered(session, prompt, 20)
     return generation.tokens, generation.stats.prefill_tokens
 
 
@@ -41,9 +45,8 @@ def test_speculation_is_off_and_answers_are_right(mamba: Path, tiny_moe: Path, d
     library.start()
     edited = [*PROMPT[:6], 9, *PROMPT[6:]]
     with StockContext(mamba) as stock:
-        expected = [stock.greedy(prompt, 20)[0] for prompt in (PROMPT, edited)]
-    config = EngineConfig(model=mamba, draft="ngram" if draft == "ngram" else tiny_moe, gamma=4, n_ctx=256, n_threads=1)
-    with Session.open(config) as session:
+        expected = [stock.answer(prompt, 20) for prompt in (PROMPT, edited)]
+    with Session.open(config(mamba, "ngram" if draft == "ngram" else tiny_moe, device="auto")) as session:
         assert (session.info.gamma, session.info.draft) == (0, "none")
         assert "Speculation is off: mamba models cannot take rejected tokens back." in session.info.notes
         assert answer(session, PROMPT) == (expected[0], 12)
@@ -52,8 +55,7 @@ def test_speculation_is_off_and_answers_are_right(mamba: Path, tiny_moe: Path, d
 
 
 def test_a_recurrent_draft_is_not_used(mamba: Path, tiny_moe: Path) -> None:
-    config = EngineConfig(model=tiny_moe, draft=mamba, gamma=4, n_ctx=256, n_threads=1, device="none")
-    with Session.open(config) as session:
+    with Session.open(config(tiny_moe, mamba)) as session:
         assert session.info.draft == "none" and session.gamma == 0
         assert session.info.notes == ["Speculation is off: mamba drafts cannot take rejected tokens back."]
 
@@ -66,25 +68,20 @@ def hybrid(tiny: TinyFactory) -> Path:
 
 @pytest.mark.parametrize("draft", ["ngram", "model"])
 @pytest.mark.parametrize("gamma", [1, 4, 12])
-def test_a_model_with_snapshots_takes_drafts_back(hybrid: Path, tiny: TinyFactory, draft: str, gamma: int) -> None:
-    library.start()
-    source: Any = "ngram" if draft == "ngram" else tiny("qwen3")
+def test_a_model_with_snapshots_takes_drafts_back(
+    hybrid: Path, tiny_draft: Path, draft: str, gamma: int, check: Check
+) -> None:
     prompt = PROMPT * 3  # n-grams repeat
-    config = EngineConfig(model=hybrid, draft=source, gamma=gamma, n_ctx=512, n_threads=1, device="none")
-    with Session.open(config) as session, StockContext(hybrid, n_ctx=512) as stock:
+    asked = config(hybrid, "ngram" if draft == "ngram" else tiny_draft, gamma=gamma)
+    with Session.open(asked) as session:
         assert session.info.gamma == session.target.n_snapshots == min(gamma, 8)
-        generation = session.generate(prompt, n_predict=60, sampling=GREEDY, ignore_eos=True)
-        list(generation)
+        generation = answered(session, prompt, 60)
         assert 0 < generation.stats.accepted < generation.stats.drafted
-        assert_greedy(stock, prompt, generation.tokens, stock.greedy(prompt, 60)[0], draft)
-        longer = [*prompt, *generation.tokens, 7, 8]
-        tokens, n_prefilled = answer(session, longer)
-        assert n_prefilled < len(longer)  # goes on from the state
-        assert_greedy(stock, longer, tokens, stock.greedy(longer, 20)[0], "longer")
-        edited = [*prompt[:20], 9, *prompt[20:]]
-        tokens, n_prefilled = answer(session, edited)
-        assert n_prefilled == len(edited)  # further back than the snapshots
-        assert_greedy(stock, edited, tokens, stock.greedy(edited, 20)[0], "edited")
+        check(session, prompt, generation.tokens)
+        for text, is_kept in (([*prompt, *generation.tokens, 7, 8], True), ([*prompt[:20], 9, *prompt[20:]], False)):
+            tokens, n_prefilled = answer(session, text)
+            assert (n_prefilled < len(text)) == is_kept  # from the state; further back than the snapshots
+            check(session, text, tokens)
 
 
 @pytest.mark.parametrize("n_back", [1, 2, 3, 4, 5, 20])
@@ -111,28 +108,22 @@ def test_going_back_within_the_last_batch_and_beyond(hybrid: Path, n_back: int) 
 
 @pytest.mark.parametrize("at_call", [2, 3, 4, 6])
 def test_ctrl_c_loses_the_state_of_a_model_with_snapshots(
-    hybrid: Path, at_call: int, monkeypatch: pytest.MonkeyPatch
+    hybrid: Path, at_call: int, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = PROMPT * 3
-    config = EngineConfig(model=hybrid, draft="ngram", gamma=4, n_ctx=512, n_threads=1, device="none")
-    with Session.open(config) as session, StockContext(hybrid, n_ctx=512) as stock:
+    with Session.open(config(hybrid)) as session:
         with monkeypatch.context() as patch:
             interrupt_decode(patch, at_call)
-            cut = session.generate(prompt, n_predict=30, sampling=GREEDY, ignore_eos=True)
-            list(cut)
+            cut = answered(session, PROMPT * 3, 30)
         assert cut.stop_reason == "interrupted"
-        resumed = [*prompt, *cut.tokens]
-        assert_greedy(stock, resumed, answer(session, resumed)[0], stock.greedy(resumed, 20)[0], "resumed")
+        text = [*PROMPT * 3, *cut.tokens]
+        check(session, text, answer(session, text)[0])
 
 
 @pytest.mark.parametrize(("n_ubatch", "gamma"), [(1, 0), (2, 0), (3, 1), (5, 3), (12, 8)])
-def test_small_batches_shorten_drafts(hybrid: Path, n_ubatch: int, gamma: int) -> None:
+def test_small_batches_shorten_drafts(hybrid: Path, n_ubatch: int, gamma: int, check: Check) -> None:
     """llama.cpp ends the process where a graph has no room for the drafts that it may have to take back."""
-    library.start()
-    config = EngineConfig(model=hybrid, draft="ngram", gamma=8, n_ctx=256, n_threads=1, device="none")
-    config = replace(config, n_batch=64, n_ubatch=n_ubatch)
-    with Session.open(config) as session, StockContext(hybrid) as stock:
+    asked = config(hybrid, gamma=8, n_ctx=256, n_batch=64, n_ubatch=n_ubatch)
+    with Session.open(asked) as session:
         assert session.info.gamma == session.target.n_snapshots == gamma
         assert any("-ub" in note for note in session.info.notes) == (gamma < 8)
-        tokens, _ = answer(session, PROMPT * 3)
-        assert_greedy(stock, PROMPT * 3, tokens, stock.greedy(PROMPT * 3, 20)[0], f"-ub {n_ubatch}")
+        check(session, PROMPT * 3, answer(session, PROMPT * 3)[0])

@@ -5,7 +5,7 @@
 Rows have `name`, its parameters, and microseconds: `median_us`, `p10_us`, `p90_us`, with all samples. The copies,
 launches and waits are those of one layer of Qwen3-30B-A3B; `expert matmul` multiplies the pairs of 1, 9 and 64 tokens
 with tables of 128 (a layer), 586 and 1,907 (pools of slots) experts, in rows ([1, n], as 0.6 divides a verification)
-and in columns ([n, 1]). Works on any device; only a GPU's times mean anything.
+and in columns ([n, 1]). Works on any device of ggml's list; only a GPU's times mean anything.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import argparse
 import ctypes
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,127 @@ import numpy as np
 
 from moeedge import native
 from moeedge.hardware.provenance import read_provenance
-from tests.gpu.ggml_device import F32, I32, Q4_K, Backend, mul_mat_id, scale, tensor, traffic
+from moeedge.native.library import ggml_function
+from tests.support.raw_ggml import find_device, new_context
 
 SCHEMA = "moeedge-gpu-micro-1"
 INPUT_BYTES, IDS_BYTES = 2048 * 4, 128 * 4  # a token's input of a layer, and its sorted experts
 CHUNKS_BYTES = (256 << 10, 1 << 20)  # of the mover's uploads
 TABLES = (128, 586, 1907)
 EMBD, EXPERT_FF, N_USED = 2048, 768, 8
+POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
+Q4_K, F32, I32 = 12, 0, 26  # enum ggml_type
+
+
+@cache
+def _function(name: str, result: Any, types: tuple[Any, ...]) -> Any:
+    return ggml_function(name, result, *types)
+
+
+def _call(name: str, *arguments: Any, result: Any = POINTER) -> Any:
+    """Calls a ggml function with pointers, and numbers as ctypes objects."""
+    types = tuple(type(argument) if isinstance(argument, ctypes._SimpleCData) else POINTER for argument in arguments)
+    return _function(name, result, types)(*arguments)
+
+
+class Backend:
+    """One instance of a device: a queue of its own, and a ggml context. Close it after use."""
+
+    def __init__(self, name: str) -> None:
+        self.device, self.context = find_device(name), new_context()
+        self.handle = _call("ggml_backend_dev_init", self.device, None)
+        self._buffers: list[int] = []
+
+    def close(self) -> None:
+        """Frees its memory and the instance."""
+        _call("ggml_free", self.context, result=None)
+        for buffer in self._buffers:
+            _call("ggml_backend_buffer_free", buffer, result=None)
+        _call("ggml_backend_free", self.handle, result=None)
+
+    def tensor(self, kind: int, *dimensions: int) -> int:
+        """A new tensor of up to four dimensions, without memory yet."""
+        sizes = (ctypes.c_int64 * 4)(*dimensions, *([1] * (4 - len(dimensions))))
+        n_dimensions = ctypes.c_int(len(dimensions))
+        return _call("ggml_new_tensor", self.context, ctypes.c_int(kind), n_dimensions, ctypes.cast(sizes, POINTER))
+
+    def pinned(self, n_bytes: int) -> int | None:
+        """The address of host memory that the device reads without a copy; None where it has no such memory."""
+        buffer_type = _call("ggml_backend_dev_host_buffer_type", self.device)
+        buffer = buffer_type and _call("ggml_backend_buft_alloc_buffer", buffer_type, SIZE(n_bytes))
+        if not buffer:
+            return None
+        self._buffers.append(buffer)
+        return _call("ggml_backend_buffer_get_base", buffer)
+
+    def allocate(self) -> None:
+        """Gives the tensors device memory, all zeros. Raises MemoryError."""
+        buffer_type = _call("ggml_backend_dev_buffer_type", self.device)
+        buffer = _call("ggml_backend_alloc_ctx_tensors_from_buft", self.context, buffer_type)
+        if not buffer:
+            raise MemoryError("the device has no memory for it")
+        self._buffers.append(buffer)
+        _call("ggml_backend_buffer_clear", buffer, ctypes.c_uint8(0), result=None)
+
+    def ask_name(self) -> None:
+        """Does nothing with the device: what a call from Python takes."""
+        _call("ggml_backend_name", self.handle, result=ctypes.c_char_p)
+
+    def synchronize(self) -> None:
+        """Waits for all that was queued."""
+        _call("ggml_backend_synchronize", self.handle, result=None)
+
+    def set(self, tensor: int, source: int, n_bytes: int, *, queued: bool = False) -> None:
+        """Host to device; blocking unless queued."""
+        self._copy("ggml_backend_tensor_set", tensor, source, n_bytes, queued)
+
+    def get(self, tensor: int, target: int, n_bytes: int, *, queued: bool = False) -> None:
+        """Device to host; blocking unless queued."""
+        self._copy("ggml_backend_tensor_get", tensor, target, n_bytes, queued)
+
+    def _copy(self, name: str, tensor: int, memory: int, n_bytes: int, queued: bool) -> None:
+        if queued:
+            _call(f"{name}_async", self.handle, tensor, memory, SIZE(0), SIZE(n_bytes), result=None)
+        else:
+            _call(name, tensor, memory, SIZE(0), SIZE(n_bytes), result=None)
+
+    def graph(self, output: int) -> int:
+        """The graph that computes a tensor."""
+        graph = _call("ggml_new_graph", self.context)
+        _call("ggml_build_forward_expand", graph, output, result=None)
+        return graph
+
+    def compute(self, graph: int, *, queued: bool = False) -> None:
+        """Computes a graph, and waits for it unless queued. Raises RuntimeError."""
+        name = "ggml_backend_graph_compute_async" if queued else "ggml_backend_graph_compute"
+        if _call(name, self.handle, graph, result=ctypes.c_int) != 0:
+            raise RuntimeError("the device failed to compute")
+
+
+@contextmanager
+def traffic(name: str, chunk_bytes: int) -> Iterator[None]:
+    """Uploads chunk after chunk from another thread and queue, as the engine's mover does."""
+    mover = Backend(name)
+    target = mover.tensor(F32, chunk_bytes // 4)
+    mover.allocate()
+    source = mover.pinned(chunk_bytes)
+    memory = (ctypes.c_uint8 * chunk_bytes)()
+    address = source or ctypes.addressof(memory)
+    stop = threading.Event()
+
+    def move() -> None:
+        while not stop.is_set():
+            mover.set(target, address, chunk_bytes, queued=source is not None)
+            mover.synchronize()
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        mover.close()
 
 
 def measure(run: Callable[[], None], n: int, *, n_warm: int = 5) -> dict[str, Any]:
@@ -48,13 +164,12 @@ def measure(run: Callable[[], None], n: int, *, n_warm: int = 5) -> dict[str, An
 
 def calls(device: str, n: int) -> Iterator[dict[str, Any]]:
     """Copies, launches and waits, with the link idle and while chunks are uploaded."""
-    backend = Backend.open(device)
-    context = backend.context()
-    small, ids = tensor(context, F32, INPUT_BYTES // 4), tensor(context, F32, IDS_BYTES // 4)
-    wide = tensor(context, F32, 8 * INPUT_BYTES // 4)
-    product = scale(context, small)
-    backend.allocate(context)
-    graph = backend.graph(context, product)
+    backend = Backend(device)
+    small, ids = backend.tensor(F32, INPUT_BYTES // 4), backend.tensor(F32, IDS_BYTES // 4)
+    wide = backend.tensor(F32, 8 * INPUT_BYTES // 4)
+    product = _call("ggml_scale", backend.context, small, ctypes.c_float(0.5))
+    backend.allocate()
+    graph = backend.graph(product)
     pageable = (ctypes.c_uint8 * (8 * INPUT_BYTES))()
     ordinary, pinned = ctypes.addressof(pageable), backend.pinned(8 * INPUT_BYTES)
 
@@ -103,7 +218,7 @@ def calls(device: str, n: int) -> Iterator[dict[str, Any]]:
             "layer, queued copies, pinned": round_trip(address, queued=True),
         }
     for chunk_bytes in (0, *CHUNKS_BYTES):
-        with traffic(device, chunk_bytes) if chunk_bytes else nullcontext(True):
+        with traffic(device, chunk_bytes) if chunk_bytes else nullcontext():
             for name, run in runs.items():
                 yield {"name": name, "upload_chunk_bytes": chunk_bytes, **measure(run, n)}
     backend.close()
@@ -123,23 +238,22 @@ def matmuls(device: str, n: int, shrink: int) -> Iterator[dict[str, Any]]:
 
 
 def _matmul(device: str, n: int, n_experts: int, n_pairs: int, layout: str, shrink: int) -> dict[str, Any]:
-    backend = Backend.open(device)
+    backend = Backend(device)
     try:
         d1, d2 = (1, n_pairs) if layout == "rows" else (n_pairs, 1)
-        context = backend.context()
-        table = tensor(context, Q4_K, EMBD, EXPERT_FF // min(shrink, 3), n_experts)
-        columns, ids = tensor(context, F32, EMBD, d1, d2), tensor(context, I32, d1, d2)
-        product = mul_mat_id(context, table, columns, ids)
-        if not backend.supports(product):
+        table = backend.tensor(Q4_K, EMBD, EXPERT_FF // min(shrink, 3), n_experts)
+        columns, ids = backend.tensor(F32, EMBD, d1, d2), backend.tensor(I32, d1, d2)
+        product = _call("ggml_mul_mat_id", backend.context, table, columns, ids)
+        if not _call("ggml_backend_dev_supports_op", backend.device, product, result=ctypes.c_bool):
             raise RuntimeError("the device does not support it")
-        backend.allocate(context)
+        backend.allocate()
         # as in a verification: a token uses different experts, neighbours share some; pairs are sorted by expert
         rng = np.random.default_rng(n_pairs)
         pool = rng.permutation(n_experts)[: max(N_USED, min(n_experts, n_pairs // 3))]
         chosen = np.sort(np.concatenate([rng.permutation(pool)[:N_USED] for _ in range(n_pairs // N_USED)]))
         numbers = chosen.astype(np.int32)
         backend.set(ids, numbers.ctypes.data, numbers.nbytes)
-        graph = backend.graph(context, product)
+        graph = backend.graph(product)
         return {"experts_used": int(np.unique(numbers).size), **measure(lambda: backend.compute(graph), n)}
     finally:
         backend.close()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks moeedge on an NVIDIA GPU: builds the pinned llama-cpp-python with CUDA for that GPU's architecture alone, runs the
-# hybrid correctness tests on the device and a benchmark against stock llama.cpp; writes one JSON record.
+# hybrid correctness tests on the device and a benchmark against stock llama.cpp.
 #
 #   run_gpu_checks.sh --pack FILE.tar.xz         with a network: everything that the other two need, well below 64 MiB
 #   run_gpu_checks.sh --archive FILE --build DIR without a network: compile into DIR; run again, it goes on where it was cut
@@ -13,27 +13,24 @@
 #   --arch 90       compile for this compute capability instead of the GPU's that is here
 #   --jobs N        compile N files at once; as many as there are processors unless given
 #   --python 3.12   with --pack: the Python version of the other machine
-#   --source widened|random, --layers N, --repeats N, --n-predict N, --ratio R, --seed N, --threads N
-#                   of the benchmark: the bundled target widened to the shape of Qwen3-30B-A3B (48 layers, 16 GB), or
-#                   random weights in that shape with N layers
+#   --repeats N, --n-predict N, --ratio R, --threads N
+#                   of the benchmark: prompts, tokens of an answer, share of the experts with a slot on the GPU
 #   --micro-only, --tests-only, --bench-only, --tests EXPRESSION      parts of --check; the latter is pytest's -k
 #   --limit SECONDS for each part of --check; a part that takes longer ends, the others run
-#   --out FOLDER    record.json, micro.json, tests.xml and all logs; DIR/out unless given
+#   --out FOLDER    bench.json, micro.json, tests.xml and all logs; DIR/out unless given
 #
-# A part that fails does not keep the next from running; the exit status is 1 then. record.json is written anew after the
-# tests and after each round of the benchmark, so that it has what was measured if the machine is taken away.
+# A part that fails does not keep the next from running; the exit status is 1 then.
 #
 # Each of --build and --check takes less than ten minutes on 16 cores (compiling for capability 9.0 with CUDA 13: 38 minutes
 # of processor time in 290 files, the longest of which takes two). The other machine needs bash, a C++ compiler, cmake
 # 3.21, the CUDA toolkit with nvcc (cuBLAS may come from it or from the nvidia-cublas package) and Python of that version
 # with pip; --python's packages and ninja travel in the archive. $PYTHON names another interpreter than python3.
 #
-# The record (schema moeedge-gpu-checks-2): `environment` as in docs/bench.md, `gpu` (what nvidia-smi says), `dry_run`,
-# `build_s`, `tests` (counts and seconds of each test), `model` (shape and bytes), `settings`, `lanes` (for each: raw
-# `samples`, medians, `speed` as the median of ratios to cpu-moe of the same repetition, `vram_bytes` it took, placement
-# counters), `failures` (lanes that did not open or ended early), `output` (tokens compared with cpu-moe's, and how far
-# apart stock's own CPU and GPU logits are) and `complete`. micro.json (schema moeedge-gpu-micro-1) has the times of single
-# calls. The predictions to compare with are in docs/benchmarks/predictions-gpu.json.
+# The benchmark is moeedge bench: stock with its experts on the CPU, stock with whole layers in the same VRAM, and moeedge,
+# with drafts and without, in turns, on the bundled target widened to the width of Qwen3-30B-A3B (48 layers, 16 GB). Each
+# prompt is one of the toy's; docs/bench.md describes bench.json. Where it was cut off, moeedge bench --resume goes on.
+# micro.json (schema moeedge-gpu-micro-1) has the times of single calls, tests.xml counts and seconds of each test. The
+# predictions to compare with are in docs/benchmarks/predictions-gpu.json.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -162,7 +159,6 @@ build() { # DIR
     cp -r "$1/ggml-headers" "$1/build-moeedge/"
     cmake -G Ninja -S "$root/moeedge/native" -B "$1/build-moeedge" -DMOEEDGE_WERROR=OFF "-DPython_EXECUTABLE=$(command -v "$python")" >"$out/moeedge.log"
     cmake --build "$1/build-moeedge" >>"$out/moeedge.log" || { tail -n 60 "$out/moeedge.log" >&2; fail "moeedge did not compile"; }
-    echo $((SECONDS - start + $(cat "$1/build_s" 2>/dev/null || echo 0))) >"$1/build_s"
     echo "built in $((SECONDS - start)) s" >&2
 }
 
@@ -179,11 +175,12 @@ check() { # DIR
         fail "nothing was built in $1: --build $1 first"
     fi
     export MOEEDGE_CACHE="$1/cache"
-    local device=CUDA0 ggml_device=CUDA0 dry=() status=0
+    local device=CUDA0 ggml_device=CUDA0 dry=() status=0 embd=2048
+    local modes=stock-ar,stock-sd,moeedge-ar,moeedge,stock-ncmoe,stock-ncmoe-sd
     if [ -n "$dry_run" ]; then
         device=emulated:threads=1
         ggml_device=CPU
-        dry=(--dry-run)
+        dry=(--dry-run) embd=256 modes=${modes%%,stock-nc*} # whole layers need a GPU
     fi
     cd "$root"
     shopt -s nullglob
@@ -194,11 +191,17 @@ check() { # DIR
     fi
     if [ -z "$micro_only$bench_only" ]; then
         MOEEDGE_TEST_DEVICE=$device part tests "$python" -m pytest -p no:cacheprovider -q --junitxml="$out/tests.xml" \
-            ${tests_filter:+-k "$tests_filter"} tests/lossless/test_hybrid_greedy.py tests/lossless/test_hybrid_stress.py \
-            tests/lossless/test_hybrid_prefill.py tests/native/test_cache_stress.py "${on_gpu[@]}"
+            ${tests_filter:+-k "$tests_filter"} tests/lossless/test_hybrid_greedy.py tests/native/test_cache_stress.py \
+            "${on_gpu[@]}"
     fi
     if [ -z "$micro_only$tests_only" ]; then
-        part bench "$python" -m tests.gpu.checks --folder "$1" --device "$device" "${bench_options[@]}" "${dry[@]}" --out "$out"
+        local model=$1/models/widened-$embd.gguf
+        mkdir -p "$1/models"
+        [ -e "$model" ] || part model "$python" -m moeedge lab widen "$model" --embd "$embd" --ff $((embd * 3 / 8)) --sparse
+        # shellcheck disable=SC2016 # the inner shell expands them
+        part bench bash -c 'exec "${@:2}" -o json >"$1"' - "$out/bench.json" "$python" -m moeedge bench -m "$model" \
+            -md models/bundled/draft.gguf -dev "$device" --modes "$modes" --dataset toy --limit "$repeats" -r 1 \
+            -n "$n_predict" --ignore-eos --draft-max 8 --cache-ratio "$ratio" -t "$threads"
     fi
     return "$status"
 }
@@ -218,7 +221,7 @@ part() { # NAME COMMAND...
 main() {
     mode='' folder='' archive='' arch='' python_version='' dry_run='' bench_only='' tests_only='' micro_only=''
     tests_filter='' jobs='' out='' limit=0
-    bench_options=()
+    repeats=5 n_predict=96 ratio=0.17 threads=0
     while [ $# -gt 0 ]; do
         case "$1" in
         --pack | --build | --check | --all) mode=${1#--} folder=${2:?"$1 needs a path"} && shift ;;
@@ -233,7 +236,10 @@ main() {
         --micro-only) micro_only=yes ;;
         --limit) limit=${2:?} && shift ;;
         --out) out=${2:?} && shift ;;
-        --source | --layers | --repeats | --n-predict | --ratio | --seed | --threads) bench_options+=("$1" "${2:?}") && shift ;;
+        --repeats) repeats=${2:?} && shift ;;
+        --n-predict) n_predict=${2:?} && shift ;;
+        --ratio) ratio=${2:?} && shift ;;
+        --threads) threads=${2:?} && shift ;;
         -h | --help) usage && exit ;;
         -*) fail "unknown option $1; --help lists them" ;;
         *) mode=all folder=$1 ;;

@@ -12,7 +12,7 @@
 # $MOEEDGE_DATA. Exit status: 0 all passed, 1 a case failed, 77 skipped because one of these is missing. $PYTHON names
 # another interpreter than python3.
 #
-# The record is written after each case, and a further call goes on where the last one was cut. It has (schema
+# The record is written after each model's process, and a further call goes on where the last one was cut. It has (schema
 # moeedge-vulkan-checks-1) `environment` as in docs/bench.md, `driver`, and for each of `cases` the model, the kind, the
 # settings (seeds included), `error` (null: passed), `seconds` and `figures`. Reference is stock llama.cpp with the same
 # layers on the device, in the same process; a difference passes only as a near-tie of stock's two best logits, and is

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.vulkan_cases import ALL_LAYERS, MODELS, all_cases, slice_cases
+from tests.gpu.vulkan_cases import ALL_LAYERS, MODELS, all_cases, fuzz_cases, slice_cases
 from tests.gpu.vulkan_checks import SCHEMA, SKIPPED
-from tests.gpu.vulkan_fuzz import fuzz_cases
 from tests.support import vulkan
 
 SCRIPT = Path(__file__).parent / "run_vulkan_checks.sh"

@@ -1,11 +1,13 @@
-"""The cases of the Vulkan lane, and a process that runs those of one model: python -m tests.gpu.vulkan_cases MODEL DIR
+"""The cases of the Vulkan lane, and a process that runs those of a model: python -m tests.gpu.vulkan_cases MODEL DIR S
 
-Reads a case per line from standard input and writes a result per line to standard output, both as JSON.
+Reads a case per line from standard input and writes a result per line to standard output, both as JSON. S: the most
+seconds for a case.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from moeedge.bench.config import MODES
-from moeedge.bench.output_check import NEAR_TIE_GAP
+from moeedge.bench.quality import NEAR_TIE_GAP
 from moeedge.engine.session import Session
 from moeedge.hardware.devices import Storage
 from moeedge.llama import library
@@ -25,6 +27,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import DevicePath, Phase
+from moeedge.policies.registry import POLICIES
 from moeedge.scheduler import opening
 from tests.support.cases import MOE_CASES
 from tests.support.commands import run
@@ -99,6 +102,36 @@ def slice_cases() -> list[Case]:
         greedy("qwen3moe", ngl=1, ratio=1.0, draft="cpu", predict=4),
         Case("qwen3moe", "chat"),
     ]
+
+
+def fuzz_case(seed: int) -> Case:
+    """Random settings, all independent. A prompt of a length is always the same: stock answers it once."""
+    rng = np.random.default_rng(seed)
+
+    def pick(values: Any) -> Any:
+        values = list(values)
+        return values[int(rng.integers(len(values)))]
+
+    model = pick(MODELS)
+    settings = {
+        "seed": seed,
+        "ngl": pick([*range(n_layers(model) + 1), ALL_LAYERS]),
+        "ratio": pick((0.05, 0.17, 0.3, 0.5, 0.8, 1.0)),
+        "gamma": pick((0, 1, 2, 4, 8)),
+        "draft": pick(("device", "cpu", "ngram")),
+        "policy": pick(POLICIES),
+        "prompt": pick((1, 2, 9, 17, 31, 70)),  # tokens
+        "prefill": pick(("cpu", "resident", "stream")),
+        "path": pick(("pairs", "columns", "ahead")),  # of small batches on the device
+        "predict": 4,
+    }
+    return Case(model, "fuzz", settings)
+
+
+def fuzz_cases(n_cases: int, first_seed: int = 0) -> list[Case]:
+    """The cases of that many seeds, by model, so that each model's kernels are compiled once."""
+    cases = [fuzz_case(first_seed + i) for i in range(n_cases)]
+    return sorted(cases, key=lambda case: MODELS.index(case.model))
 
 
 class ModelCases:
@@ -285,13 +318,14 @@ def _last_logits(context: Context, prompt: list[int], tokens: list[int]) -> np.n
 
 
 def main(arguments: list[str]) -> None:
-    """Runs cases until standard input ends."""
-    name, folder = arguments
+    """Runs cases until standard input ends; one that takes longer than the limit ends the process."""
+    name, folder, limit_s = arguments
     library.start()
     cases = ModelCases(name, Path(folder))
     for line in sys.stdin:
         case = Case(**json.loads(line))
         start_s = time.monotonic()
+        signal.alarm(int(limit_s))
         result: dict[str, Any] = {"error": None}
         try:
             result["figures"] = cases.run(case)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from pathlib import Path
+import time
 
 import pytest
 
 from moeedge import native
-from moeedge.cli.devices import check_device
+from moeedge.cli.engine_options import check_device
 from moeedge.errors import BackendError, DeviceError
-from moeedge.hardware import devices, gpus, nvidia, rpc
+from moeedge.hardware import devices, nvidia, rpc
 from moeedge.hardware.devices import ResolvedDevice, list_devices, resolve
-from moeedge.hardware.memory import total_memory
+from moeedge.hardware.host import total_memory
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import library
+from tests.support.machine import CPU, GIB, Machine
 from tests.support.worker import WorkerProcess
 
-_CPU = native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")
 _BLAS = native.Device("BLAS", "ACCEL", "OpenBLAS", 0, 0, "BLAS")
-_CUDA = native.Device("CUDA0", "GPU", "NVIDIA Made Up", 6 * 2**30, 8 * 2**30, "CUDA", "0000:01:00.0")
+_CUDA = native.Device("CUDA0", "GPU", "NVIDIA Made Up", 6 * GIB, 8 * GIB, "CUDA", "0000:01:00.0")
 _IGPU = native.Device("Vulkan0", "IGPU", "a laptop's", 4, 8, "Vulkan", shares_host_memory=True)
 _METAL = native.Device("MTL0", "GPU", "Apple Made Up", 4, 8, "MTL", shares_host_memory=True)
 
@@ -32,80 +31,61 @@ def llama_cpp() -> None:
     library.start()
 
 
-@pytest.fixture
-def offer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Lets llama.cpp list these devices, and the driver these cards; the machine has no others."""
-    monkeypatch.setattr(gpus, "ROOT", tmp_path)
-
-    def offer(*devices: native.Device, cards: tuple[str, ...] = ()) -> None:
-        monkeypatch.setattr(native, "devices", lambda: list(devices))
-        monkeypatch.setattr(nvidia, "cards", lambda: cards)
-
-    return offer
-
-
 def _resolve(text: str, *, bundled: bool = False) -> ResolvedDevice:
     return resolve(DeviceSpec.parse(text), bundled=bundled)
 
 
-def test_none() -> None:
-    assert _resolve("none") == ResolvedDevice("none")
+def _row(name: str) -> devices.DeviceRow:
+    return next(row for row in list_devices() if row.name == name)
 
 
-def test_auto_takes_the_first_gpu(offer: Callable[..., None]) -> None:
-    offer(_CPU, _CUDA, native.Device("CUDA1", "GPU", "another", 1, 1, "CUDA"))
+def test_auto_takes_the_first_gpu(machine: Machine) -> None:
+    machine.offer(CPU, _CUDA, native.Device("CUDA1", "GPU", "another", 1, 1, "CUDA"))
     for bundled in (False, True):
         found = _resolve("auto", bundled=bundled)
         assert (found.kind, found.ggml_name, found.llama_device) == ("gpu", "CUDA0", "auto")
-        assert (found.label, found.free_bytes, found.default_ratio) == ("CUDA0 (NVIDIA Made Up)", 6 * 2**30, None)
-        assert found.pci_id == "0000:01:00.0"
-        assert found.notes == []
+        assert (found.label, found.free_bytes, found.default_ratio) == ("CUDA0 (NVIDIA Made Up)", 6 * GIB, None)
+        assert (found.pci_id, found.notes) == ("0000:01:00.0", [])
 
 
-def test_auto_without_a_gpu_notifies(offer: Callable[..., None]) -> None:
-    offer(_CPU, _BLAS)
+def test_auto_without_a_gpu_notifies_and_emulates_one_for_the_bundled_model(machine: Machine) -> None:
+    machine.offer(CPU, _BLAS)
     found = _resolve("auto")
     assert found.kind == "none"
     assert len(found.notes) == 1 and "moeedge devices" in found.notes[0]
-
-
-def test_only_the_bundled_model_is_emulated_by_default(offer: Callable[..., None]) -> None:
-    offer(_CPU)
     found = _resolve("auto", bundled=True)
     assert (found.kind, found.default_ratio) == ("emulated", 0.17)
-    assert "emulated" in found.label
-    assert "-dev none" in found.notes[0]
-    assert "-dev none" in found.notes[0]
+    assert "emulated" in found.label and "-dev none" in found.notes[0]
 
 
 @pytest.mark.parametrize("shared", [_IGPU, _METAL])
-def test_auto_skips_a_gpu_in_the_hosts_memory(shared: native.Device, offer: Callable[..., None]) -> None:
+def test_auto_skips_a_gpu_in_the_hosts_memory(shared: native.Device, machine: Machine) -> None:
     """Metal calls its devices GPUs: experts there would be in the same memory twice."""
-    offer(_CPU, shared)
+    machine.offer(CPU, shared)
     found = _resolve("auto")
     assert (found.kind, found.llama_device) == ("none", "auto")
     assert f"-dev {shared.name}" in found.notes[0]
     assert _resolve(shared.name).ggml_name == shared.name
-    row = next(row for row in list_devices() if row.name == shared.name)
+    row = _row(shared.name)
     assert row.usable and "auto does not choose it" in row.remark
 
 
-def test_a_driver_without_cuda_build_is_named(offer: Callable[..., None]) -> None:
-    offer(_CPU, cards=("NVIDIA Made Up",))
+def test_a_driver_without_cuda_build_is_named(machine: Machine) -> None:
+    machine.offer(CPU, cards=("NVIDIA Made Up",))
     note = _resolve("auto").notes[0]
     assert "NVIDIA Made Up" in note
     assert 'CMAKE_ARGS="-DGGML_CUDA=on" pip install --no-cache-dir --force-reinstall' in note
-    row = next(entry for entry in list_devices() if entry.name == "NVIDIA Made Up")
+    row = _row("NVIDIA Made Up")
     assert not row.usable
     assert f"{row.name} is {row.remark}" == note
-    offer(_CPU, _CUDA, cards=("NVIDIA Made Up",))
+    machine.offer(CPU, _CUDA, cards=("NVIDIA Made Up",))
     assert _resolve("auto").notes == []
 
 
-def test_names(offer: Callable[..., None]) -> None:
-    offer(_CPU, _BLAS, _CUDA)
+def test_names(machine: Machine) -> None:
+    machine.offer(CPU, _BLAS, _CUDA)
     assert (_resolve("CUDA0").kind, _resolve("CUDA0").llama_device) == ("gpu", "CUDA0")
-    assert _resolve("CPU").kind == "none"
+    assert _resolve("CPU").kind == "none" and _resolve("none") == ResolvedDevice("none")
     with pytest.raises(DeviceError, match=r"'CUDA7'.*: auto, none, emulated, CPU, CUDA0") as caught:
         _resolve("CUDA7")
     assert caught.value.exit_code == 2
@@ -125,28 +105,24 @@ def test_emulated_is_labelled() -> None:
 
 def test_devices_of_this_machine() -> None:
     entries = {entry.name: entry for entry in list_devices()}
-    assert not entries["CPU"].usable
-    assert entries["emulated"].usable
+    assert not entries["CPU"].usable and entries["emulated"].usable
     assert entries["rpc://HOST:PORT"].usable == rpc.is_built_in()
     for entry in entries.values():
         assert entry.remark
         assert entry.free_bytes is None or 0 < entry.free_bytes <= (entry.total_bytes or 0)
 
 
-def test_vram_readings(offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vram_readings(machine: Machine) -> None:
     assert devices.read_memory(_resolve("none")) is None
     emulated = devices.read_memory(_resolve("emulated"), pool_bytes=100, filled_bytes=40)
     assert emulated == devices.VramReading(40, 60, 100, "pool")
-    offer(_CPU, _CUDA)
+    machine.offer(CPU, _CUDA)
     gpu = _resolve("auto")
-    assert devices.read_memory(gpu) == devices.VramReading(2 * 2**30, 6 * 2**30, 8 * 2**30, "ggml")  # no driver here
-    monkeypatch.setattr(nvidia, "memory", lambda pci_id: (3 * 2**30, 5 * 2**30, 8 * 2**30))
-    assert devices.read_memory(gpu) == devices.VramReading(3 * 2**30, 5 * 2**30, 8 * 2**30, "nvml")
-    # a slice of a card: the driver reports the full card
-    monkeypatch.setattr(nvidia, "memory", lambda pci_id: (3 * 2**30, 77 * 2**30, 80 * 2**30))
-    reading = devices.read_memory(gpu)
-    assert reading is not None
-    assert reading.source == "ggml"
+    assert devices.read_memory(gpu) == devices.VramReading(2 * GIB, 6 * GIB, 8 * GIB, "ggml")  # no driver here
+    machine.patch(nvidia, "memory", lambda pci_id: (3 * GIB, 5 * GIB, 8 * GIB))
+    assert devices.read_memory(gpu) == devices.VramReading(3 * GIB, 5 * GIB, 8 * GIB, "nvml")
+    machine.patch(nvidia, "memory", lambda pci_id: (3 * GIB, 77 * GIB, 80 * GIB))
+    assert devices.read_memory(gpu).source == "ggml", "a slice of a card: the driver reports the full card"
     remote = ResolvedDevice("rpc", endpoint="h:1", free_bytes=50, total_bytes=80)
     assert devices.read_memory(remote, pool_bytes=10) == devices.VramReading(40, 40, 80, "worker")
 
@@ -188,6 +164,19 @@ def test_a_busy_worker_raises_an_error(listener: socket.socket, monkeypatch: pyt
         rpc.greet(_endpoint(listener))  # accepted by the kernel, but not answered
 
 
+def test_waiting_for_a_worker_that_hangs_is_limited(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's waits get a limit from outside."""
+    monkeypatch.setattr(rpc, "_HANGING_S", 1)
+    with listener, socket.create_connection(listener.getsockname()) as connection:
+        rpc.limit_waits(_endpoint(listener))
+        start_s = time.monotonic()
+        with pytest.raises(BlockingIOError):  # EAGAIN, an error to llama.cpp
+            connection.recv(1)
+        assert 0.5 < time.monotonic() - start_s < 5
+        endpoint = _endpoint(listener)
+    rpc.limit_waits(endpoint)  # no connection: no effect
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -223,7 +212,9 @@ def test_a_worker_holds_no_layers_of_llama_cpp(worker: WorkerProcess) -> None:
         _resolve(found.ggml_name)
 
 
-def test_a_connection_is_shared_while_open_and_not_reused_later(worker: WorkerProcess) -> None:
+def test_a_connection_is_shared_while_open_and_not_reused_later(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = _resolve(worker.device)
     host, port = worker.endpoint.split(":")
     with socket.create_connection((host, int(port))):  # as a session has it
@@ -232,10 +223,6 @@ def test_a_connection_is_shared_while_open_and_not_reused_later(worker: WorkerPr
     assert again.ggml_name != first.ggml_name
     assert again.label == first.label == worker.device
     rpc.mark_lost(worker.endpoint)
-    with (
-        socket.create_connection((host, int(port))),
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(DeviceError, match="busy"),  # greeted in spite of the connection, which may be dead
-    ):
-        patch.setattr(rpc, "_ANSWER_S", 0.2)
-        _resolve(worker.device)
+    monkeypatch.setattr(rpc, "_ANSWER_S", 0.2)
+    with socket.create_connection((host, int(port))), pytest.raises(DeviceError, match="busy"):
+        _resolve(worker.device)  # greeted in spite of the connection, which may be dead

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.stats import PlacementStats
+from tests.support.hybrid import hybrid_config
+from tests.support.sessions import GREEDY, answered
 from tests.support.worker import WorkerProcess, start_worker
 
 if sys.platform == "win32":
@@ -20,78 +19,71 @@ if sys.platform == "win32":
 
 PROMPT = [17, 3, 99, 41, 17, 3, 99, 41]
 N_PREDICT = 48
+Open = Callable[[str], Any]
 
 
-def _config(model: Path, draft: Path, device: str) -> EngineConfig:
-    placement = PlacementConfig(cache_ratio=0.5, calibrate=False)
-    return EngineConfig(model=model, draft=draft, device=device, n_threads=1, n_ctx=256, placement=placement)
+@pytest.fixture
+def opened(tiny_moe: Path, tiny_draft: Path) -> Open:
+    """Opens a session with half of the experts on a device."""
+    return lambda device: Session.open(hybrid_config(tiny_moe, tiny_draft, 0.5, gamma=4, device=device))
 
 
-def _answer(session: Session, *, kill: WorkerProcess | None = None) -> tuple[list[int], PlacementStats | None]:
+@pytest.fixture
+def expected(opened: Open) -> list[int]:
+    with opened("none") as session:
+        assert session.placement_stats() is None
+        return answer(session)
+
+
+def answer(session: Session, *, kill: WorkerProcess | None = None) -> list[int]:
     """A greedy answer; the worker is killed after a few steps of it."""
-    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=SamplingConfig(temperature=0))
+    if kill is None:
+        return answered(session, PROMPT, N_PREDICT).tokens
+    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
     for step, _ in enumerate(generation):
-        if step == 3 and kill is not None:
-            os.kill(kill.process.pid, signal.SIGKILL)
-            kill.process.wait(timeout=10)
-    return generation.tokens, session.placement_stats()
+        if step == 3:
+            end(kill)
+    return generation.tokens
 
 
-def test_sessions_of_one_process(tiny_moe: Path, tiny_draft: Path, worker: WorkerProcess) -> None:
-    with Session.open(_config(tiny_moe, tiny_draft, "none")) as session:
-        expected, stats = _answer(session)
-        assert stats is None
+def end(worker: WorkerProcess) -> None:
+    worker.process.kill()
+    worker.process.wait(timeout=10)
+
+
+def check_working(opened: Open, device: str, expected: list[int]) -> None:
+    with opened(device) as session:
+        assert answer(session) == expected
+        stats = session.placement_stats()
+    assert (stats.uploads > 0, stats.lost, stats.device) == (True, False, device)
+
+
+def test_sessions_of_one_process(opened: Open, expected: list[int], worker: WorkerProcess) -> None:
     for _ in range(3):
-        with Session.open(_config(tiny_moe, tiny_draft, worker.device)) as session:
-            tokens, stats = _answer(session)
-        assert tokens == expected
-        assert stats is not None
-        assert stats.uploads > 0
-        assert stats.device == worker.device
-    with (  # both over the one connection that this process has
-        Session.open(_config(tiny_moe, tiny_draft, worker.device)) as first,
-        Session.open(_config(tiny_moe, tiny_draft, worker.device)) as second,
-    ):
-        assert [_answer(first)[0], _answer(second)[0], _answer(first)[0]] == [expected] * 3
+        check_working(opened, worker.device, expected)
+    with opened(worker.device) as first, opened(worker.device) as second:  # over the one connection of this process
+        assert [answer(first), answer(second), answer(first)] == [expected] * 3
 
 
-def test_a_restarted_worker(tiny_moe: Path, tiny_draft: Path, worker: WorkerProcess) -> None:
-    with Session.open(_config(tiny_moe, tiny_draft, "none")) as session:
-        expected, _ = _answer(session)
-    with Session.open(_config(tiny_moe, tiny_draft, worker.device)) as session:
-        tokens, stats = _answer(session, kill=worker)
-        assert tokens == expected
-        assert stats is not None
-        assert stats.lost
+def test_a_restarted_worker(opened: Open, expected: list[int], worker: WorkerProcess) -> None:
+    with opened(worker.device) as session:
+        assert answer(session, kill=worker) == expected
+        assert session.placement_stats().lost
     with start_worker(listen=worker.endpoint) as again:
         assert again.device == worker.device
-        with Session.open(_config(tiny_moe, tiny_draft, again.device)) as session:
-            tokens, stats = _answer(session)
-        assert tokens == expected
-        assert stats is not None
-        assert not stats.lost
-        assert stats.uploads > 0
+        check_working(opened, again.device, expected)
 
 
 @pytest.mark.parametrize("is_noticed", [True, False], ids=["answer", "close"])
 def test_a_worker_that_dies_between_two_answers(
-    tiny_moe: Path, tiny_draft: Path, worker: WorkerProcess, is_noticed: bool
+    opened: Open, expected: list[int], worker: WorkerProcess, is_noticed: bool
 ) -> None:
     """The next answer goes on without it, and so does the end of the session; then it comes back."""
-    with Session.open(_config(tiny_moe, tiny_draft, worker.device)) as session:
-        expected, _ = _answer(session)
-        worker.process.kill()
-        worker.process.wait(timeout=10)
+    with opened(worker.device) as session:
+        assert answer(session) == expected
+        end(worker)
         if is_noticed:
-            tokens, stats = _answer(session)
-            assert tokens == expected
-            assert stats is not None
-            assert stats.lost
-    with (
-        start_worker(listen=worker.endpoint) as again,
-        Session.open(_config(tiny_moe, tiny_draft, again.device)) as session,
-    ):
-        tokens, stats = _answer(session)
-        assert tokens == expected
-        assert stats is not None
-        assert stats.uploads > 0
+            assert answer(session) == expected
+            assert session.placement_stats().lost
+    with start_worker(listen=worker.endpoint) as again:
+        check_working(opened, again.device, expected)

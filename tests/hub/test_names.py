@@ -11,11 +11,20 @@ from moeedge import paths
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.model_files import ModelFiles, resolve_models
 from moeedge.errors import CatalogError, InputError, ModelNameError
-from moeedge.hub import cache, pull
-from moeedge.hub.catalog import Catalog, HubFile, Starter, Variant, load_catalog
+from moeedge.hub import local, remote
+from moeedge.hub.catalog import (
+    Catalog,
+    HubFile,
+    HubReference,
+    Starter,
+    Variant,
+    all_parts,
+    choose_files,
+    load_catalog,
+    parse_reference,
+)
 from moeedge.hub.local import list_models, locate
-from moeedge.hub.names import HubReference, all_parts, choose_files, parse_reference
-from moeedge.hub.pull import want_pair
+from moeedge.hub.remote import want_pair
 
 _SHAPE = "expert_layers = 2\nexperts = 8\nused = 2\nexpert_weights = 100\nweights = 10000\nkv_bytes_per_token = 64\n"
 
@@ -75,7 +84,7 @@ def own(tmp_path: Path) -> Write:
 
 def store(repo: str, file: str, body: bytes = b"GGUF", *, blob: str = "b" * 64, commit: str = "c" * 40) -> Path:
     """A file in the cache, as huggingface_hub leaves it."""
-    folder = cache.repo_folder(repo)
+    folder = local.repo_folder(repo)
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     (folder / "blobs" / blob).write_bytes(body)
     link = folder / "snapshots" / commit / file
@@ -321,7 +330,7 @@ def test_listing(own: Write) -> None:
     own(_PAIR)
     store("me/mine-GGUF", "mine-Q4_0.gguf", blob=_SHA)
     store("else/other-GGUF", "other.gguf", b"12345")
-    stray = cache.blob_file("else/stray-GGUF", "f" * 64, cache.INCOMPLETE)
+    stray = local.blob_file("else/stray-GGUF", "f" * 64, local.INCOMPLETE)
     stray.parent.mkdir(parents=True)
     stray.write_bytes(b"123")
     rows = {row.name: row for row in list_models(load_catalog(), everything=False)}
@@ -335,14 +344,14 @@ def test_listing(own: Write) -> None:
 
 
 def test_cache_location(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache.hub_cache() == tmp_path / "hf" / "hub"
+    assert local.hub_cache() == tmp_path / "hf" / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "x"))
-    assert cache.hub_cache() == tmp_path / "x"
+    assert local.hub_cache() == tmp_path / "x"
     monkeypatch.delenv("HF_HUB_CACHE")
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "y"))
-    assert cache.hub_cache() == tmp_path / "y" / "huggingface" / "hub"
-    assert cache.find_variant(Variant("Q4_0", "a/b", files=(HubFile("x.gguf"),))) is None
+    assert local.hub_cache() == tmp_path / "y" / "huggingface" / "hub"
+    assert local.find_variant(Variant("Q4_0", "a/b", files=(HubFile("x.gguf"),))) is None
 
 
 def test_a_file_that_was_downloaded_is_wanted_without_a_question_to_the_hub(
@@ -356,8 +365,8 @@ def test_a_file_that_was_downloaded_is_wanted_without_a_question_to_the_hub(
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text(commit)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(pull, "list_files", lambda *_reference: pytest.fail("the hub was asked"))
-    wanted = pull.want(load_catalog(), f"hf:me/any-GGUF:{file}", "draft")
+    monkeypatch.setattr(remote, "list_files", lambda *_reference: pytest.fail("the hub was asked"))
+    wanted = remote.want(load_catalog(), f"hf:me/any-GGUF:{file}", "draft")
     assert (wanted.role, wanted.name, wanted.licence) == ("draft", f"hf:me/any-GGUF:{file}", "")
     assert (wanted.variant.repo, wanted.variant.revision) == ("me/any-GGUF", commit)
     assert (wanted.variant.files, wanted.local) == ((HubFile(file),), path)

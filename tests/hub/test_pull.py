@@ -1,4 +1,4 @@
-"""`moeedge pull` against a local hub: the files that arrive, the requests, and the failures."""
+"""`moeedge pull` and `rm` against a local hub: the files that arrive and go, the requests, and the failures."""
 
 from __future__ import annotations
 
@@ -17,107 +17,68 @@ from tests.hub.conftest import BIG, SMALL, HubMachine, sha256
 INCOMPLETE = ".incomplete"
 
 
-def test_pull_and_chat(place: HubMachine, bundled_pair: tuple[Path, Path]) -> None:
-    target, draft = bundled_pair
-    place.hub.files[BIG] = target.read_bytes()
-    place.hub.files[SMALL] = draft.read_bytes()
+@pytest.fixture
+def pair(place: HubMachine, bundled_pair: tuple[Path, Path]) -> HubMachine:
+    """The machine with the bundled pair in place of its files."""
+    place.hub.files[BIG], place.hub.files[SMALL] = (path.read_bytes() for path in bundled_pair)
     place.write_catalog()
-    absent = place.run("chat", "-m", "big", "-p", "Hello", "--offline")
+    return place
+
+
+def test_pull_and_chat(pair: HubMachine) -> None:
+    absent = pair.run("chat", "-m", "big", "-p", "Hello", "--offline")
     assert absent.returncode == 2
     assert "big (2" in absent.stderr and "moeedge pull big" in absent.stderr
-
-    pulled = place.run("pull", "big", "-o", "json")
+    pulled = pair.run("pull", "big", "-o", "json")
     assert pulled.returncode == 0, pulled.stderr
     target_row, draft_row = json.loads(pulled.stdout)
     assert (target_row["role"], target_row["licence"], target_row["missing"]) == ("target", "mit", [])
-    assert Path(target_row["path"]).read_bytes() == target.read_bytes()
-    assert Path(draft_row["path"]).read_bytes() == draft.read_bytes()
-
+    assert Path(target_row["path"]).read_bytes() == pair.hub.files[BIG]
+    assert Path(draft_row["path"]).read_bytes() == pair.hub.files[SMALL]
     arguments = ["chat", "-m", "BIG:1b", "-p", "What is 3 + 4?", "-n", "16", "-t", "1", "-dev", "none", "--temp", "0"]
-    answer = place.run(*arguments)
+    answer = pair.run(*arguments)
     assert answer.returncode == 0, answer.stderr
     assert "7" in answer.stdout
     assert "The draft is small" in answer.stderr
     assert "drafts by small" in answer.stderr and "accepted" in answer.stderr
-
-    chosen = place.run(*arguments, "-md", "small", "--draft-max", "3")
-    assert (chosen.returncode, chosen.stdout) == (0, answer.stdout)
-    assert "up to 3 tokens" in chosen.stderr and "as the catalog says" not in chosen.stderr
-    without = place.run(*arguments, "-md", "none")
+    without = pair.run(*arguments, "-md", "none")
     assert (without.returncode, without.stdout) == (0, answer.stdout)
     assert "drafts off" in without.stderr
 
 
-@pytest.mark.parametrize("words", [["-hf", "me/big-GGUF:Q4_K_M"], ["-hf", "me/big-GGUF", "-hff", "big-Q4_K_M.gguf"]])
-def test_chat_downloads_what_hf_names(place: HubMachine, bundled_pair: tuple[Path, Path], words: list[str]) -> None:
+def test_chat_downloads_what_hf_names(pair: HubMachine) -> None:
     """As llama.cpp does; the second time nothing is requested."""
-    target, _ = bundled_pair
-    place.hub.files[BIG] = target.read_bytes()
-    arguments = ["chat", *words, "-md", "none", "-p", "Hello", "-n", "4", "-t", "1", "-dev", "none", "--temp", "0"]
-    first = place.run(*arguments)
+    model = ["-hf", "me/big-GGUF:Q4_K_M", "-md", "none"]
+    arguments = ["chat", *model, "-p", "Hello", "-n", "4", "-t", "1", "-dev", "none", "--temp", "0"]
+    first = pair.run(*arguments)
     assert first.returncode == 0, first.stderr
     assert "not on this machine" in first.stderr and "from me/big-GGUF" in first.stderr
-    place.hub.requests.clear()
-    again = place.run(*arguments)
+    pair.hub.requests.clear()
+    again = pair.run(*arguments)
     assert (again.returncode, again.stdout) == (0, first.stdout)
-    assert not place.hub.requests
-    plain = place.run(*["chat", "-m", str(target), *arguments[len(words) + 1 :]])
-    assert plain.stdout == first.stdout
+    assert not pair.hub.requests
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "variables"),
-    [
-        ("hf:me/big-GGUF:Q4_K_M", {}),
-        ("hf.co/me/big-GGUF:Q4_K_M", {}),
-        ("https://huggingface.co/me/big-GGUF:Q4_K_M", {}),
-        ("me/big-GGUF:Q4_K_M", {}),
-        ("", {"LLAMA_ARG_HF_REPO": "me/big-GGUF:Q4_K_M"}),
-    ],
-)
-def test_every_spelling_of_a_file_on_the_hub(
-    place: HubMachine, bundled_pair: tuple[Path, Path], model: str, variables: dict[str, str]
-) -> None:
-    place.hub.files[BIG] = bundled_pair[0].read_bytes()
-    named = ["-m", model] if model else []
-    result = place.run("run", *named, "-md", "none", "-p", "Hello", "-n", "2", "-t", "1", "-dev", "none", **variables)
-    assert result.returncode == 0, result.stderr
-    assert len(place.hub.ranges()) == 1
-    assert ("LLAMA_ARG_HF_REPO" in result.stderr) == bool(variables)
-
-
-def test_a_model_of_the_catalog_comes_with_its_draft(place: HubMachine, bundled_pair: tuple[Path, Path]) -> None:
-    target, draft = bundled_pair
-    place.hub.files[BIG], place.hub.files[SMALL] = target.read_bytes(), draft.read_bytes()
-    place.write_catalog()
-    result = place.run("run", "big", "What is", "3 + 4?", "-n", "8", "-t", "1", "-dev", "none", "--temp", "0")
+def test_a_model_of_the_catalog_comes_with_its_draft(pair: HubMachine) -> None:
+    result = pair.run("run", "big", "What is", "3 + 4?", "-n", "8", "-t", "1", "-dev", "none", "--temp", "0")
     assert result.returncode == 0, result.stderr
     assert "7" in result.stdout and "draft small" in result.stderr
-    assert len(place.hub.ranges()) == 2
+    assert len(pair.hub.ranges()) == 2
 
 
-def test_offline_asks_no_server(place: HubMachine) -> None:
-    place.write_catalog()
-    for name, variables in {"big": {}, "me/big-GGUF:Q4_K_M": {"LLAMA_ARG_OFFLINE": "1"}}.items():
-        result = place.run("chat", "-m", name, "-p", "x", *([] if variables else ["--offline"]), **variables)
-        assert result.returncode == 2 and "moeedge pull" in result.stderr
-    assert not place.hub.requests
-
-
-def test_plan_of_hf_reads_the_header_alone(place: HubMachine, bundled_pair: tuple[Path, Path]) -> None:
-    place.hub.files[BIG] = bundled_pair[0].read_bytes()
-    result = place.run("plan", "-hf", "me/big-GGUF:Q4_K_M", "-dev", "none", "-o", "json")
+def test_plan_of_hf_reads_the_header_alone(pair: HubMachine) -> None:
+    result = pair.run("plan", "-hf", "me/big-GGUF:Q4_K_M", "-dev", "none", "-o", "json")
     assert result.returncode == 0, result.stderr
     assert not json.loads(result.stdout)["model"]["is_here"]
 
 
-def test_the_token_is_sent(place: HubMachine, bundled_pair: tuple[Path, Path]) -> None:
-    place.hub.files[BIG] = bundled_pair[0].read_bytes()
-    place.hub.gated = True
-    arguments = ["chat", "-hf", "me/big-GGUF", "-md", "none", "-p", "x", "-n", "1", "-t", "1", "-dev", "none"]
-    assert place.run(*arguments).returncode == 1
-    assert place.run(*arguments, "-hft", "hf_secret").returncode == 0
+def test_offline_asks_no_server(place: HubMachine) -> None:
+    for name, variables in {"big": {}, "me/big-GGUF:Q4_K_M": {"LLAMA_ARG_OFFLINE": "1"}}.items():
+        result = place.run("chat", "-m", name, "-p", "x", *([] if variables else ["--offline"]), **variables)
+        assert result.returncode == 2 and "moeedge pull" in result.stderr
+    pulled = place.run("pull", "big", HF_HUB_OFFLINE="1")
+    assert pulled.returncode == 1 and "HF_HUB_OFFLINE" in pulled.stderr
+    assert not place.hub.requests
 
 
 def test_dry_run_downloads_nothing(place: HubMachine) -> None:
@@ -131,7 +92,10 @@ def test_dry_run_downloads_nothing(place: HubMachine) -> None:
 
 @pytest.mark.slow
 def test_cached_files_are_not_downloaded(place: HubMachine) -> None:
-    assert place.run("pull", "big").returncode == 0
+    assert place.run("pull", "big", "--no-draft").returncode == 0
+    assert not place.blobs("me/small-GGUF")
+    assert place.run("pull", "big", "--draft", "hf:me/small-GGUF:Q8_0").returncode == 0
+    assert place.blobs("me/small-GGUF")
     place.hub.requests.clear()
     again = place.run("pull", "big")
     assert again.returncode == 0 and "here already" in again.stderr
@@ -140,25 +104,8 @@ def test_cached_files_are_not_downloaded(place: HubMachine) -> None:
     assert offline.returncode == 0
 
 
-@pytest.mark.slow
-def test_no_draft_and_another_draft(place: HubMachine) -> None:
-    assert place.run("pull", "big", "--no-draft").returncode == 0
-    assert not place.blobs("me/small-GGUF")
-    both = place.run("pull", "big", "--draft", "hf:me/small-GGUF:Q8_0")
-    assert both.returncode == 0 and place.blobs("me/small-GGUF")
-    assert place.run("pull", "big", "--draft", "x", "--no-draft").returncode == 2
-
-
-@pytest.mark.parametrize(
-    "reference",
-    [
-        pytest.param("hf:me/big-GGUF", marks=pytest.mark.slow),
-        "me/big-GGUF:q4_k_m",
-        pytest.param("hf:me/big-GGUF:big-Q4_K_M.gguf", marks=pytest.mark.slow),
-    ],
-)
-def test_straight_from_the_hub(place: HubMachine, reference: str) -> None:
-    result = place.run("pull", reference)
+def test_straight_from_the_hub(place: HubMachine) -> None:
+    result = place.run("pull", "me/big-GGUF:q4_k_m")
     assert result.returncode == 0, result.stderr
     assert set(place.blobs("me/big-GGUF")) == {sha256(place.hub.files[BIG])}
 
@@ -188,13 +135,11 @@ def test_a_second_run_fetches_only_the_rest(place: HubMachine) -> None:
     first = place.run("pull", "big", "--no-draft")
     assert first.returncode == 1
     assert "503" in first.stderr
-    assert place.blobs("me/big-GGUF") == {sha256(body) + INCOMPLETE: body[: 2**20]}
     listed = json.loads(place.run("list", "-o", "json").stdout)
     assert [(row["state"], row["have_bytes"]) for row in listed if row["name"] == "big"] == [("partial", 2**20)]
     chat = place.run("chat", "-m", "big", "-p", "x")  # goes on with the download by itself, which fails again
     assert chat.returncode == 1 and "503" in chat.stderr
     assert place.blobs("me/big-GGUF") == {sha256(body) + INCOMPLETE: body[: 2**20]}
-
     place.hub.status, place.hub.requests = 200, []
     second = place.run("pull", "big", "--no-draft")
     assert second.returncode == 0, second.stderr
@@ -259,54 +204,16 @@ def test_the_disk_fills_up_during_the_download(place: HubMachine) -> None:
     assert place.hub.ranges() == [f"bytes={2**20}-"]
 
 
-@pytest.mark.slow
-def test_a_full_file_system(place: HubMachine, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("a file system of a fixed size needs the right to mount one")
-    try:
-        (disk / "other").write_bytes(b"\0" * (30 * 2**20))  # 270 MiB are free: the reserve and 14 MiB
-        place.hub.claimed_bytes = None
-        place.hub.block_pause_s = 0.1
-        process = subprocess.Popen(
-            place.command("pull", "big", "--no-draft"),
-            env=place.environment(HF_HUB_CACHE=str(disk / "hub")),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        blobs = disk / "hub" / "models--me--big-GGUF" / "blobs"
-        _wait_for(lambda: blobs.is_dir() and any(blob.stat().st_size for blob in blobs.iterdir()))
-        with (disk / "filler").open("wb") as filler:
-            try:
-                while True:
-                    filler.write(b"\0" * 2**16)
-                    filler.flush()
-            except OSError:
-                pass
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 1, stderr
-        assert "is full" in stderr
-        (disk / "filler").unlink()
-        place.hub.block_pause_s, place.hub.requests = 0.0, []
-        assert place.run("pull", "big", "--no-draft", HF_HUB_CACHE=str(disk / "hub")).returncode == 0
-        (asked,) = place.hub.ranges()
-        assert asked is not None
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("name", "named"),
     [
-        (["hf:me/big-GGUF:none.gguf"], "no file"),
-        (["hf:me/none-GGUF:Q4_K_M"], "me/none-GGUF"),
-        (["hf:me/big-GGUF@v9:Q4_K_M"], "v9"),
+        ("hf:me/big-GGUF:none.gguf", "no file"),
+        ("hf:me/none-GGUF:Q4_K_M", "me/none-GGUF"),
+        ("hf:me/big-GGUF@v9:Q4_K_M", "v9"),
     ],
 )
-def test_unknown_files_and_repositories(place: HubMachine, arguments: list[str], named: str) -> None:
-    result = place.run("pull", *arguments)
+def test_unknown_files_and_repositories(place: HubMachine, name: str, named: str) -> None:
+    result = place.run("pull", name)
     assert result.returncode in (1, 2)
     assert named in result.stderr
     assert "Traceback" not in result.stderr
@@ -323,16 +230,16 @@ def test_an_outdated_catalog(place: HubMachine) -> None:
     assert rewritten.returncode == 1 and "revision 89abcdef" in rewritten.stderr
 
 
-@pytest.mark.slow
 def test_gated_repository(place: HubMachine) -> None:
     place.hub.gated = True
     refused = place.run("pull", "big")
     assert refused.returncode == 1
     assert "gated" in refused.stderr and "me/big-GGUF" in refused.stderr and "HF_TOKEN" in refused.stderr
     assert place.run("pull", "big", "--no-draft", HF_TOKEN="hf_secret").returncode == 0
-    assert all(
-        request.token is None for request in place.hub.requests if request.path.startswith("/cdn/")
-    )  # another host
+    place.run("chat", "-hf", "me/small-GGUF", "-hft", "hf_secret", "-p", "x")  # it arrives, and is no model
+    assert set(place.blobs("me/small-GGUF")) == {sha256(place.hub.files[SMALL])}
+    downloads = [request for request in place.hub.requests if request.path.startswith("/cdn/")]
+    assert all(request.token is None for request in downloads)  # another host
 
 
 def test_no_network(place: HubMachine) -> None:
@@ -345,12 +252,6 @@ def test_no_network(place: HubMachine) -> None:
         partial.write_bytes(bytes(n_bytes))
         result = place.run("pull", "big", HF_ENDPOINT="http://127.0.0.1:9")
         assert ("A partial download is kept: 1 MiB" in result.stderr) == (n_bytes > 0)
-
-
-@pytest.mark.slow
-def test_offline(place: HubMachine) -> None:
-    offline = place.run("pull", "big", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 1 and "HF_HUB_OFFLINE" in offline.stderr
 
 
 @pytest.mark.slow
@@ -375,7 +276,10 @@ def test_interrupted(place: HubMachine, signal_number: int, code: int) -> None:
     process = subprocess.Popen(
         place.command("pull", "big", "--no-draft"), env=place.environment(), stderr=subprocess.PIPE, text=True
     )
-    _wait_for(lambda: any(place.blobs("me/big-GGUF").values()))
+    end = time.monotonic() + 30
+    while not any(place.blobs("me/big-GGUF").values()):
+        assert time.monotonic() < end, "nothing arrives"
+        time.sleep(0.02)
     os.kill(process.pid, signal_number)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == code, stderr
@@ -388,9 +292,55 @@ def test_interrupted(place: HubMachine, signal_number: int, code: int) -> None:
     assert place.hub.ranges() == [f"bytes={len(part)}-"]
 
 
-def _wait_for(condition: object, timeout_s: float = 30.0) -> None:
-    assert callable(condition)
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "the condition was not reached"
-        time.sleep(0.02)
+def test_rm(place: HubMachine) -> None:
+    assert place.run("pull", "big").returncode == 0
+    asked = place.run("rm", "big")
+    assert asked.returncode == 2 and "--yes" in asked.stderr
+    removed = place.run("rm", "big", "--yes")
+    assert removed.returncode == 0 and "3 MiB" in removed.stderr
+    assert removed.stdout == ""
+    assert not place.blobs("me/big-GGUF")
+    assert set(place.blobs("me/small-GGUF")) == {sha256(place.hub.files[SMALL])}  # a model of its own
+    again = place.run("rm", "big", "--yes")
+    assert again.returncode == 2 and "big" in again.stderr
+
+
+@pytest.mark.slow
+def test_rm_of_an_unfinished_download(place: HubMachine) -> None:
+    place.hub.cut_after, place.hub.status_after_cut = 2**20, 503
+    assert place.run("pull", "big", "--no-draft").returncode == 1
+    assert place.run("rm", "big", "--yes").returncode == 0
+    assert not place.blobs("me/big-GGUF")
+
+
+@pytest.mark.slow
+def test_rm_keeps_shared_blobs(place: HubMachine) -> None:
+    place.hub.files["me/small-GGUF", "copy-Q8_0.gguf"] = place.hub.files[SMALL]
+    for name in ("small-Q8_0.gguf", "copy-Q8_0.gguf"):
+        assert place.run("pull", f"hf:me/small-GGUF:{name}").returncode == 0
+    assert place.run("rm", "hf:me/small-GGUF:copy-Q8_0.gguf", "--yes").returncode == 0
+    assert "small" in place.run("list").stdout and place.blobs("me/small-GGUF")
+    assert place.run("rm", "small", "--yes").returncode == 0
+    assert not place.blobs("me/small-GGUF")
+
+
+def test_rm_asks(place: HubMachine) -> None:
+    assert place.run("pull", "small").returncode == 0
+    errors = place.folder / "stderr.txt"
+    for answer, left in (("n\n", True), ("y\n", False)):
+        script = f"exec {' '.join(place.command('rm', 'small'))} 2>{errors}"
+        result = subprocess.run(
+            ["script", "-qec", script, "/dev/null"],
+            env=place.environment(),
+            input=answer,
+            text=True,
+            capture_output=True,
+        )
+        assert result.returncode == 0, result.stdout
+        assert bool(place.blobs("me/small-GGUF")) is left
+        assert result.stdout.strip() in ("", answer.strip())  # what the terminal repeats of the answer
+        assert errors.read_text().count("emoved") == 1
+
+
+def test_rm_leaves_the_bundled_pair(place: HubMachine) -> None:
+    assert place.run("rm", "bundled", "--yes").returncode == 2

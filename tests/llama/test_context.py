@@ -14,8 +14,8 @@ from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.sequence import BatchPart, WantedLogits
 from moeedge.native.abi import Phase
-from moeedge.native.compute import Decoder
 from tests.conftest import TinyFactory
+from tests.support.interruption import interrupt_decode
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 60).tolist()
 
@@ -42,14 +42,11 @@ def test_rows_do_not_depend_on_how_tokens_are_fed(context: Context) -> None:
     np.testing.assert_allclose(rest, entire[50:], atol=0.01)
     context.clear()
     np.testing.assert_allclose(context.decode(TOKENS, phase=Phase.PREFILL, logits="last")[0], entire[-1], atol=0.01)
-
-
-def test_no_tokens_to_decode(context: Context) -> None:
     with pytest.raises(ValueError, match="no tokens"):
         context.decode([], phase=Phase.PREFILL)
 
 
-def test_trim_drops_tokens(context: Context) -> None:
+def test_trim_and_keep_prefix_drop_tokens(context: Context) -> None:
     expected = logits_of(context, [*TOKENS[:20], 7])
     context.clear()
     context.decode(TOKENS[:20], phase=Phase.PREFILL, logits="none")
@@ -59,9 +56,7 @@ def test_trim_drops_tokens(context: Context) -> None:
     assert context.sequences[0].tokens == TOKENS[:20]
     np.testing.assert_allclose(context.decode([7], phase=Phase.DECODE), expected, atol=0.01)
 
-
-def test_keep_prefix(context: Context) -> None:
-    context.decode(TOKENS[:20], phase=Phase.PREFILL, logits="none")
+    context.trim(20)
     assert context.sequences[0].keep_prefix([*TOKENS[:12], 999]) == 12
     assert context.sequences[0].keep_prefix([]) == 0
     assert context.sequences[0].tokens == []
@@ -74,11 +69,8 @@ def test_the_context_is_full(tiny_moe: Path) -> None:
             context.decode([65] * 8, phase=Phase.VERIFY, logits="all")
         assert context.n_past == 250
         context.decode([65] * 6, phase=Phase.VERIFY, logits="all")
-
-
-def test_a_context_smaller_than_llama_cpp_allocates_is_respected(tiny_moe: Path) -> None:
-    with Model.load(tiny_moe) as model, Context(model, n_ctx=100, n_threads=1) as context:
-        assert context.n_ctx == 100
+        with Context(model, n_ctx=100, n_threads=1) as small:
+            assert small.n_ctx == 100, "which is less than llama.cpp allocates"
 
 
 @pytest.mark.parametrize("after_piece", [1, 2])
@@ -90,18 +82,8 @@ def test_an_interruption_right_after_llama_decode(
     expected = logits_of(context, [*TOKENS[:10], 7])
     context.clear()
     context.decode(TOKENS[:10], phase=Phase.PREFILL, logits="none")
-    real, calls = Decoder.__call__, 0
-
-    def interrupted(self: Decoder, batch: object, *, wait: bool) -> int:
-        nonlocal calls
-        calls += 1
-        code = real(self, batch, wait=wait)
-        if calls == after_piece:
-            raise error
-        return int(code)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "__call__", interrupted)
+        interrupt_decode(patch, after_piece, error)
         with pytest.raises(error):
             context.decode(TOKENS[10:40], phase=Phase.PREFILL, logits="none")
     assert context.sequences[0].tokens == TOKENS[:10]
@@ -110,10 +92,7 @@ def test_an_interruption_right_after_llama_decode(
 
 def test_shift_renumbers(tiny: TinyFactory) -> None:
     # one layer: a key depends on its token and position alone, so shifting equals computing anew
-    with (
-        Model.load(tiny("qwen3moe", layers=1)) as model,
-        Context(model, n_ctx=256, n_threads=1) as context,
-    ):
+    with Model.load(tiny("qwen3moe", layers=1)) as model, Context(model, n_ctx=256, n_threads=1) as context:
         assert context.can_shift
         expected = logits_of(context, [*TOKENS[:4], *TOKENS[14:40], 7])
         context.clear()
@@ -151,18 +130,6 @@ def test_a_sliding_window_drops_old_tokens(tiny: TinyFactory) -> None:
         context.trim(50)  # the window of position 50 is gone: everything is dropped
         assert context.sequences[0].tokens == []
         np.testing.assert_allclose(logits_of(context, [*tokens[:50], 7]), expected, atol=0.01)
-
-
-def test_switching_modes_changes_no_logit(context: Context) -> None:
-    assert context.sensor is not None
-    ours = logits_of(context, TOKENS)
-    assert context.sensor.read_counts().sum() > 0
-    context.set_mode("stock")
-    np.testing.assert_array_equal(logits_of(context, TOKENS), ours)
-    assert context.sensor.read_counts().sum() == 0
-    context.set_mode("moeedge")
-    np.testing.assert_array_equal(logits_of(context, TOKENS), ours)
-    assert context.sensor.read_counts().sum() > 0
 
 
 def test_more_logits_than_were_reserved_come_in_pieces(tiny_moe: Path) -> None:
@@ -221,12 +188,6 @@ def test_a_text_does_not_take_the_room_of_the_others(shared: Context) -> None:
 
 
 def test_an_interruption_leaves_all_sequences_as_they_were(shared: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Decoder.__call__
-
-    def interrupted(self: Decoder, batch: object, *, wait: bool) -> int:
-        real(self, batch, wait=wait)
-        raise KeyboardInterrupt
-
     parts = [BatchPart(sequence, TOKENS[:10], "last") for sequence in shared.sequences]
     shared.decode_parts(parts, phase=Phase.PREFILL)
     more = [BatchPart(sequence, TOKENS[10:15], "all") for sequence in shared.sequences]
@@ -234,7 +195,7 @@ def test_an_interruption_leaves_all_sequences_as_they_were(shared: Context, monk
     for sequence in shared.sequences:
         sequence.trim(10)
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "__call__", interrupted)
+        interrupt_decode(patch, 1)
         with pytest.raises(KeyboardInterrupt):
             shared.decode_parts(more, phase=Phase.VERIFY)
     assert [sequence.tokens for sequence in shared.sequences] == [TOKENS[:10]] * 3

@@ -14,9 +14,9 @@ from moeedge.errors import BackendError
 from moeedge.llama.context import Context
 from moeedge.llama.model import Mode, Model
 from moeedge.native.abi import Phase, RoutingMode
-from moeedge.trace.routing import RecordedRouting
+from moeedge.trace.steps import RecordedRouting
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import case_model
 
 CASES = ("qwen3moe", "gpt-oss", "deepseek3", "granitemoe", "llama4", "olmoe", "gemma4", "granitehybrid")
 TOKENS = np.random.default_rng(1).integers(0, 256, 40).tolist()
@@ -38,10 +38,8 @@ def forced(path: Path, mode: Mode, **further: Any) -> Iterator[Context]:
 @pytest.mark.parametrize("mode", ["stock", "moeedge"])
 @pytest.mark.parametrize("case", CASES)
 def test_both_engines_use_the_given_experts(case: str, mode: Mode, tiny: TinyFactory) -> None:
-    arch, dimensions = MOE_CASES[case]
-    with forced(tiny(arch, **dimensions), mode) as context:
+    with forced(case_model(tiny, case), mode) as context:
         routing, info = context.routing, context.model.info
-        assert routing is not None
         routing.set_capture(True)
         routing.offset = 50  # beyond the end it begins anew
         for n_done, tokens in ((0, TOKENS[:20]), (20, TOKENS[20:21]), (21, TOKENS[21:30])):
@@ -63,7 +61,6 @@ def test_both_engines_use_the_given_experts(case: str, mode: Mode, tiny: TinyFac
 def test_micro_batches_of_models_that_keep_snapshots(tiny: TinyFactory) -> None:
     """llama.cpp splits their batches so that the last tokens are together."""
     with forced(tiny("qwen35moe"), "stock", n_snapshots=4) as context:
-        assert context.routing is not None
         context.routing.set_capture(True)
         for tokens in (TOKENS[:30], TOKENS[30:35], TOKENS[35:36]):
             first = context.n_past
@@ -76,9 +73,7 @@ def test_micro_batches_of_models_that_keep_snapshots(tiny: TinyFactory) -> None:
 @pytest.mark.parametrize("mode", ["stock", "moeedge"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_hook_alone_changes_no_bit(case: str, mode: Mode, tiny: TinyFactory) -> None:
-    arch, dimensions = MOE_CASES[case]
-    with forced(tiny(arch, **dimensions), mode) as context:
-        assert context.routing is not None
+    with forced(case_model(tiny, case), mode) as context:
         results = []
         for routing_mode in (RoutingMode.OFF, RoutingMode.IDENTITY, RoutingMode.FORCED):
             context.routing.mode = routing_mode
@@ -99,7 +94,6 @@ def test_both_engines_agree_under_forced_routing(tiny_moe: Path) -> None:
 def test_tokens_that_are_not_the_text_are_routed_elsewhere(tiny_moe: Path) -> None:
     with forced(tiny_moe, "stock") as context:
         routing = context.routing
-        assert routing is not None
         routing.set_capture(True)
         routing.text = np.array(TOKENS, dtype=np.int32)
         context.decode([*TOKENS[:3], TOKENS[3] + 1, TOKENS[4]], phase=Phase.VERIFY, logits="all")
@@ -109,7 +103,6 @@ def test_tokens_that_are_not_the_text_are_routed_elsewhere(tiny_moe: Path) -> No
 
 def test_ids_out_of_range_are_refused(tiny_moe: Path) -> None:
     with forced(tiny_moe, "stock") as context:
-        assert context.routing is not None
         context.routing.recorded.ids[:] = context.model.info.n_experts
         with pytest.raises(BackendError):
             context.decode(TOKENS[:2], phase=Phase.DECODE)

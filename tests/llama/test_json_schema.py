@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moeedge.errors import InputError
-from moeedge.lab.widen.vocabulary import IM_END
+from moeedge.lab.widen.random_model import IM_END
 from moeedge.llama.json_schema import schema_grammar
 from moeedge.llama.model import Model
 from moeedge.llama.samplers import Grammar, TokenArray

@@ -1,4 +1,4 @@
-"""Loading a model without reading its experts."""
+"""Loading a model without reading its experts, also where its other weights go to a GPU."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from moeedge.llama.model import Model
 from moeedge.native import mapping
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
+from tests.support.counting import CountingDevice
 from tests.support.split_files import split
 
 PAGE = mmap.PAGESIZE
+TOKENS = list(range(65, 80))
 CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU
 
 on_linux = pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/self/maps")
@@ -84,12 +86,18 @@ def drop_from_page_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+@pytest.fixture
+def dropped(wide: Path) -> Path:
+    """`wide`, of which nothing is in the page cache."""
+    drop_from_page_cache(wide)
+    if resident_pages(wide).mean() > 0.02:
+        pytest.skip("the file system keeps its files in memory")
+    return wide
+
+
 def logits_of(path: Path, storage: Storage) -> NDArray[np.float32]:
-    with (
-        Model.load(path, storage=storage) as model,
-        Context(model, n_ctx=64, n_threads=2) as context,
-    ):
-        return np.array(context.decode(list(range(65, 80)), phase=Phase.VERIFY, logits="all"))
+    with Model.load(path, storage=storage) as model, Context(model, n_ctx=64, n_threads=2) as context:
+        return np.array(context.decode(TOKENS, phase=Phase.VERIFY, logits="all"))
 
 
 def test_outputs_are_the_same(wide: Path) -> None:
@@ -126,43 +134,36 @@ def test_only_the_thread_that_loads_gets_the_other_answer() -> None:
 
 @on_linux
 @pytest.mark.parametrize("is_lazy", [True, False])
-def test_experts_are_not_read(wide: Path, is_lazy: bool) -> None:
+def test_experts_are_not_read(dropped: Path, is_lazy: bool) -> None:
     """mincore of llama.cpp's mapping, the file's pages dropped before."""
-    drop_from_page_cache(wide)
-    if resident_pages(wide).mean() > 0.02:
-        pytest.skip("the file system keeps its files in memory")
-    weights = SplitWeights.read(wide)
-    with Model.load(wide, storage="on demand" if is_lazy else "mapped") as model:
-        resident = resident_pages(wide)
+    weights = SplitWeights.read(dropped)
+    with Model.load(dropped, storage="on demand" if is_lazy else "mapped") as model:
+        resident = resident_pages(dropped)
         in_dense = pages_of(weights.dense, len(resident))
         in_experts = pages_of(weights.experts, len(resident)) & ~in_dense
         assert in_experts.sum() > 4000
         if is_lazy:
             assert resident[in_dense | in_experts].mean() < 0.02, "nor are the other weights in the page cache"
-            assert model.dense is not None
             assert model.dense.n_bytes == sum(tensor.size_bytes for tensor in weights.dense)
             assert model.dense.own_bytes == model.dense.host_bytes == in_dense.sum() * PAGE
             assert model.dense.locked_bytes >= min(model.dense.n_bytes, memory_lock_limit())  # entire pages
         else:
             assert resident[in_dense | in_experts].all()
             assert model.dense is None
-    assert mapping.mapped(wide) == []
+    assert mapping.mapped(dropped) == []
 
 
 @on_linux
 def test_without_memory_of_their_own_dense_weights_are_in_the_page_cache(
-    wide: Path, monkeypatch: pytest.MonkeyPatch
+    dropped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drop_from_page_cache(wide)
-    if resident_pages(wide).mean() > 0.02:
-        pytest.skip("the file system keeps its files in memory")
     monkeypatch.setattr(dense_weights, "fits", lambda _n_bytes: False)
-    weights = SplitWeights.read(wide)
+    weights = SplitWeights.read(dropped)
     for _ in range(3):  # the kernel may drop pages that are not locked, and keep those that another core has just read
-        drop_from_page_cache(wide)
-        with Model.load(wide, storage="on demand") as model:
-            resident = resident_pages(wide)
-            assert model.dense is not None and model.dense.own_bytes == 0
+        drop_from_page_cache(dropped)
+        with Model.load(dropped, storage="on demand") as model:
+            resident = resident_pages(dropped)
+            assert model.dense.own_bytes == 0
             assert model.dense.locked_bytes >= min(model.dense.n_bytes, memory_lock_limit())
         in_dense = pages_of(weights.dense, len(resident))
         in_experts = pages_of(weights.experts, len(resident)) & ~in_dense
@@ -173,11 +174,8 @@ def test_without_memory_of_their_own_dense_weights_are_in_the_page_cache(
 
 
 @on_linux
-def test_split_files(wide: Path, tmp_path: Path) -> None:
-    drop_from_page_cache(wide)
-    if resident_pages(wide).mean() > 0.02:
-        pytest.skip("the file system keeps its files in memory")
-    files = split(wide, tmp_path)
+def test_split_files(dropped: Path, tmp_path: Path) -> None:
+    files = split(dropped, tmp_path)
     assert len(files) == 3
     for file in files:
         drop_from_page_cache(file)
@@ -190,23 +188,16 @@ def test_split_files(wide: Path, tmp_path: Path) -> None:
             in_experts = pages_of([tensor for tensor in weights.experts if tensor.file == file], len(resident))
             assert resident[in_dense | in_experts].mean() < 0.02
             n_dense_pages += int(in_dense.sum())
-        assert model.dense is not None and model.dense.own_bytes == n_dense_pages * PAGE
-    assert np.array_equal(logits_of(files[0], "on demand"), logits_of(wide, "mapped"))
+        assert model.dense.own_bytes == n_dense_pages * PAGE
+    assert np.array_equal(logits_of(files[0], "on demand"), logits_of(dropped, "mapped"))
 
 
 @on_linux
-def test_a_limit_of_locked_memory_is_no_error(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_locks(monkeypatch, 0)
+@pytest.mark.parametrize("n_pages", [0, 5])
+def test_a_small_limit_of_locked_memory_is_used_up(wide: Path, monkeypatch: pytest.MonkeyPatch, n_pages: int) -> None:
+    limit_locks(monkeypatch, n_pages * PAGE)
     with Model.load(wide, storage="on demand") as model:
-        assert model.dense is not None and model.dense.locked_bytes == 0 < model.dense.n_bytes
-
-
-@on_linux
-def test_a_small_limit_of_locked_memory_is_used_up(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_locks(monkeypatch, 5 * PAGE)
-    with Model.load(wide, storage="on demand") as model:
-        assert model.dense is not None
-        assert 4 * PAGE < model.dense.locked_bytes <= 5 * PAGE
+        assert (n_pages - 1) * PAGE < model.dense.locked_bytes <= n_pages * PAGE < model.dense.n_bytes
 
 
 def limit_locks(monkeypatch: pytest.MonkeyPatch, left_bytes: int) -> None:
@@ -270,7 +261,7 @@ def test_only_weights_in_host_memory_are_copied(wide: Path, monkeypatch: pytest.
 def test_a_mapping_that_was_there_before_stays_one(wide: Path) -> None:
     with Model.load(wide, storage="mapped"), Model.load(wide, storage="on demand") as model:
         assert sum(each.n_bytes for each in mapping.mapped(wide)) >= wide.stat().st_size
-        assert model.dense is not None and model.dense.own_bytes == model.dense.host_bytes
+        assert model.dense.own_bytes == model.dense.host_bytes
 
 
 def overwrite(path: Path, tensors: Sequence[GgufTensor]) -> None:
@@ -284,11 +275,9 @@ def overwrite(path: Path, tensors: Sequence[GgufTensor]) -> None:
 def test_a_file_that_is_overwritten_afterwards_changes_no_answer(wide: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(wide, tmp_path / "copy.gguf"))
     weights = SplitWeights.read(copy)
-    tokens = list(range(65, 80))
     with Model.load(copy, storage="on demand") as model, Context(model, n_ctx=64, n_threads=2) as context:
         overwrite(copy, weights.dense)
-        found = np.array(context.decode(tokens, phase=Phase.VERIFY, logits="all"))
-        assert model.dense is not None
+        found = np.array(context.decode(TOKENS, phase=Phase.VERIFY, logits="all"))
         with pytest.raises(ModelFileError, match="changed"):
             model.dense.check_files()
     assert np.array_equal(found, logits_of(wide, "mapped"))
@@ -324,3 +313,52 @@ def test_what_was_copied_leaves_the_page_cache(tmp_path: Path) -> None:
     assert mapping.give_own_memory(file, mapping.FileVersion.of(file), pages) == 4 * PAGE
     assert not resident_pages(file).any()
     assert content.tobytes() == bytes(range(256)) * (4 * PAGE // 256)
+
+
+@on_linux
+def test_dense_weights_reach_the_gpu_and_only_the_embeddings_are_kept(counting: CountingDevice, wide: Path) -> None:
+    weights = SplitWeights.read(wide)
+    embeddings = sum(tensor.size_bytes for tensor in weights.dense if tensor.name == "token_embd.weight")
+    logits = []
+    for storage in ("mapped", "on demand"):
+        drop_from_page_cache(wide)
+        with (
+            Model.load(wide, n_gpu_layers=-1, experts_on_cpu=True, storage=storage) as model,
+            Context(model, n_ctx=64, n_threads=2) as context,
+        ):
+            assert model.uses_gpu
+            if storage == "on demand":
+                resident = resident_pages(wide)
+                in_dense = pages_of(weights.dense, len(resident))
+                assert resident[pages_of(weights.experts, len(resident)) & ~in_dense].mean() < 0.02
+                assert embeddings <= model.dense.own_bytes == model.dense.host_bytes < embeddings + 2 * 4096
+                assert model.dense.host_bytes < model.dense.n_bytes
+            logits.append(np.array(context.decode(TOKENS, phase=Phase.VERIFY, logits="all")))
+    assert np.array_equal(*logits)
+
+
+@on_linux
+def test_without_layers_on_the_gpu_all_dense_weights_are_kept(counting: CountingDevice, tiny: TinyFactory) -> None:
+    """The output is then in host memory, too, although a GPU is listed."""
+    path = tiny("qwen3moe", layers=4, embd=256)
+    assert any(tensor.name == "output.weight" for tensor in SplitWeights.read(path).dense)
+    with Model.load(path, n_gpu_layers=0, storage="on demand") as model:
+        assert model.uses_gpu and model.host_expert_layers == (0, 1, 2, 3)
+        assert model.dense.n_bytes <= model.dense.own_bytes == model.dense.host_bytes
+
+
+@on_linux
+@pytest.mark.parametrize("experts_on_cpu", [False, True])
+def test_experts_that_go_to_the_gpu_are_read_ahead(
+    counting: CountingDevice, tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch, experts_on_cpu: bool
+) -> None:
+    """Those of the last layers, and no others."""
+    path = tiny("qwen3moe", layers=4, embd=256, experts=16)
+    ahead: list[tuple[int, int]] = []
+    monkeypatch.setattr(dense_weights, "_read_ahead", lambda _file, ranges: ahead.extend(ranges))
+    with Model.load(path, n_gpu_layers=3, experts_on_cpu=experts_on_cpu, storage="on demand") as model:
+        assert model.host_expert_layers == ((0, 1, 2, 3) if experts_on_cpu else (0, 1))
+    for tensor in SplitWeights.read(path).experts:
+        middle = tensor.offset + tensor.size_bytes // 2
+        is_ahead = any(offset <= middle < offset + n_bytes for offset, n_bytes in ahead)
+        assert is_ahead == (not experts_on_cpu and tensor.name.startswith(("blk.2.", "blk.3."))), tensor.name

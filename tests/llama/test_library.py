@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,31 +12,12 @@ from moeedge.llama.library import _on_log
 INFO, WARNING, ERROR, CONTINUED = 2, 3, 4, 5  # enum ggml_log_level
 
 
-class Keeper(logging.Handler):
-    """Keeps the records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[tuple[int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append((record.levelno, record.getMessage()))
-
-
-@pytest.fixture
-def kept() -> Iterator[list[tuple[int, str]]]:
-    keeper = Keeper()
-    level = library.logger.level
-    library.logger.addHandler(keeper)
+def test_fragments_become_lines(caplog: pytest.LogCaptureFixture) -> None:
+    library.logger.addHandler(caplog.handler)  # tests/conftest.py takes it off
     library.logger.setLevel(logging.DEBUG)
-    yield keeper.records
-    library.logger.removeHandler(keeper)
-    library.logger.setLevel(level)
-
-
-def test_fragments_become_lines(kept: list[tuple[int, str]]) -> None:
     for level, text in ((INFO, b"loading "), (CONTINUED, b"."), (CONTINUED, b".\n\n"), (ERROR, b"bad 100%\nworse\n")):
         _on_log(level, text, None)
+    kept = [(level, text) for _, level, text in caplog.record_tuples]
     assert kept == [(logging.INFO, "loading .."), (logging.ERROR, "bad 100%"), (logging.ERROR, "worse")]
 
 

@@ -1,8 +1,8 @@
-"""Shared by several files: the models of one architecture, loaded once, and stock's answer."""
+"""Shared by several files: a model with many experts, one architecture's models, loaded once, and stock's contexts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,64 +13,84 @@ import pytest
 from moeedge.llama import library
 from moeedge.llama.model import Model
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import case_model
 from tests.support.hybrid import MANY_EXPERTS, hybrid_config
 from tests.support.stock import StockContext
 
 PROMPT = np.random.default_rng(4).integers(0, 256, 10).tolist() * 2  # copies: n-gram lookup has something to find
+LONG_PROMPT = np.random.default_rng(4).integers(0, 256, 40).tolist()  # long enough for llama.cpp's op offload
+
+
+@pytest.fixture(scope="session")
+def many(tiny: TinyFactory) -> Path:
+    """A qwen3moe target with MANY_EXPERTS experts."""
+    return tiny("qwen3moe", experts=MANY_EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def stock(many: Path) -> Iterator[StockContext]:
+    """Stock's context on the CPU with that model."""
+    library.start()
+    with StockContext(many, n_ctx=512) as context:
+        yield context
+
+
+@pytest.fixture
+def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No run's kept activations warm another; returns tmp_path."""
+    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+    return tmp_path
 
 
 @dataclass
 class Loaded:
-    """One case's models, loaded once, and stock's answer to PROMPT."""
+    """One case's models, loaded once, and stock's context."""
 
     path: Path
     draft_path: Path
     model: Model
     draft: Model
     stock: StockContext
-    expected: list[int]
 
 
 def each_case(
-    names: Iterable[str],
+    names: Collection[str],
     name: str = "",
-    values: Iterable[object] = (),
+    values: Collection[object] = (),
     *,
     quick: Collection[object] = (),
+    slowly: Collection[object] = (),
+    in_turn: bool = False,
     slow: Collection[str] = (),
 ) -> pytest.MarkDecorator:
-    """Runs a test for those of MOE_CASES, whose models stay loaded from one test of a module to the next.
+    """Runs a test for these cases, whose models stay loaded from one test of a module to the next.
 
-    name, values: another parameter. The first case runs with all of its values, the others with those in `quick`; the
-    other pairs are slow, and so are all of the cases in `slow`.
+    name, values: another parameter. The first case runs with all of its values, the others with those in `quick`, and
+    slowly with those in `slowly`; in_turn: each value that is left with one of the others, slowly. slow: cases of which
+    all of this is slow.
     """
     first, *others = names
     if not name:
         return pytest.mark.parametrize("loaded", [first, *others], indirect=True, scope="module")
-    pairs = [
-        pytest.param(
-            case,
-            value,
-            id=f"{value}-{case}",
-            marks=() if case == first or (value in quick and case not in slow) else pytest.mark.slow,
-        )
-        for case in (first, *others)
-        for value in values
-    ]
+    pairs = []
+    for i, case in enumerate((first, *others)):
+        for j, value in enumerate(values):
+            is_chosen = value in quick or value in slowly or (in_turn and j % len(others) == i - 1)
+            is_slow = case != first and (value not in quick or case in slow)
+            if case == first or is_chosen:
+                marks = pytest.mark.slow if is_slow else ()
+                pairs.append(pytest.param(case, value, id=f"{value}-{case}", marks=marks))
     return pytest.mark.parametrize(("loaded", name), pairs, indirect=["loaded"], scope="module")
 
 
 @pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, tiny: TinyFactory, tiny_draft: Path) -> Iterator[Loaded]:
-    """Of the case that `each_case` names; the answer has the module's N_PREDICT tokens."""
+    """Of the case that `each_case` names, with MANY_EXPERTS experts."""
     library.start()
-    arch, dimensions = MOE_CASES[request.param]
-    path = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
+    path = case_model(tiny, request.param, experts=MANY_EXPERTS)
     with ExitStack() as stack:
         stock = stack.enter_context(StockContext(path, n_ctx=512))
-        expected, _ = stock.greedy(PROMPT, request.module.N_PREDICT)
         config = hybrid_config(path, tiny_draft, 0.5)
         model = stack.enter_context(Model.load(path, device=config.device))
         draft = stack.enter_context(Model.load(tiny_draft, device=config.device))
-        yield Loaded(path, tiny_draft, model, draft, stock, expected)
+        yield Loaded(path, tiny_draft, model, draft, stock)

@@ -1,7 +1,9 @@
 """Attention on a GPU and experts cached on it, where the counting device is the GPU: the tokens are stock's.
 
 Stock has the same split: the same layers on the device, all experts on the CPU. With `late` the device executes nothing
-before something waits for it, and reports operations that nothing orders. tests/native/counting_device has the details.
+before something waits for it, and reports operations that nothing orders. It also fails in mid-answer, at llama.cpp's
+work or at the cache's, once, for good, or by an exception as Vulkan's backend does. tests/native/counting_device has
+the details.
 """
 
 from __future__ import annotations
@@ -9,24 +11,29 @@ from __future__ import annotations
 import dataclasses
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.native.abi import DevicePath
-from moeedge.scheduler.cache_governor import CacheGovernor
+from moeedge.engine.types import EngineConfig
+from moeedge.errors import DeviceFailedError
+from moeedge.native.abi import DevicePath, Phase
+from moeedge.run import is_warning
+from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
-from tests.support.cases import ATTENTION_CASES
+from tests.lossless.conftest import LONG_PROMPT as PROMPT
+from tests.support.cases import ATTENTION_CASES, RARE_CASES, case_model
 from tests.support.counting import DEVICE, CountingDevice, count
-from tests.support.hybrid import MANY_EXPERTS, AlternatingCache, assert_greedy, greedy_answer, hybrid_config
+from tests.support.hybrid import MANY_EXPERTS, AlternatingCache, assert_answers, greedy_answer, hit_stats, hybrid_config
 from tests.support.stock import StockContext, transcript
 
 ALL = 99
-PROMPT = np.random.default_rng(4).integers(0, 256, 40).tolist()  # long enough for llama.cpp's op offload
 N_PREDICT = 24
-PATHS = pytest.mark.parametrize("path", list(DevicePath))
 LATE = pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+ONCE, FOR_GOOD, THROWS = 0, 1, 3  # fail_mode
+SHORT_PROMPT = list(range(40, 60))
 
 
 @LATE
@@ -41,128 +48,157 @@ def test_stock_on_the_device_is_stock_on_the_cpu(late: bool, tiny_moe: Path, cou
         assert np.array_equal(transcript(gpu), expected)
 
 
-@pytest.mark.slow
-@LATE
-def test_the_bundled_target_on_the_device(
-    late: bool, bundled_pair: tuple[Path, Path], counting: CountingDevice
-) -> None:
-    with StockContext(bundled_pair[0], repack=False) as cpu:
-        expected, _ = cpu.greedy(PROMPT, 8)
-    with (
-        counting.late() if late else nullcontext(),
-        StockContext(bundled_pair[0], repack=False, gpu=DEVICE, n_gpu_layers=ALL) as gpu,
-    ):
-        assert gpu.greedy(PROMPT, 8)[0] == expected
+def gpu_config(
+    path: Path, draft: Path | None, ratio: float = 0.5, gamma: int = 4, n_gpu_layers: int = ALL, **placement: Any
+) -> EngineConfig:
+    config = hybrid_config(path, draft, ratio, gamma=gamma, device=DEVICE, **placement)
+    return dataclasses.replace(config, n_gpu_layers=n_gpu_layers)
 
 
-def check_session(
-    path: Path,
-    draft: Path,
-    device: CountingDevice,
-    *,
-    n_gpu_layers: int,
-    ratio: float,
-    gamma: int,
-    late: bool,
-    n_predict: int = N_PREDICT,
-    governor: CacheGovernor | None = None,
-    **placement: object,
+def check(
+    config: EngineConfig, counting: CountingDevice, *, late: bool, alternates: bool = False, n_predict: int = N_PREDICT
 ) -> None:
     """Two answers of a session: greedy decoding's, computed in part by the device, without hazards."""
-    with ExitStack() as stack:
-        options = {"gpu": DEVICE, "n_gpu_layers": n_gpu_layers, "experts_on_cpu": True}
-        stock = stack.enter_context(StockContext(path, n_ctx=512, **options))
-        expected, _ = stock.greedy(PROMPT, n_predict)
-        stack.enter_context(device.late() if late else nullcontext())
-        config = hybrid_config(path, draft, ratio, gamma=gamma, device=DEVICE, **placement)
-        config = dataclasses.replace(config, n_gpu_layers=n_gpu_layers)
-        session = stack.enter_context(Session.open(config))
-        assert session.placement is not None
-        session.placement.governor = governor
-        device.reset()
-        for turn in range(2):
-            tokens = greedy_answer(session, PROMPT, n_predict)
-            assert_greedy(stock, PROMPT, tokens, expected, f"turn {turn}")
-        stats = session.placement_stats()
-        assert stats is not None and stats.pairs_hit > 0 and stats.blocks_unknown == 0
-        assert count(device.timeline()).launches > 0
-        device.check()
+    gpu: dict[str, Any] = {"gpu": DEVICE, "n_gpu_layers": config.n_gpu_layers, "experts_on_cpu": True}
+    with StockContext(config.model, n_ctx=512, **gpu) as stock:
+        stock.answer(PROMPT, n_predict)
+        with counting.late() if late else nullcontext(), Session.open(config) as session:
+            assert session.placement is not None
+            session.placement.governor = AlternatingCache() if alternates else None
+            counting.reset()
+            assert_answers(session, stock, PROMPT, n_predict, 2)
+            hit_stats(session)
+            assert count(counting.timeline()).launches > 0
+            counting.check()
 
 
 @LATE
-@PATHS
+@pytest.mark.parametrize(
+    ("path", "alternates"),
+    [*((path, False) for path in DevicePath), (DevicePath.PAIRS, True), (DevicePath.AHEAD, True)],
+)
 def test_cached_experts_next_to_attention(
-    path: DevicePath, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
+    path: DevicePath, alternates: bool, late: bool, many: Path, tiny_draft: Path, counting: CountingDevice
 ) -> None:
-    model = tiny("qwen3moe", experts=MANY_EXPERTS)
-    check_session(model, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late, device_path=path)
-
-
-@LATE
-@pytest.mark.parametrize("path", [DevicePath.PAIRS, DevicePath.AHEAD])
-def test_a_cache_that_goes_off_and_on(
-    path: DevicePath, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
-) -> None:
-    model, governor = tiny("qwen3moe", experts=MANY_EXPERTS), AlternatingCache()
-    check_session(
-        model,
-        tiny_draft,
-        counting,
-        n_gpu_layers=ALL,
-        ratio=0.5,
-        gamma=4,
-        late=late,
-        governor=governor,
-        device_path=path,
-    )
+    """alternates: the cache goes off and on within an answer."""
+    check(gpu_config(many, tiny_draft, device_path=path), counting, late=late, alternates=alternates)
 
 
 @pytest.mark.slow
-@LATE
-@pytest.mark.parametrize("gamma", [0, 8])
-@pytest.mark.parametrize("ratio", [0.17, 1.0])
-@pytest.mark.parametrize("n_gpu_layers", [0, 1, 2, ALL])
-@pytest.mark.parametrize("path", [DevicePath.PAIRS, DevicePath.AHEAD])
+@pytest.mark.parametrize(
+    ("n_gpu_layers", "path", "ratio", "gamma", "late"),
+    [  # each pair of their values
+        (n_gpu_layers, path, (0.17, 1.0)[(i + j) % 2], (0, 8)[(i // 2 + j) % 2], (i + i // 2 + j) % 2 == 1)
+        for i, n_gpu_layers in enumerate((0, 1, 2, ALL))
+        for j, path in enumerate((DevicePath.PAIRS, DevicePath.AHEAD))
+    ],
+)
 def test_every_split(
-    path: DevicePath,
     n_gpu_layers: int,
+    path: DevicePath,
     ratio: float,
     gamma: int,
     late: bool,
-    tiny: TinyFactory,
+    many: Path,
     tiny_draft: Path,
     counting: CountingDevice,
 ) -> None:
-    model = tiny("qwen3moe", experts=MANY_EXPERTS)
-    check_session(
-        model, tiny_draft, counting, n_gpu_layers=n_gpu_layers, ratio=ratio, gamma=gamma, late=late, device_path=path
-    )
+    check(gpu_config(many, tiny_draft, ratio, gamma, n_gpu_layers, device_path=path), counting, late=late)
 
 
 @pytest.mark.slow
-@LATE
-@PATHS
-@pytest.mark.parametrize("case", [name for name in ATTENTION_CASES if name != "qwen3moe"])
+@pytest.mark.parametrize(
+    ("case", "path", "late"),
+    [
+        (case, path, (i + j) % 2 == 0)
+        for i, case in enumerate([*ATTENTION_CASES, *RARE_CASES])
+        for j, path in enumerate(DevicePath)
+    ],
+)
 def test_every_architecture(
     case: str, path: DevicePath, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
 ) -> None:
-    arch, dimensions = ATTENTION_CASES[case]
-    model = tiny(arch, **(dimensions | {"experts": MANY_EXPERTS}))
-    check_session(model, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late, device_path=path)
+    model = case_model(tiny, case, experts=MANY_EXPERTS)
+    check(gpu_config(model, tiny_draft, device_path=path), counting, late=late)
 
 
 @pytest.mark.slow
 @LATE
 @pytest.mark.parametrize("prefill", ["resident", "stream"])
-def test_prefill_paths(prefill: str, late: bool, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice) -> None:
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    check_session(path, tiny_draft, counting, n_gpu_layers=ALL, ratio=0.5, gamma=4, late=late, prefill=prefill)
+def test_prefill_paths(prefill: str, late: bool, many: Path, tiny_draft: Path, counting: CountingDevice) -> None:
+    check(gpu_config(many, tiny_draft, prefill=prefill), counting, late=late)
 
 
 @pytest.mark.slow
-@LATE
-@pytest.mark.parametrize("n_gpu_layers", [1, 24, ALL])
+@pytest.mark.parametrize(("n_gpu_layers", "late"), [(1, True), (24, False), (ALL, True)])
 def test_the_bundled_pair(
     n_gpu_layers: int, late: bool, bundled_pair: tuple[Path, Path], counting: CountingDevice
 ) -> None:
-    check_session(*bundled_pair, counting, n_gpu_layers=n_gpu_layers, ratio=0.17, gamma=4, late=late, n_predict=8)
+    check(gpu_config(*bundled_pair, 0.17, n_gpu_layers=n_gpu_layers), counting, late=late, n_predict=8)
+
+
+# a GPU that fails
+
+
+def check_failure(tiny: TinyFactory, counting: CountingDevice, *, ratio: float = 0.5, mode: int, at_graph: int) -> None:
+    """`at_graph` counts from the begin of the answer."""
+    path = tiny("qwen3moe")
+    config = gpu_config(path, tiny("qwen3"), ratio, policy="lru")
+    config = dataclasses.replace(config, cpu_fallback=True)
+    with StockContext(path) as stock, ExitStack() as stack, Session.open(config) as session:
+        n_before = len(session.info.notes)
+        stack.enter_context(counting.failing(at_graph, mode))  # until the session is closed
+        assert_answers(session, stock, SHORT_PROMPT, N_PREDICT, 2)
+        warnings = [note for note in session.info.notes[n_before:] if is_warning(note)]
+        assert 1 <= len(warnings) <= 2  # of the cache's device, of llama.cpp's
+        stats = session.placement_stats()
+        assert stats is None or stats.lost
+
+
+@pytest.mark.parametrize("mode", [ONCE, pytest.param(FOR_GOOD, marks=pytest.mark.slow), THROWS])
+@pytest.mark.parametrize("at_graph", [1, 30])
+def test_a_gpu_that_fails(mode: int, at_graph: int, tiny: TinyFactory, counting: CountingDevice) -> None:
+    check_failure(tiny, counting, mode=mode, at_graph=at_graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "at_graph", "ratio"),
+    [  # each pair of their values
+        (mode, at_graph, (0.0, 0.17, 1.0)[(i + j) % 3])
+        for i, mode in enumerate((ONCE, FOR_GOOD, THROWS))
+        for j, at_graph in enumerate((2, 5, 9, 17, 33, 65))
+    ],
+)
+def test_a_gpu_that_fails_anywhere(
+    mode: int, at_graph: int, ratio: float, tiny: TinyFactory, counting: CountingDevice
+) -> None:
+    check_failure(tiny, counting, ratio=ratio, mode=mode, at_graph=at_graph)
+
+
+def test_a_driver_that_throws_inside_our_backend_is_not_called_again(many: Path, counting: CountingDevice) -> None:
+    """Contexts are abandoned at whichever launch the driver throws: those of a block are queued by our backend."""
+    for at_graph in range(1, 6):
+        with Session.open(gpu_config(many, None, device_path=DevicePath.AHEAD)) as session:
+            greedy_answer(session, SHORT_PROMPT, 2)
+            assert session.placement is not None
+            session.placement.wait()
+            session.placement.cache.drain(10.0)  # experts in every layer: each launches a half of its block
+            with counting.failing(at_graph, THROWS), pytest.raises(DeviceFailedError):
+                session.target.decode([1], phase=Phase.DECODE)
+            assert session.target.is_closed
+
+
+def test_experts_per_step_count_all_layers_afterwards(tiny_moe: Path, counting: CountingDevice) -> None:
+    """One of three layers is in host memory before, all of them after."""
+    config = gpu_config(tiny_moe, None, policy="lru")
+    records: list[StepRecord] = []
+    config = dataclasses.replace(config, n_cpu_moe=1, cpu_fallback=True)
+    with ExitStack() as stack, Session.open(config) as session:
+        assert session.info.n_whole_layers == 2
+        session.observers.append(lambda record, _session: records.append(record))
+        stack.enter_context(counting.failing(30, FOR_GOOD))  # until the session is closed
+        greedy_answer(session, SHORT_PROMPT, N_PREDICT)
+        assert (session.info.n_whole_layers, session.info.device) == (0, "none")
+        used = [record.experts_unique for record in records if record.n_verified == 1]
+        assert used and used == [session.info.n_expert_used] * len(used)

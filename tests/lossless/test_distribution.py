@@ -1,8 +1,9 @@
 """At temperature > 0 speculation changes no probability.
 
 One test computes the distribution of the next token exactly from the sampler's own decisions. The others compare
-sampled answers of the engine with the exact distribution (chi-square); the exact probability of each short continuation
-comes from stock llama.cpp's logits and an independent, plain implementation of the filter chain.
+sampled answers of the engine with the exact distribution (chi-square). The exact probability of each short continuation
+comes from stock llama.cpp's logits and an independent, plain implementation of the filter chain; with a grammar or
+llama.cpp's samplers from its sampler chain and grammar sampler over the entire vocabulary.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from moeedge.engine.sampling import Candidates, Sampler, Weights
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.llama import library
+from moeedge.llama.model import Model
 from moeedge.scheduler.governor import DraftChoice, DraftGovernor, StepCost
 from moeedge.scheduler.stopping import DraftStop
 from tests.conftest import TinyFactory
+from tests.engine.test_grammar import Reference
+from tests.engine.test_sampler_chain import reference
+from tests.support.sessions import answered
 from tests.support.stock import StockContext
 
 N_DRAWS = 2000
@@ -40,6 +45,13 @@ SAMPLINGS = {
     "top-p": (SamplingConfig(temperature=1.0, top_k=0, top_p=0.5, min_p=0.0), 2),
     "min-p": (SamplingConfig(temperature=1.2, top_k=40, top_p=0.95, min_p=0.2), 2),
     "penalty": (SamplingConfig(temperature=1.5, top_k=4, top_p=1, min_p=0, repeat_penalty=1.5, repeat_last_n=6), 3),
+}
+WIDE = SamplingConfig(temperature=1.0, top_k=12, top_p=1.0, min_p=0.0)
+CONSTRAINED = {  # continuations of two tokens
+    "grammar": replace(WIDE, grammar='root ::= [^a-m0-9]+ "."', top_k=8),
+    "typical": replace(WIDE, typical_p=0.7, samplers=("top_k", "typ_p", "temperature")),
+    "penalties": replace(WIDE, frequency_penalty=1.0, presence_penalty=1.0, top_k=8),
+    "grammar-chain": replace(WIDE, grammar='root ::= [^a-f0-9]+ "."', top_n_sigma=2.0, top_k=8),
 }
 Probabilities = dict[tuple[int, ...], float]
 
@@ -59,7 +71,7 @@ def prompt(target: Path) -> list[int]:
     """The opening, its greedy continuation and the opening again: n-gram lookup proposes what is likely."""
     library.start()
     with StockContext(target) as stock:
-        return [*OPENING, *stock.greedy(OPENING, 8)[0], *OPENING]
+        return [*OPENING, *stock.answer(OPENING, 8), *OPENING]
 
 
 def filtered(logits: np.ndarray, config: SamplingConfig, history: Sequence[int]) -> np.ndarray:
@@ -82,26 +94,46 @@ def filtered(logits: np.ndarray, config: SamplingConfig, history: Sequence[int])
     return result / result.sum()
 
 
+def constrained(
+    model: Model, logits: np.ndarray, config: SamplingConfig, history: Sequence[int], n_answer: int
+) -> np.ndarray:
+    """The same by llama.cpp's samplers; the last `n_answer` tokens of the history are the answer so far."""
+    row = reference(model, logits, config, history)
+    if config.grammar:
+        grammar = Reference(model.vocab, config.grammar)
+        for token in history[len(history) - n_answer :]:
+            grammar.accept(token)
+        allowed = np.isfinite(grammar.mask(np.zeros(len(logits))))
+        grammar.close()
+        masked = np.where(allowed, logits, -np.inf).astype(np.float32)
+        row = row * allowed
+        row = row + (1 - row.sum()) * reference(model, masked, config, history)
+    return np.where(row > 1e-9, row, 0)
+
+
 def exact(target: Path, prompt: list[int], config: SamplingConfig, length: int) -> Probabilities:
     """The probability of every continuation of the prompt with `length` tokens."""
-    with StockContext(target) as stock:
-        return _continuations(stock, stock.decode(prompt, every=False)[0], config, prompt, length)
+    by_llama_cpp = config in CONSTRAINED.values()
+    with StockContext(target) as stock, Model.load(target, header_only=True) as model:
 
+        def follow(logits: np.ndarray, history: list[int], n_left: int) -> Probabilities:
+            n_answer = len(history) - len(prompt)
+            if by_llama_cpp:
+                row = constrained(model, logits, config, history, n_answer)
+            else:
+                row = filtered(logits, config, history)
+            found: Probabilities = {}
+            for token in np.flatnonzero(row).tolist():
+                if n_left == 1 or (by_llama_cpp and model.is_eog(token)):
+                    found[(token,)] = row[token]
+                    continue
+                position = stock.n_past
+                after = follow(stock.decode([token])[0], [*history, token], n_left - 1)
+                stock.trim(position)
+                found |= {(token, *rest): row[token] * probability for rest, probability in after.items()}
+            return found
 
-def _continuations(
-    stock: StockContext, logits: np.ndarray, config: SamplingConfig, history: list[int], length: int
-) -> Probabilities:
-    row = filtered(logits, config, history)
-    found: Probabilities = {}
-    for token in np.flatnonzero(row).tolist():
-        if length == 1:
-            found[(token,)] = row[token]
-            continue
-        position = stock.n_past
-        after = _continuations(stock, stock.decode([token])[0], config, [*history, token], length - 1)
-        stock.trim(position)
-        found |= {(token, *rest): row[token] * probability for rest, probability in after.items()}
-    return found
+        return follow(stock.decode(prompt, every=False)[0], prompt, length)
 
 
 def sample(
@@ -117,31 +149,42 @@ def sample(
     with Session.open(options) as session:
         session.governor = governor
         for seed in range(N_DRAWS):
-            sampling = replace(config, seed=seed)
-            generation = session.generate(prompt, n_predict=length + 1, sampling=sampling, ignore_eos=True)
-            for _ in generation:
-                pass
+            generation = answered(session, prompt, length + 1, sampling=replace(config, seed=seed))
             drawn[tuple(generation.tokens[:length])] += 1
             drafted += generation.stats.drafted
             accepted += generation.stats.accepted
     return drawn, drafted, accepted
 
 
-def classes(expected: Probabilities, drawn: Counter[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Observed and expected draws per continuation, the rare ones in one common class."""
-    common = [key for key, probability in expected.items() if probability * N_DRAWS >= SMALLEST_CLASS]
-    observed = [drawn[key] for key in common]
-    wanted = [expected[key] * N_DRAWS for key in common]
-    rest = N_DRAWS - sum(wanted)
-    if rest >= SMALLEST_CLASS:
-        return np.array([*observed, N_DRAWS - sum(observed)]), np.array([*wanted, rest])
-    return np.array(observed), np.array(wanted) * sum(observed) / sum(wanted)
-
-
 def p_value(expected: Probabilities, drawn: Counter[tuple[int, ...]]) -> float:
-    observed, wanted = classes(expected, drawn)
+    """Of the chi-square test of the draws of each continuation, the rare ones in one common class."""
+    common = [key for key, probability in expected.items() if probability * N_DRAWS >= SMALLEST_CLASS]
+    observed = np.array([drawn[key] for key in common])
+    wanted = np.array([expected[key] * N_DRAWS for key in common])
+    rest = N_DRAWS - wanted.sum()
+    if rest >= SMALLEST_CLASS:
+        observed, wanted = np.append(observed, N_DRAWS - observed.sum()), np.append(wanted, rest)
+    else:
+        wanted = wanted * observed.sum() / wanted.sum()
     assert len(observed) > 8, "too few classes for a test"
     return float(chisquare(observed, wanted).pvalue)
+
+
+def check(
+    options: EngineConfig,
+    prompt: list[int],
+    config: SamplingConfig,
+    length: int,
+    governor: DraftGovernor | None = None,
+) -> None:
+    """Sampled answers have the exact distribution."""
+    expected = exact(options.model, prompt, config, length)
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    drawn, drafted, accepted = sample(options, prompt, config, length, governor)
+    if options.draft is not None:
+        assert 0 < accepted < drafted, "both acceptance and rejection are under test"
+    assert set(drawn) <= set(expected), "a token was drawn that the filters exclude"
+    assert p_value(expected, drawn) > P_VALUE
 
 
 def engine(target: Path, source: Path | str | None, gamma: int = 4) -> EngineConfig:
@@ -224,35 +267,28 @@ def test_accepted_and_replaced_drafts_have_the_exact_distribution(seed: int, con
     np.testing.assert_allclose(found, filtered(logits[0], config, []), atol=1e-6)
 
 
-# every source once, with continuations of two tokens; the other pairs are slow
-_SAMPLED = (("temperature-1", "none"), ("top-p", "ngram"), ("min-p", "model"))
+# every source; then every sampling with a source of drafts that may be rejected, slowly
+_QUICK = (("temperature-1", "none"), ("top-p", "ngram"), ("min-p", "model"), ("grammar", "model"), ("typical", "ngram"))
+_SLOW = (
+    *((name, source) for name in ("temperature-1", "top-k", "penalty") for source in ("model", "ngram")),
+    *(("grammar", "none"), ("grammar", "ngram"), ("penalties", "model"), ("grammar-chain", "ngram")),
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        pytest.param(name, source, marks=() if (name, source) in _SAMPLED else pytest.mark.slow)
-        for name in SAMPLINGS
-        for source in ("none", "model", "ngram")
-    ],
+    ("name", "source"), [*_QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in _SLOW)]
 )
 def test_speculation_keeps_the_distribution(
     name: str, source: str, target: Path, draft: Path, prompt: list[int]
 ) -> None:
-    config, length = SAMPLINGS[name]
-    expected = exact(target, prompt, config, length)
+    config, length = SAMPLINGS[name] if name in SAMPLINGS else (CONSTRAINED[name], 2)
     path = {"none": None, "model": draft, "ngram": "ngram"}[source]
-    drawn, drafted, accepted = sample(engine(target, path), prompt, config, length)
-    if source != "none":
-        assert 0 < accepted < drafted, "both acceptance and rejection are under test"
-    assert set(drawn) <= set(expected), "a token was drawn that the filters exclude"
-    assert p_value(expected, drawn) > P_VALUE
+    check(engine(target, path), prompt, config, length)
 
 
 @pytest.mark.parametrize("kind", ["glm4moe", "step35", "eagle3", "", "dspark"])
 def test_a_draft_head_keeps_the_distribution(kind: str, target: Path, tiny: TinyFactory) -> None:
     """Own heads, one or in turn; EAGLE-3; DFlash, whose places know no path."""
-    config, length = SAMPLINGS["top-k"]
     source: Any = "mtp"
     if kind in ("glm4moe", "step35"):
         target = tiny(kind, layers=2, experts=8, used=2, logit_std=2.5)
@@ -260,11 +296,7 @@ def test_a_draft_head_keeps_the_distribution(kind: str, target: Path, tiny: Tiny
         source = tiny("eagle3", target_layers="0,1,1")
     else:
         source = tiny("dflash", target_layers="0,1", variant=kind, draft_vocab=304)
-    drawn, drafted, accepted = sample(engine(target, source), OPENING, config, length)
-    assert 0 < accepted < drafted
-    expected = exact(target, OPENING, config, length)
-    assert set(drawn) <= set(expected)
-    assert p_value(expected, drawn) > P_VALUE
+    check(engine(target, source), OPENING, *SAMPLINGS["top-k"])
 
 
 def test_the_test_can_fail(target: Path, draft: Path, prompt: list[int]) -> None:
@@ -318,10 +350,7 @@ class _EndsEarly(DraftGovernor):
 
 def test_drafts_that_end_early_keep_the_distribution(target: Path, draft: Path, prompt: list[int]) -> None:
     """Whether a draft is kept depends on its distribution, and which source drafts on the text so far."""
-    config, length = SAMPLINGS["temperature-1"]
     governor = _EndsEarly()
-    drawn, drafted, accepted = sample(engine(target, draft), prompt, config, length, governor)
-    assert 0 < accepted < drafted
+    check(engine(target, draft), prompt, *SAMPLINGS["temperature-1"], governor)
     assert governor.n_left_out > 0
     assert min(governor.by_source["draft"], governor.by_source["ngram"]) > 0
-    assert p_value(exact(target, prompt, config, length), drawn) > P_VALUE

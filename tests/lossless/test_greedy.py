@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,122 +12,91 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.llama import library
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import MOE_CASES, case_model
 from tests.support.greedy import judge
+from tests.support.sessions import GREEDY, answered
 from tests.support.stock import StockContext
 
-GREEDY = SamplingConfig(temperature=0.0)
+Speculation = tuple[str, int | str] | None
+StockOf = Callable[[Path], StockContext]
+answer = partial(answered, ignore_eos=False)
 N_PREDICT = 64  # more than gpt-oss's sliding window holds together with the prompt
 PROMPT = np.random.default_rng(4).integers(0, 256, 20).tolist()
 # drafts that copy: the n-gram lookup has something to find from the first step on
 REPETITIVE = PROMPT[:10] * 3
 DRAFTS = [None, *((kind, gamma) for kind in ("model", "ngram") for gamma in (1, 4, 8, "auto"))]
-QUICK_DRAFTS = (None, ("model", 4), ("ngram", 4))  # with every model; the others are slow but for qwen3moe
+QUICK_DRAFTS = (None, ("model", 4), ("ngram", 4))  # with every model
 
 
 @pytest.fixture(scope="module")
-def stock() -> Iterator[Callable[[Path], StockContext]]:
+def stock_of() -> Iterator[StockOf]:
     """Stock contexts by model, kept over the module's tests."""
     library.start()
-    contexts: dict[Path, StockContext] = {}
-
-    def get(path: Path) -> StockContext:
-        if path not in contexts:
-            contexts[path] = StockContext(path, n_ctx=512)
-        return contexts[path]
-
-    yield get
-    for context in contexts.values():
-        context.close()
+    with ExitStack() as stack:
+        yield cache(lambda path: stack.enter_context(StockContext(path, n_ctx=512)))
 
 
-def config(target: Path, speculation: tuple[str, int | str] | None, draft: Path, **options: Any) -> EngineConfig:
+def opened(target: Path, speculation: Speculation, draft: Path, **options: Any) -> Session:
     kind, gamma = speculation or ("none", 0)
     source = {"none": None, "ngram": "ngram", "model": draft}[kind]
     length = {"auto_gamma": True} if gamma == "auto" else {"gamma": gamma}
-    return EngineConfig(model=target, draft=source, n_ctx=512, n_threads=1, **length, **options)
+    return Session.open(EngineConfig(model=target, draft=source, n_ctx=512, n_threads=1, **length, **options))
 
 
 @pytest.mark.parametrize(
     ("case", "speculation"),
-    [
-        pytest.param(
-            case,
-            speculation,
-            id=f"{case}-{'-'.join(map(str, speculation)) if speculation else 'plain'}",
-            marks=() if case == "qwen3moe" or speculation in QUICK_DRAFTS else pytest.mark.slow,
-        )
-        for case in MOE_CASES
-        for speculation in DRAFTS
-    ],
+    [(case, each) for case in MOE_CASES for each in (DRAFTS if case == "qwen3moe" else QUICK_DRAFTS)],
 )
 def test_greedy_equals_stock(
-    case: str,
-    speculation: tuple[str, int] | None,
-    tiny: TinyFactory,
-    tiny_draft: Path,
-    stock: Callable[[Path], StockContext],
+    case: str, speculation: Speculation, tiny: TinyFactory, tiny_draft: Path, stock_of: StockOf
 ) -> None:
-    arch, dimensions = MOE_CASES[case]
-    path = tiny(arch, **dimensions)
-    reference = stock(path)
-    with Session.open(config(path, speculation, tiny_draft)) as session:
+    path = case_model(tiny, case)
+    reference = stock_of(path)
+    with opened(path, speculation, tiny_draft) as session:
         for prompt in (PROMPT, REPETITIVE):
-            generation = session.generate(prompt, n_predict=N_PREDICT, sampling=GREEDY)
-            for _ in generation:
-                pass
-            assert len(generation.tokens) == N_PREDICT
-            expected, _ = reference.greedy(prompt, N_PREDICT)
-            if generation.tokens != expected:
+            tokens = answer(session, prompt, N_PREDICT).tokens
+            assert len(tokens) == N_PREDICT
+            if tokens != reference.answer(prompt, N_PREDICT):
                 assert speculation is not None, "without batches there is no near-tie"
-                verdict = judge(reference, prompt, generation.tokens)
+                verdict = judge(reference, prompt, tokens)
                 assert verdict.ties, "the sequences differ, so stock must have seen a tie"
                 assert not verdict.faults, f"not greedy at {verdict.faults}, noise {verdict.noise:.2g}"
 
 
-def test_most_answers_need_no_tie(tiny: TinyFactory, tiny_draft: Path, stock: Callable[[Path], StockContext]) -> None:
+def test_most_answers_need_no_tie(tiny: TinyFactory, tiny_draft: Path, stock_of: StockOf) -> None:
     """Near-ties are rare: of 20 answers of the target with the smallest noise, every token is stock's."""
     path = tiny("gpt-oss")
     rng = np.random.default_rng(5)
-    with Session.open(config(path, ("model", 4), tiny_draft)) as session:
+    with opened(path, ("model", 4), tiny_draft) as session:
         for _ in range(20):
             prompt = rng.integers(0, 256, 12).tolist()
-            generation = session.generate(prompt, n_predict=24, sampling=GREEDY)
-            for _ in generation:
-                pass
-            assert generation.tokens == stock(path).greedy(prompt, 24)[0]
+            assert answer(session, prompt, 24).tokens == stock_of(path).answer(prompt, 24)
 
 
 @pytest.mark.parametrize("kind", ["model", "ngram"])
 def test_drafts_are_accepted(kind: str, tiny_moe: Path, tiny_draft: Path) -> None:
     """That the comparisons above cover acceptance as well as rejection."""
-    with Session.open(config(tiny_moe, (kind, 4), tiny_draft)) as session:
-        generation = session.generate(REPETITIVE, n_predict=N_PREDICT, sampling=GREEDY)
-        for _ in generation:
-            pass
-        assert 0 < generation.stats.accepted < generation.stats.drafted
-        assert generation.stats.tokens_per_step > 1
+    with opened(tiny_moe, (kind, 4), tiny_draft) as session:
+        stats = answer(session, REPETITIVE, N_PREDICT).stats
+        assert 0 < stats.accepted < stats.drafted
+        assert stats.tokens_per_step > 1
 
 
 def test_draft_equal_to_the_target_is_always_accepted(tiny: TinyFactory) -> None:
     path = tiny("gpt-oss")
-    with Session.open(config(path, ("model", 4), path)) as session:
-        generation = session.generate(PROMPT, n_predict=41, sampling=GREEDY)
-        for _ in generation:
-            pass
-        assert generation.stats.accepted == generation.stats.drafted == 32
-        assert generation.stats.steps == 8
+    with opened(path, ("model", 4), path) as session:
+        stats = answer(session, PROMPT, 41).stats
+        assert stats.accepted == stats.drafted == 32
+        assert stats.steps == 8
 
 
-def test_moe_draft_has_a_sensor_of_its_own(
-    tiny: TinyFactory, tiny_moe: Path, stock: Callable[[Path], StockContext]
-) -> None:
+def test_moe_draft_has_a_sensor_of_its_own(tiny: TinyFactory, tiny_moe: Path, stock_of: StockOf) -> None:
     """Target and draft both route: phases and shapes show that neither sensor sees the other's graphs."""
-    with Session.open(config(tiny_moe, ("model", 4), tiny("llama"))) as session:
+    with opened(tiny_moe, ("model", 4), tiny("llama")) as session:
         assert session.draft_context is not None
         sensors = session.target.sensor, session.draft_context.sensor
         assert sensors[0] is not None and sensors[1] is not None
@@ -138,52 +109,39 @@ def test_moe_draft_has_a_sensor_of_its_own(
                 assert all(frame.ids.shape[2] == n_used for frame in frames)
     assert seen == [{Phase.PREFILL, Phase.VERIFY, Phase.DECODE} & seen[0], {Phase.PREFILL, Phase.DRAFT}]
     assert Phase.VERIFY in seen[0]
-    assert not judge(stock(tiny_moe), PROMPT, generation.tokens).faults
+    assert not judge(stock_of(tiny_moe), PROMPT, generation.tokens).faults
 
 
 @pytest.mark.parametrize("speculation", [None, ("model", 4), ("ngram", 4)])
 def test_stock_mode_is_the_same_loop(
-    speculation: tuple[str, int] | None, tiny_moe: Path, tiny_draft: Path, stock: Callable[[Path], StockContext]
+    speculation: Speculation, tiny_moe: Path, tiny_draft: Path, stock_of: StockOf
 ) -> None:
     """Our backend takes no operations: the same tokens as with it, plain decoding the same as plain llama_cpp calls."""
     answers = []
     for mode in ("stock", "moeedge"):
-        with Session.open(config(tiny_moe, speculation, tiny_draft, mode=mode)) as session:
-            generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
-            for _ in generation:
-                pass
-            answers.append(generation.tokens)
+        with opened(tiny_moe, speculation, tiny_draft, mode=mode) as session:
+            answers.append(answer(session, PROMPT, N_PREDICT).tokens)
     assert answers[0] == answers[1]
     if speculation is None:
-        assert answers[0] == stock(tiny_moe).greedy(PROMPT, N_PREDICT)[0]
+        assert answers[0] == stock_of(tiny_moe).answer(PROMPT, N_PREDICT)
 
 
-def test_prefix_reuse_keeps_the_answer(tiny_moe: Path, tiny_draft: Path, stock: Callable[[Path], StockContext]) -> None:
+def test_prefix_reuse_keeps_the_answer(tiny_moe: Path, tiny_draft: Path, stock_of: StockOf) -> None:
     """A second turn computes only the new tokens and gives the answer of stock for the entire prompt."""
-    with Session.open(config(tiny_moe, ("model", 4), tiny_draft)) as session:
-        first = session.generate(PROMPT, n_predict=20, sampling=GREEDY)
-        for _ in first:
-            pass
-        prompt = [*PROMPT, *first.tokens, *REPETITIVE[:7]]
-        second = session.generate(prompt, n_predict=30, sampling=GREEDY)
-        for _ in second:
-            pass
+    with opened(tiny_moe, ("model", 4), tiny_draft) as session:
+        prompt = [*PROMPT, *answer(session, PROMPT, 20).tokens, *REPETITIVE[:7]]
+        second = answer(session, prompt, 30)
         assert second.stats.prefill_tokens < 10
-    verdict = judge(stock(tiny_moe), prompt, second.tokens)
-    assert not verdict.faults
+    assert not judge(stock_of(tiny_moe), prompt, second.tokens).faults
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gamma", [0, 1, 4, 8])
-def test_bundled_pair(gamma: int, bundled_pair: tuple[Path, Path], stock: Callable[[Path], StockContext]) -> None:
+@pytest.mark.parametrize("gamma", [0, 8])
+def test_bundled_pair(gamma: int, bundled_pair: tuple[Path, Path], stock_of: StockOf) -> None:
     target, draft = bundled_pair
-    reference = stock(target)
-    with Session.open(config(target, ("model", gamma), draft)) as session:
+    with opened(target, ("model", gamma), draft) as session:
         for question in ("What is 7 plus 5?", "Tell me a short story about a river."):
             prompt = session.model.tokenize(session.model.render_chat([{"role": "user", "content": question}]))
-            generation = session.generate(prompt, n_predict=40, sampling=GREEDY, ignore_eos=True)
-            for _ in generation:
-                pass
-            verdict = judge(reference, prompt, generation.tokens)
+            verdict = judge(stock_of(target), prompt, answer(session, prompt, 40, ignore_eos=True).tokens)
             assert not verdict.faults
             assert gamma or not verdict.ties

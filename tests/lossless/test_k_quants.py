@@ -7,6 +7,7 @@ one so large that a device gets it in pieces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from moeedge.llama.model import Model
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.policies.expert_budget import Coverage, ExpertBudget
 from tests.conftest import TinyFactory
-from tests.support.cases import K_QUANTS, MOE_CASES
+from tests.support.cases import K_QUANTS, case_model
 from tests.support.hybrid import RandomPlans, hybrid_context
 from tests.support.ram_driver import ram_context
 from tests.support.stock import StockContext
@@ -27,30 +28,31 @@ from tests.support.stock import StockContext
 SIZES = (1, 2, 7, 8, 9, 17, 24, 32, 40, 48, 150, 530, 560, 600)
 LAYOUT = {"n_ctx": 1024, "n_threads": 2, "n_batch": 640, "n_ubatch": 640}
 TOKENS = np.random.default_rng(5).integers(0, 256, max(SIZES)).tolist()
-RATIOS = (0.05, 0.3, 1.0)
 
 Logits = NDArray[np.float32]
 Decode = Callable[[int], Logits]  # logits of the first so many tokens, from an empty KV cache
 
-# repetitions: 1 for a slice of the sizes and ratios
-SLICES = [
-    pytest.param((1, 9, *SIZES[6:]), (0.3, 1.0), 1, id="slice"),
-    pytest.param((*SIZES[:11], 560), RATIOS, 10, id="all", marks=pytest.mark.slow),
-]
-each_slice = pytest.mark.parametrize(("sizes", "ratios", "n_repeats"), SLICES)
+
+@dataclass
+class Case:
+    """A model, and stock's logits with the weights as they are in the file. The slow types decode all sizes thrice."""
+
+    path: Path
+    expected: Decode
+    sizes: tuple[int, ...]
+    ratios: tuple[float, ...]
+    n_repeats: int
+
+    def check(self, decode: Decode) -> None:
+        for n_tokens in self.sizes * self.n_repeats:
+            rows = (decode(n_tokens) != self.expected(n_tokens)).any(axis=1)
+            assert not rows.any(), f"{n_tokens} tokens: {np.count_nonzero(rows)} rows differ"
 
 
 @pytest.fixture(scope="module", params=K_QUANTS)
-def model(request: pytest.FixtureRequest, tiny: TinyFactory) -> Path:
-    arch, dimensions = MOE_CASES[request.param]
-    return tiny(arch, **dimensions)
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> Iterator[Decode]:
-    """Stock with the weights as they are in the file."""
-    known: dict[int, Logits] = {}
-    with StockContext(model, repack=False, **LAYOUT) as stock:
+def case(request: pytest.FixtureRequest, tiny: TinyFactory) -> Iterator[Case]:
+    path, known = case_model(tiny, request.param), dict[int, Logits]()
+    with StockContext(path, repack=False, **LAYOUT) as stock:
 
         def decode(n_tokens: int) -> Logits:
             if n_tokens not in known:
@@ -58,14 +60,10 @@ def expected(model: Path) -> Iterator[Decode]:
                 known[n_tokens] = stock.decode(TOKENS[:n_tokens])
             return known[n_tokens]
 
-        yield decode
-
-
-def check(decode: Decode, expected: Decode, sizes: tuple[int, ...], n_repeats: int) -> None:
-    for _ in range(n_repeats):
-        for n_tokens in sizes:
-            rows = (decode(n_tokens) != expected(n_tokens)).any(axis=1)
-            assert not rows.any(), f"{n_tokens} tokens: {np.count_nonzero(rows)} rows differ"
+        if request.param == K_QUANTS[0]:
+            yield Case(path, decode, (1, 9, *SIZES[6:]), (0.3, 1.0), 1)
+        else:
+            yield Case(path, decode, SIZES, (0.05, 0.3, 1.0), 3)
 
 
 def decoder(context: Context) -> Decode:
@@ -76,40 +74,24 @@ def decoder(context: Context) -> Decode:
     return decode
 
 
-@each_slice
-def test_without_a_cache(
-    sizes: tuple[int, ...], ratios: tuple[float, ...], n_repeats: int, model: Path, expected: Decode
-) -> None:
-    with Model.load(model, storage="mapped") as mapped, Context(mapped, **LAYOUT) as context:  # not repacked
-        check(decoder(context), expected, sizes, n_repeats)
+def test_without_a_cache(case: Case) -> None:
+    with Model.load(case.path, storage="mapped") as mapped, Context(mapped, **LAYOUT) as context:  # not repacked
+        case.check(decoder(context))
 
 
-@each_slice
-def test_from_ram_slots(
-    sizes: tuple[int, ...], ratios: tuple[float, ...], n_repeats: int, model: Path, expected: Decode
-) -> None:
-    for ratio in ratios:
-        with ram_context(model, ratio, LAYOUT) as (context, cache):
-            check(decoder(context), expected, sizes, n_repeats)
+def test_from_ram_slots(case: Case) -> None:
+    for ratio in case.ratios:
+        with ram_context(case.path, ratio, LAYOUT) as (context, cache):
+            case.check(decoder(context))
             assert cache.stats().blocks_unknown == 0
 
 
-@each_slice
 @pytest.mark.parametrize("prefill", [PrefillPath.RESIDENT, PrefillPath.STREAM])
-def test_in_part_on_a_device(
-    prefill: PrefillPath,
-    sizes: tuple[int, ...],
-    ratios: tuple[float, ...],
-    n_repeats: int,
-    model: Path,
-    expected: Decode,
-) -> None:
+def test_in_part_on_a_device(prefill: PrefillPath, case: Case) -> None:
     """With the CPU's kernels; other experts are uploaded between and during the batches."""
-    for ratio in ratios:
-        with hybrid_context(model, ratio, n_stage=8, device="emulated:threads=1", repack=False, **LAYOUT) as (
-            context,
-            cache,
-        ):
+    settings = {"n_stage": 8, "device": "emulated:threads=1", "repack": False, **LAYOUT}
+    for ratio in case.ratios:
+        with hybrid_context(case.path, ratio, **settings) as (context, cache):
             plans = RandomPlans(cache, seed=6)
             plans.fill()
             cache.set_prefill(prefill, 33)
@@ -119,12 +101,12 @@ def test_in_part_on_a_device(
                 context.trim(0)
                 return context.decode(TOKENS[:n_tokens])
 
-            check(decode, expected, sizes, n_repeats)
+            case.check(decode)
             assert cache.stats().pairs_hit > 0
 
 
 @pytest.mark.parametrize("coverage", ["truncation", "substitution"])
-def test_an_expert_budget(coverage: Coverage, model: Path) -> None:
+def test_an_expert_budget(coverage: Coverage, case: Case) -> None:
     """The pairs that a budget leaves out are the same with slots in RAM and without a cache."""
     budget = ExpertBudget(budget=12, coverage=coverage)
     layout = {**LAYOUT, "has_budget": True}
@@ -138,8 +120,8 @@ def test_an_expert_budget(coverage: Coverage, model: Path) -> None:
             found.append(context.decode(TOKENS[:n_tokens], phase=Phase.VERIFY, logits="all").copy())
         return found
 
-    with Model.load(model, storage="mapped") as mapped, Context(mapped, **layout) as context:
+    with Model.load(case.path, storage="mapped") as mapped, Context(mapped, **layout) as context:
         expected = decode(context)
-    with ram_context(model, 0.3, layout) as (context, cache):
+    with ram_context(case.path, 0.3, layout) as (context, cache):
         assert all(map(np.array_equal, decode(context), expected))
         assert cache.stats().evictions > 0

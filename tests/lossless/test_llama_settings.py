@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError, ModelFileError
 from moeedge.llama import library
 from moeedge.llama.settings import KV_TYPES, ContextSettings, LoadSettings, LoraAdapter, RopeSettings, TensorOverride
@@ -22,14 +22,14 @@ from moeedge.run import is_warning
 from tests.conftest import TinyFactory
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.greedy import judge
-from tests.support.hybrid import hybrid_config
+from tests.support.hybrid import hit_stats, hybrid_config
 from tests.support.lora import make_adapter
+from tests.support.sessions import answered
 from tests.support.stock import StockContext
 
-GREEDY = SamplingConfig(temperature=0)
 PROMPT = np.random.default_rng(4).integers(0, 256, 80).tolist()
 N_PREDICT = 40
-ON, OFF = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+OFF = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
 YARN = RopeSettings(scaling="yarn", freq_scale=0.5, yarn_orig_ctx=2048)
 
 
@@ -69,56 +69,63 @@ def config(pair: tuple[Path, Path], **changes: Any) -> EngineConfig:
 
 
 def answer(session: Session) -> list[int]:
-    generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
-    for _ in generation:
-        pass
-    return generation.tokens
+    return answered(session, PROMPT, N_PREDICT, ignore_eos=False).tokens
 
 
-def check(stock: StockContext, found: list[int]) -> None:
-    expected, _ = stock.greedy(PROMPT, N_PREDICT)
-    assert len(found) == len(expected)
-    if found != expected:
-        assert not judge(stock, PROMPT, found).faults
+def state(session: Session) -> tuple[list[int], np.ndarray, int]:
+    """An answer, the logits of a prompt, and the bytes of the KV caches."""
+    found = answer(session)
+    rows = session.target.decode(PROMPT[:20], phase=Phase.PREFILL, logits="all").copy()
+    session.reset()
+    return found, rows, sum(use.memory_bytes for use in session.memory_uses())
+
+
+@pytest.fixture(scope="module")
+def usual(pair: tuple[Path, Path]) -> tuple[list[int], np.ndarray, int]:
+    with Session.open(config(pair)) as session:
+        return state(session)
+
+
+def check(path: Path, found: list[int], **of_stock: Any) -> None:
+    """The answer is that of stock with these settings."""
+    with StockContext(path, **of_stock) as stock:
+        expected = stock.answer(PROMPT, N_PREDICT)
+        assert len(found) == len(expected)
+        assert found == expected or not judge(stock, PROMPT, found).faults
 
 
 @pytest.mark.parametrize("device", ["none", "emulated:threads=1"])
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_stocks_with_the_same_setting(case: str, device: str, pair: tuple[Path, Path]) -> None:
+def test_answers_are_stocks_with_the_same_setting(
+    case: str, device: str, pair: tuple[Path, Path], usual: tuple[list[int], np.ndarray, int]
+) -> None:
     settings, of_stock = CASES[case]
     types = {"draft_type_k": settings.type_k, "draft_type_v": settings.type_v}
     with Session.open(config(pair, context=settings, device=device, **types)) as session:
         assert session.draft_context is not None
         assert session.draft_context.settings.type_k == settings.type_k
-        found = answer(session)
-        rows = session.target.decode(PROMPT[:20], phase=Phase.PREFILL, logits="all").copy()
-        kv_bytes = sum(use.memory_bytes for use in session.memory_uses())
-        session.reset()
+        found, rows, kv_bytes = state(session)
         assert [note for note in session.info.notes if "KV cache is kept" in note] or settings.type_k == "f16"
-    with StockContext(pair[0], **of_stock) as stock:
-        check(stock, found)
-    with Session.open(config(pair)) as usual:
-        answer(usual)
-        if settings.type_k == "f32":  # with flash attention llama.cpp computes with 16 bits of them
-            assert kv_bytes == 2 * sum(use.memory_bytes for use in usual.memory_uses())
-        elif device == "none":
-            others = usual.target.decode(PROMPT[:20], phase=Phase.PREFILL, logits="all")
-            assert not np.array_equal(others, rows), "it acts"
+    check(pair[0], found, **of_stock)
+    if settings.type_k == "f32":  # with flash attention llama.cpp computes with 16 bits of them
+        assert kv_bytes == 2 * usual[2]
+    elif device == "none":
+        assert not np.array_equal(usual[1], rows), "it acts"
 
 
 @pytest.mark.parametrize(("n_batch", "n_ubatch"), [(2048, 16), (8, 512), (2048, 1), (64, 3)])
 def test_small_batches(n_batch: int, n_ubatch: int, pair: tuple[Path, Path]) -> None:
-    with StockContext(pair[0], n_batch=256, n_ubatch=min(n_batch, n_ubatch)) as stock:
-        for device in ("none", "emulated:threads=1"):
-            with Session.open(config(pair, n_batch=n_batch, n_ubatch=n_ubatch, device=device)) as session:
-                assert session.target.n_ubatch == min(n_batch, n_ubatch)
-                check(stock, answer(session))
+    for device in ("none", "emulated:threads=1"):
+        with Session.open(config(pair, n_batch=n_batch, n_ubatch=n_ubatch, device=device)) as session:
+            assert session.target.n_ubatch == min(n_batch, n_ubatch)
+            found = answer(session)
+        check(pair[0], found, n_batch=256, n_ubatch=min(n_batch, n_ubatch))
 
 
-def test_types_that_do_not_suit_the_model(tiny: TinyFactory) -> None:
+def test_types_that_do_not_suit_the_model(tiny_moe: Path) -> None:
     """Heads of 16 values, and blocks of 32."""
     with pytest.raises(EngineError) as caught:
-        Session.open(EngineConfig(model=tiny("qwen3moe"), n_ctx=256, context=ContextSettings(type_k="q8_0")))
+        Session.open(EngineConfig(model=tiny_moe, n_ctx=256, context=ContextSettings(type_k="q8_0")))
     assert "-ctk" in caught.value.hint
 
 
@@ -153,9 +160,7 @@ def test_load_modes(mode: Any, pair: tuple[Path, Path]) -> None:
     with Session.open(config(pair, load=LoadSettings(mode), draft=None, gamma=0)) as session:
         mapped = any(str(pair[0]) in line for line in Path("/proc/self/maps").read_text().splitlines())
         assert mapped == (mode == "mmap")
-        found = answer(session)
-    with StockContext(pair[0]) as stock:
-        check(stock, found)
+        check(pair[0], answer(session))
 
 
 def locked_kb() -> int:
@@ -172,9 +177,7 @@ def test_a_locked_model_stays_in_memory_or_says_that_it_does_not(mode: Any, pair
         assert refused or locked_kb() > before
         is_copied = any(use.buffer_type == "CPU_REPACK" for use in session.target.memory_uses())
         assert refused or bool(said) == is_copied
-        found = answer(session)
-    with StockContext(pair[0]) as stock:
-        check(stock, found)
+        check(pair[0], answer(session))
 
 
 # adapters
@@ -189,16 +192,13 @@ def test_an_adapter(tensors: tuple[str, ...], device: str, pair: tuple[Path, Pat
     path = make_adapter(tmp_path / "adapter.gguf", pair[0], tensors)
     settings = ContextSettings(adapters=(LoraAdapter(path, 0.5),))
     with Session.open(config(pair, context=settings, device=device)) as session:
-        found = answer(session)
         changes_experts = any("exps" in name for name in tensors)
         if device != "none":
             assert (session.placement is None) == changes_experts
             assert any("expert cache" in note for note in session.info.notes) == changes_experts
-    with StockContext(pair[0], lora=path, lora_scale=0.5) as stock:
-        check(stock, found)
-        adapted, _ = stock.greedy(PROMPT, N_PREDICT)
-    with StockContext(pair[0]) as stock:
-        assert stock.greedy(PROMPT, N_PREDICT)[0] != adapted, "it acts"
+        check(pair[0], answer(session), lora=path, lora_scale=0.5)
+    with StockContext(pair[0], lora=path, lora_scale=0.5) as adapted, StockContext(pair[0]) as stock:
+        assert stock.answer(PROMPT, N_PREDICT) != adapted.answer(PROMPT, N_PREDICT), "it acts"
 
 
 def test_files_that_are_no_adapter(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -227,50 +227,42 @@ def test_an_override_on_the_cpu(pair: tuple[Path, Path]) -> None:
         assert session.placement is not None
         assert session.model.host_expert_layers == (0, 1, 2)
         assert [note for note in session.info.notes if "nothing=CPU matches no tensor" in note]
-        found = answer(session)
-    with StockContext(pair[0]) as stock:
-        check(stock, found)
+        check(pair[0], answer(session))
 
 
-@pytest.mark.parametrize("n_cpu_moe", [None, 3, 1])
-def test_an_override_next_to_the_expert_cache(n_cpu_moe: int | None, tiny_moe: Path, counting: CountingDevice) -> None:
-    """The experts of layer 1 are on the GPU by hand; the cache serves the layers that -ncmoe leaves in host memory."""
+@pytest.mark.parametrize(
+    ("pattern", "n_cpu_moe", "host"),
+    [
+        (r"blk\.1\..*exps", None, (0, 2)),
+        (r"blk\.1\..*exps", 3, (0, 2)),
+        (r"blk\.1\..*exps", 1, (0,)),
+        ("exps", None, ()),
+    ],
+)
+def test_an_override_next_to_the_expert_cache(
+    pattern: str, n_cpu_moe: int | None, host: tuple[int, ...], tiny_moe: Path, counting: CountingDevice
+) -> None:
+    """Experts are on the GPU by hand; the cache serves the layers that are left in host memory, if there are any."""
     (place,) = [name for name in library.buffer_types() if name != "CPU"]
-    load = LoadSettings(overrides=(TensorOverride(r"blk\.1\..*exps", place),))
+    load = LoadSettings(overrides=(TensorOverride(pattern, place),))
     asked = hybrid_config(tiny_moe, None, 0.5, gamma=0, device=DEVICE)
-    asked = replace(asked, load=load, n_gpu_layers=99, n_cpu_moe=n_cpu_moe)
-    with Session.open(asked) as session:
-        host = (0, 2) if n_cpu_moe != 1 else (0,)
+    with Session.open(replace(asked, load=load, n_gpu_layers=99, n_cpu_moe=n_cpu_moe)) as session:
         assert session.model.host_expert_layers == host
-        assert session.placement is not None
-        assert session.placement._cached_layers == list(host)
+        assert (session.placement is not None) == bool(host)
         found = answer(session)
-        stats = session.placement_stats()
-        assert stats is not None and stats.pairs_hit > 0 and stats.blocks_unknown == 0
-        counting.check()
-    with StockContext(tiny_moe, n_ctx=512, gpu=DEVICE, n_gpu_layers=99, experts_on_cpu=True) as stock:
-        check(stock, found)
-
-
-def test_all_experts_by_hand_leave_nothing_for_the_cache(tiny_moe: Path, counting: CountingDevice) -> None:
-    (place,) = [name for name in library.buffer_types() if name != "CPU"]
-    load = LoadSettings(overrides=(TensorOverride("exps", place),))
-    asked = replace(hybrid_config(tiny_moe, None, 0.5, gamma=0, device=DEVICE), load=load, n_gpu_layers=99)
-    with Session.open(asked) as session:
-        assert session.placement is None
-        assert session.model.host_expert_layers == ()
-        assert [note for note in session.info.notes if "-ot" in note]
-        found = answer(session)
-    with StockContext(tiny_moe, n_ctx=512, gpu=DEVICE, n_gpu_layers=99, experts_on_cpu=True) as stock:
-        check(stock, found)
+        if session.placement is not None:
+            assert session.placement._cached_layers == list(host)
+            hit_stats(session)
+            counting.check()
+        else:
+            assert [note for note in session.info.notes if "-ot" in note]
+    check(tiny_moe, found, n_ctx=512, gpu=DEVICE, n_gpu_layers=99, experts_on_cpu=True)
 
 
 @pytest.mark.parametrize("case", ["adapter", "adapter of experts", "q8_0", "yarn"])
-def test_experts_that_are_loaded_from_the_file(
-    case: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("own_cache_folder")
+def test_experts_that_are_loaded_from_the_file(case: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     """A model in RAM in part: experts come as they are needed, unless an adapter changes them."""
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
     if case in CASES:
         settings, of_stock = CASES[case]
     else:
@@ -283,6 +275,4 @@ def test_experts_that_are_loaded_from_the_file(
         assert (session.placement is not None and session.placement.loads_on_demand) == is_loaded
         assert any("--no-mmap" in note for note in session.info.notes) == is_loaded
         assert any("--ram has no effect" in note for note in session.info.notes) != is_loaded
-        found = answer(session)
-    with StockContext(pair[0], **of_stock) as stock:
-        check(stock, found)
+        check(pair[0], answer(session), **of_stock)

@@ -1,4 +1,7 @@
-"""Logits through our backend equal stock llama.cpp's bit for bit, for every architecture and every kind of claim."""
+"""Logits through our backend equal stock llama.cpp's bit for bit, for every architecture and every kind of claim.
+
+And the tiny models are worth testing on: routing and logits vary, every expert type reaches the kernels meant for it.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,75 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import gguf
 import numpy as np
 import pytest
 
+from moeedge.lab.widen.random_model import ENDOFTEXT, IM_END, IM_START, N_VOCAB
+from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native import OffloadScope
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
-from tests.support.cases import ATTENTION_CASES, SLOW_CASES
+from tests.support.cases import ATTENTION_CASES, K_QUANTS, MOE_CASES, SLOW_CASES, case_model
 from tests.support.sensed import sensed_context
-from tests.support.stock import TRANSCRIPT, StockContext, transcript, transcript_tokens
+from tests.support.stock import TRANSCRIPT, StockContext, tap_context, transcript, transcript_tokens
 
 Reference = Callable[[Path, int], np.ndarray]
+CLAIMS = pytest.mark.parametrize("scope", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda scope: scope.name.lower())
+# what llama.cpp's quantizer mixes
+K_EXPERT_TYPES = {"Q3_K_M": {"Q3_K", "Q4_K"}, "Q4_K_M": {"Q4_K", "Q6_K"}, "Q5_K_M": {"Q5_K", "Q6_K"}}
+
+
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_tiny_models_vary_and_are_as_named(case: str, tiny: TinyFactory) -> None:
+    path = case_model(tiny, case)
+    reader = gguf.GGUFReader(path)
+    arch, dimensions = MOE_CASES[case]
+    assert reader.get_field("general.architecture").contents() == arch
+    names = {tensor.name for tensor in reader.tensors}
+    assert any("ffn_gate_up_exps" in name for name in names) == bool(dimensions.get("merged"))
+    types = {tensor.tensor_type.name for tensor in reader.tensors if "_exps" in tensor.name}
+    assert case not in K_QUANTS or types == K_EXPERT_TYPES.get(case, {case})
+    library.start()
+    context, tap = tap_context(path)
+    with context:
+        logits = context.decode(np.random.default_rng(8).integers(0, 256, 128).tolist())
+    for layer, ids in tap.ids.items():
+        choices = {tuple(sorted(row)) for row in ids.tolist()}
+        assert len(choices) > (32 if ids.shape[1] > 2 else 8), f"layer {layer} routes alike"
+        assert len(np.unique(ids)) >= 8, f"layer {layer} leaves most experts unused"
+    assert 3 < logits.std() < 5
+    assert len(set(logits.argmax(axis=1).tolist())) > 40
+    best = np.sort(logits, axis=1)[:, -2:]
+    assert np.median(best[:, 1] - best[:, 0]) > 0.3, "near-ties must be rare"
+
+
+def test_vocabulary_of_tiny_models(tiny_moe: Path) -> None:
+    library.start()
+    with StockContext(tiny_moe) as context:
+        assert context.n_vocab == N_VOCAB == 304
+        assert context.tokenize("<|im_start|>") == [IM_START]
+        assert context.tokenize("<|im_end|><|endoftext|>") == [IM_END, ENDOFTEXT]
+        text = "the ärea is 日本 \U0001f600\n"
+        assert 0 < len(context.tokenize(text)) < len(text.encode()), "some letters merge"
+
+
+def test_the_factors_of_experts_count(tiny: TinyFactory) -> None:
+    """llama.cpp reads them: without them the answer is another one."""
+    library.start()
+    answers = []
+    for has_factors in (False, True):
+        with StockContext(tiny("qwen3moe", expert_scales=has_factors)) as stock:
+            answers.append(stock.answer(list(range(40, 60)), 24))
+    assert answers[0] != answers[1]
 
 
 @pytest.fixture(scope="module")
 def reference(tiny: TinyFactory, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Transcripts by thread count, from processes that never load our library: one per thread count, and slow case."""
-    quick = [tiny(arch, **dims) for case, (arch, dims) in ATTENTION_CASES.items() if case not in SLOW_CASES]
+    quick = [case_model(tiny, case) for case in ATTENTION_CASES if case not in SLOW_CASES]
     by_threads: dict[int, dict[str, np.ndarray]] = {}
 
     def get(path: Path, n_threads: int) -> np.ndarray:
@@ -48,8 +101,7 @@ def reference(tiny: TinyFactory, tmp_path_factory: pytest.TempPathFactory) -> Re
 def test_logits_equal_a_process_without_us(
     case: str, scope: OffloadScope, tiny: TinyFactory, reference: Reference
 ) -> None:
-    arch, dimensions = ATTENTION_CASES[case]
-    path = tiny(arch, **dimensions)
+    path = case_model(tiny, case)
     context, sensor = sensed_context(path, scope, n_ubatch=32)
     with context:
         rows = transcript(context)
@@ -59,15 +111,14 @@ def test_logits_equal_a_process_without_us(
     assert (stats.blocks > 0) == (scope is not OffloadScope.NONE)
 
 
-@pytest.mark.parametrize("scope", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda scope: scope.name.lower())
-def test_two_threads(scope: OffloadScope, tiny: TinyFactory, reference: Reference) -> None:
-    path = tiny("qwen3moe")
-    context, _ = sensed_context(path, scope, n_ubatch=32, n_threads=2)
+@CLAIMS
+def test_two_threads(scope: OffloadScope, tiny_moe: Path, reference: Reference) -> None:
+    context, _ = sensed_context(tiny_moe, scope, n_ubatch=32, n_threads=2)
     with context:
-        assert np.array_equal(transcript(context), reference(path, 2))
+        assert np.array_equal(transcript(context), reference(tiny_moe, 2))
 
 
-@pytest.mark.parametrize("scope", [OffloadScope.MOE, OffloadScope.ALL], ids=lambda scope: scope.name.lower())
+@CLAIMS
 def test_without_repacked_weights(scope: OffloadScope, tiny_moe: Path) -> None:
     plain, _ = sensed_context(tiny_moe, OffloadScope.NONE, repack=False)
     ours, _ = sensed_context(tiny_moe, scope, repack=False)

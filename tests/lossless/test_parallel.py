@@ -21,12 +21,12 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
-from tests.support.cases import ATTENTION_CASES
+from tests.support.cases import ATTENTION_CASES, case_model
 from tests.support.counting import DEVICE, CountingDevice
-from tests.support.hybrid import MANY_EXPERTS, assert_greedy, hybrid_config
+from tests.support.hybrid import assert_greedy, hit_stats, hybrid_config
+from tests.support.sessions import GREEDY, answered
 from tests.support.stock import StockContext
 
-GREEDY = SamplingConfig(temperature=0.0)
 N_PREDICT = 40
 RNG = np.random.default_rng(9)
 # of different lengths; copies in some, so that the n-gram lookup drafts in some texts and not in others
@@ -67,7 +67,7 @@ def check(
     """
     alike: list[list[int]] | None = None
     for i, (prompt, answer) in enumerate(zip(prompts, generation.answers, strict=True)):
-        expected, _ = stock.greedy(prompt, len(answer.tokens))
+        expected = stock.answer(prompt, len(answer.tokens))
         if batches is not None and answer.tokens != expected:
             alike = alike or _decoded_alike(stock, prompts, batches)
             if answer.tokens == alike[i][: len(answer.tokens)]:
@@ -134,8 +134,7 @@ def test_each_text_is_stocks(
     case: str, speculation: tuple[str, int] | None, tiny: TinyFactory, tiny_draft: Path, batches: list[Batch]
 ) -> None:
     """Five texts on three sequences: two wait, and take the sequences of those that end."""
-    arch, dimensions = ATTENTION_CASES[case]
-    path = tiny(arch, **dimensions)
+    path = case_model(tiny, case)
     with StockContext(path, n_ctx=512) as stock, Session.open(config(path, speculation, tiny_draft)) as session:
         generation = answer_all(session, PROMPTS)
         assert all(len(answer.tokens) == N_PREDICT for answer in generation.answers)
@@ -149,28 +148,25 @@ def test_each_text_is_stocks(
     "policy", ["spac", "sp-moe-prefetch", *(pytest.param(p, marks=pytest.mark.slow) for p in ("lru", "fate"))]
 )
 @pytest.mark.parametrize("gamma", [0, 4])
-def test_with_a_cache(policy: str, gamma: int, tiny: TinyFactory, tiny_draft: Path) -> None:
+def test_with_a_cache(policy: str, gamma: int, many: Path, tiny_draft: Path, stock: StockContext) -> None:
     """Half of the experts on the emulated device; policies that read the draft's layers do without."""
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    options = replace(hybrid_config(path, tiny_draft, 0.5, gamma=gamma, policy=policy), n_parallel=3)
-    with StockContext(path, n_ctx=512) as stock, Session.open(options) as session:
+    options = hybrid_config(many, tiny_draft, 0.5, gamma=gamma, policy=policy)
+    with Session.open(replace(options, n_parallel=3)) as session:
         generation = answer_all(session, PROMPTS)
         check(stock, PROMPTS, generation)
-        stats = session.placement_stats()
-        assert stats is not None and stats.steps == generation.stats.steps
+        stats = hit_stats(session)
+        assert stats.steps == generation.stats.steps
         info = session.info
         n_verified = sum(n * stats.steps + stats.drafted for n, stats in generation.of_texts.items())
-        n_pairs = n_verified * info.n_expert_layers * info.n_expert_used
-        assert 0 < stats.pairs_hit < stats.pairs == n_pairs
+        assert stats.pairs_hit < stats.pairs == n_verified * info.n_expert_layers * info.n_expert_used
 
 
 @pytest.mark.parametrize("ratio", [None, 0.5])
-def test_a_budget_caps_the_batch(ratio: float | None, tiny: TinyFactory, tiny_draft: Path) -> None:
+def test_a_budget_caps_the_batch(ratio: float | None, many: Path, tiny_draft: Path, stock: StockContext) -> None:
     """The experts of all texts together keep to the budget; without drafts there is none."""
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    options = replace(hybrid_config(path, tiny_draft, ratio or 0.0, gamma=4), n_parallel=3)
+    options = replace(hybrid_config(many, tiny_draft, ratio or 0.0, gamma=4), n_parallel=3)
     options = replace(options, expert_budget=ExpertBudget(budget=6), device=options.device if ratio else "none")
-    with StockContext(path, n_ctx=512) as stock, Session.open(options) as session:
+    with Session.open(options) as session:
         records: list[StepRecord] = []
         session.observers.append(lambda record, _session: records.append(record))
         answer_all(session, PROMPTS)
@@ -187,10 +183,8 @@ def test_a_long_text_among_short_ones(tiny: TinyFactory, tiny_draft: Path) -> No
     """A sliding window that loses its oldest tokens, while others join and leave."""
     path = tiny("gpt-oss")
     prompts = [RNG.integers(0, 256, n).tolist() for n in (300, 10, 10, 200, 10)]
-    with (
-        StockContext(path, n_ctx=1024, n_batch=512) as stock,
-        Session.open(config(path, ("model", 4), tiny_draft, n_ctx=512, n_ubatch=32)) as session,
-    ):
+    options = config(path, ("model", 4), tiny_draft, n_ctx=512, n_ubatch=32)
+    with StockContext(path, n_ctx=1024, n_batch=512) as stock, Session.open(options) as session:
         check(stock, prompts, answer_all(session, prompts, n_predict=80))
 
 
@@ -218,41 +212,32 @@ def test_seeds_give_the_tokens_of_single_runs(kind: str, tiny: TinyFactory, tiny
         generation = answer_all(session, PROMPTS, sampling=samplings)
         for prompt, sampling, answer in zip(PROMPTS, samplings, generation.answers, strict=True):
             session.reset()
-            alone = session.generate(prompt, n_predict=N_PREDICT, sampling=sampling)
-            for _ in alone:
-                pass
+            alone = answered(session, prompt, N_PREDICT, sampling=sampling, ignore_eos=False)
             assert answer.tokens == alone.tokens and answer.stats.accepted == alone.stats.accepted
 
 
 @pytest.mark.parametrize("gamma", [0, 8])
 @pytest.mark.parametrize("path", list(DevicePath))
-def test_next_to_a_gpu(
-    path: DevicePath, gamma: int, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
-) -> None:
+def test_next_to_a_gpu(path: DevicePath, gamma: int, many: Path, tiny_draft: Path, counting: CountingDevice) -> None:
     """Attention on the counting device, which executes as late as a GPU may; 4 or 36 tokens in a batch."""
-    model = tiny("qwen3moe", experts=MANY_EXPERTS)
-    gpu: dict[str, Any] = {"n_gpu_layers": 99}
-    options = hybrid_config(model, tiny_draft, 0.5, gamma=gamma, device=DEVICE, device_path=path)
+    options = hybrid_config(many, tiny_draft, 0.5, gamma=gamma, device=DEVICE, device_path=path)
     with (
-        StockContext(model, n_ctx=512, gpu=DEVICE, experts_on_cpu=True, **gpu) as stock,
+        StockContext(many, n_ctx=512, gpu=DEVICE, experts_on_cpu=True, n_gpu_layers=99) as stock,
         counting.late(),
-        Session.open(replace(options, n_parallel=4, **gpu)) as session,
+        Session.open(replace(options, n_parallel=4, n_gpu_layers=99)) as session,
     ):
         generation = answer_all(session, PROMPTS, n_predict=24)
-        stats = session.placement_stats()
-        assert stats is not None and stats.pairs_hit > 0 and stats.blocks_unknown == 0
+        hit_stats(session)
         check(stock, PROMPTS, generation)
     counting.check()
 
 
 @pytest.mark.parametrize("gamma", [0, 4])
-def test_experts_from_the_file(gamma: int, tiny: TinyFactory, tiny_draft: Path) -> None:
+def test_experts_from_the_file(gamma: int, many: Path, tiny_draft: Path, stock: StockContext) -> None:
     """Slots in RAM for a third of the experts, of which a batch of three texts may need more than a layer has."""
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    tensors, _ = expert_tensors(path)
+    ram = expert_bytes(expert_tensors(many)[0]) // 3
     placement = PlacementConfig(calibrate=False, policy="lfu")
-    options = config(path, ("model", gamma), tiny_draft, ram=expert_bytes(tensors) // 3, placement=placement)
-    with StockContext(path, n_ctx=512) as stock, Session.open(options) as session:
+    with Session.open(config(many, ("model", gamma), tiny_draft, ram=ram, placement=placement)) as session:
         assert session.info.device == "RAM"
         generation = answer_all(session, PROMPTS)
         check(stock, PROMPTS, generation)

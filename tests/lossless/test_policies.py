@@ -6,7 +6,6 @@ rules of execution (loading on demand, waiting while drafting, transfers in batc
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from moeedge.native.abi import Phase
 from moeedge.policies.registry import POLICIES
 from moeedge.scheduler.config import ExecutionConfig
 from tests.lossless.conftest import PROMPT, Loaded, each_case
-from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config
+from tests.support.hybrid import MANY_EXPERTS, assert_answers, greedy_answer, hybrid_config
 
 N_PREDICT = 24
 CASES = ("qwen3moe", "deepseek3", "gpt-oss", "llama4")  # softmax, sigmoid and groups, biases, one expert per token
@@ -33,18 +32,18 @@ EXECUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def open_session(loaded: Loaded, policy: str, execution: ExecutionConfig | None = None) -> Session:
-    execution = execution or ExecutionConfig()
-    config = hybrid_config(loaded.path, loaded.draft_path, 0.3, gamma=4, policy=policy, execution=execution)
-    return Session.open(config, model=loaded.model, draft_model=loaded.draft)
+def open_session(loaded: Loaded, policy: str, *, own_draft: bool = False, **execution: Any) -> Session:
+    """own_draft: the target drafts for itself."""
+    draft_path, draft = (loaded.path, loaded.model) if own_draft else (loaded.draft_path, loaded.draft)
+    placement = {"policy": policy, "execution": ExecutionConfig(**execution)}
+    config = hybrid_config(loaded.path, draft_path, 0.3, gamma=4, **placement)
+    return Session.open(config, model=loaded.model, draft_model=draft)
 
 
-@each_case(CASES, "policy", sorted(set(POLICIES) - {"none"}), quick=("spac", "sp-moe-prefetch"))
+@each_case(CASES, "policy", sorted(set(POLICIES) - {"none"}), quick=("spac", "sp-moe-prefetch"), in_turn=True)
 def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
     with open_session(loaded, policy) as session:
-        for turn in range(2):
-            tokens = greedy_answer(session, PROMPT, N_PREDICT)
-            assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"{policy}, turn {turn}")
+        assert_answers(session, loaded.stock, PROMPT, N_PREDICT, 2, what=policy)
         stats, placement = session.placement_stats(), session.placement
         assert stats is not None and placement is not None and not stats.lost
         assert stats.blocks_unknown == 0
@@ -57,13 +56,11 @@ def test_greedy_equals_stock(policy: str, loaded: Loaded) -> None:
             assert share > 1.5 * loaded.model.info.n_expert_used / MANY_EXPERTS, "no better than chance"
 
 
-@each_case(CASES, "name", EXECUTIONS, quick=("batched",))
+@each_case(CASES, "name", EXECUTIONS, quick=("batched",), in_turn=True)
 def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
     execution = ExecutionConfig(**EXECUTIONS[name])
-    with open_session(loaded, "sp-moe-prefetch", execution) as session:
-        for turn in range(2):
-            tokens = greedy_answer(session, PROMPT, N_PREDICT)
-            assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, f"{name}, turn {turn}")
+    with open_session(loaded, "sp-moe-prefetch", **EXECUTIONS[name]) as session:
+        assert_answers(session, loaded.stock, PROMPT, N_PREDICT, 2, what=name)
         stats, placement = session.placement_stats(), session.placement
         assert stats is not None and placement is not None
         if execution.misses == "load":
@@ -82,11 +79,8 @@ def test_sp_moe_in_parts(name: str, loaded: Loaded) -> None:
 @each_case(CASES)
 def test_a_target_predicts_itself(drafting: str, loaded: Loaded) -> None:
     """As its own draft it reads the same inputs: every expert is predicted, after dense layers, too."""
-    config = hybrid_config(loaded.path, loaded.path, 0.3, gamma=4, policy="sp-moe-prefetch")
-    config = replace(config, placement=replace(config.placement, execution=ExecutionConfig(drafting=drafting)))
-    with Session.open(config, model=loaded.model, draft_model=loaded.model) as session:
-        tokens = greedy_answer(session, PROMPT, N_PREDICT)
-        assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, drafting)
+    with open_session(loaded, "sp-moe-prefetch", own_draft=True, drafting=drafting) as session:
+        assert_answers(session, loaded.stock, PROMPT, N_PREDICT)
         placement = session.placement
         assert placement is not None and placement.predicted_share is not None
         # routers that choose among groups of experts are predicted without the groups
@@ -96,34 +90,30 @@ def test_a_target_predicts_itself(drafting: str, loaded: Loaded) -> None:
 @each_case(CASES)
 def test_hooks_are_off_in_stock_mode(loaded: Loaded) -> None:
     """Between stock and moeedge in one session: hooks are quiet in stock mode, and work again afterwards."""
-    with open_session(loaded, "fate", ExecutionConfig(misses="load")) as session:
+    with open_session(loaded, "fate", misses="load") as session:
         assert session.placement is not None and session.placement.on_demand is not None
         within = session.placement.on_demand
         for mode in ("stock", "moeedge", "stock"):
             session.set_mode(mode)  # type: ignore[arg-type]
             before = within.loaded
-            tokens = greedy_answer(session, PROMPT, N_PREDICT)
-            assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, mode)
+            assert_answers(session, loaded.stock, PROMPT, N_PREDICT, what=mode)
             assert (within.loaded > before) == (mode == "moeedge")
 
 
 @each_case(CASES)
 def test_an_error_between_layers(loaded: Loaded) -> None:
     """An exception at a block ends the decode; the session works afterwards."""
+
+    def interrupt(*_: object) -> None:
+        raise ArithmeticError("between layers")
+
     with open_session(loaded, "fate") as session:
         assert session.placement is not None and session.placement.layer_hook is not None
         greedy_answer(session, PROMPT, 4)
-        look = session.placement.layer_hook.predictor.predict  # type: ignore[union-attr]
-
-        def interrupt(*_: object) -> None:
-            raise ArithmeticError("between layers")
-
-        session.placement.layer_hook.predictor.predict = interrupt  # type: ignore[union-attr, method-assign, assignment]
-        with pytest.raises(ArithmeticError, match="between layers"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ArithmeticError, match="between layers"):
+            patch.setattr(session.placement.layer_hook.predictor, "predict", interrupt)
             greedy_answer(session, PROMPT, 4)
-        session.placement.layer_hook.predictor.predict = look  # type: ignore[union-attr, method-assign]
-        tokens = greedy_answer(session, PROMPT, N_PREDICT)
-        assert_greedy(loaded.stock, PROMPT, tokens, loaded.expected, "after an error")
+        assert_answers(session, loaded.stock, PROMPT, N_PREDICT, what="after an error")
 
 
 @each_case(CASES)

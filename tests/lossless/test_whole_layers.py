@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from moeedge.engine import layer_search
@@ -24,21 +23,21 @@ from moeedge.planning.planner import Planner
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
-from tests.support.cases import ATTENTION_CASES
+from tests.lossless.conftest import LONG_PROMPT
+from tests.support.cases import case_model
 from tests.support.counting import DEVICE, CountingDevice
-from tests.support.hybrid import MANY_EXPERTS, assert_greedy, greedy_answer, hybrid_config
+from tests.support.hybrid import MANY_EXPERTS, assert_answers, hit_stats, hybrid_config
 from tests.support.stock import StockContext
 
-PROMPT = np.random.default_rng(4).integers(0, 256, 40).tolist()
-N_PREDICT = 24
 GIB = 2**30
+pytestmark = pytest.mark.usefixtures("counting")
 
 
 def check(
     path: Path,
     draft: Path,
-    n_cpu_moe: int,
-    ratio: float,
+    n_cpu_moe: int = 2,
+    ratio: float = 0.3,
     *,
     policy: str = "spac",
     prefill: str = "auto",
@@ -48,82 +47,67 @@ def check(
     config = hybrid_config(path, draft, ratio, gamma=4, device=DEVICE, policy=policy, prefill=prefill)
     config = replace(config, n_cpu_moe=n_cpu_moe, **changes)  # type: ignore[arg-type]
     with StockContext(path, n_ctx=512, gpu=DEVICE, n_gpu_layers=99, experts_on_cpu=True) as stock:
-        expected, _ = stock.greedy(PROMPT, N_PREDICT)
+        stock.answer(LONG_PROMPT, 24)
         with Session.open(config) as session:
             info = session.info
             in_host_memory = [layer for layer in session.model.info.expert_layers if layer < n_cpu_moe]
             assert info.n_whole_layers == info.n_expert_layers - len(in_host_memory)
-            for turn in range(2):
-                tokens = greedy_answer(session, PROMPT, N_PREDICT)
-                assert_greedy(stock, PROMPT, tokens, expected, f"turn {turn}")
-            stats = session.placement_stats()
+            assert_answers(session, stock, LONG_PROMPT, 24, 2)
             if not in_host_memory or ratio == 0:
-                assert stats is None
+                assert session.placement_stats() is None
                 return
-            assert stats is not None and stats.pairs_hit > 0 and stats.blocks_unknown == 0
-            assert stats.pairs % len(in_host_memory) == 0
+            assert hit_stats(session).pairs % len(in_host_memory) == 0
             n_slots = min(round(ratio * info.n_expert_layers * info.n_experts), len(in_host_memory) * info.n_experts)
             assert info.cache_slots == pytest.approx(n_slots, abs=2)
 
 
-def test_half_of_the_layers(tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice) -> None:
-    check(tiny("qwen3moe", experts=MANY_EXPERTS), tiny_draft, 2, 0.3)
+def test_half_of_the_layers(many: Path, tiny_draft: Path) -> None:
+    check(many, tiny_draft)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ratio", [0.0, 0.17, 1.0])
-@pytest.mark.parametrize("n_cpu_moe", [0, 1, 2, 3])
-def test_every_number_of_layers(
-    n_cpu_moe: int, ratio: float, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
-) -> None:
-    check(tiny("qwen3moe", experts=MANY_EXPERTS), tiny_draft, n_cpu_moe, ratio)
+@pytest.mark.parametrize(("n_cpu_moe", "ratio"), [(2, 0.0), *((n, ratio) for n in range(4) for ratio in (0.17, 1.0))])
+def test_every_number_of_layers(n_cpu_moe: int, ratio: float, many: Path, tiny_draft: Path) -> None:
+    check(many, tiny_draft, n_cpu_moe, ratio)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in ATTENTION_CASES if name != "qwen3moe"])
-def test_every_architecture(case: str, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice) -> None:
-    arch, dimensions = ATTENTION_CASES[case]
-    check(tiny(arch, **(dimensions | {"experts": MANY_EXPERTS})), tiny_draft, 2, 0.3)
+@pytest.mark.parametrize("case", ["deepseek2", "gpt-oss", "llama4", "qwen3moe-mixed", "grovemoe", "gemma4", "Q4_K_M"])
+def test_layers_that_are_not_alike(case: str, tiny: TinyFactory, tiny_draft: Path) -> None:
+    """test_counting_gpu.py has every architecture's experts in a cache on a GPU."""
+    check(case_model(tiny, case, experts=MANY_EXPERTS), tiny_draft)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["lru", "lfu", "static", "moe-infinity", "fate", "adapmoe", "hybrimoe", "sp-moe-prefetch"]
 )
-def test_every_policy(policy: str, tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice) -> None:
-    check(tiny("qwen3moe", experts=MANY_EXPERTS), tiny_draft, 2, 0.3, policy=policy)
+def test_every_policy(policy: str, many: Path, tiny_draft: Path) -> None:
+    check(many, tiny_draft, policy=policy)
 
 
 @pytest.mark.slow
-def test_fewer_layers_on_the_gpu(tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice) -> None:
+def test_fewer_layers_on_the_gpu(many: Path, tiny_draft: Path) -> None:
     """With -ngl 3 of 4 (the output counts), the first layer's experts stay in host memory although -ncmoe is 0."""
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    with Session.open(
-        replace(hybrid_config(path, tiny_draft, 0.3, device=DEVICE), n_cpu_moe=0, n_gpu_layers=3)
-    ) as session:
+    config = replace(hybrid_config(many, tiny_draft, 0.3, device=DEVICE), n_cpu_moe=0, n_gpu_layers=3)
+    with Session.open(config) as session:
         assert session.model.host_expert_layers == (0,)
-    check(path, tiny_draft, 2, 0.3, n_gpu_layers=3)
+    check(many, tiny_draft, n_gpu_layers=3)
 
 
 @pytest.mark.slow
-def test_streamed_prompts_without_llama_cpps_offload(
-    tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
-) -> None:
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    check(path, tiny_draft, 2, 0.3, prefill="stream", n_ubatch=2048, op_offload=False)
+def test_streamed_prompts_without_llama_cpps_offload(many: Path, tiny_draft: Path) -> None:
+    check(many, tiny_draft, prefill="stream", n_ubatch=2048, op_offload=False)
 
 
 @pytest.mark.slow
-def test_streamed_prompts_get_larger_graphs(
-    tiny: TinyFactory, counting: CountingDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streamed_prompts_get_larger_graphs(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if streaming were the fastest path, and faster with larger graphs."""
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
     monkeypatch.setattr(Calibration, "prefill_path", PrefillPath.STREAM)
     monkeypatch.setattr(layer_search, "_FASTER", 0.0)
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    placement = PlacementConfig(vram_bytes=path.stat().st_size // 3)
-    config = EngineConfig(model=path, n_ctx=4096, n_threads=1, device=DEVICE, placement=placement)
+    placement = PlacementConfig(vram_bytes=many.stat().st_size // 3)
+    config = EngineConfig(model=many, n_ctx=4096, n_threads=1, device=DEVICE, placement=placement)
     with open_session(config) as session:
         choice = session.layer_choice
         assert choice is not None
@@ -134,16 +118,8 @@ def test_streamed_prompts_get_larger_graphs(
 
 
 @pytest.mark.parametrize("n_cpu_moe", [0, 2, ALL_ON_CPU])
-def test_the_memory_is_the_planned_one(tiny: TinyFactory, n_cpu_moe: int, counting: CountingDevice) -> None:
-    path = tiny("qwen3moe", experts=MANY_EXPERTS)
-    config = EngineConfig(
-        model=path,
-        n_ctx=512,
-        n_threads=1,
-        device=DEVICE,
-        n_cpu_moe=n_cpu_moe,
-        placement=PlacementConfig(cache_ratio=0.25, calibrate=False),
-    )
+def test_the_memory_is_the_planned_one(many: Path, n_cpu_moe: int) -> None:
+    config = replace(hybrid_config(many, None, 0.25, device=DEVICE), n_cpu_moe=n_cpu_moe)
     with Planner(config, this_machine(config)) as planner:
         planned = planner.default_map()
     with Session.open(config) as session:

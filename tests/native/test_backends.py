@@ -26,7 +26,6 @@ from tests.support.commands import refused
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("toy_backend.c")
 HEADER = ROOT / "moeedge/native/include/moeedge.h"
-VULKAN = os.environ.get("MOEEDGE_VULKAN_BACKEND", "")
 
 Compile = Callable[..., Path]
 
@@ -62,21 +61,12 @@ def library_named(tmp_path: Path) -> Callable[[str], str]:
     return library_named
 
 
-def _program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`moeedge ARGUMENTS` in a process of its own: what a process has registered stays."""
-    return subprocess.run(
-        [sys.executable, "-m", "moeedge", *arguments],
-        env=os.environ | {"GGML_BACKEND_PATH": ""} | environment,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-
-
 def _devices(*arguments: str, **environment: str) -> dict[str, Any]:
-    result = _program("devices", "-o", "json", *arguments, **environment)
-    assert result.returncode == 0, result.stderr
+    """Rows of `moeedge devices ARGUMENTS` in a process of its own: what a process has registered stays."""
+    command = [sys.executable, "-m", "moeedge", "devices", "-o", "json", *arguments]
+    result = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True
+    )
     return {row["name"]: row for row in json.loads(result.stdout)}
 
 
@@ -122,7 +112,6 @@ def test_a_loaded_backend_is_named_by_the_function(compile_toy: Compile) -> None
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    native.attach()
     assert "no such file" in _refusal(tmp_path / "absent.so").message
     assert "directory" in _refusal(tmp_path).message
     contents = {
@@ -141,7 +130,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_damaged_libraries(compile_toy: Compile) -> None:
     """Cut at any length, or for another processor: found before the file is loaded."""
-    native.attach()
     file = compile_toy("whole")
     whole = file.read_bytes()
     for n_bytes in (32, 64, 1000, len(whole) // 2, len(whole) - 64):
@@ -179,7 +167,6 @@ def test_any_bytes_in_headers_are_read_or_refused(compile_toy: Compile) -> None:
 
 
 def test_libraries_that_are_no_backend_of_this_ggml(compile_toy: Compile, library_named: Callable[[str], str]) -> None:
-    native.attach()
     assert "no ggml backend" in _refusal(compile_toy("none", entry="")).message
     assert "API 99, " in _refusal(compile_toy("version", API_VERSION=99)).message
     assert "ggml_absent" in _refusal(compile_toy("undefined", CALLS="ggml_absent")).message
@@ -194,7 +181,6 @@ def test_libraries_that_are_no_backend_of_this_ggml(compile_toy: Compile, librar
 
 
 def test_libraries_that_offer_nothing_here(compile_toy: Compile, library_named: Callable[[str], str]) -> None:
-    native.attach()
     missing = _refusal(compile_toy("missing", "-Wl,--no-as-needed", library_named("libvulkan.so.77")))
     assert "needs libvulkan.so.77" in missing.message
     assert "Vulkan loader" in missing.hint
@@ -227,16 +213,6 @@ def test_requested_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }.items():
         monkeypatch.setenv("GGML_BACKEND_PATH", value)
         assert backends.requested_files() == [Path(name) for name in expected]
-
-
-@pytest.mark.skipif(not VULKAN, reason="$MOEEDGE_VULKAN_BACKEND names no libggml-vulkan.so")
-def test_the_vulkan_backend() -> None:
-    found = _devices("--backend", VULKAN, GGML_VK_VISIBLE_DEVICES="0")
-    assert found["Vulkan0"]["file"] == VULKAN
-    assert found["Vulkan0"]["usable"]
-    result = _program("devices", "--backend", VULKAN, VK_DRIVER_FILES="/dev/null", VK_ICD_FILENAMES="/dev/null")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "finds no Vulkan device" in result.stderr
 
 
 @pytest.mark.parametrize(

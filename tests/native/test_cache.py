@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,10 +16,9 @@ import pytest
 from moeedge import native
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
 from moeedge.experts import Residency
-from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import OffloadScope
 from moeedge.native.abi import PrefillPath
-from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.native.cache import ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.experts import (
     NO_PAIRS,
@@ -29,28 +26,15 @@ from tests.support.experts import (
     ask,
     assert_balanced,
     assert_bytes,
+    drain,
+    model_experts,
     resident,
     write_experts,
 )
-from tests.support.sensed import model_number, sensed_context
+from tests.support.sensed import sensed_context
 
 ROOT = Path(__file__).parents[2]
 OPEN_S = 20.0  # far longer than anything here takes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def attached() -> None:
-    native.attach()
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
-    """4 layers of 8 experts, all alike."""
-    return write_experts(tmp_path_factory.mktemp("experts") / "experts.bin")
-
-
-def drain(cache: ExpertCache) -> None:
-    assert cache.drain(OPEN_S)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -68,20 +52,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
     [("qwen3moe", {}), ("gpt-oss", {}), ("llama4", {}), ("deepseek2", {"merged": True}), ("llama", {})],
 )
 def test_slots_hold_the_models_bytes(tiny: TinyFactory, arch: str, options: dict[str, bool]) -> None:
-    path = tiny(arch, **options)
-    context, _ = sensed_context(path, OffloadScope.NONE)
-    with context:
-        n_layers, n_experts = model_number(context, "block_count"), model_number(context, "expert_count")
-    tensors, files = expert_tensors(path)
-    model = ExpertFile(path, tensors, n_layers, n_experts)
-    with ExpertCache(
-        CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=n_layers, n_experts=n_experts, ratio=1.0)
-    ) as cache:
-        layers = sorted({tensor.layer for tensor in tensors})
-        ask(cache, list(product(layers, range(n_experts))))
+    model = model_experts(tiny(arch, **options))
+    with ExpertCache(model.config(1.0)) as cache:
+        ask(cache, model.everything)
         drain(cache)
-        assert assert_bytes(cache, model) == len(layers) * n_experts == cache.info.n_slots
-        assert cache.stats().bytes_moved == sum(tensor.stride * tensor.n_experts for tensor in tensors)
+        assert assert_bytes(cache, model) == len(model.everything) == cache.info.n_slots
+        assert cache.stats().bytes_moved == sum(tensor.stride * tensor.n_experts for tensor in model.tensors)
         assert cache.info.pool_bytes >= cache.stats().bytes_moved
 
 
@@ -109,9 +85,9 @@ def test_capacity_is_the_requested_share(experts: ExpertFile, ratio: float, n_sl
         layer_group, capacity, expert_bytes = cache.groups()
         assert layer_group.tolist() == [0] * 4
         assert capacity.tolist() == [n_slots]
-        assert expert_bytes.tolist() == [sum(tensor.stride for tensor in experts.tensors[:3])]
+        assert expert_bytes.tolist() == [experts.expert_bytes]
         assert (cache.info.n_slots, cache.info.slots_wanted) == (n_slots, n_slots)
-        ask(cache, list(product(range(4), range(8))))
+        ask(cache, experts.everything)
         drain(cache)
         assert len(resident(cache)) == n_slots
         assert_balanced(cache)
@@ -124,7 +100,7 @@ def test_layers_of_different_shape_have_separate_pools(tmp_path: Path) -> None:
         assert layer_group.tolist() == [-1, 0, 1, 1, 0, 1]
         assert capacity.tolist() == [8, 12]
         assert expert_bytes[0] == 2 * expert_bytes[1]
-        ask(cache, list(product(range(1, 6), range(8))))
+        ask(cache, mixed.everything)
         drain(cache)
         assert assert_bytes(cache, mixed) == 20
         found = resident(cache)
@@ -153,7 +129,7 @@ def test_layers_have_pools_of_their_own_where_one_would_be_too_large(ratio: floa
         assert (expert_bytes[narrow] * 2 == expert_bytes[layer_group[1]]).all()
         staging_bytes = 4 * int(expert_bytes[narrow[0]] + expert_bytes[layer_group[1]])
         assert cut.info.pool_bytes == plain.info.pool_bytes + staging_bytes
-        ask(cut, list(product(range(1, 12), range(8))))
+        ask(cut, mixed.everything)
         drain(cut)
         assert assert_bytes(cut, mixed) == cut.info.n_slots
 
@@ -171,42 +147,6 @@ def test_staging_slots_are_extra(experts: ExpertFile) -> None:
     with ExpertCache(experts.config(0.5)) as plain, ExpertCache(experts.config(0.5, n_stage=4)) as staged:
         assert staged.info.n_slots == plain.info.n_slots
         assert staged.info.pool_bytes == plain.info.pool_bytes * 20 // 16
-
-
-SHORT_OF_MEMORY = """\
-import resource, sys
-from pathlib import Path
-from moeedge import native
-from moeedge.native.cache import ExpertCache
-from tests.support.experts import ask, assert_bytes, write_experts
-
-native.attach()
-folder = Path(sys.argv[1])
-model = write_experts(folder / "many.bin", n_layers=2, n_experts=512, width=512, sparse=True)  # 2 GiB of experts
-huge = write_experts(folder / "huge.bin", n_layers=1, n_experts=1, width=1 << 15, sparse=True)  # 8 GiB
-used_kib = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
-limit = used_kib * 1024 + (400 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-with ExpertCache(model.config(1.0)) as cache:
-    assert 20 < cache.info.n_slots < 200 and cache.info.slots_wanted == 1024, cache.info
-    assert cache.info.pool_bytes < 400 << 20
-    ask(cache, [(layer, expert) for layer in range(2) for expert in range(512)])
-    assert cache.drain(60)
-    assert assert_bytes(cache, model) == cache.info.n_slots
-try:
-    ExpertCache(huge.config(1.0))
-except Exception as error:
-    print(error)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits and reads the address space as Linux does")
-def test_short_memory_gives_fewer_slots_or_an_error(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SHORT_OF_MEMORY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("The device emulated has no memory for even one expert")
 
 
 # how the mover executes a plan
@@ -285,8 +225,8 @@ def test_pinned_experts_stay_until_they_are_released(experts: ExpertFile) -> Non
 
 
 def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
-    bytes_per_expert = sum(tensor.stride for tensor in experts.tensors[:3])
-    with ExpertCache(experts.config(1.0, link_bytes_per_s=bytes_per_expert / 0.2)) as cache:
+    rate = experts.expert_bytes / 0.2
+    with ExpertCache(experts.config(1.0, link_bytes_per_s=rate)) as cache:
         ask(cache, [(0, expert) for expert in range(6)])
         wait_for(lambda: cache.stats().in_flight == 1)
         assert cache.residency()[0, 0] == Residency.IN_FLIGHT
@@ -299,7 +239,7 @@ def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
         ask(cache, [(1, expert) for expert in range(8)])
         wait_for(lambda: cache.stats().in_flight == 1)
         begin_s = time.monotonic()
-        cache.plan(NO_PAIRS, np.zeros(0, np.uint8), NO_PAIRS, np.zeros(0, np.float32))
+        ask(cache, [])
         drain(cache)
         assert time.monotonic() - begin_s < 0.6, "cancelled uploads take no time"
         assert cache.stats().cancelled == 11
@@ -313,7 +253,7 @@ def test_a_paced_link_keeps_its_rate(tmp_path: Path) -> None:
     rate = 40e6
     with ExpertCache(model.config(1.0, link_bytes_per_s=rate)) as cache:
         begin_s = time.monotonic()
-        ask(cache, list(product(range(4), range(8))))
+        ask(cache, model.everything)
         drain(cache)
         duration_s = time.monotonic() - begin_s
         stats = cache.stats()
@@ -369,7 +309,7 @@ def test_clear_waits_for_pins_and_empties_everything(experts: ExpertFile) -> Non
         assert not cache.residency().any()
         assert cache.stats().slots_used == 0
         assert cache.stats().evictions == 8
-        ask(cache, list(product(range(4), range(8))))
+        ask(cache, experts.everything)
         drain(cache)
         assert assert_bytes(cache, experts) == 16, "all slots are in use again"
 
@@ -398,15 +338,13 @@ def test_a_closed_cache_raises(experts: ExpertFile) -> None:
             refused()
 
 
-def test_closing_detaches(tiny: TinyFactory) -> None:
-    path = tiny("qwen3moe")
-    tensors, files = expert_tensors(path)
-    config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)
-    context, sensor = sensed_context(path, OffloadScope.ALL)
+def test_closing_detaches(tiny_moe: Path) -> None:
+    config = model_experts(tiny_moe).config(0.5)
+    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
     with context:
         with ExpertCache(config) as cache:
             cache.attach(sensor)
-            ask(cache, [(layer, expert) for layer in range(3) for expert in range(8)])
+            ask(cache, list(product(range(3), range(8))))
             drain(cache)
             context.decode([1, 2, 3])
             records = cache.blocks()
@@ -423,12 +361,9 @@ def test_closing_detaches(tiny: TinyFactory) -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [1, 32, 48, 64])
-def test_blocks_without_resident_experts_are_misses(tiny: TinyFactory, n_tokens: int) -> None:
-    path = tiny("qwen3moe")
-    tensors, files = expert_tensors(path)
-    config = CacheConfig(device="emulated", files=files, tensors=tensors, n_layers=3, n_experts=16, ratio=0.5)
-    context, sensor = sensed_context(path, OffloadScope.ALL, n_ubatch=64)
-    with context, ExpertCache(config) as cache:
+def test_blocks_without_resident_experts_are_misses(tiny_moe: Path, n_tokens: int) -> None:
+    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL, n_ubatch=64)
+    with context, ExpertCache(model_experts(tiny_moe).config(0.5)) as cache:
         cache.attach(sensor)
         context.decode(list(range(n_tokens)), every=True)
         stats = cache.stats()

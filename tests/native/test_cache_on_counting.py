@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moeedge.engine.session import Session
 from moeedge.errors import EngineError
 from moeedge.hardware import devices
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
-from moeedge.scheduler.slot_memory import MemoryWatch
-from tests.conftest import TinyFactory
-from tests.native.test_cache import drain
-from tests.scheduler.test_manager import GREEDY, PROMPT, check, config
 from tests.support.counting import DEVICE, CountingDevice, Kind
-from tests.support.experts import ExpertFile, ask, assert_balanced, assert_bytes, resident, write_experts
-from tests.support.hybrid import RandomPlans, hybrid_context
+from tests.support.experts import ExpertFile, ask, assert_balanced, assert_bytes, drain, resident, write_experts
+from tests.support.hybrid import RandomPlans, hybrid_context, random_prompt
 from tests.support.stock import StockContext
 
-PIECE_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20  # native/src/expert-uploader.cpp
+PIECE_BYTES = 256 << 10  # native/src/expert-uploader.cpp
+PROMPT = random_prompt(24, 5)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +31,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
 def test_uploads_arrive_in_small_pieces(
     n_readers: int, batch: int, large: ExpertFile, counting: CountingDevice
 ) -> None:
-    everything = list(product(range(2), range(4)))
+    everything = large.everything
     with counting.late(), ExpertCache(large.config(0.5, device=DEVICE)) as cache:
         cache.set_readers(n_readers)
         cache.set_batch(batch)
@@ -75,7 +70,7 @@ def test_pools_are_no_larger_than_the_largest_buffer(large: ExpertFile, counting
     with ExpertCache(large.config(1.0, device=DEVICE)) as cache:
         assert cache.info.n_slots == cache.info.slots_wanted == 8
         assert cache.groups()[1].tolist() == [4, 4]
-        ask(cache, list(product(range(2), range(4))))
+        ask(cache, large.everything)
         drain(cache)
         assert assert_bytes(cache, large) == 8
     counting.set("max_buffer_bytes", slot_bytes // 2)
@@ -84,15 +79,26 @@ def test_pools_are_no_larger_than_the_largest_buffer(large: ExpertFile, counting
     counting.set("max_buffer_bytes", 1 << 62)
 
 
+def test_short_memory_gives_fewer_slots(large: ExpertFile, counting: CountingDevice) -> None:
+    counting.set("other_bytes", (8 << 30) - counting.allocated_bytes - 5 * large.expert_bytes)
+    with ExpertCache(large.config(1.0, device=DEVICE)) as cache:
+        assert 1 <= cache.info.n_slots <= 5 < cache.info.slots_wanted == 8
+        ask(cache, large.everything)
+        drain(cache)
+        assert assert_bytes(cache, large) == cache.info.n_slots
+    counting.set("other_bytes", 0)
+
+
 def test_blocks_are_computed_on_the_cpu_while_the_device_has_no_memory_for_them(
-    tiny: TinyFactory, counting: CountingDevice
+    tiny_moe: Path, counting: CountingDevice
 ) -> None:
-    model = tiny("qwen3moe")
-    with StockContext(model) as stock:
+    with StockContext(tiny_moe) as stock:
         expected = stock.decode(PROMPT)
-    with hybrid_context(model, 1.0, device=DEVICE) as (context, cache):
+    with hybrid_context(tiny_moe, 1.0, device=DEVICE) as (context, cache):
         RandomPlans(cache, 0).fill()
-        counting.set("other_bytes", counting_free_bytes())
+        reading = devices.read_memory(devices.resolve(DeviceSpec.parse(DEVICE), bundled=False))
+        assert reading is not None
+        counting.set("other_bytes", reading.free_bytes)
         before = cache.stats()
         logits = context.decode(PROMPT)
         after = cache.stats()
@@ -104,34 +110,3 @@ def test_blocks_are_computed_on_the_cpu_while_the_device_has_no_memory_for_them(
         context.decode(PROMPT)
         assert cache.stats().pairs_hit > after.pairs_hit
     counting.check()
-
-
-def counting_free_bytes() -> int:
-    reading = devices.read_memory(devices.resolve(DeviceSpec.parse(DEVICE), bundled=False))
-    assert reading is not None
-    return reading.free_bytes
-
-
-def test_the_cache_shrinks_when_another_program_takes_memory(
-    tiny: TinyFactory, tiny_draft: Path, counting: CountingDevice
-) -> None:
-    pair = tiny("qwen3moe"), tiny_draft
-    with StockContext(pair[0]) as stock:
-        expected = stock.greedy(PROMPT, 24)[0]
-    with Session.open(config(pair, 0.75, device=DEVICE)) as session:
-        manager = session.placement
-        assert manager is not None
-        before = manager.cache.info
-        slot_bytes = int(manager.cache.groups()[2].max())
-        now_s = 0.0
-        manager._watch = MemoryWatch(manager._device, 10 * slot_bytes, clock=lambda: now_s)
-        generation = session.generate(PROMPT, n_predict=24, sampling=GREEDY, ignore_eos=True)
-        for step, _ in enumerate(generation):
-            now_s += 1.0
-            if step == 3:
-                counting.set("other_bytes", counting_free_bytes() - 2 * slot_bytes)
-        check(session, PROMPT, expected, generation.tokens)
-        after = manager.cache.info
-        assert after.n_slots == before.n_slots - 8
-        assert counting_free_bytes() >= 9 * slot_bytes  # what the subgraphs take comes and goes
-    counting.set("other_bytes", 0)

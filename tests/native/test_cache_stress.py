@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from moeedge import native
 from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
@@ -33,16 +32,14 @@ def test_no_expert_is_seen_half_written(tmp_path: Path, device: str, width: int)
 
 def test_no_expert_is_half_written_on_a_paced_link(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=6, n_experts=16, wide_layers=(1, 4))
-    native.attach()
     assert stress(model, 2.0, link_bytes_per_s=100e6) >= MIN_CHECKED
 
 
 def test_experts_of_several_staging_chunks(tmp_path: Path, device: str) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=2, n_experts=3, width=1200)  # 5.8 MB a matrix
     with ExpertCache(model.config(0.5, device=device)) as cache:
-        everything = [(layer, expert) for layer in range(2) for expert in range(3)]
         for turn in range(4):
-            ask(cache, everything[turn % 2 :], victims=everything[:: 1 + turn % 2])
+            ask(cache, model.everything[turn % 2 :], victims=model.everything[:: 1 + turn % 2])
             assert cache.drain(60)
             assert assert_bytes(cache, model) == 3
         assert_balanced(cache)

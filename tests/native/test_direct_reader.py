@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,22 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeedge import native
 from moeedge.errors import BackendError, ModelFileError
+from moeedge.experts import Residency
 from moeedge.native.abi import ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
 from tests.support.cache_stress import stress
-from tests.support.experts import F32, NO_PAIRS, ExpertFile, ask, assert_balanced, assert_bytes, resident, write_experts
+from tests.support.experts import F32, ExpertFile, ask, assert_bytes, demand, drain, resident, write_experts
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0  # far longer than anything here takes
 LOOK_UP_S = 2.0  # how often a path is looked up (direct-file.cpp)
 MEMORY_FOLDER = Path("/dev/shm")  # a file system without blocks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def attached() -> None:
-    native.attach()
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +38,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertFile:
 @pytest.fixture
 def copied(experts: ExpertFile, tmp_path: Path) -> ExpertFile:
     """A copy of that file for a test that changes it."""
-    path = tmp_path / "copied.bin"
-    path.write_bytes(experts.path.read_bytes())
-    return replace(experts, path=path)
-
-
-def everything(model: ExpertFile) -> list[tuple[int, int]]:
-    return list(product(range(model.n_layers), range(model.n_experts)))
-
-
-def expert_bytes(model: ExpertFile) -> int:
-    return sum(tensor.stride for tensor in model.tensors if tensor.layer == 0)
-
-
-def drain(cache: ExpertCache) -> None:
-    assert cache.drain(WAIT_S)
-
-
-def demand(cache: ExpertCache, layer: int, wanted: list[int]) -> int:
-    return cache.demand(layer, np.array(wanted, np.int32), NO_PAIRS, np.zeros(0, np.float32), WAIT_S)
+    return replace(experts, path=Path(shutil.copy(experts.path, tmp_path / "copied.bin")))
 
 
 # bytes
@@ -125,17 +102,16 @@ def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("buffered", [False, True])
 @pytest.mark.parametrize(("n_threads", "piece_bytes"), [(1, 1 << 30), (4, 1 << 20), (8, 4096), (3, 70_001)])
 def test_slots_hold_the_bytes_of_the_files(parts: Parts, n_threads: int, piece_bytes: int, buffered: bool) -> None:
-    n_layers, n_experts = 5, 6
+    shape = {"n_layers": 5, "n_experts": 6}
     config = CacheConfig(
-        device="ram", files=parts.files, tensors=parts.tensors, n_layers=n_layers, n_experts=n_experts, ratio=1.0,
-        disk_buffered=buffered,
-    )  # fmt: skip
+        device="ram", files=parts.files, tensors=parts.tensors, ratio=1.0, disk_buffered=buffered, **shape
+    )
     with ExpertCache(config) as cache:
         cache.set_readers(n_threads, piece_bytes)
-        ask(cache, list(product(range(n_layers), range(n_experts))))
+        ask(cache, list(product(range(5), range(6))))
         drain(cache)
-        assert len(resident(cache)) == n_layers * n_experts
-        for tensor, expert in product(parts.tensors, range(n_experts)):
+        assert len(resident(cache)) == 5 * 6
+        for tensor, expert in product(parts.tensors, range(6)):
             expected = parts.bytes_of(tensor, expert)
             assert cache.read(tensor.layer, expert, tensor.role, len(expected)) == expected, (tensor.name, expert)
         info = cache.reader()
@@ -144,12 +120,8 @@ def test_slots_hold_the_bytes_of_the_files(parts: Parts, n_threads: int, piece_b
         assert not (buffered and info.is_direct)
 
 
-def test_slots_are_reused_while_others_are_read(experts: ExpertFile) -> None:
-    """Random plans and demands, eviction, readers that compare bytes: the stress test of the mover, on files."""
-    assert stress(experts, 1.5, device="ram") > 100
-
-
 def test_two_processes_read_one_file(experts: ExpertFile) -> None:
+    """Random plans and demands, eviction, readers that compare bytes: the stress test of the mover, on files."""
     command = [sys.executable, "-m", "tests.support.cache_stress", "1.5", "ram"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
         assert stress(experts, 1.5, device="ram") > 0
@@ -159,40 +131,38 @@ def test_two_processes_read_one_file(experts: ExpertFile) -> None:
 # order
 
 
-def slow(model: ExpertFile, experts_per_s: float, ratio: float = 1.0) -> CacheConfig:
-    return model.config(ratio, device="ram", disk_bytes_per_s=expert_bytes(model) * experts_per_s)
+def slow(model: ExpertFile, experts_per_s: float) -> CacheConfig:
+    return model.config(1.0, device="ram", disk_bytes_per_s=model.expert_bytes * experts_per_s)
+
+
+def demand_apart(cache: ExpertCache, wanted: list[int]) -> tuple[threading.Thread, list[int]]:
+    """A thread that demands experts of the first layer, and what it finds, once it has begun."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(demand(cache, 0, wanted)))
+    thread.start()
+    while not cache.stats().in_flight:
+        time.sleep(0.001)
+    return thread, found
 
 
 def test_a_slow_disk_takes_its_time(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 64.0)) as cache:
         begin_s = time.monotonic()
-        ask(cache, everything(experts))
+        ask(cache, experts.everything)
         drain(cache)
         assert time.monotonic() - begin_s > 0.9 * (32 / 64.0 - 0.02)
         assert cache.stats().transfer_s > 0.9 * (32 / 64.0 - 0.02)
         assert assert_bytes(cache, experts) == 32
 
 
-def test_a_demand_overtakes_what_is_planned(experts: ExpertFile) -> None:
-    """Also what the reader has been given already: a few experts, so that its threads have work."""
-    with ExpertCache(slow(experts, 20.0)) as cache:
-        cache.set_readers(1, 4096)
-        ask(cache, everything(experts)[:24])
-        assert demand(cache, 3, [7, 2]) == 2
-        assert len(resident(cache)) <= 4
-        drain(cache)
-        assert len(resident(cache)) == 26
-        assert_balanced(cache)
-
-
 def test_a_demand_hastens_what_is_under_way(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 20.0)) as cache:
         cache.set_readers(1, 4096)
-        uploads = everything(experts)[:24]
+        uploads = experts.everything[:24]
         ask(cache, uploads)
-        while np.count_nonzero(cache.copy_residency() == 2) < 2:  # in flight
+        while np.count_nonzero(cache.copy_residency() == Residency.IN_FLIGHT) < 2:
             time.sleep(0.001)
-        last = max((int(layer), int(expert)) for layer, expert in np.argwhere(cache.copy_residency() == 2))
+        last = max(np.argwhere(cache.copy_residency() == Residency.IN_FLIGHT).tolist())
         before = len(resident(cache))
         assert demand(cache, last[0], [last[1]]) == 1
         assert len(resident(cache)) <= before + 2, "those before it came first"
@@ -203,7 +173,7 @@ def test_a_demand_hastens_what_is_under_way(experts: ExpertFile) -> None:
 def test_a_plan_replaces_what_has_not_begun(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 20.0)) as cache:
         cache.set_readers(1, 4096)
-        ask(cache, everything(experts))
+        ask(cache, experts.everything)
         ask(cache, [(3, 1)], priority=[9])
         drain(cache)
         assert (3, 1) in resident(cache)
@@ -214,11 +184,7 @@ def test_a_plan_replaces_what_has_not_begun(experts: ExpertFile) -> None:
 
 def test_a_plan_leaves_what_is_demanded(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 40.0)) as cache:
-        found: list[int] = []
-        waiting = threading.Thread(target=lambda: found.append(demand(cache, 0, list(range(8)))))
-        waiting.start()
-        while not cache.stats().in_flight:
-            time.sleep(0.001)
+        waiting, found = demand_apart(cache, list(range(8)))
         ask(cache, [(3, 1)], priority=[255])
         waiting.join()
         assert found == [8]
@@ -230,10 +196,8 @@ def test_a_plan_leaves_what_is_demanded(experts: ExpertFile) -> None:
 def test_closing_drops_what_is_queued(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 1.0)) as cache:
         cache.set_readers(4, 4096)
-        ask(cache, everything(experts))
-        found: list[int] = []
-        waiting = threading.Thread(target=lambda: found.append(demand(cache, 0, list(range(8)))))
-        waiting.start()
+        ask(cache, experts.everything)
+        waiting, found = demand_apart(cache, list(range(8)))
         time.sleep(0.1)
         begin_s = time.monotonic()
     assert time.monotonic() - begin_s < 5.0, "a disk of one expert per second was waited for"
@@ -244,30 +208,25 @@ def test_closing_drops_what_is_queued(experts: ExpertFile) -> None:
 # faults
 
 
-@pytest.mark.parametrize("buffered", [False, True])
-@pytest.mark.parametrize("fault", [fault for fault in ReadFault if fault is not ReadFault.THREADS])
-def test_single_faults_are_overcome(experts: ExpertFile, fault: ReadFault, buffered: bool) -> None:
+@pytest.mark.parametrize(
+    ("fault", "every", "buffered"),
+    [
+        *product((fault for fault in ReadFault if fault is not ReadFault.THREADS), (20,), (False, True)),
+        # of three threads; by chance many pieces would fail four times, which ends a load
+        (ReadFault.EIO, 2, False),
+        (ReadFault.END, 2, False),
+    ],
+)
+def test_faults_are_overcome(experts: ExpertFile, fault: ReadFault, every: int, buffered: bool) -> None:
     with ExpertCache(experts.config(1.0, device="ram", disk_buffered=buffered)) as cache:
-        cache.set_readers(2, 8192)
-        cache.set_read_faults(fault, 20, 0.002)
-        ask(cache, everything(experts))
+        cache.set_readers(*((3, 4096) if every == 2 else (2, 8192)))
+        cache.set_read_faults(fault, every, 0.002)
+        ask(cache, experts.everything)
         drain(cache)
         assert assert_bytes(cache, experts) == 32
         assert cache.stats().failed == 0
         if fault is not ReadFault.SHORT:  # less than a block is read again as a whole
-            assert (cache.reader().retries > 0) == (fault is not ReadFault.DELAY)
-
-
-@pytest.mark.parametrize("fault", [ReadFault.EIO, ReadFault.END])
-def test_a_second_attempt_succeeds(experts: ExpertFile, fault: ReadFault) -> None:
-    """Every second read fails, of three threads; by chance many pieces would fail four times, which ends a load."""
-    with ExpertCache(experts.config(1.0, device="ram")) as cache:
-        cache.set_readers(3, 4096)
-        cache.set_read_faults(fault, 2)
-        ask(cache, everything(experts))
-        drain(cache)
-        assert assert_bytes(cache, experts) == 32
-        assert cache.stats().failed == 0 and cache.reader().retries > 32
+            assert (cache.reader().retries > (32 if every == 2 else 0)) == (fault is not ReadFault.DELAY)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +241,7 @@ def test_a_disk_that_fails(experts: ExpertFile, fault: ReadFault, sentence: str)
         assert (cache.stats().failed, cache.stats().in_flight) == (1, 0)
         cache.set_read_faults(fault, 0)
         assert demand(cache, 2, [5]) == 1
-        ask(cache, everything(experts))
+        ask(cache, experts.everything)
         drain(cache)
         assert assert_bytes(cache, experts) == 32
 
@@ -311,9 +270,7 @@ def test_a_file_that_is_changed(copied: ExpertFile, change: Callable[[Path], Non
 
 
 def test_a_file_that_is_deleted_or_replaced(experts: ExpertFile, tmp_path: Path) -> None:
-    paths = [tmp_path / "deleted.bin", tmp_path / "replaced.bin"]
-    for path in paths:
-        path.write_bytes(experts.path.read_bytes())
+    paths = [Path(shutil.copy(experts.path, tmp_path / name)) for name in ("deleted.bin", "replaced.bin")]
     caches = [ExpertCache(replace(experts, path=path).config(1.0, device="ram")) for path in paths]
     paths[0].unlink()
     (tmp_path / "other.bin").write_bytes(bytes(experts.path.stat().st_size))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ REPACKED = ("Q4_0", "IQ4_NL", "MXFP4", "Q4_K")  # by ggml, on CPUs with AVX2
 PLAIN = ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "BF16")
 LAYOUTS = [*((type_, True) for type_ in REPACKED), *((type_, False) for type_ in PLAIN)]
 
+Engines = Callable[[int], tuple[Engine, Engine]]
 INSTRUCTIONS = {"avx512vnni": KernelChoice.ALL, "avx2": KernelChoice.AVX2}  # and what chooses their kernels
 
 
@@ -45,13 +48,61 @@ def test_every_kernel_passes_its_check() -> None:
         assert (kernel.dense_speed > 0) == (has_dense and kernel.instructions == "avx2"), kernel
 
 
-@pytest.mark.parametrize(("type_", "repacked"), LAYOUTS, ids=lambda value: str(value))
-@pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_blocks_equal_ggmls(type_: str, repacked: bool, n_threads: int) -> None:
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    """Makes ggml's engine and ours, with that many threads."""
+    with ExitStack() as stack:
+
+        def make(n_threads: int) -> tuple[Engine, Engine]:
+            made = Engine("CPU", n_threads), Engine("MOEEDGE", n_threads)
+            for engine in made:
+                stack.callback(engine.close)
+            return made
+
+        yield make
+
+
+each_layout = pytest.mark.parametrize(("type_", "repacked"), LAYOUTS, ids=lambda value: str(value))
+each_number_of_threads = pytest.mark.parametrize("n_threads", [1, 2, 3])
+
+
+def assert_same_bits(found: NDArray[np.float32], expected: NDArray[np.float32], what: str) -> None:
+    assert np.array_equal(found.view(np.int32), expected.view(np.int32)), what
+
+
+def check_dense(
+    engines: tuple[Engine, Engine], matrix: Experts, n_tokens: int, values: NDArray[np.float32] | None = None
+) -> None:
+    """values: [n_tokens, n_in], random unless given."""
+    theirs, ours = engines
+    matmul = DenseMatmul(matrix.tensors["up"], matrix.shape.n_embd, matrix.shape.n_ff, n_tokens)
+    if values is not None:
+        matmul.input[:] = values
+    theirs.compute(matmul.graph)
+    expected = matmul.out.copy()
+    matmul.out[:] = np.nan
+    ours.compute(matmul.graph)
+    assert_same_bits(matmul.out, expected, f"{n_tokens} tokens")
+    matmul.close()
+
+
+def check_block(
+    engines: tuple[Engine, Engine], experts: Experts, values: NDArray[np.float32], ids: NDArray[np.int32], **built: Any
+) -> None:
+    """values: [n_tokens, n_in]; ids [n_tokens, n_used]; built: how the block is."""
+    block = ExpertBlock(experts, len(values), **built)
+    expected = block.run(engines[0], values, ids).copy()
+    assert_same_bits(block.run(engines[1], values, ids), expected, f"{len(values)} tokens, {built}")
+    block.close()
+
+
+@each_layout
+@each_number_of_threads
+def test_blocks_equal_ggmls(type_: str, repacked: bool, n_threads: int, engines: Engines) -> None:
     """Batches of one to many tokens: other rests of columns and pieces, with biases and without, summed or not."""
     shape = BlockShape(type_, n_embd=512, n_ff=256, n_experts=12, n_used=4)
     rng = np.random.default_rng(n_threads)
-    theirs, ours = Engine("CPU", n_threads), Engine("MOEEDGE", n_threads)
+    pair = engines(n_threads)
     with Experts(shape, repacked=repacked) as experts:
         roles = ("up", "gate", "down")
         for n_tokens, summed, biases in (
@@ -60,38 +111,20 @@ def test_blocks_equal_ggmls(type_: str, repacked: bool, n_threads: int) -> None:
             *((9, True, roles[i : i + n]) for i in range(3) for n in (1, 2)),
             *((n_tokens, False, biases) for n_tokens in (1, 24) for biases in ((), roles)),
         ):
-            block = ExpertBlock(experts, n_tokens, summed=summed, biases=biases)
-            input_ = (rng.standard_normal((n_tokens, shape.n_embd)) ** 3).astype(np.float32)
+            values = (rng.standard_normal((n_tokens, shape.n_embd)) ** 3).astype(np.float32)
             ids = np.stack([rng.permutation(shape.n_experts)[: shape.n_used] for _ in range(n_tokens)]).astype(np.int32)
-            expected = block.run(theirs, input_, ids)
-            found = block.run(ours, input_, ids)
-            assert np.array_equal(found, expected), f"{n_tokens} tokens, {summed=}, {biases=}"
-            block.close()
-    theirs.close()
-    ours.close()
+            check_block(pair, experts, values, ids, summed=summed, biases=biases)
 
 
-@pytest.mark.parametrize(("type_", "repacked"), LAYOUTS, ids=lambda value: str(value))
-@pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_dense_matrices_equal_ggmls(type_: str, repacked: bool, n_threads: int) -> None:
+@each_layout
+@each_number_of_threads
+def test_dense_matrices_equal_ggmls(type_: str, repacked: bool, n_threads: int, engines: Engines) -> None:
     """Batches of few tokens and of more, for which ggml rounds otherwise."""
     shape = BlockShape(type_, n_embd=768, n_ff=512, n_experts=1, n_used=1)
-    theirs, ours = Engine("CPU", n_threads), Engine("MOEEDGE", n_threads)
+    pair = engines(n_threads)
     with Experts(shape, repacked=repacked, roles=("up",)) as matrix:
         for n_tokens in (*range(1, 20), 33, 67):
-            matmul = DenseMatmul(matrix.tensors["up"], shape.n_embd, shape.n_ff, n_tokens)
-            theirs.compute(matmul.graph)
-            expected = matmul.out.copy()
-            matmul.out[:] = np.nan
-            ours.compute(matmul.graph)
-            assert np.array_equal(matmul.out, expected), f"{n_tokens} tokens"
-            matmul.close()
-    theirs.close()
-    ours.close()
-
-
-def bits(values: NDArray[np.float32]) -> NDArray[np.int32]:
-    return values.view(np.int32)
+            check_dense(pair, matrix, n_tokens)
 
 
 def hard_inputs(rng: np.random.Generator, n_tokens: int, n_in: int, *, is_finite: bool) -> NDArray[np.float32]:
@@ -105,77 +138,55 @@ def hard_inputs(rng: np.random.Generator, n_tokens: int, n_in: int, *, is_finite
     return values
 
 
-@pytest.mark.parametrize(("type_", "repacked"), LAYOUTS, ids=lambda value: str(value))
-def test_numbers_that_are_hard_to_round(type_: str, repacked: bool) -> None:
+@each_layout
+def test_numbers_that_are_hard_to_round(type_: str, repacked: bool, engines: Engines) -> None:
     rng = np.random.default_rng(1)
-    theirs, ours = Engine("CPU", 1), Engine("MOEEDGE", 1)
+    pair = engines(1)
     shape = BlockShape(type_, n_embd=512, n_ff=512, n_experts=2, n_used=1)
     # ggml quantizes what is not finite to -128, which its kernels of repacked blocks of 32 multiply as -128 or as 128
     # and so do kernels for AVX-512
     is_finite = (repacked and type_ != "Q4_K") or any(kernel.instructions != "avx2" for kernel in kernels())
     with Experts(replace(shape, n_experts=1), repacked=repacked, roles=("up",)) as matrix:
         for n_tokens in (9, 12, 23):  # the last columns are a rest of four, or none
-            matmul = DenseMatmul(matrix.tensors["up"], shape.n_embd, shape.n_ff, n_tokens)
-            matmul.input[:] = hard_inputs(rng, n_tokens, shape.n_embd, is_finite=is_finite)
-            theirs.compute(matmul.graph)
-            expected = matmul.out.copy()
-            ours.compute(matmul.graph)
-            assert np.array_equal(bits(matmul.out), bits(expected)), f"{n_tokens} tokens"
-            matmul.close()
+            check_dense(pair, matrix, n_tokens, hard_inputs(rng, n_tokens, shape.n_embd, is_finite=is_finite))
     with Experts(shape, repacked=repacked) as experts:
-        block = ExpertBlock(experts, 23)
-        input_ = hard_inputs(rng, 23, shape.n_embd, is_finite=is_finite)
-        ids = rng.integers(0, 2, (23, 1)).astype(np.int32)
-        expected = block.run(theirs, input_, ids).copy()
-        assert np.array_equal(bits(block.run(ours, input_, ids)), bits(expected))
-        block.close()
-    theirs.close()
-    ours.close()
+        values = hard_inputs(rng, 23, shape.n_embd, is_finite=is_finite)
+        check_block(pair, experts, values, rng.integers(0, 2, (23, 1)).astype(np.int32))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("type_", "repacked"), LAYOUTS, ids=lambda value: str(value))
-@pytest.mark.parametrize(("n_in", "n_out"), [(256, 256), (2304, 264), (5120, 312)])
-def test_every_number_of_columns(type_: str, repacked: bool, n_in: int, n_out: int) -> None:
-    """1 to 600 columns of a dense matrix, and of an expert; of wide ones every 29th."""
-    step = 1 if n_in == 256 else 29
+@each_layout
+@pytest.mark.parametrize(
+    ("n_in", "n_out", "numbers"),
+    [
+        pytest.param(256, 256, (*range(1, 129), *range(129, 601, 13)), marks=pytest.mark.slow, id="small"),
+        pytest.param(2304, 264, range(1, 601, 29), marks=pytest.mark.slow, id="wide"),
+        pytest.param(5120, 312, range(1, 601, 29), marks=pytest.mark.slow, id="wider"),
+        pytest.param(256, 256, range(1, 601), marks=pytest.mark.bench, id="all"),  # six minutes
+    ],
+)
+def test_every_number_of_columns(
+    type_: str, repacked: bool, n_in: int, n_out: int, numbers: Sequence[int], engines: Engines
+) -> None:
+    """Columns of a dense matrix, and of an expert."""
     rng = np.random.default_rng(2)
-    theirs, ours = Engine("CPU", 1), Engine("MOEEDGE", 1)
+    pair = engines(1)
     with Experts(BlockShape(type_, n_in, n_out, 1, 1), repacked=repacked, roles=("up",)) as matrix:
-        for n_tokens in range(1, 601, step):
-            matmul = DenseMatmul(matrix.tensors["up"], n_in, n_out, n_tokens)
-            theirs.compute(matmul.graph)
-            expected = matmul.out.copy()
-            matmul.out[:] = np.nan
-            ours.compute(matmul.graph)
-            assert np.array_equal(bits(matmul.out), bits(expected)), f"{n_tokens} of a dense matrix"
-            matmul.close()
+        for n_tokens in numbers:
+            check_dense(pair, matrix, n_tokens)
     with Experts(BlockShape(type_, n_in, 256, 2, 1), repacked=repacked) as experts:
-        for n_tokens in range(1, 601, step):
-            block = ExpertBlock(experts, n_tokens)
-            input_ = (rng.standard_normal((n_tokens, n_in)) ** 3).astype(np.float32)
-            ids = np.zeros((n_tokens, 1), np.int32)
-            expected = block.run(theirs, input_, ids).copy()
-            assert np.array_equal(bits(block.run(ours, input_, ids)), bits(expected)), f"{n_tokens} of an expert"
-            block.close()
-    theirs.close()
-    ours.close()
+        for n_tokens in numbers:
+            values = (rng.standard_normal((n_tokens, n_in)) ** 3).astype(np.float32)
+            check_block(pair, experts, values, np.zeros((n_tokens, 1), np.int32))
 
 
-def test_tokens_with_the_same_experts() -> None:
+def test_tokens_with_the_same_experts(engines: Engines) -> None:
     """Each expert meets all tokens, one of which has an input of zeros."""
     shape = BlockShape("Q4_0", n_embd=256, n_ff=128, n_experts=8, n_used=8)
     rng = np.random.default_rng(0)
-    theirs, ours = Engine("CPU", 2), Engine("MOEEDGE", 2)
     with Experts(shape, repacked=True) as experts:
-        block = ExpertBlock(experts, 3)
-        ids = spread_experts(rng.permutation(shape.n_experts), 3, shape.n_used)
-        input_ = rng.standard_normal((3, shape.n_embd)).astype(np.float32)
-        input_[1] = 0
-        assert np.array_equal(block.run(ours, input_, ids), block.run(theirs, input_, ids))
-        block.close()
-    theirs.close()
-    ours.close()
+        values = rng.standard_normal((3, shape.n_embd)).astype(np.float32)
+        values[1] = 0
+        check_block(engines(2), experts, values, spread_experts(rng.permutation(shape.n_experts), 3, shape.n_used))
 
 
 def test_memory_is_read() -> None:

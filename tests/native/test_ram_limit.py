@@ -15,11 +15,10 @@ import pytest
 from moeedge.errors import MoeedgeError
 from moeedge.experts import Residency
 from moeedge.llama.context import Context
-from moeedge.llama.gguf_file import expert_tensors
-from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.native.cache import ExpertCache
 from tests.conftest import TinyFactory
 from tests.support.cache_stress import MIN_CHECKED, stress
-from tests.support.experts import write_experts
+from tests.support.experts import ask, assert_bytes, model_experts, write_experts
 from tests.support.hybrid import MANY_EXPERTS
 from tests.support.hybrid_driver import churn
 from tests.support.ram_driver import decode, ram_context
@@ -42,8 +41,7 @@ def full(wide: Path) -> Iterator[tuple[Context, ExpertCache]]:
 
 
 def load_all(cache: ExpertCache) -> None:
-    everything = np.argwhere(np.ones((cache.info.n_layers, cache.info.n_experts))).astype(np.int32)
-    cache.plan(everything, np.zeros(len(everything), np.uint8), everything[:0], np.zeros(0, np.float32))
+    ask(cache, list(np.ndindex(cache.info.n_layers, cache.info.n_experts)))
     assert cache.drain(30.0)
 
 
@@ -69,13 +67,7 @@ def test_the_most_useful_experts_stay(full: tuple[Context, ExpertCache], wide: P
     assert cache.info.n_slots == now.sum() == n_slots == cache.stats().slots_used
     assert cache.groups()[1].sum() == n_slots
     assert utilities[now.ravel()].min() == N_LAYERS * N_EXPERTS - n_slots, "one group: the best of all"
-    tensors, files = expert_tensors(wide)
-    content = np.memmap(files[0], dtype=np.uint8, mode="r")
-    for tensor in tensors:
-        for expert in np.flatnonzero(now[tensor.layer])[:8]:
-            start = tensor.offset + int(expert) * tensor.stride
-            found = cache.read(tensor.layer, int(expert), tensor.role, tensor.stride)
-            assert np.array_equal(np.frombuffer(found, np.uint8), content[start : start + tensor.stride])
+    assert assert_bytes(cache, model_experts(wide)) == n_slots
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/self/smaps_rollup")
@@ -152,8 +144,7 @@ def test_what_is_on_its_way_goes_as_it_arrives(wide: Path) -> None:
     with ram_context(wide, 1.0, disk_bytes_per_s=100e6) as (context, cache):
         expected = decode(context)
         cache.clear()
-        everything = np.argwhere(np.ones((N_LAYERS, N_EXPERTS))).astype(np.int32)
-        cache.plan(everything, np.zeros(len(everything), np.uint8), everything[:0], np.zeros(0, np.float32))
+        ask(cache, list(np.ndindex(N_LAYERS, N_EXPERTS)))
         while cache.stats().slots_used < 20 or not cache.stats().in_flight:
             time.sleep(0.001)
         cache.limit(8)
@@ -210,15 +201,5 @@ def test_no_computation_waits_until_the_memory_is_given_back(tmp_path: Path) -> 
 
 
 def test_another_device_gives_no_single_slots_back(wide: Path) -> None:
-    tensors, files = expert_tensors(wide)
-    config = CacheConfig(
-        device="emulated",
-        files=files,
-        tensors=tensors,
-        n_layers=N_LAYERS,
-        n_experts=N_EXPERTS,
-        ratio=0.5,
-        emulated_threads=1,
-    )
-    with ExpertCache(config) as cache, pytest.raises(MoeedgeError):
+    with ExpertCache(model_experts(wide).config(0.5)) as cache, pytest.raises(MoeedgeError):
         cache.limit(10)

@@ -13,9 +13,9 @@ from moeedge.errors import BackendError
 from moeedge.native import Frame, OffloadScope, Sensor
 from moeedge.native.abi import Phase
 from tests.conftest import TinyFactory
-from tests.support.cases import MOE_CASES
+from tests.support.cases import MOE_CASES, case_model
 from tests.support.sensed import sensed_context
-from tests.support.stock import StockContext, tap_context
+from tests.support.stock import RouterTap, StockContext, tap_context
 
 PROMPT = np.random.default_rng(2).integers(0, 256, 24).tolist()
 LONG = np.random.default_rng(3).integers(0, 256, 80).tolist()
@@ -33,11 +33,25 @@ def count_ids(frames: list[Frame], n_experts: int) -> np.ndarray:
     return counts
 
 
+def assert_as_tapped(frame: Frame, tap: RouterTap) -> None:
+    """The callback keeps the last graph."""
+    assert tap.ids, "the callback saw no router"
+    for layer, n_tokens in enumerate(frame.layer_tokens):
+        if layer not in tap.ids:
+            assert n_tokens == 0
+            continue
+        assert n_tokens == len(tap.ids[layer])
+        n_used = tap.ids[layer].shape[1]  # of this layer
+        assert np.array_equal(frame.ids[layer, :n_tokens, :n_used], tap.ids[layer])
+        assert np.array_equal(frame.weights[layer, :n_tokens, :n_used], tap.weights[layer])
+        assert (frame.ids[layer, :n_tokens, n_used:] == -1).all()
+
+
 @by_scope
 @pytest.mark.parametrize("case", MOE_CASES)
 def test_frames_equal_the_evaluation_callback(case: str, scope: OffloadScope, tiny: TinyFactory) -> None:
-    arch, dimensions = MOE_CASES[case]
-    path = tiny(arch, **dimensions)
+    """Also where the last layer has only rows with outputs; counts are those of the frames."""
+    path = case_model(tiny, case)
     stock, tap = tap_context(path)
     ours, sensor = sensed_context(path, scope)
     with stock, ours:
@@ -48,16 +62,11 @@ def test_frames_equal_the_evaluation_callback(case: str, scope: OffloadScope, ti
             ours.decode(tokens, every=every)
             (frame,) = sensor.frames()
             assert frame.n_tokens == len(tokens)
-            assert tap.ids, "the callback saw no router"
-            for layer, n_tokens in enumerate(frame.layer_tokens):
-                if layer not in tap.ids:
-                    assert n_tokens == 0
-                    continue
-                assert n_tokens == len(tap.ids[layer])
-                n_used = tap.ids[layer].shape[1]  # of this layer
-                assert np.array_equal(frame.ids[layer, :n_tokens, :n_used], tap.ids[layer])
-                assert np.array_equal(frame.weights[layer, :n_tokens, :n_used], tap.weights[layer])
-                assert (frame.ids[layer, :n_tokens, n_used:] == -1).all()
+            assert_as_tapped(frame, tap)
+            counts = sensor.read_counts()
+            assert np.array_equal(counts, count_ids([frame], sensor.n_experts))
+            most = frame.layer_tokens.sum() * sensor.n_used
+            assert counts.sum() < most if "per_layer" in MOE_CASES[case][1] else counts.sum() == most
 
 
 @by_scope
@@ -75,47 +84,27 @@ def test_bundled_target(scope: OffloadScope, n_threads: int, bundled_pair: tuple
             frames = sensor.frames()
             assert [frame.n_tokens for frame in frames] == ([128, 72] if n_tokens == 200 else [n_tokens])
             assert len(tap.ids) == sensor.n_layers
-            for layer, ids in tap.ids.items():  # the callback keeps the last graph
-                assert np.array_equal(frames[-1].ids[layer], ids)
-                assert np.array_equal(frames[-1].weights[layer], tap.weights[layer])
+            assert_as_tapped(frames[-1], tap)
             assert np.array_equal(sensor.read_counts(), count_ids(frames, sensor.n_experts))
 
 
-@by_scope
-@pytest.mark.parametrize("case", MOE_CASES)
-def test_counts_equal_the_ids(case: str, scope: OffloadScope, tiny: TinyFactory) -> None:
-    arch, dimensions = MOE_CASES[case]
-    context, sensor = sensed_context(tiny(arch, **dimensions), scope, n_ubatch=16)
+def test_counts_and_frames_of_several_graphs(tiny_moe: Path) -> None:
+    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL, n_ubatch=16)
     with context:
+        before = sensor.stats()
         context.decode(PROMPT)  # two graphs
         context.decode(PROMPT[:9])
-        context.decode(PROMPT[:1])
-        frames = sensor.frames()
-        counts = sensor.read_counts().copy()
-        assert [frame.n_tokens for frame in frames] == [16, 8, 9, 1]
-        assert [frame.serial for frame in frames] == [1, 2, 3, 4]
-        assert np.array_equal(counts, count_ids(frames, sensor.n_experts))
-        most = sum(frame.layer_tokens.sum() for frame in frames) * sensor.n_used
-        assert counts.sum() < most if "per_layer" in dimensions else counts.sum() == most
+        frames, after = sensor.frames(), sensor.stats()
+        assert [(frame.serial, frame.n_tokens) for frame in frames] == [(1, 16), (2, 8), (3, 9)]
+        assert after.graphs - before.graphs == 3, "the whole graph in one piece"
+        assert after.blocks - before.blocks == 3 * 3
+        assert 0 < after.sense_s < after.compute_s
+        assert np.array_equal(sensor.read_counts(), count_ids(frames, sensor.n_experts))
         assert not sensor.read_counts().any(), "reading clears"
         assert sensor.frames() == [], "frames are reported once"
-
-
-def test_the_last_layer_has_only_rows_with_outputs(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
-    with context:
-        context.decode(PROMPT, every=False)
-        (frame,) = sensor.frames()
-        assert frame.layer_tokens.tolist() == [24, 24, 1]
-        assert frame.n_tokens == 24
-
-
-def test_ring_keeps_the_last_eight_graphs(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
-    with context:
         for token in PROMPT[:11]:
             context.decode([token])
-        assert [frame.serial for frame in sensor.frames()] == list(range(4, 12))
+        assert [frame.serial for frame in sensor.frames()] == list(range(7, 15)), "the last eight graphs"
         assert sensor.read_counts().sum(axis=1).tolist() == [44, 44, 44], "counts miss nothing"
 
 
@@ -133,43 +122,24 @@ def test_phases(scope: OffloadScope, tiny_moe: Path) -> None:
     assert phases == [Phase.PREFILL, Phase.DECODE, *told, Phase.PREFILL], "untold, several tokens are prefill"
 
 
-def test_unknown_phase_and_scope_are_rejected(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
-    with context:
-        with pytest.raises(BackendError):
-            sensor.set_phase(5)
-        with pytest.raises(BackendError):
-            sensor.set_offload_scope(3)  # type: ignore[arg-type]
-
-
-def test_scope_none_senses_no_graph(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, OffloadScope.NONE)
-    with context:
-        context.decode(PROMPT)
-        assert sensor.frames() == []
-        assert not sensor.read_counts().any()
-        assert sensor.stats().graphs == 0
-
-
 def test_scope_can_be_changed(tiny_moe: Path) -> None:
     """NONE, MOE, ALL and back on one context: the logits stay equal, and the sensor sees the graphs of its scope."""
     stock = StockContext(tiny_moe)
     context, sensor = sensed_context(tiny_moe, OffloadScope.NONE)
+    none, moe, all_ = OffloadScope
     with stock, context:
-        order = [
-            OffloadScope.NONE,
-            OffloadScope.MOE,
-            OffloadScope.ALL,
-            OffloadScope.NONE,
-            OffloadScope.ALL,
-            OffloadScope.MOE,
-            OffloadScope.NONE,
-        ]
-        for i, scope in enumerate(order):
+        for i, scope in enumerate((none, moe, all_, none, all_, moe, none)):
             sensor.set_offload_scope(scope)
+            n_before = sensor.stats().graphs
             tokens = PROMPT[: 3 + i]  # another size, so that llama.cpp builds a new graph
             assert np.array_equal(context.decode(tokens), stock.decode(tokens))
-            assert len(sensor.frames()) == (scope is not OffloadScope.NONE)
+            is_sensed = scope is not none
+            assert len(sensor.frames()) == sensor.read_counts().any() == is_sensed
+            assert (sensor.stats().graphs > n_before) == is_sensed
+        with pytest.raises(BackendError):
+            sensor.set_phase(5)
+        with pytest.raises(BackendError):
+            sensor.set_offload_scope(3)  # type: ignore[arg-type]
 
 
 def test_target_and_draft_have_their_own_sensors(tiny: TinyFactory) -> None:
@@ -202,29 +172,25 @@ def test_two_contexts_of_one_model(tiny_moe: Path) -> None:
 def test_contexts_in_threads(tiny: TinyFactory) -> None:
     """Four threads that each make a context at the same time: each sensor reports its own context."""
     paths = [tiny(arch) for arch in ("qwen3moe", "llama", "olmoe", "gpt-oss")]
-    expected = []
-    for path in paths:
-        context, sensor = sensed_context(path, OffloadScope.ALL)
-        with context:
-            logits = context.decode(PROMPT)
-            (frame,) = sensor.frames()
-            expected.append((logits, frame.ids.copy()))
-
     start = threading.Barrier(len(paths))
     failures: list[str] = []
+
+    def answer(path: Path, scope: OffloadScope, n_times: int) -> list[np.ndarray]:
+        context, sensor = sensed_context(path, scope)
+        found: list[np.ndarray] = []
+        with context:
+            for _ in range(n_times):
+                context.trim(0)
+                found += [context.decode(PROMPT), sensor.frames()[0].ids.copy()]
+        return found
+
+    expected = [answer(path, OffloadScope.ALL, 1) for path in paths]
 
     def work(i: int) -> None:
         try:
             start.wait()
             for _ in range(5):
-                context, sensor = sensed_context(paths[i], SENSING[i % 2])
-                with context:
-                    for _ in range(5):
-                        context.trim(0)
-                        logits = context.decode(PROMPT)
-                        (frame,) = sensor.frames()
-                        assert np.array_equal(logits, expected[i][0])
-                        assert np.array_equal(frame.ids, expected[i][1])
+                assert all(map(np.array_equal, answer(paths[i], SENSING[i % 2], 5), expected[i] * 5))
         except Exception as error:
             failures.append(f"{paths[i].name}: {error!r}")
 
@@ -248,18 +214,6 @@ def test_thread_count_follows_the_context(tiny_moe: Path) -> None:
         assert sensor.threads() == 2
         context.trim(0)
         assert np.array_equal(context.decode(PROMPT), before)
-
-
-def test_stats(tiny_moe: Path) -> None:
-    context, sensor = sensed_context(tiny_moe, OffloadScope.ALL)
-    with context:
-        before = sensor.stats()
-        context.decode(PROMPT)
-        context.decode(PROMPT[:1])
-        after = sensor.stats()
-    assert after.graphs - before.graphs == 2, "the whole graph in one piece"
-    assert after.blocks - before.blocks == 2 * 3
-    assert 0 < after.sense_s < after.compute_s
 
 
 def test_sensor_needs_a_context_of_this_thread() -> None:

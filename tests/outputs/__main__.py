@@ -3,10 +3,9 @@
     python -m tests.outputs record [--tree ROOT] [--part NAME] [FOLDER]     records the program of a tree
     python -m tests.outputs compare [--part NAME] [OLD [NEW]]              two records, or a record and this program
     python -m tests.outputs speed OLD_PYTHON NEW_PYTHON [PAIRS]            decoding speed, interleaved
-    python -m tests.outputs count [ROOT]                                   sizes of code and documents
-    python -m tests.outputs places [ROOT]                                  where some concepts are defined or computed
 
-`recorded/` holds the behaviour of 0.13.0; changes.py lists what has changed on purpose since.
+`recorded/` holds the behaviour of 0.20.0; changes.py lists what has changed on purpose since. Where that list is long,
+record anew.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 def main() -> int:
     """Runs a command; exit code 1 where two records differ."""
     parser = argparse.ArgumentParser(prog="python -m tests.outputs", usage=__doc__)
-    parser.add_argument("command", choices=("record", "compare", "speed", "count", "places"))
+    parser.add_argument("command", choices=("record", "compare", "speed"))
     parser.add_argument("words", nargs="*")
     parser.add_argument("--tree", type=Path, help="the folder whose moeedge runs")
     parser.add_argument("--part", action="append", help="a part of the record; may be repeated")
@@ -29,10 +28,6 @@ def main() -> int:
         from tests.outputs import speed
 
         return speed.main(given.words)
-    if given.command in ("count", "places"):
-        from tests.outputs import count, places
-
-        return (count if given.command == "count" else places).main(Path(given.words[0] if given.words else "."))
     if given.tree is not None:  # before anything of moeedge is imported
         sys.path.insert(0, str(given.tree.resolve()))
     from tests.outputs import compare
@@ -52,7 +47,7 @@ def main() -> int:
         return 0
     comparison, n_found = compare.Comparison(), 0
     if not compare.rounds_as_recorded():
-        print("This processor rounds otherwise than the recordings' (AVX-512): a model's values are compared by type.")
+        print("This processor rounds otherwise than the recordings' (AVX2): a model's values are compared by type.")
     for part in parts:
         old = compare.load(folders[0] if folders else compare.RECORDED, part)
         new = compare.load(folders[1], part) if len(folders) > 1 else compare.compute(part, old)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from tests.outputs.values import module, plain
+from tests.outputs.values import plain
 
 N_STEPS = 240
 # seconds of a verification of t tokens at the n-th token, of a draft token, and the chance that a draft is accepted
@@ -51,7 +52,7 @@ def cases() -> Iterator[tuple[str, Any]]:
 
 
 def _draft_lengths(costs: Any, way: str, seed: int) -> list[Any]:
-    module_ = module("moeedge.scheduler.governor")
+    module_ = import_module("moeedge.scheduler.governor")
     target_s, draft_s, acceptance = costs
     chance, governor = Chance(seed), module_.DraftGovernor(n_experts=128, n_used=8)
     found, n = [], 0
@@ -94,7 +95,7 @@ def _draft_lengths(costs: Any, way: str, seed: int) -> list[Any]:
 
 
 def _cache(speed: float, seed: int) -> list[Any]:
-    governor, chance = module("moeedge.scheduler.cache_governor").CacheGovernor(), Chance(seed)
+    governor, chance = import_module("moeedge.scheduler.cache_governor").CacheGovernor(), Chance(seed)
     found = ""
     for step in range(4 * N_STEPS):
         if step % 200 == 0:
@@ -116,7 +117,7 @@ def _gains(where: Any) -> list[Any]:
 
 
 def _endings(minimum: float) -> list[Any]:
-    where, chance = module("moeedge.scheduler.stopping"), Chance(3)
+    where, chance = import_module("moeedge.scheduler.stopping"), Chance(3)
     found = []
     for gain in (None, *_gains(where)):
         chances = None if gain is None else [0.1, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99]
@@ -137,7 +138,7 @@ def _endings(minimum: float) -> list[Any]:
 
 
 def _acceptance() -> list[Any]:
-    counted, chance = module("moeedge.scheduler.stopping").AcceptanceByConfidence(), Chance(5)
+    counted, chance = import_module("moeedge.scheduler.stopping").AcceptanceByConfidence(), Chance(5)
     found = []
     for step in range(60):
         confidences = [chance() for _ in range(step % 6)]
@@ -147,7 +148,7 @@ def _acceptance() -> list[Any]:
 
 
 def _lookahead(gain: float) -> list[Any]:
-    judge, chance = module("moeedge.policies.spac.spac").LookaheadJudge(6), Chance(7)
+    judge, chance = import_module("moeedge.policies.spac").LookaheadJudge(6), Chance(7)
     found = ""
     for _ in range(700):
         wanted = judge.wants_judgement
@@ -161,7 +162,7 @@ def _lookahead(gain: float) -> list[Any]:
 
 
 def _budgets() -> Iterator[tuple[str, Any]]:
-    where, chance = module("moeedge.bench.budget_choice"), Chance(11)
+    where, chance = import_module("moeedge.bench.budget_choice"), Chance(11)
     base = where.BudgetTrial(None, 0.8, 0.05, 40, 10.0, 1.0, 3.0, 24.0)
     for number in range(12):
         trials = [
@@ -178,7 +179,7 @@ def _budgets() -> Iterator[tuple[str, Any]]:
 
 
 def _layers() -> Iterator[tuple[str, Any]]:
-    where, chance = module("moeedge.engine.layer_choice"), Chance(13)
+    where, chance = import_module("moeedge.engine.layer_choice"), Chance(13)
     for number in range(8):
         splits = tuple(
             where.LayerSplit(n, 24 - n, int(chance() * 900) * (chance() < 0.7), 0.02 + 0.01 * chance(), 512 * (n % 2))
@@ -189,7 +190,7 @@ def _layers() -> Iterator[tuple[str, Any]]:
 
 
 def _sizes() -> Iterator[tuple[str, Any]]:
-    speculation = module("moeedge.speculation")
+    speculation = import_module("moeedge.speculation")
     for name in sorted(vars(speculation)):
         function = getattr(speculation, name)
         if callable(function) and getattr(function, "__module__", "") == speculation.__name__:

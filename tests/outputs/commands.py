@@ -6,13 +6,14 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.outputs.program import outcome, run, scratch, words
-from tests.outputs.values import compact, digest, module, plain
+from tests.outputs.program import outcome, run, scratch
+from tests.outputs.values import compact, digest, plain
 
 CACHED = "granite-3.1-1b-a400m"  # a model of the catalog that the cache holds
 _SHORT = {
@@ -20,7 +21,8 @@ _SHORT = {
     "CHAT": "chat -p 'What is 3 + 4?' --temp 0 -n 16",
     "CPU": "-t 1 -dev none",
     "EMULATED": "-t 1 -dev emulated --no-calibrate",
-    "POLICIES": "spac,spac-paper,spac-program,lru,lfu,static,moe-infinity,fate,adapmoe,hybrimoe,fiddler,sp-moe",
+    "POLICIES": "spac,spac-paper,spac-program,lru,lfu,static,moe-infinity,fate,adapmoe,hybrimoe,fiddler,"
+    "sp-moe-prefetch",
 }
 
 
@@ -33,21 +35,18 @@ def _table(text: str) -> dict[str, list[str]]:
 
 
 FAST = _table(r"""
-replay: replay trace.npz --policy all --cache-ratio 0.2,0.5
-replay uploads: replay trace.npz --policy POLICIES --max-uploads 2 --cache-ratio 0.3
-replay drafts: replay plain.npz --policy spac,lfu --draft-max 3 --acceptance-chance 0.6 --rejected-token-model both \
-  --predictor-accuracy default -s 3
-replay link: replay trace.npz --policy lru,hybrimoe --link 1GB/s --step-time 2 --expert-bytes 200000 --texts 1: \
-  --profile-texts 1
-replay budget: replay trace.npz --policy lfu --expert-budget 3,5 --budget-policy truncation
-simulate: simulate -n 24 --policy all --draft-max 0,4 --max-steps 4
-simulate trace: simulate -n 32 --model qwen3-30b-a3b --hardware h200 --policy spac,sp-moe --cache-ratio 0.17,0.5 \
+replay: lab replay trace.npz --policy all --cache-ratio 0.2,0.5
+replay uploads: lab replay trace.npz --policy POLICIES --max-uploads 2 --cache-ratio 0.3
+replay drafts: lab replay plain.npz --policy spac,lfu --draft-max 3 --acceptance-chance 0.6 \
+  --rejected-token-model both --predictor-accuracy default -s 3
+replay budget: lab replay trace.npz --policy lfu --expert-budget 3,5 --budget-policy truncation
+simulate: lab simulate -n 24 --policy all --draft-max 0,4 --max-steps 4
+simulate trace: lab simulate -n 32 --model qwen3-30b-a3b --hardware h200 --policy spac,sp-moe --cache-ratio 0.17,0.5 \
   --max-steps 6 --ranges
-simulate ram: simulate -n 24 --ram-ratio 0.5 --disk-rate 1GB/s,3GB/s --policy lfu --max-steps 4
-simulate ablated: simulate -n 24 --policy spac --ablate no-sd --max-steps 4
-trace info: trace info trace.npz
-trace info plain: trace info plain.npz
-validate formulas: validate formulas
+simulate ablated: lab simulate -n 24 --policy spac --ablate no-sd --max-steps 4
+trace info: lab trace info trace.npz
+trace info plain: lab trace info plain.npz
+validate formulas: lab validate formulas
 list: list
 list all: list --all
 list fits: list --all --fits 12GB --ram 32GB
@@ -61,13 +60,11 @@ ps: ps
 plan: plan --vram 8GiB --ram 32GiB -c 2048
 plan small: plan --vram 512MiB --ram 64MiB,1GiB --disk-rate 1GB/s -c 512 -md ngram
 plan trace: plan --vram 600MiB --ram 64MiB -c 512 --draft-max 2 --cache-ratio 0.3
-plan absent: plan -m qwen3-30b-a3b --vram 12GB --ram 32GB
 devices: devices
 doctor: doctor
-widen: widen out.gguf --embd 256 --dry-run
+widen: lab widen out.gguf --embd 256 --dry-run
 profile trace: profile --trace trace.npz --layers all
 profile cut: profile --trace plain.npz --layer 1 --acceptance-chance 0.6 --draft-max 3
-profile budgets: profile --trace trace.npz --budget-analysis 3,5
 chat: CHAT CPU -md none
 chat drafts: CHAT CPU --draft-max 3
 chat budget: CHAT CPU --draft-max 3 --expert-budget 16
@@ -87,28 +84,27 @@ bench contexts: bench -p 8,16 -n 4 -d 0,16 -pg 8,4 -r 2 CPU -md none
 profile: profile --layers 0,40-42 --dataset toy --limit 2 -n 12 CPU
 profile layer: profile --layer 47 --dataset toy --limit 2 -n 12 CPU
 profile report: profile --dataset toy --limit 1 -n 8 CPU --report report.json
-profile ranking: profile --dataset toy --limit 1 -n 8 CPU --save-ranking rank.json
-profile measured budgets: profile --dataset toy --limit 1 -n 8 CPU --layers 0,47 --budget-analysis 16,32
-fit: fit --batch-tokens 1,2,3,4,6,8 --draft-max 1,2 --limit 1 -n 8 -r 1 -t 1
+budget: lab budget --dataset toy --limit 1 -n 8 -t 1 --layers 0,47 --budgets 16,32
+fit: lab fit --batch-tokens 1,2,3,4,6,8 --draft-max 1,2 --limit 1 -n 8 -r 1 -t 1
 calibrate: calibrate -t 1 -dev emulated --cache-ratio 0.17
 calibrate disk: calibrate --disk
-ablate: ablate -n 8 --limit 1 -r 1 -t 1 -dev emulated --cutoff 12
-validate table2: validate papers --part table2 --rejected-token-model optimistic
-validate measured: validate measured --policy lru --cache-ratio 0.5 --draft-max 2 -n 40 -r 1
-replay curve: replay trace.npz --curve --policy lfu,lru --cache-ratio 0.3 -t 1
+ablate: lab ablate -n 8 --limit 1 -r 1 -t 1 -dev emulated --cutoff 12
+validate table2: lab validate papers --part table2 --rejected-token-model optimistic
+validate measured: lab validate measured --policy lru --cache-ratio 0.5 --draft-max 2 -n 40 -r 1
+replay curve: lab replay trace.npz --curve --policy lfu,lru --cache-ratio 0.3 -t 1
 chat ram: CHAT CPU --ram 1GiB --draft-max 3
 """)
 # commands that print no JSON: their standard output and what they leave
 PLAIN = _table(r"""
-schema: schema
+schema: lab schema
 version: --version
-trace import: trace import positions.csv imported.npz --n-experts 8 --model m
+trace import: lab trace import positions.csv imported.npz --n-experts 8 --model m
 bench csv: bench -p 4 -n 2 -r 1 CPU -md none -o csv
 devices library: devices --library
 show template: show --template
 rm: rm granite-3.1-1b-a400m --yes
 rm absent: rm qwen3-30b-a3b --yes
-widen: widen wide.gguf --embd 192 --layers 50
+widen: lab widen wide.gguf --embd 192 --layers 50
 """)
 # measured or of this machine throughout: the keys, of a fit, which may fail on a busy machine, those of the object
 _KEYS_ONLY = (
@@ -130,7 +126,7 @@ def fast() -> Iterator[tuple[str, Any]]:
         write_files(folder)
         for name, arguments in FAST.items():
             yield name, _json(name, arguments)
-        schemas = module("moeedge.schemas")
+        schemas = import_module("moeedge.lab.cli.schema")
         for name in schemas.SCHEMAS:
             yield f"schema {name}", dict(_described(json.loads(schemas.schema_text(name))))
         for name, arguments in PLAIN.items():
@@ -143,10 +139,7 @@ def slow() -> Iterator[tuple[str, Any]]:
         write_files(folder)
         for name, arguments in SLOW.items():
             yield name, _json(name, arguments)
-        for file in ("report.json", "rank.json"):
-            if not (folder / file).exists():
-                continue
-            yield file, _shape(json.loads((folder / file).read_text()))
+        yield "report.json", _shape(json.loads((folder / "report.json").read_text()))
 
 
 def write_files(folder: Path) -> None:
@@ -154,7 +147,7 @@ def write_files(folder: Path) -> None:
     from tests.support.tiny import make_tiny
     from tests.support.traces import make_trace, plain_text
 
-    phases = module("moeedge.native.abi").Phase
+    phases = import_module("moeedge.native.abi").Phase
     rows = []
     for text in range(4):
         rows += [(phases.PREFILL, text, 0, True)] * 5
@@ -170,7 +163,7 @@ def write_files(folder: Path) -> None:
         lines += [f"{place},{layer},{a},{b}" for layer, (a, b) in enumerate(trace.ids[row].tolist())]
     (folder / "positions.csv").write_text("\n".join(lines) + "\n")
     plain_text(64, n_layers=2, n_experts=16, n_used=4, seed=2, weights=True).save(folder / "plain.npz")
-    variant = module("moeedge.hub.catalog").load_catalog().find(CACHED).variant
+    variant = import_module("moeedge.hub.catalog").load_catalog().find(CACHED).variant
     model = folder / ".cache/huggingface/hub" / f"models--{variant.repo.replace('/', '--')}"
     commit = "0" * 40
     for place in ("blobs", f"snapshots/{commit}", "refs"):
@@ -206,8 +199,7 @@ def _plain(name: str, arguments: list[str], folder: Path) -> Any:
 
 def _run(arguments: list[str], *more: str) -> Any:
     os.environ["MOEEDGE_CACHE"] = str(Path.cwd() / digest(" ".join(arguments)))  # no run warms another
-    first = [arguments[0]] if arguments[0].startswith("-") else words(arguments[0])
-    return run([*first, *arguments[1:], *more])
+    return run([*arguments, *more])
 
 
 def _content(path: Path) -> Any:

@@ -4,44 +4,44 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.outputs.program import Recorder, commands, outcome, patched, run, scratch, words
-from tests.outputs.values import flat, module, plain
+from tests.outputs.program import Recorder, commands, outcome, patched, run, scratch
+from tests.outputs.values import flat, plain
 
 # where the commands begin their work
 WORK = (
-    *("moeedge.cli.chat_run:ModelSwitch", "moeedge.cli.bench_run:measure"),
-    "moeedge.cli.bench:measure_parallel",
-    "moeedge.cli.plan_run:make_session_plan",
-    *("moeedge.cli.profile_run:record", "moeedge.cli.profile_run:profile_trace"),
-    *("moeedge.cli.budget_analysis:run_budget_analysis", "moeedge.cli.budget_analysis:run_trace_analysis"),
-    *(
-        "moeedge.cli.calibrate_run:open_session",
-        "moeedge.bench.budget_search:choose_budget",
-        "moeedge.cli.calibrate_run:choose_budget",
-    ),
-    *("moeedge.cli.calibrate_run:measure", "moeedge.cli.list_models:find_models", "moeedge.cli.pull:want_pair"),
-    *("moeedge.cli.rm:plan_removal", "moeedge.planning.model_card:read_card", "moeedge.hardware.rpc:reserve_port"),
-    *("moeedge.cli.machine_run:list_devices", "moeedge.health.doctor:examine", "moeedge.cli.machine:list_running"),
-    *("moeedge.sim.replay:replay", "moeedge.sim.curves:trace_curves"),
-    *("moeedge.sim.simulate:simulate", "moeedge.bench.speculation_fit:run_fit", "moeedge.bench.ablation:run_ablation"),
-    *("moeedge.bench.ablation:quantized", "moeedge.sim.papers:Papers", "moeedge.analysis.published:reproduced"),
-    *("moeedge.sim.predictions:predict", "moeedge.widen.layout:make_wide_plan"),
-    *("moeedge.bench.validation:compare_with_engine", "moeedge.trace.summary:summarize_trace"),
-    "moeedge.engine.session:Session",
-)
+    "moeedge.cli.chat_run:ModelSwitch", "moeedge.cli.bench_run:measure",
+    "moeedge.planning.session_plan:make_session_plan", "moeedge.cli.profile_run:record",
+    "moeedge.cli.profile_run:profile_trace", "moeedge.engine.layer_search:open_session",
+    "moeedge.scheduler.disk:measure", "moeedge.cli.models:find_models", "moeedge.cli.models:want_pair",
+    "moeedge.cli.models:plan_removal", "moeedge.hardware.devices:list_devices", "moeedge.cli.machine:list_running",
+    "moeedge.bench.budget_choice:choose_budget", "moeedge.planning.headers:read_card",
+    "moeedge.hardware.rpc:reserve_port", "moeedge.health.doctor:examine", "moeedge.engine.session:Session",
+    "moeedge.lab.analysis.published:reproduced", "moeedge.lab.analysis.budget_recording:analyse_budgets",
+    "moeedge.lab.cli.trace:summarize_trace", "moeedge.lab.experiments.sp_moe:quantized",
+    "moeedge.lab.experiments.sp_moe:run_ablation", "moeedge.lab.experiments.sp_moe:compare_pair",
+    "moeedge.lab.experiments.rivals:measure", "moeedge.lab.experiments.speculation_fit:run_fit",
+    "moeedge.lab.experiments.validation:compare_with_engine", "moeedge.lab.sim.curves:trace_curves",
+    "moeedge.lab.sim.papers:Papers", "moeedge.lab.sim.replay:replay", "moeedge.lab.sim.simulate:simulate",
+    "moeedge.lab.widen.layout:make_wide_plan", "moeedge.lab.widen.random_model:model_like",
+    "moeedge.lab.widen.random_model:model_of_header",
+)  # fmt: skip
 # what a command needs to get there
 BASE = {name: shlex.split(words) for name, words in (line.split(": ") for line in """\
 chat: -p Hello
 pull: qwen3-30b-a3b
 rm: qwen3-30b-a3b
-replay: trace.npz
-simulate: -n 8 --max-steps 2
-trace info: trace.npz
-trace import: trace.npz out.npz
-widen: out.gguf
+lab replay: trace.npz
+lab simulate: -n 8 --max-steps 2
+lab trace info: trace.npz
+lab trace import: trace.npz out.npz
+lab widen: out.gguf
+lab make-model: out.gguf --like qwen3-30b-a3b
+lab surface: text.txt
+lab rivals: --llama-bench text.txt
 profile: --dataset toy
 plan: --vram 8GiB --ram 16GiB
 """.splitlines())}  # fmt: skip
@@ -56,19 +56,18 @@ bench: -p 8 -n 4; -p 8,16 -t 1,2 -d 0,32; -pg 16,4; --dataset toy; --dataset toy
 bench: --dataset toy --parallel 1,2; --draft-max 2,4,auto; --modes stock-ar,moeedge-ar,stock-sd:1-4
 bench: --parallel 2 --score; --limit -1; --policy lru,spac --cache-ratio 0.2,0.5; --policy lru -dev emulated
 bench: --expert-budget 4,8 --budget-policy truncation,substitution; --perplexity toy; --draft-max 0,4
-bench: --modes llama-cpp-cache --dataset toy; -md none; -b 64,128
+bench: -md none; -b 64,128
 profile: --layer 3; --layers 0,2-4; --layer 1 --layers 2; --trace trace.npz
-profile: --trace trace.npz --acceptance-chance 0.5 --draft-max 2; --acceptance-chance 0.5; --budget-analysis 4,8
-profile: --trace trace.npz --budget-analysis 2; --save-ranking r.json
+profile: --trace trace.npz --acceptance-chance 0.5 --draft-max 2; --acceptance-chance 0.5
 calibrate: --disk; --disk --expert-budget; --expert-budget; --disk -md none
 list: --fits 8GiB --ram 32GiB; --ram 8GiB; -a --fits none
 pull: --draft a --no-draft; --quant Q8_0
-replay: --curve --policy lru; --texts 0:1,1:2; --policy all; --policy nothing
-replay: --link 1GB/s --step-time 40 --expert-bytes 1000; --predictor-accuracy next-gate=0.5; --expert-budget 2
-replay: --plot a.png; --profile-texts 1; --limit 1
-simulate: --ram-ratio 0.5 --disk-rate 1GB/s; --ram-ratio 0.5; --policy all; --ranges
-simulate: --hardware h200 --model qwen3-30b-a3b --draft-max 0,4; --cache-ratio 0,0.5
-widen: --like qwen3-30b-a3b; --embd 2048 --heads 16; --type q8_0
+lab replay: --curve --policy lru; --texts 0:1,1:2; --policy all; --policy nothing
+lab replay: --predictor-accuracy next-gate=0.5; --expert-budget 2
+lab replay: --plot a.png; --profile-texts 1; --limit 1
+lab simulate: --policy all; --ranges
+lab simulate: --hardware h200 --model qwen3-30b-a3b --draft-max 0,4; --cache-ratio 0,0.5
+lab widen: --like qwen3-30b-a3b; --embd 2048 --heads 16; --type q8_0
 plan: --ram 1GiB,2GiB --disk-rate 1GB/s; --cache-ratio 0.5; -dev none; -ngl 3
 : --version; nothing; serve; ls; chatt; --nothing
 """  # options that act together, separated by semicolons
@@ -110,10 +109,7 @@ FILES = {"--json-schema-file": "schema.json", "--grammar-file": "list.gbnf", "--
 
 def cases(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
     """Name and record of every case; recorded: the cases of the commands to run, others might do their work."""
-    registry = module("moeedge.policies.registry")
-    further = getattr(registry, "further", dict)()  # a policy of a module of its own is in no record
-    policies = {name: about for name, about in registry.POLICIES.items() if name not in further}
-    with scratch() as folder, patched((registry, "POLICIES", policies)):
+    with scratch() as folder:
         _write_files(folder)
         for name, command in commands().items():
             if recorded is None or name in recorded:
@@ -146,7 +142,7 @@ def _command(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     def record(arguments: list[str], env: dict[str, str] | None = None) -> dict[str, Any]:
         parsed.clear()
         recorder.seen = {}
-        result = run([*words(name), *BASE.get(name, []), *arguments], env=env)
+        result = run([*name.split(), *BASE.get(name, []), *arguments], env=env)
         ended = {"config": recorder.seen} if recorder.seen else {"ended": outcome(result)}
         return flat({"parsed": dict(parsed)} | ended)
 
@@ -165,7 +161,7 @@ def _command(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 def _arguments(name: str, command: Any) -> Iterator[tuple[str, list[str], dict[str, str] | None]]:
     """Label, arguments and environment of the cases of a command."""
     also: dict[str, list[str]] = {}
-    for spelling, first in module("moeedge.cli.declare").hidden_spellings(command).items():
+    for spelling, first in import_module("moeedge.cli.declare").hidden_spellings(command).items():
         also.setdefault(first, []).append(spelling)
     for param in command.params:
         first = param.opts[0]
@@ -180,7 +176,7 @@ def _arguments(name: str, command: Any) -> Iterator[tuple[str, list[str], dict[s
             words_of = [word for word in metavar.split("|") if word.islower()] if "|" in metavar else []
             values = [FILES[param.opts[-1]]] if param.opts[-1] in FILES else []
             values += [*words_of, *VALUES.get(metavar, ())] or ["5", "0.5", "text.txt"]
-            if name == "simulate" and param.opts[-1] == "--n-predict":
+            if name == "lab simulate" and param.opts[-1] == "--n-predict":
                 values = ["5", "0"]
             found = [[first, value] for value in (*values, *BAD)]
             found += [[spelling, values[0]] for spelling in others] + [[first]]
@@ -201,8 +197,8 @@ def _together(name: str) -> list[list[str]]:
 
 def _foreign() -> Iterator[tuple[str, Any]]:
     """What becomes of the words of other programs."""
-    spelling, foreign = module("moeedge.cli.spelling"), module("moeedge.cli.foreign")
-    errors = module("moeedge.errors")
+    spelling, foreign = import_module("moeedge.cli.spelling"), import_module("moeedge.cli.foreign")
+    errors = import_module("moeedge.errors")
     for name in ("chat", "bench"):
         command = commands()[name]
         for option, row in foreign.foreign_options().items():

@@ -1,4 +1,4 @@
-"""The program in this process: its commands by the names that the recordings have, run in a folder of their own."""
+"""The program in this process, run in a folder of its own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from typer.testing import CliRunner
 
-from tests.outputs import changes
-from tests.outputs.values import compact, module, plain
+from tests.outputs.values import compact, plain
 
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 _OPTIONS_AND_NUMBERS = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*|\d+(?:\.\d+)?")
@@ -29,32 +29,22 @@ class Captured(Exception):
 
 
 def commands() -> dict[str, Any]:
-    """Every command by its recorded name, "trace info" for one of a group."""
-    app = module("moeedge.cli.app")
-    old_names = {new: old for old, new in changes.COMMANDS.items()}
+    """Every command by its name, "lab trace info" for one of a group."""
+    app = import_module("moeedge.cli.app")
     found: dict[str, Any] = {}
     for name in app.COMMANDS:
         command = load(name)
         if isinstance(command, app.LazyGroup):
             continue
-        own = old_names.get(name, name)
         inner = getattr(command, "commands", None)
-        found |= {own: command} if inner is None else {f"{own} {key}": value for key, value in inner.items()}
+        found |= {name: command} if inner is None else {f"{name} {key}": value for key, value in inner.items()}
     return found
 
 
 @cache
 def load(name: str) -> Any:
-    """A command of the present name, loaded once."""
-    return module("moeedge.cli.app").load_command.__wrapped__(name)
-
-
-def words(name: str) -> list[str]:
-    """The words of a command's present name, by its recorded one."""
-    first, *rest = name.split()
-    known = module("moeedge.cli.app").COMMANDS
-    now = changes.COMMANDS.get(first, first)
-    return [*(now if now in known else first).split(), *rest]
+    """A command, loaded once."""
+    return import_module("moeedge.cli.app").load_command.__wrapped__(name)
 
 
 @contextmanager
@@ -73,7 +63,7 @@ def patched(*places: tuple[Any, str, Any]) -> Iterator[None]:
 @contextmanager
 def scratch() -> Iterator[Path]:
     """An empty folder as current and home folder, with no variable of the environment that a command reads."""
-    app = module("moeedge.cli.app")
+    app = import_module("moeedge.cli.app")
     if not hasattr(app.load_command, "__wrapped__"):
         original = app.load_command
         app.load_command = lambda name: load(name)
@@ -94,10 +84,10 @@ def scratch() -> Iterator[Path]:
 
 def run(arguments: list[str], *, piped: str = "", env: dict[str, str] | None = None) -> Any:
     """The result of `moeedge ARGUMENTS`; what it leaves in the process (logs, environment) is undone."""
-    app = module("moeedge.cli.app")
+    app = import_module("moeedge.cli.app")
     loggers = [logging.getLogger(name) for name in ("moeedge", "moeedge.llama")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
-    console = module("moeedge.ui.console")
+    console = import_module("moeedge.ui.console")
     try:
         with app.environment_kept():
             return CliRunner().invoke(app.app, arguments, input=piped, env=env)
@@ -125,9 +115,8 @@ class Recorder:
         self._patches = []
         for place in places:
             name, _, attribute = place.partition(":")
-            with suppress(ModuleNotFoundError, AttributeError):  # it is gone: the command ends, or does its work
-                owner = module(name)
-                self._patches.append((owner, attribute, self._at(attribute, getattr(owner, attribute))))
+            owner = import_module(name)
+            self._patches.append((owner, attribute, self._at(attribute, getattr(owner, attribute))))
 
     def __enter__(self) -> Recorder:
         self._context = patched(*self._patches)
@@ -157,7 +146,7 @@ class Recorder:
         """Records are kept by their type, the first of each; those of options and of the machine's load are not."""
         kind = type(value).__name__
         if dataclasses.is_dataclass(value):
-            if kind.endswith("Options") or kind == "LoadReading":
+            if kind.endswith("Options") or kind in ("LoadReading", "Provenance"):
                 return
             key = kind
         found = compact(plain(value))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.outputs import commands
-from tests.outputs.program import run, scratch, words
-from tests.outputs.values import hints, plain, rebuilt, recorded_name
+from tests.outputs.program import run, scratch
+from tests.outputs.values import hints, plain, rebuilt
 
 FILE = Path(__file__).parent / "recorded" / "rows.json.gz"
 _MOST_CALLS, _MOST_CHARACTERS = 6, 60_000
@@ -21,7 +21,7 @@ MORE = {  # formats, and screens that no other command shows
     f"bench {form}": [*commands.FAST["bench tests"], "-o", form] for form in ("text", "csv", "sql", "jsonl")
 } | {
     "bench answers": [*commands.FAST["bench"], "-o", "text"],
-    "validate md": ["validate", "formulas", "-o", "md"],
+    "validate md": ["lab", "validate", "formulas", "-o", "md"],
 }
 
 
@@ -42,8 +42,7 @@ def record() -> None:
         commands.write_files(folder)
         for name, arguments in {**commands.SLOW, **MORE, **commands.FAST, **commands.PLAIN}.items():
             before = {key: len(calls) for key, calls in kept.items()}
-            first = [] if arguments[0].startswith("-") else words(arguments[0])
-            result = run([*first, *arguments[len(first) > 0 :]])
+            result = run(arguments)
             shown = [key.rpartition(".")[2] for key, calls in kept.items() if len(calls) > before.get(key, 0)]
             print(f"{name}: exit {result.exit_code}, {', '.join(shown)}", flush=True)
     FILE.write_bytes(gzip.compress(json.dumps(kept, separators=(",", ":")).encode(), mtime=0))
@@ -56,7 +55,7 @@ def _recorder(entry: Any, owner: Any, name: str, kept: dict[str, list[Any]]) -> 
     def view(*given: Any, **named: Any) -> Any:
         bound = signature.bind(*given, **named).arguments
         values = {key: plain(value) for key, value in bound.items() if type(value).__name__ != "Console"}
-        calls = kept.setdefault(recorded_name(name), [])
+        calls = kept.setdefault(name, [])
         if len(calls) < _MOST_CALLS and values not in calls and len(json.dumps(values)) < _MOST_CHARACTERS:
             try:
                 known = hints(entry, owner)
@@ -67,13 +66,6 @@ def _recorder(entry: Any, owner: Any, name: str, kept: dict[str, list[Any]]) -> 
         return entry(*given, **named)
 
     return view
-
-
-def key(name: str) -> str:
-    """The name under which a view was recorded, wherever it has moved since."""
-    recorded, function = recorded_name(name), name.rpartition(".")[2]
-    same = [each for each in _load() if each.endswith(f".{function}")]
-    return same[0] if recorded not in _load() and len(same) == 1 else recorded
 
 
 def calls(key: str, function: Any, owner: Any) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
+from scipy.stats import t as student_t
+
 N_PAIRS, N_ROUNDS = 20, 2  # of versions, and of the prompts in each pair
 
 SETUPS: dict[str, dict[str, Any]] = {
@@ -108,14 +110,8 @@ class Version:
 def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Geometric mean of paired ratios, and its 95 % interval by Student's distribution of their logarithms."""
     logs = [math.log(ratio) for ratio in ratios]
-    half = student_t(len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    half = float(student_t.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
     return math.exp(mean(logs)), math.exp(mean(logs) - half), math.exp(mean(logs) + half)
-
-
-def student_t(n: int) -> float:
-    """The two-sided 95 % quantile with n >= 3 degrees of freedom (Cornish and Fisher's expansion)."""
-    z = 1.959964
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
 
 
 def main(words: Sequence[str]) -> int:

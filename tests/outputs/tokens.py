@@ -6,17 +6,17 @@ recorded that all ways of decoding give the tokens of the plain one.
 
 from __future__ import annotations
 
-import inspect
 import io
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tests.outputs.program import scratch
-from tests.outputs.values import module, plain
+from tests.outputs.values import plain
 
 PROMPTS = ("What is 17 + 25?", "Tell me a story about a lighthouse.", "Sort: pear, apple, fig, plum")
 N_PREDICT = 32
@@ -113,10 +113,10 @@ def _talk() -> Any:
     """A chat of a scripted user; measured figures are left out."""
     from rich.console import Console
 
-    module("moeedge.cli.chat_options")  # its declarations make the settings
-    types, talk = module("moeedge.engine.types"), module("moeedge.engine.conversation")
+    import_module("moeedge.cli.chat_options")  # its declarations make the settings
+    types, talk = import_module("moeedge.engine.types"), import_module("moeedge.engine.conversation")
     out, err, left = io.StringIO(), io.StringIO(), iter(LINES)
-    settings = module("moeedge.ui.chat.settings").Settings(types.SamplingConfig(**GREEDY), n_predict=16, gamma=3)
+    settings = import_module("moeedge.ui.chat.settings").Settings(types.SamplingConfig(**GREEDY), n_predict=16, gamma=3)
 
     def read(begun: str) -> str:
         line = next(left, None)
@@ -126,13 +126,12 @@ def _talk() -> Any:
         return line
 
     engine = {"draft": "bundled", "gamma": 3}
-    with scratch() as folder, _open(module("moeedge.paths").bundled_target(), engine, {}) as session:
+    with scratch() as folder, _open(import_module("moeedge.paths").bundled_target(), engine, {}) as session:
         (folder / "text.txt").write_text("One.\nTwo.\n")
         (folder / "list.gbnf").write_text('root ::= "a" | "b"')
         consoles = {"out": Console(file=out, width=100), "err": Console(file=err, width=200)}
-        repl, switch = module("moeedge.ui.chat.repl").Repl, module("moeedge.ui.chat.session").ModelSwitch
-        takes_run = "run" in inspect.signature(switch).parameters  # before 0.16.0: what shows messages
-        run = module("moeedge.run").Run() if takes_run else lambda _text: None
+        repl, switch = import_module("moeedge.ui.chat.repl").Repl, import_module("moeedge.ui.chat.session").ModelSwitch
+        run = import_module("moeedge.run").Run()
         with switch(session.config, lambda name: replace(session.config, model=Path(name)), run) as models:
             talk = repl(models.session, talk.Conversation(), settings, read=read, switch=models, **consoles)
             code = talk.run()
@@ -144,20 +143,20 @@ def _bundled(cases: Any) -> Iterator[tuple[str, Any]]:
     with scratch() as folder:
         for name, (engine, placement, samplings) in cases.items():
             os.environ["MOEEDGE_CACHE"] = str(folder / name.replace(" ", "-"))  # no run warms another
-            with _open(module("moeedge.paths").bundled_target(), engine, placement) as session:
+            with _open(import_module("moeedge.paths").bundled_target(), engine, placement) as session:
                 for number, sampling in enumerate(samplings):
                     yield f"{name} {number}", _answers(session, sampling)
 
 
 def _open(model: Path, engine: dict[str, Any], placement: dict[str, Any]) -> Any:
-    paths, types = module("moeedge.paths"), module("moeedge.engine.types")
-    config = module("moeedge.scheduler.config").PlacementConfig(calibrate=False, **placement)
+    paths, types = import_module("moeedge.paths"), import_module("moeedge.engine.types")
+    config = import_module("moeedge.scheduler.config").PlacementConfig(calibrate=False, **placement)
     given: dict[str, Any] = {"n_ctx": 512, "device": "none", "n_threads": 1} | engine
     if given.get("draft") == "bundled":
         given["draft"] = paths.bundled_draft()
     if "budget" in given:
-        given["expert_budget"] = module("moeedge.policies.expert_budget").ExpertBudget(**given.pop("budget"))
-    session = module("moeedge.engine.session").Session
+        given["expert_budget"] = import_module("moeedge.policies.expert_budget").ExpertBudget(**given.pop("budget"))
+    session = import_module("moeedge.engine.session").Session
     return session.open(types.EngineConfig(model=model, placement=config, **given))
 
 
@@ -168,8 +167,8 @@ def _answers(session: Any, sampling: dict[str, Any]) -> Any:
     """
     is_greedy = sampling.get("temperature") == 0.0
     sampling = sampling if is_greedy else {"temperature": 1.4, "min_p": 0.0} | sampling
-    drawn = module("moeedge.engine.types").SamplingConfig(**sampling)
-    talk = module("moeedge.engine.conversation")
+    drawn = import_module("moeedge.engine.types").SamplingConfig(**sampling)
+    talk = import_module("moeedge.engine.conversation")
     found: list[Any] = []
     for prompt in PROMPTS if sampling == GREEDY else PROMPTS[1:2]:
         session.reset()
@@ -214,18 +213,18 @@ def _tiny(names: Any) -> Iterator[tuple[str, Any]]:
 def _greedy(path: Path, engine: dict[str, Any], placement: dict[str, Any]) -> Any:
     try:
         with _open(path, engine, placement) as session:
-            drawn = module("moeedge.engine.types").SamplingConfig(temperature=0.0)
+            drawn = import_module("moeedge.engine.types").SamplingConfig(temperature=0.0)
             answer = session.generate(list(range(40, 64)), n_predict=20, sampling=drawn, ignore_eos=True)
             list(answer)
             return list(answer.tokens)
-    except module("moeedge.errors").MoeedgeError as error:
+    except import_module("moeedge.errors").MoeedgeError as error:
         return [type(error).__name__]
 
 
 def _together() -> Iterator[tuple[str, Any]]:
     """Texts that are decoded together."""
-    target = module("moeedge.paths").bundled_target()
-    types = module("moeedge.engine.types")
+    target = import_module("moeedge.paths").bundled_target()
+    types = import_module("moeedge.engine.types")
     with scratch():
         for draft in (None, "bundled", "ngram"):
             with _open(target, {"draft": draft, "gamma": 4 if draft else 0, "n_parallel": 2}, {}) as session:

@@ -18,6 +18,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from rich.console import Console
 
 from tests.outputs import rows
 from tests.outputs.program import scratch
-from tests.outputs.values import TEXTS, compact, digest, example, flat, hints, module, plain, recorded_name
+from tests.outputs.values import TEXTS, compact, digest, example, flat, hints, plain
 
 WIDTHS = (80, 100)
 VARIANTS = 4
@@ -35,21 +36,21 @@ _NO_VIEWS = re.compile(
     r"plots|pictures|console|progress|interrupt|\.(live|prompt|repl|single|report|sessions|pictures)$|engine_changes"
 )
 _NOT_CALLED = re.compile(
-    r"disk_bytes_read|content_sha|read_env|free_|this_machine|llama_conditions|session_cond|trace_curves|run_|measure|write_|save|draw|open_|set_|load|notifier"
+    r"disk_bytes_read|content_sha|read_env|free_|this_machine|llama_conditions|session_cond|trace_curves|run_|measure|write_|save|draw|open_|set_|load|notifier|quantize|attach|detach|start_|run\b"
 )
 # rooms of logic, of which functions and classes are called
 _LOGIC = re.compile(
-    r"moeedge\.(analysis|policies|sim|speculation|units|experts|json_input|notifications|variables|errors|"
-    r"bench\.(arms|batch_curve|best_stock|config|in_turn|output_check|parallel_figures|passes|perplexity|records|"
-    r"replayed|roofline|samples|scores|speculation_fit|fit_report|step_times|sequence_times|synthetic|whole_layers|"
-    r"budget_choice|budgets|validation|ablation)|data\.(parsers|prompts|texts)|"
-    r"engine\.(answer|budgets|drafts|fallback|generation|grammar|layer_choice|sampling|stop_texts|types)|hardware\.spec|health\.report|hub\.(catalog|names|cache)|"
-    r"llama\.(json_schema|reasoning|settings|context_size)|planning\.(beyond_ram|estimate|memory_map|model_card)|"
-    r"scheduler\.(cache_governor|calibration|config|governor|measurement|prediction|sizing|stats|stopping)|"
-    r"scoring\.answers|"
-    r"trace\.(format|steps|summary|schedule|exporters|importers)|widen\.(maps|shape)|"
-    r"ui\.(figures|tables)|ui\.chat\.(answer_figures|markdown|stream|thinking|settings|panel|commands)|"
-    r"cli\.(common|spelling|foreign|bench_tests|budget_options|declare))\b"
+    r"moeedge\.(analysis|lab\.(analysis|policies|sim|traces|widen)|policies|speculation|units|experts|errors|"
+    r"lab\.experiments\.(sp_moe|speculation_fit|step_times|validation)|"
+    r"bench\.(arms|batch_curve|best_stock|budget_choice|config|experiment|figures|in_turn|quality|parallel_figures|"
+    r"records|samples|whole_layers)|data\.(datasets|prompts)|"
+    r"engine\.(answer|budgets|drafts|fallback|generation|grammar|layer_choice|sampling|stop_texts|types)|hardware\.spec|"
+    r"health\.report|hub\.catalog|llama\.(json_schema|reasoning|settings|model_memory)|"
+    r"planning\.(session_plan|estimate|memory_map|headers)|"
+    r"scheduler\.(cache_governor|calibration|config|governor|prediction|sizing|stats|stopping)|"
+    r"scoring\.answers|trace\.(format|steps)|"
+    r"ui\.(figures|tables)|ui\.chat\.(answer_figures|stream|thinking|settings|panel|commands)|"
+    r"cli\.(common|spelling|foreign|bench|declare))\b"
 )
 
 _LIMIT_S = 0.25  # of recorded calls
@@ -59,7 +60,7 @@ def screens() -> Iterator[tuple[str, Any]]:
     """Every view of which rows of real runs are recorded, at every width."""
     with scratch():
         for _, owner, function in _views(lambda name: is_view(name) or name.startswith("moeedge.lab.cli.")):
-            key = rows.key(f"{owner.__name__}.{function.__name__}")
+            key = f"{owner.__name__}.{function.__name__}"
             label = key.removeprefix("moeedge.ui.")
             for number, given in enumerate(rows.calls(key, function, owner)):
                 for width in WIDTHS if _has_console(function) else WIDTHS[:1]:
@@ -76,8 +77,8 @@ def views(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
 def functions(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
     """Functions and classes of logic; recorded: the cases to call, None: all that are fast and give equal results."""
     with scratch():
-        for owner in modules(lambda name: bool(_LOGIC.match(recorded_name(name)))):
-            room = recorded_name(owner.__name__).removeprefix("moeedge.")
+        for owner in modules(lambda name: bool(_LOGIC.match(name))):
+            room = owner.__name__.removeprefix("moeedge.")
             classes = [
                 (name, kind)
                 for name, kind in vars(owner).items()
@@ -120,7 +121,7 @@ def _too_long(*_: object) -> None:
 def _views(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any, Any]]:
     for owner in modules(wanted):
         for name, function in functions_of(owner):
-            yield recorded_name(owner.__name__).removeprefix("moeedge.ui.") + f".{name}", owner, function
+            yield owner.__name__.removeprefix("moeedge.ui.") + f".{name}", owner, function
 
 
 def _has_console(function: Any) -> bool:
@@ -133,10 +134,10 @@ def is_view(name: str) -> bool:
 
 
 def modules(wanted: Any) -> Iterator[Any]:
-    root = module("moeedge")
+    root = import_module("moeedge")
     for info in pkgutil.walk_packages(root.__path__, "moeedge."):
         if wanted(info.name) and importlib.util.find_spec(info.name) is not None:
-            yield module(info.name)
+            yield import_module(info.name)
 
 
 def functions_of(owner: Any) -> list[tuple[str, Any]]:
@@ -231,7 +232,8 @@ def _use(kind: Any, owner: Any, variants: Iterable[int]) -> dict[str, Any]:
                     if isinstance(entry, property) or type(entry).__name__ == "cached_property":
                         found[f"{whole} {turn} {name}"] = compact(plain(getattr(made, name)))
                     elif inspect.isfunction(entry):
-                        from_module = module(entry.__module__) if entry.__module__.startswith("moeedge") else owner
+                        is_ours = entry.__module__.startswith("moeedge")
+                        from_module = import_module(entry.__module__) if is_ours else owner
                         own, named = _arguments(entry, from_module, variant + turn)
                         result = _called(entry, from_module, [made, *own], named, WIDTHS[0])
                         found[f"{whole} {_of(turn, own, named)} {name}"] = compact(result)

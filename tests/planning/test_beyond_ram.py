@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from moeedge.lab.sim.model_shape import find_model
 from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, replay_arms
 from moeedge.lab.sim.simulate import synthetic_trace
 from moeedge.lab.traces.schedule import cut_schedule
-from moeedge.planning.beyond_ram import Disk, RamTierRequest, assumed_hits, kept_hits, plan_ram_tier
 from moeedge.planning.memory_map import MemoryItem, MemoryMap, MemoryPool
+from moeedge.planning.session_plan import Disk, RamTierRequest, assumed_hits, kept_hits, plan_ram_tier
 from moeedge.policies.base import Observation
-from moeedge.scheduler.kept_activations import KeptActivations
+from moeedge.scheduler.ram_tier import KeptActivations
 from moeedge.scheduler.sizing import CacheBudget
-from moeedge.ui.plan_view import _print_ram_tier
-from moeedge.units import format_rate
 from tests.support.commands import refused, run, run_json
+from tests.support.machine import GIB
 from tests.support.published import write_qwen3_30b_a3b
 
-GIB = 2**30
 EXPERTS = 16 * GIB  # 4 layers of 16 experts, 256 MiB each
 
 
@@ -40,14 +36,9 @@ def memory(free_bytes: int) -> MemoryMap:
 
 
 def plan(free_bytes: int, *, request: RamTierRequest | None = None):  # type: ignore[no-untyped-def]
-    return plan_ram_tier(
-        memory(free_bytes),
-        request or RamTierRequest((Disk(1e9, "given"),)),
-        n_expert_layers=4,
-        n_experts=16,
-        n_expert_used=2,
-        expert_bytes=EXPERTS,
-    )
+    request = request or RamTierRequest((Disk(1e9, "given"),))
+    shape = {"n_expert_layers": 4, "n_experts": 16, "n_expert_used": 2}
+    return plan_ram_tier(memory(free_bytes), request, expert_bytes=EXPERTS, **shape)
 
 
 def test_slots_bytes_and_limit_by_hand() -> None:
@@ -71,23 +62,20 @@ def test_slots_bytes_and_limit_by_hand() -> None:
     assert more.limit_ts == pytest.approx(1 / (dense_s + 2 * GIB / 20e9)) and more.limited_by == "memory"
 
 
-def test_sizes_that_were_asked_for() -> None:
-    tier = plan(12 * GIB, request=RamTierRequest((Disk(1e9, "given"),), sizes=(12 * GIB, 64 * GIB, 10 * GIB)))
-    assert [row.ram_free_bytes // GIB for row in tier.rows] == [12, 64, 10]
-
-
 def test_hits_by_what_earlier_runs_used() -> None:
     counts = np.zeros((3, 4))  # the first layer has no experts
     counts[1:] = [[8, 4, 2, 2], [10, 6, 0, 0]]
     assert kept_hits(counts)((0.0, 0.25, 0.5, 1.0)) == pytest.approx([0, 18 / 32, 28 / 32, 1])
 
 
-def test_rows_end_where_everything_fits() -> None:
+def test_rows_end_where_everything_fits_or_are_those_asked_for() -> None:
     tier = plan(12 * GIB, request=RamTierRequest((Disk(1e9, "given"), Disk(4e9, "given"))))
     sizes = [row.ram_free_bytes // GIB for row in tier.rows]
     assert sizes == [12, 12, 18, 18, 24, 24]  # not 36: 24 GiB hold all experts
     assert tier.rows[-1].ratio == 1.0 and tier.rows[-1].bytes_per_token == 0
     assert tier.rows[1].limit_ts > tier.rows[0].limit_ts
+    asked = RamTierRequest((Disk(1e9, "given"),), sizes=(12 * GIB, 64 * GIB, 10 * GIB))
+    assert [row.ram_free_bytes // GIB for row in plan(12 * GIB, request=asked).rows] == [12, 64, 10]
     # one expert per layer takes 1 GiB, next to 2.75 and the reserve
     assert plan(4 * GIB) is not None
     assert plan(4 * GIB - 1) is None
@@ -142,24 +130,3 @@ def test_the_command_after_earlier_runs(header: Path, tmp_path: Path, monkeypatc
     assert (found["hits_source"], found["n_kept_tokens"]) == ("kept", 300)
     (hits,) = kept_hits(counts.astype(float))([found["rows"][0]["ratio"]])
     assert found["rows"][0]["hit_rate_experts"] == pytest.approx(hits)
-
-
-def test_the_table_has_the_plan_s_figures() -> None:
-    disks = (Disk(1e9, "given"), Disk(2e9, "given"))
-    tier = plan(8 * GIB, request=RamTierRequest(disks, hits=lambda ratios: np.array(ratios) + 0.25))
-    text = StringIO()
-    _print_ram_tier(tier, Console(width=160, file=text))
-    lines = [line.split() for line in text.getvalue().splitlines()]
-    first = next(number for number, line in enumerate(lines) if line[:1] == ["8,192"])
-    for line, row in zip(lines[first : first + len(tier.rows)], tier.rows, strict=True):
-        assert line == [
-            f"{row.ram_free_bytes // 2**20:,}",
-            *format_rate(row.disk.bytes_per_s).split(),
-            f"{row.n_slots}",
-            f"{row.ratio:.1%}",
-            f"{row.slots_bytes // 2**20:,}",
-            f"{row.hit_rate_experts:.1%}",
-            f"{row.bytes_per_token / 1e6:.0f}",
-            f"{row.limit_ts:.1f}",
-            row.limited_by,
-        ]

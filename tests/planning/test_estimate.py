@@ -9,70 +9,54 @@ import pytest
 from moeedge.hub.catalog import Choice, HubFile, ModelEntry, Variant, load_catalog
 from moeedge.hub.local import list_models
 from moeedge.llama.model_memory import ModelMemory
-from moeedge.planning.estimate import (
-    EstimatedMap,
-    Memory,
-    estimate,
-    known_file,
-    known_model,
-    known_row,
-)
+from moeedge.planning.estimate import Memory, estimate, known_file, known_model, known_row
 from moeedge.planning.memory_map import KERNEL_BYTES
 from moeedge.scheduler.sizing import default_reserve
 from tests.conftest import TinyFactory
+from tests.support.machine import GIB
 
-GIB = 2**30
-RAM = Memory(ram_bytes=32 * GIB)
+ORDER = ["nowhere", "disk", "RAM", "GPU and RAM", "GPU"]
 
 
 def named(name: str) -> ModelMemory:
-    choice = load_catalog().find(name)
-    assert choice is not None
-    found = known_model(choice)
-    assert found is not None
-    return found
+    return known_model(load_catalog().find(name))
 
 
-def with_gpu(vram_gib: float, ram_gib: float = 32) -> Memory:
+def memory(vram_gib: float, ram_gib: float = 32) -> Memory:
     return Memory(ram_bytes=round(ram_gib * GIB), vram_bytes=round(vram_gib * GIB))
 
 
-def test_qwen3_as_its_header_says() -> None:
+def test_qwen3_as_its_header_says_and_granite_as_its_tensors_are() -> None:
     """docs/plan.md: a GPU of 8 GiB, 32 GiB of RAM, 8,192 tokens; 16,740 MiB of experts, 31.2 % of them on the GPU."""
     model = named("qwen3-30b-a3b")
     assert model.experts_bytes / 2**20 == pytest.approx(16740, rel=0.01)
     assert model.kv_bytes(8192) / 2**20 == 768
-    found = estimate(model, with_gpu(8), 8192)
+    found = estimate(model, memory(8), 8192)
     assert found.place == "GPU and RAM"
     assert found.device_ratio == pytest.approx(0.312, abs=0.01)
-
-
-def test_granite_as_its_tensors_are() -> None:
-    """731.4 MB of experts of 821.8 MB by a list of the file's tensors."""
-    model = named("granite-3.1-1b-a400m")
-    assert model.experts_bytes / 1e6 == pytest.approx(731.4, rel=0.03)
+    assert named("granite-3.1-1b-a400m").experts_bytes / 1e6 == pytest.approx(731.4, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    ("memory", "place"),
+    ("vram_gib", "ram_gib", "place"),
     [
-        (with_gpu(24), "GPU"),
-        (with_gpu(12), "GPU and RAM"),
-        (with_gpu(2), "RAM"),  # the dense weights do not fit the GPU
-        (RAM, "RAM"),
-        (Memory(ram_bytes=8 * GIB), "disk"),
-        (with_gpu(8, ram_gib=8), "disk"),
-        (Memory(ram_bytes=GIB), "nowhere"),
+        (24, 32, "GPU"),
+        (12, 32, "GPU and RAM"),
+        (2, 32, "RAM"),  # the dense weights do not fit the GPU
+        (0, 32, "RAM"),
+        (0, 8, "disk"),
+        (8, 8, "disk"),
+        (0, 1, "nowhere"),
     ],
 )
-def test_places_of_qwen3(memory: Memory, place: str) -> None:
-    assert estimate(named("qwen3-30b-a3b"), memory, 8192).place == place
+def test_places_of_qwen3(vram_gib: float, ram_gib: float, place: str) -> None:
+    assert estimate(named("qwen3-30b-a3b"), memory(vram_gib, ram_gib), 8192).place == place
 
 
 def test_a_dense_model_is_in_one_place() -> None:
     model = named("qwen3-4b")
     assert model.experts_bytes == 0
-    assert [estimate(model, memory, 4096).place for memory in (with_gpu(8), with_gpu(3), RAM)] == ["GPU", "RAM", "RAM"]
+    assert [estimate(model, memory(vram), 4096).place for vram in (8, 3, 0)] == ["GPU", "RAM", "RAM"]
 
 
 @pytest.mark.parametrize("draft", [None, "qwen3-0.6b"])
@@ -82,7 +66,7 @@ def test_what_is_on_the_gpu_fits_it(draft: str | None) -> None:
     for name in load_catalog().entries:
         model = named(name)
         for vram in (4, 6, 8, 12, 16, 24):
-            found = estimate(model, with_gpu(vram, 128), 8192, drafts)
+            found = estimate(model, memory(vram, 128), 8192, drafts)
             on_gpu = model.context_bytes(8192) + found.device_ratio * model.experts_bytes + model.dense_bytes
             on_gpu += drafts.weights_bytes + drafts.context_bytes(8192) if drafts else 0
             fits = on_gpu <= vram * GIB - default_reserve(vram * GIB) - KERNEL_BYTES + 1
@@ -93,31 +77,35 @@ def test_what_is_on_the_gpu_fits_it(draft: str | None) -> None:
 
 def test_a_draft_takes_its_share() -> None:
     target, draft = named("qwen3-30b-a3b"), named("qwen3-0.6b")
-    alone, pair = (estimate(target, with_gpu(12), 8192, found) for found in (None, draft))
-    assert (alone.device_ratio - pair.device_ratio) * target.experts_bytes == pytest.approx(
-        draft.weights_bytes + draft.context_bytes(8192), rel=0.01
-    )
+    alone, pair = (estimate(target, memory(12), 8192, found).device_ratio for found in (None, draft))
+    share = draft.weights_bytes + draft.context_bytes(8192)
+    assert (alone - pair) * target.experts_bytes == pytest.approx(share, rel=0.01)
 
 
 def test_more_memory_is_never_worse() -> None:
-    order = ["nowhere", "disk", "RAM", "GPU and RAM", "GPU"]
+    sizes = ((1, 2), (4, 8), (8, 16), (16, 32), (24, 64), (80, 128))
     for name in load_catalog().entries:
-        ranks = [order.index(estimate(named(name), with_gpu(vram, ram), 8192).place) for vram, ram in
-                 ((1, 2), (4, 8), (8, 16), (16, 32), (24, 64), (80, 128))]  # fmt: skip
+        ranks = [ORDER.index(estimate(named(name), memory(*size), 8192).place) for size in sizes]
         assert ranks == sorted(ranks), name
 
 
-def test_a_window_costs_once() -> None:
-    model = ModelMemory(10**6, None, 10, window_bytes=5000)
-    assert model.kv_bytes(100) == 6000 and model.kv_bytes(200) == 7000
+def test_the_gpu_lacks_its_kernels_and_reserve_and_a_window_costs_once() -> None:
+    model = ModelMemory(GIB, None, 1000)
+    needed = GIB + KERNEL_BYTES + 256 * 2**20 + model.context_bytes(4096)
+    sizes = [Memory(ram_bytes=GIB * 8, vram_bytes=vram_bytes) for vram_bytes in (needed, needed - 1)]
+    assert [estimate(model, size, 4096).place for size in sizes] == ["GPU", "RAM"]
+    windowed = ModelMemory(10**6, None, 10, window_bytes=5000)
+    assert windowed.kv_bytes(100) == 6000 and windowed.kv_bytes(200) == 7000
 
 
-def test_a_file_that_the_catalog_does_not_have(tiny: TinyFactory, tmp_path: Path) -> None:
+def test_files_that_the_catalog_does_not_have(tiny: TinyFactory, tmp_path: Path) -> None:
     path = tiny("qwen3moe")
     model = known_file(path, path.stat().st_size)
     assert (model.n_expert_layers, model.n_experts) == (3, 16) and 0 < model.experts_bytes < model.weights_bytes
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert known_file(tmp_path / "x.gguf", 4).experts_bytes == 0
+    variant = Variant("Q4_0", repo="a/b", files=(HubFile("x.gguf"),))
+    assert known_model(Choice(ModelEntry("x", "", "", (variant,)), variant)) is None, "a size that nobody knows"
 
 
 def test_rows_of_the_list() -> None:
@@ -127,18 +115,3 @@ def test_rows_of_the_list() -> None:
     assert found.keys() == {row.name for row in rows}  # a size is known of each
     assert found["bundled"].experts_bytes > 2**24  # by its header
     assert found["deepseek-v2-lite:Q8_0"].weights_bytes > found["deepseek-v2-lite"].weights_bytes
-
-
-def test_a_size_that_nobody_knows_has_no_estimate(tmp_path: Path) -> None:
-    variant = Variant("Q4_0", repo="a/b", files=(HubFile("x.gguf"),))
-    assert known_model(Choice(ModelEntry("x", "", "", (variant,)), variant)) is None
-
-
-def test_the_gpu_lacks_its_kernels_and_reserve() -> None:
-    model = ModelMemory(GIB, None, 1000)
-
-    def found(vram_bytes: int) -> EstimatedMap:
-        return estimate(model, Memory(ram_bytes=GIB * 8, vram_bytes=vram_bytes), 4096)
-
-    needed = GIB + KERNEL_BYTES + 256 * 2**20 + model.context_bytes(4096)
-    assert found(needed).place == "GPU" and found(needed - 1).place == "RAM"

@@ -1,7 +1,8 @@
-"""What llama.cpp would allocate for a model without weights is what it allocates for the model."""
+"""What llama.cpp would allocate for a model without weights is what it allocates for the model, and for a session."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,18 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.hardware import rpc
+from moeedge.llama import library
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.llama.settings import ContextSettings, LoadSettings, TensorOverride
-from moeedge.native.devices import DRY_RUN_GPU, MemoryUse
-from moeedge.planning.memory_map import footprint, this_machine
+from moeedge.native.backends import DRY_RUN_GPU, MemoryUse
+from moeedge.planning.memory_map import MemoryMap, footprint, this_machine
 from moeedge.planning.planner import Planner
 from tests.conftest import TinyFactory
 from tests.support.recurrent import make_mamba
 from tests.support.tiny import ARCHITECTURES
 from tests.support.worker import WorkerProcess
-
-CONTEXTS = (512, 2048, 8192, 32768)
 
 
 def uses(path: Path, n_ctx: int, *, header_only: bool) -> dict[str, MemoryUse]:
@@ -32,6 +33,10 @@ def uses(path: Path, n_ctx: int, *, header_only: bool) -> dict[str, MemoryUse]:
         Context(model, n_ctx=n_ctx, n_threads=1) as context,
     ):
         return {use.buffer_type: use for use in context.memory_uses()}
+
+
+def kv_bytes(path: Path, n_ctx: int) -> int:
+    return sum(use.memory_bytes for use in uses(path, n_ctx, header_only=True).values())
 
 
 def check(path: Path, n_ctx: int) -> None:
@@ -49,35 +54,23 @@ def check(path: Path, n_ctx: int) -> None:
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("eagle3", "dflash")])
 def test_a_context_takes_exactly_the_planned_memory(tiny: TinyFactory, arch: str) -> None:
-    for n_ctx in CONTEXTS[:3]:
+    for n_ctx in (512, 2048, 8192):
         check(tiny(arch), n_ctx)
-
-
-def test_long_contexts_of_the_bundled_pair_take_the_planned_memory(bundled_pair: tuple[Path, Path]) -> None:
-    for path in bundled_pair:
-        check(path, CONTEXTS[-1])
 
 
 def test_a_recurrent_model_takes_the_planned_memory(tmp_path: Path) -> None:
     path = make_mamba(tmp_path / "mamba.gguf")
     check(path, 512)
-    hidden_states = [sum(use.memory_bytes for use in uses(path, n, header_only=True).values()) for n in (512, 4096)]
-    assert hidden_states[0] == hidden_states[1]  # whatever the context
+    assert kv_bytes(path, 512) == kv_bytes(path, 4096)  # whatever the context
 
 
 def test_kv_caches_are_as_the_architecture_keeps_them(tiny: TinyFactory) -> None:
     """Tiny models: 3 layers, 2 heads of 16 for keys and as many for values, 2 bytes each."""
-    per_token = {
-        "qwen3moe": 3 * 2 * 16 * 2 * 2,
-        "deepseek2": 3 * (32 + 16) * 2,  # one latent vector and one rotated key per layer
-    }
-    for arch, expected in per_token.items():
-        kv = sum(use.memory_bytes for use in uses(tiny(arch), 4096, header_only=True).values())
-        assert kv == 4096 * expected, arch
-    # gpt-oss: every other layer keeps a window of 32 tokens and a batch of 512, rounded up to 256 positions
-    full, window = 1, 2
-    kv = sum(use.memory_bytes for use in uses(tiny("gpt-oss"), 4096, header_only=True).values())
-    assert kv == (full * 4096 + window * 768) * 2 * 16 * 2 * 2
+    assert kv_bytes(tiny("qwen3moe"), 4096) == 4096 * 3 * 2 * 16 * 2 * 2
+    # one latent vector and one rotated key per layer
+    assert kv_bytes(tiny("deepseek2"), 4096) == 4096 * 3 * (32 + 16) * 2
+    # every other layer keeps a window of 32 tokens and a batch of 512, rounded up to 256 positions
+    assert kv_bytes(tiny("gpt-oss"), 4096) == (1 * 4096 + 2 * 768) * 2 * 16 * 2 * 2
 
 
 @pytest.mark.parametrize("experts_on_cpu", [True, False])
@@ -85,20 +78,14 @@ def test_a_dry_run_gpu_is_laid_out_like_a_real_device(
     worker: WorkerProcess, bundled_pair: tuple[Path, Path], experts_on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker's device is used as the GPU: llama.cpp puts entire layers on it if listed explicitly."""
-    import ctypes
-
-    from moeedge.hardware import rpc
-    from moeedge.llama import library
-
     name, _ = rpc.add_worker(worker.endpoint)
     pointers = (ctypes.c_void_p * 2)(library._device(name), None)
     device_list = library.device_list
     monkeypatch.setattr(library, "device_list", lambda device: pointers if device == name else device_list(device))
     found = []
     for device, header_only in ((name, False), (name, True), (DRY_RUN_GPU, True)):
-        with Model.load(
-            bundled_pair[0], device=device, n_gpu_layers=-1, experts_on_cpu=experts_on_cpu, header_only=header_only
-        ) as model:
+        how: dict[str, Any] = {"device": device, "n_gpu_layers": -1, "header_only": header_only}
+        with Model.load(bundled_pair[0], experts_on_cpu=experts_on_cpu, **how) as model:
             found.append(footprint(model, 4096, EngineConfig(model=bundled_pair[0])))
     real, planned, dry_run = (next(iter(memory.gpus.values())) for memory in found)
     assert real == planned
@@ -109,44 +96,57 @@ def test_a_dry_run_gpu_is_laid_out_like_a_real_device(
     assert found[0].fixed_bytes == found[1].fixed_bytes == found[2].fixed_bytes
 
 
-SETTINGS = [
-    {"context": ContextSettings(type_k="q8_0", type_v="q8_0"), "draft_type_k": "q4_0"},
-    {"context": ContextSettings(type_k="f32", flash_attn="off")},
-    {"context": ContextSettings(flash_attn="off"), "n_ubatch": 32},
-    {"n_batch": 16, "load": LoadSettings("none")},
-    {"load": LoadSettings("mmap+mlock", (TensorOverride("exps", "CPU"),))},
-]
+# target, draft, and fields of the configuration
+SESSIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "quantized": (
+        "qwen3moe",
+        "qwen3",
+        {"context": ContextSettings(type_k="q8_0", type_v="q8_0"), "draft_type_k": "q4_0"},
+    ),
+    "f32": ("qwen3moe", "qwen3", {"context": ContextSettings(type_k="f32", flash_attn="off")}),
+    "no flash": ("qwen3moe", "qwen3", {"context": ContextSettings(flash_attn="off"), "n_ubatch": 32}),
+    "not mapped": ("qwen3moe", "qwen3", {"n_batch": 16, "load": LoadSettings("none")}),
+    "locked": ("qwen3moe", "qwen3", {"load": LoadSettings("mmap+mlock", (TensorOverride("exps", "CPU"),))}),
+    "recurrent": ("qwen35moe", "ngram", {}),
+    "recurrent, auto": ("qwen35moe", "ngram", {"auto_gamma": True}),  # which may draft more tokens: a state for each
+    "mtp": ("glm4moe", "mtp", {}),
+    "chain": ("step35", "mtp", {}),
+    "eagle3": ("qwen3moe", "eagle3", {}),
+    "dflash": ("qwen3moe", "dflash", {}),
+}
 
 
-@pytest.mark.parametrize("changes", SETTINGS)
-def test_settings_of_llama_cpp_take_the_planned_memory(changes: dict[str, Any], tiny: TinyFactory) -> None:
-    """KV caches and buffers of a session, target and draft, against what the plan says."""
-    path, draft = tiny("qwen3moe", head_dim=32), tiny("qwen3", head_dim=32)
-    config = EngineConfig(model=path, draft=draft, n_ctx=1024, n_threads=1, gamma=4, device="none", **changes)
-    with Planner(config, this_machine(config)) as planner:
-        planned = planner.default_map()
-        lines = {line.what: line for place in planned.places for line in place.lines}
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_session_takes_the_planned_memory(name: str, tiny: TinyFactory) -> None:
+    """KV caches and buffers of target and draft, a head's layers among them, against what the plan says."""
+    arch, draft, changes = SESSIONS[name]
+    heads = {"head_dim": 32} if draft == "qwen3" else {}
+    source: Any = draft if draft in ("ngram", "mtp") else tiny(draft, **heads)
+    config = EngineConfig(
+        model=tiny(arch, **heads), draft=source, n_ctx=1024, n_threads=1, gamma=4, device="none", **changes
+    )
+    planned = default_map(config)
     with Session.open(config) as session:
-        uses = session.memory_uses()
-    assert planned.kv_bytes == sum(use.memory_bytes for use in uses) > 0
-    assert planned.compute_bytes == sum(use.compute_bytes for use in uses) > 0
-    is_dropped = config.load.is_mapped and not config.load.is_locked
-    assert (lines["dense weights"].mapped_bytes > 0) == is_dropped
-    assert (lines["draft: weights"].mapped_bytes > 0) == is_dropped
+        used = session.memory_uses()
+        of_target = session.target.memory_uses()
+    assert planned.kv_bytes == sum(use.memory_bytes for use in used) > 0
+    assert planned.compute_bytes == sum(use.compute_bytes for use in used) > 0
+    if draft != "ngram":
+        assert planned.kv_bytes > sum(use.memory_bytes for use in of_target)
+    if draft == "qwen3":
+        lines = {line.what: line for place in planned.places for line in place.lines}
+        is_dropped = config.load.is_mapped and not config.load.is_locked
+        assert [lines[what].mapped_bytes > 0 for what in ("dense weights", "draft: weights")] == [is_dropped] * 2
+
+
+def default_map(config: EngineConfig) -> MemoryMap:
+    with Planner(config, this_machine(config)) as planner:
+        return planner.default_map()
 
 
 def test_a_chats_draft_length_decides_how_many_recurrent_states_are_kept(tiny: TinyFactory) -> None:
-    """auto may draft more than the usual four tokens: a state for each, as in a session."""
-    path = tiny("qwen35moe")
-    config = EngineConfig(model=path, draft="ngram", n_ctx=512, n_threads=1, gamma=4, device="none")
-    planned = {}
-    for auto in (False, True):
-        asked = replace(config, auto_gamma=auto)
-        with Planner(asked, this_machine(asked)) as planner:
-            planned[auto] = planner.default_map().kv_bytes
-        with Session.open(asked) as session:
-            assert planned[auto] == sum(use.memory_bytes for use in session.memory_uses())
-    assert planned[True] > planned[False]
+    config = EngineConfig(model=tiny("qwen35moe"), draft="ngram", n_ctx=512, n_threads=1, gamma=4, device="none")
+    assert default_map(replace(config, auto_gamma=True)).kv_bytes > default_map(config).kv_bytes
 
 
 def test_a_plan_for_a_gpu_that_is_not_here_takes_its_names(tiny_moe: Path) -> None:

@@ -1,8 +1,10 @@
-"""Models of which the header is there and no more."""
+"""Models of which the header is there and no more, also on a local hub before they are pulled."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -12,11 +14,18 @@ import pytest
 from moeedge.errors import EngineError, ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.llama.model import Model
+from moeedge.planning import headers
 from moeedge.planning.headers import loadable
+from moeedge.run import Run
+from tests.conftest import TinyFactory
+from tests.hub.conftest import BIG, SMALL, HubMachine
+from tests.support.hub import local_hub
 
 
-def data_offset(path: Path) -> int:
-    return min(tensor.offset for tensor in gguf_file.read_tensors(path))
+@pytest.fixture
+def size(tiny_moe: Path) -> int:
+    """Bytes of the header."""
+    return min(tensor.offset for tensor in gguf_file.read_tensors(tiny_moe))
 
 
 def cut(path: Path, folder: Path, n_bytes: int) -> Path:
@@ -31,10 +40,11 @@ def test_a_complete_file_is_used_directly(tiny_moe: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [0, 100])
-def test_a_file_truncated_in_its_data_gets_a_full_length_copy(tiny_moe: Path, tmp_path: Path, extra: int) -> None:
-    size = data_offset(tiny_moe) + extra
-    with loadable(cut(tiny_moe, tmp_path, size)) as found:
-        assert found.missing_bytes == tiny_moe.stat().st_size - size
+def test_a_file_truncated_in_its_data_gets_a_full_length_copy(
+    tiny_moe: Path, size: int, tmp_path: Path, extra: int
+) -> None:
+    with loadable(cut(tiny_moe, tmp_path, size + extra)) as found:
+        assert found.missing_bytes == tiny_moe.stat().st_size - size - extra
         with Model.load(found.path, header_only=True) as header, Model.load(tiny_moe, header_only=True) as entire:
             assert header.info == entire.info
         assert os.stat(found.path).st_blocks * 512 < size + 2**16  # a hole
@@ -57,28 +67,19 @@ def test_padding_may_be_missing(tmp_path: Path) -> None:
         assert len(gguf_file.read_tensors(found.path)) == 3
 
 
-def test_a_truncated_header_is_rejected(tiny_moe: Path, tmp_path: Path) -> None:
-    offset = data_offset(tiny_moe)
-    for size in (10, 100, offset // 2, offset - 64):
-        path = cut(tiny_moe, tmp_path, size)
+def test_a_truncated_header_is_rejected(tiny_moe: Path, size: int, tmp_path: Path) -> None:
+    for n_bytes in (10, 100, size // 2, size - 64):
+        path = cut(tiny_moe, tmp_path, n_bytes)
         with pytest.raises(ModelFileError) as raised, loadable(path):
             pass
         assert str(path) in raised.value.message
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b"hello world", "GGUF")])
-def test_a_file_that_is_no_model_is_rejected(tmp_path: Path, content: bytes, words: str) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(content)
-    with pytest.raises(ModelFileError, match=words), loadable(path):
-        pass
-
-
-def test_parts_without_data_get_full_length_copies(tiny_moe: Path, tmp_path: Path) -> None:
+def test_parts_without_data_get_full_length_copies(tiny_moe: Path, size: int, tmp_path: Path) -> None:
     entire = {tensor.name for tensor in gguf_file.read_tensors(tiny_moe)}
     first, second = (tmp_path / f"x-0000{i}-of-00002.gguf" for i in (1, 2))
     first.write_bytes(tiny_moe.read_bytes())
-    second.write_bytes(tiny_moe.read_bytes()[: data_offset(tiny_moe)])
+    second.write_bytes(tiny_moe.read_bytes()[:size])
     with loadable(first) as found:
         assert found.path.name == first.name and found.path.parent != tmp_path
         assert [part.exists() for part in gguf_file.parts(found.path)] == [True, True]
@@ -88,8 +89,79 @@ def test_parts_without_data_get_full_length_copies(tiny_moe: Path, tmp_path: Pat
         pass
 
 
-def test_no_temporary_file_is_an_error(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = cut(tiny_moe, tmp_path, data_offset(tiny_moe))
+def test_no_temporary_file_is_an_error(
+    tiny_moe: Path, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cut(tiny_moe, tmp_path, size)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(EngineError, match="Set TMPDIR"), loadable(path):
         pass
+
+
+NAME = f"hf:{BIG[0]}:{BIG[1]}"  # of which the catalog knows nothing
+
+
+@pytest.fixture
+def place(tiny: TinyFactory, tmp_path: Path) -> Iterator[HubMachine]:
+    """A target of 12 MiB of experts, and its draft."""
+    target = tiny("qwen3moe", expert_type="F32", experts=64, layers=8).read_bytes()
+    with local_hub({BIG: target, SMALL: tiny("qwen3").read_bytes()}) as hub:
+        here = HubMachine(hub, tmp_path)
+        here.write_catalog()
+        yield here
+
+
+def test_a_catalog_name_is_planned_with_its_draft_before_pull(place: HubMachine, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    done = place.run("plan", "-m", "big", "-c", "1024", "-o", "json", TMPDIR=str(scratch))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    size = len(place.hub.files[BIG])
+    assert found["model"]["file_bytes"] == size and found["model"]["missing_bytes"] >= size - 2**22
+    assert found["model"]["is_here"] is False and found["draft"]["is_here"] is False
+    assert found["command"] == "moeedge chat -m big -c 1024" and found["estimated"] is False
+    assert any(note.startswith("moeedge pull big") for note in found["notes"]), found["notes"]
+    assert "header" in done.stderr
+    assert place.hub.ranges() == [None, None]  # one request each, ended early
+    assert not list(scratch.iterdir()) and place.blobs(BIG[0]) == {}
+
+
+def test_a_long_header_is_fetched_in_pieces(place: HubMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in place.environment().items():
+        if name.startswith(("HF_", "MOEEDGE_")):
+            monkeypatch.setenv(name, value)
+    # huggingface_hub reads the variable when it is imported, which a test without network may have done
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(headers, "_FIRST_BYTES", 256)
+    path, _ = headers.locate_or_fetch(NAME, tmp_path, Run())
+    assert path.read_bytes() == place.hub.files[BIG][: path.stat().st_size]
+    assert place.hub.ranges()[:3] == [None, "bytes=256-", "bytes=1024-"]
+    assert path.stat().st_size <= 2**16
+
+
+def test_without_network_the_list_of_what_fits_is_named(place: HubMachine) -> None:
+    done = place.run("plan", "-m", "big", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr and "--fits" in done.stderr
+    assert place.hub.ranges() == []
+
+
+@pytest.mark.slow
+def test_hub_errors_are_one_sentence(place: HubMachine) -> None:
+    done = place.run("plan", "-m", "bigg")
+    assert done.returncode == 2 and "'bigg'" in done.stderr
+    done = place.run("plan", "-m", NAME, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr
+    place.hub.files[BIG] = b"no model" * 100
+    done = place.run("plan", "-m", NAME)
+    assert done.returncode == 1 and "GGUF" in done.stderr and done.stdout == ""
+    place.hub.status = 503
+    done = place.run("plan", "-m", NAME)
+    assert done.returncode == 1 and "HTTP status 503" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_draft_that_cannot_be_read_is_an_error(place: HubMachine) -> None:
+    assert place.run("pull", "big", "--no-draft").returncode == 0
+    done = place.run("plan", "-m", "big", "-md", f"hf:{SMALL[0]}:{SMALL[1]}", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and "HF_HUB_OFFLINE" in done.stderr

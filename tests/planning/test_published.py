@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 
 from moeedge.engine.types import EngineConfig
-from moeedge.hardware.devices import ResolvedDevice
 from moeedge.llama.context import Context
-from moeedge.native.devices import DRY_RUN_GPU
-from moeedge.planning.memory_map import PlannedMachine
 from moeedge.planning.planner import Planner
 from moeedge.scheduler.sizing import default_reserve
+from tests.planning.test_planner import machine_with
+from tests.support.machine import GIB, MIB
 from tests.support.published import Mix, write_qwen3_30b_a3b
-
-GIB = 2**30
-MIB = 2**20
 
 # Qwen/Qwen3-30B-A3B-GGUF, Qwen3-30B-A3B-Q4_K_M.gguf as huggingface.co lists it
 Q4_K_M_FILE_BYTES = 18_556_685_824
@@ -31,12 +27,7 @@ CUDA_COMPUTE_BYTES, HOST_COMPUTE_BYTES = 300.75 * MIB, 12.01 * MIB
 
 
 def planner(path: Path, *, vram_gib: float, n_ctx: int = 0) -> Planner:
-    size = int(vram_gib * GIB)
-    gpu = ResolvedDevice(
-        "gpu", ggml_name=DRY_RUN_GPU, label="a GPU", llama_device=DRY_RUN_GPU, free_bytes=size, total_bytes=size
-    )
-    machine = PlannedMachine(gpu if size else ResolvedDevice("none"), ram_total_bytes=64 * GIB, ram_free_bytes=64 * GIB)
-    return Planner(EngineConfig(model=path, n_ctx=n_ctx), machine)
+    return Planner(EngineConfig(model=path, n_ctx=n_ctx), machine_with(int(vram_gib * GIB)))
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +55,6 @@ def test_weights_are_those_of_the_log(q4_k_m: Path) -> None:
         found = plan.map(4096)
         weights = sum(line.n_bytes for line in found.places[-1].lines if line.what in ("experts", "dense weights"))
         assert weights == pytest.approx(Q4_K_M_WEIGHTS_BYTES, rel=1e-4)
-
-
-def test_kv_cache_takes_96_kib_per_token(q4_k_m: Path) -> None:
-    """48 layers, 4 heads of 128, keys and values, 2 bytes each: 3 GiB at 32,768 tokens."""
-    with planner(q4_k_m, vram_gib=0) as plan:
-        for n_ctx in (4096, 32768):
-            assert plan.map(n_ctx).kv_bytes == n_ctx * 96 * 1024
 
 
 def test_buffers_on_a_large_gpu_equal_cudas(q4_k_m: Path) -> None:

@@ -42,53 +42,40 @@ def test_uploads_go_by_priority_then_layer() -> None:
     assert not len(made.victims)
 
 
-def test_victims_are_the_lowest_and_no_better_than_the_uploads() -> None:
-    made = plan([[3.0, 2.0, 1.0, 0.5, 2.5]], [[0, 0, 1, 1, 1]], 3)
-    assert made.uploads.tolist() == [[0, 0], [0, 1]]
-    assert made.victims.tolist() == [[0, 3], [0, 2]]
-    assert made.victim_utility.tolist() == [0.5, 1.0]
-
-
-def test_a_margin_keeps_experts_that_are_nearly_as_good() -> None:
-    scores, resident = [[2.0, 1.9, 1.0, 3.0]], [[0, 1, 1, 0]]
-    assert plan(scores, resident, 2).uploads.tolist() == [[0, 3], [0, 0]]
-    assert plan(scores, resident, 2, margin=0.5).uploads.tolist() == [[0, 3]]
-    assert not len(plan(scores, resident, 2, margin=2.5).uploads)
-
-
-def test_a_threshold_above_one_holds_uploads_back() -> None:
-    made = plan([[3.0, 2.0, 1.0]], [[0, 0, 0]], 3, tau=2.0)
-    assert made.uploads.tolist() == [[0, 0], [0, 1]]
-
-
-def test_at_tau_one_every_expert_that_fits_is_hot() -> None:
-    made = plan([[0.3, 0.0, 0.1]], [[0, 0, 0]], 3)
-    assert made.uploads.tolist() == [[0, 0], [0, 2]]  # but not an expert without a score
-    assert made.priority.tolist() == [1, 1]
-
-
-def test_a_limit_takes_the_best() -> None:
-    made = plan([[1.0, 3.0], [2.0, 2.5]], [[0, 0], [0, 0]], 4, max_uploads=2)
-    assert made.uploads.tolist() == [[0, 1], [1, 1]]
-    assert not len(plan([[1.0, 3.0]], [[0, 0]], 2, max_uploads=0).uploads)
-
-
-def test_only_allowed_experts_are_uploaded() -> None:
-    allowed = np.array([[True, False, True]])
-    assert plan([[1.0, 3.0, 2.0]], [[0, 0, 0]], 2, allowed=allowed).uploads.tolist() == [[0, 2]]
-
-
-def test_without_eviction_only_free_slots_are_filled() -> None:
-    made = plan([[3.0, 2.0, 1.0, 0.5]], [[0, 0, 0, 1]], 3, evict=False)
-    assert made.uploads.tolist() == [[0, 0], [0, 1]]
-    assert not len(made.victims)
-    assert not len(plan([[3.0, 1.0]], [[0, 1]], 1, evict=False).uploads)
-
-
-def test_an_expert_in_flight_is_neither_uploaded_nor_evicted() -> None:
-    made = plan([[3.0, 0.1, 1.0]], [[0, 2, 1]], 2)
-    assert made.uploads.tolist() == [[0, 0]]
-    assert made.victims.tolist() == [[0, 2]]
+@pytest.mark.parametrize(
+    ("score", "resident", "n_slots", "options", "uploads", "victims"),
+    [
+        ([[3.0, 2.0, 1.0, 0.5, 2.5]], [[0, 0, 1, 1, 1]], 3, {}, [[0, 0], [0, 1]], [[0, 3], [0, 2]]),  # the lowest leave
+        # a margin keeps experts that are nearly as good
+        ([[2.0, 1.9, 1.0, 3.0]], [[0, 1, 1, 0]], 2, {}, [[0, 3], [0, 0]], None),
+        ([[2.0, 1.9, 1.0, 3.0]], [[0, 1, 1, 0]], 2, {"margin": 0.5}, [[0, 3]], None),
+        ([[2.0, 1.9, 1.0, 3.0]], [[0, 1, 1, 0]], 2, {"margin": 2.5}, [], None),
+        ([[3.0, 2.0, 1.0]], [[0, 0, 0]], 3, {"tau": 2.0}, [[0, 0], [0, 1]], []),  # a threshold holds uploads back
+        ([[0.3, 0.0, 0.1]], [[0, 0, 0]], 3, {}, [[0, 0], [0, 2]], []),  # at tau 1 all are hot that have a score
+        # a limit takes the best
+        ([[1.0, 3.0], [2.0, 2.5]], [[0, 0], [0, 0]], 4, {"max_uploads": 2}, [[0, 1], [1, 1]], []),
+        ([[1.0, 3.0]], [[0, 0]], 2, {"max_uploads": 0}, [], []),
+        # only allowed experts are uploaded
+        ([[1.0, 3.0, 2.0]], [[0, 0, 0]], 2, {"allowed": np.array([[True, False, True]])}, [[0, 2]], []),
+        # without eviction only free slots are filled
+        ([[3.0, 2.0, 1.0, 0.5]], [[0, 0, 0, 1]], 3, {"evict": False}, [[0, 0], [0, 1]], []),
+        ([[3.0, 1.0]], [[0, 1]], 1, {"evict": False}, [], None),
+    ],
+)
+def test_which_experts_move(
+    score: list[list[float]],
+    resident: list[list[int]],
+    n_slots: int,
+    options: dict[str, Any],
+    uploads: list[list[int]],
+    victims: list[list[int]] | None,
+) -> None:
+    """victims None: any."""
+    made = plan(score, resident, n_slots, **options)
+    assert made.uploads.tolist() == uploads
+    assert victims is None or made.victims.tolist() == victims
+    utilities = [score[layer][expert] for layer, expert in made.victims.tolist()]
+    assert made.victim_utility.tolist() == pytest.approx(utilities)
 
 
 def test_equal_scores_fill_no_more_than_the_slots() -> None:
@@ -108,13 +95,6 @@ def test_groups_do_not_share_slots() -> None:
     assert policy.lowest == [2.0, 3.5]
     check_plan(made, shape, resident, CAP)
     assert made.uploads.tolist() == [[0, 0], [3, 1], [1, 0]]
-
-
-def test_no_slots_and_no_groups() -> None:
-    assert not len(plan([[1.0, 2.0]], [[0, 0]], 0).uploads)
-    shape = CacheShape(2, 2, np.full(2, -1, dtype=np.int32), np.zeros(0, dtype=np.int32))
-    scores, resident = np.ones((2, 2), dtype=np.float32), np.zeros((2, 2), dtype=np.uint8)
-    assert not len(Scored(shape, PolicyConfig(cap=CAP)).planned(scores, resident).uploads)
 
 
 def pairs(*found: tuple[int, int]) -> dict[str, Any]:

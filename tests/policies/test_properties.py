@@ -1,12 +1,18 @@
-"""Rules that every policy keeps, for any shape of cache, any residency and any ablation."""
+"""Rules that every policy keeps, for any shape of cache, any residency and any ablation; and their settings."""
 
 from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moeedge
+from moeedge.errors import InputError
 from moeedge.lab.policies.spac_paper import SpacProgram
 from moeedge.lab.sim.policy_replay import Slots
 from moeedge.policies.base import (
@@ -20,8 +26,18 @@ from moeedge.policies.base import (
     PolicyConfig,
     check_plan,
 )
-from moeedge.policies.cost_model import CostModel
-from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, TABLE, further, ignored_ablations, make_policy
+from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.policies.registry import (
+    BOUNDS,
+    POLICIES,
+    SIMULATED,
+    TABLE,
+    expand_names,
+    further,
+    ignored_ablations,
+    make_policy,
+)
+from tests.support.costs import cost_model
 from tests.support.routing import count
 
 FURTHER = further()  # modules without a row of the table
@@ -32,19 +48,6 @@ EVERY_POLICY = [pytest.param(name, marks=() if name in FAST else pytest.mark.slo
 
 # whose layers have slots of their own
 LAYERWISE = ("fate", "adapmoe", "hybrimoe", "sp-moe", "sp-moe-prefetch", "mixtral-offloading")
-
-
-def cost_model(cap: int, device_s: float, transfer_s: float) -> CostModel:
-    """A machine whose CPU takes 100 us per expert."""
-    return CostModel(
-        cpu_expert_s=np.r_[0.0, np.linspace(1e-4, 2e-4, 9)],
-        device_expert_s=np.r_[0.0, np.linspace(1, 1.5, 9)] * device_s,
-        transfer_expert_s=transfer_s,
-        draft_token_s=1e-4,
-        block_overhead_s=1e-5,
-        r_c=np.linspace(0.2, 0.9, cap + 1),
-        r_g=np.linspace(0.9, 0.1, cap + 1),
-    )
 
 
 @st.composite
@@ -64,7 +67,7 @@ def configs(draw: st.DrawFn) -> PolicyConfig:
         gamma=draw(st.integers(0, 8)),
         cap=cap,
         ablations=draw(st.frozensets(st.sampled_from(sorted(ABLATIONS)), max_size=3)),
-        cost_model=None if times is None else cost_model(cap, *times),
+        cost_model=None if times is None else cost_model(1e-4, *times, cap=cap),
         predictor_bytes=draw(st.sampled_from([0, 300, 64 << 20])),
     )
 
@@ -172,26 +175,6 @@ def plan_layers(policy: Policy, shape: CacheShape, slots: Slots, cap: int, rng: 
         assert within_capacity(slots, shape)
 
 
-@pytest.mark.parametrize("name", EVERY_POLICY)
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 1000))
-def test_an_expert_in_flight_is_no_victim(name: str, seed: int) -> None:
-    """Experts in use are pinned by the native library, those in flight by their state: a plan names neither."""
-    shape = CacheShape.uniform(4, 8, 9)
-    observed = observations(shape, seed, 6)
-    policy = make_policy(name, shape, PolicyConfig())
-    rng = np.random.default_rng(seed)
-    slots = Slots(shape)
-    for observation in observed:
-        policy.observe(observation)
-        resident = slots.resident.copy()
-        resident[(resident == 1) & (rng.random(resident.shape) < 0.5)] = 2
-        plan = policy.plan(resident, [1, 2], prediction_of(shape, rng))
-        assert all(resident[layer, expert] == 1 for layer, expert in plan.victims.tolist())
-        assert not any(resident[layer, expert] for layer, expert in plan.uploads.tolist())
-        slots.push(policy.plan(slots.resident, []))
-
-
 @pytest.mark.parametrize("name", LAYERWISE)
 @settings(max_examples=25, deadline=None)
 @given(shape=shapes(), seed=st.integers(0, 1000))
@@ -220,17 +203,21 @@ def copied(plan: Plan) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", EVERY_POLICY)
-def test_same_input_same_plans(name: str) -> None:
+def test_same_input_same_plans_and_inputs_stay_as_they_are(name: str) -> None:
     shape = CacheShape.uniform(5, 16, 20)
     observed = observations(shape, 1, 12)
     runs = []
     for _ in range(2):
-        policy = make_policy(name, shape, PolicyConfig(cost_model=cost_model(4, 2e-5, 1e-5)))
+        policy = make_policy(name, shape, PolicyConfig(cost_model=cost_model(1e-4, 2e-5, 1e-5)))
         slots, plans, rng = Slots(shape), [], np.random.default_rng(7)
         for observation in observed:
             policy.observe(observation)
             for _ in range(2):
-                plan = policy.plan(slots.resident, [1, 2, 3], prediction_of(shape, rng))
+                before, predicted = slots.resident.copy(), prediction_of(shape, rng)
+                told = None if predicted is None else predicted.layer_ids.copy()
+                plan = policy.plan(slots.resident, [1, 2, 3], predicted)
+                assert np.array_equal(slots.resident, before)
+                assert predicted is None or np.array_equal(predicted.layer_ids, told)
                 plans += copied(plan)
                 slots.push(plan)
             if policy.execution_model.prefetch_within_step:
@@ -239,23 +226,9 @@ def test_same_input_same_plans(name: str) -> None:
                 slots.push(plan)
         runs.append(plans)
     assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.parametrize("name", EVERY_POLICY)
-def test_inputs_stay_as_they_are(name: str) -> None:
-    shape = CacheShape.uniform(4, 8, 10)
-    observed = observations(shape, 2, 4)
-    policy = make_policy(name, shape, PolicyConfig())
-    resident = np.zeros((4, 8), dtype=np.uint8)
-    predicted = ExpertPrediction(np.zeros((4, 3, 2), dtype=np.int32))
-    for observation in observed:
-        kept = (observation.counts.copy(), observation.ids.copy() if observation.ids is not None else None)
-        policy.observe(observation)
-        policy.plan(resident, [1], predicted)
-        assert np.array_equal(observation.counts, kept[0])
-        assert observation.ids is None or np.array_equal(observation.ids, kept[1])
-    assert not resident.any()
-    assert not predicted.layer_ids.any()
+    for one, other in zip(observed, observations(shape, 1, 12), strict=True):
+        assert np.array_equal(one.counts, other.counts)
+        assert one.ids is None or np.array_equal(one.ids, other.ids)
 
 
 # not spac-paper: the same counts in every step are no fluctuation, so no utility moves after the first
@@ -303,6 +276,7 @@ def test_names_and_mistakes() -> None:
         assert policy.required_inputs <= set(REQUIRED_INPUTS)
         assert name not in ("llama-cpp", "llama-cpp-sd") or policy.execution_model.layerwise
     assert not set(POLICIES) & (set(SIMULATED) | set(BOUNDS))
+    assert expand_names(["all"]) == [name for name in POLICIES | SIMULATED if name != "none"]
     for name in BOUNDS:
         with pytest.raises(ValueError, match="steps to come"):
             make_policy(name, shape)
@@ -315,3 +289,53 @@ def test_names_and_mistakes() -> None:
     for mistake in ({"cap": 0}, {"gamma": -1}, {"forgetting": 2.0}, {"predictor_bytes": -1}, {"cutoff_layer": -1}):
         with pytest.raises(ValueError):
             PolicyConfig(**mistake)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"budget": 0},
+        {"budget": -1},
+        {"budget": 4, "ranking": "best"},
+        {"budget": 4, "ranking": "static"},
+        {"budget": 4, "coverage": "none"},
+    ],
+)
+def test_unusable_expert_budgets_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        ExpertBudget(**arguments)
+
+
+def test_expert_budgets_by_layer_and_their_labels() -> None:
+    layers = np.array([1, 2])
+    assert ExpertBudget(budget=16).per_layer(layers, 3, 64, 8).tolist() == [0, 16, 16]
+    for large in (99, 1 << 31, 1 << 80):
+        assert ExpertBudget(budget=large).per_layer(layers, 3, 64, 8).tolist() == [0, 64, 64]
+    assert ExpertBudget(budget=8).per_layer(layers, 3, 64, [0, 6, 8]).tolist() == [0, 8, 8]
+    for used in (8, [0, 6, 8]):
+        with pytest.raises(InputError):
+            ExpertBudget(budget=7).per_layer(layers, 3, 64, used)
+    assert ExpertBudget(budget=16).label == "budget 16 (lossy)"
+    assert ExpertBudget(budget=16, coverage="truncation").label == "budget 16 truncation (lossy)"
+    assert ExpertBudget(budget=8, ranking="router").label == "budget 8 router (lossy)"
+
+
+ROOT = Path(moeedge.__file__).parent
+PURE = ("policies", "lab/policies", "scheduler/driver", "analysis/routing_curves", "experts", "speculation")
+ALLOWED = {"__future__", "abc", "collections", "dataclasses", "enum", "itertools", "json", "math", "numpy"}
+ALLOWED |= {"functools", "importlib", "pkgutil", "operator", "scipy", "typing"}
+
+
+@pytest.mark.parametrize("part", PURE)
+def test_policies_and_their_driver_are_functions_of_arrays(part: str) -> None:
+    """They import few modules and read no file."""
+    own = tuple(f"moeedge.{each.replace('/', '.')}" for each in (*PURE, "records", "errors"))
+    files = sorted((ROOT / part).glob("**/*.py")) or [(ROOT / part).with_suffix(".py")]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] in ALLOWED or name.startswith(own), f"{file} imports {name}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("open", "print", "input"), f"{file} calls {node.func.id}"

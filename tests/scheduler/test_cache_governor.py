@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from moeedge.scheduler.cache_governor import CacheGovernor
+from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 
 STEP_S = 0.1  # one token without the cache
 
@@ -58,10 +58,6 @@ def governed(trace: Trace, n_steps: int, seed: int = 0) -> tuple[float, float, l
     return seconds / best_s, trial_s / best_s, on, governor
 
 
-def mean_ratio(gain: Callable[[int], float], n_steps: int, noise: float = 0.1) -> float:
-    return float(np.mean([governed(Trace(gain, noise), n_steps, seed)[0] for seed in range(10)]))
-
-
 @pytest.mark.parametrize("gain", [2.0, 1.3, 1.1])
 def test_a_cache_that_pays_stays_on(gain: float) -> None:
     ratio, trial_share, on, governor = governed(Trace(lambda n: gain), 1000)
@@ -82,7 +78,19 @@ def test_a_cache_that_does_not_pay_goes_off(gain: float) -> None:
 
 def test_regret_under_noise() -> None:
     for gain in (0.7, 1.0, 1.4):
-        assert mean_ratio(lambda n, gain=gain: gain, 1000, 0.25) < 1.05  # type: ignore[misc]
+        traces = [Trace(lambda n, gain=gain: gain, 0.25) for _ in range(10)]  # type: ignore[misc]
+        assert np.mean([governed(trace, 1000, seed)[0] for seed, trace in enumerate(traces)]) < 1.05
+
+
+def choices(trace: Trace, n_steps: int, seed: int, *, text_every: int = 0) -> list[CacheChoice]:
+    """Of single tokens, in texts of so many steps."""
+    rng, governor, found = np.random.default_rng(seed), CacheGovernor(), []
+    for n in range(n_steps):
+        if text_every and n % text_every == text_every - 1:
+            governor.begin_text()
+        found.append(governor.choice)
+        governor.observe(1, trace.step(n, 1, found[-1].on, rng)[0])
+    return found
 
 
 def test_on_again_where_the_text_changes() -> None:
@@ -94,27 +102,14 @@ def test_on_again_where_the_text_changes() -> None:
 
 
 def test_a_new_text_brings_the_next_trial_forward() -> None:
-    counts = []
-    for changes in (False, True):
-        trace, rng, governor = Trace(lambda n: 0.7), np.random.default_rng(1), CacheGovernor()
-        n_trials = 0
-        for n in range(900):
-            if changes and n % 150 == 149:
-                governor.begin_text()
-            choice = governor.choice
-            n_trials += choice.is_trial and choice.on
-            governor.observe(1, trace.step(n, 1, choice.on, rng)[0])
-        counts.append(n_trials)
-    assert counts[1] > counts[0]
+    found = [choices(Trace(lambda n: 0.7), 900, 1, text_every=text_every) for text_every in (0, 150)]
+    n_trials = [sum(choice.is_trial and choice.on for choice in each) for each in found]
+    assert n_trials[1] > n_trials[0]
 
 
 def test_a_trial_that_is_much_slower_ends_at_once() -> None:
-    trace, rng, governor = Trace(lambda n: 5.0, noise=0.02), np.random.default_rng(0), CacheGovernor()
-    n_off = 0
-    for n in range(100):
-        n_off += not governor.choice.on
-        governor.observe(1, trace.step(n, 1, governor.choice.on, rng)[0])
-    assert n_off == 3  # one that is not measured, and two
+    found = choices(Trace(lambda n: 5.0, noise=0.02), 100, 0)
+    assert sum(not choice.on for choice in found) == 3  # one that is not measured, and two
 
 
 def test_the_step_after_a_prompt_is_not_measured() -> None:
@@ -125,6 +120,4 @@ def test_the_step_after_a_prompt_is_not_measured() -> None:
         governor.observe(1, 100.0)
     for _ in range(20):
         governor.observe(1, STEP_S)
-    gain = governor.choice.gain
-    assert gain is not None
-    assert gain == pytest.approx(1.0, rel=0.1)
+    assert governor.choice.gain == pytest.approx(1.0, rel=0.1)

@@ -1,4 +1,4 @@
-"""Drafts that end by their confidence, and n-grams next to a model, on traces with known chances."""
+"""Drafts that end by their confidence, and n-grams next to a model: by all lengths tried out, and on known chances."""
 
 from __future__ import annotations
 
@@ -13,9 +13,91 @@ import pytest
 
 from moeedge import speculation
 from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor, StepCost
-from moeedge.scheduler.stopping import DraftStop
+from moeedge.scheduler.stopping import N_BINS, AcceptanceByConfidence, DraftStop, ExpectedGain, confidence_bin
 from tests.benchmarks import draft_chains
 from tests.scheduler.test_governor import N_EXPERTS, N_TOKENS, N_USED, TRACES, Trace, experts
+
+CERTAIN, UNSURE = 1.0, 0.1
+
+
+def gain(pass_tokens: float = 0.1, token_tokens: float = 0.3, chance: float = 0.6, n: int = 8) -> ExpectedGain:
+    """Each draft costs `pass_tokens` to make and `token_tokens` to verify; unseen ones have `chance`."""
+    lengths = np.arange(n + 1)
+    tokens = np.cumsum(chance**lengths)
+    return ExpectedGain((1.0 + (pass_tokens + token_tokens) * lengths).tolist(), pass_tokens, tokens.tolist())
+
+
+def chances(**by_bin: float) -> list[float]:
+    found = [0.5] * N_BINS
+    found[confidence_bin(CERTAIN)] = by_bin.get("certain", 0.99)
+    found[confidence_bin(UNSURE)] = by_bin.get("unsure", 0.05)
+    return found
+
+
+class TestAcceptanceByConfidence:
+    def test_confidences_are_believed_at_first(self) -> None:
+        assert [confidence_bin(c) for c in (0.0, 0.3, 0.6, 0.98, 0.99, 1.0)] == [0, 1, 2, 5, 6, 6]
+        found = AcceptanceByConfidence().chances()
+        assert (np.diff(found) > 0).all()
+        assert found[confidence_bin(0.6)] == pytest.approx(0.6)
+
+    def test_verdicts_count(self) -> None:
+        """A draft that is sure of itself and wrong is found out, up to the first rejected one of each step."""
+        acceptance = AcceptanceByConfidence()
+        for _ in range(100):
+            acceptance.observe([UNSURE, CERTAIN, CERTAIN, CERTAIN], 1)
+        found = acceptance.chances()
+        assert found[confidence_bin(UNSURE)] > 0.9
+        assert found[confidence_bin(CERTAIN)] < 0.1
+        assert all(high >= low for high, low in zip(acceptance.chances(1.0), found, strict=True))
+
+
+class TestExpectedGain:
+    def test_of_more_is_the_best_length(self) -> None:
+        """Further drafts have the chance of unseen ones each, after those that are accepted by 0.8."""
+        found = gain()
+        lengths = [sum(0.8 * 0.6**k for k in range(1, n + 1)) - 0.4 * n for n in range(1, 7)]
+        assert found.of_more(2, 0.8) == pytest.approx(max(lengths))
+        assert found.of_more(8, 1.0) < 0  # there are no more
+
+    def test_of_next_does_not_pay_the_pass_again(self) -> None:
+        found = gain(chance=0.1)  # no draft pays after it
+        assert found.of_next(0, 0.35) == pytest.approx(0.05)
+        assert found.of_next(0, 0.25) < 0
+
+    def test_of_looking(self) -> None:
+        """Half of the first drafts are right and half are wrong: looking costs one pass, and only the former go on."""
+        found = gain(chance=0.1)
+        frequency = [0.0] * N_BINS
+        frequency[confidence_bin(UNSURE)] = frequency[confidence_bin(CERTAIN)] = 0.5
+        assert found.of_looking(chances(certain=1.0, unsure=0.0), frequency) == pytest.approx(0.5 * 0.7 - 0.1)
+
+    def test_of_equals(self) -> None:
+        """They are made without a pass."""
+        n, value = gain().of_equals(0.8)
+        lengths = [sum(0.8**k for k in range(1, n + 1)) - 0.3 * n for n in range(1, 9)]
+        assert n == 1 + int(np.argmax(lengths))
+        assert value == pytest.approx(max(lengths))
+
+
+class TestDraftStop:
+    def test_ends_before_a_draft_that_is_unsure(self) -> None:
+        fixed = DraftStop()  # does not end
+        assert all(fixed.keeps(UNSURE) and fixed.goes_on() for _ in range(20))
+        stop = DraftStop(gain(), chances())
+        assert stop.keeps(CERTAIN)
+        assert stop.goes_on()
+        assert not stop.keeps(UNSURE)
+
+    def test_ends_after_a_draft_where_no_other_one_pays(self) -> None:
+        """By then the chance that all are accepted is too low for the cost of one more."""
+        stop = DraftStop(gain(chance=0.5), [0.7] * N_BINS)
+        n = 0
+        while stop.keeps(CERTAIN):
+            n += 1
+            if not stop.goes_on():
+                break
+        assert n == 1  # 0.7 * 0.5 < 0.4, and 0.7 > 0.3
 
 
 @dataclass(frozen=True)
@@ -51,13 +133,6 @@ class Text:
         return n_kept, n_accepted, confidences
 
 
-def n_right(chance: float, n: int, rng: np.random.Generator) -> int:
-    found = 0
-    while found < n and rng.random() < chance:
-        found += 1
-    return found
-
-
 def governed(costs: Trace, text: Text, seed: int, n_tokens: int = N_TOKENS) -> tuple[float, DraftGovernor, float]:
     """Expected seconds per token, the governor, and the share of steps in which n-grams drafted."""
     rng = np.random.default_rng(seed)
@@ -65,10 +140,11 @@ def governed(costs: Trace, text: Text, seed: int, n_tokens: int = N_TOKENS) -> t
     n = n_steps = n_by_ngrams = 0
     seconds = 0.0
     while n < n_tokens:
-        chance = text.ngram(n)
+        chance, found = text.ngram(n), 0
         choice = governor.choose(None if chance is None else 1.0)
         by_ngrams = choice.source == "ngram"
-        found = 0 if chance is None else n_right(chance, GAMMA_MAX, rng)
+        while chance is not None and found < GAMMA_MAX and rng.random() < chance:
+            found += 1
         if by_ngrams:
             n_drafted, n_accepted, confidences = choice.gamma, min(found, choice.gamma), []
         else:
@@ -111,22 +187,17 @@ def best_fixed_s(costs: Trace, acceptance: float) -> float:
 MIXED = Text(sure=0.7, otherwise=0.2)
 
 
-@pytest.mark.parametrize("name", ["best 2", "best 8", "jump"])
-def test_confidence_beats_every_fixed_length(name: str) -> None:
-    costs = TRACES[name]
-    assert mean_s(costs, MIXED) < 0.97 * best_fixed_s(costs, MIXED.acceptance)
-
-
-def test_a_confidence_that_says_nothing_costs_little() -> None:
-    costs, text = TRACES["best 2"], Text(sure=0.75, otherwise=0.3, stated=lambda chance: 0.6)
-    assert mean_s(costs, text) < 1.06 * best_fixed_s(costs, text.acceptance)
-
-
-def test_a_confidence_that_is_wrong_is_corrected() -> None:
-    """Sure where it should be unsure, and unsure where it is right."""
-    costs = TRACES["best 2"]
-    swapped = Text(sure=0.7, otherwise=0.2, stated=lambda chance: 0.2 if chance > 0.5 else 0.995)
-    assert mean_s(costs, swapped) < 1.02 * best_fixed_s(costs, swapped.acceptance)
+@pytest.mark.parametrize(
+    ("name", "text", "most"),
+    [
+        *[(name, MIXED, 0.97) for name in ("best 2", "best 8", "jump")],  # it beats every fixed length
+        ("best 2", Text(sure=0.75, otherwise=0.3, stated=lambda chance: 0.6), 1.06),  # it says nothing
+        # sure where it should be unsure, and unsure where it is right: this is corrected
+        ("best 2", Text(sure=0.7, otherwise=0.2, stated=lambda chance: 0.2 if chance > 0.5 else 0.995), 1.02),
+    ],
+)
+def test_confidence_next_to_the_best_fixed_length(name: str, text: Text, most: float) -> None:
+    assert mean_s(TRACES[name], text) < most * best_fixed_s(TRACES[name], text.acceptance)
 
 
 def test_hopeless_drafts_are_off() -> None:
@@ -141,9 +212,8 @@ def test_ngrams_take_over_where_they_are_right() -> None:
     """In the second half of the text they copy; before they find what is wrong."""
     costs = TRACES["best 2"]
     text = Text(sure=0.0, otherwise=0.7, ngram=lambda n: 0.1 if n < N_TOKENS // 2 else 0.97)
-    alone = Text(sure=0.0, otherwise=0.7)
     seconds, _, share = governed(costs, text, 3)
-    assert seconds < 0.85 * governed(costs, alone, 3)[0]
+    assert seconds < 0.85 * governed(costs, Text(sure=0.0, otherwise=0.7), 3)[0]
     assert 0.1 < share < 0.9
 
 

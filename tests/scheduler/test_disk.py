@@ -18,21 +18,19 @@ import pytest
 from moeedge.errors import ModelFileError
 from moeedge.llama import gguf_file
 from moeedge.scheduler import disk
+from moeedge.scheduler.calibration import kept_fields, measurement_json, parse_measurement
 from moeedge.scheduler.disk import DiskCalibration, ReadRate
-from moeedge.scheduler.measurement import kept_fields, measurement_json, parse_measurement
 from tests.conftest import TinyFactory
 from tests.support.commands import refused, run, run_json
 from tests.support.progress import SeenProgress
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs preadv")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs preadv"),
+    pytest.mark.usefixtures("cache_folder"),
+]
 
 SIZES = tuple(2**exponent for exponent in range(16, 23))
-quick = partial(disk.measure, depths=(1, 4), read_s=0.002)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+quick = partial(disk.measure, depths=(1, 4), read_s=0.002, pieces_bytes=(65536,))
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +47,8 @@ def test_rates_of_every_size_and_depth(wide: Path) -> None:
     assert found.expert_bytes == max(gguf_file.expert_bytes_by_layer(experts, 3)) == 3 * found.matrix_bytes
     assert found.file_bytes == wide.stat().st_size
     # 1 GiB is more than the file has; a matrix is a size of its own
-    assert [(rate.depth, rate.piece_bytes) for rate in found.rates] == [
-        (1, 65536),
-        (1, found.matrix_bytes),
-        (4, 65536),
-        (4, found.matrix_bytes),
-    ]
+    sizes = (65536, found.matrix_bytes)
+    assert [(rate.depth, rate.piece_bytes) for rate in found.rates] == [(n, size) for n in (1, 4) for size in sizes]
     assert all(rate.bytes_per_s > 0 and rate.reads >= 3 * rate.depth for rate in found.rates)
     assert any(rate.reads > 3 * rate.depth for rate in found.rates)  # threads read on until the time is over
     assert (progress.tasks, progress.amounts) == ([("reading", 12)], [1] * 12)
@@ -70,7 +64,7 @@ def test_reads_are_aligned_and_among_the_experts(wide: Path, monkeypatch: pytest
         return preadv(file, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", watch)
-    quick(wide, pieces_bytes=(65536,))
+    quick(wide)
     experts, _ = gguf_file.expert_tensors(wide)
     first = min(tensor.offset for tensor in experts)
     last = max(tensor.offset + tensor.stride * tensor.n_experts for tensor in experts)
@@ -97,25 +91,22 @@ def test_the_page_cache_is_emptied_where_it_cannot_be_bypassed(
     else:
         monkeypatch.setattr(os, "preadv", read_without_direct)
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
-    found = quick(wide, pieces_bytes=(65536,))
+    found = quick(wide)
     assert not found.direct
     assert set(dropped) == {os.POSIX_FADV_DONTNEED}
 
 
-def test_figures_are_kept_by_disk(wide: Path, tiny_moe: Path, tmp_path: Path) -> None:
+def test_figures_are_kept_by_disk(wide: Path, tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk.read_kept(wide) is None
-    found = quick(wide, pieces_bytes=(65536,))
+    found = quick(wide)
     assert found.kept and not found.from_file
     kept = disk.read_kept(tiny_moe)  # on the same disk
     assert kept == found and kept.from_file
     disk.calibration_file(wide).write_text("{}", encoding="utf-8")
     assert disk.read_kept(wide) is None
-
-
-def test_a_cache_folder_that_cannot_be_written(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "file").touch()  # a folder that cannot be written
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "file"))
-    assert not quick(wide, pieces_bytes=(65536,)).kept
+    assert not quick(wide).kept
     assert disk.read_kept(wide) is None
 
 
@@ -151,7 +142,7 @@ def test_a_read_error_is_reported(wide: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_command(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "measure", partial(quick, pieces_bytes=(65536,)))
+    monkeypatch.setattr(disk, "measure", quick)
     found = run_json("calibrate", "--disk", "-m", wide)
     assert (found["schema"], found["model"], found["best"]["piece_bytes"] > 0) == (1, wide.name, True)
     assert {(rate["depth"], rate["piece_bytes"]) for rate in found["rates"]} >= {(1, 65536), (4, 65536)}

@@ -1,20 +1,28 @@
-"""The protocol between a policy and its store: what is called, with which arguments, in which order."""
+"""Between a policy and its store: what is called in which order, the thread that plans, and what both are shown."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moeedge.experts import Resident
+from moeedge.native.abi import Phase
+from moeedge.native.sensor import Frame
 from moeedge.policies import base as policies
 from moeedge.policies.base import ExecutionModel, ExpertPrediction, LookaheadStatus, Observation, Plan
 from moeedge.scheduler.driver import StepDriver
+from moeedge.scheduler.native_io import PlanningThread, RoutingReader
+from moeedge.scheduler.prediction import PredictionAccuracy
+from moeedge.scheduler.ram_tier import RamStore
 
 LAYERS, EXPERTS = 2, 4
+NOTHING: Any = np.zeros((LAYERS, EXPERTS))
 
 
 def make_plan(layer: int = 0) -> Plan:
@@ -67,11 +75,20 @@ class LayerwisePolicy(Policy):
         return make_plan(layer)
 
 
+class JudgingPolicy(Policy):
+    """Does not read drafts after its first observation."""
+
+    @property
+    def lookahead(self) -> LookaheadStatus:
+        is_used = ("observe",) not in self.calls
+        return LookaheadStatus(is_used, reason="it does not pay here", reads_drafts=is_used)
+
+
 def test_a_step_is_observed_planned_twice_and_pushed_twice() -> None:
     policy, store = Policy(), Store()
     driver = StepDriver(policy, store)
     driver.begin_text()
-    driver.observe(Observation(np.zeros((LAYERS, EXPERTS)), 1, 0))  # type: ignore[arg-type]
+    driver.observe(Observation(NOTHING, 1, 0))
     driver.plan_next([7])
     assert store.pushed == []
     first = driver.push()
@@ -82,15 +99,6 @@ def test_a_step_is_observed_planned_twice_and_pushed_twice() -> None:
     assert driver.push() is None
 
 
-class JudgingPolicy(Policy):
-    """Does not read drafts after its first observation."""
-
-    @property
-    def lookahead(self) -> LookaheadStatus:
-        is_used = ("observe",) not in self.calls
-        return LookaheadStatus(is_used, reason="it does not pay here", reads_drafts=is_used)
-
-
 def test_no_plan_is_made_for_drafts_that_the_policy_does_not_read() -> None:
     policy, store = JudgingPolicy(), Store()
     driver = StepDriver(policy, store)
@@ -99,7 +107,7 @@ def test_no_plan_is_made_for_drafts_that_the_policy_does_not_read() -> None:
         driver.push()
         draft = driver.plan_draft([7, 8, 9])
         driver.push()
-        driver.observe(Observation(np.zeros((LAYERS, EXPERTS)), 3, 0))  # type: ignore[arg-type]
+        driver.observe(Observation(NOTHING, 3, 0))
     assert draft is first
     assert len(store.pushed) == 3
     assert not driver.reads_drafts and not policy.lookahead.used
@@ -117,13 +125,9 @@ def test_hidden_states_reach_only_a_policy_that_reads_them() -> None:
         assert (prediction is not None) == reads
         if reads:
             assert prediction.hidden_states is states and prediction.layer_ids.shape[0] == LAYERS
-
-
-def test_a_prediction_goes_before_hidden_states() -> None:
-    policy = Policy("draft-states")
-    prediction = ExpertPrediction(np.zeros((LAYERS, 1, 1), dtype=np.int32))
-    StepDriver(policy, Store()).plan_draft([1], prediction, np.zeros((1, 3), dtype=np.float32))
-    assert policy.calls[-1][2] is prediction
+            made = ExpertPrediction(np.zeros((LAYERS, 1, 1), dtype=np.int32))
+            StepDriver(policy, Store()).plan_draft([1], made, states)
+            assert policy.calls[-1][2] is made, "a prediction goes before hidden states"
 
 
 def test_the_filter_changes_every_plan_of_a_batch() -> None:
@@ -160,3 +164,81 @@ def test_layers_are_planned_for_policies_that_do(
     driver.push_layer(1)
     assert driver.plans_layers == plans
     assert [plan.uploads.tolist() for plan in store.pushed] == ([[[1, 1]]] if plans else [])
+
+
+def test_calls_run_in_order_next_to_the_caller() -> None:
+    planning, seen, go = PlanningThread(), [], threading.Event()
+    planning.submit(lambda: seen.append(go.wait(10)))
+    for number in range(20):
+        planning.submit(lambda number=number: seen.append(number))  # type: ignore[misc]
+    assert seen == []
+    go.set()
+    planning.wait()
+    assert seen == [True, *range(20)]
+    planning.wait()  # nothing to wait for
+    planning.close()
+    planning.close()
+
+
+def test_an_error_is_raised_where_the_caller_waits() -> None:
+    planning, seen = PlanningThread(), []
+    planning.submit(lambda: 1 // 0)
+    planning.submit(lambda: seen.append(1))
+    with pytest.raises(ZeroDivisionError):
+        planning.wait()
+    assert seen == [1]
+    planning.wait()
+    planning.submit(lambda: 1 // 0)
+    planning.close()
+    assert not any(thread.name.startswith("moeedge-planning") for thread in threading.enumerate())
+
+
+def test_an_interrupted_wait_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    planning, go, seen = PlanningThread(), threading.Event(), []
+    planning.submit(lambda: seen.append(go.wait(10)))
+
+    def interrupted(_condition: threading.Condition, _timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            planning.wait()
+    go.set()
+    planning.wait()
+    assert seen == [True]
+    planning.close()
+
+
+def test_experts_that_the_device_holds_go_first_from_ram() -> None:
+    seen: list[Any] = []
+    score = np.array([[0.5, 2.0, 1.0]])
+    cache: Any = SimpleNamespace(set_utilities=seen.append, residency=None)
+    store: Any = RamStore(cache, lambda: SimpleNamespace(score=score))
+    store.push(None)
+    store.on_device = np.array([[False, True, False]])
+    store.push(None)
+    assert seen[0].tolist() == score.tolist()
+    assert seen[1].argmin() == 1 and seen[1][0, [0, 2]].tolist() == [0.5, 1.0]
+
+
+def test_predictions_are_counted_from_nothing() -> None:
+    accuracy = PredictionAccuracy()
+    assert accuracy.share is None
+    accuracy.add(np.array([[[0, 1], [2, 3]]], dtype=np.int32), np.array([[[1, 5], [6, 7]]], dtype=np.int32))
+    assert (accuracy.n_predicted, accuracy.n_correct, accuracy.share) == (4, 1, 0.25)
+
+
+def test_frames_of_an_interrupted_prompt_belong_to_no_other() -> None:
+    def frame(serial: int, expert: int, n: int) -> Frame:
+        ids = np.full((1, n, 1), expert, dtype=np.int32)
+        weights = np.ones_like(ids, dtype=np.float32)
+        return Frame(serial, int(Phase.PREFILL), n, np.array([n], dtype=np.int32), ids, weights)
+
+    frames = [frame(1, 3, 2), frame(2, 3, 8), frame(3, 0, 3), frame(4, 1, 2)]  # 3 and 4 are the prompt's last graphs
+    sensor: Any = SimpleNamespace(frames_after=lambda serial: [each for each in frames if each.serial > serial])
+    reader = RoutingReader.__new__(RoutingReader)
+    reader._sensor, reader._scores, reader._last_serial = sensor, None, 0
+    pieces = reader.prefill(np.array([[3, 2, 2, 0]], dtype=np.uint32), [5, 6, 7, 8, 9, 10, 11])
+    assert [piece.n_tokens for piece in pieces] == [2, 3, 2]
+    assert [piece.counts.tolist() for piece in pieces] == [[[0, 0, 2, 0]], [[3, 0, 0, 0]], [[0, 2, 0, 0]]]

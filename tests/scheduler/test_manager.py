@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import moeedge.engine.session as session_module
 import moeedge.native.cache as cache_module
+from moeedge.engine import loading
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.experts import Resident, count_ids
 from moeedge.hardware import devices
-from moeedge.hardware.devices import DeviceKind, ResolvedDevice, VramReading
+from moeedge.hardware.devices import VramReading
 from moeedge.llama.context import Context
 from moeedge.llama.model import Model
 from moeedge.native.abi import from_c
@@ -32,50 +32,43 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.slot_memory import MemoryWatch
 from moeedge.scheduler.stats import PlacementStats
-from tests.conftest import TinyFactory
-from tests.support.answers import assert_equal_answers
+from tests.scheduler.conftest import N_PREDICT, PROMPT
+from tests.support.answers import assert_equal_answers as check
 from tests.support.hybrid import NeverPays
-from tests.support.stock import StockContext
+from tests.support.machine import GIB, gpu_of
+from tests.support.sessions import GREEDY, answered
 
-GREEDY = SamplingConfig(temperature=0)
-PROMPT = np.random.default_rng(5).integers(0, 256, 24).tolist()
-N_PREDICT = 40
 N_LAYERS, N_EXPERTS = 3, 16  # of the tiny model
+Pair = tuple[Path, Path]
 
 
-@pytest.fixture(scope="module")
-def pair(tiny: TinyFactory) -> tuple[Path, Path]:
-    return tiny("qwen3moe"), tiny("qwen3")
-
-
-@pytest.fixture(scope="module")
-def reference(pair: tuple[Path, Path]) -> list[int]:
-    with StockContext(pair[0]) as stock:
-        return stock.greedy(PROMPT, N_PREDICT)[0]
-
-
-def config(pair: tuple[Path, Path], ratio: float | None = 0.5, **changes: Any) -> EngineConfig:
-    placement = PlacementConfig(cache_ratio=ratio, calibrate=False, **changes.pop("placement", {}))
+def config(pair: Pair, ratio: float | None = 0.5, **changes: Any) -> EngineConfig:
+    placement = {"cache_ratio": ratio, "calibrate": False} | changes.pop("placement", {})
     values = {"draft": pair[1], "gamma": 4, "n_ctx": 512, "n_threads": 1, "device": "emulated:threads=1"} | changes
-    return EngineConfig(model=pair[0], placement=placement, **values)
+    return EngineConfig(model=pair[0], placement=PlacementConfig(**placement), **values)
 
 
 @pytest.fixture
-def session(pair: tuple[Path, Path]) -> Iterator[Session]:
+def session(pair: Pair) -> Iterator[Session]:
     with Session.open(config(pair)) as session:
         yield session
 
 
+@pytest.fixture
+def emulated_gpu(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+    """The emulated device passes for a GPU of 1 GiB."""
+    gpu, reading = gpu_of(GIB, ggml_name="emulated", llama_device="auto"), VramReading(0, GIB, GIB, "ggml")
+    monkeypatch.setattr(loading, "resolve_device", lambda config, model: gpu)
+    monkeypatch.setattr(devices, "read_memory", lambda device, **sizes: reading)
+
+
 def answer(session: Session, prompt: Sequence[int] = PROMPT, n_predict: int = N_PREDICT) -> list[int]:
-    generation = session.generate(prompt, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
-    for _ in generation:
-        pass
-    return generation.tokens
+    return answered(session, prompt, n_predict).tokens
 
 
-def check(session: Session, prompt: list[int], expected: list[int], tokens: list[int]) -> None:
-    """Equal, up to near-ties: the device's kernels round differently, and transfers decide what it computes."""
-    assert_equal_answers(session, prompt, expected, tokens)
+def has_note(session: Session, *words: str) -> bool:
+    """Whether a note has all of the words."""
+    return any(all(word in note for word in words) for note in session.info.notes)
 
 
 def stats_of(session: Session) -> PlacementStats:
@@ -86,14 +79,7 @@ def stats_of(session: Session) -> PlacementStats:
 
 def drain(session: Session) -> None:
     """Waits for the transfers; on a busy machine a short answer is over before the first one."""
-    assert session.placement is not None
     assert session.placement.cache.drain(10.0)
-
-
-def wait(session: Session) -> None:
-    """Lets the plans end that are made next to the models."""
-    assert session.placement is not None
-    session.placement.wait()
 
 
 class Recorder:
@@ -123,35 +109,9 @@ class Recorder:
 
 
 def record(session: Session) -> Recorder:
-    assert session.placement is not None
     recorder = Recorder(session.placement.policy)
     session.placement.driver.policy = recorder
     return recorder
-
-
-@pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0])
-@pytest.mark.parametrize("gamma", [0, 4])
-def test_greedy_is_stocks(pair: tuple[Path, Path], reference: list[int], ratio: float, gamma: int) -> None:
-    with Session.open(config(pair, ratio, gamma=gamma)) as session:
-        answers = [answer(session)]  # with slots that fill while it runs
-        drain(session)
-        session.reset()
-        answers.append(answer(session))
-        assert stats_of(session).pairs_hit > 0
-        session.set_mode("stock")
-        for tokens in answers:
-            check(session, PROMPT, reference, tokens)
-
-
-def test_what_the_session_reports(session: Session) -> None:
-    info = session.info
-    assert "emulated" in info.device and info.policy == "spac"
-    assert (info.cache_slots, info.cache_ratio) == (24, 0.5)
-    assert info.pool_bytes > 0 and info.vram_bytes is not None
-    assert any(
-        "Experts are cached on emulated" in note and "24 of 48" in note and "50.0%" in note and "policy spac" in note
-        for note in info.notes
-    )
 
 
 def test_counters(session: Session) -> None:
@@ -159,8 +119,7 @@ def test_counters(session: Session) -> None:
     assert (before.steps, before.pairs, before.uploads, before.slots_used) == (0, 0, 0, 0)
     n_steps = 0
     for _ in range(2):
-        generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
-        n_steps += len(list(generation)) - 1  # the first one is the prompt
+        n_steps += answered(session, PROMPT, N_PREDICT).stats.steps
         drain(session)
     stats = stats_of(session)
     assert stats.steps == n_steps
@@ -169,19 +128,11 @@ def test_counters(session: Session) -> None:
     assert stats.bytes_moved > 0 and stats.link_bytes_per_s is not None
     assert len(stats.tau) == N_LAYERS and min(stats.tau) >= 1
     assert 0 < stats.schedule_s < stats.decode_s and 0 < stats.draft_s < stats.decode_s
-    assert stats.hit_rate_pairs is not None and 0 < stats.hit_rate_pairs <= 1
+    assert 0 < stats.partition_s < stats.decode_s
+    assert 0 < stats.hit_rate_pairs <= 1
     interval = stats_of(session) - stats
     assert (interval.steps, interval.pairs, interval.slots_used) == (0, 0, stats.slots_used)
     assert set(as_dict(stats)) >= {"hit_rate_pairs", "partition_s", "tau", "lost"}
-
-
-def test_partition_time_is_counted(pair: tuple[Path, Path]) -> None:
-    with Session.open(config(pair, 0.5, gamma=0)) as session:
-        for _ in range(2):
-            answer(session)
-            drain(session)
-        stats = stats_of(session)
-        assert 0 < stats.partition_s < stats.decode_s
 
 
 def test_the_policy_sees_every_batch(session: Session) -> None:
@@ -193,12 +144,11 @@ def test_the_policy_sees_every_batch(session: Session) -> None:
         if step.n_verified:
             batches.append([text[-1], *step.drafts])
         text.extend(step.tokens)
-    wait(session)
+    session.placement.wait()
     prompt, *steps = recorder.observations
-    assert prompt.prefill and prompt.tokens is not None and prompt.tokens.tolist() == PROMPT
-    assert [step.tokens.tolist() for step in steps if step.tokens is not None] == batches
+    assert prompt.prefill and prompt.tokens.tolist() == PROMPT
+    assert [step.tokens.tolist() for step in steps] == batches
     for seen in recorder.observations:
-        assert seen.ids is not None and seen.weights is not None
         assert seen.ids.shape == (N_LAYERS, seen.n_tokens, 4) == seen.weights.shape
         assert np.array_equal(count_ids(seen.ids, N_EXPERTS), seen.counts)
     # only the token that the target added is known before the draft; without drafts nothing is planned anew
@@ -206,51 +156,47 @@ def test_the_policy_sees_every_batch(session: Session) -> None:
     assert sum(len(upcoming) == 1 for upcoming in recorder.upcoming) == 1 + len(batches)
 
 
-def test_the_policy_gets_the_drafts_hidden_states(pair: tuple[Path, Path], reference: list[int]) -> None:
+def test_the_policy_gets_the_drafts_hidden_states(pair: Pair, reference: list[int]) -> None:
     """One per token of a batch but the last draft, and none while stock computes, or without a draft model."""
     with Session.open(config(pair)) as session:
-        assert any("from the draft's hidden states" in note for note in session.info.notes)
+        assert has_note(session, "from the draft's hidden states")
         recorder = record(session)
         for step in session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True):
             assert (0 if step.hidden_states is None else len(step.hidden_states)) == len(step.drafts)
-        wait(session)
-        batch_sizes = [
-            len(prediction.hidden_states) + 1
-            for prediction in recorder.predictions
-            if prediction is not None and prediction.hidden_states is not None
-        ]
-        assert batch_sizes == [len(upcoming) for upcoming in recorder.upcoming if len(upcoming) > 1] and batch_sizes
+        session.placement.wait()
+        found = [each.hidden_states for each in recorder.predictions if each is not None]
+        sizes = [len(states) + 1 for states in found if states is not None]
+        assert sizes == [len(upcoming) for upcoming in recorder.upcoming if len(upcoming) > 1] and sizes
         session.set_mode("stock")
         session.reset()
         steps = list(session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True))
         assert any(step.drafts for step in steps) and all(step.hidden_states is None for step in steps)
     with Session.open(config(pair, placement={"ablations": frozenset({"no-spec-ue"})})) as session:
-        assert not any("predicts experts" in note for note in session.info.notes)  # and so it does not
-        assert session.placement is not None and not session.placement.wants_hidden_states
+        assert not has_note(session, "predicts experts")  # and so it does not
+        assert not session.placement.wants_hidden_states
     with Session.open(config(pair, draft="ngram")) as session:
-        assert any("tokens alone" in note for note in session.info.notes)
+        assert has_note(session, "tokens alone")
         recorder = record(session)
         check(session, PROMPT, reference, answer(session))
-        wait(session)
+        session.placement.wait()
         assert not any(recorder.predictions)
 
 
-def test_a_long_prompt_is_observed_in_pieces(pair: tuple[Path, Path]) -> None:
+def test_a_long_prompt_is_observed_in_pieces(pair: Pair) -> None:
     """The sensor keeps the newest 8 graphs; the graphs before them are one sum."""
     prompt = np.random.default_rng(6).integers(0, 256, 10 * 32 + 7).tolist()
     with Session.open(config(pair, n_ubatch=32)) as session:
         recorder = record(session)
         answer(session, prompt, 2)
-        wait(session)
+        session.placement.wait()
         pieces = [seen for seen in recorder.observations if seen.prefill]
         assert [piece.n_tokens for piece in pieces] == [3 * 32, *[32] * 7, 7]
         # the last layer computes nothing for pieces without requested logits
         assert pieces[0].ids is None and pieces[0].counts.sum() == 3 * 32 * (N_LAYERS - 1) * 4
-        tokens = [token for piece in pieces[1:] if piece.tokens is not None for token in piece.tokens.tolist()]
-        assert tokens == prompt[3 * 32 :]
+        assert [token for piece in pieces[1:] for token in piece.tokens.tolist()] == prompt[3 * 32 :]
 
 
-def test_a_new_conversation_keeps_the_experts(session: Session) -> None:
+def test_experts_stay_for_a_new_conversation_and_unused_in_stock_mode(session: Session, reference: list[int]) -> None:
     recorder = record(session)
     answer(session)
     drain(session)
@@ -258,13 +204,7 @@ def test_a_new_conversation_keeps_the_experts(session: Session) -> None:
     session.reset()
     assert recorder.resets == 1
     assert stats_of(session).slots_used == used > 0
-
-
-def test_stock_mode_computes_without_the_cache(session: Session, reference: list[int]) -> None:
-    answer(session)
-    drain(session)
     session.set_mode("stock")
-    session.reset()
     before = stats_of(session)
     assert answer(session) == reference
     interval = stats_of(session) - before
@@ -275,36 +215,10 @@ def test_stock_mode_computes_without_the_cache(session: Session, reference: list
     assert (stats_of(session) - before).pairs_hit > 0
 
 
-@pytest.mark.parametrize("policy", ["spac-paper", "spac-program", "lru", "static"])
-def test_other_policies(pair: tuple[Path, Path], reference: list[int], policy: str) -> None:
-    with Session.open(config(pair, placement={"policy": policy})) as session:
-        assert session.info.policy == policy
-        assert answer(session) == reference
-        drain(session)
-        assert stats_of(session).uploads > 0
-
-
-def test_policy_none_moves_nothing(pair: tuple[Path, Path], reference: list[int]) -> None:
+def test_policy_none_moves_nothing(pair: Pair, reference: list[int]) -> None:
     with Session.open(config(pair, placement={"policy": "none"})) as session:
         assert answer(session) == reference
         assert (stats_of(session).uploads, stats_of(session).pairs_hit) == (0, 0)
-
-
-def test_no_sd_switches_speculation_off(pair: tuple[Path, Path]) -> None:
-    with Session.open(config(pair, placement={"ablations": frozenset({"no-sd"})})) as session:
-        assert (session.gamma, session.info.gamma) == (0, 0)
-        assert "Speculation is off: the draft length is 0 (--draft-max)." in session.info.notes
-
-
-@pytest.mark.parametrize("path", ["cpu", "resident", "stream"])
-def test_every_path_of_a_prompt(pair: tuple[Path, Path], path: str) -> None:
-    prompt = np.random.default_rng(7).integers(0, 256, 120).tolist()
-    with StockContext(pair[0]) as stock:
-        expected = stock.greedy(prompt, 8)[0]
-    with Session.open(config(pair, placement={"prefill": path})) as session:
-        for _ in range(2):  # with empty slots and with filled ones
-            session.reset()
-            assert answer(session, prompt, 8) == expected
 
 
 @pytest.mark.parametrize(
@@ -316,66 +230,47 @@ def test_every_path_of_a_prompt(pair: tuple[Path, Path], path: str) -> None:
         ({"device": "CPU"}, "as with -dev none"),
     ],
 )
-def test_why_it_is_off(pair: tuple[Path, Path], reference: list[int], changes: dict[str, Any], sentence: str) -> None:
+def test_why_it_is_off(pair: Pair, reference: list[int], changes: dict[str, Any], sentence: str) -> None:
     with Session.open(config(pair, **changes)) as session:
-        assert any(sentence in note for note in session.info.notes), session.info.notes
+        assert has_note(session, sentence), session.info.notes
         assert session.placement_stats() is None
         assert (session.info.device, session.info.policy, session.info.cache_slots) == ("none", "none", 0)
         assert answer(session) == reference
 
 
-def test_a_dense_model_has_nothing_to_place(pair: tuple[Path, Path]) -> None:
-    with Session.open(config((pair[1], pair[1]), draft=None)) as session:
-        assert session.placement_stats() is None
-        assert session.info.notes == [f"{pair[1].name} is a dense model: it has no experts to cache."]
-
-
-def test_an_unknown_policy_is_refused_before_loading(tmp_path: Path) -> None:
-    missing = tmp_path / "missing.gguf"
+def test_what_cannot_be_opened(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="the device for experts"):
+        Session.open(config(pair, None, placement={"vram_bytes": 1 << 50}))
+    missing = tmp_path / "missing.gguf"  # the policy is checked before anything is loaded
     with pytest.raises(InputError, match="'best'"):
         Session.open(EngineConfig(model=missing, placement=PlacementConfig(policy="best")))
 
 
-def test_more_memory_than_the_device_has(pair: tuple[Path, Path]) -> None:
-    with pytest.raises(InputError, match="the device for experts"):
-        Session.open(config(pair, None, placement={"vram_bytes": 1 << 50}))
-
-
+@pytest.mark.usefixtures("emulated_gpu")
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_cache_that_does_not_pay_on_a_real_device(
-    pair: tuple[Path, Path], reference: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: bool
+def test_a_cache_that_does_not_pay(
+    pair: Pair, reference: list[int], monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
-    """It is switched off with a line, unless the user gave it a size; the device passes for a GPU."""
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path))
-    gpu = ResolvedDevice(
-        "gpu", ggml_name="emulated", label="GPU0", llama_device="auto", free_bytes=1 << 30, total_bytes=1 << 30
-    )
-    reading = VramReading(0, 1 << 30, 1 << 30, "ggml")
-    monkeypatch.setattr(session_module.loading, "resolve_device", lambda config, model: gpu)
-    monkeypatch.setattr(devices, "read_memory", lambda device, **sizes: reading)
+    """It is switched off with a line, unless the user gave it a size."""
     monkeypatch.setattr(Calibration, "pays", False)
-    placement = PlacementConfig(cache_ratio=0.5 if asked else None)
-    with Session.open(EngineConfig(model=pair[0], n_ctx=512, n_threads=1, placement=placement)) as session:
-        assert (
-            any("The expert cache is off, because steps are slower with it" in note for note in session.info.notes)
-            != asked
-        ), session.info.notes
+    asked_for = config(pair, 0.5 if asked else None, draft=None, placement={"calibrate": True})
+    with Session.open(asked_for) as session:
+        assert has_note(session, "The expert cache is off, because steps are slower with it") != asked
         assert (session.info.device == "GPU0") == asked == (session.placement is not None)
-        assert session.calibration is not None and "stream" in session.calibration.prefill_ts
+        assert "stream" in session.calibration.prefill_ts
         assert answer(session) == reference
 
 
-def test_memory_that_cannot_be_pinned_is_noted(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_noted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def unpinned(kind: Any, raw: Any) -> Any:
         found = from_c(kind, raw)
         return replace(found, unpinned=True) if kind is CacheInfo else found
 
+    with Session.open(config(pair)) as session:
+        assert not has_note(session, "pinned")
     monkeypatch.setattr(cache_module, "from_c", unpinned)
     with Session.open(config(pair)) as session:
-        assert any("no pinned (page-locked) memory" in note for note in session.info.notes), session.info.notes
-    monkeypatch.undo()
-    with Session.open(config(pair)) as session:
-        assert not any("pinned" in note for note in session.info.notes), session.info.notes
+        assert has_note(session, "no pinned (page-locked) memory")
 
 
 @pytest.mark.parametrize(
@@ -385,22 +280,21 @@ def test_trouble_is_reported_once(
     session: Session, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], sentence: str
 ) -> None:
     """During an answer: a notification and a note, and no further plans for a lost device."""
-    assert session.placement is not None
-    recorder = record(session)
+    recorder, cache = record(session), session.placement.cache
     received: list[Notification] = []
     session.run.show = received.append
     answer(session, n_predict=8)
     assert received == []
-    real = session.placement.cache.stats
+    real = cache.stats
 
     def stats() -> CacheStats:
         return replace(real(), **change)
 
-    monkeypatch.setattr(session.placement.cache, "stats", stats)
-    monkeypatch.setattr(session.placement.cache, "trouble", lambda: (stats().lost, stats().blocks_unknown))
+    monkeypatch.setattr(cache, "stats", stats)
+    monkeypatch.setattr(cache, "trouble", lambda: (stats().lost, stats().blocks_unknown))
     generation = session.generate(PROMPT, n_predict=30, sampling=GREEDY, ignore_eos=True)
     next(iter(generation))
-    wait(session)
+    session.placement.wait()
     n_plans = len(recorder.upcoming)
     for _ in generation:
         pass
@@ -423,56 +317,34 @@ def test_a_gpu_is_measured_after_batches_of_every_size(session: Session, monkeyp
     monkeypatch.setattr(Context, "decode", remember)
     opening.warm_up_gpu(session.target, session.draft_context, 4)
     assert sizes == [(True, 65), (True, 5), (True, 1), (False, 65), (False, 5), (False, 1)]
-    assert session.draft_context is not None
     assert [context.sequences[0].tokens for context in (session.target, session.draft_context)] == [[], []]
-    assert session.target.sensor is not None and not session.target.sensor.read_counts().any()
+    assert not session.target.sensor.read_counts().any()
 
 
-def test_no_transfer_runs_after_draining(pair: tuple[Path, Path]) -> None:
+def test_no_transfer_runs_after_draining(pair: Pair) -> None:
     """Over a link that needs seconds for the plan: uploads that have not arrived in time are dropped."""
-    with Session.open(config(pair, 1.0, device="emulated:threads=1,link=100KB/s")) as session:
-        assert session.placement is not None
+    with Session.open(config(pair, 1.0, device="emulated:threads=1,link=30KB/s")) as session:
         answer(session, n_predict=2)
-        cache = session.placement.cache
+        manager, cache = session.placement, session.placement.cache
         assert cache.stats().queued > 0
-        session.placement.drain_transfers(0.05)
+        manager.drain_transfers(0.05)
         drained = cache.stats()
         assert drained.queued == drained.in_flight == 0
         assert drained.cancelled > 0
         assert answer(session)  # and planning goes on
         assert cache.stats().plans > drained.plans
-
-
-@pytest.mark.parametrize(("n_ctx", "why"), [(512, "as asked"), (64, "a context of 64 tokens is too short")])
-def test_a_missing_measurement_is_noted(pair: tuple[Path, Path], n_ctx: int, why: str) -> None:
-    placement = {"calibrate": n_ctx < 512}
-    asked = config(pair, n_ctx=n_ctx)
-    with Session.open(replace(asked, placement=replace(asked.placement, **placement))) as session:
-        said = [note for note in session.info.notes if note.startswith("Expert times were not measured")]
-        assert len(said) == 1 and why in said[0]
-        assert session.calibration is None
-
-
-def test_no_transfer_runs_while_the_cache_is_off(pair: tuple[Path, Path]) -> None:
-    """It would slow down the steps without the cache."""
-    with Session.open(config(pair, device="emulated:threads=1,link=0.05MB/s")) as session:
-        manager = session.placement
-        assert manager is not None
-        answer(session, n_predict=2)
+        answer(session, PROMPT[:3], 2)
         manager.wait()
-        assert manager.cache.stats().queued > 0
+        assert cache.stats().queued > 0
         manager.governor = NeverPays()
         manager.begin_step()
-        stats = manager.cache.stats()
+        stats = cache.stats()  # a transfer would slow down the steps without the cache
         assert not manager.active and (stats.queued, stats.in_flight) == (0, 0)
 
 
 @pytest.mark.parametrize("op_offload", [False, True])
-def test_a_cache_that_is_off_computes_prompts_unless_llama_cpp_offloads_them(
-    session: Session, op_offload: bool
-) -> None:
+def test_a_cache_that_is_off_computes_prompts_unless_llama_cpp_does(session: Session, op_offload: bool) -> None:
     manager = session.placement
-    assert manager is not None
     manager.governor, manager._op_offload = NeverPays(), op_offload
     for _ in range(2):
         manager.begin_step()
@@ -485,7 +357,6 @@ def test_the_governor_knows_of_texts_and_prompts(session: Session, monkeypatch: 
     calls: list[str] = []
     for name in ("begin_text", "begin_answer"):
         monkeypatch.setattr(CacheGovernor, name, lambda _governor, name=name: calls.append(name))
-    assert session.placement is not None
     session.placement.governor = CacheGovernor()
     answer(session, n_predict=2)
     session.reset()
@@ -493,9 +364,8 @@ def test_the_governor_knows_of_texts_and_prompts(session: Session, monkeypatch: 
     assert calls == ["begin_answer", "begin_text", "begin_answer"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
 def test_the_cache_is_closed_with_the_session_and_where_it_does_not_open(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fails: bool
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[ExpertCache] = []
     close = ExpertCache.close
@@ -508,40 +378,37 @@ def test_the_cache_is_closed_with_the_session_and_where_it_does_not_open(
         raise EngineError("no memory for the budget")
 
     monkeypatch.setattr(ExpertCache, "close", remember)
-    if fails:
-        monkeypatch.setattr(Context, "set_budget", fail)
-        with pytest.raises(EngineError, match="no memory"):
-            Session.open(config(pair, expert_budget=ExpertBudget(budget=8)))
-    else:
-        with Session.open(config(pair)):
-            assert not closed
+    with Session.open(config(pair)):
+        assert not closed
     assert len(closed) == 1
+    monkeypatch.setattr(Context, "set_budget", fail)
+    with pytest.raises(EngineError, match="no memory"):
+        Session.open(config(pair, expert_budget=ExpertBudget(budget=8)))
+    assert len(closed) == 2
 
 
-def test_several_texts_use_nothing_of_the_draft(pair: tuple[Path, Path]) -> None:
-    with Session.open(config(pair)) as session:
-        assert session.placement is not None
-        for n_texts in (1, 2, 3, 1):
-            session.placement.share(n_texts)
-            assert session.placement.wants_hidden_states == (n_texts == 1)
-    with Session.open(config(pair, placement={"policy": "sp-moe-prefetch"})) as session:
-        assert session.placement is not None and session.placement.draft_prefetch is not None
-        for n_texts in (1, 2, 3, 1):
-            session.placement.share(n_texts)
-            assert bool(session.placement.draft_prefetch.is_on()) == (n_texts == 1)
+def test_several_texts_use_nothing_of_the_draft(pair: Pair) -> None:
+    for policy in ("spac", "sp-moe-prefetch"):
+        with Session.open(config(pair, placement={"policy": policy})) as session:
+            manager = session.placement
+            for n_texts in (1, 2, 3, 1):
+                manager.share(n_texts)
+                uses = manager.wants_hidden_states if policy == "spac" else manager.draft_prefetch.is_on()
+                assert bool(uses) == (n_texts == 1)
 
 
 def test_a_policy_without_its_predictor_says_so(
-    pair: tuple[Path, Path], reference: list[int], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, reference: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_model: Model) -> None:
         raise ModelFileError("the routers are of another kind")
 
-    with Session.open(config(pair, placement={"policy": "fate"})) as session:
+    asked = config(pair, placement={"policy": "fate"})
+    with Session.open(asked) as session:
         assert not any("the routers" in note for note in session.info.notes if is_warning(note))
         assert any("fate" in note for note in session.info.notes if not is_warning(note) and "predicts" in note)
     monkeypatch.setattr(opening, "NextGatePredictor", fail)
-    with Session.open(config(pair, placement={"policy": "fate"})) as session:
+    with Session.open(asked) as session:
         (said,) = [note for note in session.info.notes if is_warning(note) and "predicts" in note]
         assert "fate" in said and "the routers are of another kind" in said
         assert answer(session) == reference
@@ -552,7 +419,12 @@ def test_a_policy_without_its_predictor_says_so(
     [("gpu", None, True), ("gpu", 0.5, False), ("emulated", None, False), ("emulated", 0.5, False)],
 )
 def test_a_gpu_s_memory_is_watched_unless_the_user_gave_the_size(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, ratio: float | None, is_watched: bool
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    kind: str,
+    ratio: float | None,
+    is_watched: bool,
 ) -> None:
     asked: list[MemoryWatch] = []
 
@@ -561,14 +433,8 @@ def test_a_gpu_s_memory_is_watched_unless_the_user_gave_the_size(
         return 0
 
     if kind == "gpu":
-        gpu = ResolvedDevice(
-            "gpu", ggml_name="emulated", label="GPU0", llama_device="auto", free_bytes=1 << 30, total_bytes=1 << 30
-        )
-        reading = VramReading(0, 1 << 30, 1 << 30, "ggml")
-        monkeypatch.setattr(session_module.loading, "resolve_device", lambda config, model: gpu)
-        monkeypatch.setattr(devices, "read_memory", lambda device, **sizes: reading)
+        request.getfixturevalue("emulated_gpu")
     monkeypatch.setattr(MemoryWatch, "missing_bytes", missing_bytes)
     with Session.open(config(pair, ratio)) as session:
-        assert session.placement is not None
         answer(session, n_predict=2)
     assert bool(asked) == is_watched

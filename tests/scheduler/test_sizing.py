@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from moeedge.errors import InputError
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.sizing import CacheBudget, plan_budget
+from tests.support.machine import GIB
 
-_GIB = 2**30
 # the expert tensors of Qwen3-30B-A3B in Q4_0: 48 layers of 128 experts of 2.65 MB
-_QWEN = {"expert_bytes_total": 48 * 128 * 2_654_208, "n_expert_layers": 48, "n_experts": 128}
+_EXPERT = 2_654_208
+_QWEN = {"expert_bytes_total": 48 * 128 * _EXPERT, "n_expert_layers": 48, "n_experts": 128}
 
 _models = st.fixed_dictionaries(
     {
@@ -70,77 +72,61 @@ def test_budget_by_size(model: dict[str, int], memory: dict[str, int], vram_byte
     assert budget.pool_bytes <= vram_bytes
 
 
-def test_figures_of_a_real_model() -> None:
-    budget = plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.17)
-    assert (budget.n_slots, budget.notes) == (1044, ())
-    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, vram_bytes=6_000_000_000).n_slots == 6_000_000_000 // 2_654_208
-    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=1.0).n_slots == 48 * 128
-    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.0) == CacheBudget(0.0, 0, 0)
+@pytest.mark.parametrize(
+    ("asked", "n_slots", "words"),
+    [
+        ({}, 48 * 128, ()),  # all experts if they fit
+        ({"cache_ratio": 0.17}, 1044, ()),
+        ({"default_ratio": 0.17}, 1044, ()),  # the device's
+        ({"cache_ratio": 1.0}, 48 * 128, ()),
+        ({"cache_ratio": 0.0}, 0, ()),
+        ({"vram_bytes": 6_000_000_000}, 6_000_000_000 // _EXPERT, ()),
+        ({"vram_bytes": 48 * _EXPERT}, 48, ()),
+        ({"vram_bytes": 47 * _EXPERT}, 0, ("119 MiB cannot hold one expert per layer, which takes 122 MiB.",)),
+        ({"free_bytes": 0}, 0, ("cannot hold",)),
+        ({"cache_ratio": 0.5, "experts_on_device": True}, 0, ("already",)),  # they are left to llama.cpp
+        ({"cache_ratio": 0.5, "expert_bytes_total": 0, "n_expert_layers": 0, "n_experts": 0}, 0, ("no experts",)),
+    ],
+)
+def test_figures_of_a_real_model(asked: dict[str, Any], n_slots: int, words: tuple[str, ...]) -> None:
+    budget = plan_budget(**_QWEN | {"free_bytes": 24 * GIB} | asked)
+    assert budget.n_slots == n_slots and len(budget.notes) == len(words)
+    assert all(word in note for word, note in zip(words, budget.notes, strict=True))
 
 
 def test_ratios_without_exact_binary_fraction() -> None:
-    for percent in range(101):
-        budget = plan_budget(
-            expert_bytes_total=10_000, n_expert_layers=1, n_experts=100, free_bytes=10_000, cache_ratio=percent / 100
-        )
-        assert budget.n_slots == percent
+    shape = {"expert_bytes_total": 10_000, "n_expert_layers": 1, "n_experts": 100, "free_bytes": 10_000}
+    assert [plan_budget(**shape, cache_ratio=n / 100).n_slots for n in range(101)] == list(range(101))
 
 
-@pytest.mark.parametrize("ratio", [-0.01, 1.01, math.nan, math.inf])
-def test_ratio_outside_the_unit_interval(ratio: float) -> None:
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        PlacementConfig(cache_ratio=ratio)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        *[({"cache_ratio": ratio}, "from 0 to 1") for ratio in (-0.01, 1.01, math.nan, math.inf)],
+        ({"vram_bytes": -1}, "vram_bytes"),
+        ({"vram_bytes": 1, "cache_ratio": 0.5}, "cannot be used together"),
+    ],
+)
+def test_sizes_that_are_not_taken(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        PlacementConfig(**fields)
 
 
 def test_a_size_beyond_the_device_is_an_error() -> None:
+    asked = {"free_bytes": 20 * GIB, "total_bytes": 24 * GIB, "vram_bytes": 30 * GIB}
     with pytest.raises(InputError, match=r"--vram asks for 30.0 GiB, and the device .* has 24.0 GiB"):
-        plan_budget(**_QWEN, free_bytes=20 * _GIB, total_bytes=24 * _GIB, vram_bytes=30 * _GIB)
+        plan_budget(**_QWEN, **asked)
     with pytest.raises(InputError) as raised:
-        plan_budget(**_QWEN, free_bytes=20 * _GIB, total_bytes=24 * _GIB, vram_bytes=30 * _GIB, in_ram=True)
+        plan_budget(**_QWEN, **asked, in_ram=True)
     assert "--ram" in raised.value.message and "device" not in raised.value.message
-    with pytest.raises(ValueError, match="vram_bytes"):
-        PlacementConfig(vram_bytes=-1)
-    with pytest.raises(ValueError, match="cannot be used together"):
-        PlacementConfig(vram_bytes=1, cache_ratio=0.5)
-
-
-def test_a_size_beyond_free_memory_shrinks_with_a_note() -> None:
-    budget = plan_budget(
-        **_QWEN, free_bytes=4 * _GIB, total_bytes=24 * _GIB, reserve_bytes=_GIB // 2, vram_bytes=8 * _GIB
-    )
-    assert budget.pool_bytes <= 3.5 * _GIB
-    assert budget.notes == (
-        "The expert cache gets 3.5 GiB instead of 8.0 GiB: 4.0 GiB are free on the device, and 512 MiB of these stay "
-        "free.",
-    )
-
-
-def test_too_small_for_one_expert_per_layer() -> None:
-    budget = plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=47 * 2_654_208)
-    assert budget.n_slots == 0
-    assert budget.notes == ("The expert cache is off: 119 MiB cannot hold one expert per layer, which takes 122 MiB.",)
-    assert plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=48 * 2_654_208).n_slots == 48
-    assert "cannot hold" in plan_budget(**_QWEN, free_bytes=0).notes[0]
     with pytest.raises(InputError) as raised:  # in RAM there is another way to run the model, so it is not a note
-        plan_budget(**_QWEN, free_bytes=_GIB, vram_bytes=47 * 2_654_208, in_ram=True)
+        plan_budget(**_QWEN, free_bytes=GIB, vram_bytes=47 * _EXPERT, in_ram=True)
     assert "--ram" in raised.value.message and "122 MiB" in raised.value.message
 
 
-def test_experts_on_the_device_are_left_to_llama_cpp() -> None:
-    budget = plan_budget(**_QWEN, free_bytes=24 * _GIB, cache_ratio=0.5, experts_on_device=True)
-    assert budget.n_slots == 0
-    assert "already" in budget.notes[0]
-
-
-def test_all_experts_if_they_fit() -> None:
-    assert plan_budget(**_QWEN, free_bytes=24 * _GIB).ratio == 1
-
-
-def test_a_dense_model_has_no_experts_to_place() -> None:
-    budget = plan_budget(expert_bytes_total=0, n_expert_layers=0, n_experts=0, free_bytes=_GIB, cache_ratio=0.5)
-    assert budget.n_slots == 0
-    assert "no experts" in budget.notes[0]
-
-
-def test_the_device_default_ratio() -> None:
-    assert plan_budget(**_QWEN, free_bytes=24 * _GIB, default_ratio=0.17).n_slots == 1044
+def test_a_size_beyond_free_memory_shrinks_with_a_note() -> None:
+    memory = {"free_bytes": 4 * GIB, "total_bytes": 24 * GIB, "reserve_bytes": GIB // 2}
+    budget = plan_budget(**_QWEN, **memory, vram_bytes=8 * GIB)
+    assert budget.pool_bytes <= 3.5 * GIB
+    [note] = budget.notes
+    assert all(words in note for words in ("3.5 GiB instead of 8.0 GiB", "4.0 GiB are free", "512 MiB of these stay"))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.soak.chat_soak import RSS_LIMIT_BYTES, Sample, conclude, faults, run
 
-QUIET = Sample(0.0, 0, 0, 100 << 20, 5, 20, 2, 40, 30, 0, 0, 10, 10, 0, 0)
+QUIET = Sample(0.0, 0, 0, 100 << 20, 5, 20, 2, 40, 30, 0, 10, 10, 0, 0)
 
 
 def series(**growth: int) -> list[Sample]:

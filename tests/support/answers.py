@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from moeedge.bench.output_check import check_answers, logits_in, stop_tokens
+from moeedge.bench.quality import check_answers, logits_in, stop_tokens
 from moeedge.bench.records import Setup
 from moeedge.bench.samples import Sample
 from moeedge.engine.session import Session

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 MOE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,9 +32,21 @@ K_QUANTS = ("Q4_K_M", "Q5_K_M", "Q3_K_M", "Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K"
 K_DIMS: dict[str, Any] = {"embd": 256, "heads": 16, "heads_kv": 4, "expert_ff": 256, "layers": 2}
 MOE_CASES |= {quant: ("qwen3moe", {"quant": quant, **K_DIMS}) for quant in K_QUANTS}
 
-# of these, the tests of all cases run one by default
-SLOW_CASES = K_QUANTS[1:]
+# experts of rare kinds, for the tests of experts on a device alone
+RARE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "expert-scales": ("qwen3moe", {"expert_scales": True}),  # a factor per expert, as NVFP4 files have
+    "IQ1_M": ("qwen3moe", {"expert_type": "IQ1_M", "embd": 256, "expert_ff": 256, "layers": 2}),
+}
+
+# of the quantizer's types, the tests of all cases run one by default
+SLOW_CASES = (*K_QUANTS[1:], "IQ1_M")
 
 # their memory is a state: tokens cannot be taken back one by one, and one batch holds one text
 RECURRENT_CASES = ("granitehybrid", "nemotron", "nemotron-puzzle")
 ATTENTION_CASES = {name: case for name, case in MOE_CASES.items() if name not in RECURRENT_CASES}
+
+
+def case_model(tiny: Callable[..., Path], name: str, **changes: Any) -> Path:
+    """The model of a case; tiny: the fixture. changes: of the case's dimensions."""
+    arch, dimensions = (MOE_CASES | RARE_CASES)[name]
+    return tiny(arch, **(dimensions | changes))

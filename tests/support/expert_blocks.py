@@ -78,8 +78,8 @@ class Engine:
 class Experts:
     """The matrices of a layer's experts, with random values; a context manager.
 
-    repacked: as llama.cpp keeps them for the CPU by default, where ggml has such a layout for the type; `is_repacked`
-    says whether it has. roles: which of the three matrices there are; one of a single expert is a dense matrix.
+    repacked: as llama.cpp keeps them for the CPU by default, where ggml has such a layout for the type. roles: which of
+    the three matrices there are; one of a single expert is a dense matrix.
     """
 
     def __init__(
@@ -107,7 +107,6 @@ class Experts:
             for role, size in sizes.items()
         }
         buffer_type = _repacked_buffer_type() if repacked else None
-        self.is_repacked = buffer_type is not None
         if buffer_type is None:
             buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
         allocate = "ggml_backend_alloc_ctx_tensors_from_buft"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,30 @@ class ExpertFile:
     def roles(self, layer: int) -> list[str]:
         return [tensor.role for tensor in self.tensors if tensor.layer == layer]
 
+    @property
+    def everything(self) -> list[tuple[int, int]]:
+        """(layer, expert) of all."""
+        layers = sorted({tensor.layer for tensor in self.tensors})
+        return list(product(layers, range(self.n_experts)))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert of the first layer."""
+        return sum(tensor.stride for tensor in self.tensors if tensor.layer == 0)
+
     def config(self, ratio: float, **changes: Any) -> CacheConfig:
         values: dict[str, Any] = {"device": "emulated", "files": [self.path], "tensors": self.tensors}
         values |= {"n_layers": self.n_layers, "n_experts": self.n_experts, "ratio": ratio}
         return CacheConfig(**values | changes)
+
+
+def model_experts(path: Path) -> ExpertFile:
+    """Those of a model in one file."""
+    from moeedge.llama.gguf_file import expert_tensors  # which loads llama.cpp
+
+    tensors, _ = expert_tensors(path)
+    n_layers = max(tensor.layer for tensor in tensors) + 1
+    return ExpertFile(path, tensors, n_layers, max(tensor.n_experts for tensor in tensors))
 
 
 def write_experts(
@@ -99,6 +120,19 @@ def ask(
         pairs(*victims),
         np.array(utility if utility is not None else range(len(victims)), np.float32),
     )
+
+
+def drain(cache: ExpertCache) -> None:
+    """Waits for all transfers, for far longer than they take."""
+    assert cache.drain(20.0)
+
+
+def demand(
+    cache: ExpertCache, layer: int, wanted: Sequence[int], victims: Sequence[tuple[int, int]] = (), wait_s: float = 20.0
+) -> int:
+    """Demands experts of a layer; victims go in their order."""
+    utility = np.arange(len(victims), dtype=np.float32)
+    return cache.demand(layer, np.array(wanted, np.int32), pairs(*victims), utility, wait_s)
 
 
 def resident(cache: ExpertCache) -> set[tuple[int, int]]:

@@ -6,7 +6,6 @@ $MOEEDGE_TEST_DEVICE names the device as -dev takes it, for instance CUDA0; the 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,22 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from moeedge.bench.output_check import NEAR_TIE_GAP
+from moeedge.bench.quality import NEAR_TIE_GAP
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.hardware.devices import resolve
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import library
-from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import OffloadScope
-from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.native.cache import ExpertCache
 from moeedge.scheduler.cache_governor import CacheChoice, CacheGovernor
 from moeedge.scheduler.config import PlacementConfig
+from moeedge.scheduler.stats import PlacementStats
+from tests.support.experts import model_experts
 from tests.support.greedy import BATCH, forced_rows, judge
-from tests.support.sensed import model_number, sensed_context
+from tests.support.sensed import sensed_context
+from tests.support.sessions import answered
 from tests.support.stock import StockContext
 
-GREEDY = SamplingConfig(temperature=0.0)
 RATIOS = (0.0, 0.05, 0.17, 0.5, 1.0)
 GAMMAS = (0, 1, 4, 8)
 # a GPU's arithmetic differs more (TF32, fp16 accumulation), enough to turn a router's near-tie around now and then
@@ -84,20 +84,19 @@ def hybrid_config(
 def greedy_answer(session: Session, prompt: Sequence[int], n_predict: int) -> list[int]:
     """The answer's tokens, from an empty KV cache."""
     session.reset()
-    generation = session.generate(prompt, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
-    for _ in generation:
-        pass
-    return generation.tokens
+    return answered(session, prompt, n_predict).tokens
 
 
-def assert_greedy(stock: StockContext, prompt: Sequence[int], tokens: list[int], expected: list[int], what: str) -> int:
-    """That `tokens` are stock's up to near-ties; returns how many tokens were ties.
+def assert_greedy(
+    stock: StockContext, prompt: Sequence[int], tokens: list[int], expected: list[int], what: str
+) -> None:
+    """That `tokens` are stock's up to near-ties.
 
     Judged by a stock context: as close as its own batches scatter, or as the engine's rule for near-ties allows; on a
     GPU a little further, but seldom.
     """
     if tokens == expected:
-        return 0
+        return
     assert len(tokens) == len(expected), f"{what}: {len(tokens)} tokens instead of {len(expected)}"
     verdict = judge(stock, prompt, tokens)
     limit = max(NEAR_TIE_GAP if on_cpu() else GPU_GAP, 2 * verdict.noise)
@@ -111,7 +110,23 @@ def assert_greedy(stock: StockContext, prompt: Sequence[int], tokens: list[int],
     assert verdict.gaps, f"{what}: the sequences differ, so stock must have seen a tie"
     assert worst <= limit, f"{what}: not greedy, {worst:.3g} below the best logit; noise {verdict.noise:.2g}"
     assert len(verdict.gaps) <= n_most, f"{what}: {len(verdict.gaps)} departures"
-    return len(verdict.gaps)
+
+
+def assert_answers(
+    session: Session, stock: StockContext, prompt: Sequence[int], n_predict: int, n_turns: int = 1, *, what: str = ""
+) -> None:
+    """That answers in turn, each from an empty KV cache, are stock's up to near-ties."""
+    expected = stock.answer(prompt, n_predict)
+    for turn in range(n_turns):
+        assert_greedy(stock, prompt, greedy_answer(session, prompt, n_predict), expected, f"{what}, turn {turn}")
+
+
+def hit_stats(session: Session) -> PlacementStats:
+    """The figures of a cache that computed pairs, knew all blocks and was not lost."""
+    stats = session.placement_stats()
+    assert stats is not None, session.info.notes
+    assert stats.pairs_hit > 0 and stats.blocks_unknown == 0 and not stats.lost
+    return stats
 
 
 def _layout_noise(stock: StockContext, tokens: Sequence[int]) -> float:
@@ -159,18 +174,14 @@ def hybrid_context(
     claims = OffloadScope.MOE if library.local_gpus() else OffloadScope.ALL
     context, sensor = sensed_context(path, claims, **options)
     with context:
-        n_layers = model_number(context, "block_count")
-        tensors, files = expert_tensors(experts_from or path, n_layers=n_layers)
-        config = CacheConfig(
+        experts = model_experts(experts_from or path)
+        layer_bytes = max(tensor.stride * tensor.n_experts for tensor in experts.tensors)
+        config = experts.config(
+            ratio,
             device=resolved.ggml_name,
             emulated_threads=resolved.threads or 1,
-            n_layers=n_layers,
-            n_experts=model_number(context, "expert_count"),
-            files=files,
-            tensors=tensors,
-            ratio=ratio,
             n_stage=n_stage,
-            pool_bytes_max=int(layers_per_pool * ratio * max(t.stride * t.n_experts for t in tensors)),
+            pool_bytes_max=int(layers_per_pool * ratio * layer_bytes),
         )
         with ExpertCache(config) as cache:
             cache.attach(sensor)
@@ -202,13 +213,6 @@ class RandomPlans:
         """Fills the free slots and waits for it."""
         self.push(1 << 20)
         self._cache.drain(30.0)
-
-
-def free_port() -> int:
-    """A free port of the loopback device."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def random_prompt(n_tokens: int, seed: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moeedge.hardware import memory
+from moeedge.hardware import host
 from moeedge.llama.model import Model
 
 
@@ -27,7 +27,7 @@ class SmallMachine:
             return model
 
         monkeypatch.setattr(Model, "load", remember)
-        monkeypatch.setattr(memory, "_RESERVE_MIN_BYTES", 0)
+        monkeypatch.setattr(host, "_RESERVE_MIN_BYTES", 0)
         monkeypatch.setattr(
             "psutil.virtual_memory", lambda: SimpleNamespace(available=self.available_bytes, total=free_bytes)
         )

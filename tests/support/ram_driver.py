@@ -17,10 +17,10 @@ import numpy as np
 
 from moeedge.errors import MoeedgeError
 from moeedge.llama.context import Context
-from moeedge.llama.gguf_file import expert_tensors
 from moeedge.llama.model import Model
 from moeedge.native.abi import Phase, PrefillPath, ReadFault
-from moeedge.native.cache import CacheConfig, ExpertCache
+from moeedge.native.cache import ExpertCache
+from tests.support.experts import model_experts
 from tests.support.hybrid_driver import churn
 
 TOKENS = np.random.default_rng(3).integers(0, 256, 60).tolist()
@@ -33,22 +33,25 @@ def ram_context(
 ) -> Iterator[tuple[Context, ExpertCache]]:
     """A context whose experts are loaded on demand into slots for that share of them. layout: of the context."""
     layout = layout or {"n_ctx": 512, "n_threads": 1}
-    with Model.load(path, storage="on demand") as model, Context(model, **layout) as context:
-        tensors, files = expert_tensors(path, n_layers=model.info.n_layers)
-        config = CacheConfig(
-            device="ram",
-            files=files,
-            tensors=tensors,
-            n_layers=model.info.n_layers,
-            n_experts=model.info.n_experts,
-            ratio=ratio,
-            **changes,
-        )
-        with ExpertCache(config) as cache:
-            assert context.sensor is not None
-            cache.attach(context.sensor)
-            yield context, cache
-            cache.detach()
+    with (
+        Model.load(path, storage="on demand") as model,
+        Context(model, **layout) as context,
+        ExpertCache(model_experts(path).config(ratio, device="ram", **changes)) as cache,
+    ):
+        assert context.sensor is not None
+        cache.attach(context.sensor)
+        yield context, cache
+        cache.detach()
+
+
+@contextmanager
+def file_context(path: Path, *, n_threads: int = 1) -> Iterator[Context]:
+    """Stock's, on the mapped file, with the kernels of a file that does not fit."""
+    with (
+        Model.load(path, storage="mapped", device="none") as model,
+        Context(model, n_ctx=512, n_threads=n_threads, mode="stock") as context,
+    ):
+        yield context
 
 
 def decode(context: Context) -> list[np.ndarray]:

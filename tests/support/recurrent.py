@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from moeedge.lab.widen.vocabulary import N_VOCAB, add_vocabulary
+from moeedge.lab.widen.random_model import N_VOCAB, add_vocabulary
 
 LAYERS, EMBD, INNER, STATE, CONV, RANK = 2, 32, 64, 16, 4, 4
 

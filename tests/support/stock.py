@@ -132,6 +132,7 @@ class StockContext:
         self.n_batch = n_batch
         self.n_past = 0
         self.path, self.n_ctx, self.repack = path, n_ctx, repack
+        self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def decode(self, tokens: Sequence[int], *, every: bool = True) -> np.ndarray:
         """Appends the tokens; the logits of all of them, or of the last alone: a copy, float32 [n_out, n_vocab]."""
@@ -175,6 +176,13 @@ class StockContext:
             rows.append(self.decode([tokens[-1]])[0])
             tokens.append(int(rows[-1].argmax()))
         return tokens, np.stack(rows)
+
+    def answer(self, prompt: Sequence[int], n_predict: int) -> list[int]:
+        """The tokens of `greedy`, which are computed once."""
+        key = (n_predict, *prompt)
+        if key not in self._answers:
+            self._answers[key] = self.greedy(prompt, n_predict)[0]
+        return self._answers[key]
 
     def tokenize(self, text: str) -> list[int]:
         """The text's token ids, special tokens parsed."""

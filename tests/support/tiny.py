@@ -17,7 +17,7 @@ import gguf
 import llama_cpp
 import numpy as np
 
-from moeedge.lab.widen.vocabulary import N_VOCAB, SPECIALS, add_vocabulary
+from moeedge.lab.widen.random_model import N_VOCAB, SPECIALS, add_vocabulary
 from moeedge.llama import library
 from tests.support.tiny_shapes import TensorSpec, TinyDims, metadata, tensors
 
@@ -28,30 +28,11 @@ CODE_STD = {"Q4_0": 4.637, "Q8_0": 73.9, "MXFP4": 5.852}
 
 QUANTIZED = ("IQ1_M",)  # types whose blocks need a quantizer; rows of a multiple of 256
 
-ARCHITECTURES = (
-    "qwen3moe",
-    "qwen2moe",
-    "llama",
-    "olmoe",
-    "deepseek2",
-    "gpt-oss",
-    "llama4",
-    "qwen3",
-    "glm4moe",
-    "qwen35moe",
-    "step35",
-    "mimo2",
-    "hy_v3",
-    "cohere2moe",
-    "granitemoe",
-    "gemma4",
-    "granitehybrid",
-    "nemotron_h_moe",
-    "grovemoe",
-    "eagle3",
-    "dflash",
-)
+# dimensions of each architecture where they are not those of TinyDims
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3moe": {},
+    "deepseek2": {},
+    "gemma4": {},
     "qwen3": {"experts": 0, "layers": 2, "residual": 0.2},  # dense: the draft
     "llama": {"experts": 8, "used": 2, "expert_type": "F32"},  # Mixtral's layout; experts=0 for a dense Llama
     "olmoe": {"heads_kv": 4, "expert_type": "Q8_0"},
@@ -72,6 +53,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "eagle3": {"experts": 0, "layers": 1, "heads_kv": 4},
     "dflash": {"experts": 0, "layers": 2, "heads_kv": 4},
 }
+ARCHITECTURES = tuple(DEFAULTS)
 
 
 # files of one type, and mixes, as llama.cpp makes them: its file type, and whether all matrices get one type
@@ -101,7 +83,7 @@ def make_tiny(arch: str, folder: Path, *, seed: int = 0, quant: str = "", **over
         return path
     if arch not in ARCHITECTURES:
         raise ValueError(f"no tiny model of architecture {arch!r}; there are {', '.join(ARCHITECTURES)}")
-    dims = TinyDims(**(DEFAULTS.get(arch, {}) | overrides))
+    dims = TinyDims(**(DEFAULTS[arch] | overrides))
     marks = "".join(f"-{key}={value}" for key, value in sorted(overrides.items()))
     path = folder / f"tiny-{arch}-{seed}{marks}.gguf"
     write_model(path, arch, dims, seed=seed)

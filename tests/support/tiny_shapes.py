@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from moeedge.lab.widen import architectures
 from moeedge.lab.widen.architectures import Dims, Metadata, TensorSpec, swiglu, tensor
-from moeedge.lab.widen.vocabulary import N_VOCAB
+from moeedge.lab.widen.random_model import N_VOCAB
 
 
 @dataclass(frozen=True, kw_only=True)

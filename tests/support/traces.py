@@ -1,10 +1,12 @@
-"""Traces for tests: small random ones with all the parts that the format has."""
+"""Traces for tests: small random ones with all the parts that the format has, and the published ones."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from moeedge.native.abi import Phase
 from moeedge.trace.format import Trace, TraceMeta, ids_dtype
@@ -56,3 +58,11 @@ def two_texts(**arguments: Any) -> Trace:
 def plain_text(n_tokens: int, **arguments: Any) -> Trace:
     """One text of plain decoding, one token per step."""
     return make_trace([(Phase.DECODE, 0, step, True) for step in range(1, n_tokens + 1)], gamma=0, **arguments)
+
+
+def published_trace(data_folder: Path, name: str = "gptoss20b_decode.npz") -> Path:
+    """A published trace; skips where the folder lacks it."""
+    file = data_folder / "traces" / name
+    if not file.is_file():
+        pytest.skip(f"{file} is absent")
+    return file

@@ -1,11 +1,10 @@
-"""Commands of the chat that change the conversation or the model, on a real engine, with a scripted user."""
+"""Commands of the chat that change conversation, model or context, on a real engine, with a scripted user."""
 
 from __future__ import annotations
 
 import io
-import os
-import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,9 @@ from moeedge.cli.model_files import resolve_models
 from moeedge.engine.autosave import unfinished_chats
 from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
+from moeedge.llama import model_memory
 from moeedge.paths import user_path
 from moeedge.run import Run
 from moeedge.ui.chat import session as chat_session
@@ -29,27 +29,16 @@ from moeedge.ui.chat.commands import (
     last_messages,
     run_command,
 )
-from moeedge.ui.chat.session import ModelSwitch
+from moeedge.ui.chat.session import FULL, ModelSwitch
 from moeedge.ui.chat.settings import Settings
 from moeedge.ui.console import show_figures
 from tests.conftest import TinyFactory
-from tests.ui.test_repl import GREEDY, Line, Talk, on_step
+from tests.support.stock import StockContext
+from tests.ui.talk import GREEDY, Line, Talk
 
-PAIR = [Message("user", "tell me"), Message("assistant", "ho")]
-
-
-@pytest.fixture(scope="module")
-def session(tiny: TinyFactory) -> Iterator[Session]:
-    config = EngineConfig(model=tiny("qwen3moe"), draft=tiny("qwen3"), n_ctx=512, n_threads=1)
-    with Session.open(config) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def fresh(session: Session) -> Iterator[None]:
-    yield
-    session.observers.clear()
-    session.reset()
+SHORT = Settings(sampling=GREEDY.sampling, n_predict=5)
+N_CTX = 256
+LONG = "tell me " * 20
 
 
 def test_undo_takes_the_last_question_and_answer_back(session: Session, tmp_path: Path) -> None:
@@ -57,7 +46,7 @@ def test_undo_takes_the_last_question_and_answer_back(session: Session, tmp_path
     talk = Talk(session, lines, tmp_path)
     assert "There is no message to take back." in talk.err
     assert 'Taken back, with its answer: "two"' in talk.err
-    assert [message.content for message in talk.messages[::2]] == ["one", "three"]
+    assert talk.asked == ["one", "three"]
     assert talk.messages == Talk(session, ["one", "three"], tmp_path).messages  # as if it had not been asked
 
 
@@ -65,13 +54,13 @@ def test_an_edited_message_is_answered_anew(session: Session, tmp_path: Path) ->
     talk = Talk(session, ["/edit", "one", "two", "/edit", "three"], tmp_path)
     assert "There is no message to edit." in talk.err
     assert talk.begun == ["", "", "", "", "two", ""]  # what the prompt begins with
-    assert [message.content for message in talk.messages[::2]] == ["one", "three"]
+    assert talk.asked == ["one", "three"]
 
 
 @pytest.mark.parametrize("line", [KeyboardInterrupt, "", "/stats"])
 def test_an_edit_that_is_given_up_changes_nothing(line: Line, session: Session, tmp_path: Path) -> None:
     talk = Talk(session, ["one", "/edit", line, "two"], tmp_path)
-    assert [message.content for message in talk.messages[::2]] == ["one", "two"]
+    assert talk.asked == ["one", "two"]
 
 
 def test_an_edited_message_without_an_answer_leaves_the_earlier_one(session: Session, tmp_path: Path) -> None:
@@ -81,10 +70,10 @@ def test_an_edited_message_without_an_answer_leaves_the_earlier_one(session: Ses
     assert "The earlier one and its answer stay" in talk.err
 
 
-@pytest.mark.parametrize("word", LEAVING)
-def test_words_that_leave(word: str, session: Session, tmp_path: Path) -> None:
-    talk = Talk(session, [word.upper(), "never read"], tmp_path)
-    assert (talk.code, talk.messages) == (0, [])
+def test_words_that_leave(session: Session, tmp_path: Path) -> None:
+    for word in LEAVING:
+        talk = Talk(session, [word.upper(), "never read"], tmp_path)
+        assert (talk.code, talk.messages) == (0, [])
 
 
 def test_save_asks_before_it_replaces_a_file(session: Session, tmp_path: Path) -> None:
@@ -115,16 +104,6 @@ def test_long_messages_are_shortened() -> None:
     assert answer == "row\nrow\nrow\nrow..."
     assert first_words([Message("user", "one\n\ntwo")]) == "one two"
     assert len(first_words(long)) <= 43
-
-
-def test_a_resumed_seed_is_no_promise_where_lengths_follow_times(session: Session, tmp_path: Path) -> None:
-    sampling = SamplingConfig(temperature=1, seed=3)
-    on_step(session, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    Talk(session, ["tell me"], tmp_path, settings=Settings(sampling=sampling, n_predict=40, gamma=4))
-    session.observers.clear()
-    talk = Talk(session, ["/resume"], tmp_path, settings=Settings(n_predict=5, gamma="auto"))
-    assert talk.err.count("may give other answers") == 1
-    assert talk.repl.settings.sampling.seed == 3
 
 
 @pytest.mark.parametrize(
@@ -189,7 +168,6 @@ def switch(tiny: TinyFactory) -> Iterator[ModelSwitch]:
 
 def test_another_model_goes_on_with_the_conversation(switch: ModelSwitch, tiny: TinyFactory, tmp_path: Path) -> None:
     other = tiny("glm4moe")
-    settings = Settings(sampling=GREEDY.sampling, n_predict=5)
     on_exit: list[str] = []
 
     def peek(talk: Talk) -> None:
@@ -198,10 +176,10 @@ def test_another_model_goes_on_with_the_conversation(switch: ModelSwitch, tiny: 
 
     first = switch.session
     lines: list[Line] = ["tell me", f"/model {other}", "and?", peek, "/model"]
-    talk = Talk(switch.session, lines, tmp_path, settings=settings, switch=switch)
+    talk = Talk(switch.session, lines, tmp_path, settings=SHORT, switch=switch)
     assert first.target.is_closed and not switch.session.target.is_closed
     assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe", "glm4moe"]
-    assert [message.content for message in talk.messages[::2]] == ["tell me", "and?"]
+    assert talk.asked == ["tell me", "and?"]
     assert talk.repl.session is switch.session
     assert other.name in talk.err.splitlines()[-1]
     assert '"tell me"' in on_exit[0] and other.name in on_exit[0].splitlines()[0]  # kept as a chat with that model
@@ -221,8 +199,7 @@ def test_ctrl_c_while_another_model_loads(
         return real(config, run=run)
 
     monkeypatch.setattr(chat_session, "open_session", interrupted)
-    settings = Settings(sampling=GREEDY.sampling, n_predict=5)
-    talk = Talk(switch.session, [f"/model {tiny('glm4moe')}", "and?"], tmp_path, settings=settings, switch=switch)
+    talk = Talk(switch.session, [f"/model {tiny('glm4moe')}", "and?"], tmp_path, settings=SHORT, switch=switch)
     assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe"]
     assert "Stopped. " in talk.err and len(opened) == 2
 
@@ -232,39 +209,31 @@ def test_the_old_model_stays_where_another_cannot_be_opened(is_file: bool, switc
     file = tmp_path / "other.gguf"
     if is_file:
         file.write_bytes(b"GGUF" + bytes(64))
-    settings = Settings(sampling=GREEDY.sampling, n_predict=5)
     lines: list[Line] = ["tell me", f"/model {file}", "and?"]
-    talk = Talk(switch.session, lines, tmp_path / "kept", settings=settings, switch=switch)
+    talk = Talk(switch.session, lines, tmp_path / "kept", settings=SHORT, switch=switch)
     assert len(talk.messages) == 4
     assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe"] * 2
     assert "other.gguf" in talk.err
 
 
-def test_help_fits_a_small_terminal(session: Session, tmp_path: Path) -> None:
+def test_help_fits_a_small_terminal() -> None:
     console = Console(file=io.StringIO(), width=80)
     show_figures(console, help_rows())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == len(help_rows()) <= 23 and max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize(
-    ("line", "system"),
-    [
-        ("/set system a = b", "a = b"),
-        ("/set system=x=1 y", "x=1 y"),
-        ("/set system 'a=b'", "'a=b'"),
-        ("/set system", "kind"),  # shown, and kept
-        ('/set system ""', ""),
-    ],
-)
-def test_set_system_takes_the_text_as_it_is(line: str, system: str, session: Session, tmp_path: Path) -> None:
-    talk = Talk(session, ["/system kind", line], tmp_path)
-    assert talk.repl.conversation.system == system
-
-
-@pytest.mark.parametrize("line", ["/set temp=0.5", "/set temp = 0.5", "/set temp= 0.5", "/set temp =0.5"])
-def test_set_takes_a_value_after_an_equals_sign(line: str, session: Session, tmp_path: Path) -> None:
-    assert Talk(session, [line], tmp_path).repl.settings.sampling.temperature == 0.5
+def test_set_takes_the_text_as_it_is(session: Session, tmp_path: Path) -> None:
+    for line, system in {
+        "/set system a = b": "a = b",
+        "/set system=x=1 y": "x=1 y",
+        "/set system 'a=b'": "'a=b'",
+        "/set system": "kind",  # shown, and kept
+        '/set system ""': "",
+    }.items():
+        assert Talk(session, ["/system kind", line], tmp_path).repl.conversation.system == system
+    for line in ("/set temp=0.5", "/set temp = 0.5", "/set temp= 0.5", "/set temp =0.5"):
+        assert Talk(session, [line], tmp_path).repl.settings.sampling.temperature == 0.5
 
 
 @pytest.mark.parametrize("name", ["~no-such-user/x", "x" * 300])
@@ -275,7 +244,7 @@ def test_a_name_that_cannot_be_a_file_does_not_end_the_chat(name: str, switch: M
     assert talk.err.count(name) == len(commands)
 
 
-@pytest.mark.parametrize("text", ["[" * 60_000, "9" * 5000, '{"schema": "moeedge.conversation", "version": 1}', ""])
+@pytest.mark.parametrize("text", ["[" * 60_000, ""])
 def test_a_broken_file_leaves_the_conversation(text: str, session: Session, tmp_path: Path) -> None:
     file = tmp_path / "broken.json"
     file.write_text(text)
@@ -294,3 +263,78 @@ def test_ctrl_c_twice_in_a_change_of_model_ends_the_chat_which_stays(tiny: TinyF
 
         with pytest.raises(KeyboardInterrupt):
             Talk(session, ["one", "/model other", "two"], tmp_path, switch=switch)
+
+
+@pytest.fixture
+def small(tiny: TinyFactory) -> Iterator[ModelSwitch]:
+    config = EngineConfig(
+        model=tiny("qwen3moe"), draft=tiny("qwen3"), n_threads=1, n_ctx=N_CTX, gamma=2, auto_gamma=False
+    )
+
+    with ModelSwitch(config, lambda name: replace(config, model=Path(name)), Run()) as found:
+        yield found
+
+
+def small_talk(small: ModelSwitch, lines: list[Line], folder: Path) -> Talk:
+    return Talk(small.session, lines, folder, settings=replace(GREEDY, n_predict=20, gamma=2), switch=small)
+
+
+def test_a_full_context_says_what_helps(small: ModelSwitch, tmp_path: Path) -> None:
+    found = small_talk(small, [LONG, "/set n -1", "and?", "and more?"], tmp_path)
+    assert found.repl.turns[1].stop_reason == "context"
+    assert found.err.count(FULL) == 2  # after that answer, and for the message that no longer fits
+    for word in ("/clear", "/set ctx", "/set context_shift on"):
+        assert word in FULL
+
+
+def test_a_larger_context_reads_the_conversation_again(small: ModelSwitch, tmp_path: Path) -> None:
+    first = small.session
+    lines: list[Line] = ["tell me", "/set gamma 1", "/set temp 0", "/set ctx 512", "and?", "/set"]
+    found = small_talk(small, lines, tmp_path)
+    assert first.target.is_closed and small.session.info.n_ctx == 512
+    assert found.repl.session is small.session and small.session.gamma == 1
+    assert found.repl.settings.ctx == 512
+    stats = found.repl.turns[1].stats
+    assert (stats.cached_tokens, stats.prefill_tokens) == (0, stats.prompt_tokens)
+    assert len(found.messages) == 4
+    with StockContext(small.session.model.path, n_ctx=512) as stock:
+        prompt = small.session.model.render_chat([vars(message) for message in found.messages[:3]])
+        expected, _ = stock.greedy(small.session.model.tokenize(prompt), 20)
+    assert found.messages[3].content.startswith(
+        b"".join(small.session.model.piece(token) for token in expected[:5]).decode("utf-8", "replace")[:3]
+    )
+
+
+@pytest.mark.parametrize("value", ["x", "-1", "999999999999"])
+def test_sizes_that_a_context_cannot_have(value: str, small: ModelSwitch, tmp_path: Path) -> None:
+    session = small.session
+    found = small_talk(small, [f"/set ctx {value}", "tell me"], tmp_path)
+    assert small.session is session and found.repl.settings.ctx == N_CTX
+    assert len(found.messages) == 2
+
+
+def test_the_old_context_stays_where_a_new_one_has_no_memory(
+    small: ModelSwitch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_memory, "available_memory", lambda: 1 << 20)
+    found = small_talk(small, ["tell me", "/set gamma 1", "/set ctx 16000", "and?"], tmp_path)
+    assert small.session.info.n_ctx == N_CTX == found.repl.settings.ctx
+    assert found.repl.session is small.session and small.session.gamma == 1
+    assert len(found.messages) == 4
+    assert "keeps 256 tokens" in found.err
+
+
+def test_a_shift_drops_the_oldest_messages(small: ModelSwitch, tmp_path: Path) -> None:
+    lines: list[Line] = ["/set context_shift on", *[f"{number} {LONG[:60]}" for number in range(12)]]
+    found = small_talk(small, lines, tmp_path)
+    assert len(found.messages) == 24, "every message is answered"
+    assert [turn.stop_reason for turn in found.repl.turns] == ["length"] * 12
+    assert "no longer sees the oldest" in found.err
+    assert max(turn.stats.prompt_tokens for turn in found.repl.turns) < N_CTX
+    cached = [turn.stats.cached_tokens for turn in found.repl.turns]
+    assert sum(count > 0 for count in cached) >= 6, "between two shifts the KV cache stays useful"
+
+
+def test_without_a_shift_a_long_conversation_is_refused(small: ModelSwitch, tmp_path: Path) -> None:
+    found = small_talk(small, ["/set context_shift on", "/set context_shift off", *[LONG] * 3], tmp_path)
+    assert FULL in found.err and len(found.messages) < 6

@@ -1,8 +1,11 @@
-"""How figures are worded, and the panel that shows them."""
+"""How figures of an answer and of the expert cache are worded, and the panel that shows them."""
 
 from __future__ import annotations
 
 import io
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,43 +14,47 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from moeedge.engine.types import EngineInfo, GenerationStats
+from moeedge.policies.base import LookaheadStatus
 from moeedge.policies.expert_budget import ExpertBudget
+from moeedge.records import as_dict
+from moeedge.scheduler.cache_governor import CacheChoice
 from moeedge.scheduler.governor import DraftChoice
+from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui import figures
 from moeedge.ui.chat.live import render_panel
 from moeedge.ui.figures import FigureRow, Turn, shares
 
+MIB = 1024 * 1024
 INFO = EngineInfo(
-    model="t.gguf",
-    architecture="qwen3moe",
-    n_layers=48,
-    n_expert_layers=48,
-    n_experts=128,
-    n_expert_used=8,
-    n_ctx=4096,
-    n_threads=2,
-    gamma=4,
-    draft="d.gguf",
-    device="none",
-    policy="none",
-)
+    model="t.gguf", architecture="qwen3moe", n_layers=48, n_expert_layers=48, n_experts=128, n_expert_used=8,
+    n_ctx=4096, n_threads=2, gamma=4, draft="d.gguf", device="none", policy="none",
+)  # fmt: skip
 STATS = GenerationStats(
-    prompt_tokens=120,
-    cached_tokens=20,
-    prefill_tokens=100,
-    generated_tokens=51,
-    prefill_s=0.5,
-    decode_s=2.0,
-    ttft_s=0.25,
-    steps=20,
-    drafted=80,
-    accepted=60,
-    experts_sum=20 * 18.25,
-)
+    prompt_tokens=120, cached_tokens=20, prefill_tokens=100, generated_tokens=51, prefill_s=0.5, decode_s=2.0,
+    ttft_s=0.25, steps=20, drafted=80, accepted=60, experts_sum=20 * 18.25,
+)  # fmt: skip
+EMULATED = "emulated (CPU, link 2 GB/s)"
+PLACED = replace(INFO, device=EMULATED, policy="spac", cache_ratio=0.17, cache_slots=1044, pool_bytes=12 * MIB)
+CACHE = PlacementStats(
+    device=EMULATED, policy="spac", cache_ratio=0.17, n_layers=48, slots_used=1040, slots_total=1044,
+    pool_bytes=12 * MIB, vram_used_bytes=0, vram_total_bytes=12 * MIB,  # an old reading: the slots know better
+    steps=20, pairs=1000, pairs_hit=812, unique=400, unique_hit=272, uploads=800, evictions=790,
+    bytes_moved=1_300_000_000, transfer_s=0.65, cpu_s=1.1, device_s=0.4, wait_s=0.08, draft_s=0.3, decode_s=2.0,
+    tau=tuple(2 + 2 * math.sin(layer / 5) for layer in range(48)),
+)  # fmt: skip
 
 
-def test_the_line_after_an_answer() -> None:
-    assert figures.turn_line(INFO, STATS, "eos") == ("51 tokens, 25.0 t/s, first after 0.2 s, 75 % of drafts accepted")
+def lines_of(items: Sequence[FigureRow], columns: int, rows: int) -> list[str]:
+    """The panel of these figures, whose lines are as wide as the window."""
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    console.print(render_panel(items, columns=columns, rows=rows, hint="Ctrl-C stops"))
+    lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line) == columns for line in lines)
+    return lines
+
+
+def panel(cache: PlacementStats, columns: int, rows: int = 30) -> list[str]:
+    return lines_of(figures.live_figures(PLACED, STATS, cache, elapsed_s=1.0, full=True), columns, rows)
 
 
 def test_a_budget_is_named_with_every_figure_that_it_changes() -> None:
@@ -61,25 +68,16 @@ def test_a_budget_is_named_with_every_figure_that_it_changes() -> None:
     assert "budget 16 (lossy)" in figures.total_rows(INFO, turns)[0].value
     for shown in (stats, replace(stats, ttft_s=0.0)):
         live = figures.live_figures(info, shown, elapsed_s=1.0)
-        console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
-        console.print(render_panel(live, columns=40, rows=5, hint=""))
-        assert "budget 16 (lossy)" in console.file.getvalue()  # type: ignore[attr-defined]
+        assert "budget 16 (lossy)" in "\n".join(lines_of(live, 40, 5))
 
 
-@pytest.mark.parametrize(
-    ("reason", "note"), [("length", "cut at -n tokens"), ("context", "context full"), ("interrupted", "stopped")]
-)
-def test_why_an_answer_ended(reason: str, note: str) -> None:
-    assert figures.turn_line(INFO, STATS, reason).endswith(f", {note}")  # type: ignore[arg-type]
-
-
-def test_nothing_measured_is_a_dash_or_left_out() -> None:
+def test_the_line_after_an_answer() -> None:
+    line = figures.turn_line(INFO, STATS, "eos")
+    assert line == "51 tokens, 25.0 t/s, first after 0.2 s, 75 % of drafts accepted"
+    assert figures.turn_line(INFO, STATS, "length") == f"{line}, cut at -n tokens"
     info, stats = replace(INFO, n_experts=0), GenerationStats(prompt_tokens=3)
-    assert figures.turn_line(info, stats, None) == "0 tokens"
+    assert figures.turn_line(info, stats, None) == "0 tokens"  # nothing measured is a dash, or left out
     assert figures.answer_rows(info, stats, None)[0].value == "0 tokens at -"
-
-
-def test_drafts_that_do_not_pay_are_said_to_be_off() -> None:
     choice = DraftChoice(gamma=0, gamma_max=16, best=0, speed_up=1.0, other=1, other_speed_up=0.9, n_measured=40)
     stats = replace(STATS, drafted=0, accepted=0, choice=choice)
     assert "drafts off" in figures.turn_line(INFO, stats, "eos")
@@ -130,46 +128,133 @@ def test_shares_are_whole_and_add_up_to_100(parts_s: list[float], total_s: float
 def test_the_panel_shows_every_figure_unbroken(columns: int) -> None:
     for full in (False, True):
         items = figures.live_figures(INFO, STATS, elapsed_s=1.0, full=full)
-        console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
-        console.print(render_panel(items, columns=columns, rows=20, hint="Ctrl-C stops"))
-        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        lines = lines_of(items, columns, 20)
         for item in items:
-            assert f"{item.label} {item.value}".strip() in shown
-        assert all(len(line) == columns for line in shown.splitlines())
-        assert len(shown.splitlines()) <= 4 or full
+            assert f"{item.label} {item.value}".strip() in "\n".join(lines)
+        assert len(lines) <= 4 or full
+    shown = "\n".join(panel(CACHE, columns))
+    waiting = f"waiting{' for the device' * (columns > 80)} 4 %"
+    time = "time: draft 15% CPU 55% wait 4% rest 26%"
+    if columns > 60:
+        time = f"experts on the CPU 55 %, {waiting}, the rest 26 %"
+    for text in (
+        *("experts on emulated", "pair hits 81 %", "expert hits 68 %", "slots 1040/1044", "uploads/layer 0.83"),
+        *("evictions/layer 0.82", "link 2 GB/s", "slots in RAM 12 MiB", time, "tau 0-4"),
+    ):
+        assert text in shown, text
+    assert "…" not in shown
 
 
-@pytest.mark.parametrize(
-    ("n_read", "n_to_read", "elapsed_s", "text"),
-    [
+@pytest.mark.parametrize(("columns", "rows"), [(40, 10), (40, 5), (40, 3), (60, 15), (60, 5), (120, 4)])
+def test_a_small_window_keeps_what_matters_most(columns: int, rows: int) -> None:
+    lines = panel(CACHE, columns, rows)
+    assert len(lines) <= max(rows, 3)
+    assert len(lines) >= min(rows, 9)  # rows that are there are used
+    shown = "\n".join(lines)
+    assert "speed 25.0 t/s" in shown
+    assert "…" not in shown
+    if rows >= 5:
+        assert "pair hits 81 %" in shown
+
+
+def test_how_far_the_prompt_is_read() -> None:
+    for n_read, n_to_read, elapsed_s, text in (
         (0, 0, 2.04, "2.0 s"),
         (0, 6000, 1.0, "0 of 6,000 tokens"),
         (512, 6000, 0.1, "512 of 6,000 tokens"),  # too early to tell
         (2000, 6000, 5.0, "2,000 of 6,000 tokens, about 10 s left"),
         (6000, 6000, 5.0, "6,000 of 6,000 tokens"),
-    ],
-)
-def test_how_far_the_prompt_is_read(n_read: int, n_to_read: int, elapsed_s: float, text: str) -> None:
-    stats = GenerationStats(prompt_tokens=9)
-    items = figures.live_figures(INFO, stats, read=(n_read, n_to_read), elapsed_s=elapsed_s)
-    assert items == [FigureRow("reading the prompt", text)]
+    ):
+        stats = GenerationStats(prompt_tokens=9)
+        items = figures.live_figures(INFO, stats, read=(n_read, n_to_read), elapsed_s=elapsed_s)
+        assert items == [FigureRow("reading the prompt", text)]
 
 
-@pytest.mark.parametrize(
-    ("choice", "text"),
-    [
-        (DraftChoice(gamma=2, gamma_max=16, best=2), "measuring"),
-        (DraftChoice(gamma=2, gamma_max=16, best=2, speed_up=4.0, n_measured=3), "measuring"),
-        (
-            DraftChoice(gamma=2, gamma_max=16, best=2, speed_up=1.5, n_measured=40),
-            "2 of 16, 1.50 times the speed without, by estimate",
-        ),
-        (
-            DraftChoice(gamma=0, gamma_max=16, best=0, speed_up=1.0, other=1, other_speed_up=0.9, n_measured=40),
-            "off, 1 would give 0.90 times the speed, by estimate",
-        ),
-    ],
-)
-def test_draft_length(choice: DraftChoice, text: str) -> None:
+def test_draft_length() -> None:
     """An estimate of a few steps is not shown."""
-    assert figures.draft_length(choice) == text
+    begun = DraftChoice(gamma=2, gamma_max=16, best=2)
+    for early in (begun, replace(begun, speed_up=4.0, n_measured=3)):
+        assert figures.draft_length(early) == "measuring"
+    measured = replace(begun, speed_up=1.5, n_measured=40)
+    assert figures.draft_length(measured) == "2 of 16, 1.50 times the speed without, by estimate"
+    off = replace(measured, gamma=0, best=0, speed_up=1.0, other=1, other_speed_up=0.9)
+    assert figures.draft_length(off) == "off, 1 would give 0.90 times the speed, by estimate"
+
+
+def test_before_the_first_step_there_are_dashes() -> None:
+    fresh = PlacementStats(device="CUDA0 (A Card)", policy="lru", cache_ratio=0.5, slots_total=10, pool_bytes=5 * MIB)
+    shown = "\n".join(panel(fresh, 80))
+    dashes = ("pair hits -", "expert hits -", "slots 0/10", "uploads/layer -", "link -", "VRAM slots 5 MiB", "time: -")
+    for text in dashes:
+        assert text in shown, text
+    assert "tau" not in shown
+    assert "time" not in {item.label for item in figures.cache_rows(fresh)}
+
+
+def test_memory_and_thresholds() -> None:
+    card = replace(CACHE, device="CUDA0 (A Card)", vram_used_bytes=18 << 30, vram_total_bytes=24 << 30)
+    assert figures.memory_figure(card) == FigureRow("VRAM", "18.0 of 24.0 GiB")
+    assert figures.tau_text((0.0, math.inf)) == "0-inf" and figures.tau_text((1.0, 1.0)) == "1"
+
+
+def test_a_lost_device_is_reported() -> None:
+    lost = replace(CACHE, lost=True)
+    shown = "\n".join(panel(lost, 40, 10))
+    assert "device lost: all on CPU" in shown
+    assert "slots" not in shown
+    assert figures.live_cache_figures(lost)[0] in figures.cache_rows(lost)
+    live = figures.live_figures(PLACED, STATS, lost, elapsed_s=1.0)
+    assert "device lost: all on CPU" in [figure.value for figure in live]
+
+
+def test_the_table_of_stats() -> None:
+    rows = [(row.label, row.value if row.draw is None else row.draw(70)) for row in figures.cache_rows(CACHE)]
+    assert rows[0] == ("cache", "emulated (CPU, link 2 GB/s), ratio 0.17, policy spac")
+    assert "VRAM" not in {label for label, _ in rows}  # the emulated device has none
+    assert {
+        ("moved", "1.2 GiB"),
+        ("pair hits", "81 %"),
+        ("time", "drafts 15 %, experts on the CPU 55 %, waiting for the device 4 %, the rest 26 %"),
+        ("device busy", "20 % of that time"),
+    } < set(rows)
+    assert FigureRow("pair hits", "81 %") in figures.answer_rows(PLACED, STATS, "eos", CACHE)
+    other = replace(CACHE, pairs=3000, pairs_hit=188)  # 1000 of 4000: not the mean of the rates
+    [row] = figures.total_rows(PLACED, [Turn(PLACED, STATS, "eos", cache) for cache in (CACHE, other)])
+    assert row.value.endswith("pair hits 25 %")
+
+
+def test_the_judgement_of_lookahead_is_shown() -> None:
+    why = "it does not pay here"
+    for status, text in (
+        (LookaheadStatus(used=True), "on"),
+        (LookaheadStatus(used=True, gain=0.124), "on, +12 % hits"),
+        (LookaheadStatus(used=False, gain=0.001, reason=why), f"off: {why}"),
+    ):
+        assert FigureRow("lookahead", text) in figures.cache_rows(replace(CACHE, lookahead=status))
+    assert not any("lookahead" in figure.label for figure in figures.cache_rows(CACHE))
+
+
+def test_a_cache_that_does_not_pay() -> None:
+    off = replace(CACHE, choice=CacheChoice(on=False, pays=False, gain=0.8))
+    [shown] = [figure.value for figure in figures.live_cache_figures(off) if figure.label == "cache speed"]
+    assert shown == figures.cache_effect(CacheChoice(pays=False, gain=0.8))
+    assert "0.80x" in shown
+    assert as_dict(off)["cache_choice"] == {"on": False, "is_trial": False, "pays": False, "gain": 0.8}
+    assert "cache_choice" not in as_dict(CACHE)
+    assert "expert cache off" in figures.turn_line(PLACED, STATS, "eos", off)
+    assert "cache" not in figures.turn_line(PLACED, STATS, "eos", CACHE)
+    live = figures.live_figures(PLACED, STATS, off, elapsed_s=1.0)
+    assert any(figure.label == "expert cache" and "off" in figure.value for figure in live)
+
+
+def test_the_panel_of_a_newcomer() -> None:
+    live = figures.live_figures(PLACED, STATS, CACHE, elapsed_s=1.0)
+    assert [(figure.label, figure.value) for figure in live[:-1]] == [
+        ("speed", "25.0 t/s"),
+        ("tokens", "51"),
+        ("drafts accepted", "75 %"),
+        ("experts on the emulated GPU", "81 %"),
+    ]
+    assert live[-1].draw is not None
+    line = live[-1].draw(100)
+    assert sum(int(word) for word in re.findall(r"(\d+) %", line)) == 100

@@ -16,6 +16,7 @@ from moeedge.run import Level, Notification
 from moeedge.ui.chat.greeting import details, header_line, print_greeting, print_header, print_warnings, warnings_of
 from tests.ui.test_figures import INFO
 
+WARNING = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory for them."
 CACHED = replace(
     INFO,
     device="Vulkan0 (A Card)",
@@ -26,32 +27,41 @@ CACHED = replace(
     notes=[
         Notification("Experts are cached on Vulkan0: 1,044 of 6,144 (17.0%, 3 MiB); policy spac."),
         Notification("Measured in 0.5 s: a step with the cache has 1.40 times the speed of one without."),
-        Notification("The policy spac predicts experts from the draft's hidden states."),
-        "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory for them.",
+        WARNING,
     ],
 )
 
 
-def shown(info: EngineInfo, *, toy: bool = False, **given: Any) -> list[str]:
-    console = Console(file=io.StringIO(), width=120)
-    print_greeting(console, info, toy=toy, **given)
+def printed(show: Any, info: EngineInfo, width: int = 120, **given: Any) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    show(console, info, **given)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_the_greeting() -> None:
+def shown(info: EngineInfo, *, toy: bool = False, **given: Any) -> list[str]:
+    return printed(print_greeting, info, toy=toy, **given)
+
+
+def test_the_greeting_and_the_header() -> None:
     assert shown(CACHED, warnings=("-ngl has no effect.",)) == [
         "Model: t.gguf.",
         "Experts: 1,044 of 6,144 on Vulkan0 (3 MiB). Drafts: by d.gguf, up to 4 tokens.",
         "/exit or Ctrl-D leaves, /help lists the commands, /info shows more.",
         "-ngl has no effect.",
-        "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked) memory for them.",
+        WARNING,
     ]
+    lines = printed(print_header, CACHED, 80, toy=False, warnings=("-ngl has no effect.",))
+    assert lines == [header_line(CACHED), "-ngl has no effect.", *warnings_of(CACHED)]
+    line = "t.gguf | experts 1,044 of 6,144 on Vulkan0 (3 MiB) | drafts by d.gguf, up to 4 tokens"
+    assert header_line(CACHED) == line and warnings_of(CACHED) == [WARNING]
+    dense = replace(INFO, n_experts=0, draft="none", gamma=0)
+    assert header_line(dense) == "t.gguf | drafts off, as there is no draft (-md FILE or -md ngram)"
+    assert "no experts" in shown(dense)[0] and shown(dense)[1].startswith("Drafts")
 
 
 @pytest.mark.parametrize(
     ("info", "words"),
     [
-        (replace(CACHED, model="target.gguf", notes=[]), ["Vulkan0", "1,044 of 6,144", "3 MiB", "up to 4"]),
         (replace(CACHED, n_whole_layers=12, notes=[]), ["12 of 48 layers on the GPU, 1,044 of"]),
         (replace(CACHED, device="RAM (A Disk)", notes=[]), ["in RAM (3 MiB)"]),
         (INFO, ["all 6,144 on the CPU", "d.gguf"]),
@@ -61,13 +71,12 @@ def test_the_greeting() -> None:
         (replace(INFO, gamma=0), ["off", "gamma"]),
     ],
 )
-@pytest.mark.parametrize("toy", [False, True])
-def test_the_greeting_has_three_lines(info: EngineInfo, words: list[str], toy: bool) -> None:
-    lines = shown(info, toy=toy)
-    assert len(lines) == 3
-    assert ("a toy" in lines[0]) == toy
-    for word in words:
-        assert word in "\n".join(lines)
+def test_the_greeting_has_three_lines(info: EngineInfo, words: list[str]) -> None:
+    for toy in (False, True):
+        lines = shown(info, toy=toy)
+        assert len(lines) == 3
+        assert ("a toy" in lines[0]) == toy
+        assert all(word in "\n".join(lines) for word in words)
 
 
 def test_a_toy_names_the_first_real_model() -> None:
@@ -85,48 +94,16 @@ def test_a_gain_is_shown_where_it_was_measured() -> None:
     assert "times" not in "\n".join(shown(INFO, cache_speed=1.4))  # nothing is cached
 
 
-def test_a_model_without_experts_says_so() -> None:
-    lines = shown(replace(INFO, n_experts=0))
-    assert "no experts" in lines[0] and lines[1].startswith("Drafts")
-
-
 def test_quiet_keeps_warnings_and_what_is_lossy() -> None:
     info = replace(CACHED, layers="12 layers are whole.", expert_budget=ExpertBudget(budget=16))
-    console = Console(file=io.StringIO(), width=100)
-    print_warnings(console, info, quiet=True)
-    budget, warning = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert "(lossy)" in budget and warning == CACHED.notes[-1]
+    budget, warning = printed(print_warnings, info, quiet=True)
+    assert "(lossy)" in budget and warning == WARNING
 
 
 def test_a_notice_is_shown_and_is_no_warning() -> None:
     info = replace(INFO, notes=[Notification("Experts are in RAM.", Level.NOTICE)])
-    console = Console(file=io.StringIO(), width=80)
-    print_header(console, info, toy=False)
-    assert "Experts are in RAM." in shown(info)
-    assert "Experts are in RAM." in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Experts are in RAM." in shown(info) and "Experts are in RAM." in printed(print_header, info, toy=False)
     assert warnings_of(info) == []
-
-
-def test_a_header_is_one_line_and_its_warnings() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    print_header(console, CACHED, toy=False, warnings=("-ngl has no effect.",))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines == [header_line(CACHED), "-ngl has no effect.", *warnings_of(CACHED)]
-
-
-@pytest.mark.parametrize(
-    ("info", "line"),
-    [
-        (CACHED, "t.gguf | experts 1,044 of 6,144 on Vulkan0 (3 MiB) | drafts by d.gguf, up to 4 tokens"),
-        (INFO, "t.gguf | experts all 6,144 on the CPU | drafts by d.gguf, up to 4 tokens"),
-        (
-            replace(INFO, n_experts=0, draft="none", gamma=0),
-            "t.gguf | drafts off, as there is no draft (-md FILE or -md ngram)",
-        ),
-    ],
-)
-def test_the_header_line(info: EngineInfo, line: str) -> None:
-    assert header_line(info) == line
 
 
 def test_a_budget_is_in_greeting_header_and_details() -> None:

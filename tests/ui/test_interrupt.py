@@ -46,7 +46,7 @@ def test_the_second_one_does_not_wait() -> None:
         assert caught.value.exit_code == 143
 
 
-def test_ctrl_c_is_an_exception_between_answers() -> None:
+def test_ctrl_c_is_an_exception_between_answers_and_sigterm_is_not_forgotten() -> None:
     with Interrupt() as interrupt:
         interrupt.arm()
         receive(signal.SIGINT)
@@ -55,26 +55,17 @@ def test_ctrl_c_is_an_exception_between_answers() -> None:
             receive(signal.SIGINT)
         interrupt.arm()  # the next answer starts unstopped
         assert not interrupt()
-
-
-def test_sigterm_is_not_forgotten_by_the_next_answer() -> None:
-    with Interrupt() as interrupt:
-        interrupt.arm()
         receive(signal.SIGTERM)
         interrupt.disarm()
         interrupt.arm()
         assert interrupt()
 
 
-def test_handlers_are_given_back() -> None:
+def test_handlers_are_given_back_and_another_thread_is_left_alone() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interrupt():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_another_thread_is_left_alone() -> None:
-    before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []
 
     def work() -> None:

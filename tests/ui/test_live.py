@@ -17,10 +17,9 @@ from moeedge.llama.reasoning import ReasoningTags
 from moeedge.ui.chat import live
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.live import LiveView, rows_taken
-from moeedge.ui.chat.markdown import MarkdownLines
 from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.single import CacheMeter, answer_view
-from moeedge.ui.chat.stream import FoldedThinking, PlainView, ThinkingSplitter, wrap_rows
+from moeedge.ui.chat.stream import FoldedThinking, MarkdownLines, PlainView, ThinkingSplitter, wrap_rows
 from tests.ui.test_figures import INFO, STATS
 
 TAGS = ReasoningTags("<think>", "</think>")

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.style import Style
 
-from moeedge.ui.chat.markdown import MAX_SPAN, MarkdownLines, PlainLines, StyledLine
+from moeedge.ui.chat.stream import MAX_SPAN, MarkdownLines, PlainLines, StyledLine
 
 ALPHABET = "ab 1*_`#->~.\\(\u4f60"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moeedge.analysis.model_profile import ModelProfile, complete_report, profile_model
+from moeedge.analysis.profile import ModelProfile, complete_report, profile_model
 from moeedge.errors import InputError
 from moeedge.ui.plots import COLOURS, DARK_COLOURS, save_plots, svg_of
 from moeedge.ui.profile_plots import profile_plots, report_html
@@ -110,3 +111,14 @@ def test_pages_without_speculation_and_without_text(trace: object) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Cannot write the picture"):
         save_plots(profile_plots(profiled())[:1], tmp_path / "no" / "one.png")
+
+
+@pytest.mark.slow
+def test_the_readmes_picture_of_the_chat_needs_no_network(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "docs" / "make_pictures.py"
+    runpy.run_path(str(script))["draw_chat"](tmp_path / "chat.svg", bundled_pair[0], ram=12 * 2**20)
+    svg = (tmp_path / "chat.svg").read_text()
+    assert svg.startswith("<svg") and len(svg) < 150_000
+    assert "font-face" not in svg and "url(http" not in svg
+    for text in ("Model:", "Experts:", "Drafts:", "drafts&#160;accepted", "experts&#160;in&#160;RAM", "disk", "time:"):
+        assert text in svg

@@ -1,16 +1,23 @@
-"""/set: names, values, limits."""
+"""/set: names, values, limits; and the input: triple quotes, completion, history."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, InMemoryHistory
 from rich.console import Console
 
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import InputError
-from moeedge.ui.chat.settings import Settings, change, listing, names, restored, seed_or_random
+from moeedge.run import Run
+from moeedge.ui.chat.commands import completions
+from moeedge.ui.chat.prompt import _CommandCompleter, block_is_open, make_reader, open_history, unquote
+from moeedge.ui.chat.settings import Settings, change, listing, names, restored
 from moeedge.ui.console import show_figures
 
 
@@ -76,11 +83,6 @@ def test_other_settings_stay() -> None:
     assert before.sampling.temperature == SamplingConfig().temperature
 
 
-def test_seed_convention() -> None:
-    assert seed_or_random(-1) is None
-    assert seed_or_random(0) == 0
-
-
 def test_every_setting_says_what_it_does() -> None:
     console = Console(file=io.StringIO(), width=80)
     rows = listing(Settings())
@@ -90,15 +92,10 @@ def test_every_setting_says_what_it_does() -> None:
     assert all(len(row.value.split("  ")[-1].split()) >= 3 for row in rows)
 
 
-@pytest.mark.parametrize("n_predict", [float("inf"), float("nan"), "many", None, -7])
-def test_unreadable_settings_of_a_saved_chat_change_nothing(n_predict: object) -> None:
-    current = Settings(n_predict=5)
-    assert restored({"sampling": {}, "n_predict": n_predict}, current) == current
-
-
 @pytest.mark.parametrize(
     "saved",
     [
+        *({"sampling": {}, "n_predict": value} for value in (float("inf"), float("nan"), "many", None, -7)),
         {"sampling": [1]},
         {"sampling": {"seed": "x"}},
         {"sampling": {"top_k": 1.5}},
@@ -109,7 +106,7 @@ def test_unreadable_settings_of_a_saved_chat_change_nothing(n_predict: object) -
         {"sampling": {}, "template": {"arguments": []}},
     ],
 )
-def test_settings_of_wrong_types_are_left(saved: dict[str, Any]) -> None:
+def test_unreadable_settings_of_a_saved_chat_change_nothing(saved: dict[str, Any]) -> None:
     current = Settings(n_predict=7)
     assert restored({"n_predict": 1, **saved}, current) == current
 
@@ -121,3 +118,54 @@ def test_names_stand_above_values_where_a_terminal_is_too_narrow_for_both() -> N
     assert "frequency_penalty" in [line.strip() for line in lines]
     assert max(map(len, lines)) <= 20
     assert sum(len(line.strip()) > 8 for line in lines) > len(lines) / 2  # words, not columns of letters
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "message"),
+    [
+        ("hello", False, "hello"),
+        (" hello ", False, "hello"),
+        ('"""', True, '"""'),
+        ('"""one', True, '"""one'),
+        ('"""one\ntwo"""', False, "one\ntwo"),
+        ('"""\n  one\n"""', False, "  one"),
+        ('""""""', False, ""),
+        ('say """this"""', False, 'say """this"""'),
+        ('""', False, '""'),
+    ],
+)
+def test_triple_quotes(text: str, is_open: bool, message: str) -> None:
+    assert block_is_open(text) is is_open
+    assert unquote(text) == message
+
+
+def test_commands_are_completed() -> None:
+    def complete(line: str) -> list[str]:
+        found = _CommandCompleter(completions()).get_completions(Document(line), CompleteEvent())
+        return [line[: len(line) + completion.start_position] + completion.text for completion in found]
+
+    assert complete("/st") == ["/stats"]
+    assert complete("/se") == ["/sessions", "/set"]
+    assert complete("/set b") == ["/set budget"]
+    assert complete("/set budget 1") == complete("/save b") == complete("s") == []
+    assert "/set gamma" in complete("/set ")
+
+
+def test_history_is_a_private_file_or_said_not_to_be_kept(tmp_path: Path) -> None:
+    notes: list[str] = []
+    assert isinstance(open_history(lambda: tmp_path / "history", Run(notes.append)), FileHistory)
+    assert (tmp_path / "history").stat().st_mode & 0o077 == 0
+    assert notes == []
+    assert isinstance(open_history(lambda: tmp_path / "none" / "history", Run(notes.append)), InMemoryHistory)
+    assert notes[0].startswith("Input history is not kept: ")
+
+
+@pytest.mark.parametrize("editor", ["/bin/false", "/no/such/editor"])
+def test_an_editor_that_fails_on_a_dumb_terminal_leaves_the_message(
+    editor: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("VISUAL", editor)
+    read = make_reader({}, InMemoryHistory())
+    assert read("a message") == ""
+    assert editor in capsys.readouterr().err

@@ -1,13 +1,11 @@
-"""Streaming text to pipes and terminals; word wrap of growing text."""
+"""Streaming text to pipes and terminals: word wrap, and thinking apart from the answer, in growing text."""
 
 from __future__ import annotations
 
 import io
 import os
 import pty
-import re
 import sys
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -15,33 +13,32 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from moeedge.llama.reasoning import ReasoningTags, split_reasoning
 from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.settings import Look
-from moeedge.ui.chat.stream import PlainView, complete_end, wrap_rows
+from moeedge.ui.chat.stream import FoldedThinking, PlainView, ThinkingSplitter, complete_end, wrap_rows
 from moeedge.ui.console import supports_panel, visible
-from tests.ui.test_figures import INFO, STATS
 from tests.ui.test_live import view_on
 
 LINES = st.text(alphabet="ab é你-", max_size=40)
+TAGS = ReasoningTags("<think>", "</think>")
+WORDS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<th", "ink>", "</", "a", " ", "\n", "<", "think>"]), max_size=8
+)
 
 
 def test_control_characters_become_visible() -> None:
     assert visible("a\x1b[31mb\tc\nd\x07\x7f\x9b") == "a␛[31mb\tc\nd␇␡\ufffd"
 
 
-def test_a_pipe_gets_the_text_untouched() -> None:
+def test_a_pipe_gets_the_text_untouched_and_at_once() -> None:
     file = io.StringIO()
     with PlainView(Console(file=file, width=5)) as view:
         for piece in ("one two ", "three\x1b", " four"):
             view.write(piece)
+            assert file.getvalue().endswith(piece)
     assert file.getvalue() == "one two three\x1b four\n"
-
-
-def test_a_pipe_gets_each_piece_at_once() -> None:
-    file = io.StringIO()
-    with PlainView(Console(file=file)) as view:
-        view.write("incompl")
-        assert file.getvalue() == "incompl"
+    assert not supports_panel(Console(file=io.StringIO(), width=100, height=40))
 
 
 @given(st.lists(st.text(alphabet="ab é你-\n", max_size=9), max_size=8), st.integers(2, 12))
@@ -53,23 +50,6 @@ def test_a_plain_terminal_gets_wrapped_words(pieces: list[str], columns: int) ->
             view.write(piece)
     rows = [row.rstrip() for line in "".join(pieces).split("\n") for row in wrap_rows(line, columns)]
     assert file.getvalue().rstrip("\n") == "\n".join(rows).rstrip("\n")
-
-
-def test_the_live_view_leaves_the_entire_text() -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=80, height=24, color_system=None)
-    words = [f"word{i} " for i in range(120)]
-    with LiveView(console, INFO, lambda: STATS) as view:
-        for word in words:
-            view.write(word)
-            time.sleep(0.002)
-    shown = re.split(r"\x1b\[[0-9;?]*[A-Za-z]|\r", file.getvalue())
-    rows = [row.rstrip() for row in wrap_rows("".join(words), 80)]
-    lines = [line.rstrip() for part in shown for line in part.split("\n")]
-    at = -1
-    for row in rows:  # every row is there, in order
-        at = lines.index(row, at + 1)
-    assert any("drafts accepted 75 %" in line for line in lines)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
@@ -100,10 +80,6 @@ def test_which_terminals_get_a_panel(
         with view_on(console, Look(), panel=False) as view:
             assert isinstance(view, PlainView)
     os.close(master)
-
-
-def test_a_pipe_gets_no_panel() -> None:
-    assert not supports_panel(Console(file=io.StringIO(), width=100, height=40))
 
 
 @pytest.mark.parametrize(
@@ -144,3 +120,69 @@ def test_full_rows_never_change_while_text_grows(pieces: list[str], columns: int
 @pytest.mark.parametrize(("line", "end"), [("", 0), ("one two", 4), ("one ", 4), ("one", 0), ("你好", 2)])
 def test_where_the_last_complete_word_ends(line: str, end: int) -> None:
     assert complete_end(line) == end
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@given(words=WORDS, cuts=st.lists(st.integers(1, 4), max_size=30))
+def test_pieces_are_split_as_the_entire_text(is_open: bool, words: list[str], cuts: list[int]) -> None:
+    text = "".join(words)
+    splitter = ThinkingSplitter(TAGS, is_open=is_open)
+    parts, at = [], 0
+    for cut in [*cuts, len(text)]:
+        parts += splitter.feed(text[at : at + cut])
+        at += cut
+    parts += splitter.feed("", is_last=True)
+    assert "".join(part.text for part in parts) == text
+    thinking = "".join(part.text for part in parts if part.is_thinking)
+    answer = "".join(part.text for part in parts if not part.is_thinking)
+    starts = text.lstrip().startswith(TAGS.start)
+    if starts or is_open:
+        assert answer == text.partition(TAGS.end)[2]
+        if starts and not is_open:
+            assert split_reasoning(text, TAGS).content == answer.lstrip()
+    else:
+        assert (thinking, answer) == ("", text)
+
+
+def test_a_model_that_does_not_think() -> None:
+    splitter = ThinkingSplitter(None, is_open=True)
+    assert [part for part in splitter.feed("<think>a</think>")] == [(False, "<think>a</think>")]
+
+
+def fed(folded: FoldedThinking, piece: str, *, is_last: bool = False) -> str:
+    return "".join(part.text for part in folded.feed(piece, is_last=is_last))
+
+
+def test_folded_thinking_is_counted() -> None:
+    n_tokens = 0
+    folded = FoldedThinking(TAGS, lambda: n_tokens)
+    assert folded.line == ""
+    n_tokens = 120
+    assert fed(folded, "<think>\nhm") == ""
+    assert folded.is_thinking and folded.line == "thinking... 0 s, 120 tokens"
+    n_tokens = 150
+    assert fed(folded, "</think>\n\nIt is") == "It is"
+    n_tokens = 200
+    assert fed(folded, " \n\n4", is_last=True) == " \n\n4"
+    assert folded.line == "thought for 0 s, 150 tokens"
+
+
+def test_before_the_first_token_there_is_no_line() -> None:
+    """The prompt has ended with the start tag, and is still being read."""
+    folded = FoldedThinking(TAGS, lambda: 1, is_open=True)
+    assert folded.is_thinking and folded.line == ""
+    fed(folded, "hm")
+    assert folded.line.startswith("thinking... 0 s, 1 token")
+
+
+def test_empty_thinking_leaves_no_line() -> None:
+    """As of models that are told not to think."""
+    folded = FoldedThinking(TAGS, lambda: 3)
+    assert fed(folded, "<think>\n\n</think>\n\n4") == "4"
+    assert folded.line == ""
+
+
+def test_an_answer_without_thinking_is_untouched() -> None:
+    folded = FoldedThinking(TAGS, lambda: 3)
+    assert fed(folded, "\n <") + fed(folded, "b>", is_last=True) == "\n <b>"
+    assert folded.line == ""

@@ -1,30 +1,31 @@
-"""One table in terminals of several widths, in a file, as Markdown, CSV and JSON."""
+"""One table in several widths, in a file, as Markdown, CSV and JSON; hits and uploads have one name everywhere."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import json
 import re
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+import moeedge
 from moeedge.hardware.devices import DeviceRow
 from moeedge.hub.catalog import HubFile, Variant
-from moeedge.hub.pull import WantedModel
-from moeedge.hub.remote import RemoteFile
-from moeedge.lab.sim.replay import ReplayConfig, replay
-from moeedge.lab.traces.schedule import recorded_schedule
-from moeedge.lab.views.sim_views import _replay_style, print_replay
+from moeedge.hub.remote import RemoteFile, WantedModel
+from moeedge.lab.cli.schema import schema_text
+from moeedge.lab.views import _replay_style
 from moeedge.ui.machine_views import print_devices
 from moeedge.ui.model_views import download_lines, files_json
 from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, sql_text, text_column
-from tests.support.traces import two_texts
 
 
 @dataclass
@@ -110,27 +111,6 @@ def test_devices_keep_their_names_unbroken(width: int) -> None:
     assert any("7168" in line for line in table) and any("RTX" in line for line in lines)
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_replays_keep_their_figures(width: int) -> None:
-    schedule = recorded_schedule(two_texts())
-    assert schedule is not None
-    rows = replay(schedule, ReplayConfig(policies=("mixtral-offloading", "spac"), ratios=(0.5,)))
-    console = console_of(width, terminal=True)
-    print_replay(rows, console)
-    lines = printed(console)
-    assert max(map(len, lines)) <= width
-    for row in rows:
-        own = [line.split()[1:] for line in lines if line and line.split()[0].strip("()[]") == row.policy]
-        figures = [float(cell) for line in own for cell in line if cell != "-"]
-        assert len(own) == {40: 4, 80: 1}[width]
-        if row.policy == "belady":  # MIN bounds experts, not pairs
-            expected = [row.hit_rate_experts, row.uploads_per_layer_step]
-            assert figures == pytest.approx(expected, abs=6e-3)
-            continue
-        assert figures[:2] == pytest.approx([row.hit_rate_pairs, row.hit_rate_experts], abs=6e-4)
-        assert figures[-1] == pytest.approx(row.share_of_oracle, abs=6e-4)
-
-
 def test_columns_of_sql_take_the_numbers_of_another_run() -> None:
     first = sql_text("t", [{"name": 'o\'neill "x"; --', "spread": None, "n": 1, "limit": [1]}])
     second = sql_text("t", [{"name": "b", "spread": 2.5, "n": 2, "limit": None}])
@@ -147,18 +127,61 @@ def test_bounds_and_unranked_policies_are_dim() -> None:
     assert [_replay_style(row) for row in rows] == ["", "dim", "dim"]  # type: ignore[arg-type]
 
 
-def test_missing_files_as_json() -> None:
+def test_missing_files_as_json_and_unconfirmed_facts_in_words() -> None:
     wanted = [WantedModel("target", "big", "mit", Variant("q4", "me/x", files=(HubFile("a.gguf"),)), local=None)]
     missing = [RemoteFile("me/x", "main", "c" * 40, "a.gguf", 7, "tag", None, have_bytes=3)]
     (row,) = json.loads(files_json(wanted, missing))
     file = {"file": "a.gguf", "commit": "c" * 40, "size_bytes": 7, "sha256": None, "have_bytes": 3}
     assert (row["role"], row["repo"], row["path"], row["missing"]) == ("target", "me/x", None, [file])
-
-
-def test_a_download_says_which_facts_are_not_confirmed() -> None:
-    sure, said = WantedModel("draft", "sure", "mit", Variant("", "me/x"), local=None), list[str]()
+    sure = WantedModel("draft", "sure", "mit", Variant("", "me/x"), local=None)
     unsure = replace(sure, name="unsure", variant=Variant("", "me/x", verified=False))
-    said += download_lines([unsure, sure], [])
+    said = download_lines([unsure, sure], [])
     assert [(text.startswith("draft"), "sure" in text, "confirmed" in text) for text in said] == [
         (True, True, False), (False, True, True), (True, True, False)
     ]  # fmt: skip
+
+
+_ROOT = Path(moeedge.__file__).parent
+# names of earlier releases
+_OLD = re.compile(
+    r"hit rate|hit_rate_unique|unique hit|pair hit\b|expert hit\b|RAM hits?\b|uploads/step|loads/step|evictions/step|"
+    r"uploads_per_step|evictions_per_step"
+)
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The string constants of a module that are not docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+def test_no_text_has_an_old_name() -> None:
+    found = [
+        f"{path.relative_to(_ROOT)}:{line}: {text}"
+        for path in sorted(_ROOT.rglob("*.py"))
+        for line, text in texts(path)
+        if _OLD.search(text)
+    ]
+    assert not found
+
+
+def test_old_names_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "view.py"
+    path.write_text('"""The hit rate."""\nTITLES = ("hit rate", "pair hits", f"{1} uploads/step")\n')
+    assert [text for _, text in texts(path) if _OLD.search(text)] == ["hit rate", " uploads/step"]
+
+
+def test_schemas_have_the_names_of_the_glossary() -> None:
+    page = (_ROOT.parent / "docs" / "structure.md").read_text(encoding="utf-8")
+    glossary = page.split("## Glossary\n")[1]
+    for name in ("hit_rate_pairs", "hit_rate_experts", "uploads_per_layer_step"):
+        assert f"(`{name}`)" in glossary
+        assert f'"{name}"' in schema_text("bench")

@@ -66,7 +66,7 @@ def fit(
     from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.speculation_fit import FitPlan, run_fit
     from moeedge.scheduler.config import PlacementConfig
-    from moeedge.ui.progress import Bar
+    from moeedge.ui.console import Bar
 
     plan = FitPlan(
         tokens=tuple(sorted(batch_tokens)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from moeedge.cli.bench_options import sizes
+from moeedge.cli.bench import sizes
 from moeedge.cli.common import emit, integers
 from moeedge.cli.model_files import resolve_models
 from moeedge.cli.options import Output, declare, flatten
@@ -58,15 +58,13 @@ def rivals(*, plan: RivalPlan, resume: str | None = None, output: Output = Outpu
     """
     from moeedge.bench.journal import Journal
     from moeedge.data.datasets import load_toy
-    from moeedge.hardware.machine_load import others_now
-    from moeedge.hardware.processor import physical_cores
+    from moeedge.hardware.host import others_now, physical_cores
     from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.rivals import make_rows, measure, settings_of
     from moeedge.llama.model import Model
     from moeedge.run import Run
     from moeedge.ui.chat.interrupt import Interrupt
-    from moeedge.ui.console import stderr_console
-    from moeedge.ui.progress import Bar
+    from moeedge.ui.console import Bar, stderr_console
 
     files = resolve_models(plan.model, plan.model_draft or "none")
     plan = replace(plan, target=files.target, threads=plan.threads or physical_cores())

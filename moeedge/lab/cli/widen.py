@@ -1,4 +1,7 @@
-"""`moeedge lab widen`: a file of real size that computes the same as a small model."""
+"""`moeedge lab widen` and `make-model`: files of real size without the real weights.
+
+One computes the same as a small model, the other has a real model's shapes and types and random weights.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from moeedge.cli.common import emit
 from moeedge.cli.model_files import resolve_models
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
-from moeedge.ui.console import say, stderr_console, visible
-from moeedge.ui.progress import BYTES, count_bar
+from moeedge.ui.console import BYTES, count_bar, say, stderr_console, visible
 from moeedge.ui.tables import Column, json_text, print_table, text_column
 from moeedge.units import format_bytes
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeedge.lab.widen.layout import WidePlan
+    from moeedge.lab.widen.random_model import RandomModel
 
 _SIZE = {"min": 1}
 declare(
@@ -38,7 +41,6 @@ declare(
     --type q4_0|q4_k|q8_0|f16  Type of feed-forward matrices, experts included. Default: the source's types, whose bytes
         are copied. Other matrices always keep the source's types.
     --sparse  Write zeros as holes that take no disk space.
-    --force  Replace OUT.gguf if it exists.
     """,
     "widen",
     embd=_SIZE,
@@ -48,6 +50,23 @@ declare(
     head_dim=_SIZE,
     layers=_SIZE,
 )
+declare(
+    """
+    [Model]
+    --like NAME  Shapes and vocabulary size of this model: qwen3-30b-a3b, gpt-oss-20b, deepseek-v2-lite,
+        granite-3.1-1b-a400m, qwen3-0.6b and others; a wrong name lists them.
+    --quant QUANT  Tensor types of this quantization, mixed as llama.cpp does: q4_k_m, q5_k_m, q3_k_m, iq4_xs, mxfp4,
+        q8_0, q4_0, q6_k, bf16, f16. Default: q4_k_m.
+    --layers N  Layers. Default: the model's.
+    --vocab N  Tokens of the vocabulary, 304 or more; a draft needs as many as its target. Default: the model's.
+    --header FILE  Shapes, types, metadata and tokenizer from the header of this GGUF file, in place of --like; the file
+        may end after its header.
+    """,
+    "make_model",
+    layers={"min": 1},
+    vocab={"min": 1},
+)
+declare("--force  Replace OUT.gguf if it exists.", "widen make_model")
 Out = Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.")]
 
 
@@ -74,8 +93,7 @@ def widen(
     trained model, while memory and memory traffic become those of the real shape. Tokenizer and chat template stay, so
     that the draft fits. The source is the bundled target, or any qwen3moe or qwen3 model.
     """
-    from moeedge.lab.widen.layout import WeightType, make_wide_plan
-    from moeedge.lab.widen.shape import RequestedSizes
+    from moeedge.lab.widen.layout import RequestedSizes, WeightType, make_wide_plan
     from moeedge.lab.widen.writer import check_space, check_target, write
 
     types = [weight_type.value for weight_type in WeightType]
@@ -95,7 +113,7 @@ def widen(
 
 def print_widened(plan: WidePlan, out: Path | None, console: Console) -> None:
     """The table on `console`, notes on standard error; out: the written file, None for a dry run."""
-    from moeedge.lab.widen.shape import SIZE_NAMES
+    from moeedge.lab.widen.layout import SIZE_NAMES
 
     err = stderr_console()
     for note in plan.notes:
@@ -105,10 +123,9 @@ def print_widened(plan: WidePlan, out: Path | None, console: Console) -> None:
     rows.append(("feed-forward types", ", ".join(plan.source_types), ", ".join(plan.types)))
     if plan.expert_bytes:
         rows.append(("bytes of experts", format_bytes(plan.source_expert_bytes), format_bytes(plan.expert_bytes)))
-    n_bytes = out.stat().st_size if out else plan.data_bytes  # before it is written, of its tensors
-    rows.append(("file", format_bytes(plan.source.stat().st_size), format_bytes(n_bytes)))
+    rows.append(("file", format_bytes(plan.source.stat().st_size), format_bytes(_size(plan, out))))
     print_table(console, [text_column("", 0), Column("source", 1), Column("widened", 2)], rows)
-    console.print(visible(f"{out} is written." if out else "No file is written (--dry-run)."), soft_wrap=True)
+    _print_written(out, console)
 
 
 def widened_json(plan: WidePlan, out: Path | None) -> str:
@@ -116,7 +133,7 @@ def widened_json(plan: WidePlan, out: Path | None) -> str:
     record = {
         "source": str(plan.source),
         "out": None if out is None else str(out),
-        "bytes": out.stat().st_size if out else plan.data_bytes,
+        "bytes": _size(plan, out),
         "expert_bytes": plan.expert_bytes,
         "types": plan.types,
         "source_shape": asdict(plan.source_shape),
@@ -124,3 +141,74 @@ def widened_json(plan: WidePlan, out: Path | None) -> str:
         "notes": plan.notes,
     }
     return json_text(record, indent=None)
+
+
+@flatten
+def make_model(
+    out: Out,
+    like: str | None = None,
+    quant: str | None = None,
+    layers: int | None = None,
+    vocab: int | None = None,
+    header: Path | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    output: Output = Output.TEXT,
+) -> None:
+    """Write a model of a real one's shapes, types and size with random weights, to measure speed without a download.
+
+    Memory, disk traffic and the time of each operation are those of the real file. Routing is that of random experts,
+    drafts are hardly ever accepted, and answers mean nothing. Models with as many tokens have the same vocabulary.
+    """
+    from moeedge.lab.widen.random_model import check_space, model_like, model_of_header, write
+    from moeedge.lab.widen.writer import check_target
+
+    if (like is None) == (header is None):
+        raise InputError("A model needs a shape.", "Give either --like NAME or --header FILE.")
+    if header is not None and any(value is not None for value in (quant, layers, vocab)):
+        raise InputError("--quant, --layers and --vocab change a model of --like.", "Leave them out with --header.")
+    if header is not None:
+        model = model_of_header(header)
+    else:
+        model = model_like(like or "", quant or "q4_k_m", layers=layers, vocab=vocab)
+    if not dry_run:
+        check_target(out, header, force=force)
+        check_space(model, out)
+        with count_bar(stderr_console(), "writing", BYTES, model.data_bytes) as bar:
+            write(model, out, on_bytes=bar.add)
+    emit(output, made_json, print_made, model, None if dry_run else out)
+
+
+def print_made(model: RandomModel, out: Path | None, console: Console) -> None:
+    """The table on `console`; out: the written file, None for a dry run."""
+    rows = [("architecture", model.architecture), ("layers", f"{model.layers:,}"), ("vocabulary", f"{model.n_vocab:,}")]
+    rows += [(f"bytes of {name}", format_bytes(n_bytes)) for name, n_bytes in model.types.items()]
+    if model.expert_bytes:
+        rows.append(("bytes of experts", format_bytes(model.expert_bytes)))
+    rows.append(("file", format_bytes(_size(model, out))))
+    print_table(console, [text_column("", 0), Column(model.name, 1)], rows)
+    _print_written(out, console)
+
+
+def made_json(model: RandomModel, out: Path | None) -> str:
+    """One JSON object; sizes in bytes."""
+    record = {
+        "model": model.name,
+        "architecture": model.architecture,
+        "out": None if out is None else str(out),
+        "bytes": _size(model, out),
+        "expert_bytes": model.expert_bytes,
+        "layers": model.layers,
+        "vocabulary": model.n_vocab,
+        "types": model.types,
+    }
+    return json_text(record, indent=None)
+
+
+def _print_written(out: Path | None, console: Console) -> None:
+    console.print(visible(f"{out} is written." if out else "No file is written (--dry-run)."), soft_wrap=True)
+
+
+def _size(model: WidePlan | RandomModel, out: Path | None) -> int:
+    """Bytes of the file; before it is written, of its tensors."""
+    return out.stat().st_size if out else model.data_bytes

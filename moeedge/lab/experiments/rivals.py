@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from moeedge.errors import EngineError
-from moeedge.hardware.memory import fits
+from moeedge.hardware.host import fits
 from moeedge.hardware.provenance import Provenance
 from moeedge.records import figure, filled, quotient, stored
 from moeedge.run import Run

@@ -172,12 +172,7 @@ class FitReport:
         }
 
 
-def run_fit(
-    config: EngineConfig,
-    prompts: Sequence[Prompt],
-    plan: FitPlan,
-    run: Run | None = None,
-) -> FitReport:
+def run_fit(config: EngineConfig, prompts: Sequence[Prompt], plan: FitPlan, run: Run | None = None) -> FitReport:
     """Measures, fits and predicts. config.n_expert_used is ignored.
 
     run: its progress is in passes. Raises InputError for

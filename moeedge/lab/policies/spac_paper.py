@@ -38,11 +38,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import BoolArray, FloatArray, IndexArray, Resident
+from moeedge.policies import utility
 from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan, PolicyConfig
 from moeedge.policies.cost_model import expert_seconds
 from moeedge.policies.planner import PooledPolicy
-from moeedge.policies.spac import utility
-from moeedge.policies.spac.balancer import thresholds
+from moeedge.policies.utility import thresholds
 
 
 class SpacPaper(PooledPolicy):

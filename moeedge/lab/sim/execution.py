@@ -26,12 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import Residency
-from moeedge.lab.sim.clock import Clock, Process, Signal, Stream, to_ns
-from moeedge.lab.sim.expert_budgets import BudgetedTrace, BudgetStats
-from moeedge.lab.sim.mover import Demand, Mover
-from moeedge.lab.sim.noisy_predictor import BatchPredictions, NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.assumptions import BatchPredictions, BudgetedTrace, BudgetStats, NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import HitStats
-from moeedge.lab.sim.step_costs import StepCosts
+from moeedge.lab.sim.step_costs import StepCosts, to_ns
+from moeedge.lab.sim.streams import Clock, Demand, Mover, Process, Signal, Stream
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExecutionModel, Plan, Policy
 from moeedge.scheduler.driver import StepDriver

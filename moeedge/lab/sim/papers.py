@@ -20,11 +20,10 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from moeedge.lab.sim.clock import to_ns
+from moeedge.lab.sim.assumptions import PredictorAccuracy
 from moeedge.lab.sim.model_shape import SIDES, Side, entry_of, find_model, only_known, pick, read_data
-from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft, simulate, synthetic_trace
-from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs
+from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs, to_ns
 from moeedge.run import Run
 from moeedge.speculation import acceptance_for, expected_tokens
 from moeedge.trace.format import Trace

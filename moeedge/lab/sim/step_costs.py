@@ -18,13 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import InputError, require
-from moeedge.lab.sim.clock import to_ns
 from moeedge.lab.sim.model_shape import ModelShape, Side, entry_of, only_known, pick, read_data, read_json
 from moeedge.policies.cost_model import CostModel, expert_seconds
-from moeedge.scheduler.calibration import Calibration
-from moeedge.scheduler.measurement import measurement_files, parse_measurement
+from moeedge.scheduler.calibration import Calibration, measurement_files, parse_measurement
 
 _COUNTED_TOKENS = 9  # of the counts for more than one token
+
+
+def to_ns(seconds: float) -> int:
+    """Nanoseconds, rounded."""
+    return round(seconds * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from moeedge.engine.autosave import UnfinishedChat, remove
 from moeedge.engine.conversation import Conversation, Message, read_text
 from moeedge.errors import InputError
 from moeedge.paths import user_path
-from moeedge.ui.chat import greeting
 from moeedge.ui.chat import settings as setting_table
+from moeedge.ui.chat.greeting import details
 from moeedge.ui.figures import FigureRow, answer_rows, total_rows
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _info(chat: Chat, argument: str) -> Result:
         return _system(chat, "")
     if argument == "parameters":
         return _set(chat, "")
-    return Result(table=greeting.details(chat.info), lines=list(chat.info.notes))
+    return Result(table=details(chat.info), lines=list(chat.info.notes))
 
 
 def _clear(chat: Chat, _argument: str) -> Result:

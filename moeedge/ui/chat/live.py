@@ -21,9 +21,8 @@ from rich.text import Text
 
 from moeedge.engine.types import EngineInfo, GenerationStats
 from moeedge.scheduler.stats import PlacementStats
-from moeedge.ui.chat.markdown import MarkdownLines, PlainLines, Segment, StyledLine
 from moeedge.ui.chat.settings import Look
-from moeedge.ui.chat.stream import TAB, ThinkingSplitter, wrap_rows
+from moeedge.ui.chat.stream import TAB, MarkdownLines, PlainLines, Segment, StyledLine, ThinkingSplitter, wrap_rows
 from moeedge.ui.console import visible
 from moeedge.ui.figures import FigureRow, live_figures
 

@@ -15,7 +15,7 @@ from moeedge.engine.session import RESERVED_TOKENS, Session, prepare_answers
 from moeedge.engine.types import EngineConfig, EngineInfo
 from moeedge.errors import InputError, MoeedgeError
 from moeedge.run import Notification, Run
-from moeedge.ui.chat import greeting
+from moeedge.ui.chat.greeting import experts_line, warnings_of
 from moeedge.ui.chat.interrupt import Ended
 from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from moeedge.ui.console import say
@@ -202,7 +202,7 @@ class Chat:
         if failed is not None:
             raise InputError(f"{failed.message} The context keeps {settings.ctx:,} tokens.", failed.hint)
         what = f"The context has {settings.ctx:,} tokens. The conversation is read again with the next message."
-        return [what, *greeting.warnings_of(self.session.info)]
+        return [what, *warnings_of(self.session.info)]
 
     def resume(self, chat: UnfinishedChat) -> list[str]:
         """Take over a chat that ended unexpectedly. Returns what is new to the user; an open question is answered next.
@@ -246,7 +246,7 @@ class Chat:
         self.begun = []
         if self.autosave is not None:
             self.autosave.begin_anew(self._origin)
-        return [f"Model: {info.model}.", greeting.experts_line(info), *greeting.warnings_of(info), *lines]
+        return [f"Model: {info.model}.", experts_line(info), *warnings_of(info), *lines]
 
     def _adopt(self, chat: UnfinishedChat) -> bool:
         """Make `chat` the conversation; whether it is saved."""

@@ -1,14 +1,20 @@
-"""Analyses of expert budgets, against definitions in plain Python."""
+"""Analyses of expert budgets, against definitions in plain Python, and the two passes over a model's verifications."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from moeedge.data.prompts import Prompt, user_turns
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.errors import EngineError
+from moeedge.lab.analysis.budget_recording import analyse_budgets
 from moeedge.lab.analysis.expert_budget import (
     VARIANTS,
     BudgetVariant,
@@ -24,7 +30,10 @@ from moeedge.lab.analysis.expert_budget import (
     selection_values,
     summed_weights,
 )
-from moeedge.lab.policies.expert_budget import MixingWeights
+from moeedge.lab.policies.expert_budget import MixingWeights, oracle_order
+from moeedge.run import Run
+from moeedge.scheduler.config import PlacementConfig
+from tests.support.progress import SeenProgress
 
 L, T, N, K, D = 3, 5, 12, 3, 4
 BUDGETS = (3, 5, 8, 12)
@@ -65,7 +74,7 @@ def test_errors_against_their_definition(batch: RoutedBatch) -> None:
 def defined_error(
     batch: RoutedBatch, layer: int, variant: BudgetVariant, budget: int, static: list[int]
 ) -> tuple[float, float]:
-    """Error of a layer's output, and the share of the natural picks' probability that is kept; Eq. 4-8 in loops."""
+    """Error of a layer's output, and the share of the picks' probability that is kept; Eq. 4, 5, 7, 8 in loops."""
     assert batch.outputs is not None
     p, out = batch.values[layer].astype(float), batch.outputs[layer].astype(float)
     natural = [
@@ -74,25 +83,14 @@ def defined_error(
     ]
     full = [sum(w * out[t, e] for e, w in natural[t].items()) for t in range(T)]
     union = set().union(*natural)
-    best: set[int] = set()
-    if variant.ranking == "oracle":
-        while len(best) < budget:
-
-            def error_with(new: int) -> float:
-                inside = best | {new}
-                parts = [
-                    sum((w * out[t, e] for e, w in natural[t].items() if e in inside), np.zeros(D)) for t in range(T)
-                ]
-                return float(sum(((full[t] - parts[t]) ** 2).sum() for t in range(T)))
-
-            best.add(min((e for e in range(N) if e not in best), key=lambda e: (round(error_with(e), 10), e)))
-    else:
-        score = {
-            "router": lambda e: p[:, e].sum(),
-            "static": lambda e: -static.index(e),
-            "picks": lambda e: sum(row.get(e, 0.0) for row in natural),
-        }[variant.ranking]
-        best = set(sorted(range(N), key=lambda e: (-score(e), e))[:budget])
+    oracle = oracle_order(batch.outputs[layer], batch.weights[layer], batch.ids[layer]).tolist()
+    score = {
+        "router": lambda e: p[:, e].sum(),
+        "static": lambda e: -static.index(e),
+        "picks": lambda e: sum(row.get(e, 0.0) for row in natural),
+        "oracle": lambda e: -oracle.index(e),
+    }[variant.ranking]
+    best = set(sorted(range(N), key=lambda e: (-score(e), e))[:budget])
     if len(union) <= budget:
         best = union
     squared = 0.0
@@ -186,3 +184,18 @@ def test_means_of_errors() -> None:
     assert errors.mean(other, 5) == pytest.approx(errors.errors[:, :, i, 1].mean())
     assert errors.mean(BudgetVariant("static", "substitution"), 5) is None
     assert len(list(errors.rows())) == (len(VARIANTS) - 1) * len(BUDGETS)
+
+
+def test_both_passes_are_told_of_and_measured(tiny_moe: Path, tiny_draft: Path) -> None:
+    """Next to the command's figures in tests/lab/cli/test_budget.py."""
+    prompts = [Prompt(text, "", user_turns(text)) for text in ("a b a b a b", "c d c")]
+    progress, greedy = SeenProgress(), SamplingConfig(temperature=0)
+    config = EngineConfig(model=tiny_moe, draft=tiny_draft, gamma=4, n_ctx=256, n_threads=1, device="none")
+    with Session.open(replace(config, placement=PlacementConfig(cache_ratio=0.0))) as session:
+        found = analyse_budgets(
+            session, prompts, [0, 2], (4, 8, 16), n_predict=8, sampling=greedy, raw=True, run=Run(progress=progress)
+        )
+    assert progress.amounts == [1] * 4  # each pass answers the prompts anew
+    assert "profiling, 8 tokens" in progress.phases
+    assert found.errors is not None and found.errors.errors.size
+    assert found.errors.budgets == (4, 8, 16)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import gguf
-import llama_cpp
 import numpy as np
 import pytest
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
-from moeedge.lab.analysis import pair_similarity
-from moeedge.lab.analysis.pair_similarity import compare_pair, entropy_bits
+from moeedge.lab.experiments import sp_moe
+from moeedge.lab.experiments.sp_moe import compare_pair, entropy_bits
 from moeedge.llama.context import Context
 from moeedge.native import Block
 from moeedge.native.abi import Phase
@@ -24,8 +22,7 @@ TEXTS = [list(range(5, 45)), [7, 8, 9]]
 
 
 def open_pair(target: Path, draft: Path | str | None) -> Session:
-    chosen = Path(draft) if isinstance(draft, Path) else draft
-    return Session.open(EngineConfig(model=target, draft=chosen, gamma=2, n_ctx=256, n_threads=1))  # type: ignore[arg-type]
+    return Session.open(EngineConfig(model=target, draft=draft, gamma=2, n_ctx=256, n_threads=1))  # type: ignore[arg-type]
 
 
 def blocks_of(context: Context, phase: Phase) -> list[dict[int, Block]]:
@@ -83,34 +80,10 @@ def entropy(logits: np.ndarray) -> float:
     return float(-sum(x * np.log2(x) for x in p if x > 0))
 
 
-def test_a_model_is_its_own_best_draft(tiny_moe: Path) -> None:
-    with open_pair(tiny_moe, tiny_moe) as session:
-        result, _ = compare_pair(session, TEXTS)
-    assert result is not None
-    assert result.cosine == pytest.approx([1.0] * 3, abs=1e-4)
-    assert min(min(shares) for shares in result.top_n) > 0.98
-    assert result.entropy_draft_bits == pytest.approx(result.entropy_target_bits, abs=1e-3)
-
-
-def test_a_quantisation_of_the_model_is_a_close_draft(tiny_moe: Path, tmp_path: Path) -> None:
-    """llama.cpp's quantizer writes every matrix in Q4_0: nearly the same inputs."""
-    quantised = tmp_path / "q4_0.gguf"
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
-    params.allow_requantize = params.pure = True
-    assert llama_cpp.llama_model_quantize(str(tiny_moe).encode(), str(quantised).encode(), ctypes.byref(params)) == 0
-    with open_pair(tiny_moe, quantised) as session:
-        result, _ = compare_pair(session, TEXTS)
-    assert result is not None and result.layers == [0, 1, 2]
-    assert all(0.95 < cosine < 1 - 1e-5 for cosine in result.cosine)  # near, but not the same
-    assert all(shares[0] > 0.9 and min(shares) > 0.8 for shares in result.top_n)
-    assert result.entropy_draft_bits == pytest.approx(result.entropy_target_bits, abs=0.1)
-
-
 def test_at_most_so_many_tokens_and_none_after_a_stop(
     tiny_moe: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair_similarity, "MAX_TOKENS", 20)
+    monkeypatch.setattr(sp_moe, "MAX_TOKENS", 20)
     with open_pair(tiny_moe, tiny_draft) as session:
         result, _ = compare_pair(session, TEXTS)
         assert result is not None and result.tokens == 20

@@ -72,14 +72,13 @@ def test_amdahl_share_is_found_from_its_ratio(share: float, expert_ratio: float)
     assert speculation.expert_share_for(ratio, expert_ratio) == pytest.approx(share)
 
 
-def test_an_expert_ratio_of_one_has_no_share() -> None:
-    with pytest.raises(ValueError, match="share"):
-        speculation.expert_share_for(1.0, 1.0)
-
-
-def test_arithmetic_intensity_without_shared_experts_is_tokens_times_sparsity() -> None:
+def test_formulas_by_hand() -> None:
     assert speculation.arithmetic_intensity(16, 8, 128) == 1.0
     assert speculation.arithmetic_intensity(16, 8, 128, n_shared=2) == pytest.approx(160 / 130)
+    # ln 0.05 / ln(1 - 8/64) = 22.4, ln 0.05 / ln(1 - 8/128) = 46.4; a dense model needs one token
+    assert [published.full_activation_tokens(n_experts, 8) for n_experts in (64, 128, 8)] == [23, 47, 1]
+    with pytest.raises(ValueError, match="share"):
+        speculation.expert_share_for(1.0, 1.0)
 
 
 @given(n_experts=st.integers(2, 256), data=st.data(), share=st.floats(0.1, 0.99))
@@ -97,13 +96,6 @@ def test_full_activation_threshold_is_the_first_that_suffices(
     assert threshold == 1 or reached(threshold - 1) <= share + 1e-9
 
 
-def test_full_activation_of_known_models() -> None:
-    """By hand: ln 0.05 / ln(1 - 8/64) = 22.4, ln 0.05 / ln(1 - 8/128) = 46.4; a dense model needs one token."""
-    assert published.full_activation_tokens(64, 8) == 23
-    assert published.full_activation_tokens(128, 8) == 47
-    assert published.full_activation_tokens(8, 8) == 1
-
-
 @given(n_tokens=st.integers(1, 200))
 def test_sparser_models_have_fewer_tokens_per_expert(n_tokens: int) -> None:
     """MoESD, Appendix A: the mean rises with rho; Eq. 10 in its other form."""
@@ -114,40 +106,12 @@ def test_sparser_models_have_fewer_tokens_per_expert(n_tokens: int) -> None:
     assert means[-1] == pytest.approx(n_tokens)
 
 
-def _is_other_run(row: Reproduced) -> bool:
-    return "sigma by the alpha of" in row.figure
-
-
 def test_figures_follow_from_the_inputs_printed_with_them() -> None:
-    """Every row but those that take alpha from another run."""
-    wrong = [row for row in published.reproduced() if not row.agrees and not _is_other_run(row)]
-    assert wrong == []
-
-
-def test_the_studys_25_experts_of_four_tokens_are_not_of_one_text() -> None:
-    """N = 128, k = 8: 29.1 by the uniform formula; neighbours that share 0.381 k use fewer than 25.4."""
-    assert routing_curves.uniform_unique(128, 8, 4) == pytest.approx(29.12, abs=0.01)
-    most = 4 * 8 - 3 * 0.381 * 8
-    assert most == pytest.approx(22.86, abs=0.01) and 20.36 < most < 25.4
-    least_of_independent = 4 * 8 - 6 * 0.118 * 8
-    assert least_of_independent == pytest.approx(26.34, abs=0.01) and least_of_independent > 25.4
-    two_of_independent, shared_of_two = 2 * 8 - 0.118 * 8, (2 * 8 - 14.7) / 8
-    assert (round(two_of_independent, 2), round(shared_of_two, 2)) == (15.06, 0.16)
-    fewer_than = [round(1 - 20.36 / other, 2) for other in (25.4, 29.12)]
-    assert fewer_than == [0.20, 0.30]
-
-
-def test_uniform_column_is_exact() -> None:
-    column = [row for row in published.reproduced() if "active experts, uniform" in row.figure]
-    assert [round(float(row.computed), 1) for row in column] == [8.0, 15.5, 29.1, 51.6, 82.4, 111.8, 125.9]
-
-
-def test_sigma_of_other_gammas_follows_from_one_alpha_roughly() -> None:
-    """The acceptance of MoESD's runs differs between gammas: sigma is off by at most 0.07."""
-    rows = [row for row in published.reproduced() if _is_other_run(row)]
-    assert len(rows) == 16
-    assert max(abs(row.computed - row.published) for row in rows) < 0.07
-    assert sum(row.agrees for row in rows) == 9
+    """Every row but those that take alpha from a run with another gamma, whose acceptance differs."""
+    others = [row for row in published.reproduced() if "sigma by the alpha of" in row.figure]
+    assert [row for row in published.reproduced() if not row.agrees and row not in others] == []
+    assert len(others) == 16 and sum(row.agrees for row in others) == 9
+    assert max(abs(row.computed - row.published) for row in others) < 0.07
 
 
 def test_a_figure_agrees_only_as_printed() -> None:

@@ -153,6 +153,7 @@ def test_a_fit_that_misses_its_times_predicts_no_speed_up(tiny_moe: Path, monkey
         text = run("lab", "fit", "-m", tiny_moe, "-md", "none", "--dataset", "toy")
         assert text.exit_code == (0 if is_usable else MeasurementError.exit_code)
         assert ("gamma" in text.stdout, bool(text.stderr)) == (is_usable, not is_usable)
+        assert ("Amdahl" in text.stdout) == is_usable
         output = run("lab", "fit", "-m", tiny_moe, "-md", "none", "--dataset", "toy", "-o", "json")
         record = json.loads(output.stdout)
         assert output.exit_code == text.exit_code and record["usable"] == is_usable
@@ -160,20 +161,17 @@ def test_a_fit_that_misses_its_times_predicts_no_speed_up(tiny_moe: Path, monkey
         assert bool(record["speed_up"]) == bool(record["amdahl"]) == is_usable
 
 
-@pytest.mark.parametrize("head", ["eagle3", "dflash"])
-def test_heads_have_no_time_to_fit(head: str, tiny: TinyFactory) -> None:
-    with pytest.raises(InputError, match="head"):
-        run_fit(config_of(tiny("qwen3moe"), tiny(head)), PROMPTS, PLAN)
-
-
-def test_without_a_draft_there_is_no_acceptance(tiny_moe: Path) -> None:
-    with pytest.raises(InputError, match="Without a draft"):
-        run_fit(config_of(tiny_moe, None), PROMPTS, PLAN)
-
-
-def test_dense_models_are_refused(tiny_draft: Path) -> None:
-    with pytest.raises(InputError, match="no experts"):
-        run_fit(config_of(tiny_draft, None), PROMPTS, PLAN)
+@pytest.mark.parametrize(
+    ("target", "draft", "words"),
+    [
+        *(("qwen3moe", head, "head") for head in ("eagle3", "dflash")),
+        ("qwen3moe", None, "Without a draft"),
+        ("qwen3", None, "no experts"),
+    ],
+)
+def test_pairs_that_cannot_be_fitted_are_refused(target: str, draft: str | None, words: str, tiny: TinyFactory) -> None:
+    with pytest.raises(InputError, match=words):
+        run_fit(config_of(tiny(target), tiny(draft) if draft else None), PROMPTS, PLAN)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +188,12 @@ def test_plans_are_checked(plan: dict[str, tuple[int, ...]]) -> None:
 
 def test_command(tiny_moe: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation_fit, "MAX_ERROR", 1e9)  # of a machine that may be busy
-    pair = ["-m", str(tiny_moe), "-md", str(tiny_draft), "-c", "512", "-t", "1", "--limit", "2", "-n", "24", "-r", "1"]
     work = ["--dataset", "toy", "--batch-tokens", "1,2,3,4,6,8,16", "--draft-max", "1,2", "--batch-sizes", "1,4"]
-    report = run_json("lab", "fit", *pair, *work, "--n-expert-used", "4")
+    short = ["-t", "1", "--limit", "2", "-n", "24", "-r", "1", "--n-expert-used", "4"]
+    report = run_json("lab", "fit", "-m", tiny_moe, "-md", tiny_draft, "-c", "512", *short, *work)
     assert set(report["parameters"]) == set(report["lower_bounds"]) and len(report["parameters"]) == 10
     assert report["left_out_error"] > 0 and len(report["left_out"]) == 7 + 5
     assert len(report["speed_up"]) == 4
-    text = run("lab", "fit", *pair, *work, "--n-expert-used", "4")
-    assert text.exit_code == 0 and "Amdahl" in text.stdout
 
 
 def test_bad_input_is_refused(tiny_moe: Path, tiny_draft: Path) -> None:

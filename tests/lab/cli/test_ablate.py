@@ -13,8 +13,8 @@ from rich.console import Console
 
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
-from moeedge.lab.cli.ablate import print_ablation
-from moeedge.lab.experiments.ablation import AblationRow, figure_12, figure_14, quantized
+from moeedge.lab.cli.sp_moe import print_ablation
+from moeedge.lab.experiments.sp_moe import AblationRow, figure_12, figure_14, quantized
 from moeedge.llama.model import Model
 from moeedge.policies.base import Plan
 from moeedge.scheduler.driver import StepDriver

@@ -1,4 +1,4 @@
-"""`moeedge lab budget`: figures equal to a recomputation from the trace of the same run."""
+"""`moeedge lab budget`, with figures equal to a recomputation from the trace of the same run, and `lab pair`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.commands import refused, run, run_json
 
 
 @pytest.fixture
-def pair(tiny_moe: Path, tiny_draft: Path) -> list[str]:
+def short(tiny_moe: Path, tiny_draft: Path) -> list[str]:
     """The tiny target and draft, greedy and short, on two prompts of a file."""
     prompts = tiny_moe.with_name("prompts.jsonl")
     prompts.write_text('{"prompt": "one two three four"}\n{"prompt": "five six"}\n')
@@ -25,9 +25,9 @@ def pair(tiny_moe: Path, tiny_draft: Path) -> list[str]:
     return ["-m", str(tiny_moe), "-md", str(tiny_draft), *options]
 
 
-def test_figures_against_the_trace(pair: list[str], tmp_path: Path) -> None:
-    report = run_json("lab", "budget", *pair, "--budgets", "4,8,16")
-    run_json("profile", *pair, "--trace-out", str(tmp_path / "trace.npz"))
+def test_figures_against_the_trace(short: list[str], tmp_path: Path) -> None:
+    report = run_json("lab", "budget", *short, "--budgets", "4,8,16")
+    run_json("profile", *short, "--trace-out", str(tmp_path / "trace.npz"))
     trace = Trace.load(tmp_path / "trace.npz")
     assert trace.weights is not None
     is_verified = trace.phase == Phase.VERIFY
@@ -59,9 +59,9 @@ def test_figures_against_the_trace(pair: list[str], tmp_path: Path) -> None:
     assert max(np.diff(routing["cumulative_probability"], 2)) < 1e-5  # the best first
 
 
-def test_errors(pair: list[str]) -> None:
+def test_errors(short: list[str]) -> None:
     """No error with all experts; static ranks by the other prompt; the error falls with the budget."""
-    report = run_json("lab", "budget", *pair, "--budgets", "auto", "--layers", "1-2")
+    report = run_json("lab", "budget", *short, "--budgets", "auto", "--layers", "1-2")
     assert report["layers"] == [1, 2]
     errors = report["reconstruction_error"]
     assert errors["batches"] >= 2 and report["budgets"] == [4, 6, 8, 10, 12, 16]
@@ -77,19 +77,19 @@ def test_errors(pair: list[str]) -> None:
     assert rows["oracle", "truncation", 6]["error"] < rows["router", "truncation", 6]["error"]
 
 
-def test_text(pair: list[str]) -> None:
-    result = run("lab", "budget", *pair, "--budgets", "4,8")
+def test_text(short: list[str]) -> None:
+    result = run("lab", "budget", *short, "--budgets", "4,8")
     assert result.exit_code == 0
     for part in ("router, subst.", "oracle, trunc.", "B=8", "Eq. 9", "routing probability"):
         assert part in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-def test_what_cannot_be_analysed(pair: list[str], tiny: TinyFactory) -> None:
+def test_what_cannot_be_analysed(short: list[str]) -> None:
     for budgets in ("3", "17", "many", ""):
-        refused("lab", "budget", *pair, "--budgets", budgets)
-    assert "moeedge lab budget" in refused("profile", *pair, "--budget-analysis", "8")
-    assert run("lab", "budget", *pair, "--budgets", "8", "-md", "none").exit_code == 1  # nothing to verify
+        refused("lab", "budget", *short, "--budgets", budgets)
+    assert "moeedge lab budget" in refused("profile", *short, "--budget-analysis", "8")
+    assert run("lab", "budget", *short, "--budgets", "8", "-md", "none").exit_code == 1  # nothing to verify
 
 
 @pytest.mark.parametrize(
@@ -112,3 +112,10 @@ def test_weights_before_the_experts(tiny: TinyFactory) -> None:
     options = ["-md", "ngram", "-c", "256", "-n", "40", "-t", "1", "--raw", "-p", "a b a b a b a b"]
     report = run_json("lab", "budget", "-m", str(tiny("llama4")), *options)
     assert report["reconstruction_error"] is None and "layer" in report["no_reconstruction_error"]
+
+
+def test_draft_and_target_are_compared(pair: list[str]) -> None:
+    found = run_json("lab", "pair", *pair, "-p", "one two three", "-n", "8")
+    assert found["layers"] == [0, 1, 2] and len(found["entropy_popularity_bits"]) == 3
+    assert "mean" in run("lab", "pair", *pair, "-p", "one two three", "-n", "8").stdout
+    assert "-md" in refused("lab", "pair", *pair[:2], "-md", "none", "-p", "one")

@@ -1,4 +1,4 @@
-"""`moeedge lab replay` from the command line: flat rows, tables, the same bytes for the same seed, and mistakes."""
+"""`moeedge lab replay` and `lab trace` from the command line: rows, tables, seeds, imports, and mistakes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ import numpy as np
 import pytest
 
 from moeedge.lab.traces.schedule import texts_of
-from moeedge.ui import progress
+from moeedge.trace.format import Trace
+from moeedge.ui import console
 from tests.support.commands import refused, run, run_json
 from tests.support.traces import plain_text, two_texts
-
-_FIELDS = (
-    "policy", "cache_ratio", "rejected_token_model", "hit_rate_pairs",
-    "hit_rate_experts", "uploads_per_layer_step", "hot_cold_accuracy",
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -36,8 +32,10 @@ def test_rows_are_flat_and_come_in_order(plain: Path) -> None:
     assert [(row["rejected_token_model"], row["cache_ratio"], row["policy"]) for row in rows] == [
         (model, ratio, name) for model in ("optimistic", "pessimistic") for ratio in (0.25, 0.5) for name in names
     ]
+    bounds = run_json("lab", "replay", plain, "--policy", "belady,oracle", "--gamma", 0)
+    assert [row["policy"] for row in bounds] == ["oracle", "belady"]
     for row in rows:
-        assert next(iter(row)) == "policy" and set(_FIELDS) <= set(row)
+        assert next(iter(row)) == "policy"
         assert not any(isinstance(value, dict | list) for value in row.values())
         assert (row["gamma"], row["acceptance_chance"], row["seed"], row["bytes_per_step"]) == (3, 0.8, 0, None)
         assert 0.0 <= row["hit_rate_pairs"] <= 1.0
@@ -55,18 +53,25 @@ def test_hardware_states_times(plain: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes(plain: Path) -> None:
-    arguments = (plain, "--policy", "all", "--gamma", 3, "-o", "json", "--seed")
+    arguments = (plain, "--policy", "lru,hybrimoe", "--gamma", 3, "-o", "json", "--seed")
     first, again, other = (run("lab", "replay", *arguments, seed).stdout for seed in (5, 5, 6))
     assert first == again != other
 
 
 @pytest.mark.slow
-def test_two_processes_print_the_same_bytes(plain: Path) -> None:
-    """Under every policy, whatever order Python's sets and dictionaries have."""
-    command = [sys.executable, "-m", "moeedge", "lab", "replay", str(plain), "--gamma", "3", "-o", "json"]
-    command += ["--predictor-accuracy", "default"]
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("replay", "--gamma 3 --predictor-accuracy default"),
+        *(("simulate", f"--policy {name} -n 60 --max-steps 6 -s 7") for name in ("spac", "moe-infinity", "hybrimoe")),
+    ],
+)
+def test_two_processes_print_the_same_bytes(command: str, options: str, plain: Path) -> None:
+    """Whatever order Python's sets and dictionaries have; tests/outputs compares all policies with one record."""
+    traces = [str(plain)] if command == "replay" else []
+    program = [sys.executable, "-m", "moeedge", "lab", command, *traces, *options.split(), "-o", "json"]
     printed = [
-        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        subprocess.run(program, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
         for seed in ("1", "2")
     ]
     assert printed[0] == printed[1] != b""
@@ -111,7 +116,7 @@ def test_progress_without_a_terminal(plain: Path, monkeypatch: pytest.MonkeyPatc
     arguments = ("lab", "replay", plain, "--policy", "lru", "--gamma", 3, "-o", "json")
     quiet = run(*arguments)
     assert not quiet.stderr  # it takes less time than passes before the first line
-    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    monkeypatch.setattr(console, "LINE_S", 0.0)
     for more in ((), ("--curve",)):
         result = run(*arguments, *more)
         assert result.exit_code == 0
@@ -176,11 +181,6 @@ def test_accuracies_and_profiles_can_be_given(plain: Path) -> None:
     assert (seeing["prediction_source"], seeing["predictor_accuracy"]) == ("next-gate", 1.0)
 
 
-def test_the_bounds_alone(plain: Path) -> None:
-    rows = run_json("lab", "replay", plain, "--policy", "belady,oracle", "--gamma", 0)
-    assert [row["policy"] for row in rows] == ["oracle", "belady"]
-
-
 def test_curves_come_as_table_json_and_picture(tmp_path: Path, plain: Path) -> None:
     two_texts().save(tmp_path / "own.npz")
     traces = (tmp_path / "own.npz", plain)
@@ -226,3 +226,41 @@ def test_memory_can_be_emptied_with_each_text(tmp_path: Path) -> None:
     carried, emptied = run_json(*arguments)[0], run_json(*arguments, "--fresh-memory")[0]
     assert (carried["fresh_memory"], emptied["fresh_memory"]) == (False, True)
     assert carried["hit_rate_pairs"] > emptied["hit_rate_pairs"]
+
+
+def test_trace_info(tmp_path: Path) -> None:
+    own = tmp_path / "own.npz"
+    two_texts(weights=True).save(own)
+    result = run("lab", "trace", "info", own)
+    assert result.exit_code == 0, result.output
+    parts = ("8 per layer, 2 per token", "10 decoded text", "up to 2 tokens, acceptance rate 0.400", "vocabulary ids")
+    assert all(part in result.stdout for part in parts)
+    found = run_json("lab", "trace", "info", own)
+    assert found["acceptance_chance"] == 0.5
+    assert (found["model"], found["n_experts"], found["gamma"], found["acceptance_rate"]) == ("random", 8, 2, 0.4)
+
+
+def test_trace_import(tmp_path: Path) -> None:
+    csv, back = tmp_path / "text.csv", tmp_path / "back.npz"
+    csv.write_text("pos,layer,id0,id1\n0,0,1,2\n0,1,3,4\n1,0,1,5\n1,1,3,6\n")
+    result = run("lab", "trace", "import", csv, back, "--n-experts", 16, "--model", "mine", "--expert-bytes", 4096)
+    assert result.exit_code == 0 and result.stdout == "" and "2 tokens" in result.stderr
+    trace = Trace.load(back)
+    sizes = trace.expert_bytes()
+    assert (trace.meta.model, trace.meta.n_experts, trace.n_tokens) == ("mine", 16, 2)
+    assert sizes is not None and sizes.tolist() == [4096, 4096]
+    assert trace.meta.source.endswith("text.csv")
+    assert "trace that is read" in refused("lab", "trace", "import", back, back)
+    assert ".npz" in refused("lab", "trace", "import", csv, tmp_path / "back.csv")
+
+
+@pytest.mark.parametrize(("name", "content"), [("empty.npz", b""), ("layers.csv", b"pos,layer,id0\n0,2147483647,1\n")])
+@pytest.mark.parametrize(
+    "command", [["lab", "trace", "info"], ["lab", "trace", "import"], ["lab", "replay"]], ids=" ".join
+)
+def test_broken_files_end_with_one_sentence(name: str, content: bytes, command: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    more = [str(tmp_path / "out.npz")] if command[-1] == "import" else []
+    message = refused(*command, tmp_path / name, *more)
+    assert message.startswith("error: ") and name in message and "trace" in message
+    assert not (tmp_path / "out.npz").exists()

@@ -1,9 +1,11 @@
-"""Every published schema describes each key, and real outputs are valid under it."""
+"""Every published schema describes each key, real outputs are valid under it, and the document has every key."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,14 @@ import jsonschema
 import numpy as np
 import pytest
 
+from moeedge.analysis.profile import complete_report, layer_report, profile_layers, profile_model, run_facts
+from moeedge.engine.recording import Recording
 from moeedge.lab.cli.schema import SCHEMAS, key_table, schema_text
+from moeedge.lab.experiments.sp_moe import PairSimilarity
 from tests.support.commands import refused, run, run_json
 from tests.support.traces import two_texts
+
+TEXT = (Path(__file__).parents[3] / "docs/lab/traces.md").read_text(encoding="utf-8")
 
 
 def validator(name: str) -> jsonschema.Draft202012Validator:
@@ -146,8 +153,7 @@ def test_the_command_prints_them() -> None:
 
 
 def test_the_documents_table_is_made_from_the_declarations() -> None:
-    page = (Path(__file__).parents[3] / "docs/lab/traces.md").read_text(encoding="utf-8")
-    _, _, table = page.partition("<!-- made by: moeedge lab schema trace -o md -->\n")
+    _, _, table = TEXT.partition("<!-- made by: moeedge lab schema trace -o md -->\n")
     assert table.startswith(key_table("trace") + "\n")
 
 
@@ -158,3 +164,32 @@ def test_tables_name_every_key(name: str) -> None:
     keys = [row[0].strip("| `") for row in rows]
     schema = json.loads(schema_text(name))
     assert set(schema.get("items", schema)["properties"]) <= set(keys) and len(keys) == len(set(keys))
+
+
+def test_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    two_texts().save(Path("story.npz"))
+    examples = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, "docs/lab/traces.md", "exec"), {})
+    assert "hottest expert:" in capsys.readouterr().out
+
+
+def test_the_document_names_every_array_and_key(tmp_path: Path) -> None:
+    two_texts().save(tmp_path / "story.npz")
+    saved = np.load(tmp_path / "story.npz")
+    for array in (*saved.files, "weights", "states"):
+        assert re.search(rf"\| `{array}` +\|", TEXT), array
+    for key in json.loads(str(saved["meta"])):
+        assert f"`meta.{key}`" in TEXT, key
+    trace = two_texts()
+    report = layer_report(profile_layers(trace, [0])[0], run_facts(trace, Recording(trace, 1, 1, 1, [])))
+    inner = ("hot_cold_accuracy", "unique_experts", "activation_counts", "skew", "persistence")
+    for key_name in (*report, *(key for name in inner for key in report[name]), *report["utility"][0]):
+        assert f"`{key_name}`" in TEXT, key_name
+    profile = profile_model(trace, [0])
+    complete = complete_report(profile, {})
+    model = complete["model_profile"]
+    for key_name in (*complete, *model, *model["speculation"], *(field.name for field in fields(PairSimilarity))):
+        assert f"`{key_name}`" in TEXT, key_name

@@ -7,15 +7,17 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+from moeedge.lab.sim.assumptions import NO_PREDICTOR
 from moeedge.lab.sim.execution import Execution
-from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR
 from moeedge.lab.sim.policy_replay import PolicyReplay, Slots
-from moeedge.lab.sim.step_costs import TOKENS_MAX, StepCosts
+from moeedge.lab.sim.step_costs import TOKENS_MAX
 from moeedge.lab.traces.schedule import Batch, Chunk
 from moeedge.policies.base import CacheShape, PolicyConfig, check_plan
 from moeedge.policies.registry import make_policy
+from tests.lab.sim.test_simulate_events import costs
 
 LINK_NS, SYNC_NS, LATENCY_NS = 100, 7, 3
+DEVICE_NS = np.minimum(np.arange(TOKENS_MAX + 1), 1).astype(np.int64) * 10
 
 
 class Lru:
@@ -93,23 +95,6 @@ def test_a_shared_lru_serves_layer_by_layer(capacity: int) -> None:
     assert n_hits > 0
 
 
-def costs() -> StepCosts:
-    tokens = np.minimum(np.arange(TOKENS_MAX + 1), 1).astype(np.int64)
-    return StepCosts(
-        cpu_ns=tokens * 1000,
-        device_ns=tokens * 10,
-        block_ns=1,
-        sync_ns=SYNC_NS,
-        transfer_ns=LINK_NS,
-        demand_ns=LINK_NS,
-        latency_ns=LATENCY_NS,
-        dense_ns=50,
-        head_ns=0,
-        draft_ns=0,
-        schedule_ns=0,
-    )
-
-
 def test_replay_and_simulator_show_the_same_cache() -> None:
     shape = CacheShape.uniform(3, 12, 14)
     steps = batches(3, 12, [2, 9, 3, 40, 2, 2, 9, 1] * 4)
@@ -125,7 +110,8 @@ def test_replay_and_simulator_show_the_same_cache() -> None:
     assert (stats.hits.pairs_hit, stats.hits.uploads, stats.on_demand) == (n_hits, n_loads, n_loads)
 
     policy = make_policy("llama-cpp-cache", shape, PolicyConfig())
-    time = Execution(costs(), shape, policy, steps, accuracy=NO_PREDICTOR).run()
+    times = {"sync_ns": SYNC_NS, "transfer_ns": LINK_NS, "demand_ns": LINK_NS, "latency_ns": LATENCY_NS}
+    time = Execution(costs(device_ns=DEVICE_NS, **times), shape, policy, steps, accuracy=NO_PREDICTOR).run()
     assert (time.hits.pairs_hit, time.hits.uploads) == (n_hits, n_loads)
     layers_with_misses = sum(int(((s.counts > 0) & ~h).any(axis=1).sum()) for s, h in zip(steps, found, strict=True))
     assert time.ns["load"] == n_loads * LINK_NS + layers_with_misses * LATENCY_NS  # one transfer per layer

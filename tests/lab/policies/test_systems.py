@@ -10,37 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.lab.policies.fate import Arc, shallow_shares
-from moeedge.lab.policies.hybrimoe import Queue
-from moeedge.lab.policies.layer_lru import AdapMoe, allocate, critical_experts, cutoff_layer, expected_loads
-from moeedge.lab.sim.policy_replay import Slots
-from moeedge.policies.base import (
-    CacheShape,
-    ExpertPrediction,
-    Observation,
-    Plan,
-    Policy,
-    PolicyConfig,
-    limit_uploads,
+from moeedge.lab.policies.layer_caches import (
+    AdapMoe,
+    Arc,
+    allocate,
+    critical_experts,
+    cutoff_layer,
+    expected_loads,
+    shallow_shares,
 )
-from moeedge.policies.cost_model import CostModel
+from moeedge.lab.policies.systems import Queue
+from moeedge.lab.sim.policy_replay import Slots
+from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, PolicyConfig, limit_uploads
 from moeedge.policies.planner import even_shares, predicted_counts
 from moeedge.policies.registry import make_policy
+from tests.support.costs import cost_model
 
 N_EXPERTS = 8
-
-
-def units() -> CostModel:
-    """A CPU with 1 ms per token, a device ten times as fast, and a link with 5 ms per expert."""
-    return CostModel(
-        cpu_expert_s=np.array([0.0, 1e-3, 2e-3]),
-        device_expert_s=np.array([0.0, 1e-4, 1.1e-4]),
-        transfer_expert_s=5e-3,
-        draft_token_s=0.0,
-        block_overhead_s=0.0,
-        r_c=np.array([0.5, 0.5]),
-        r_g=np.array([0.5, 0.5]),
-    )
 
 
 def step_of(ids: NDArray[np.int32], n_experts: int = N_EXPERTS, **more: object) -> Observation:
@@ -151,17 +137,6 @@ def test_fate_favours_the_first_layer() -> None:
     assert shares.sum() == 122 and shares[0] == 30 and set(shares[1:].tolist()) == {4}
 
 
-def test_fate_prefetches_the_experts_that_the_gate_predicts() -> None:
-    shape = CacheShape.uniform(3, N_EXPERTS, 9)
-    policy = make_policy("fate", shape)
-    slots = Slots(shape)
-    policy.observe(step_of(np.zeros((3, 1, 2), dtype=np.int32)))
-    predicted = np.full((3, 1, 2), -1, dtype=np.int32)
-    predicted[1] = [[5, 6]]
-    plan = policy.plan_layer(0, slots.resident, ExpertPrediction(predicted))  # type: ignore[attr-defined]
-    assert {tuple(pair) for pair in plan.uploads.tolist()} == {(1, 5), (1, 6)}
-
-
 def test_moe_infinity_follows_the_most_similar_text() -> None:
     shape = CacheShape.uniform(2, N_EXPERTS, 4)
     policy = make_policy("moe-infinity", shape)
@@ -240,7 +215,7 @@ def test_hybrimoe_shares_a_layer_as_well_as_its_queue(seed: int) -> None:
 def test_hybrimoe_prefetches_where_it_saves_most() -> None:
     counts = np.zeros((3, N_EXPERTS), dtype=np.float32)
     counts[1, 2], counts[2, 5] = 1, 9
-    queue = Queue(units())  # a slow link: what is absent stays on the CPU
+    queue = Queue(cost_model(1e-3, 1e-4, 5e-3))  # a slow link: what is absent stays on the CPU
     assert queue.most_impact(counts, np.zeros((3, N_EXPERTS), dtype=np.bool_)) == (2, 5)
     assert queue.most_impact(counts, np.ones((3, N_EXPERTS), dtype=np.bool_)) is None
 
@@ -359,20 +334,9 @@ def test_sp_moe_expects_more_experts_of_more_drafts() -> None:
         drawn = [np.unique(rng.random((gamma, n)).argsort(axis=1)[:, :k]).size for _ in range(2000)]
         assert critical_experts(k, gamma, n, n) == pytest.approx(np.mean(drawn), rel=0.02)
         assert critical_experts(k, gamma, n, 0) == k
-    cost_model = CostModel(
-        cpu_expert_s=np.array([0.0, 1.0]),
-        device_expert_s=np.array([0.0, 0.1]),
-        transfer_expert_s=1e-3,
-        draft_token_s=0.03,
-        block_overhead_s=0.0,
-        r_c=np.zeros(5),
-        r_g=np.zeros(5),
-    )
-    shape = CacheShape.uniform(24, 32, 24 * 32)
-    cutoffs = []
-    for gamma in (1, 8):
-        policy = make_policy("sp-moe", shape, PolicyConfig(gamma=gamma, cost_model=cost_model))
-        cutoffs.append(policy.cutoff(4))
+    shape, units = CacheShape.uniform(24, 32, 24 * 32), cost_model(1.0, 0.1, 1e-3, draft_token_s=0.03)
+    configs = [PolicyConfig(gamma=gamma, cost_model=units) for gamma in (1, 8)]
+    cutoffs = [make_policy("sp-moe", shape, config).cutoff(4) for config in configs]
     assert cutoffs == [7, 11]  # 30 / 4 ms; 240 / 21 ms, not 240 / 4
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.lab.sim.expert_budgets import BudgetedTrace, StaticBudget
+from moeedge.lab.sim.assumptions import BudgetedTrace, StaticBudget
 from moeedge.lab.sim.model_shape import ModelShape
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, replay
 from moeedge.lab.sim.simulate import Range, SimulationConfig, simulate
@@ -20,28 +20,19 @@ from moeedge.lab.traces.schedule import Batch, cut_schedule
 from moeedge.native.abi import Phase
 from moeedge.policies.expert_budget import Coverage, ExpertBudget
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED
-from moeedge.trace.format import Trace, TraceMeta
+from moeedge.trace.format import Trace
 from tests.support.commands import refused, run_json
-from tests.support.traces import make_trace
+from tests.support.traces import make_trace, plain_text
 
 ALL = tuple(name for name in POLICIES | SIMULATED if name not in BOUNDS)
 FIGURES = {"experts_natural", "experts_kept", "experts_max", "kept_probability", "budget_weights"}
 
 
-def one_layer(ids: list[list[int]], weights: list[list[float]] | None, n_experts: int = 6) -> Trace:
-    """A text of one layer, token after token."""
-    n = len(ids)
-    return Trace(
-        meta=TraceMeta(model="small", n_layers=1, n_experts=n_experts, n_expert_used=len(ids[0])),
-        ids=np.array(ids, dtype=np.uint8)[:, None],
-        phase=np.full(n, Phase.DECODE, dtype=np.uint8),
-        sequence=np.zeros(n, dtype=np.int32),
-        step=np.arange(n, dtype=np.int32),
-        accepted=np.ones(n, dtype=np.bool_),
-        token=np.full(n, -1, dtype=np.int32),
-        position=np.arange(n, dtype=np.int32),
-        weights=None if weights is None else np.array(weights, dtype=np.float16)[:, None],
-    )
+def one_layer(ids: list[list[int]], weights: list[list[float]] | None) -> Trace:
+    """A text of one layer with six experts, token after token."""
+    trace = plain_text(len(ids), n_layers=1, n_experts=6, n_used=len(ids[0]))
+    stated = None if weights is None else np.array(weights, dtype=np.float16)[:, None]
+    return replace(trace, ids=np.array(ids, dtype=np.uint8)[:, None], weights=stated)
 
 
 def verification(trace: Trace) -> Batch:
@@ -51,85 +42,66 @@ def verification(trace: Trace) -> Batch:
 
 
 IDS, WEIGHTS = [[0, 1], [1, 2], [3, 1]], [[0.75, 0.25], [0.5, 0.25], [0.5, 0.25]]
+TWO, THREE = ExpertBudget(budget=2, ranking="router"), ExpertBudget(budget=3, ranking="router")
+GAP = [[0, 1], [255, 255], [3, 1]]  # a token that the layer did not record
 
 
 def test_a_layer_that_uses_fewer_experts_keeps_to_the_budget() -> None:
     """Its ids end in one that says "not recorded"; the result is that of a trace with its own number."""
     narrow = one_layer(IDS, WEIGHTS)
-    wide = replace(
-        one_layer([[*ids, 255] for ids in IDS], [[*weights, 0.0] for weights in WEIGHTS]),
-        meta=replace(narrow.meta, n_expert_used=3),
-    )
+    wide = one_layer([[*ids, 255] for ids in IDS], [[*weights, 0.0] for weights in WEIGHTS])
     assert (narrow.used_per_layer, wide.used_per_layer) == ([2], [2])
-    limits = [BudgetedTrace(trace, ExpertBudget(budget=2, ranking="router")) for trace in (narrow, wide)]
+    limits = [BudgetedTrace(trace, TWO) for trace in (narrow, wide)]
     one, other = (limit.limited(verification(limit.trace)) for limit in limits)
     assert other.ids[0, :, :2].tolist() == one.ids[0].tolist()
     assert (other.ids[0, :, 2] == -1).all()
     assert limits[0].row() == limits[1].row()
 
 
-def test_the_shortlist_has_the_largest_sums_of_weights() -> None:
-    """Sums: expert 0 0.75, 1 1.0, 2 0.25, 3 0.5; two are kept: 0 and 1, with 1.75 of 2.5."""
-    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=2, ranking="router"))
+@pytest.mark.parametrize(
+    ("ids", "weights", "budget", "expected", "kept_probability"),
+    [
+        # sums of weights: expert 0 0.75, 1 1.0, 2 0.25, 3 0.5; own experts first, in the router's order
+        (IDS, WEIGHTS, TWO, [[0, 1], [1, 0], [1, 0]], 1.75 / 2.5),
+        # token 1 loses expert 2 and gets 0, which has more than 3
+        (IDS, WEIGHTS, THREE, [[0, 1], [1, 0], [3, 1]], 2.25 / 2.5),
+        # a zeroed place names another expert of the shortlist, in its place of the token
+        (IDS, WEIGHTS, replace(TWO, coverage="truncation"), [[0, 1], [1, 0], [0, 1]], 1.75 / 2.5),
+        # all places count alike: expert 1 is used three times, of the others the lowest number is kept
+        (IDS, None, TWO, [[0, 1], [1, 0], [1, 0]], 4 / 6),
+        # a static order decides alone
+        (IDS, WEIGHTS, StaticBudget(budget=2, order=np.array([[5, 3, 2, 1, 0, 4]], dtype=np.int32)), [[3, 5]] * 3, 0.2),
+        # sums: 0 0.75, 1 0.5, 3 0.5
+        (GAP, WEIGHTS, TWO, [[0, 1], [-1, -1], [1, 0]], 1.25 / 1.75),
+        # shares of a token: 0 0.75, 3 2/3, 1 1/4 + 1/3
+        (GAP, WEIGHTS, replace(TWO, ranking="picks"), [[0, 3], [-1, -1], [3, 0]], 1.25 / 1.75),
+    ],
+)
+def test_budgets_by_hand(
+    ids: list[list[int]],
+    weights: list[list[float]] | None,
+    budget: ExpertBudget,
+    expected: list[list[int]],
+    kept_probability: float,
+) -> None:
+    limit = BudgetedTrace(one_layer(ids, weights), budget)
     batch = limit.limited(verification(limit.trace))
-    assert batch.ids[0].tolist() == [[0, 1], [1, 0], [1, 0]]  # own experts first, in the router's order
-    assert batch.counts[0].tolist() == [3, 3, 0, 0, 0, 0]
+    assert batch.ids[0].tolist() == expected
+    used = [expert for row in expected for expert in row if expert >= 0]
+    assert batch.counts[0].tolist() == [used.count(expert) for expert in range(6)]
+    n_natural = len({expert for row in ids for expert in row} - {255})
     assert limit.row() == {
-        "experts_natural": 4.0,
-        "experts_kept": 2.0,
-        "experts_max": 2,
-        "kept_probability": 0.7,
-        "budget_weights": "weights",
+        "experts_natural": n_natural,
+        "experts_kept": len(set(used)),
+        "experts_max": len(set(used)),
+        "kept_probability": round(kept_probability, 6),
+        "budget_weights": "counts" if weights is None else "weights",
     }
 
 
-def test_without_weights_all_places_count_alike() -> None:
-    """Expert 1 is used three times, the others once: of them the lowest number is kept."""
-    limit = BudgetedTrace(one_layer(IDS, None), ExpertBudget(budget=2, ranking="router"))
-    assert limit.limited(verification(limit.trace)).counts[0].tolist() == [3, 3, 0, 0, 0, 0]
-    assert limit.row()["kept_probability"] == round(4 / 6, 6)
-    assert limit.source == "counts"
-
-
-def test_a_replaced_expert_is_the_best_of_the_batch() -> None:
-    """Sums: 0 0.75, 1 1.0, 2 0.25, 3 0.5; kept: 0, 1, 3. Token 1 loses expert 2 and gets 0, which has more than 3."""
-    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=3, ranking="router"))
-    assert limit.limited(verification(limit.trace)).ids[0].tolist() == [[0, 1], [1, 0], [3, 1]]
-
-
-def test_truncation_computes_as_many_pairs() -> None:
-    """A zeroed place names another expert of the shortlist, in its place of the token."""
-    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=2, ranking="router", coverage="truncation"))
-    assert limit.limited(verification(limit.trace)).ids[0].tolist() == [[0, 1], [1, 0], [0, 1]]
-
-
-def test_a_static_order_decides_alone() -> None:
-    order = np.array([[5, 3, 2, 1, 0, 4]], dtype=np.int32)
-    limit = BudgetedTrace(one_layer(IDS, WEIGHTS), StaticBudget(budget=2, order=order))
-    batch = limit.limited(verification(limit.trace))
-    assert batch.ids[0].tolist() == [[3, 5], [3, 5], [3, 5]]
-    assert limit.row()["kept_probability"] == 0.2
-
-
-def test_missing_tokens_stay_missing() -> None:
-    """A token that a layer did not record takes no part; sums: 0 0.75, 1 0.5, 3 0.5."""
-    trace = one_layer([[0, 1], [255, 255], [3, 1]], WEIGHTS)
-    batch = BudgetedTrace(trace, ExpertBudget(budget=2, ranking="router")).limited(verification(trace))
-    assert batch.ids[0].tolist() == [[0, 1], [-1, -1], [1, 0]]
-    assert batch.counts[0].tolist() == [2, 2, 0, 0, 0, 0]
-
-
-def test_picks_are_shares_of_a_token() -> None:
-    """The same trace, shares: 0 0.75, 3 2/3, 1 1/4 + 1/3."""
-    trace = one_layer([[0, 1], [255, 255], [3, 1]], WEIGHTS)
-    batch = BudgetedTrace(trace, ExpertBudget(budget=2, ranking="picks")).limited(verification(trace))
-    assert batch.counts[0].tolist() == [2, 0, 0, 2, 0, 0]
-
-
 def test_budgets_that_suit_no_trace_are_refused() -> None:
-    trace = one_layer(IDS, WEIGHTS)
     with pytest.raises(InputError):
-        BudgetedTrace(trace, ExpertBudget(budget=1, ranking="router"))
+        BudgetedTrace(one_layer(IDS, WEIGHTS), ExpertBudget(budget=1, ranking="router"))
 
 
 def random_trace(seed: int, *, with_weights: bool = True) -> Trace:
@@ -194,24 +166,10 @@ def test_budgets_are_rows_beside_policies_and_ratios() -> None:
     assert lfu[3]["kept_probability"] < lfu[6]["kept_probability"] < lfu[None]["kept_probability"] == 1
 
 
-def test_a_loading_cache_loads_no_more_than_the_budget() -> None:
-    """A cache without slots loads every expert of a step."""
-    trace = random_trace(5)
-    rows = rows_of(trace, policies=("llama-cpp-cache", "vllm"), budgets=(ExpertBudget(budget=3),))
-    assert all(row.uploads_per_layer_step <= 3 for row in rows)
-
-
 SMALL = ModelShape(
-    name="small",
-    n_layers=3,
-    n_expert_layers=3,
-    n_experts=12,
-    k=2,
-    expert_bytes=1e6,
-    expert_flops=1e6,
-    dense_layer_bytes=1e6,
-    head_bytes=1e6,
-)
+    name="small", n_layers=3, n_expert_layers=3, n_experts=12, k=2, expert_bytes=1e6, expert_flops=1e6,
+    dense_layer_bytes=1e6, head_bytes=1e6,
+)  # fmt: skip
 
 
 def simulated(policy: str, budget: ExpertBudget | None, *, machine: str = "rtx4090-pcie4", ratio: float = 0.3) -> Range:
@@ -241,25 +199,13 @@ def test_the_cpu_alone_takes_the_bytes_of_the_kept_experts() -> None:
 def test_commands_take_lists(tmp_path: Path) -> None:
     random_trace(7).save(tmp_path / "t.npz")
     lists = ("--expert-budget", "off,12,8", "--budget-policy", "substitution,truncation")
-    rows = run_json(
-        "lab", "replay", tmp_path / "t.npz", "--policy", "lfu", "--profile-texts", "1", *lists,
-        "--budget-ranking", "picks,static",
-    )  # fmt: skip
+    replayed = ("lab", "replay", tmp_path / "t.npz", "--policy", "lfu", "--profile-texts", "1")
+    rows = run_json(*replayed, *lists, "--budget-ranking", "picks,static")
     labels = dict.fromkeys(row["budget"] for row in rows)
     assert list(labels)[:2] == [None, "budget 12 (lossy)"]
     assert len(labels) == 1 + 2 * 4
-    rows = run_json(
-        "lab",
-        "simulate",
-        "--max-steps",
-        "4",
-        "--no-ranges",
-        "--policy",
-        "lfu",
-        *lists,
-        "--rejected-token-model",
-        "optimistic",
-    )
+    timed = ("lab", "simulate", "--max-steps", "4", "--no-ranges", "--policy", "lfu")
+    rows = run_json(*timed, *lists, "--rejected-token-model", "optimistic")
     assert [row["policy"] for row in rows] == ["llama-cpp", *["lfu"] * 5]
     assert {row["lossy"] for row in rows} == {False, True}
 

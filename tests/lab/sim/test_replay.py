@@ -1,41 +1,32 @@
-"""The replay against a literal one, its bounds against brute force."""
+"""The replay against a literal one, what policies are told in it, and its predictors. Bounds: tests/lab/policies."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moeedge.errors import InputError
 from moeedge.experts import Resident
-from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.lab.sim.policy_replay import BoundReplay, HitStats, NextUse, PolicyReplay
+from moeedge.lab.sim.assumptions import NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.policy_replay import HitStats, PolicyReplay
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.lab.traces.importers import read_trace
 from moeedge.lab.traces.schedule import Schedule, cache_shape, cut_schedule, recorded_schedule, schedules, texts_of
 from moeedge.native.abi import Phase
-from moeedge.policies.base import (
-    CacheShape,
-    ExpertPrediction,
-    Observation,
-    Plan,
-    Policy,
-    PolicyConfig,
-)
-from moeedge.policies.registry import BOUNDS as CLAIRVOYANT
-from moeedge.policies.registry import POLICIES, SIMULATED, make_policy
-from moeedge.trace.format import Trace
+from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, PolicyConfig
+from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, make_policy
+from moeedge.trace.format import Trace, TraceMeta
 from moeedge.trace.steps import RejectedTokenModel
 from tests.support.progress import SeenProgress
-from tests.support.traces import make_trace, two_texts
+from tests.support.traces import make_trace, published_trace, two_texts
 
-CACHES = ("lru", "lfu")  # filled by what was used
+CACHES = ("lru", "lfu")
 
 
 def walk(n_tokens: int, seed: int, *, n_layers: int = 2, n_experts: int = 8, n_texts: int = 1) -> Trace:
@@ -140,13 +131,9 @@ def literal(schedule: Schedule, name: str, ratio: float) -> tuple[float, float, 
 
 @pytest.mark.parametrize("name", POLICIES | SIMULATED)
 def test_equals_a_literal_replay(name: str) -> None:
-    schedules = [
-        cut_schedule(
-            walk(30, 3, n_texts=2), gamma=2, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=1
-        ),
-        recorded_schedule(two_texts(seed=5)),
-    ]
-    for schedule in schedules:
+    text = walk(30, 3, n_texts=2)
+    cut = cut_schedule(text, gamma=2, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=1)
+    for schedule in (cut, recorded_schedule(two_texts(seed=5))):
         assert schedule is not None
         pairs, experts, uploads = literal(schedule, name, 0.4)
         row = by_name(replay(schedule, ReplayConfig(policies=(name,), ratios=(0.4,))))[name]
@@ -158,11 +145,8 @@ def test_equals_a_literal_replay(name: str) -> None:
 def test_recorded_batches_keep_gamma_and_acceptance() -> None:
     schedule = recorded_schedule(two_texts())
     assert schedule is not None
-    assert (schedule.gamma, schedule.acceptance_chance, schedule.rejected_token_model) == (
-        2,
-        pytest.approx(0.5),
-        "recorded",
-    )
+    assert (schedule.gamma, schedule.rejected_token_model) == (2, "recorded")
+    assert schedule.acceptance_chance == pytest.approx(0.5)
     assert (schedule.n_steps, schedule.n_texts) == (6, 2)
     assert schedule.prefill.tolist() == [True, False, False, False, True, False, False, False]
     batches = [batch for chunk in schedule.chunks() for batch in chunk.batches]
@@ -259,87 +243,14 @@ def test_a_cut_window_tells_no_policy_how_many_drafts_will_be_accepted(model: Re
     assert all(f"(({trace.token[row]},), None)" in inputs.pop() for row, inputs in told.items())
 
 
-def test_both_models_accept_the_same_drafts() -> None:
-    trace = walk(200, 0)
-    cut = [
-        cut_schedule(trace, gamma=4, acceptance_chance=0.6, rejected_token_model=model, seed=7)
-        for model in ("optimistic", "pessimistic")
-    ]  # type: ignore[arg-type]
-    assert cut[0].n_text.tolist() == cut[1].n_text.tolist()
-    assert cut[0].rows.tolist() != cut[1].rows.tolist()
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), ratio=st.floats(0, 1), gamma=st.integers(0, 4))
-def test_bounds_hold(seed: int, ratio: float, gamma: int) -> None:
-    schedule = cut_schedule(
-        walk(24, seed), gamma=gamma, acceptance_chance=0.7, rejected_token_model="pessimistic", seed=seed
-    )
-    rows = by_name(replay(schedule, ReplayConfig(policies=CACHES, ratios=(ratio,))))
-    for name in CACHES:
-        assert rows[name].hit_rate_pairs <= rows["oracle"].hit_rate_pairs
-        assert rows[name].hit_rate_experts <= rows["belady"].hit_rate_experts
-
-
 def test_progress_says_what_is_done_and_moves_within_a_chunk() -> None:
     schedule = cut_schedule(walk(60, 1), gamma=2)
     progress = SeenProgress()
     replay(schedule, ReplayConfig(policies=CACHES, ratios=(0.3, 0.5)), progress)
     assert progress.phases == ["reading ahead", "replaying"]
-    n_arms = 2 * (len(CACHES) + len(CLAIRVOYANT))
+    n_arms = 2 * (len(CACHES) + len(BOUNDS))
     assert len(progress.amounts) == len(list(schedule.chunks())) * n_arms
     assert min(progress.amounts) > 0 and sum(progress.amounts) == pytest.approx(schedule.prefill.size)
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), capacity=st.integers(0, 4))
-def test_belady_equals_brute_force(seed: int, capacity: int) -> None:
-    """All ways to keep resident and just used experts, tried on six steps of one layer of four experts."""
-    schedule = cut_schedule(walk(6, seed, n_layers=1, n_experts=4), gamma=0)
-    chunks = list(schedule.chunks())
-    batches = [batch for chunk in chunks for batch in chunk.batches]
-    reached = {frozenset[int](): 0}
-    for batch in batches:
-        used = frozenset(np.flatnonzero(batch.counts[0]).tolist())
-        following: dict[frozenset[int], int] = {}
-        for resident, hits in reached.items():
-            hits += 0 if batch.prefill else len(resident & used)
-            for size in range(capacity + 1):
-                for kept in itertools.combinations(sorted(resident | used), size):
-                    following[frozenset(kept)] = max(following.get(frozenset(kept), 0), hits)
-        reached = following
-    shape = CacheShape.uniform(1, 4, capacity)
-    belady = BoundReplay(shape, NextUse((chunk.counts, chunk.counted) for chunk in chunks))
-    for chunk in chunks:
-        belady.run(chunk)
-    assert belady.stats.hits.unique_hit == max(reached.values())
-
-
-def test_oracle_is_the_sum_of_the_largest_counts() -> None:
-    schedule = cut_schedule(walk(60, 1), gamma=3, acceptance_chance=0.7)
-    chunks = list(schedule.chunks())
-    best = sum(
-        int(np.sort(batch.counts.reshape(-1))[-5:].sum()) for c in chunks for batch in c.batches if not batch.prefill
-    )
-    oracle = BoundReplay(CacheShape.uniform(2, 8, 5))
-    for chunk in chunks:
-        oracle.run(chunk)
-    assert oracle.stats.hits.pairs_hit == best
-
-
-@pytest.mark.parametrize("name", [*POLICIES, *SIMULATED])
-def test_every_policy_is_deterministic_and_never_above_its_capacity(name: str) -> None:
-    schedule = cut_schedule(walk(60, 2, n_layers=3), gamma=3, acceptance_chance=0.7, rejected_token_model="pessimistic")
-    shape = cache_shape(schedule.trace, 0.3)
-    found = []
-    for _ in range(2):
-        predictor = NoisyPredictor(profile_of(schedule).astype(float), PredictorAccuracy(), 0)
-        replayed = PolicyReplay(make_policy(name, shape, PolicyConfig(gamma=3)), shape, checked_cap=5)
-        for chunk in schedule.chunks():
-            replayed.run(chunk, [None if batch.prefill else predictor.predict(batch.ids) for batch in chunk.batches])
-        assert np.count_nonzero(replayed.slots.resident) <= int(shape.capacity[0])
-        found.append((replayed.stats, replayed.slots.resident.tolist()))
-    assert found[0] == found[1]
 
 
 def test_loads_on_demand_count_once() -> None:
@@ -406,23 +317,6 @@ def test_gates_tell_of_the_next_layers_alone() -> None:
     assert right[1:] / predicted[1:] == pytest.approx([0.8, 0.64], abs=0.03)
 
 
-def test_a_policy_that_plans_before_every_layer_finds_what_its_last_plans_brought() -> None:
-    """MoE-Infinity with slots for half of the experts of one layer, and a text that repeats its first token."""
-    trace = walk(40, 0, n_layers=4)
-    trace.ids[:] = trace.ids[0]
-    schedule = cut_schedule(trace, gamma=2, acceptance_chance=1.0)
-    ratio = 1 / 8  # a slot per layer on average, of the two experts that each token uses
-    rows = by_name(replay(schedule, ReplayConfig(policies=("moe-infinity", "lru"), ratios=(ratio,))))
-    assert rows["oracle"].hit_rate_pairs == pytest.approx(0.5)
-    assert rows["moe-infinity"].hit_rate_pairs > 0.9 > rows["lru"].hit_rate_pairs
-
-
-def test_texts_can_be_chosen() -> None:
-    trace = walk(10, 0, n_texts=3)
-    assert np.unique(texts_of(trace, 1).sequence).tolist() == [1, 2]
-    assert np.unique(texts_of(trace, 0, 1).sequence).tolist() == [0]
-
-
 def test_layers_without_experts_get_no_slots() -> None:
     trace = walk(40, 0)
     trace.ids[:, 0] = trace.sentinel
@@ -448,6 +342,7 @@ def test_impossible_configurations_are_refused() -> None:
 
 
 PUBLISHED = tuple(name for name in POLICIES | SIMULATED if name not in ("spac", "none"))
+QUICK = ("spac", "spac-paper", "lru", "lfu", "static", "fate", "adapmoe", "hybrimoe", "sp-moe")
 
 
 @pytest.mark.slow
@@ -462,7 +357,7 @@ def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | N
     --max-uploads 0.4` runs them: by their caches, without hidden states. Systems that compute on the device alone
     load 8 and more experts on demand. And near the one-step oracle.
     """
-    trace = read_trace(data_folder / "traces" / "gptoss20b_decode.npz")
+    trace = read_trace(published_trace(data_folder))
     profile = profile_of(cut_schedule(texts_of(trace, 0, 30), gamma=0))
     schedule = cut_schedule(texts_of(trace, *texts), gamma=8, acceptance_chance=0.8, rejected_token_model=model, seed=0)  # type: ignore[arg-type]
     rows = by_name(
@@ -474,3 +369,39 @@ def test_the_default_on_gpt_oss_20b(data_folder: Path, texts: tuple[int, int | N
     assert {"lfu", "lru", "spac-paper", "spac-program", "hybrimoe", "static"} <= set(peers)
     assert spac.hit_rate_pairs > rows[best].hit_rate_pairs, best
     assert spac.share_of_oracle is not None and spac.share_of_oracle >= 0.80
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize(("policies", "limit_s"), [(QUICK, 60.0), (("moe-infinity",), 120.0)])
+def test_a_hundred_thousand_tokens_in_a_minute(policies: tuple[str, ...], limit_s: float) -> None:
+    """24 layers on one core, under nine policies, or under one with 24 plans per step in two minutes.
+
+    Processor time, so that a busy machine counts for nothing. Tokens keep half of the last token's experts.
+    """
+    n_tokens, n_layers, n_texts, rng = 100_000, 24, 200, np.random.default_rng(0)
+    ids = np.empty((n_tokens, n_layers, 4), dtype=np.uint8)
+    for start in range(0, n_tokens, 5000):  # the scores of all tokens at once would take a gigabyte
+        ids[start : start + 5000] = rng.random((5000, n_layers, 32), dtype=np.float32).argsort(axis=2)[:, :, :4]
+    for row in range(1, n_tokens):
+        stays = rng.random(n_layers) < 0.5
+        ids[row, stays] = ids[row - 1, stays]
+    step = np.tile(np.arange(1, n_tokens // n_texts + 1, dtype=np.int32), n_texts)
+    trace = Trace(
+        meta=TraceMeta(model="made up", n_layers=n_layers, n_experts=32, n_expert_used=4),
+        ids=ids,
+        phase=np.full(n_tokens, Phase.DECODE, dtype=np.uint8),
+        sequence=np.repeat(np.arange(n_texts, dtype=np.int32), n_tokens // n_texts),
+        step=step,
+        accepted=np.ones(n_tokens, dtype=np.bool_),
+        token=np.full(n_tokens, -1, dtype=np.int32),
+        position=step,
+    )
+    start_s = time.process_time()
+    schedule = cut_schedule(trace, gamma=8, acceptance_chance=0.8, rejected_token_model="pessimistic")
+    rows = replay(schedule, ReplayConfig(policies=policies, ratios=(0.16,)))
+    spent_s = time.process_time() - start_s
+    print(f"{schedule.n_steps} steps under {len(policies)} policies and 2 bounds: {spent_s:.1f} s")
+    assert all(row.hit_rate_pairs > 0.1 for row in rows)
+    assert rows[0].hit_rate_pairs > 0.17  # by chance 0.16
+    assert by_name(rows)["oracle"].hit_rate_pairs > rows[0].hit_rate_pairs or rows[0].policy == "moe-infinity"
+    assert spent_s < limit_s

@@ -7,7 +7,7 @@ the layers, too; what is left between engine and replay is the order of calls an
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from moeedge.data.prompts import Prompt
 from moeedge.engine.recording import TraceCollector
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
-from moeedge.lab.sim.policy_replay import PolicyReplay
+from moeedge.lab.sim.policy_replay import HitStats, PolicyReplay
 from moeedge.lab.traces.schedule import cache_shape, recorded_schedule
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import Plan, PolicyConfig
@@ -35,19 +35,6 @@ GAMMA, RATIO, N_PREDICT, TIMEOUT_S = 8, 0.17, 48, 10.0
 N_PROMPTS = 20  # of the figures
 WITHIN = 0.002  # of the engine's hit rate
 POLICIES_COMPARED = ("moe-infinity", "spac-paper", "spac-program", "lru", "lfu", "spac")
-
-
-@dataclass(frozen=True)
-class Hits:
-    """Pairs of verifications, and experts that plans uploaded."""
-
-    pairs: int
-    found: int
-    uploads: int
-
-    @property
-    def rate(self) -> float:
-        return self.found / self.pairs
 
 
 class WaitingStore:
@@ -82,7 +69,7 @@ def wait_for_plans_and_transfers(session: Session) -> None:
 
 def run_engine(
     pair: tuple[Path, Path], policy: str, prompts: list[list[int]] | list[Prompt], *, waits: bool = True
-) -> tuple[Hits, Trace]:
+) -> tuple[HitStats, Trace]:
     """Answers each prompt (its tokens, or the first turn of a conversation), from an empty cache, and records it."""
     target, draft = pair
     config = EngineConfig(
@@ -94,7 +81,7 @@ def run_engine(
         device="emulated:threads=1",
         placement=PlacementConfig(policy=policy, cache_ratio=RATIO, calibrate=False),
     )
-    pairs = found = uploads = 0
+    hits = HitStats()
     with Session.open(config) as session:
         assert session.placement is not None and session.target.sensor is not None
         if waits:
@@ -114,15 +101,17 @@ def run_engine(
             after = session.placement_stats()
             assert before is not None and after is not None
             interval = after - before
-            pairs, found, uploads = pairs + interval.pairs, found + interval.pairs_hit, uploads + interval.uploads
-        return Hits(pairs, found, uploads), collector.trace()
+            hits.pairs += interval.pairs
+            hits.pairs_hit += interval.pairs_hit
+            hits.uploads += interval.uploads  # of plans
+        return hits, collector.trace()
 
 
 def tokens_of(session: Session, prompt: Prompt) -> list[int]:
     return session.model.tokenize(session.model.render_chat(prompt.messages(0)))
 
 
-def run_replay(trace: Trace, policy: str) -> Hits:
+def run_replay(trace: Trace, policy: str) -> HitStats:
     """The same from empty slots; uploads without loads on demand, which the engine's CPU computes."""
     schedule = recorded_schedule(trace)
     assert schedule is not None
@@ -133,25 +122,25 @@ def run_replay(trace: Trace, policy: str) -> Hits:
     for chunk in schedule.chunks():
         replayed.run(chunk)
     hits = replayed.stats.hits
-    return Hits(hits.pairs, hits.pairs_hit, hits.uploads - replayed.stats.on_demand)
+    return replace(hits, uploads=hits.uploads - replayed.stats.on_demand)
+
+
+def check_as_much_is_found(policy: str, engine: HitStats, trace: Trace) -> None:
+    replayed = run_replay(trace, policy)
+    assert replayed.pairs == engine.pairs and engine.pairs_hit > 0
+    assert replayed.hit_rate_pairs == pytest.approx(engine.hit_rate_pairs, rel=WITHIN)
 
 
 @pytest.mark.parametrize("policy", ["moe-infinity", "spac-paper"])
 def test_a_small_model(policy: str, tiny_moe: Path, tiny_draft: Path) -> None:
     prompts = [np.random.default_rng(seed).integers(0, 256, 12).tolist() for seed in range(3)]
-    engine, trace = run_engine((tiny_moe, tiny_draft), policy, prompts)
-    replayed = run_replay(trace, policy)
-    assert replayed.pairs == engine.pairs and engine.found > 0
-    assert replayed.rate == pytest.approx(engine.rate, rel=WITHIN)
+    check_as_much_is_found(policy, *run_engine((tiny_moe, tiny_draft), policy, prompts))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES_COMPARED)
 def test_the_bundled_pair(policy: str, bundled_pair: tuple[Path, Path]) -> None:
-    engine, trace = run_engine(bundled_pair, policy, list(load_toy().prompts)[:8])
-    replayed = run_replay(trace, policy)
-    assert replayed.pairs == engine.pairs and engine.found > 0
-    assert replayed.rate == pytest.approx(engine.rate, rel=WITHIN)
+    check_as_much_is_found(policy, *run_engine(bundled_pair, policy, list(load_toy().prompts)[:8]))
 
 
 @pytest.mark.bench
@@ -165,8 +154,9 @@ def test_transfers_in_time(bundled_pair: tuple[Path, Path], capsys: pytest.Captu
         for waits in (True, False):
             engine, trace = run_engine(bundled_pair, policy, list(load_toy().prompts)[:N_PROMPTS], waits=waits)
             replayed = run_replay(trace, policy)
-            difference = replayed.rate / engine.rate - 1
-            row = {"policy": policy, "waits": waits, "engine": engine.rate, "replay": replayed.rate}
+            difference = replayed.hit_rate_pairs / engine.hit_rate_pairs - 1
+            rates = {"engine": engine.hit_rate_pairs, "replay": replayed.hit_rate_pairs}
+            row = {"policy": policy, "waits": waits, **rates}
             rows.append(row | {"difference": difference, "pairs": engine.pairs, "engine_uploads": engine.uploads})
             assert not waits or abs(difference) <= WITHIN
     with capsys.disabled():

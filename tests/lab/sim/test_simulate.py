@@ -1,4 +1,4 @@
-"""Simulations: the same seed gives the same events, every policy runs, and the figures add up."""
+"""Simulations: every policy runs, figures add up, a seed gives the same events; and the constants behind them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from moeedge.errors import InputError
 from moeedge.hub.catalog import load_catalog
 from moeedge.lab.sim.execution import CAUSES
-from moeedge.lab.sim.model_shape import ModelShape, Routing, builtin_models, entry_of, find_model, read_data
+from moeedge.lab.sim.model_shape import ModelShape, Routing, builtin_models, entry_of, find_model, pick, read_data
 from moeedge.lab.sim.simulate import SimulationConfig, simulate, stock_config, synthetic_trace
 from moeedge.lab.sim.step_costs import (
+    Framework,
     StepCosts,
     builtin_hardware,
     find_hardware,
@@ -23,20 +24,15 @@ from moeedge.lab.sim.step_costs import (
 )
 from moeedge.policies.registry import BOUNDS, TABLE
 from moeedge.trace.format import Trace
+from tests.lab.sim.test_simulate_events import fixed_s
 
+QWEN3 = find_model("qwen3-30b-a3b")
 SMALL = ModelShape(
-    name="small",
-    n_layers=4,
-    n_expert_layers=4,
-    n_experts=16,
-    k=2,
-    expert_bytes=9.4e6,
-    expert_flops=9.4e6,
-    dense_layer_bytes=3.8e7,
-    head_bytes=6e8,
-    draft=find_model("qwen3-30b-a3b").draft,
-    routing=find_model("qwen3-30b-a3b").routing,
-)
+    name="small", n_layers=4, n_expert_layers=4, n_experts=16, k=2, expert_bytes=9.4e6, expert_flops=9.4e6,
+    dense_layer_bytes=3.8e7, head_bytes=6e8, draft=QWEN3.draft, routing=QWEN3.routing,
+)  # fmt: skip
+LINK = 25e9  # bytes/s
+RANGE = {"low": 1.0, "chosen": 2.0, "high": 4.0}
 CONFIG = SimulationConfig(policy="spac", cache_ratio=0.25, gamma=4)
 
 
@@ -95,11 +91,9 @@ def test_a_bound_has_no_time(bound: str, texts: Trace, costs: StepCosts) -> None
 
 def test_calibrated_times_are_taken_as_they_are(costs: StepCosts) -> None:
     again = measured_costs(costs.cost_model(4))
-    assert (again.cpu_ns[1], again.device_ns[1], again.draft_ns) == (
-        costs.cpu_ns[1],
-        costs.device_ns[1],
-        costs.draft_ns,
-    )
+    for name in ("cpu_ns", "device_ns"):
+        assert getattr(again, name)[1] == getattr(costs, name)[1]
+    assert again.draft_ns == costs.draft_ns
     assert again.transfer_ns == costs.transfer_ns + costs.latency_ns
 
 
@@ -111,9 +105,8 @@ def unique_experts(ids: NDArray[np.int32], n_tokens: int) -> float:
 
 def test_synthetic_routing_has_the_published_numbers_of_distinct_experts() -> None:
     """Qwen3-30B-A3B at k = 6, from the production study: within 5 %."""
-    routing = find_model("qwen3-30b-a3b").routing
-    assert routing is not None
-    ids = routing.draw(12, 128, 6, [400], np.random.default_rng(3))[0]
+    assert QWEN3.routing is not None
+    ids = QWEN3.routing.draw(12, 128, 6, [400], np.random.default_rng(3))[0]
     published = {2: 9.72, 4: 15.56, 8: 23.56, 9: 25.13, 16: 33.48}
     for n_tokens, unique in published.items():
         assert unique_experts(ids, n_tokens) == pytest.approx(unique, rel=0.05)
@@ -125,14 +118,16 @@ def test_routing_without_memory_follows_the_uniform_formula() -> None:
     assert unique_experts(ids, 9) == pytest.approx(64 * (1 - (1 - 4 / 64) ** 9), rel=0.02)
 
 
-def test_every_constant_of_a_machine_names_its_source() -> None:
-    hardware = read_data("hardware.json")["hardware"]
-    for name in hardware:
-        entry = entry_of(hardware, name)
-        assert set(entry) - {"sources"} == set(entry["sources"]), name
+def test_every_constant_names_its_source() -> None:
+    programs = read_data("programs.json")
+    for table in (read_data("hardware.json")["hardware"], programs["programs"]):
+        for name in table:
+            entry = entry_of(table, name)
+            assert set(entry) - {"sources"} == set(entry["sources"]), name
     for name, entry in read_data("models.json")["models"].items():
         assert entry["source"], name
-    assert {"rtx4090-pcie4", "rtx3090", "a100"} <= set(builtin_hardware())
+    assert set(programs["policies"].values()) | {programs["otherwise"]} == set(programs["programs"])
+    assert {"rtx4090-pcie4", "rtx3090", "a100", "h200"} <= set(builtin_hardware())
     assert "qwen3-30b-a3b" in builtin_models()
 
 
@@ -182,3 +177,47 @@ def test_stock_has_its_layers_from_the_first_step_on() -> None:
 def test_an_impossible_configuration_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must be"):
         replace(CONFIG, **wrong)  # type: ignore[arg-type]
+
+
+def test_an_entry_says_what_differs_from_the_one_that_it_is_like() -> None:
+    table = {
+        "a": {"x": 1, "y": 2, "sources": {"x": "X", "y": "Y"}},
+        "b": {"like": "a", "y": 3, "sources": {"y": "Z"}},
+        "c": {"like": "b", "x": 4},
+    }
+    assert entry_of(table, "b") == {"x": 1, "y": 3, "sources": {"x": "X", "y": "Z"}}
+    assert entry_of(table, "c") == {"x": 4, "y": 3, "sources": {"x": "X", "y": "Z"}}
+
+
+def test_a_rate_is_fast_where_it_is_high_and_a_time_where_it_is_low() -> None:
+    entry = {"cpu_bytes_per_s": RANGE, "gpu_flops": RANGE, "sync_s": RANGE, "transfer_factor": RANGE, "whole": True}
+    assert list(pick(entry, "fast").values()) == [4.0, 4.0, 1.0, 1.0, True]
+    assert list(pick(entry, "slow").values()) == [1.0, 1.0, 4.0, 4.0, True]
+    assert list(pick(entry, "chosen").values()) == [2.0, 2.0, 2.0, 2.0, True]
+    with pytest.raises(ValueError, match="between"):
+        pick({"sync_s": {"low": 2, "chosen": 1, "high": 3}}, "fast")
+
+
+@pytest.mark.parametrize("policy", [name for name in TABLE if name not in BOUNDS])
+def test_every_policy_has_a_program(policy: str) -> None:
+    fast, chosen, slow = (program_of(policy, side) for side in ("fast", "chosen", "slow"))  # type: ignore[arg-type]
+    assert fast.schedule_s <= chosen.schedule_s <= slow.schedule_s
+    if chosen.handoff is not None:
+        assert fast.handoff is not None and slow.handoff is not None
+        assert fixed_s(fast.handoff, LINK) < fixed_s(chosen.handoff, LINK) < fixed_s(slow.handoff, LINK)
+
+
+def test_planning_costs_time_in_this_engine_alone() -> None:
+    assert program_of("hybrimoe").schedule_s > program_of("spac").schedule_s == program_of("lfu").schedule_s > 0
+    assert program_of("llama-cpp").schedule_s == program_of("vllm").schedule_s == 0
+    hardware = find_hardware("rtx4090-pcie4")
+    costs = roofline_costs(hardware, QWEN3, program_of("spac"))
+    assert costs.schedule_ns == pytest.approx(program_of("spac").schedule_s * 1e9)
+    assert roofline_costs(hardware, QWEN3, Framework()).schedule_ns == 0
+
+
+def test_the_chosen_constants_of_a_machine_are_between_the_others() -> None:
+    fast, chosen, slow = (builtin_hardware(side) for side in ("fast", "chosen", "slow"))  # type: ignore[arg-type]
+    for name, machine in chosen.items():
+        assert slow[name].link_bytes_per_s <= machine.link_bytes_per_s <= fast[name].link_bytes_per_s
+        assert slow[name].sync_s >= machine.sync_s >= fast[name].sync_s

@@ -1,8 +1,11 @@
-"""The clock, the copy stream and the rules of execution, against times worked out by hand."""
+"""The clock, the copy stream, the rules of execution and the calls to a GPU, against times worked out by hand."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.experts import Residency, Resident
-from moeedge.lab.sim.clock import Clock, Signal
+from moeedge.lab.sim.assumptions import PredictorAccuracy
 from moeedge.lab.sim.execution import CAUSES, Execution, TimeBreakdown
-from moeedge.lab.sim.mover import Mover
-from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
-from moeedge.lab.sim.step_costs import TOKENS_MAX, StepCosts
+from moeedge.lab.sim.model_shape import read_data
+from moeedge.lab.sim.step_costs import TOKENS_MAX, Calls, CallTimes, Handoff, StepCosts, find_handoff
+from moeedge.lab.sim.streams import Clock, Mover, Signal
 from moeedge.lab.traces.schedule import Batch
 from moeedge.policies.base import CacheShape, ExecutionModel, ExpertPrediction, Observation, Plan
 
@@ -24,18 +27,10 @@ CPU, DEVICE, MOVE, LATENCY, DENSE, HEAD, DRAFT, SYNC = 1000, 100, 400, 10, 50, 7
 def costs(**changes: object) -> StepCosts:
     tokens = np.minimum(np.arange(TOKENS_MAX + 1), 1).astype(np.int64)
     values: dict[str, object] = {
-        "cpu_ns": tokens * CPU,
-        "device_ns": tokens * DEVICE,
-        "block_ns": 0,
-        "sync_ns": SYNC,
-        "transfer_ns": MOVE,
-        "demand_ns": MOVE,
-        "latency_ns": LATENCY,
-        "dense_ns": DENSE,
-        "head_ns": HEAD,
-        "draft_ns": DRAFT,
+        "cpu_ns": tokens * CPU, "device_ns": tokens * DEVICE, "block_ns": 0, "sync_ns": SYNC, "transfer_ns": MOVE,
+        "demand_ns": MOVE, "latency_ns": LATENCY, "dense_ns": DENSE, "head_ns": HEAD, "draft_ns": DRAFT,
         "schedule_ns": 0,
-    }
+    }  # fmt: skip
     return StepCosts(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -77,15 +72,8 @@ def run(
     counts = np.array([[n_drafts + 1, n_drafts + 1, 0, 0]], dtype=np.int32)
     known = {"ids": ids, "counts": counts, "n_tokens": ids.shape[1], "n_accepted": n_drafts}
     steps = [Batch(**known, is_first=index == 0) for index in range(2)]
-    execution = Execution(
-        costs(**changes),
-        shape,
-        Fixed(shape, uploads, execution_model),
-        steps,
-        accuracy=PredictorAccuracy(),
-        warm_steps=1,
-    )
-    time = execution.run()
+    policy = Fixed(shape, uploads, execution_model)
+    time = Execution(costs(**changes), shape, policy, steps, accuracy=PredictorAccuracy(), warm_steps=1).run()
     assert sum(time.ns[cause] for cause in CAUSES) == time.total_ns
     return time
 
@@ -131,12 +119,8 @@ def test_without_residents_the_cpu_computes_everything() -> None:
 def test_cpu_and_device_work_at_the_same_time() -> None:
     time = run(ExecutionModel(), [(0, 0)], transfer_ns=0, latency_ns=0)
     assert time.total_ns == DENSE + SYNC + CPU + HEAD
-    assert time.ns == dict.fromkeys(CAUSES, 0) | {
-        "dense": DENSE + HEAD,
-        "host": SYNC,
-        "device": DEVICE,
-        "cpu": CPU - DEVICE,
-    }
+    parts = {"dense": DENSE + HEAD, "host": SYNC, "device": DEVICE, "cpu": CPU - DEVICE}
+    assert time.ns == dict.fromkeys(CAUSES, 0) | parts
     assert (time.hits.pairs, time.hits.pairs_hit) == (2, 1)
 
 
@@ -206,14 +190,91 @@ def test_slots_are_never_exceeded_and_pinned_experts_stay(
     clock.run()
 
 
-def test_gates_look_over_dense_layers() -> None:
-    """As in the engine: at the next layers that have experts, however many dense ones lie between."""
-    ids = np.arange(6 * 2 * 2, dtype=np.int32).reshape(6, 2, 2) % 8
-    ids[[1, 2, 4]] = -1
-    predictor = NoisyPredictor(np.ones((6, 8)), PredictorAccuracy(next_gate=1.0, reach=2), 0)
-    predicted = predictor.predict(ids)
-    first, last = predicted.of_gates(0), predicted.of_gates(5)
-    assert first is not None and last is not None
-    assert np.array_equal(first.layer_ids[[3, 5]], ids[[3, 5]])
-    assert (first.layer_ids[[0, 1, 2, 4]] == -1).all()
-    assert (last.layer_ids == -1).all()
+TIMES = CallTimes(
+    blocking_copy_s=8e-9, queued_copy_s=3e-9, wait_s=4e-9, sync_s=1e-9, event_s=1e-9, launch_s=7e-9, cpu_region_s=5e-9,
+    divide_s=2e-9, pageable_bytes_per_s=1e9,
+)  # fmt: skip
+DOWN, SUBMIT, JOIN, UP = Calls(gets=2, waits=1, bytes_down=10), Calls(launches=1), Calls(syncs=1), Calls(sets_async=1)
+DOWN_NS, SUBMIT_NS, JOIN_NS, UP_NS = 2 * 8 + 4 + 10, 7, 1, 3
+ONE = {"down": DOWN, "submit": SUBMIT, "join": JOIN, "up": UP}
+HANDOFF = Handoff(name="test", one=ONE, nine=ONE, times=TIMES, cpu_regions=2, divides=True)
+RECORDS = Path(__file__).parents[3] / "docs" / "benchmarks"
+FREE: dict[str, object] = {"transfer_ns": 0, "latency_ns": 0, "link_bytes_per_s": 1e12}  # uploads take no time
+
+
+def fixed_s(handoff: Handoff, link_bytes_per_s: float, n_tokens: int = 1) -> float:
+    """All that a layer costs apart from its experts."""
+    moments = ("down", "submit", "join", "up")
+    calls_s = sum(handoff.seconds(moment, n_tokens, link_bytes_per_s) for moment in moments)
+    return calls_s + handoff.divide_s(n_tokens) + handoff.cpu_regions * handoff.times.cpu_region_s
+
+
+def test_blocking_copies_take_the_rate_of_pageable_memory() -> None:
+    assert DOWN.seconds(TIMES, 1e12) == pytest.approx(DOWN_NS * 1e-9)
+    assert Calls(gets_async=2, bytes_down=1000).seconds(TIMES, 1e12) == pytest.approx(7e-9)
+    assert HANDOFF.seconds("down", 18, 1e12) == pytest.approx((DOWN_NS + 10) * 1e-9)  # twice the bytes of nine tokens
+    fixed_ns = DOWN_NS + SUBMIT_NS + JOIN_NS + UP_NS + 2 + 2 * 5
+    assert fixed_s(HANDOFF, 1e12) == pytest.approx(fixed_ns * 1e-9)
+
+
+@pytest.mark.parametrize("hit", [0, 1, 2])
+def test_a_divided_layer_by_hand(hit: int) -> None:
+    """Experts 0 and 1 are used; `hit` of them are on the device."""
+    found = run(ExecutionModel(), [(0, expert) for expert in range(hit)], handoff=HANDOFF, **FREE)
+    before_ns = DOWN_NS + 2 + (SUBMIT_NS if hit else 0)
+    after_ns = UP_NS + 5 + (JOIN_NS if hit else 0)
+    halves_ns = max(hit * DEVICE, (2 - hit) * CPU + (5 if hit < 2 else 0))
+    assert found.total_ns == DENSE + HEAD + before_ns + halves_ns + after_ns == sum(found.ns.values())
+    assert found.ns["host"] == before_ns + after_ns
+
+
+def test_a_half_that_is_launched_ahead_hides_the_way_down() -> None:
+    ahead = replace(HANDOFF, launched_ahead=True)
+    found = run(ExecutionModel(), [(0, 0), (0, 1)], handoff=ahead, **FREE)
+    assert found.total_ns == DENSE + HEAD + 2 * DEVICE + JOIN_NS + UP_NS + 5  # longer than the way down
+    slow = run(ExecutionModel(), [(0, 0)], handoff=ahead, **FREE)
+    assert slow.total_ns == DENSE + HEAD + DOWN_NS + 2 + CPU + 5 + JOIN_NS + UP_NS + 5
+
+
+def test_a_whole_layer_on_the_device_exchanges_nothing() -> None:
+    layers = ExecutionModel(layerwise=True)
+    found = run(layers, [(0, 0), (0, 1)], handoff=HANDOFF, **FREE)
+    assert found.total_ns == DENSE + HEAD + 2 * DEVICE and found.ns["host"] == 0
+
+
+def test_every_step_of_the_lean_path_exchanges_less() -> None:
+    names = ("one CPU graph", "launched ahead")
+    for n_tokens in (1, 9):
+        times = [fixed_s(find_handoff(name), 25e9, n_tokens) for name in names]
+        assert times == sorted(times, reverse=True)
+    assert find_handoff("launched ahead").launched_ahead
+
+
+@pytest.mark.parametrize(
+    ("program", "file", "lane"),
+    [
+        ("--n-cpu-moe", "round-trips-0.6.0.json", "stock"),
+        ("launched ahead", "round-trips.json", "moeedge-0.5-ahead"),
+    ],
+)
+def test_the_calls_are_those_that_were_counted(program: str, file: str, lane: str) -> None:
+    """Per layer, of one token and of nine; bytes of a block's two halves depend on the hit rate."""
+    record = json.loads((RECORDS / file).read_text(encoding="utf-8"))
+    handoff = find_handoff(program)
+    for n_tokens, moments in ((1, handoff.one), (9, handoff.nine)):
+        counted = next(row for row in record["rows"] if (row["lane"], row["n_tokens"]) == (lane, n_tokens))["per_layer"]
+        calls = moments.values()
+        for name in ("gets", "sets", "gets_async", "sets_async", "copies", "launches"):
+            assert sum(getattr(call, name) for call in calls) == pytest.approx(counted[name], abs=0.05), name
+        assert sum(call.waits + call.syncs for call in calls) == pytest.approx(counted["syncs"], abs=0.05)
+        assert moments["up"].bytes_up == pytest.approx(counted["bytes_up"], rel=0.01) or handoff.divides
+        assert moments["down"].bytes_down <= counted["bytes_down"] * 1.01
+
+
+def test_every_handoff_of_a_program_is_described() -> None:
+    programs, data = read_data("programs.json")["programs"], read_data("handoffs.json")
+    named = {entry["handoff"] for entry in programs.values() if "handoff" in entry}
+    assert named <= set(data["programs"])
+    assert all(entry["source"] for entry in data["programs"].values())
+    assert set(data["calls"]) - {"sources"} == set(data["calls"]["sources"])
+    assert np.isfinite([fixed_s(find_handoff(name), 25e9) for name in data["programs"]]).all()

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from moeedge.cli.app import app
 from moeedge.errors import InputError
 from moeedge.lab.experiments.validation import median_cost_model
 from moeedge.lab.sim.model_shape import shape_of_file
 from moeedge.lab.sim.step_costs import calibration_file, read_calibration
 from moeedge.llama import gguf_file
 from moeedge.policies.cost_model import CostModel
-from moeedge.scheduler.calibration import Calibration
+from moeedge.scheduler.calibration import Calibration, measurement_file, write_measurement
 from moeedge.scheduler.manager import PlacementManager
-from moeedge.scheduler.measurement import measurement_file, write_measurement
 from tests.conftest import TinyFactory
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
+from tests.support.commands import refused, run_json
+from tests.support.costs import cost_model
 
 
 def units(cpu_s: float) -> CostModel:
-    return CostModel(
-        cpu_expert_s=np.array([0, cpu_s, 2 * cpu_s]),
-        device_expert_s=np.array([0, 1e-6, 1e-6]),
-        transfer_expert_s=5e-5,
-        draft_token_s=1e-3,
-        block_overhead_s=2e-6,
-        r_c=np.linspace(0, 1, 5),
-        r_g=np.linspace(1, 0, 5),
-        layer_rest_s=3e-5,
-    )
+    more = {"draft_token_s": 1e-3, "block_overhead_s": 2e-6, "layer_rest_s": 3e-5}
+    return cost_model(1.0, 1e-6, 5e-5, cpu_expert_s=np.array([0, cpu_s, 2 * cpu_s]), **more)
 
 
 def calibration(cpu_s: float | None) -> Calibration:
@@ -86,13 +71,15 @@ def test_the_shape_of_a_file_is_the_sum_of_its_tensors(tiny: TinyFactory) -> Non
         shape_of_file(tiny("qwen3"), 2)
 
 
+def measured(tiny: TinyFactory, gammas: str) -> list[dict[str, Any]]:
+    arguments = ("-m", tiny("qwen3moe"), "-md", tiny("qwen3"), "--policy", "lru", "--cache-ratio", "0.5")
+    more = ("--gamma", gammas, "-n", "12", "-c", "512", "-r", "1")
+    return list(run_json("lab", "validate", "measured", *arguments, *more))
+
+
 def test_the_engine_is_measured_and_simulated_in_one_go(tiny: TinyFactory) -> None:
     """Times of a model this small, next to other programs, are noise: both sides must have seen the same steps."""
-    arguments = ["-m", tiny("qwen3moe"), "-md", tiny("qwen3"), "--policy", "lru", "--cache-ratio", "0.5"]
-    arguments += ["--gamma", "0,3", "-n", "12", "-c", "512", "-r", "1", "-o", "json"]
-    result = CliRunner().invoke(app, ["lab", "validate", "measured", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)
+    rows = measured(tiny, "0,3")
     assert [row["gamma"] for row in rows] == [0, 3]
     for row in rows:
         assert row["tokens"] >= 11 and row["measured_tpot_s"] > 0 and row["tpot_s"] > 0
@@ -112,22 +99,12 @@ def test_a_simulated_step_takes_the_measured_time_of_scheduling(
         after_verification(self, *arguments)
 
     monkeypatch.setattr(PlacementManager, "after_verification", hand_over_slowly)
-    arguments = ["-m", tiny("qwen3moe"), "-md", tiny("qwen3"), "--policy", "lru", "--cache-ratio", "0.5"]
-    arguments += ["--gamma", "3", "-n", "12", "-c", "512", "-r", "1", "-o", "json"]
-    result = CliRunner().invoke(app, ["lab", "validate", "measured", *map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)
+    (row,) = measured(tiny, "3")
     assert row["measured_tpot_s"] * row["tokens"] >= plan_s * row["steps"]
     assert row["tpot_s"] * row["tokens"] >= 0.99 * plan_s * row["steps"]
 
 
 def test_impossible_measurements_are_refused_before_anything_is_loaded(tiny_moe: Path, tiny_draft: Path) -> None:
-    for model, policy, words in (
-        (tiny_moe, "lru,magic", "'magic'"),
-        (tiny_draft, "lru", "has no experts"),
-    ):
-        result = CliRunner().invoke(
-            app, ["lab", "validate", "measured", "-m", str(model), "-md", "none", "--policy", policy]
-        )
-        assert result.exit_code == 2 and words in " ".join(result.output.split())
-        assert "1 of" not in result.output
+    for model, policy, words in ((tiny_moe, "lru,magic", "'magic'"), (tiny_draft, "lru", "has no experts")):
+        said = refused("lab", "validate", "measured", "-m", model, "-md", "none", "--policy", policy)
+        assert words in said and "1 of" not in said

@@ -3,73 +3,60 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from moeedge.cli.app import app
 from moeedge.llama.gguf_file import read_summary
 from tests.cli.terminal import Terminal
 from tests.conftest import TinyFactory
+from tests.support.commands import SIGNALS, refused, run, run_json
+
+LIKE = ("--like", "qwen3-30b-a3b", "--dry-run")
 
 
 def widen(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["lab", "widen", *map(str, arguments)])
+    return run("lab", "widen", *arguments)
 
 
-def start(*arguments: object, limit: tuple[int, int] | None = None, command: str = "widen") -> subprocess.Popen[str]:
-    """The program in a process of its own, under a resource limit."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "moeedge", "lab", command, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=None if limit is None else lambda: resource.setrlimit(limit[0], (limit[1], limit[1])),
-    )
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """The program in a process of its own."""
+    command = [sys.executable, "-m", "moeedge", "lab", "widen", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_shape_is_like_qwen3_30b(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Nothing is written; the experts have the size that the real model's have in Q4_0."""
-    result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--dry-run", "-o", "json")
-    assert result.exit_code == 0, result.output
-    output = json.loads(result.stdout)
-    assert list(tmp_path.iterdir()) == []
-    assert output["out"] is None
+    output = run_json("lab", "widen", tmp_path / "wide.gguf", *LIKE)
+    assert list(tmp_path.iterdir()) == [] and output["out"] is None
     wanted = {"embd": 2048, "ff": 768, "heads": 32, "heads_kv": 4, "head_dim": 128, "layers": 48, "experts": 128}
     assert wanted.items() <= output["shape"].items()
     assert output["expert_bytes"] == 48 * 128 * 3 * 2048 * 768 // 32 * 18
     assert "vocabulary 2048 (151936)" in output["notes"][0]
     assert "bit for bit" in output["notes"][1]
-    result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--head-dim", 32, "--dry-run", "-o", "json")
-    smaller = json.loads(result.stdout)
+    smaller = run_json("lab", "widen", tmp_path / "wide.gguf", *LIKE, "--head-dim", 32)
     assert smaller["bytes"] == pytest.approx(output["bytes"], rel=1e-5)  # more heads instead: the same matrices
     assert (smaller["shape"]["heads"], smaller["shape"]["heads_kv"], len(smaller["notes"])) == (128, 16, 1)
-
-
-def test_rows_that_blocks_do_not_divide(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    result = widen(tmp_path / "wide.gguf", "--like", "qwen3-30b-a3b", "--ff", 1408, "--type", "q4_k", "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert all(text in result.stdout for text in ("1,408", "Q4_K", "Q5_0"))
+    uneven = widen(tmp_path / "wide.gguf", *LIKE, "--ff", 1408, "--type", "q4_k")  # rows that blocks do not divide
+    assert uneven.exit_code == 0, uneven.output
+    assert all(text in uneven.stdout for text in ("1,408", "Q4_K", "Q5_0"))
 
 
 def test_header_and_metadata(tiny_moe: Path, tmp_path: Path) -> None:
     out = tmp_path / "wide.gguf"
-    result = widen(out, "-m", tiny_moe, "--embd", 256, "--ff", 64, "--head-dim", 32, "--type", "q8_0", "-o", "json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["bytes"] == out.stat().st_size == read_summary(out).size_bytes
+    sizes = ("--embd", 256, "--ff", 64, "--head-dim", 32, "--type", "q8_0")
+    output = run_json("lab", "widen", out, "-m", tiny_moe, *sizes)
+    assert output["bytes"] == out.stat().st_size == read_summary(out).size_bytes
     before, after = (gguf.GGUFReader(path).fields for path in (tiny_moe, out))
     assert set(before) <= set(after)
     kept = [name for name in before if name.startswith("tokenizer.")]
@@ -123,9 +110,7 @@ def test_sparse_reads_the_same(tiny_moe: Path, tmp_path: Path) -> None:
     ],
 )
 def test_impossible_shapes(arguments: list[str], reason: str, tiny_moe: Path, tmp_path: Path) -> None:
-    result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, *arguments)
-    assert result.exit_code == 2
-    assert reason in " ".join(result.stderr.split())
+    assert reason in refused("lab", "widen", tmp_path / "wide.gguf", "-m", tiny_moe, *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -135,8 +120,7 @@ def test_unusable_sources(tiny: TinyFactory, tmp_path: Path) -> None:
     text.write_text("no model")
     cases = [(short, "truncated"), (text, "not a GGUF"), (tmp_path / "x.gguf", "x.gguf"), (tiny("olmoe"), "olmoe")]
     for source, reason in cases:
-        result = widen(tmp_path / "wide.gguf", "-m", source, "--embd", 128)
-        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
+        assert reason in refused("lab", "widen", tmp_path / "wide.gguf", "-m", source, "--embd", 128)
     assert not (tmp_path / "wide.gguf").exists()
 
 
@@ -152,8 +136,7 @@ def test_unusable_targets(tiny_moe: Path, tmp_path: Path) -> None:
         (Path("/dev/null"), "not a regular file"),
     ]
     for out, reason in cases:
-        result = widen(out, "-m", source, "--embd", 128)
-        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
+        assert reason in refused("lab", "widen", out, "-m", source, "--embd", 128)
     assert mine.read_text() == "precious"
     assert widen(mine, "-m", source, "--embd", 128, "--force").exit_code == 0
     assert read_summary(mine).expert_layers == (0, 1, 2)
@@ -161,38 +144,34 @@ def test_unusable_targets(tiny_moe: Path, tmp_path: Path) -> None:
 
 
 def test_two_at_once(tiny_moe: Path, tmp_path: Path) -> None:
-    part = tmp_path / "wide.gguf.part"
+    out, part = tmp_path / "wide.gguf", tmp_path / "wide.gguf.part"
     with part.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 128)
-    assert result.exit_code == 2 and "another process" in result.stderr
+        assert "another process" in refused("lab", "widen", out, "-m", tiny_moe, "--embd", 128)
     assert part.exists()
-    assert widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 128).exit_code == 0  # a leftover is no obstacle
-    assert [path.name for path in tmp_path.iterdir()] == ["wide.gguf"]
+    assert widen(out, "-m", tiny_moe, "--embd", 128).exit_code == 0  # a leftover is no obstacle
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_not_enough_disk_space(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the write, and where the system refuses in the middle, as a full disk does."""
+    arguments = (tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 2**20, hard))
+    try:
+        result = widen(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.exit_code == 1 and "error: " in result.stderr and "file too large" in result.stderr
+    assert list(tmp_path.iterdir()) == []
     usage = shutil.disk_usage(tmp_path)._replace(free=10 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
-    assert result.exit_code == 1
-    assert "10 MiB" in result.stderr and "--sparse" in result.stderr
+    result = widen(*arguments)
+    assert result.exit_code == 1 and "10 MiB" in result.stderr and "--sparse" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_disk_fills_up_during_the_write(tiny_moe: Path, tmp_path: Path) -> None:
-    """The system refuses in the middle, as a full disk does."""
-    arguments = (tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
-    process = start(*arguments, limit=(resource.RLIMIT_FSIZE, 5 * 2**20))
-    _, output = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert output.startswith("error: ") and "Traceback" not in output and "file too large" in output
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("signum", "code"), SIGNALS)
 def test_interrupted_write(signum: int, code: int, tiny_moe: Path, tmp_path: Path) -> None:
     part = tmp_path / "wide.gguf.part"
     process = start(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 4096, "--ff", 8192)
@@ -227,17 +206,7 @@ def test_memory_does_not_grow_with_the_file(type_: list[str], tiny_moe: Path, tm
 
 @pytest.mark.parametrize("columns", [100, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_bar_in_a_terminal(columns: int, tiny_moe: Path, tmp_path: Path) -> None:
-    arguments: Sequence[str] = [
-        "lab",
-        "widen",
-        str(tmp_path / "w.gguf"),
-        "-m",
-        str(tiny_moe),
-        "--embd",
-        "1024",
-        "--ff",
-        "512",
-    ]
+    arguments = ["lab", "widen", str(tmp_path / "w.gguf"), "-m", str(tiny_moe), "--embd", "1024", "--ff", "512"]
     env = {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}
     with Terminal(arguments, env=env, columns=columns) as terminal:
         assert terminal.wait() == 0, terminal.text

@@ -15,8 +15,7 @@ import pytest
 from models.generator import Chat, held_back, render_prompt, score
 from models.llama_runner import Runner
 from moeedge.data.datasets import load_toy
-from moeedge.lab.widen.layout import WeightType, make_wide_plan
-from moeedge.lab.widen.shape import RequestedSizes
+from moeedge.lab.widen.layout import RequestedSizes, WeightType, make_wide_plan
 from moeedge.lab.widen.writer import write
 from moeedge.llama import library
 from tests.conftest import TinyFactory
@@ -101,18 +100,16 @@ def test_a_dense_model(tiny: TinyFactory, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_bundled_pair_gives_equal_answers(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    target, draft = bundled_pair
-    for source, asked in ((target, WIDER), (draft, RequestedSizes(embd=384, ff=512, heads=8, heads_kv=4, layers=6))):
-        wide = widened(source, tmp_path, asked)
-        with Runner(source, n_threads=1) as narrow, Runner(wide, n_threads=1) as model:
-            for prompt in toy_prompts()[::9]:
-                assert greedy(model, prompt) == greedy(narrow, prompt)
+def test_the_bundled_draft_gives_equal_answers(bundled_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    wide = widened(bundled_pair[1], tmp_path, RequestedSizes(embd=384, ff=512, heads=8, heads_kv=4, layers=6))
+    with Runner(bundled_pair[1], n_threads=1) as narrow, Runner(wide, n_threads=1) as model:
+        for prompt in toy_prompts()[::9]:
+            assert greedy(model, prompt) == greedy(narrow, prompt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("asked", "least"), [(WIDER, 50), (LARGER_HEADS, 48)], ids=["wider", "larger-heads"])
-def test_fifty_answers_are_the_same(
+def test_fifty_answers_of_the_target_are_the_same(
     asked: RequestedSizes, least: int, bundled_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """In the types that the pair ships in. With larger heads a tie may fall the other way."""

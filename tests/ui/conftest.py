@@ -1,0 +1,29 @@
+"""The session on which the tests of the chat talk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moeedge.engine.session import Session
+from moeedge.engine.types import EngineConfig
+from moeedge.llama.reasoning import TemplateChoice
+from tests.conftest import TinyFactory
+
+
+@pytest.fixture(scope="package")
+def opened(tiny: TinyFactory) -> Iterator[Session]:
+    config = EngineConfig(model=tiny("qwen3moe"), draft=tiny("qwen3"), n_ctx=512, n_threads=1)
+    with Session.open(config) as session:
+        yield session
+
+
+@pytest.fixture
+def session(opened: Session) -> Iterator[Session]:
+    """A tiny target with a draft, as after its opening."""
+    opened.set_draft_length(4)
+    opened.template = TemplateChoice()
+    yield opened
+    opened.observers.clear()
+    opened.reset()

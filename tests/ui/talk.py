@@ -1,0 +1,113 @@
+"""A chat with a scripted user."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from moeedge.engine.autosave import Autosave, unfinished_chats
+from moeedge.engine.conversation import Conversation, Message, prompt_tokens
+from moeedge.engine.session import Session
+from moeedge.engine.types import SamplingConfig
+from moeedge.scheduler.stats import StepRecord
+from moeedge.ui.chat.repl import Repl
+from moeedge.ui.chat.session import origin_of
+from moeedge.ui.chat.settings import Settings
+
+GREEDY = Settings(sampling=SamplingConfig(temperature=0), n_predict=12, gamma=4)
+Line = str | type[BaseException] | Callable[["Talk"], None]
+
+
+class Talk:
+    """A chat that reads `lines` and ends; `err` is all output but the answers."""
+
+    def __init__(
+        self,
+        session: Session,
+        lines: Sequence[Line],
+        folder: Path,
+        *,
+        settings: Settings = GREEDY,
+        raw: bool = False,
+        switch: Callable[[str], Session] | None = None,
+    ) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        self.begun: list[str] = []  # what the prompts began with
+        self.repl = Repl(
+            session,
+            Conversation(),
+            settings,
+            read=self._reader(lines),
+            switch=switch,
+            out=Console(file=out),
+            err=Console(file=err, width=200),
+            autosave=Autosave(lambda: folder, origin_of(session, raw=raw)),
+            unfinished=unfinished_chats(lambda: folder),
+            raw=raw,
+        )
+        self.code = self.repl.run()
+        self.out, self.err = out.getvalue(), err.getvalue()
+
+    def _reader(self, lines: Sequence[Line]) -> Callable[[str], str]:
+        left = iter(lines)
+
+        def read(begun: str) -> str:
+            self.begun.append(begun)
+            line = next(left, None)
+            while callable(line) and not isinstance(line, type):  # a look at the chat between two lines
+                line(self)
+                line = next(left, None)
+            if line is None:
+                raise EOFError
+            if isinstance(line, str):
+                return line
+            raise line
+
+        return read
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.repl.conversation.messages
+
+    @property
+    def asked(self) -> list[str]:
+        """The user's messages."""
+        return [message.content for message in self.messages if message.role == "user"]
+
+
+def on_step(session: Session, number: int, action: Callable[[], None]) -> None:
+    """Call `action` in the middle of an answer, after its step `number`."""
+    seen: list[StepRecord] = []
+
+    def observe(record: StepRecord, _session: Session) -> None:
+        seen.append(record)
+        if len(seen) == number:
+            action()
+
+    session.observers.append(observe)
+
+
+def cut_off(session: Session, folder: Path, n_steps: int, *, settings: Settings = GREEDY) -> list[int]:
+    """A chat that ends after `n_steps` steps of its answer as by kill -9; the tokens of the answer until then."""
+    saved = Autosave(lambda: folder, origin_of(session, raw=False))
+    conversation = Conversation("be kind")
+    conversation.ask("tell me")
+    saved.update(conversation, asdict(settings))
+    answer = session.generate(
+        prompt_tokens(session.model, conversation, template=session.template),
+        n_predict=settings.n_predict,
+        sampling=settings.sampling,
+    )
+    pieces = answer.pieces()
+    n_saved = 0
+    for _ in range(n_steps):
+        saved.add_step(next(pieces), answer.tokens[n_saved:])
+        n_saved = len(answer.tokens)
+    answer.close()
+    session.reset()
+    saved.close(keep=True)
+    return answer.tokens
