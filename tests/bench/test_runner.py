@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -19,6 +21,19 @@ from moeedge.errors import ContextTooSmallError
 from moeedge.records import as_dict
 from moeedge.scheduler.config import PlacementConfig
 from tests.bench.recording import RecordedBench, Recorder, make_plan, run, write_conversations
+
+# plain greedy decoding with llama_cpp's low-level calls; prompts come in, answers go out as JSON
+_STOCK = """
+import json, sys
+from pathlib import Path
+from tests.support.stock import StockContext, silence
+silence()
+job = json.load(sys.stdin)
+with StockContext(Path(job["model"]), n_ctx=job["n_ctx"], n_threads=1, n_batch=2048, n_ubatch=512) as stock:
+    answers = [stock.greedy(prompt, job["n_predict"])[0] for prompt in job["prompts"]]
+print(json.dumps({"answers": answers, "moeedge": [name for name in sys.modules if name.startswith("moeedge")],
+                  "mapped": "libmoeedge" in Path("/proc/self/maps").read_text()}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +81,32 @@ def test_turns_are_one_conversation(finished: tuple[list[BenchRow], Recorder]) -
 def test_modes_change_places(finished: tuple[list[BenchRow], Recorder]) -> None:
     places = {(s.prompt, s.turn, s.repetition, s.mode): s.order for s in finished[1].samples}
     assert {order for (*_, mode), order in places.items() if mode == REFERENCE} == {0, 1, 2}
+
+
+def test_stock_ar_equals_a_process_without_our_library(tmp_path: Path, tiny_moe: Path, tiny_draft: Path) -> None:
+    """It loads neither moeedge nor its native library; all other modes give the same tokens, turn by turn."""
+    dataset, n_predict = write_conversations(tmp_path), 40
+    plan = make_plan(tiny_moe, tiny_draft, dataset=dataset, n_predict=n_predict, repetitions=1, ignore_eos=True)
+    rows, recorder = run(plan)
+    # the first turns: on an empty KV cache both sides decode the same batches
+    ours = [sample for sample in recorder.samples if sample.mode == REFERENCE and sample.turn == 0]
+    assert len(ours) == 2
+    job = {"model": str(tiny_moe), "n_ctx": rows[0].setup.n_ctx, "n_predict": n_predict}
+    job["prompts"] = [sample.prompt_ids for sample in ours]
+    done = subprocess.run(
+        [sys.executable, "-c", _STOCK],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [sample.tokens for sample in ours]
+    assert json.loads(done.stdout) == {"answers": answers, "moeedge": [], "mapped": False}
+    references = {sample.key: sample.tokens for sample in recorder.samples if sample.mode == REFERENCE}
+    assert all(sample.tokens == references[sample.key] for sample in recorder.samples)
 
 
 def test_without_a_draft_the_ratio_is_the_cost_of_the_backend(tmp_path: Path, tiny_moe: Path) -> None:

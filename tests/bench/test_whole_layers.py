@@ -9,7 +9,7 @@ import pytest
 
 from moeedge.bench import arms
 from moeedge.bench.config import DEFAULT_MODES, GPU_MODES, MODES, BenchPlan, Sweep, parse_modes
-from moeedge.bench.records import compare_with_whole_layers
+from moeedge.bench.records import BenchRow, compare_with_whole_layers
 from moeedge.bench.whole_layers import DeviceUse, SplitPlanner, missing_reason
 from moeedge.cli.bench import synthetic_tests
 from moeedge.cli.bench_run import make_bench_plan
@@ -142,11 +142,8 @@ def _plan(model: Path, draft: Path, folder: Path) -> BenchPlan:
     return plan
 
 
-def test_whole_layers_fill_the_same_memory(
-    tmp_path: Path, model: Path, tiny_draft: Path, counting: CountingDevice
-) -> None:
+def _check(rows: list[BenchRow]) -> None:
     """Every row is right on its split, and the modes with whole layers fill moeedge's memory, but take no more."""
-    rows, recorder = run(_plan(model, tiny_draft, tmp_path))
     records = {row.mode: as_dict(row) for row in rows}
     assert list(records) == _MODES.split(",")
     for row in rows:
@@ -166,8 +163,26 @@ def test_whole_layers_fill_the_same_memory(
     assert records["stock-ncmoe"]["whole_layers"] >= records["stock-ncmoe-sd"]["whole_layers"]
     best = max(records[name]["ratio"] for name in GPU_MODES.split(","))
     assert ours["ratio_ncmoe"] == pytest.approx(ours["ratio"] / best)
+
+
+def test_whole_layers_fill_the_same_memory(
+    tmp_path: Path, model: Path, tiny_draft: Path, counting: CountingDevice
+) -> None:
+    rows, recorder = run(_plan(model, tiny_draft, tmp_path))
+    _check(rows)
     assert len(recorder.samples) == recorder.total == 5 * 3
     assert sum("whole layers on the GPU" in note for note in recorder.notes) == 2
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_at_once_is_measured_one_by_one(
+    tmp_path: Path, model: Path, tiny_draft: Path, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "_USABLE", 0.0)
+    rows, recorder = run(_plan(model, tiny_draft, tmp_path))
+    _check(rows)
+    assert len(recorder.samples) == recorder.total == (3 + 2 + 2) * 3  # stock-ar with each of the last two
+    assert any("one by one" in note for note in recorder.notes)
 
 
 def test_synthetic_tests_have_whole_layers_too(model: Path, tiny_draft: Path, counting: CountingDevice) -> None:

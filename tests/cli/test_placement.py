@@ -71,6 +71,13 @@ def test_stats_as_json(pair: list[str]) -> None:
     assert counters(chat(pair, "-dev", "none", "--stats", "json"))["device"] == "none"
 
 
+def test_ablations_reach_the_engine(pair: list[str]) -> None:
+    options = (*EMULATED, "--no-calibrate", "--stats", "json")
+    stats = counters(chat(pair, *options, "--ablate", "no-sd", "--ablate", "no-evict"))
+    assert stats["evictions"] == 0
+    assert stats["steps"] == 23  # one token at a time
+
+
 def test_ablations_are_named(pair: list[str]) -> None:
     """And one that the policy has no part for, or all without a device, are said to change nothing."""
     options = [*EMULATED, "--no-calibrate", "--ablate", "no-spec-ue"]

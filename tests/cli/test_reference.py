@@ -15,7 +15,7 @@ from moeedge.cli.app import COMMANDS, app, load_command
 from moeedge.cli.declare import hidden_spellings
 from moeedge.cli.foreign import foreign_options
 from moeedge.ui.chat.commands import help_rows
-from tests.support.commands import all_commands, option_names, reference
+from tests.support.commands import all_commands, option_names, reference, refused
 
 _OF_TYPER = {"-h", "--help", "--help-all", "--install-completion", "--show-completion"}
 _NAME = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
@@ -106,3 +106,8 @@ def test_the_terminal_breaks_the_lines_of_help(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_has_the_first_paragraph_of_each(name: str) -> None:
     assert COMMANDS[name] == load_command(name).help.partition("\n\n")[0]
+
+
+def test_old_spellings_are_taken() -> None:
+    message = refused("lab", "replay", "absent.npz", "--tail", "optimistic", "--hint-accuracy", "default")
+    assert "no option" not in message and "absent.npz" in message

@@ -26,6 +26,7 @@ from moeedge.errors import InputError
 from moeedge.run import Notification, Run, is_warning
 from moeedge.ui.chat.settings import Settings, restored, saved_settings
 from tests.benchmarks.autosave_cost import step_times_us
+from tests.support.machine import files_of_at_most
 
 ORIGIN = Origin("model.gguf", 123, raw=False)
 SETTINGS: dict[str, Any] = {"sampling": {"temperature": 0.5}, "n_predict": -1}
@@ -251,15 +252,8 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_full_disk_ends_saving_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = chat(tmp_path)
     saved.update(talk("one"), SETTINGS)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    size = next(tmp_path.iterdir()).stat().st_size
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
+    with files_of_at_most(next(tmp_path.iterdir()).stat().st_size + 20):
         saved.add_step("a long text that does not fit", [1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
     assert "File too large" in saved.warning
     assert not saved.is_saving
     saved.add_step("more", [2])

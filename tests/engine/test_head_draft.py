@@ -125,7 +125,12 @@ def test_greedy_equals_stock(case: str, gamma: int, tiny: TinyFactory, check: Ch
     pair = files(tiny, case)
     with Session.open(options(pair, gamma=gamma)) as session:
         generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
-        records = list(generation)
+        records = []
+        for record in generation:  # after each step the head has entries of the accepted text, and lacks few
+            records.append(record)
+            context = head_of(session).context
+            held, history = context.sequences[0].tokens, generation.state.history[context.kind.n_skipped :]
+            assert held == history[: len(held)] and (not held or len(held) >= len(history) - gamma - 2)
         check(session, PROMPT, generation.tokens)
         stats, info = generation.stats, session.model.info
         assert stats.drafted > 0

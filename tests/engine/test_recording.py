@@ -25,7 +25,8 @@ from moeedge.errors import ContextTooSmallError, InputError, LayerRangeError
 from moeedge.native.abi import Phase
 from moeedge.run import Run
 from moeedge.scheduler.stats import StepRecord
-from moeedge.trace.steps import activation_counts, recorded_steps
+from moeedge.trace.format import Trace
+from moeedge.trace.steps import activation_counts, recorded_steps, text_steps
 from tests.conftest import TinyFactory
 from tests.support.progress import SeenProgress
 from tests.support.sessions import GREEDY, answered
@@ -129,6 +130,26 @@ def test_tokens_positions_and_weights_are_those_of_the_text(session: Session) ->
     assert (trace.layer_ids(0)[prefill] >= 0).all()
     last = trace.layer_ids(trace.meta.n_layers - 1)[prefill]
     assert (last[:-1] == -1).all() and (last[-1] >= 0).all()
+
+
+def _text_ids(trace: Trace, text: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    steps = text_steps(trace)
+    rows = steps.rows[steps.sequence == text, 0]
+    return np.stack([np.sort(trace.layer_ids(layer)[rows], axis=1) for layer in range(trace.meta.n_layers)], axis=1)
+
+
+def test_accepted_tokens_are_what_plain_decoding_sees(session: Session, tiny_moe: Path) -> None:
+    """The one-token sensor is fed with the accepted tokens of the speculative run: compare with a run without draft."""
+    speculative = _record(session).trace
+    with Session.open(EngineConfig(model=tiny_moe, n_ctx=512, n_threads=1)) as alone:
+        plain = _record(alone).trace
+    assert set(plain.phase.tolist()) == {Phase.PREFILL, Phase.DECODE}
+    for text in range(len(TEXTS)):
+        ours, theirs = (_text_ids(trace, text) for trace in (speculative, plain))
+        n_common = min(len(ours), len(theirs))
+        assert n_common > 10
+        # batches of different sizes round differently: near-ties of the router may fall the other way
+        assert (ours[:n_common] == theirs[:n_common]).mean() > 0.99
 
 
 def test_conversations_record_every_turn(session: Session) -> None:

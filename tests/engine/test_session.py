@@ -59,7 +59,15 @@ def answer(session: Session, prompt: list[int] = PROMPT, n_predict: int = N_PRED
 def test_figures_of_an_answer(pair: Pair, reference: list[int], mode: Mode, draft: Draft) -> None:
     with Session.open(options(pair, draft, mode=mode)) as session:
         generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY)
-        records = list(generation)
+        records, text = [], list(PROMPT)
+        for record in generation:  # after each step the KV caches hold the accepted text
+            records.append(record)
+            text += record.tokens
+            assert session.target.sequences[0].tokens == text[:-1]
+            if session.draft_context is not None:
+                drafted = session.draft_context.sequences[0].tokens
+                assert drafted == text[: len(drafted)]
+        assert (session.draft_context is None) == (draft == "none")
         check(session, PROMPT, reference, generation.tokens)
         stats = generation.stats
         assert [token for record in records for token in record.tokens] == generation.tokens
@@ -71,6 +79,17 @@ def test_figures_of_an_answer(pair: Pair, reference: list[int], mode: Mode, draf
         if draft == "none":
             assert stats.drafted == 0 and stats.acceptance_rate is None
         assert (stats.experts_per_verification is None) == (mode == "stock")
+
+
+def test_penalties_see_the_drafts_before_them(pair: Pair) -> None:
+    """With a repeat penalty each position's history counts; speculation must not change the answer."""
+    sampling = SamplingConfig(temperature=0, repeat_penalty=4.0, repeat_last_n=30)
+    with Session.open(options(pair, "none")) as plain:
+        expected = answer(plain, sampling=sampling)
+        assert expected != answer(plain)
+    for draft in ("model", "self", "ngram"):
+        with Session.open(options(pair, draft)) as session:
+            check(session, PROMPT, expected, answer(session, sampling=sampling))
 
 
 def test_the_same_seed_gives_the_same_answer(session: Session) -> None:

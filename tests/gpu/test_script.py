@@ -98,6 +98,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert set(rows) == {"stock-ar", "stock-sd", "moeedge-ar", "moeedge"}
     assert all(row["tg_ts"] > 0 and row["n_samples"] >= 2 for row in rows.values())
     assert rows["moeedge"]["hit_rate_pairs"] > 0
+    assert all(row["output_compared"] > 0 and row["different"] == [] for row in rows.values())
     assert {path.name for path in out.iterdir()} >= {"micro.json", "tests.log", "bench.log", "micro.log"}
 
 

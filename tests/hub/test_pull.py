@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from moeedge.errors import DownloadError
+from moeedge.hub import remote
 from tests.hub.conftest import BIG, SMALL, HubMachine, sha256
 
 INCOMPLETE = ".incomplete"
@@ -202,6 +207,32 @@ def test_the_disk_fills_up_during_the_download(place: HubMachine) -> None:
     place.hub.requests.clear()
     assert place.run("pull", "big", "--no-draft").returncode == 0
     assert place.hub.ranges() == [f"bytes={2**20}-"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_and_a_quota_keep_what_arrived(
+    number: int, place: HubMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def fills_up(_name: str, _n_bytes: int) -> Iterator[remote.At]:
+        def at(have_bytes: int, _phase: str) -> None:  # called in the sink's write
+            if have_bytes >= 2**20:
+                raise OSError(number, os.strerror(number))
+
+        yield at
+
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HF_ENDPOINT", "HF_HOME"):
+        monkeypatch.setenv(name, place.environment()[name])
+    file, body = remote.ask_file(*BIG, place.hub.commit), place.hub.files[BIG]
+    with pytest.raises(DownloadError, match="is full: 1 MiB of 3 MiB") as caught:
+        remote.fetch_file(file, fills_up)
+    assert caught.value.exit_code == 1
+    assert place.blobs("me/big-GGUF") == {sha256(body) + INCOMPLETE: body[: 2**20]}
+    remote.fetch_file(file, lambda *_: nullcontext(lambda *_: None))
+    assert place.hub.ranges() == [None, f"bytes={2**20}-"]
+    assert place.blobs("me/big-GGUF") == {sha256(body): body}
 
 
 @pytest.mark.parametrize(

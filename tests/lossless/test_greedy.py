@@ -30,6 +30,7 @@ PROMPT = np.random.default_rng(4).integers(0, 256, 20).tolist()
 REPETITIVE = PROMPT[:10] * 3
 DRAFTS = [None, *((kind, gamma) for kind in ("model", "ngram") for gamma in (1, 4, 8, "auto"))]
 QUICK_DRAFTS = (None, ("model", 4), ("ngram", 4))  # with every model
+SEVERAL_DRAFTS = {"qwen3moe": DRAFTS, "gpt-oss": (*QUICK_DRAFTS, ("model", "auto"), ("ngram", "auto"))}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def opened(target: Path, speculation: Speculation, draft: Path, **options: Any) 
 
 @pytest.mark.parametrize(
     ("case", "speculation"),
-    [(case, each) for case in MOE_CASES for each in (DRAFTS if case == "qwen3moe" else QUICK_DRAFTS)],
+    [(case, each) for case in MOE_CASES for each in SEVERAL_DRAFTS.get(case, QUICK_DRAFTS)],
 )
 def test_greedy_equals_stock(
     case: str, speculation: Speculation, tiny: TinyFactory, tiny_draft: Path, stock_of: StockOf

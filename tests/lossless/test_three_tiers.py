@@ -5,6 +5,8 @@ The contexts' own model has zeros instead of experts, so that whatever read the 
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -287,7 +289,9 @@ def test_sessions(policy: str, many: Path, tiny_draft: Path, own_cache_folder: P
         assert session.model.dense is not None and not session.target.op_offload
 
 
-def test_detaching(many: Path, own_cache_folder: Path, stock: StockContext) -> None:
+def test_detaching_and_short_memory(
+    many: Path, own_cache_folder: Path, stock: StockContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(tier_config(many)) as (session, manager, ram):
         session.set_mode("stock")
         assert not manager.loads_on_demand
@@ -295,7 +299,32 @@ def test_detaching(many: Path, own_cache_folder: Path, stock: StockContext) -> N
         assert ram.stats().blocks == 0
         session.set_mode("moeedge")
         assert_answers(session, stock, PROMPT, 12, what="attached again")
-        assert ram.stats().blocks > 0 and manager.loads_on_demand
+        n_used, n_blocks = ram.stats().slots_used, ram.stats().blocks
+        assert n_used > 8 and n_blocks > 0 and manager.loads_on_demand
+        memory = manager.memory
+        assert memory is not None and memory.cache is ram
+        memory._stop.set()
+        for missing_bytes in (4 * 1000, 1 << 50):
+            monkeypatch.setattr(memory.watch, "missing_bytes", lambda n=missing_bytes: n)
+            memory.update()
+            manager.watch_memory()
+            monkeypatch.setattr(memory.watch, "missing_bytes", lambda: 0)
+            assert 0 < ram.info.n_slots < n_used
+            assert_answers(session, stock, PROMPT, 12, what=f"{missing_bytes} less")
+        assert ram.info.n_slots <= 3 and manager.loads_on_demand
+        assert ram.stats().blocks > n_blocks
+        assert sum("RAM" in note for note in session.info.notes) >= 2
+
+
+def test_a_full_disk_is_reported_once(many: Path, own_cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_file: Path, _measured: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ram_tier, "write_measurement", full)
+    notes: list[Notification] = []
+    with Session.open(tier_config(many), run=Run(notes.append)) as session:
+        greedy_answer(session, PROMPT, 4)
+    assert sum(os.strerror(errno.ENOSPC) in note for note in notes) == 1
 
 
 def test_a_lost_cache_in_ram_is_reported_once(

@@ -24,7 +24,7 @@ from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import LONG_PROMPT
-from tests.support.cases import case_model
+from tests.support.cases import ATTENTION_CASES, SLOW_CASES, case_model
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.hybrid import MANY_EXPERTS, assert_answers, hit_stats, hybrid_config
 from tests.support.stock import StockContext
@@ -72,8 +72,8 @@ def test_every_number_of_layers(n_cpu_moe: int, ratio: float, many: Path, tiny_d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["deepseek2", "gpt-oss", "llama4", "qwen3moe-mixed", "grovemoe", "gemma4", "Q4_K_M"])
-def test_layers_that_are_not_alike(case: str, tiny: TinyFactory, tiny_draft: Path) -> None:
+@pytest.mark.parametrize("case", [name for name in ATTENTION_CASES if name not in ("qwen3moe", *SLOW_CASES[1:])])
+def test_every_architecture(case: str, tiny: TinyFactory, tiny_draft: Path) -> None:
     """test_counting_gpu.py has every architecture's experts in a cache on a GPU."""
     check(case_model(tiny, case, experts=MANY_EXPERTS), tiny_draft)
 

@@ -26,6 +26,7 @@ from tests.support.commands import refused
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("toy_backend.c")
 HEADER = ROOT / "moeedge/native/include/moeedge.h"
+VULKAN = os.environ.get("MOEEDGE_VULKAN_BACKEND", "")
 
 Compile = Callable[..., Path]
 
@@ -61,12 +62,16 @@ def library_named(tmp_path: Path) -> Callable[[str], str]:
     return library_named
 
 
-def _devices(*arguments: str, **environment: str) -> dict[str, Any]:
-    """Rows of `moeedge devices ARGUMENTS` in a process of its own: what a process has registered stays."""
+def _run_devices(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`moeedge devices ARGUMENTS` in a process of its own: what a process has registered stays."""
     command = [sys.executable, "-m", "moeedge", "devices", "-o", "json", *arguments]
-    result = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True
-    )
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def _devices(*arguments: str, **environment: str) -> dict[str, Any]:
+    """Its rows."""
+    result = _run_devices(*arguments, **environment)
+    assert result.returncode == 0, result.stderr
     return {row["name"]: row for row in json.loads(result.stdout)}
 
 
@@ -213,6 +218,16 @@ def test_requested_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }.items():
         monkeypatch.setenv("GGML_BACKEND_PATH", value)
         assert backends.requested_files() == [Path(name) for name in expected]
+
+
+@pytest.mark.skipif(not VULKAN, reason="$MOEEDGE_VULKAN_BACKEND names no libggml-vulkan.so")
+def test_the_vulkan_backend() -> None:
+    found = _devices("--backend", VULKAN, GGML_VK_VISIBLE_DEVICES="0")
+    assert found["Vulkan0"]["file"] == VULKAN
+    assert found["Vulkan0"]["usable"]
+    result = _run_devices("--backend", VULKAN, VK_DRIVER_FILES="/dev/null", VK_ICD_FILENAMES="/dev/null")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "finds no Vulkan device" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from moeedge.errors import BackendError, ModelFileError
 from moeedge.experts import Residency
 from moeedge.native.abi import ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
-from tests.support.cache_stress import stress
+from tests.support.cache_stress import MIN_CHECKED, stress
 from tests.support.experts import F32, ExpertFile, ask, assert_bytes, demand, drain, resident, write_experts
 
 ROOT = Path(__file__).parents[2]
@@ -120,8 +120,12 @@ def test_slots_hold_the_bytes_of_the_files(parts: Parts, n_threads: int, piece_b
         assert not (buffered and info.is_direct)
 
 
-def test_two_processes_read_one_file(experts: ExpertFile) -> None:
+def test_slots_are_reused_while_others_are_read(experts: ExpertFile) -> None:
     """Random plans and demands, eviction, readers that compare bytes: the stress test of the mover, on files."""
+    assert stress(experts, 1.5, device="ram") > MIN_CHECKED
+
+
+def test_two_processes_read_one_file(experts: ExpertFile) -> None:
     command = [sys.executable, "-m", "tests.support.cache_stress", "1.5", "ram"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
         assert stress(experts, 1.5, device="ram") > 0

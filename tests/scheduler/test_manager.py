@@ -114,6 +114,14 @@ def record(session: Session) -> Recorder:
     return recorder
 
 
+def test_what_the_session_reports(session: Session) -> None:
+    info = session.info
+    assert "emulated" in info.device and info.policy == "spac"
+    assert (info.cache_slots, info.cache_ratio) == (24, 0.5)
+    assert info.pool_bytes > 0 and info.vram_bytes is not None
+    assert has_note(session, "Experts are cached on emulated", "24 of 48", "50.0%", "policy spac")
+
+
 def test_counters(session: Session) -> None:
     before = stats_of(session)
     assert (before.steps, before.pairs, before.uploads, before.slots_used) == (0, 0, 0, 0)

@@ -211,6 +211,32 @@ def test_a_forked_process_does_not_wait_for_the_thread(memory: Slots) -> None:
 
 
 @pytest.mark.usefixtures("cache_folder")
+def test_slots_go_between_answers(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat waits for a message: a thread gives memory back, and the next answer says so."""
+    path = tiny("qwen3moe", experts=64)
+    monkeypatch.setattr(slot_memory, "_INTERVAL_S", 0.02)
+    config = EngineConfig(model=path, n_ctx=512, n_threads=1, gamma=0, device="none", ram=64 << 20)
+    said: list[Notification] = []
+    with Session.open(config, run=Run(said.append)) as session:
+        manager, cache = session.placement, session.placement.cache
+        expected = answered(session, TOKENS, 6).tokens
+        n_used = cache.stats().slots_used
+        slot_bytes = int(cache.groups()[2].max())
+        machine = FreeMemory(5 * slot_bytes, step_s=0.3)
+        said.clear()
+        manager.memory.watch = machine.watch(40 * slot_bytes)
+        wait_until(lambda: cache.stats().slots_used < n_used)
+        machine.free_bytes = 50 * slot_bytes
+        assert cache.stats().slots_used <= n_used - 30
+        assert said == [], "not into a line that is being typed"
+        session.watch_memory()
+        assert set(levels(said)) == {Level.WARNING}
+        session.target.clear()
+        assert answered(session, TOKENS, 6).tokens == expected
+        machine.free_bytes = 0  # while it closes
+
+
+@pytest.mark.usefixtures("cache_folder")
 def test_slots_go_within_a_prompt_and_come_back(tiny: TinyFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny("qwen3moe", layers=4, embd=256, experts=64, expert_ff=256)
     monkeypatch.setattr(slot_memory, "_INTERVAL_S", 0.005)

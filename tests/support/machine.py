@@ -1,7 +1,10 @@
-"""Machines that are not this one: GPUs of any size, free memory and a clock, and what Linux and drivers tell."""
+"""Machines that are not this one: GPUs of any size, free memory, a clock, full disks, what Linux and drivers tell."""
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,17 @@ from moeedge.scheduler.slot_memory import MemoryWatch
 
 MIB, GIB = 2**20, 2**30
 CPU = native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")
+
+
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Iterator[None]:
+    """A write beyond that fails in the middle, as on a full disk or under a quota: EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def gpu_of(free_bytes: int, **changes: Any) -> ResolvedDevice:

@@ -62,15 +62,16 @@ def test_ctrl_c_is_an_exception_between_answers_and_sigterm_is_not_forgotten() -
 
 
 def test_handlers_are_given_back_and_another_thread_is_left_alone() -> None:
-    before = signal.getsignal(signal.SIGINT)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = [signal.getsignal(signum) for signum in signals]
     with Interrupt():
-        assert signal.getsignal(signal.SIGINT) != before
-    assert signal.getsignal(signal.SIGINT) == before
+        assert all(signal.getsignal(signum) != handler for signum, handler in zip(signals, before, strict=True))
+    assert [signal.getsignal(signum) for signum in signals] == before
     seen: list[object] = []
 
     def work() -> None:
         with Interrupt() as interrupt:
-            seen.append((signal.getsignal(signal.SIGINT), interrupt()))
+            seen.append(([signal.getsignal(signum) for signum in signals], interrupt()))
 
     thread = threading.Thread(target=work)
     thread.start()

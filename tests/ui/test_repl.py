@@ -20,6 +20,7 @@ from moeedge.ui.chat import session as chat_session
 from moeedge.ui.chat.commands import Result
 from moeedge.ui.chat.settings import Settings
 from tests.conftest import TinyFactory
+from tests.support.machine import files_of_at_most
 from tests.ui.talk import GREEDY, Line, Talk, cut_off, on_step
 
 
@@ -179,6 +180,14 @@ def test_load_restores_a_conversation(session: Session, tmp_path: Path) -> None:
     assert "no answer and was left out" in talk.err
     assert "Be kind." in talk.err
     assert [message.content for message in talk.messages[:3]] == ["hi", "ho", "tell me"]
+
+
+def test_a_failed_save_is_told_once_and_leaves_no_file(session: Session, tmp_path: Path) -> None:
+    with files_of_at_most(700):
+        talk = Talk(session, ["tell me", "and?", "more"], tmp_path)
+    assert (talk.code, len(talk.messages)) == (0, 6)
+    assert talk.err.count("File too large") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_prompt_that_does_not_fit_is_taken_back(session: Session, tmp_path: Path) -> None:

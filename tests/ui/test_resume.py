@@ -33,13 +33,16 @@ CONSTRAINED = SamplingConfig(
 )
 
 
-def test_a_signal_in_mid_answer_leaves_it_to_be_continued(session: Session, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_mid_answer_leaves_it_to_be_continued(
+    signum: signal.Signals, session: Session, tmp_path: Path
+) -> None:
     settings = replace(GREEDY, n_predict=60)
     expected = Talk(session, ["tell me"], tmp_path / "whole", settings=settings)
     session.reset()
-    on_step(session, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_step(session, 3, lambda: os.kill(os.getpid(), signum))
     talk = Talk(session, ["tell me", "never read"], tmp_path, settings=settings)
-    assert talk.code == 143
+    assert talk.code == 128 + signum
     (left,) = unfinished_chats(lambda: tmp_path)
     assert left.conversation.messages == talk.messages == [Message("user", "tell me")]
     assert 0 < len(left.tokens) < 60

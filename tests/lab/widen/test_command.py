@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from moeedge.llama.gguf_file import read_summary
 from tests.cli.terminal import Terminal
 from tests.conftest import TinyFactory
 from tests.support.commands import SIGNALS, refused, run, run_json
+from tests.support.machine import files_of_at_most
 
 LIKE = ("--like", "qwen3-30b-a3b", "--dry-run")
 
@@ -156,18 +158,28 @@ def test_two_at_once(tiny_moe: Path, tmp_path: Path) -> None:
 def test_not_enough_disk_space(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the write, and where the system refuses in the middle, as a full disk does."""
     arguments = (tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5 * 2**20, hard))
-    try:
+    with files_of_at_most(5 * 2**20):
         result = widen(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.exit_code == 1 and "error: " in result.stderr and "file too large" in result.stderr
     assert list(tmp_path.iterdir()) == []
     usage = shutil.disk_usage(tmp_path)._replace(free=10 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     result = widen(*arguments)
     assert result.exit_code == 1 and "10 MiB" in result.stderr and "--sparse" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_and_a_quota_leave_no_file(
+    number: int, tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_file: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = widen(tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 128)
+    assert result.exit_code == 1 and os.strerror(number).lower() in " ".join(result.stderr.split())
+    assert "Free some space" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
