@@ -45,7 +45,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _process_kept() -> Iterator[None]:
-    """What a command that runs in this process changes there ends with its test: environment, logs, network."""
+    """What a command that runs in this process changes there ends with its test: environment, logs, console, network."""
     loggers = [logging.getLogger(name) for name in ("moeedge", "moeedge.llama")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
     with environment_kept():
@@ -53,6 +53,8 @@ def _process_kept() -> Iterator[None]:
     for logger, (level, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.handlers[:] = handlers
+    if (console := sys.modules.get("moeedge.ui.console")) is not None:
+        console.set_modes(quiet=False, plain=False)
     hub = sys.modules.get("huggingface_hub.constants")
     if hub is not None:  # it reads the variable once, when it is imported
         hub.HF_HUB_OFFLINE = is_offline()  # type: ignore[attr-defined]

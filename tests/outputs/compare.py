@@ -24,7 +24,8 @@ PARTS: dict[str, Any] = {
     "tokens": tokens.fast,
     "tokens-slow": tokens.slow,
     "commands": commands.fast,
-    "options": options.cases,
+    "options": options.fast,
+    "options-slow": options.slow,
     "commands-slow": commands.slow,
 }
 SOFT = ("views", "functions")  # parts of which only results of equal arguments are compared
@@ -60,7 +61,7 @@ def compute(part: str, recorded: Iterable[str] | None = None) -> dict[str, Any]:
     with warnings.catch_warnings():  # of divisions by zero, which a test suite may take for errors
         warnings.simplefilter("ignore")
         names = None if recorded is None else set(recorded)
-        cases = dict(PARTS[part](names) if part in (*SOFT, "options") else PARTS[part]())
+        cases = dict(PARTS[part](names) if part.startswith((*SOFT, "options")) else PARTS[part]())
     return json.loads(json.dumps(cases))  # type: ignore[no-any-return]
 
 

@@ -107,16 +107,27 @@ BAD = ("no such", "-3")
 FILES = {"--json-schema-file": "schema.json", "--grammar-file": "list.gbnf", "--trace": "trace.npz"}
 
 
-def cases(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
+def fast(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
+    """The cases of the default suite."""
+    yield from _cases(recorded, of_lab=False)
+    with scratch():
+        for arguments in _together(""):
+            yield f" {' '.join(arguments)}", outcome(run(arguments))
+    yield from _foreign()
+
+
+def slow(recorded: set[str] | None) -> Iterator[tuple[str, Any]]:
+    """Those of the lab's commands."""
+    yield from _cases(recorded, of_lab=True)
+
+
+def _cases(recorded: set[str] | None, *, of_lab: bool) -> Iterator[tuple[str, Any]]:
     """Name and record of every case; recorded: the cases of the commands to run, others might do their work."""
     with scratch() as folder:
         _write_files(folder)
         for name, command in commands().items():
-            if recorded is None or name in recorded:
+            if name.startswith("lab ") == of_lab and (recorded is None or name in recorded):
                 yield from _command(name, command)
-        for arguments in _together(""):
-            yield f" {' '.join(arguments)}", outcome(run(arguments))
-    yield from _foreign()
 
 
 def _write_files(folder: Path) -> None:

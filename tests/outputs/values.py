@@ -51,6 +51,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         text = _PATHS.sub("", value)
         return text if len(text) <= LONG else f"{len(text)} characters, {digest(text)}"
+    if type(value).__name__ == "Provenance":  # of this machine and commit
+        return "a Provenance"
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "close"):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (np.ndarray, np.generic)):
