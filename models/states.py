@@ -13,7 +13,7 @@ from tqdm import tqdm
 from models.data import batch
 from models.llama_runner import Runner
 from models.tokenizer import build
-from moeedge.llama.sequence import tap_states
+from moeedge.llama.hidden_states import tap_states
 
 N_KEPT = 8  # of the target's likeliest next tokens
 

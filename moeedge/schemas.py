@@ -1,4 +1,7 @@
-"""JSON Schemas (draft 2020-12) of records: every key with its type, its meaning and its unit."""
+"""JSON Schemas (draft 2020-12) of records: every key with its type, its meaning and its unit. And a reader of JSON.
+
+`read_json` reads what a user wrote or a file holds, with one error for all that can be wrong with it.
+"""
 
 from __future__ import annotations
 
@@ -154,3 +157,20 @@ def _without_null(member: dict[str, Any]) -> dict[str, Any]:
 
 def _allows_null(member: dict[str, Any]) -> bool:
     return "null" in _kinds(member) or None in member.get("enum", ()) or {"type": "null"} in member.get("oneOf", ())
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError, which says where, also for values that Python cannot use."""
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} in line {error.lineno}, column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("values are nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{error.object[error.start]!r} is half of a character") from None
+    except ValueError:  # an integer of more digits than Python converts
+        raise ValueError("a number has too many digits") from None

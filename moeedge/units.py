@@ -1,12 +1,10 @@
-"""What people write: sizes and rates such as 6GB, 512MiB, 25GB/s, and JSON."""
+"""Sizes and rates as people write them: 6GB, 512MiB, 25GB/s."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from contextlib import suppress
-from typing import Any
 
 _FACTORS = {"": 1, "b": 1} | {
     unit: base ** (power + 1)
@@ -73,20 +71,3 @@ def format_weights(n: int) -> str:
 def format_count(n: int) -> str:
     """A number of parameters as llama.cpp writes it: "42.51 M", "30.53 B"."""
     return _in_units(n, ".2f", {"B": 1e9, "M": 1e6, "K": 1e3}) or str(n)
-
-
-def read_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError, which says where, also for values that Python cannot use."""
-    try:
-        value = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} in line {error.lineno}, column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("values are nested too deeply") from None
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{error.object[error.start]!r} is half of a character") from None
-    except ValueError:  # an integer of more digits than Python converts
-        raise ValueError("a number has too many digits") from None

@@ -45,7 +45,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _process_kept() -> Iterator[None]:
-    """What a command that runs in this process changes there ends with its test: environment, logs, console, network."""
+    """What a command that runs here changes in the process ends with its test: environment, logs, console, network."""
     loggers = [logging.getLogger(name) for name in ("moeedge", "moeedge.llama")]
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
     with environment_kept():

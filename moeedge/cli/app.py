@@ -1,4 +1,4 @@
-"""The `moeedge` program: one Typer app, one module per command, imported only when that command is asked for."""
+"""The `moeedge` program: one Typer app, a module per command, or for several, imported only when asked for."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import typer
 
 from moeedge.cli.common import emit
 from moeedge.cli.engine_options import AUTO, BudgetOptions, EngineOptions, PlacementOptions
-from moeedge.cli.model_files import resolve_models
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
@@ -112,6 +111,7 @@ def show_calibration(config: EngineConfig, output: Output) -> None:
 
 def show_disk(model: Path | None, unused: list[str], output: Output) -> None:
     """Measures the disk of the model's file. unused: options on the command line that have no effect."""
+    from moeedge.cli.model_files import resolve_models
     from moeedge.scheduler.calibration import measurement_json
     from moeedge.scheduler.disk import measure
     from moeedge.ui.console import Bar, say, stderr_console

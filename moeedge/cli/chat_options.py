@@ -15,9 +15,9 @@ from moeedge.engine.types import DEFAULT_SAMPLERS, SAMPLERS, SamplingConfig, see
 from moeedge.errors import InputError
 from moeedge.llama.json_schema import ANY_OBJECT, schema_grammar
 from moeedge.llama.reasoning import THINK_WORDS, TemplateChoice
+from moeedge.schemas import read_json
 from moeedge.ui.chat import settings
 from moeedge.ui.chat.settings import Look
-from moeedge.units import read_json
 
 _LETTERS = {letter: name for name, letter in SAMPLERS.items()}
 _LOGIT_BIAS = re.compile(r"(\d+)([+-])(inf|\d*\.?\d+(?:e[+-]?\d+)?)", re.IGNORECASE)

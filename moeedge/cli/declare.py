@@ -1,7 +1,4 @@
-"""How options are declared: once, as lines of a table, by the parameter or field that they set; how values complete.
-
-A key press waits for the functions that a shell completes values by: they load neither llama.cpp nor NumPy.
-"""
+"""How options are declared: once, as lines of a table, by the parameter or field that they set."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
+from moeedge.cli.completion import completer, completer_of
 from moeedge.errors import InputError
 
-Complete = Callable[[str], list[str]]
 # the options of all tables, by their long spellings as names (n_predict of "-n, --n-predict N") and by the fields that
 # they set; those of one command are "COMMAND NAME"
 OPTIONS: dict[str, Any] = {}
@@ -253,49 +250,3 @@ def _value(option: Any, value: Any) -> Any:
         raise ValueError(f"{option.flags[-1]} must be {words}, not {value}")
     convert = getattr(option, "convert", None)
     return value if convert is None or value is None else convert(value)
-
-
-def completer_of(metavar: str) -> Complete | None:
-    """Completes the values that a metavar lists, as in "auto|on|off"; None where it lists none."""
-    words = [word for word in metavar.split("|") if word == word.lower() and "://" not in word]
-    return completer(lambda: words) if "|" in metavar and words else None
-
-
-def completer(names: Callable[[], Iterable[str]]) -> Complete:
-    """A function for Typer that completes one of these names, in a list the last."""
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        try:
-            return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
-        except Exception:  # a broken catalog, an unreadable folder: a key press is no place for errors
-            return []
-
-    return complete
-
-
-def models() -> list[str]:
-    """Names for -m: the catalog's, and of the hub what is on this machine."""
-    from moeedge.hub.catalog import load_catalog  # --help and the names of options do not wait for them
-    from moeedge.hub.local import list_models
-
-    return [model.name for model in list_models(load_catalog(), everything=True)]
-
-
-def drafts() -> list[str]:
-    """Values for -md."""
-    return ["auto", "mtp", "ngram", "none", *models()]
-
-
-def datasets() -> list[str]:
-    """Names for --dataset."""
-    from moeedge.data.datasets import CATALOG, SAMPLE, TOY
-
-    return [*CATALOG, SAMPLE, TOY]
-
-
-def devices() -> list[str]:
-    """Values for -dev; which of the cards llama.cpp can use is not asked."""
-    from moeedge.hardware.nvidia import cards
-
-    return ["auto", "none", "emulated", *(f"CUDA{i}" for i in range(len(cards())))]

@@ -1,14 +1,13 @@
 """Groups of options that become the engine's configurations; `flatten` shows their fields to Typer as options.
 
 Nothing here loads llama.cpp before `EngineOptions.config` is called, so that limit_openmp_spin can come first; the
-checks of devices load it.
+checks of devices load it. The prompts that a command answers are here, too.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import secrets
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -265,6 +264,8 @@ class TextOptions:
 
     def sampling(self) -> SamplingConfig:
         """Temperature and seed; a drawn seed serves all answers, so that the report and the trace can name it."""
+        import secrets  # loads hashlib, which --help does not wait for
+
         seed = seed_or_random(self.seed)
         if seed is None and self.temp > 0:
             seed = secrets.randbits(32)

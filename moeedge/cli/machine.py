@@ -13,8 +13,8 @@ from moeedge.cli.common import EXIT_FAILURE, emit, interrupted_code
 from moeedge.cli.engine_options import limit_openmp_spin
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import DeviceError
-from moeedge.hardware.host import list_running
 from moeedge.hardware.spec import MAX_N_THREADS, RPC_SCHEME, parse_host_port
+from moeedge.health.running import list_running
 from moeedge.ui.tables import records_json
 from moeedge.units import format_bytes
 

@@ -10,7 +10,7 @@ import typer
 
 from moeedge import paths
 from moeedge.cli.common import emit, gpu_memory, memory_size
-from moeedge.cli.declare import completer, models
+from moeedge.cli.completion import completer, models
 from moeedge.cli.model_files import download
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import DownloadError, InputError

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import typer
 
 from moeedge.cli.common import integers, memory_size
-from moeedge.cli.declare import OPTIONS, Output, datasets, declare, devices, drafts, flatten, models, output_parser
+from moeedge.cli.completion import datasets, devices, drafts, models
+from moeedge.cli.declare import OPTIONS, Output, declare, flatten, output_parser
 from moeedge.cli.foreign import SWITCH
 from moeedge.errors import InputError
 from moeedge.llama.settings import KV_TYPES, LoraAdapter, TensorOverride

@@ -6,20 +6,21 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import typer
 
 from moeedge.cli.common import emit, gpu_memory, memory_size, names
 from moeedge.cli.engine_options import LlamaOptions, PlacementOptions, check_device, layer_notes
-from moeedge.cli.model_files import ModelFiles, drafts_for_itself, resolve_models
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.engine.types import DEFAULT_GAMMA, DraftWord
 from moeedge.errors import DownloadError, ModelNameError
-from moeedge.hub.catalog import Choice, find, load_catalog
 from moeedge.run import Run
 from moeedge.ui.tables import record_json
 from moeedge.units import parse_rate
+
+if TYPE_CHECKING:
+    from moeedge.cli.model_files import ModelFiles
 
 # not about what runs, of another meaning in chat, or a secret: the suggested command does not repeat them
 _NOT_REPEATED = {*("vram", "ram", "cache_ratio", "reserve", "disk_rate"), *("output", "verbose", "hf_token", "offline")}
@@ -79,6 +80,8 @@ def plan(
         try:
             files, pull_names = _find(engine.model, engine.model_draft, resources)
         except DownloadError as error:
+            from moeedge.hub.catalog import load_catalog
+
             if load_catalog().find(str(engine.model)) is not None:
                 error.hint = f"{error.hint} moeedge list --all --fits auto estimates from the catalog alone."
             raise
@@ -109,6 +112,8 @@ def _repeated(context: typer.Context, without: set[str]) -> list[str]:
 
 def _find(model: Path | None, draft: str | None, resources: ExitStack) -> tuple[ModelFiles, dict[Path, str]]:
     """The files of -m and -md as chat takes them; of those not on this machine the headers, and their pull names."""
+    from moeedge.cli.model_files import ModelFiles, drafts_for_itself, resolve_models
+    from moeedge.hub.catalog import Choice, find, load_catalog
     from moeedge.planning.headers import locate_or_fetch
     from moeedge.ui.console import notifier, stderr_console
 

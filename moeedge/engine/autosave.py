@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from moeedge.engine.conversation import Conversation, Message, read_message
 from moeedge.errors import InputError
 from moeedge.run import Level, Run
-from moeedge.units import read_json
+from moeedge.schemas import read_json
 
 SCHEMA = "moeedge.autosave"
 VERSION = 1

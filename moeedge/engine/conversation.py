@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from moeedge.errors import EmptyPromptError, InputError
 from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoice, split_reasoning
 from moeedge.paths import replace_file
-from moeedge.units import read_json
+from moeedge.schemas import read_json
 
 if TYPE_CHECKING:
     from moeedge.llama.model import Model

@@ -20,8 +20,9 @@ from moeedge.engine.sampling import Candidates, FloatRow, Sampler
 from moeedge.engine.types import SamplingConfig
 from moeedge.errors import require
 from moeedge.llama.context import Context
+from moeedge.llama.hidden_states import StateRows
 from moeedge.llama.model import Model
-from moeedge.llama.sequence import BatchPart, StateRows, WantedLogits
+from moeedge.llama.sequence import BatchPart, WantedLogits
 from moeedge.native.abi import Phase
 from moeedge.run import Run
 from moeedge.scheduler.stopping import DraftStop

@@ -14,7 +14,8 @@ import numpy as np
 from moeedge.engine.drafts import MAX_TOKENS_WITH_STATES, Chain, ContextDraft, DraftRequest, Proposal
 from moeedge.llama.context import Context
 from moeedge.llama.draft_heads import HeadContext
-from moeedge.llama.sequence import BatchPart, StateRows
+from moeedge.llama.hidden_states import StateRows
+from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import Phase
 from moeedge.run import Run
 

@@ -16,7 +16,7 @@ from moeedge.engine.session import Session
 from moeedge.engine.types import GenerationStats, SamplingConfig
 from moeedge.errors import ContextTooSmallError, EngineError, InputError, LayerRangeError
 from moeedge.llama.gguf_file import expert_bytes_by_layer, expert_tensors
-from moeedge.llama.sequence import StateRows
+from moeedge.llama.hidden_states import StateRows
 from moeedge.native import Frame
 from moeedge.native.abi import Phase
 from moeedge.records import filled

@@ -13,18 +13,10 @@ from numpy.typing import NDArray
 from moeedge import native
 from moeedge.errors import DeviceFailedError, EngineError, require
 from moeedge.llama import library
+from moeedge.llama.hidden_states import StateRows, tap_states
 from moeedge.llama.model import Mode, Model
 from moeedge.llama.routers import ContextBudget, ContextRouting
-from moeedge.llama.sequence import (
-    BatchPart,
-    Cancelled,
-    ContextSequence,
-    Logits,
-    StateRows,
-    TokenBatch,
-    WantedLogits,
-    tap_states,
-)
+from moeedge.llama.sequence import BatchPart, Cancelled, ContextSequence, Logits, TokenBatch, WantedLogits
 from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
 from moeedge.native.abi import Phase, view
 from moeedge.native.backends import MemoryUse, memory_uses

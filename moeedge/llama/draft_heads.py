@@ -26,8 +26,8 @@ from moeedge import native
 from moeedge.errors import EngineError, InputError, VocabularyMismatchError
 from moeedge.llama import gguf_file, library
 from moeedge.llama.context import Context
+from moeedge.llama.hidden_states import StateRows, choose_head, keep_final, own_states, read_target_layers
 from moeedge.llama.model import Model
-from moeedge.llama.sequence import StateRows, choose_head, keep_final, own_states, read_target_layers
 
 EAGLE, DFLASH = "eagle3", "dflash"  # architectures of drafts' files
 _CHAINED = frozenset({"hy_v3", "mimo2", "step35"})  # may have several heads, of which each predicts one token further

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from moeedge.errors import InputError
-from moeedge.units import read_json
+from moeedge.schemas import read_json
 
 ANY_OBJECT = '{"type": "object"}'
 _ANY: dict[str, Any] = {"type": ["object", "array", "string", "number", "boolean", "null"]}

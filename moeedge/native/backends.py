@@ -1,4 +1,4 @@
-"""The devices of the llama.cpp in this process, and other ggml backends that are loaded next to its own.
+"""The devices of this process's llama.cpp, further ggml backends, a context's memory, and a dry-run GPU for planning.
 
 llama.cpp's release archives and distributions ship backends as one file each, with `ggml_backend_init` (built with
 GGML_BACKEND_DL) or with `ggml_backend_NAME_reg` alone. A backend shares ggml's structures with this process, so the

@@ -1,4 +1,4 @@
-"""The answer of `moeedge plan`: the memory map, other context sizes, advice, and the command to run."""
+"""The answer of `moeedge plan`: memory map, other contexts, advice and command; the plan of a model beyond RAM, too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Policies lru, lfu, static and none; and the order of use, which other caches share. One pool for all layers.
 
 lru     Least recently used. Within a batch the experts of a later token are more recent, where the tokens' expert ids
-        are known. lab/policies/layer_caches.py has slots per layer.
+        are known. lab/policies/prefetching.py has slots per layer.
 lfu     Least frequently used with decay, the classic compromise between LFU and LRU (LRFU: Lee et al., IEEE
         Transactions on Computers 50(12), 2001, section 2: every use weighs (1/2)^(lambda * age)).
 static  The most used experts of a profile, or, without one, of the first steps; then no expert moves.

@@ -81,35 +81,35 @@ TABLE: dict[str, PolicyEntry] = {
         ".baselines:Static", "the most used experts of a profile or of the first steps, placed once", takes_profile=True
     ),
     "moe-infinity": PolicyEntry(
-        "systems:MoeInfinity", "activations of the most similar earlier sequence", ablations=EVICTION_ABLATIONS
+        "moe_infinity:MoeInfinity", "activations of the most similar earlier sequence", ablations=EVICTION_ABLATIONS
     ),
-    "fate": PolicyEntry("layer_caches:Fate", "the next layer's gate on this layer's input; ARC per layer"),
-    "adapmoe": PolicyEntry("layer_caches:AdapMoe", "the next layer's gate, one expert prefetched; LRU per layer"),
+    "fate": PolicyEntry("prefetching:Fate", "the next layer's gate on this layer's input; ARC per layer"),
+    "adapmoe": PolicyEntry("prefetching:AdapMoe", "the next layer's gate, one expert prefetched; LRU per layer"),
     "hybrimoe": PolicyEntry(
-        "systems:HybriMoe", "averaged routing scores; a queue divides each layer between CPU and GPU"
+        "hybrimoe:HybriMoe", "averaged routing scores; a queue divides each layer between CPU and GPU"
     ),
     "fiddler": PolicyEntry(
-        "systems:Fiddler", "the most popular experts, placed once as Fiddler does", takes_profile=True
+        "placements:Fiddler", "the most popular experts, placed once as Fiddler does", takes_profile=True
     ),
     "sp-moe-prefetch": PolicyEntry(
-        "layer_caches:SpMoePrefetch",
+        "prefetching:SpMoePrefetch",
         "the target's routers on the draft's attention outputs, up to a cutoff layer; LRU per layer",
     ),
     **further(),
     "none": PolicyEntry(".baselines:NoCache", "no expert on the device"),
-    "llama-cpp": _simulated("systems:LlamaCpp", "llama.cpp: the last layers on the GPU, no draft model"),
-    "llama-cpp-sd": _simulated("systems:LlamaCppSd", "llama.cpp with a draft model"),
+    "llama-cpp": _simulated("placements:LlamaCpp", "llama.cpp: the last layers on the GPU, no draft model"),
+    "llama-cpp-sd": _simulated("placements:LlamaCppSd", "llama.cpp with a draft model"),
     "llama-cpp-cache": _simulated(
-        "systems:LlamaCppCache",
+        "placements:LlamaCppCache",
         "llama.cpp's --moe-cache-mib: an LRU of all layers; misses are loaded, the GPU computes all",
     ),
-    "sp-moe": _simulated("layer_caches:SpMoe", "SP-MoE: sp-moe-prefetch; misses are loaded, the GPU computes all"),
+    "sp-moe": _simulated("prefetching:SpMoe", "SP-MoE: sp-moe-prefetch; misses are loaded, the GPU computes all"),
     "mixtral-offloading": _simulated(
-        "layer_caches:MixtralOffloading",
+        "prefetching:MixtralOffloading",
         "LRU per layer, two experts prefetched; misses are loaded, the GPU computes all",
     ),
-    "vllm": _simulated("systems:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
-    "accelerate": _simulated("systems:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
+    "vllm": _simulated("placements:Vllm", "vLLM's offload: the GPU reads the first layers over the link"),
+    "accelerate": _simulated("placements:Accelerate", "Accelerate's offload: the last layers are loaded for each pass"),
     # the replay computes their residency: they plan nothing
     "oracle": PolicyEntry(".baselines:NoCache", "bound: the best residency for each step, known in advance", "bound"),
     "belady": PolicyEntry(".baselines:NoCache", "bound: the best that a cache filled by use can keep (MIN)", "bound"),

@@ -23,14 +23,9 @@ from moeedge.run import Level, Run
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
-from moeedge.scheduler.native_io import (
-    LayerHook,
-    OnDemandLoader,
-    PlanningThread,
-    RoutingReader,
-    cache_shape,
-    predicted_uploads,
-)
+from moeedge.scheduler.native_io import RoutingReader, cache_shape
+from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, predicted_uploads
+from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
 from moeedge.scheduler.ram_tier import EarlierRuns, Tier
 from moeedge.scheduler.sizing import reserve_bytes

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from moeedge.bench.budget_choice import BudgetChoice
     from moeedge.engine.types import EngineInfo
     from moeedge.hardware.devices import DeviceRow
-    from moeedge.hardware.host import RunningProcess
     from moeedge.health.doctor import Report
+    from moeedge.health.running import RunningProcess
     from moeedge.scheduler.calibration import Calibration
     from moeedge.scheduler.disk import DiskCalibration
 

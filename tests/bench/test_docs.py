@@ -12,7 +12,7 @@ from moeedge.bench.config import MODES
 from moeedge.bench.figures import MEAN
 from moeedge.bench.quality import NEAR_TIE_GAP
 from moeedge.data.datasets import CATALOG, load_dataset
-from moeedge.lab.cli.surface import surface_points
+from moeedge.lab.analysis.draft_surface import surface_points
 from moeedge.scoring.answers import SCORERS, Reference
 from tests.benchmarks.performance import draft_cost, over_stock, read, recosted, tables
 from tests.benchmarks.policies_table import table

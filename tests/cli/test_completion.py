@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from moeedge.cli import declare as completion
+from moeedge.cli import completion
 from moeedge.cli.app import COMMANDS
 from moeedge.data.datasets import CATALOG
 from moeedge.lab.cli import simulate

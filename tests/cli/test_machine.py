@@ -19,8 +19,8 @@ from moeedge import native
 from moeedge.errors import DeviceError
 from moeedge.hardware import gpus, nvidia, rpc
 from moeedge.hardware.devices import list_devices
-from moeedge.hardware.host import command_of
 from moeedge.health.doctor import Finding, Report
+from moeedge.health.running import command_of
 from moeedge.ui.console import stdout_console
 from moeedge.ui.machine_views import print_devices, print_report
 from tests.support.commands import refused, run, run_json

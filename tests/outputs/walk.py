@@ -40,7 +40,7 @@ _NOT_CALLED = re.compile(
 )
 # rooms of logic, of which functions and classes are called
 _LOGIC = re.compile(
-    r"moeedge\.(analysis|lab\.(analysis|policies|sim|traces|widen)|policies|speculation|units|experts|errors|"
+    r"moeedge\.(analysis|lab\.(analysis|policies|sim|traces|widen)|policies|schemas|speculation|units|experts|errors|"
     r"lab\.experiments\.(sp_moe|speculation_fit|step_times|validation)|"
     r"bench\.(arms|batch_curve|best_stock|budget_choice|config|experiment|figures|in_turn|quality|parallel_figures|"
     r"records|samples|whole_layers)|data\.(datasets|prompts)|"
@@ -50,7 +50,7 @@ _LOGIC = re.compile(
     r"scheduler\.(cache_governor|calibration|config|governor|prediction|sizing|stats|stopping)|"
     r"scoring\.answers|trace\.(format|steps)|"
     r"ui\.(figures|tables)|ui\.chat\.(answer_figures|stream|thinking|settings|panel|commands)|"
-    r"cli\.(common|spelling|foreign|bench|declare))\b"
+    r"cli\.(common|spelling|foreign|bench|completion|declare))\b"
 )
 
 _LIMIT_S = 0.25  # of recorded calls

@@ -17,7 +17,8 @@ from moeedge.native.sensor import Frame
 from moeedge.policies import base as policies
 from moeedge.policies.base import ExecutionModel, ExpertPrediction, LookaheadStatus, Observation, Plan
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.native_io import PlanningThread, RoutingReader
+from moeedge.scheduler.native_io import RoutingReader
+from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import PredictionAccuracy
 from moeedge.scheduler.ram_tier import RamStore
 

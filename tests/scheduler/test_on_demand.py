@@ -15,7 +15,8 @@ from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import ExpertPrediction, Plan, PolicyConfig
 from moeedge.policies.registry import make_policy
 from moeedge.scheduler.driver import StepDriver
-from moeedge.scheduler.native_io import CacheStore, LayerHook, OnDemandLoader, cache_shape, predicted_uploads
+from moeedge.scheduler.native_io import CacheStore, cache_shape
+from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, predicted_uploads
 from tests.support.experts import resident, write_experts
 
 LAYERS, EXPERTS, SHARE = 4, 8, 2

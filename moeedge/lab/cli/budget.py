@@ -14,7 +14,6 @@ from moeedge.cli.common import emit, integers
 from moeedge.cli.engine_options import AUTO, LlamaOptions, TextOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import EngineError, InputError
-from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
 from moeedge.run import Run
 from moeedge.ui.chat.interrupt import Interrupt
@@ -54,6 +53,7 @@ def budget(
     engine.limit_openmp_spin()
     from moeedge.engine.recording import check_layers, parse_layers
     from moeedge.engine.session import Session
+    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.analysis.budget_recording import analyse_budgets
     from moeedge.scheduler.config import PlacementConfig
     from moeedge.ui.chat.greeting import print_header

@@ -13,16 +13,16 @@ import typer
 from moeedge.cli.common import emit, numbers
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
-from moeedge.hardware.provenance import Provenance, read_provenance
 from moeedge.lab.cli.simulate import hardware, simulated_models
-from moeedge.lab.cli.trace import ReplayOptions, TraceBudgetOptions
+from moeedge.lab.cli.trace_options import ReplayOptions, TraceBudgetOptions
 from moeedge.policies.registry import BOUNDS, POLICIES, SIMULATED, expand_names
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from moeedge.hardware.provenance import Provenance
     from moeedge.lab.sim import curves
-    from moeedge.lab.sim.assumptions import PredictorAccuracy
+    from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
     from moeedge.lab.traces.schedule import Schedule
     from moeedge.policies.expert_budget import ExpertBudget
     from moeedge.trace.format import Trace
@@ -165,6 +165,7 @@ def _jobs(path: Path, chosen: slice, options: ReplayOptions, expert_budgets: Tra
     """What is replayed of a trace. Raises InputError."""
     import numpy as np
 
+    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.sim.replay import profile_of
     from moeedge.lab.traces.importers import read_trace
     from moeedge.lab.traces.schedule import cut_schedule, schedules
@@ -243,7 +244,7 @@ def _split(trace: Trace, chosen: slice, limit: int, profile_texts: int | None) -
 
 def _accuracy(text: str | None) -> PredictorAccuracy:
     """The accuracies in NAME=SHARE,... or the default ones. Raises InputError."""
-    from moeedge.lab.sim.assumptions import NO_PREDICTOR, PredictorAccuracy
+    from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
 
     if text is None:
         return NO_PREDICTOR

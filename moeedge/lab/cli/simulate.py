@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moeedge.cli.common import emit, integers, numbers
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import CatalogError, InputError
-from moeedge.hardware.provenance import read_provenance
-from moeedge.hub.catalog import load_catalog
-from moeedge.lab.cli.trace import RejectedTokenModel, SimulateOptions, TraceBudgetOptions
+from moeedge.lab.cli.trace_options import RejectedTokenModel, SimulateOptions, TraceBudgetOptions
 from moeedge.policies.registry import expand_names
 from moeedge.records import as_dict
 
@@ -86,6 +84,7 @@ def simulate(*, options: SimulateOptions, expert_budgets: TraceBudgetOptions, ou
     machines come from files with sources, those of this machine from moeedge calibrate. Where a trace does not say how
     rejected drafts route, there is a row for each assumption (optimistic, pessimistic).
     """
+    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.sim import simulate as simulation
     from moeedge.lab.sim.model_shape import SIDES
     from moeedge.lab.views import print_simulation
@@ -191,6 +190,7 @@ def _trace(path: Path | None, model: str, n_tokens: int, seed: int) -> tuple[Tra
 
 def _named_shape(text: str) -> ModelShape:
     """The sizes of the model and quantization that a name means in every command. Raises InputError."""
+    from moeedge.hub.catalog import load_catalog
     from moeedge.lab.sim.model_shape import find_model
 
     catalog = load_catalog()

@@ -17,9 +17,7 @@ from moeedge import paths
 from moeedge.cli.common import EXIT_FAILURE, emit, integers, print_error
 from moeedge.cli.engine_options import EngineOptions, LlamaOptions, PlacementOptions, TextOptions
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.data.datasets import load_dataset
 from moeedge.errors import EngineError, InputError
-from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
 from moeedge.run import Run
 from moeedge.ui.chat.interrupt import Interrupt
@@ -80,6 +78,8 @@ def ablate(
     """
     engine = replace(engine, draft_max=draft_max)
     engine.limit_openmp_spin(emulate_bundled=True)
+    from moeedge.data.datasets import load_dataset
+    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.sp_moe import POLICY, figure_12, figure_14, quantized, run_ablation, solved_cutoff
     from moeedge.ui.console import notifier, say, stderr_console
 
@@ -174,6 +174,7 @@ def pair(
     from moeedge.analysis.profile import profile_model
     from moeedge.engine.recording import record_routing
     from moeedge.engine.session import Session
+    from moeedge.hardware.provenance import read_provenance
     from moeedge.lab.experiments.sp_moe import MAX_TOKENS, compare_pair
     from moeedge.ui.console import count_bar, notifier, stderr_console
 

@@ -18,7 +18,7 @@ from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import read_provenance
-from moeedge.lab.cli.trace import RejectedTokenModel
+from moeedge.lab.cli.trace_options import RejectedTokenModel
 from moeedge.records import as_dict
 from moeedge.run import Run
 from moeedge.ui.tables import Column, markdown, print_table, text_column, value_columns

@@ -25,8 +25,8 @@ from moeedge.bench.samples import Sample, cache_figures
 from moeedge.engine.recording import TraceCollector
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import EngineError
-from moeedge.lab.sim.assumptions import PredictorAccuracy
 from moeedge.lab.sim.execution import Execution
+from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.step_costs import measured_costs
 from moeedge.lab.traces.schedule import as_computed
 from moeedge.llama.model import Model

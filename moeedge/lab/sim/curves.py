@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moeedge.errors import require
 from moeedge.hardware.provenance import Provenance
-from moeedge.lab.sim.assumptions import NO_PREDICTOR, PredictorAccuracy
+from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, PredictorAccuracy
 from moeedge.lab.sim.replay import ReplayArm, ReplayConfig, ReplaySetting, lacks_predictor, replay_arms, setting_of
 from moeedge.lab.traces.schedule import Schedule
 from moeedge.policies.cost_model import CostModel

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import Residency
-from moeedge.lab.sim.assumptions import BatchPredictions, BudgetedTrace, BudgetStats, NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.expert_budgets import BudgetedTrace, BudgetStats
+from moeedge.lab.sim.noisy_predictor import BatchPredictions, NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import HitStats
 from moeedge.lab.sim.step_costs import StepCosts, to_ns
 from moeedge.lab.sim.streams import Clock, Demand, Mover, Process, Signal, Stream

@@ -20,8 +20,8 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from moeedge.lab.sim.assumptions import PredictorAccuracy
 from moeedge.lab.sim.model_shape import SIDES, Side, entry_of, find_model, only_known, pick, read_data
+from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.simulate import Range, SimulationConfig, SimulationResult, has_draft, simulate, synthetic_trace
 from moeedge.lab.sim.step_costs import Framework, HardwareSpec, find_hardware, roofline_costs, to_ns
 from moeedge.run import Run

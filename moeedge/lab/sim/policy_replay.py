@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.experts import BoolArray, IntArray
-from moeedge.lab.sim.assumptions import BatchPredictions, BudgetedTrace
+from moeedge.lab.sim.expert_budgets import BudgetedTrace
+from moeedge.lab.sim.noisy_predictor import BatchPredictions
 from moeedge.lab.traces.schedule import Batch, Chunk
 from moeedge.policies.base import CacheShape, ExpertPrediction, Plan, Policy, check_plan
 from moeedge.scheduler.driver import StepDriver

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from moeedge.errors import require
 from moeedge.hardware.provenance import Provenance
-from moeedge.lab.sim.assumptions import NO_PREDICTOR, BatchPredictions, BudgetedTrace, NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.expert_budgets import BudgetedTrace
+from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR, BatchPredictions, NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import BoundReplay, NextUse, PolicyReplay, ReplayStats
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape
 from moeedge.policies.base import Policy, PolicyConfig

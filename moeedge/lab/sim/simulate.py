@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from moeedge.errors import require
-from moeedge.lab.sim.assumptions import BudgetedTrace, PredictorAccuracy
 from moeedge.lab.sim.execution import CAUSES, Execution, TimeBreakdown
+from moeedge.lab.sim.expert_budgets import BudgetedTrace
 from moeedge.lab.sim.model_shape import ModelShape
+from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.step_costs import StepCosts
 from moeedge.lab.traces.schedule import AcceptanceSource, Schedule, cache_shape, cut_schedule, recorded_schedule
 from moeedge.native.abi import Phase

@@ -7,8 +7,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from moeedge.lab.sim.assumptions import NO_PREDICTOR
 from moeedge.lab.sim.execution import Execution
+from moeedge.lab.sim.noisy_predictor import NO_PREDICTOR
 from moeedge.lab.sim.policy_replay import PolicyReplay, Slots
 from moeedge.lab.sim.step_costs import TOKENS_MAX
 from moeedge.lab.traces.schedule import Batch, Chunk

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moeedge.lab.policies.layer_caches import (
+from moeedge.lab.policies.hybrimoe import Queue
+from moeedge.lab.policies.prefetching import (
     AdapMoe,
     Arc,
     allocate,
@@ -19,7 +20,6 @@ from moeedge.lab.policies.layer_caches import (
     expected_loads,
     shallow_shares,
 )
-from moeedge.lab.policies.systems import Queue
 from moeedge.lab.sim.policy_replay import Slots
 from moeedge.policies.base import CacheShape, ExpertPrediction, Observation, Plan, Policy, PolicyConfig, limit_uploads
 from moeedge.policies.planner import even_shares, predicted_counts

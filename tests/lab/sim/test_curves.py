@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeedge.lab.sim.assumptions import PredictorAccuracy
 from moeedge.lab.sim.curves import CurveConfig, CurveInput, CurvePanel, bootstrap_weights, limits_of, trace_curves
+from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.replay import ReplayConfig, replay
 from moeedge.lab.traces.schedule import cut_schedule, recorded_schedule
 from tests.lab.sim.test_replay import by_name, walk

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.errors import InputError
-from moeedge.lab.sim.assumptions import BudgetedTrace, StaticBudget
+from moeedge.lab.sim.expert_budgets import BudgetedTrace, StaticBudget
 from moeedge.lab.sim.model_shape import ModelShape
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, replay
 from moeedge.lab.sim.simulate import Range, SimulationConfig, simulate

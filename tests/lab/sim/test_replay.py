@@ -13,7 +13,7 @@ import pytest
 
 from moeedge.errors import InputError
 from moeedge.experts import Resident
-from moeedge.lab.sim.assumptions import NoisyPredictor, PredictorAccuracy
+from moeedge.lab.sim.noisy_predictor import NoisyPredictor, PredictorAccuracy
 from moeedge.lab.sim.policy_replay import HitStats, PolicyReplay
 from moeedge.lab.sim.replay import ReplayConfig, ReplayRow, profile_of, replay
 from moeedge.lab.traces.importers import read_trace

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeedge.experts import Residency, Resident
-from moeedge.lab.sim.assumptions import PredictorAccuracy
 from moeedge.lab.sim.execution import CAUSES, Execution, TimeBreakdown
 from moeedge.lab.sim.model_shape import read_data
+from moeedge.lab.sim.noisy_predictor import PredictorAccuracy
 from moeedge.lab.sim.step_costs import TOKENS_MAX, Calls, CallTimes, Handoff, StepCosts, find_handoff
 from moeedge.lab.sim.streams import Clock, Mover, Signal
 from moeedge.lab.traces.schedule import Batch

@@ -17,10 +17,10 @@ from gguf import GGMLQuantizationType as GgmlType
 
 from moeedge.hub.catalog import load_catalog
 from moeedge.lab.widen.architectures import MODELS
+from moeedge.lab.widen.quant_mix import QUANTS
 from moeedge.lab.widen.random_model import (
     ENDOFTEXT,
     IM_END,
-    QUANTS,
     TYPES,
     RandomModel,
     draw,

@@ -1,4 +1,7 @@
-"""Policies with a cache per layer and prefetch: Mixtral-Offloading, AdapMoE and SP-MoE by LRU, Fate by ARC.
+"""Predict and prefetch, with a cache per layer: Mixtral-Offloading, AdapMoE and SP-MoE by LRU, Fate by ARC.
+
+Predictions are those of the next layer's gate or of the draft. MoE-Infinity and HybriMoE, which prefetch by other
+rules, are in moe_infinity.py and hybrimoe.py.
 
 What was read of each system, and departures: docs/lab/policies.md.
 
