@@ -9,14 +9,7 @@ from tests.outputs.compare import PARTS, RECORDED, Comparison, compute, load
 
 
 @pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(
-            part,
-            marks=[pytest.mark.bench if part == "options-slow" else pytest.mark.slow] if part.endswith("-slow") else [],
-        )
-        for part in PARTS
-    ],
+    "part", [pytest.param(part, marks=[pytest.mark.slow] if part.endswith("-slow") else []) for part in PARTS]
 )
 def test_behaviour_is_that_of_the_record(part: str) -> None:
     old = load(RECORDED, part)
