@@ -10,7 +10,7 @@ import math
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
 
 from moeedge import paths
 from moeedge.cli.common import names, text_of
@@ -222,6 +222,14 @@ class BudgetOptions:
         return replace(config, expert_budget=find_budget(config, config.expert_budget, run))
 
 
+class AnswerSettings(TypedDict):
+    """Length and sampling of the answers to a command's prompts."""
+
+    n_predict: int
+    sampling: SamplingConfig
+    raw: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """The prompts to answer, and the length and the sampling of the answers."""
@@ -271,7 +279,7 @@ class TextOptions:
             seed = secrets.randbits(32)
         return SamplingConfig(temperature=self.temp, seed=seed)
 
-    def answers(self) -> dict[str, Any]:
+    def answers(self) -> AnswerSettings:
         """Length and sampling of the answers, as what records them takes them."""
         return {"n_predict": self.n_predict, "sampling": self.sampling(), "raw": self.raw}
 
