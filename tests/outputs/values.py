@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return value.name
     if isinstance(value, str):
-        text = _PATHS.sub("", value)
+        text = _PATHS.sub("", value) if value != sys.executable else "python"  # or python3, python3.12
         return text if len(text) <= LONG else f"{len(text)} characters, {digest(text)}"
     if type(value).__name__ == "Provenance":  # of this machine and commit
         return "a Provenance"

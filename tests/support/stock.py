@@ -24,7 +24,8 @@ def silence() -> None:
     llama_cpp.llama_log_set(_swallow_log, None)
 
 
-EXPERT_TENSORS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+# as --cpu-moe, without .scale: llama.cpp hands a host factor (NVFP4 files) to the device as if it were in its memory
+EXPERT_TENSORS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps\.(weight|bias)"
 
 
 class BufferOverride(ctypes.Structure):
