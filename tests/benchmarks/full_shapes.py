@@ -49,7 +49,7 @@ MODELS |= {
     for quant, layer_bytes in QUANTS.items()
 }
 _TESTS = "-p 512,2,4,9,17 -n 64 -r 3 -t 2"
-_LONG = "-p 2048 -n 1 -r 3 -t 2"  # apart, as it takes most of the time
+_LONG = "-p 2048 -n 1 -r 3 -t 2 --no-warmup"  # apart, as it takes most of the time
 _FLOORS = "-p 512,2048,9 -n 64 -r 3 -t 2"
 _LENGTHS = (1, 2, 4, 8)
 _MODES = ["stock-ar", *(f"{arm}:{n}" for arm in ("stock-sd", "moeedge") for n in _LENGTHS), "moeedge:auto"]

@@ -37,6 +37,7 @@ declare(
     -p, --n-prompt LIST  Prompts of N random tokens: a row ppN for each N.
     --n-predict N  Tokens decoded one by one: a row tgN.
     --repetitions N  Processes of each program and setting, of which the median counts.
+    --no-warmup  Measure at once: otherwise each process runs each test twice, which takes long with long prompts.
     --resume FILE  Go on with an interrupted run: the same command, and the file that it named.
     []
     --output text|md|csv|json  Format of the table.

@@ -36,6 +36,7 @@ _COPY = 1.05  # memory of a copied model, in sizes of its file
 _SLOWER = 1.15  # settings that are slower than others of their program by this in every test are measured once
 _DECODED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 # fields of RivalPlan with llama-bench, and the settings that are measured; without repacking weights are as in the file
+_ONCE = ("-r", 1, "-o", "json")
 _BENCHES = [("llama_bench", LLAMA, f"--repack {on}") for on in "10"]
 _BENCHES += [("ik_llama_bench", IK, f"-fa {fa} -rtr {on}") for fa in "01" for on in "01"]
 _SIMPLE = "--spec-type draft-simple --spec-draft-n-max {} --spec-draft-n-min 0 --spec-draft-p-min {}"
@@ -124,6 +125,7 @@ class RivalPlan:
     draft_max: Sequence[int] = (1, 2, 4, 8)
     threads: int = 0
     repetitions: int = 3
+    no_warmup: bool = False  # nothing is computed before it is measured: a long prompt takes as long again
     # once the files are known
     target: Path = Path()
     draft_file: Path | None = None
@@ -140,7 +142,8 @@ class RivalPlan:
             if words.endswith("-rtr 1") and not is_copied:
                 run.say(f"{rival} {words} is left out: a copy of the model does not fit the memory.")
             else:
-                command = self._command(path, *sizes, *words.split(), "-ngl", 0, "-r", 1, "-o", "json")
+                cold = ["-w", 0] if rival == IK else ["--no-warmup"]
+                command = self._command(path, *sizes, *words.split(), *cold[: 2 * self.no_warmup], "-ngl", 0, *_ONCE)
                 # the arm "stock" is the same library with repacked weights: once shows that its loop costs nothing
                 yield Variant(rival, words, command, read_llama_bench, once=rival == LLAMA and words == "--repack 1")
         if self.draft_file is None:
@@ -166,7 +169,8 @@ class RivalPlan:
 
     def _ours(self, rival: str, mode: str, *words: object) -> Variant:
         program = (sys.executable, "-m", "moeedge", "bench")
-        command = self._command(*program, *words, "--modes", mode, "-dev", "none", "-r", 1, "-o", "json")
+        words = (*words, *["--no-warmup"][: self.no_warmup])
+        command = self._command(*program, *words, "--modes", mode, "-dev", "none", *_ONCE)
         return Variant(rival, mode, command, read_bench)
 
     def _command(self, *words: object) -> tuple[str, ...]:
