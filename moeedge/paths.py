@@ -109,6 +109,24 @@ def text_of(path: Path) -> str:
     return ""
 
 
+def unpacked(data: bytes, most_bytes: int = 1 << 28) -> bytes:
+    """The data, uncompressed where they are gzip's. Raises ValueError where they are damaged, or larger than that."""
+    if data[:2] != b"\x1f\x8b":
+        return data
+    import gzip  # few commands read such files
+    import io
+    import zlib
+
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            data = file.read(most_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(str(error)) from None
+    if len(data) > most_bytes:
+        raise ValueError(f"uncompressed it has more than {most_bytes >> 20} MiB")
+    return data
+
+
 def existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     return next(each for each in (path, *path.absolute().parents) if each.exists())

@@ -21,6 +21,7 @@ from moeedge.hub.remote import is_offline
 from moeedge.native.compute import is_amx_disabled
 from tests.support.cases import SLOW_CASES
 from tests.support.counting import CountingDevice, Unavailable, compile_device, counting_device
+from tests.support.machine import Here
 from tests.support.stock import NO_AMX
 from tests.support.tiny import make_tiny
 from tests.support.worker import WorkerProcess, start_worker
@@ -38,9 +39,16 @@ def pytest_configure() -> None:
     Read when llama_cpp is loaded, which nothing does before the first test module is imported.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("MOEEDGE_NO_PROBE", "1")  # the tests make hundreds of files
     # processes that the tests start without our library keep away from AMX kernels that fail, too
     if is_amx_disabled():
         os.environ[NO_AMX] = "1"
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Here:
+    """This machine, of which the test replaces parts."""
+    return Here(monkeypatch, tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -40,7 +40,7 @@ from moeedge.llama.model import Model
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import combine
 from moeedge.run import Level, Progress, Run
-from moeedge.scheduler.calibration import UNKEPT, measurement_file, read_measurement, write_measurement
+from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
 
 _FASTER = 1.03  # times the unbudgeted speed, which a lossy budget must reach: less is within the noise of measuring
 _MOST_CANDIDATES = 8
@@ -67,8 +67,8 @@ class BudgetTrial:
     experts: float | None = None  # distinct experts per layer and verification
 
 
-@dataclass(frozen=True)
-class BudgetChoice:
+@dataclass(frozen=True, kw_only=True)
+class BudgetChoice(Measurement):
     """The trials under one set of conditions, and the choice by the rule. Raises ValueError without trials."""
 
     SCHEMA: ClassVar[int] = 1
@@ -78,8 +78,6 @@ class BudgetChoice:
     score_kind: Literal["tasks", "likelihood"]
     calibrated_on: str  # name of the tasks or the text
     gamma: int
-    seconds: float  # that measuring took
-    from_file: bool = field(default=False, metadata=UNKEPT)
 
     def __post_init__(self) -> None:
         require(self.trials, "this measurement has no trial")
@@ -117,7 +115,6 @@ class BudgetChoice:
 
     def sentence(self) -> str:
         """One line for the user: what was chosen, and why."""
-        when = "measured before" if self.from_file else f"measured in {self.seconds:.0f} s"
         trial = self.fastest if self.best.budget is None else self.best
         speed = f"{trial.ratio or 0:.2f} times the speed of verification without a budget"
         chosen = "off"
@@ -132,7 +129,7 @@ class BudgetChoice:
             reason = f"no budget keeps the score within one standard deviation; {lost}"
         else:
             reason = f"no budget that keeps the score is faster by {_FASTER - 1:.0%}; {trial.budget} has {speed}"
-        return f"Expert budget {chosen}, chosen by auto: {reason}; {when}."
+        return f"Expert budget {chosen}, chosen by auto: {reason}; {self.when}."
 
     def _compared(self, trial: BudgetTrial) -> str:
         base = self.unbudgeted
@@ -180,7 +177,7 @@ def find_budget(config: EngineConfig, template: ExpertBudget, run: Run) -> Exper
         run.say(f"Expert budget off, chosen by auto: there are no {missing}.", Level.WARNING)
         return None
     choice = choose_budget(config, template, run)
-    run.say(choice.sentence())
+    run.say(choice.sentence(), choice.level)
     return None if choice.budget is None else replace(template, budget=choice.budget)
 
 
@@ -207,12 +204,7 @@ def choose_budget(
             reason = "The model is dense: it has no experts to leave out."
             raise InputError(reason, "Give a Mixture-of-Experts model with -m.")
         choice = Trials(session, template, run.progress).run()
-    try:
-        write_measurement(file(), choice)
-    except OSError:
-        text = "The result cannot be saved (folder: MOEEDGE_CACHE): the next start measures expert budgets again."
-        run.say(text, Level.WARNING)
-    return choice
+    return keep(choice, file)
 
 
 def is_toy(model: Model) -> bool:
@@ -234,7 +226,13 @@ class Trials:
         is_tasks = isinstance(source, Dataset)
         trials = tuple(self._try_tasks(source) if isinstance(source, Dataset) else self._try_text(source))
         seconds = time.perf_counter() - start_s
-        return BudgetChoice(trials, "tasks" if is_tasks else "likelihood", source.name, self._session.gamma, seconds)
+        return BudgetChoice(
+            trials=trials,
+            score_kind="tasks" if is_tasks else "likelihood",
+            calibrated_on=source.name,
+            gamma=self._session.gamma,
+            seconds=seconds,
+        )
 
     def _try_tasks(self, tasks: Dataset) -> list[BudgetTrial]:
         self._set_budget(None)

@@ -23,6 +23,7 @@ from moeedge.bench.samples import Sample
 from moeedge.errors import InputError
 from moeedge.hardware.provenance import Provenance
 from moeedge.paths import cache_dir
+from moeedge.schemas import read_json
 
 SCHEMA = "moeedge-bench-run-1"
 TEXTS = "{} texts"  # the test of the answers of which a sample of several texts is
@@ -96,7 +97,7 @@ class Journal:
         path = _files()[-1] if name == LAST else Path(name)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-            head = json.loads(lines[0]) if lines else None
+            head = read_json(lines[0]) if lines else None
         except (OSError, ValueError) as error:
             raise InputError(f"Cannot read {path}: {error}.", _HINT) from None
         if not isinstance(head, dict) or head.get("schema") != SCHEMA or "settings" not in head:
@@ -108,7 +109,7 @@ class Journal:
         done = {}
         for line in lines[1:]:
             with suppress(ValueError, KeyError, TypeError):  # the line that an abort cut
-                entry = json.loads(line)
+                entry = read_json(line)
                 place = entry["part"], entry["pass"], entry["test"]
                 sample = kind(**entry["sample"])
                 done[place, sample.mode, sample.key] = (place, sample)  # what was measured again counts

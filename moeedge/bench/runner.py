@@ -95,10 +95,10 @@ class Bench:
         with ExitStack() as stack:
             has_drafts = any(mode.drafts for mode in plan.modes)
             self._device = resolve_device(plan.base if has_drafts else replace(plan.base, draft=None))
-            if self._device.loads_misses:
+            in_turn = self._device.loads_misses  # each mode loads its own experts into RAM
+            if in_turn and self._device.kind != "none":
                 hint = "Measure one of them: -dev none, or --ram off."
                 raise InputError(f"bench does not measure experts in RAM next to {self._device.label}.", hint)
-            in_turn = self._device.kind == "ram"  # each mode loads its own
             if in_turn:
                 self._models = stack.enter_context(load_target(plan.base, self._device, header_only=True)), None
             else:

@@ -389,7 +389,7 @@ def bench(
         run.check_picture(plot)
     if cache_ratio is not None and base.placement.vram_bytes is not None:
         raise InputError("--vram and --cache-ratio cannot be used together.", "Leave out one of them.")
-    if sweep.has_caches and run.resolve_device(base).kind == "none":
+    if sweep.has_caches and not run.resolve_device(base).has_tiers:
         what = "--policy and --cache-ratio compare expert caches, and there is no device for one."
         raise InputError(what, "Use -dev emulated; moeedge devices lists what this machine has.")
     if dataset is None:

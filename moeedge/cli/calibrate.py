@@ -88,7 +88,7 @@ def show_calibration(config: EngineConfig, output: Output) -> None:
         hint = "Give the cache room: --cache-ratio R or --vram SIZE."
         if info.n_experts == 0:
             hint = "Give a Mixture-of-Experts model: -m FILE."
-        elif resolve_device(config).kind == "none":
+        elif not resolve_device(config).has_tiers:
             hint = "Choose a device, for instance -dev emulated (moeedge devices lists them)."
         raise InputError("Nothing was measured: no device holds experts.", hint)
     if output is Output.TEXT:

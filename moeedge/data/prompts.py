@@ -7,11 +7,9 @@ record, each with the column names of the published files. Errors name file and 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import string
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from moeedge.errors import DatasetError
+from moeedge.paths import unpacked
+from moeedge.schemas import read_json
 from moeedge.scoring.answers import LETTERS, Reference, as_number
 
 Role = Literal["system", "user", "assistant"]
@@ -125,6 +125,7 @@ PARQUET_HINT = 'Run: pip install "moeedge[score]"'
 _HINT = "Correct this entry, or remove it from the file."
 _FILE_HINT = "Check the path."
 _ROLES = ("system", "user", "assistant")
+_FIELD_CHARACTERS = 1 << 28  # of a field in a .csv
 
 Turns = tuple[tuple[PromptMessage, ...], ...]
 
@@ -196,12 +197,10 @@ def read_rows(path: Path) -> list[Row]:
 def read_text(path: Path) -> str:
     """Returns the UTF-8 text of a file, which may be compressed (.gz). Raises DatasetError."""
     try:
-        raw = path.read_bytes()
-        if path.suffix == ".gz":
-            raw = gzip.decompress(raw)
+        raw = unpacked(path.read_bytes())
     except FileNotFoundError:
         raise DatasetError(f"There is no file {path}.", _FILE_HINT) from None
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, ValueError) as error:
         raise DatasetError(f"Cannot read {path} ({error}).", "Check the file.") from None
     try:
         return raw.decode("utf-8-sig")
@@ -227,15 +226,22 @@ def _json_array(path: Path) -> Iterator[tuple[int, Any]]:
 def _value(text: str, name: str, line: int) -> Any:
     """Reads JSON that begins in `line` of a file."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"{name}, line {line + error.lineno - 1}"
-        raise DatasetError(f"{where}: not valid JSON ({error.msg}, column {error.colno}).", _HINT) from None
+        return read_json(text)
+    except ValueError as error:
+        reason = str(error)
+        if isinstance(cause := error.__context__, json.JSONDecodeError):
+            line, reason = line + cause.lineno - 1, f"{cause.msg}, column {cause.colno}"
+        raise DatasetError(f"{name}, line {line}: not valid JSON ({reason}).", _HINT) from None
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(_FIELD_CHARACTERS)
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
-    return ((reader.line_num, fields) for fields in reader)
+    try:
+        for fields in reader:
+            yield reader.line_num, fields
+    except csv.Error as error:
+        raise DatasetError(f"{path.name}, line {reader.line_num}: not valid CSV ({error}).", _HINT) from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:

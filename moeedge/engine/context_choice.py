@@ -32,7 +32,7 @@ def context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[
     run.notes.extend(beyond_training(config, n_trained))
     free_bytes = None  # of this machine
     on_gpu = kv_on_gpu(config, device, models[0])
-    if on_gpu and device.kind != "ram":
+    if on_gpu:
         reading = devices.read_memory(device)
         if reading is None:  # llama.cpp uses another GPU than the experts: it reports what does not fit
             return config.n_ctx or n_trained
@@ -44,7 +44,7 @@ def context_size(config: EngineConfig, device: ResolvedDevice, models: Sequence[
         config.n_ctx,
         free_bytes,
         n_parallel=config.n_parallel,
-        loads_experts=device.kind == "ram" or (device.loads_misses and not on_gpu),
+        loads_experts=device.loads_misses and not on_gpu,
     )
     run.notes.extend([note] if note else [])
     return n_ctx

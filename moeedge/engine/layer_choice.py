@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ from moeedge.engine.types import ALL_ON_CPU, EngineConfig
 from moeedge.errors import require
 from moeedge.hardware.devices import ResolvedDevice
 from moeedge.hardware.host import default_reserve
-from moeedge.scheduler.calibration import UNKEPT, measurement_file, read_measurement
+from moeedge.scheduler.calibration import Measurement, measurement_file, read_measurement
 
 _MORE_MEMORY = 1.1  # times what was free: other divisions are possible
 
@@ -55,8 +55,8 @@ class LayerSplit:
         )
 
 
-@dataclass(frozen=True)
-class LayerChoice:
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice(Measurement):
     """The divisions that were measured on one machine with one model. Raises ValueError without any."""
 
     SCHEMA: ClassVar[int] = 1
@@ -65,8 +65,6 @@ class LayerChoice:
     n_layers: int  # with experts
     splits: tuple[LayerSplit, ...]  # at least one
     free_bytes: int  # of the device before anything was loaded
-    seconds: float  # that measuring took
-    from_file: bool = field(default=False, metadata=UNKEPT)
 
     def __post_init__(self) -> None:
         require(self.splits, "this measurement has no division")
@@ -96,8 +94,7 @@ class LayerChoice:
         elif cached is not None:
             other = f"{cached.n_whole} entire layers with a cache of {cached.n_slots:,} experts"
             compared.append(f"{cached.step_s / best.step_s:.2f} times the speed of {other}")
-        when = "measured before" if self.from_file else f"measured in {self.seconds:.0f} s"
-        return f"{text}: {'; '.join([*compared, when])}."
+        return f"{text}: {'; '.join([*compared, self.when])}."
 
     def suits(self, device: ResolvedDevice) -> bool:
         """Whether the device has about as much free memory as when this was measured."""

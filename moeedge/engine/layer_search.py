@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from moeedge import native
 from moeedge.engine.layer_choice import LayerChoice, LayerSplit, choice_file, is_marked, mark, read_choice
@@ -27,7 +28,7 @@ from moeedge.llama.model import Model
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
 from moeedge.run import Level, Notification, Run
-from moeedge.scheduler.calibration import write_measurement
+from moeedge.scheduler.calibration import keep
 from moeedge.scheduler.microbench import CONTEXT_MIN, SAMPLE_TEXT
 from moeedge.scheduler.opening import check_policy
 from moeedge.scheduler.sizing import reserve_bytes
@@ -61,12 +62,8 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, run:
         # without a budget: the choice serves all
         measured = replace(config, cpu_fallback=False, expert_budget=None, placement=placement)
         choice = _Search(measured, device, draft_model, run).run()
-        try:
-            if choice is not None:
-                write_measurement(choice_file(config, device), choice)
-        except OSError:
-            again = "the next start measures the layers again"
-            notes.append(f"The result cannot be saved (folder: MOEEDGE_CACHE): {again}.")
+        if choice is not None:
+            choice = keep(choice, partial(choice_file, config, device))
     if choice is None:
         return Session.open(config, draft_model=draft_model, run=run)
     config = replace(config, placement=replace(config.placement, measure_anew=False))
@@ -75,10 +72,11 @@ def open_session(config: EngineConfig, *, draft_model: Model | None = None, run:
     except (EngineError, ModelFileError) as error:  # another program has taken the memory meanwhile
         session = Session.open(config, draft_model=draft_model, run=run)
         notes.append(f"{choice.best.n_whole} entire layers no longer fit {device.label}: {error.message}")
+        notes += [] if choice.kept else [f"The layers were {choice.when}."]
     else:
         session.layer_choice = choice
         session.info = replace(session.info, layers=choice.sentence())
-        session.info.notes.append(Notification(session.info.layers))
+        session.info.notes.append(Notification(session.info.layers, choice.level))
     session.info.notes.extend(notes)
     return session
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from moeedge import paths
 from moeedge.engine.drafts import ContextDraft, DraftSource, ModelDraft, NgramDraft
 from moeedge.engine.head_draft import DraftHead, head_draft
+from moeedge.engine.probe import probe
 from moeedge.engine.types import EngineConfig
-from moeedge.hardware.devices import ResolvedDevice, Storage, ram, resolve
+from moeedge.hardware.devices import ResolvedDevice, Storage, resolve
 from moeedge.hardware.host import fits
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.llama import gguf_file, library
@@ -21,7 +22,7 @@ from moeedge.llama.dense_weights import SplitWeights
 from moeedge.llama.draft_heads import HeadContext, HeadKind, check_compatible, head_file, missing_head, own_head
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import ModelMemory, fit_whole
-from moeedge.run import Run
+from moeedge.run import Notification, Run
 from moeedge.scheduler.governor import GAMMA_MAX
 from moeedge.trace.steps import RecordedRouting, read_routing
 
@@ -37,14 +38,22 @@ def find_device(config: EngineConfig) -> ResolvedDevice:
 
 
 def resolve_device(config: EngineConfig, model: Model | None = None) -> ResolvedDevice:
-    """As `find_device`, with the place of the weights: that of a loaded target `model`, or by `weight_storage`."""
+    """As `find_device`, with the place of the weights: that of a loaded target `model`, or by `weight_storage`.
+
+    Files that are not loaded yet are probed first. Raises what `find_device` and `probe` raise.
+    """
     device = find_device(config)
+    if model is None:
+        for file in _files(config):
+            probe(file)
     storage = weight_storage(config, device) if model is None else model.storage
     if storage != "on demand" or not _may_load_on_demand(config):
-        return replace(device, storage=storage)
+        is_placed = storage != "on demand" or device.kind != "none"
+        return replace(device, storage=storage if is_placed else "mapped")
     # without a GPU auto may stand for the emulated device
     if device.kind == "none" or (device.kind == "emulated" and config.device == "auto"):
-        return ram(device)
+        notes = [note for note in device.notes if device.kind == "none" and not isinstance(note, Notification)]
+        return ResolvedDevice("none", llama_device=device.llama_device, storage=storage, notes=notes)
     return replace(device, storage=storage)
 
 
@@ -107,10 +116,11 @@ def load_target(
     model that does not fit stays on the CPU. whole_fits: the result of `whole_model_fits`, if it is known.
     """
     device = device or resolve_device(config)
+    probe(config.model)
     n_gpu_layers = _ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers
     is_split = config.n_cpu_moe is not None
     experts_on_cpu = False
-    if device.kind == "ram":
+    if device.kind == "none" and device.loads_misses:
         n_gpu_layers = 0
     elif device.kind != "gpu":
         n_gpu_layers, experts_on_cpu = config.n_gpu_layers or 0, is_split
@@ -146,6 +156,7 @@ def load_draft(
     device = device or resolve_device(config)
     if not isinstance(config.draft, Path):
         raise ValueError("there is no draft model")
+    probe(config.draft)
     default = _ALL_LAYERS if device.kind == "gpu" else 0
     return Model.load(
         config.draft,
@@ -284,12 +295,15 @@ def drafts_for_itself(path: Path) -> bool:
     """Whether the model at `path` has a head of its own that can draft. Raises ModelFileError."""
     if not gguf_file.read_summary(path).head_layers:
         return False
+    probe(path)
     with Model.load(path, header_only=True) as model:
         return model.can_reject_drafts and missing_head(model) is None
 
 
 def kv_on_gpu(config: EngineConfig, device: ResolvedDevice, model: Model) -> bool:
     """Whether the KV caches are on a GPU, with the layers that they belong to."""
+    if device.kind == "none" and device.loads_misses:  # `load_target` puts no layer on a GPU
+        return False
     all_layers = device.kind == "gpu" and config.n_gpu_layers is None
     return model.uses_gpu and (all_layers or config.n_gpu_layers not in (0, None))
 

@@ -47,6 +47,7 @@ from moeedge.scheduler.governor import GAMMA_MAX, DraftGovernor
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.opening import Opening, check_policy
 from moeedge.scheduler.stats import PlacementStats, StepRecord
+from moeedge.scheduler.tiers import TierState
 
 # a prompt must leave room for an answer; llama.cpp's programs ask for the same
 RESERVED_TOKENS = 4
@@ -85,8 +86,6 @@ class Session(Closing):
         self.layer_choice: LayerChoice | None = None
         self.script: Script | None = None  # of the next answers; None: they are the model's own
         self._loop: SpeculativeLoop | None = None
-        # the GPU failed: the CPU computes everything, and placement has only its figures and slots in RAM left
-        self._fell_back = False
         if self.placement is not None:
             self.placement.run = self.run
 
@@ -101,8 +100,9 @@ class Session(Closing):
     ) -> Session:
         """Loads the models, or shares those given, and opens contexts and placement. Raises MoeedgeError."""
         check_policy(config.placement)
+        run = Run() if run is None else Run(run.show)  # opening is not cancelled
         device = loading.resolve_device(config, model)
-        if device.kind == "ram":
+        if device.kind == "none" and device.loads_misses:
             ram_tier.check_policy(config.placement.policy)
         if config.auto_gamma and config.gamma > 0:
             config = replace(config, gamma=GAMMA_MAX)
@@ -110,7 +110,6 @@ class Session(Closing):
             config = replace(config, gamma=0)
         if model is not None or draft_model is not None:  # which `_fall_back` would free
             config = replace(config, cpu_fallback=False)
-        run = Run() if run is None else Run(run.show)  # opening is not cancelled
         if config.n_threads == 0 and device.kind == "gpu" and config.mode == "moeedge":
             config = replace(config, n_threads=cores_next_to_gpu())
             if config.n_threads < physical_cores():
@@ -122,7 +121,7 @@ class Session(Closing):
                 raise InputError(problem, "Leave out --parallel.")
             if model.info.n_experts == 0:
                 run.note(f"{config.model.name} is a dense model: it has no experts to cache.")
-            elif isinstance(config.ram, int) and device.kind not in ("ram", "none") and not device.loads_misses:
+            elif isinstance(config.ram, int) and device.kind != "none" and not device.loads_misses:
                 run.warn(f"--ram has no effect: {device.label} holds the model, or it was loaded without --ram.")
             chosen = loading.choose_draft(config, device, model, draft_model, run, stack)
             models = [model] if chosen.model is None else [model, chosen.model]
@@ -260,11 +259,13 @@ class Session(Closing):
 
     def _new_loop(self, run: Run | None) -> SpeculativeLoop:
         """The loop of new answers; those in progress lose the KV caches."""
+        placement = self.placement
         if self._loop is not None:
             self._loop.is_replaced = True
         self._loop = SpeculativeLoop(
             self.target,
-            placement=None if self._fell_back else self.placement,
+            # a GPU failed: placement has only its figures and slots in RAM left
+            placement=None if placement is None or placement.state is TierState.FALLEN_BACK else placement,
             observe=self._call_observers,
             run=run or Run(),
             recover=self._recover,
@@ -335,12 +336,11 @@ class Session(Closing):
         self.run.report(text)
         make_room = None
         if self.placement is not None:
-            self.placement.lose_device(context_usable=not self.target.is_closed)
+            self.placement.fall_back(context_usable=not self.target.is_closed)
             make_room = self.placement.make_room
         self.target, self._chosen, self.draft = loading.reopen_on_cpu(
             self.config, self.target, self._chosen, self.draft, self._resources, make_room
         )
-        self._fell_back = True
         if self.placement is not None:
             self.placement.follow(self.target)
         self.info = replace(self.info, n_whole_layers=0, layers="", **_cache_fields(None))
@@ -359,7 +359,8 @@ class Session(Closing):
         cache that no option named does not pay.
         """
         placement = self.placement
-        if placement is None or placement.postponed is None or placement.lost or self._fell_back:
+        is_over = placement is None or placement.state in (TierState.LOST, TierState.FALLEN_BACK)
+        if placement is None or is_over or placement.postponed is None:
             return
         run = Run(self.run.show, cancelled=run.cancelled)
         try:
@@ -435,9 +436,13 @@ def _open_placement(
     no_cache = config.layers_measured and config.placement.cache_ratio == 0
     if config.mode != "moeedge" or target.sensor is None or no_cache or adapts_experts(config.context.adapters):
         return None, None
+    in_ram = None
+    if device.loads_misses:
+        in_ram = _in_ram(config, run) if device.kind == "none" else _next_to_device(config)
     opening = Opening(
-        config=config.placement if device.kind != "ram" else _in_ram(config, run),
+        config=config.placement,
         device=device,
+        in_ram=in_ram,
         target=target,
         draft=draft.context if isinstance(draft, ModelDraft) else None,
         gamma=gamma,
@@ -445,7 +450,7 @@ def _open_placement(
         run=run,
         has_draft_states=isinstance(draft, HeadDraft) and draft.head.context.kind.block is None,
     )
-    return opening.open(_next_to_device(config) if device.loads_misses else None)
+    return opening.open()
 
 
 def _in_ram(config: EngineConfig, run: Run) -> PlacementConfig:

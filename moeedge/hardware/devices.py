@@ -14,7 +14,7 @@ from moeedge.hardware.spec import EMULATED, DeviceSpec
 from moeedge.run import Level, Notification
 from moeedge.units import format_rate
 
-DeviceKind = Literal["none", "emulated", "gpu", "rpc", "ram"]
+DeviceKind = Literal["none", "emulated", "gpu", "rpc"]
 # Of a model's weights in host memory. loaded: all are read, with copies for the CPU's kernels where llama.cpp has some;
 # mapped: pages of the file; on demand: experts are pages of the file, from where a cache in RAM loads those it needs
 Storage = Literal["loaded", "mapped", "on demand"]
@@ -45,7 +45,12 @@ class ResolvedDevice:
     @property
     def loads_misses(self) -> bool:
         """Whether experts that are not on the device are loaded from the file into RAM as needed."""
-        return self.storage == "on demand" and self.kind not in ("none", "ram")
+        return self.storage == "on demand"
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether experts can be placed: on the device, in RAM, or on both."""
+        return self.kind != "none" or self.loads_misses
 
 
 @dataclass(frozen=True)
@@ -91,18 +96,10 @@ def resolve(spec: DeviceSpec, *, bundled: bool = False) -> ResolvedDevice:
     return ResolvedDevice("none", notes=[] if device is None else [note])
 
 
-def ram(other: ResolvedDevice) -> ResolvedDevice:
-    """Host memory as the place of experts that are loaded on demand; other: what -dev stands for, which has none."""
-    return ResolvedDevice(
-        "ram",
-        ggml_name="ram",
-        label="RAM",
-        llama_device=other.llama_device,
-        free_bytes=available_memory(),
-        total_bytes=total_memory(),
-        storage="on demand",
-        notes=[note for note in other.notes if other.kind == "none" and not isinstance(note, Notification)],
-    )
+def host_memory() -> VramReading:
+    """The memory of this machine now."""
+    free, total = available_memory(), total_memory()
+    return VramReading(total - free, free, total, "system")
 
 
 def _automatic(bundled: bool) -> ResolvedDevice:
@@ -215,9 +212,6 @@ def read_memory(device: ResolvedDevice, *, pool_bytes: int = 0, filled_bytes: in
     """
     if device.kind == "none":
         return None
-    if device.kind == "ram":
-        free, total = available_memory(), total_memory()
-        return VramReading(total - free, free, total, "system")
     if device.kind == "emulated":
         used = pool_bytes if filled_bytes is None else filled_bytes
         return VramReading(used, pool_bytes - used, pool_bytes, "pool")

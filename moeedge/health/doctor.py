@@ -69,6 +69,7 @@ VARIABLES = (
     ),
     Variable("MOEEDGE_CATALOG", "File with your own entries of the catalog.", "~/.config/moeedge/catalog.toml"),
     Variable("MOEEDGE_DATA", "Folder with published prompt sets and routing traces.", "none"),
+    Variable("MOEEDGE_NO_PROBE", "1: no other process tries a model file that is new here first.", "not set"),
     Variable("MOEEDGE_LIBRARY", "Another build of the native library, for its developers.", "the installed one"),
     Variable("XDG_CACHE_HOME", "Folder of all programs' caches; also of the hub's.", "~/.cache"),
     Variable("XDG_CONFIG_HOME", "Folder of all programs' settings.", "~/.config"),
@@ -220,7 +221,8 @@ def kept_files() -> Iterator[Finding]:
         yield Finding("kept files", "warning", f"{paths.short(folder)} is not writable", hint)
         return
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    n_files = len(list(paths.measurement_dir().glob("*.json")))  # none without the folder
+    # none without the folder; of model files that were tried first there is nothing to tell
+    n_files = sum(not file.name.startswith("header-") for file in paths.measurement_dir().glob("*.json"))
     measured = f"{n_files} measurements" if n_files else "nothing measured yet: the first chat measures"
     yield Finding("kept files", "ok", f"{paths.short(folder)}, {format_bytes(size)}: {measured}")
 

@@ -21,7 +21,7 @@ from moeedge.llama.settings import KV_TYPES, YARN_FACTORS, ContextSettings
 from moeedge.native.abi import Phase, view
 from moeedge.native.backends import MemoryUse, memory_uses
 from moeedge.native.compute import Decoder, DriverThrewError
-from moeedge.native.library import keep_activations_near, newest_instance
+from moeedge.native.library import errors_for_aborts, keep_activations_near, newest_instance
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Closing, Run
 from moeedge.trace.steps import RecordedRouting
@@ -96,7 +96,8 @@ class Context(Closing):
         # without memory llama.cpp counts a buffer twice that its CPU backend and ours share
         keep_activations_near(None if model.header_only else model.gpu)
         # llama_context *; None once it is closed
-        self.handle = lib.llama_init_from_model(model.handle, parameters)
+        with errors_for_aborts():
+            self.handle = lib.llama_init_from_model(model.handle, parameters)
         if not self.handle:
             for hook in hooks:
                 hook.close()
@@ -293,6 +294,9 @@ class Context(Closing):
             code = self._decoder(self._batch.c_batch, wait=wait)
         except DriverThrewError as error:
             self.abandon()
+            if not self.model.uses_gpu:
+                text = f"llama.cpp failed to decode {n} tokens: {error}."
+                raise EngineError(text, "The model file may be damaged. Download or copy it again.") from None
             raise DeviceFailedError(f"The GPU's driver failed: {error}.", _WITHOUT_GPU) from None
         except BaseException:  # raised by `run.cancelled`
             self._drop_counts()

@@ -6,7 +6,6 @@ implies is compared with the size on disk. Uploads to a device read experts from
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from moeedge.hub.catalog import all_parts, is_first_part
 from moeedge.llama import library
 from moeedge.llama.settings import LoraAdapter
 from moeedge.native.cache import ExpertTensor
+from moeedge.native.library import load
 
 MAGIC = b"GGUF"
 _ROUTER = re.compile(r"^blk\.(\d+)\.ffn_gate_inp\.weight$")
@@ -57,12 +57,6 @@ class GgufTensor:
         """Whether it is in host memory, where the first `n_layers` layers and the token embeddings are; None: all."""
         layer = LAYER.match(self.name)
         return n_layers is None or (int(layer[1]) < n_layers if layer else self.name.startswith("token_embd."))
-
-
-class _InitParams(ctypes.Structure):
-    """struct gguf_init_params of gguf.h."""
-
-    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
 
 
 def read_summary(path: Path) -> GgufSummary:
@@ -119,11 +113,13 @@ def _open_header(path: Path) -> Iterator[tuple[Any, Any]]:
     check_readable(path)
     library.start()
     ggml = library.ggml_functions()
-    read = library.ggml_function("gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParams)
     library.clear_errors()
-    header = read(str(path).encode(), _InitParams(no_alloc=True, ctx=None))
+    native = load()
+    header = native.moeedge_open_gguf(str(path).encode())
     if not header:
-        reason = library.first_error("its header is malformed")
+        reason = library.first_error(
+            native.moeedge_last_error().decode("utf-8", "replace") or "its header is malformed"
+        )
         raise ModelFileError(f"Cannot read {path}: {reason}.", f"It may be truncated. {_REPLACE_HINT}")
     try:
         yield ggml, header

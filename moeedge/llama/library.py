@@ -67,7 +67,8 @@ def clear_errors() -> None:
 
 def first_error(default: str = "it gave no reason") -> str:
     """llama.cpp's first warning or error since `clear_errors`; later ones only repeat that it failed."""
-    return _error_lines[0].rstrip(".") if _error_lines else default
+    # an assertion names its source file, in the folder where that was compiled
+    return re.sub(r"/\S*/(?=[\w.-]+:\d+: )", "", _error_lines[0]).rstrip(".") if _error_lines else default
 
 
 def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:

@@ -21,6 +21,7 @@ from moeedge.llama.reasoning import MODEL_TEMPLATE, ReasoningTags, TemplateChoic
 from moeedge.llama.settings import LoadSettings, LoraAdapter
 from moeedge.llama.text import BuiltinFormat, ChatFormat, builtin_names
 from moeedge.native.backends import DRY_RUN_GPU, dry_run_gpu
+from moeedge.native.library import errors_for_aborts
 from moeedge.native.mapping import map_lazily
 from moeedge.run import Closing
 
@@ -161,7 +162,7 @@ class Model(Closing):
             weights.read_ahead(_most(n_host, n_moved))
         mapped_before = weights.mapped() if weights else frozenset()
         library.clear_errors()
-        with map_lazily() if is_lazy else nullcontext():
+        with errors_for_aborts(), map_lazily() if is_lazy else nullcontext():
             handle = lib.llama_model_load_from_file(str(path).encode(), parameters)
         if not handle:
             reason = library.first_error()
@@ -314,7 +315,8 @@ class Model(Closing):
         if not path.is_file():
             raise ModelFileError(f"There is no adapter {path}.", "Give a LoRA adapter in GGUF format with --lora FILE.")
         library.clear_errors()
-        handle = lib.llama_adapter_lora_init(self.handle, str(path).encode())
+        with errors_for_aborts():
+            handle = lib.llama_adapter_lora_init(self.handle, str(path).encode())
         if not handle:
             raise ModelFileError(
                 f"llama.cpp cannot load the adapter {path}: {library.first_error()}.",

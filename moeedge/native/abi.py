@@ -20,7 +20,7 @@ import numpy as np
 
 Record = TypeVar("Record")
 
-ABI_VERSION = 25  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 26  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -203,7 +203,8 @@ BUDGET_LAYER = np.dtype(  # struct moeedge_budget_layer
 SIGNATURES: dict[tuple[Any, ...], str] = {
     (c_char_p,): "ggml_version llama_cpp_version last_error",
     (c_int,): "backend_api_version abi_version register live_instances disable_broken_amx",
-    (c_int, c_int): "set_default_offload_scope set_kernel_choice set_lazy_mapping",
+    (c_int, c_int): "set_default_offload_scope set_kernel_choice set_lazy_mapping throw_on_abort",
+    (c_void_p, c_char_p): "open_gguf",
     (c_int, c_void_p): "set_default_host_buffer",
     (c_int64,): "newest_instance",
     (c_int, c_int64, c_int): (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,17 @@ def load() -> ctypes.CDLL:
             "Install moeedge again with the llama-cpp-python that it names.",
         )
     return library
+
+
+@contextmanager
+def errors_for_aborts() -> Iterator[None]:
+    """An assertion of llama.cpp fails the call within, in this thread, in place of ending the process."""
+    library = load()
+    before = library.moeedge_throw_on_abort(1)
+    try:
+        yield
+    finally:
+        library.moeedge_throw_on_abort(before)
 
 
 def installed_api_version(ggml: ctypes.CDLL) -> int:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
+from moeedge.engine.probe import probe
 from moeedge.errors import DownloadError, EngineError, ModelFileError, ModelNameError
 from moeedge.hub.catalog import Choice, find, load_catalog
 from moeedge.hub.local import locate
@@ -224,6 +225,7 @@ def read_card(text: str, run: Run) -> ModelCard:
         path, name = locate_or_fetch(text, Path(folder), run)
         with loadable(path) as file:
             names = {path: name} if name else {}
+            probe(file.path)
             with Model.load(file.path, device="none", header_only=True) as model:
                 facts, _ = read_facts(model, file, names)
                 choice = None if Path(text).exists() else find(load_catalog(), text)

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeedge.records import figure
-from moeedge.scheduler.governor import GAMMA_MAX, VerificationTime
+from moeedge.scheduler.governor import GAMMA_MAX, TrialCredit, VerificationTime
 
 _N_WARM = 32  # steps before the first trial, in which the cache fills
 _N_MEASURED = 5  # steps of a trial
 _N_SKIPPED = {False: 1, True: 8}  # steps at the beginning of a trial without and with the cache
-_TRIAL_SHARE = 0.02  # of the time, that trials may cost
 _FIRST_CREDIT, _MOST_CREDIT = 4.0, 16.0  # steps, that trials may cost at first, and at once
 _GIVE_UP = 0.5  # logarithm of a time ratio at which a trial ends early
 _MARGIN = 0.02  # logarithm of a time ratio that matters
@@ -52,7 +51,7 @@ class CacheGovernor:
         self._n_trial = 0  # steps of the trial in progress, 0: there is none
         self._trial_sum = 0.0  # of the logarithms of its measured steps' times over those expected
         self._trial_cost_s = 0.0
-        self._credit_s = math.nan  # nan before the first measurement
+        self._credit = TrialCredit(_FIRST_CREDIT, _MOST_CREDIT)
         self._skips = True  # the next step is not measured: it follows a prompt or a change
 
     @property
@@ -82,9 +81,7 @@ class CacheGovernor:
             return
         self._time.observe(n, seconds)
         step_s = self._time.seconds()[n - 1]
-        if math.isnan(self._credit_s):
-            self._credit_s = _FIRST_CREDIT * step_s
-        self._credit_s = min(_MOST_CREDIT * step_s, self._credit_s + _TRIAL_SHARE * seconds)
+        self._credit.earn(seconds, step_s)
         self._n_trial = int(self._is_due(step_s))
 
     def _is_due(self, step_s: float) -> bool:
@@ -95,7 +92,7 @@ class CacheGovernor:
             return True
         loss = self._log_gain if self._pays else -self._log_gain  # of the other way
         cost_s = (_N_SKIPPED[not self._pays] + _N_MEASURED) * step_s * max(math.expm1(loss), 0.0)
-        return _HOPE * math.sqrt(self._variance) - loss > _MARGIN and cost_s <= max(self._credit_s, 0.0)
+        return _HOPE * math.sqrt(self._variance) - loss > _MARGIN and self._credit.allows(cost_s)
 
     def _observe_trial(self, seconds: float, expected_s: float) -> None:
         self._trial_cost_s += seconds - expected_s
@@ -112,7 +109,7 @@ class CacheGovernor:
         weight = 1.0 if math.isinf(self._variance) else self._variance / (self._variance + variance)
         self._log_gain += weight * ((loss if self._pays else -loss) - self._log_gain)
         self._variance = variance if math.isinf(self._variance) else self._variance * (1 - weight)
-        self._credit_s -= self._trial_cost_s
+        self._credit.pay(self._trial_cost_s)
         self._n_trial, self._trial_sum, self._trial_cost_s = 0, 0.0, 0.0
         self._skips = True
         advantage = -self._log_gain if self._pays else self._log_gain  # of the other way

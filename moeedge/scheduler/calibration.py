@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from glob import escape
 from importlib.metadata import version
@@ -30,12 +30,45 @@ from moeedge.native.abi import DevicePath, PrefillPath
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.cost_model import CostModel
 from moeedge.records import plain
+from moeedge.run import Level
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.sizing import emulated_threads
+from moeedge.schemas import read_json
 
 UNKEPT = {"kept": False}  # metadata of a field that tells of this run
 _DIGITS = 16  # hexadecimal, of the conditions
 Kept = TypeVar("Kept")
+_Measured = TypeVar("_Measured", bound="Measurement")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What is measured once under some conditions, decides something, and is kept for later runs."""
+
+    seconds: float  # that measuring took
+    from_file: bool = field(default=False, compare=False, metadata=UNKEPT)  # measured in an earlier run
+    kept: bool = field(default=True, compare=False, metadata=UNKEPT)  # False: the cache folder cannot be written
+
+    @property
+    def when(self) -> str:
+        """The end of the line that shows a decision: when it was measured, and whether it will be again."""
+        when = "measured before" if self.from_file else f"measured in {self.seconds:.{int(self.seconds < 10)}f} s"
+        again = "" if self.kept else ", and again in the next run: it cannot be saved (folder: MOEEDGE_CACHE)"
+        return when + again
+
+    @property
+    def level(self) -> Level:
+        """How much that line asks for attention."""
+        return Level.INFO if self.kept else Level.WARNING
+
+
+def keep(measured: _Measured, find_file: Callable[[], Path]) -> _Measured:
+    """Keeps a measurement for later runs in the file; returns it with what became of that."""
+    try:
+        write_measurement(find_file(), measured)
+    except OSError:
+        return replace(measured, kept=False)
+    return measured
 
 
 def measurement_file(name: str, conditions: dict[str, Any]) -> Path:
@@ -87,7 +120,7 @@ def kept_fields(value: Any) -> Any:
 def parse_measurement(kind: type[Kept], text: str) -> Kept:
     """Reads what `write_measurement` wrote of such a dataclass. Raises ValueError for anything else."""
     try:
-        measured: Kept = _parsed(kind, json.loads(text))
+        measured: Kept = _parsed(kind, read_json(text))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no such measurement: {error}") from None
     return measured
@@ -126,8 +159,8 @@ _PATH_TEXTS = {
 }
 
 
-@dataclass(frozen=True)
-class Calibration:
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Measurement):
     """Figures of one machine, model and device. Times in seconds."""
 
     SCHEMA: ClassVar[int] = 1
@@ -138,12 +171,9 @@ class Calibration:
     plain_step_s: dict[int, float]  # the same without it
     prefill_ts: dict[PrefillPath, float]  # tokens/s by path
     n_tokens: int  # of the batch that a step verifies: the draft length + 1
-    seconds: float  # that measuring took
     n_readers: int = 1  # threads that read experts from the model's file
     # a step of n_tokens with the cache, by the way in which the device computes small batches
     device_path_s: dict[DevicePath, float] = field(default_factory=dict)
-    from_file: bool = field(default=False, metadata=UNKEPT)  # measured in an earlier run
-    kept: bool = field(default=True, metadata=UNKEPT)  # False: the cache folder cannot be written
 
     @property
     def speed(self) -> float:
@@ -169,7 +199,6 @@ class Calibration:
 
     def sentence(self, *, emulated: bool, prefill: PrefillPath) -> str:
         """One line for the user; `prefill` is the path in use."""
-        when = "Measured before" if self.from_file else f"Measured in {self.seconds:.1f} s"
         parts = []
         if self.units is not None:
             cpu_us, device_us = self.units.cpu_expert_s[1] * 1e6, self.units.device_expert_s[1] * 1e6
@@ -179,9 +208,7 @@ class Calibration:
         if emulated:
             step, other = "this is emulation on the CPU's own cores:", "plain decoding"
         parts += [f"{step} {self.speed:.2f} times the speed of {other}", f"for prompts {_PATH_TEXTS[prefill]}"]
-        if not self.kept:
-            parts.append("the result cannot be saved (folder: MOEEDGE_CACHE), so that the next run measures again")
-        return f"{when}: {'; '.join(parts)}."
+        return f"Expert times: {'; '.join([*parts, self.when])}."
 
 
 def calibration_file(

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,7 +31,7 @@ from moeedge.llama.dense_weights import SplitWeights, ranges_by_file
 from moeedge.native.mapping import open_direct
 from moeedge.paths import text_of
 from moeedge.run import NO_PROGRESS, Progress
-from moeedge.scheduler.calibration import UNKEPT, measurement_file, read_measurement, write_measurement
+from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
 
 DEPTHS = (1, 2, 4, 8, 16)  # requests at a time
 PIECES_BYTES = tuple(2**exponent for exponent in range(16, 24))  # 64 KiB to 8 MiB
@@ -52,8 +52,8 @@ class ReadRate:
     reads: int
 
 
-@dataclass(frozen=True)
-class DiskCalibration:
+@dataclass(frozen=True, kw_only=True)
+class DiskCalibration(Measurement):
     """Random reads of one model's file."""
 
     SCHEMA: ClassVar[int] = 1
@@ -67,9 +67,6 @@ class DiskCalibration:
     file_system: str
     direct: bool  # past the page cache
     rates: tuple[ReadRate, ...]
-    seconds: float  # that measuring took
-    from_file: bool = field(default=False, compare=False, metadata=UNKEPT)  # measured in an earlier run
-    kept: bool = field(default=True, compare=False)  # False: the cache folder cannot be written
 
     @property
     def best(self) -> ReadRate:
@@ -157,11 +154,7 @@ def measure(
         ),
         seconds=time.perf_counter() - start_s,
     )
-    try:
-        write_measurement(calibration_file(model), calibration)
-    except OSError:
-        return replace(calibration, kept=False)
-    return calibration
+    return keep(calibration, partial(calibration_file, model))
 
 
 def quick_rate(file: Path, *, read_s: float = 0.2) -> tuple[float, bool]:

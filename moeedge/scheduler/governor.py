@@ -144,6 +144,29 @@ class VerificationTime:
         return [max(variance + own - 2 * shared, 0.0) for variance, shared in zip(diagonal, row, strict=True)]
 
 
+class TrialCredit:
+    """Seconds that trials may cost: a share of the time, `first` steps at the beginning, at most `most` at once."""
+
+    _SHARE = 0.02
+
+    def __init__(self, first: float, most: float) -> None:
+        self._first, self._most = first, most
+        self.seconds: float | None = None  # before the first step there is none
+
+    def earn(self, spent_s: float, step_s: float) -> None:
+        """Steps have taken `spent_s`; a step takes `step_s`."""
+        before = self._first * step_s if self.seconds is None else self.seconds
+        self.seconds = min(self._most * step_s, before + self._SHARE * spent_s)
+
+    def pay(self, cost_s: float) -> None:
+        """A trial has cost so much."""
+        if self.seconds is not None:
+            self.seconds -= cost_s
+
+    def allows(self, cost_s: float) -> bool:
+        return self.seconds is not None and cost_s <= max(self.seconds, 0.0)
+
+
 class AcceptanceByPosition:
     """The chance of each draft, after all before it were accepted: by position, drawn towards that of all positions.
 
@@ -208,7 +231,6 @@ class DraftGovernor:
     chosen last, unless it has a fixed length.
     """
 
-    _TRIAL_SHARE = 0.02  # of the time, that trials may cost
     _TRIAL_DISTANCE = 1  # steps at the best length between two trials
     _TRIAL_CREDIT = 2.0  # plain steps, that they may cost at first, and at once
     _HORIZON = 35  # steps in which what a trial tells is of use
@@ -241,7 +263,7 @@ class DraftGovernor:
         self._n_steps = 0
         self._n_since_trial = 0
         self._best = min(FIRST[0], self._own_max)
-        self._credit_s = math.nan  # for trials; nan before the first measurement
+        self._credit = TrialCredit(self._TRIAL_CREDIT, self._TRIAL_CREDIT)
         self._skips = True  # the next step's times say nothing
         self._drafted_last = True
         self._steps_s: list[float] | None = None  # since the last step
@@ -389,7 +411,7 @@ class DraftGovernor:
             if gamma == self._best:
                 continue
             cost_s = self._trial_cost_s(gamma, now_rate)
-            if gamma and cost_s > self._credit_s:
+            if gamma and not self._credit.allows(cost_s):
                 continue
             cost, variance = cost_s / unit_s, max(variances[gamma], 1e-9)
             # what k trials may be worth grows with the deviation and is largest at an advantage of 0
@@ -412,10 +434,7 @@ class DraftGovernor:
         if self._target.n_measured == 0:
             return
         step_s = self._step_s()
-        most_s = self._TRIAL_CREDIT * step_s[0]
-        if math.isnan(self._credit_s):
-            self._credit_s = most_s
         if self.choice.is_trial:
             best_rate = self._drafted(self._acceptance.tokens())[self._best] / step_s[self._best]
-            self._credit_s -= self._trial_cost_s(step.n_drafted, best_rate)
-        self._credit_s = min(most_s, self._credit_s + self._TRIAL_SHARE * (step.draft_s + step.target_s))
+            self._credit.pay(self._trial_cost_s(step.n_drafted, best_rate))
+        self._credit.earn(step.draft_s + step.target_s, step_s[0])

@@ -26,7 +26,7 @@ from moeedge.native.cache import ExpertCache
 from moeedge.policies.cost_model import CostModel, fit_side, share_curves
 from moeedge.policies.registry import make_policy
 from moeedge.run import Run
-from moeedge.scheduler.calibration import Calibration, calibration_file, read_measurement, write_measurement
+from moeedge.scheduler.calibration import Calibration, calibration_file, keep, read_measurement
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.native_io import CacheStore, RoutingReader, cache_shape
@@ -85,11 +85,7 @@ def calibrate(
             return None
         text = f"Measuring how long an expert takes on the CPU and on {device.label}: once, for some seconds."
         run.say(text)
-        calibration = _Measuring(target, cache, config, gamma, run.cancelled).measure(draft)
-        try:
-            write_measurement(find_file(), calibration)
-        except OSError:
-            calibration = replace(calibration, kept=False)
+        calibration = keep(_Measuring(target, cache, config, gamma, run.cancelled).measure(draft), find_file)
     if (units := calibration.units) is None:
         return calibration
     # an emulated link catches up with what a busy machine delayed, which a short measurement mistakes for speed

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
+from moeedge.hardware.host import default_reserve
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_tensors
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
-from moeedge.native.cache import CacheConfig, ExpertCache
-from moeedge.policies.base import CacheShape, Policy
+from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
+from moeedge.policies.base import Policy
 from moeedge.policies.registry import POLICIES, ignored_ablations, make_policy, where_simulated
-from moeedge.run import Level, Notification, Run
+from moeedge.run import Notification, Run
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.manager import PlacementManager
+from moeedge.scheduler.manager import PlacementManager, PolicyInputs
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
-from moeedge.scheduler.native_io import cache_shape
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
-from moeedge.scheduler.ram_tier import Tier
-from moeedge.scheduler.sizing import cache_budget, emulated_threads, in_host_memory, n_staging_slots, reserve_bytes
+from moeedge.scheduler.sizing import CacheBudget, cache_budget, emulated_threads, in_host_memory, n_staging_slots
 from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory
+from moeedge.scheduler.tiers import DeviceTier, MakePolicy, RamTier, Tier
 from moeedge.units import format_bytes
 
 _Predictor = TypeVar("_Predictor", NextGatePredictor, DraftRouterPredictor)
@@ -47,10 +48,11 @@ def check_policy(config: PlacementConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """A placement to be opened; config and device: of the memory that is opened."""
+    """A placement to be opened: the tiers of the target's experts, with the policy of each."""
 
-    config: PlacementConfig
+    config: PlacementConfig  # of the device
     device: ResolvedDevice
+    in_ram: PlacementConfig | None  # of experts in RAM, whose size are its vram_bytes; None: none are loaded there
     target: Context
     draft: Context | None  # its speed is measured; None without a draft model
     gamma: int  # the draft length, 0 without speculation
@@ -58,76 +60,74 @@ class Opening:
     run: Run  # shows that the device is measured; its notes get a sentence for each choice
     has_draft_states: bool  # drafts come with hidden states all the same, since a head of the target makes them
 
-    def open(self, in_ram: PlacementConfig | None) -> tuple[PlacementManager | None, Calibration | None]:
-        """The placement of the target's experts, to be closed before the contexts, and what was measured for it.
-
-        in_ram: of the experts in RAM where device.loads_misses; its vram_bytes are those of RAM.
-        """
+    def open(self) -> tuple[PlacementManager | None, Calibration | None]:
+        """The placement of the target's experts, to be closed before the contexts, and what was measured for it."""
         self.run.notes.extend(self.device.notes)
-        if self.device.kind == "none":
+        has_device = self.device.kind != "none"
+        if not has_device and self.in_ram is None:
             reason, ignored = "no device holds experts here", ignored_ablations("none", self.config.ablations)
             if self.config.has_size:
                 self.run.warn(f"--vram and --cache-ratio have no effect: {reason} (moeedge devices lists them).")
             if ignored:
                 self.run.warn(f"--ablate {', '.join(ignored)} has no effect: {reason}.")
             return None, None
-        if self.device.kind == "ram":
-            return self.open_in_ram(), None
-        opening, tier = self, None
         with ExitStack() as stack:
-            if in_ram is not None:
-                if in_ram.policy not in ram_tier.POLICIES:
-                    in_ram = replace(in_ram, policy="lfu")
-                ram = replace(self, config=in_ram, device=devices.ram(ResolvedDevice("none")), run=Run())
-                tier = ram.open_tier()
-                if tier is not None:
-                    stack.callback(tier.close)
-                    assert self.target.sensor is not None  # the caller checks it
-                    tier.attach(self.target.sensor)
-                    if self.config.prefill is PrefillPath.AUTO:  # what is on the device needs no slot in RAM
-                        opening = replace(opening, config=replace(self.config, prefill=PrefillPath.RESIDENT))
-            cache = opening.open_cache()
-            if cache is None and tier is not None:
-                stack.close()
-                return replace(ram, run=self.run).open_in_ram(), None
-            if in_ram is not None:
-                self.run.notes.extend(ram.run.notes)
-            if cache is None:
-                return None, None
-            stack.enter_context(cache)
-            manager, calibration = opening.open_on_device(cache, tier)
+            tier, opening, aside = None, self, self
+            if self.in_ram is not None:
+                aside = self._for_ram(Run() if has_device else self.run)
+                tier = aside._open_ram()
+            if tier is not None:
+                stack.callback(tier.close)
+            if tier is not None and has_device:
+                assert self.target.sensor is not None  # the caller checks it
+                tier.attach(self.target.sensor)
+                if self.config.prefill is PrefillPath.AUTO:  # what is on the device needs no slot in RAM
+                    opening = replace(opening, config=replace(self.config, prefill=PrefillPath.RESIDENT))
+            cache = opening._open_on_device() if has_device else None
+            if self.in_ram is not None and has_device:
+                self.run.notes.extend(aside.run.notes)
+            manager, calibration = None, None
+            if cache is not None:
+                stack.enter_context(cache)
+                manager, calibration = opening._use_device(cache, tier)
+            elif tier is not None:
+                manager = replace(aside, run=self.run)._make_manager([tier])
             if manager is not None:
                 stack.pop_all()
             return manager, calibration
 
-    def open_in_ram(self) -> PlacementManager | None:
-        """Experts that are loaded into RAM as needed; no device holds any."""
-        if (tier := self.open_tier()) is None:
-            return None
-        with ExitStack() as stack:
-            stack.callback(tier.close)
-            manager = self._make_manager(tier, self._policy_maker(None))
-            stack.pop_all()
-        return manager
+    def _for_ram(self, run: Run) -> Opening:
+        """The same of the experts in RAM alone."""
+        assert self.in_ram is not None
+        policy = self.in_ram.policy if self.in_ram.policy in ram_tier.POLICIES else "lfu"
+        return replace(self, config=replace(self.in_ram, policy=policy), run=run)
 
-    def open_tier(self) -> Tier | None:
+    def _open_ram(self) -> RamTier | None:
         """Experts in RAM, those first that earlier runs used most; None where there is no room."""
-        if (cache := self.open_cache()) is None:
+        target, run, model, reading = self.target, self.run, self.target.model, devices.host_memory()
+        assert model.dense is not None  # loaded for this
+        tensors, files = expert_tensors(model.path, n_layers=model.info.n_layers)
+        free_bytes, total_bytes = ram_tier.free_for_slots(reading.free_bytes, model.dense), reading.total_bytes
+        pool_bytes_max = ram_tier.POOL_SLOTS * max((tensor.stride for tensor in tensors), default=0)
+        sizes = {"free_bytes": free_bytes, "total_bytes": total_bytes, "n_ubatch": target.n_ubatch}
+        budget = cache_budget(self.config, None, tensors, model, **sizes)
+        cache = self._open_cache("RAM", budget, tensors, files, device="ram", pool_bytes_max=pool_bytes_max)
+        if cache is None:
             return None
-        target, run = self.target, self.run
         with ExitStack() as stack:
             stack.enter_context(cache)
-            policy = self._policy_maker(None)(cache_shape(cache))
             run.notes.extend(ram_tier.describe(cache, target, self.config.policy))
             ram_tier.use_measured_readers(cache, target, run)
-            activations = ram_tier.warm_start(cache, target, run) if self.config.warm_start else None
-            watch = MemoryWatch(self.device, reserve_bytes(self.device, self.device.total_bytes))
-            memory = SlotMemory(cache, target.model.path, len(target.model.host_expert_layers), watch)
+            kept = ram_tier.warm_start(cache, target, run) if self.config.warm_start else None
+            watch = MemoryWatch(default_reserve(total_bytes), devices.host_memory)
+            slots = SlotMemory(cache, model.path, len(model.host_expert_layers), watch)
+            stack.callback(slots.close)  # its thread ends before the cache
+            tier = RamTier(cache, self._policy_maker(None), model, slots, kept)
             stack.pop_all()
-        return Tier(cache, policy, target.model, memory, activations)
+        return tier
 
-    def open_on_device(
-        self, cache: ExpertCache, ram: Tier | None
+    def _use_device(
+        self, cache: ExpertCache, ram: RamTier | None
     ) -> tuple[PlacementManager | None, Calibration | None]:
         """The placement in the open cache, None where it does not pay, and what was measured for it."""
         config, calibration = self.config, None
@@ -147,8 +147,10 @@ class Opening:
             self.run.warn(_describe_unmeasured(self.target, has_tier=ram is not None, postpones=postpones))
         elif not self._use(calibration, cache):
             return None, calibration
-        make = self._policy_maker(calibration)
-        manager = self._make_manager(Tier(cache, make(cache_shape(cache)), self.target.model), make, ram)
+        # when memory of the device runs short, the cache gets fewer slots, unless the user gave its size
+        watched = self.device.kind == "gpu" and not config.has_size
+        tier = DeviceTier(self.device, cache, self._policy_maker(calibration), self.target.model, watched=watched)
+        manager = self._make_manager([tier, *([ram] if ram is not None else [])])
         if postpones:
             manager.postponed = partial(self._measure_now, manager)
         return manager, calibration
@@ -166,7 +168,7 @@ class Opening:
             manager.use(self._policy_maker(calibration))
         return calibration, is_on
 
-    def _policy_maker(self, calibration: Calibration | None) -> Callable[[CacheShape], Policy]:
+    def _policy_maker(self, calibration: Calibration | None) -> MakePolicy:
         """Makes the policy for slots, with the times that were measured."""
         units = None if calibration is None else calibration.units
         config = replace(self.config.policy_config(gamma=self.gamma), cost_model=units)
@@ -180,7 +182,7 @@ class Opening:
         cache.set_readers(calibration.n_readers)
         cache.set_device_path(calibration.device_path)
         sentence = calibration.sentence(emulated=device.kind == "emulated", prefill=prefill)
-        self.run.note(sentence, Level.INFO if calibration.kept else Level.WARNING)
+        self.run.note(sentence, calibration.level)
         if calibration.pays:
             return True
         is_on = self.keep or device.kind not in ("gpu", "rpc")
@@ -194,79 +196,79 @@ class Opening:
         self.run.warn(text)
         return is_on
 
-    def open_cache(self) -> ExpertCache | None:
+    def _open_on_device(self) -> ExpertCache | None:
         """The cache on the device; None, with a note, where it has no room for an expert of every layer."""
         config, device, target, model = self.config, self.device, self.target, self.target.model
-        info = model.info
-        tensors, files = expert_tensors(model.path, n_layers=info.n_layers)
+        tensors, files = expert_tensors(model.path, n_layers=model.info.n_layers)
         if device.kind == "gpu" and model.host_expert_layers:
             warm_up_gpu(target, self.draft, self.gamma)
-        reading = (devices.read_memory(device) if device.kind in ("gpu", "ram") else None) or device
-        free_bytes, total_bytes, pool_bytes_max = reading.free_bytes, reading.total_bytes, 0
-        if device.kind == "ram":
-            assert model.dense is not None  # loaded for this
-            free_bytes = ram_tier.free_for_slots(free_bytes, model.dense)
-            pool_bytes_max = ram_tier.POOL_SLOTS * max((tensor.stride for tensor in tensors), default=0)
-        budget = cache_budget(
-            config, device, tensors, model, free_bytes=free_bytes, total_bytes=total_bytes, n_ubatch=target.n_ubatch
+        reading = (devices.read_memory(device) if device.kind == "gpu" else None) or device
+        sizes = {"free_bytes": reading.free_bytes, "total_bytes": reading.total_bytes, "n_ubatch": target.n_ubatch}
+        cache = self._open_cache(
+            device.label,
+            cache_budget(config, device, tensors, model, **sizes),
+            *(tensors, files),
+            device=device.ggml_name,
+            n_stage=n_staging_slots(config, device.kind, model.info.n_experts),
+            emulated_threads=emulated_threads(device) or 1,
+            link_bytes_per_s=float(device.link_bytes_per_s),
+            link_latency_s=device.latency_us * 1e-6,
         )
-        self.run.notes.extend(budget.notes)
+        if cache is not None and device.kind == "rpc":
+            rpc.limit_waits(device.endpoint)
+        return cache
+
+    def _open_cache(
+        self, label: str, budget: CacheBudget, tensors: list[ExpertTensor], files: list[Path], **settings: Any
+    ) -> ExpertCache | None:
+        """The cache of that size; None, with a note, without room for an expert of every layer. settings: its config's.
+
+        tensors, files: of all experts. Raises ModelFileError where the file has changed.
+        """
+        model, run = self.target.model, self.run
+        run.notes.extend(budget.notes)
         if budget.n_slots == 0:
             if not budget.notes:
-                self.run.warn("The expert cache is off, as asked: every expert stays on the CPU.")
+                run.warn("The expert cache is off, as asked: every expert stays on the CPU.")
             return None
         try:
             cache = ExpertCache(
                 CacheConfig(
-                    device=device.ggml_name,
                     files=files,
                     tensors=in_host_memory(tensors, model),
-                    n_layers=info.n_layers,
-                    n_experts=info.n_experts,
+                    n_layers=model.info.n_layers,
+                    n_experts=model.info.n_experts,
                     ratio=budget.ratio,
-                    n_stage=n_staging_slots(config, device.kind, info.n_experts),
-                    emulated_threads=emulated_threads(device) or 1,
-                    link_bytes_per_s=float(device.link_bytes_per_s),
-                    link_latency_s=device.latency_us * 1e-6,
-                    pool_bytes_max=pool_bytes_max,
-                    disk_bytes_per_s=config.disk_bytes_per_s,
+                    disk_bytes_per_s=self.config.disk_bytes_per_s,
+                    **settings,
                 )
             )
         except EngineError as error:  # no memory for a single slot
-            self.run.warn(f"{error.message} The expert cache is off.")
+            run.warn(f"{error.message} The expert cache is off.")
             return None
         with ExitStack() as stack:
             stack.enter_context(cache)
             if model.dense is not None:
                 model.dense.check_files()  # the cache reads where the header said
-            if not self._has_room_for_every_layer(cache):
+            info, n_slots = cache.info, cache.info.n_slots
+            # a device may give less memory than it promised
+            if n_slots < len(model.host_expert_layers):
+                text = f"{label} has memory for {n_slots} experts, less than one per layer"
+                run.warn(f"{text}: the expert cache is off.")
                 return None
+            if n_slots < info.slots_wanted:
+                text = f"The expert cache holds {n_slots:,} experts instead of {info.slots_wanted:,}"
+                run.warn(f"{text}: {label} has no memory for more.")
+            if info.unpinned:
+                text = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked)"
+                run.warn(f"{text} memory for them.")
             stack.pop_all()
         return cache
 
-    def _has_room_for_every_layer(self, cache: ExpertCache) -> bool:
-        """Whether the slots suffice for an expert of every layer: a device may give less memory than it promised."""
-        info, label, n_slots = cache.info, self.device.label, cache.info.n_slots
-        if self.device.kind == "rpc":
-            rpc.limit_waits(self.device.endpoint)
-        if n_slots < len(self.target.model.host_expert_layers):
-            text = f"{label} has memory for {n_slots} experts, less than one per layer"
-            self.run.warn(f"{text}: the expert cache is off.")
-            return False
-        if n_slots < info.slots_wanted:
-            text = f"The expert cache holds {n_slots:,} experts instead of {info.slots_wanted:,}"
-            self.run.warn(f"{text}: {label} has no memory for more.")
-        if info.unpinned:
-            text = "Uploads of experts are slower than usual: the GPU's driver gives no pinned (page-locked)"
-            self.run.warn(f"{text} memory for them.")
-        return True
-
-    def _make_manager(
-        self, tier: Tier, make: Callable[[CacheShape], Policy], ram: Tier | None = None
-    ) -> PlacementManager:
+    def _make_manager(self, tiers: Sequence[Tier]) -> PlacementManager:
         """The manager, with everything that the policy reads."""
         target, draft, execution = self.target, self.draft, self.config.execution
-        policy, reads = tier.driver.policy, tier.driver.policy.required_inputs
+        policy, reads = tiers[0].driver.policy, tiers[0].driver.policy.required_inputs
         router_scores, gate_predictor, draft_predictor = None, None, None
         if "router-scores" in reads:
             router_scores = _capture(target)
@@ -280,19 +282,10 @@ class Opening:
             predicted = f"the experts of the {layers} from what the draft's layers read"
             draft_predictor = self._predictor(policy, partial(open_draft_predictor, target, draft, n_layers), predicted)
         usual = _TRANSFER_EXPERTS if policy.execution_model.batched_io else 0
-        tier.cache.set_batch(usual if execution.batch is None else execution.batch)
-        manager = PlacementManager(
-            tier,
-            self.config,
-            self.device,
-            target,
-            make,
-            gate_predictor=gate_predictor,
-            draft_predictor=draft_predictor,
-            router_scores=router_scores,
-            keeps_hidden_states=self._keeps_hidden_states(policy),
-            ram=ram,
-        )
+        tiers[0].cache.set_batch(usual if execution.batch is None else execution.batch)
+        keeps_states = self._keeps_hidden_states(policy)
+        inputs = PolicyInputs(gate_predictor, draft_predictor, router_scores, keeps_hidden_states=keeps_states)
+        manager = PlacementManager(tiers, self.config, target, inputs)
         if target.n_parallel > 1 and manager.reads_draft:
             text = f"For several texts in a batch the policy {policy.name} plans"
             self.run.warn(f"{text} without what the draft computes.")

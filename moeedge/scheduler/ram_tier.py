@@ -1,17 +1,13 @@
-"""Tiers of experts, and those in RAM for a model that is larger than it: their memory, and by what experts leave it.
+"""Experts in RAM of a model that is larger than it: what is free for them, what they begin with, what the user is told.
 
-The native cache of the device "ram" loads an absent expert when a computation needs it, in place of the resident one
-that the policy expects the least of. Activations are kept between runs: the experts used most are loaded first at the
-next start.
+Activations are kept between runs: the experts used most are loaded first at the next start.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +16,12 @@ from moeedge.errors import InputError, require
 from moeedge.hardware.provenance import HEADER_BYTES, file_sha256
 from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
-from moeedge.llama.model import Model
-from moeedge.native.cache import CacheStats, ExpertCache
-from moeedge.native.sensor import Sensor
-from moeedge.policies.base import CacheShape, Observation, Plan, Policy
+from moeedge.native.cache import ExpertCache
+from moeedge.policies.base import CacheShape, Observation
 from moeedge.run import Level, Notification, Run
 from moeedge.scheduler.calibration import measurement_file, parse_measurement, write_measurement
 from moeedge.scheduler.disk import read_kept
-from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.native_io import CacheStore, cache_shape
-from moeedge.scheduler.slot_memory import SlotMemory
-from moeedge.scheduler.stats import PlacementStats, StepRecord
 from moeedge.units import format_bytes
 
 _KEPT = 0.5  # of earlier runs' counts at each start: what a user does with a model changes
@@ -185,108 +176,3 @@ def warm_start(cache: ExpertCache, target: Context, run: Run) -> KeptActivations
     if len(most_used):
         run.note(f"{len(most_used):,} experts that earlier runs used most are loaded first.")
     return activations
-
-
-class RamStore(CacheStore):
-    """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched."""
-
-    def __init__(self, cache: ExpertCache, policy: Callable[[], Policy]) -> None:
-        super().__init__(cache)
-        self._policy = policy
-        # [n_layers, n_experts], experts that another cache holds: they go first
-        self.on_device: NDArray[np.bool_] | None = None
-
-    def push(self, plan: Plan) -> None:
-        """Sets by what experts are evicted until the next plan: the policy's scores."""
-        score = self._policy().score
-        if self.on_device is not None:
-            score = np.where(self.on_device, score.min() - 1, score)
-        self.cache.set_utilities(score)
-
-
-class Tier:
-    """An expert cache of a context, the policy that fills it, and the figures of both.
-
-    memory: of slots in RAM; None on a device. kept: gets the activations of this run; the manager saves it at its end.
-    """
-
-    def __init__(
-        self,
-        cache: ExpertCache,
-        policy: Policy,
-        model: Model,
-        memory: SlotMemory | None = None,
-        kept: KeptActivations | None = None,
-    ) -> None:
-        self.cache, self.memory, self.kept = cache, memory, kept
-        self.store = CacheStore(cache) if memory is None else RamStore(cache, lambda: self.driver.policy)
-        self.driver = StepDriver(policy, self.store)
-        self.attached = False
-        self._n_layers = len(model.host_expert_layers)
-        self._n_all = model.info.n_expert_layers * model.info.n_experts
-        self._sums = {"steps": 0, "tokens": 0, "schedule_s": 0.0, "plan_s": 0.0, "draft_s": 0.0, "decode_s": 0.0}
-        self._start = PlacementStats(**vars(cache.stats()))
-
-    @property
-    def active(self) -> bool:
-        """Whether experts are computed from its slots in RAM."""
-        return self.attached and self.memory is not None and not self.memory.lost
-
-    @property
-    def cache_ratio(self) -> float:
-        return self.cache.info.n_slots / self._n_all
-
-    def attach(self, sensor: Sensor) -> None:
-        if not self.attached:
-            self.cache.attach(sensor)
-            self.attached = True
-
-    def detach(self) -> None:
-        self.cache.detach()
-        self.attached = False
-
-    def observe(
-        self, observations: Sequence[Observation], tokens: Sequence[int], on_device: NDArray[np.bool_] | None = None
-    ) -> None:
-        """Shows the policy what was activated, and plans as StepDriver.plan_next; on_device: as that of RamStore."""
-        for observation in observations:
-            self.driver.observe(observation)
-            if self.kept is not None:
-                self.kept.add(observation)
-        self.driver.plan_next(tokens)
-        if isinstance(self.store, RamStore):
-            self.store.on_device = on_device
-
-    def add_step(self, record: StepRecord) -> None:
-        """Counts a verification or plain decode, without the time of scheduling it."""
-        step_s = record.draft_s + record.verify_s + record.observe_s
-        self.add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
-
-    def time_plan(self, call: Callable[[], object]) -> None:
-        """Runs the policy and its plans, in whichever thread, and counts the time."""
-        start_s = time.perf_counter()
-        call()
-        self.add(plan_s=time.perf_counter() - start_s)
-
-    def skip(self, before: CacheStats) -> None:
-        """Does not count what the cache has done since `before`."""
-        self._start = self._start - (PlacementStats(**vars(before)) - PlacementStats(**vars(self.cache.stats())))
-
-    def add(self, **amounts: float) -> None:
-        """Adds to figures of PlacementStats."""
-        for name, amount in amounts.items():
-            self._sums[name] += amount
-
-    def stats(self, **gauges: Any) -> PlacementStats:
-        """All figures since the session began; `gauges` are fields of PlacementStats."""
-        info = self.cache.info
-        size = {"slots_total": info.n_slots, "pool_bytes": info.pool_bytes, "cache_ratio": self.cache_ratio}
-        values = vars(self.cache.stats()) | size | {"n_layers": self._n_layers} | gauges | self._sums
-        return PlacementStats(**values) - self._start
-
-    def close(self) -> None:
-        """Frees the slots; must come before the context is freed."""
-        if self.memory is not None:
-            self.memory.close()
-        self.cache.detach()
-        self.cache.close()

@@ -113,10 +113,9 @@ def whole_expert_bytes(model: Model) -> int:
 
 
 def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -> int:
-    """Slots to stream experts through in large batches, where that may be faster than the CPU."""
+    """Slots on a device to stream experts through in large batches, where that may be faster than the CPU."""
     may_stream = config.prefill is PrefillPath.STREAM or (config.prefill is PrefillPath.AUTO and kind == "gpu")
-    # in RAM prompts load experts into their slots
-    return 2 * min(n_experts, _STAGING_EXPERTS) if may_stream and kind != "ram" else 0
+    return 2 * min(n_experts, _STAGING_EXPERTS) if may_stream else 0
 
 
 def emulated_threads(device: ResolvedDevice) -> int:
@@ -137,12 +136,12 @@ def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n
 
 def reserve_bytes(device: ResolvedDevice, total_bytes: int) -> int:
     """Bytes that the cache leaves free on a device of that size."""
-    return default_reserve(total_bytes) if device.kind in ("gpu", "ram") else 0
+    return default_reserve(total_bytes) if device.kind == "gpu" else 0
 
 
 def cache_budget(
     config: PlacementConfig,
-    device: ResolvedDevice,
+    device: ResolvedDevice | None,
     tensors: list[ExpertTensor],
     model: Model,
     *,
@@ -150,7 +149,7 @@ def cache_budget(
     total_bytes: int,
     n_ubatch: int,
 ) -> CacheBudget:
-    """The slots on a device with `free_bytes` left after everything else is allocated.
+    """The slots on a device, None: in RAM, with `free_bytes` left after everything else is allocated.
 
     tensors: of all experts. Those of layers that are on the device entirely need no slot; their bytes count to --vram.
     """
@@ -158,15 +157,16 @@ def cache_budget(
     tensors = in_host_memory(tensors, model)
     experts_total = expert_bytes(tensors)
     whole_bytes = all_bytes - experts_total
-    counted_bytes = 0 if device.kind == "ram" else whole_bytes
+    counted_bytes, wanted_ratio, n_stage, reserved = 0, None, 0, default_reserve(total_bytes)
+    if device is not None:
+        counted_bytes, wanted_ratio = whole_bytes, device.default_ratio
+        n_stage, reserved = n_staging_slots(config, device.kind, info.n_experts), reserve_bytes(device, total_bytes)
     # ratios count all experts of the model
     cache_ratio, default_ratio = (
         None if ratio is None else min(1.0, ratio * info.n_expert_layers / max(1, n_layers))
-        for ratio in (config.cache_ratio, device.default_ratio)
+        for ratio in (config.cache_ratio, wanted_ratio)
     )
-    n_stage = n_staging_slots(config, device.kind, info.n_experts)
-    reserved = staging_and_scratch_bytes(tensors, info, n_ubatch=n_ubatch, n_stage=n_stage)
-    reserved += reserve_bytes(device, total_bytes)
+    reserved += staging_and_scratch_bytes(tensors, info, n_ubatch=n_ubatch, n_stage=n_stage)
     if total_bytes == 0:  # an unknown size: try what was requested, the cache shrinks if that fails
         free_bytes = experts_total + reserved
     return plan_budget(
@@ -180,5 +180,5 @@ def cache_budget(
         cache_ratio=cache_ratio,
         default_ratio=default_ratio,
         experts_on_device=whole_bytes > 0 and n_layers == 0,
-        in_ram=device.kind == "ram",
+        in_ram=device is None,
     )

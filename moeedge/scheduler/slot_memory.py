@@ -17,8 +17,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from moeedge.errors import MoeedgeError
-from moeedge.hardware import devices
-from moeedge.hardware.devices import ResolvedDevice, VramReading
+from moeedge.hardware.devices import VramReading
 from moeedge.llama.dense_weights import let_experts_read_ahead
 from moeedge.native.cache import ExpertCache
 from moeedge.run import Level, Notification
@@ -41,11 +40,10 @@ def slots_of(cache: ExpertCache, n_bytes: int) -> int:
 
 @dataclass(eq=False)
 class MemoryWatch:
-    """Reads the device's free memory now and then."""
+    """Reads the free memory of a device, or of this machine, now and then."""
 
-    device: ResolvedDevice
     reserve_bytes: int  # what is to stay free
-    read: Callable[[ResolvedDevice], VramReading | None] = devices.read_memory  # replaced in tests, as the clock
+    read: Callable[[], VramReading | None]
     clock: Callable[[], float] = time.monotonic
     free_bytes: int = 0  # at the last reading
     _n_short: int = 0
@@ -72,7 +70,7 @@ class MemoryWatch:
     def read_spare_bytes(self) -> int | None:
         """Free bytes above the reserve, negative where it is short, by a reading at once; None where unknown."""
         with suppress(MoeedgeError):  # a driver that does not answer
-            reading = self.read(self.device)
+            reading = self.read()
             return None if reading is None else reading.free_bytes - self.reserve_bytes
         return None
 

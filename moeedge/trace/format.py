@@ -24,7 +24,7 @@ from moeedge.errors import InputError, require
 from moeedge.native.abi import Phase
 from moeedge.paths import write_file
 from moeedge.records import as_dict, figure, figures
-from moeedge.schemas import json_schema
+from moeedge.schemas import json_schema, read_json
 from moeedge.speculation import check_gamma
 
 FORMAT = "moeedge.trace"
@@ -329,8 +329,8 @@ def _read_array(stream: IO[bytes], n_bytes: int) -> NDArray[Any]:
 
 def _parse_meta(path: Path, array: NDArray[Any]) -> TraceMeta:
     try:
-        header = json.loads(str(array))
-    except (ValueError, RecursionError):
+        header = read_json(str(array))
+    except ValueError:
         raise unusable_trace(path, "its metadata is not JSON") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise unusable_trace(path, "its metadata is of another format")

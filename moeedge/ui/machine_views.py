@@ -117,15 +117,12 @@ def print_disk(found: DiskCalibration, console: Console) -> None:
     best = found.best
     console.print(
         f"Best: {best.depth} requests of {_size(best.piece_bytes)} at a time, {format_rate(best.bytes_per_s)} "
-        "with their neighbours in the table; the fewest that reach 95 % of the highest rate. "
-        f"Measured in {found.seconds:.0f} s."
+        f"with their neighbours in the table; the fewest that reach 95 % of the highest rate; {found.when}."
     )
     if found.in_memory:
         console.print(f"{found.file_system} keeps its files in memory: these are not the rates of a disk.")
     elif not found.direct:
         console.print("The page cache could not be bypassed: it was emptied before each part, but may have helped.")
-    if not found.kept:
-        console.print("These figures cannot be saved (folder: MOEEDGE_CACHE).")
 
 
 def _size(n_bytes: int) -> str:

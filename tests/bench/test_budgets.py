@@ -217,7 +217,7 @@ def choice(*trials: tuple[int, float, float | None], stddev: float = 0.02) -> Bu
     """trials: budget, score, speed over unbudgeted verification's, which has a score of 0.9."""
     base = BudgetTrial(None, 0.9, stddev, 72, tg_ts=100.0, ratio=1.0, experts=30.0)
     return BudgetChoice(
-        (base, *(BudgetTrial(budget, score, stddev, 72, ratio=ratio) for budget, score, ratio in trials)),
+        trials=(base, *(BudgetTrial(budget, score, stddev, 72, ratio=ratio) for budget, score, ratio in trials)),
         score_kind="tasks",
         calibrated_on="calibration",
         gamma=8,

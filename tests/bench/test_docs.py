@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,8 +67,20 @@ def test_performance_has_the_tables_of_other_programs(name: str) -> None:
     *_, shown = tables(rows)
     assert shown in _PERFORMANCE
     assert {row["repetitions"] for row in rows} == {3}
-    cells = [f"{row['speeds']['moeedge']:.1f} ({over_stock(row):.2f}; {row['ratio']:.2f})" for row in rows]
+    cells = [_cell(row) for row in rows]
     assert f"rivals-{name}.json.gz)) | {' | '.join(cells)} |" in _README
+
+
+@pytest.mark.parametrize("name", ["gptoss-20b"])
+def test_performance_has_long_prompts_of_other_programs(name: str) -> None:
+    rows = read(_RECORDS / f"rivals-{name}-2048.json.gz")[:1]
+    *_, shown = tables(rows)
+    assert shown in _PERFORMANCE
+    assert f"shape: {_cell(rows[0])} ([record](docs/benchmarks/rivals-{name}-2048.json.gz))" in _README
+
+
+def _cell(row: dict[str, Any]) -> str:
+    return f"{row['speeds']['moeedge']:.1f} ({over_stock(row):.2f}; {row['ratio']:.2f})"
 
 
 def test_performance_has_the_rows_under_recorded_routing() -> None:

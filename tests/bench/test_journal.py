@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +18,7 @@ from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
 from moeedge.ui.bench_views import render
 from tests.bench.recording import RecordedBench, Recorder, in_ram, make_plan, write_conversations
+from tests.support.machine import Here
 from tests.support.markdown import table_rows
 
 
@@ -130,9 +129,9 @@ def test_partial_rows_say_so(tmp_path: Path, tiny_moe: Path) -> None:
     assert record["other_load"] >= 0 and record["other_load_before"] >= 0
 
 
-def test_a_disk_without_room_gets_no_file(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_gets_no_file(tiny_moe: Path, here: Here) -> None:
     plan = make_plan(tiny_moe, None, n_prompt=8, n_gen=8)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    here.set_disk(1 << 20)
     journal = begun(plan)
     assert journal.path is None
     assert len(measured(plan, journal)[0]) == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from moeedge.records import as_dict, combine
 from moeedge.scheduler.stats import PlacementStats
 from moeedge.ui.bench_views import render
 from tests.bench.recording import CONVERSATIONS, make_plan, run, write_conversations
+from tests.support.machine import Here
 
 _BEGIN = PlacementStats(
     policy="spac", cache_ratio=0.17, slots_total=8, pool_bytes=1024, steps=3, pairs=100, pairs_hit=10
@@ -146,8 +146,8 @@ def _answers(mode: str, speeds: Sequence[float], others: float = 0.0) -> list[Sa
     ]
 
 
-def test_a_ratio_next_to_other_programs_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+def test_a_ratio_next_to_other_programs_is_disturbed(here: Here) -> None:
+    here.set_cores(4, 4)
     quiet, busy = _answers("moeedge", [100.0]), _answers("moeedge", [100.0], others=0.5)
     assert disturbance(quiet, quiet, 4) is None
     assert disturbance(busy, quiet, 4) == disturbance(quiet, busy, 4) == "load"

@@ -17,13 +17,14 @@ from rich.console import Console
 
 from moeedge import native
 from moeedge.errors import DeviceError
-from moeedge.hardware import gpus, nvidia, rpc
+from moeedge.hardware import rpc
 from moeedge.hardware.devices import list_devices
 from moeedge.health.doctor import Finding, Report
 from moeedge.health.running import command_of
 from moeedge.ui.console import stdout_console
 from moeedge.ui.machine_views import print_devices, print_report
 from tests.support.commands import refused, run, run_json
+from tests.support.machine import CPU, Here
 from tests.support.worker import WorkerProcess, start_worker
 
 
@@ -43,12 +44,10 @@ def test_devices_are_named_with_bytes_and_reasons(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_driver_without_cuda_is_said_in_one_line_that_can_be_copied(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, here: Here, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(gpus, "ROOT", tmp_path)
-    monkeypatch.setattr(nvidia, "cards", lambda: ("NVIDIA [Made] Up",))
-    monkeypatch.setattr(native, "devices", lambda: [native.Device("CPU", "CPU", "a processor", 8, 8, "CPU")])
+    here.offer(CPU, cards=("NVIDIA [Made] Up",))
     print_devices(list_devices(), stdout_console())
     lines = capsys.readouterr().out.splitlines()
     line = next(line for line in lines if line.startswith("NVIDIA [Made] Up: "))

@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
 from tests.support.commands import refused, run, run_json
+from tests.support.machine import Here
 
 EMULATED = ["-dev", "emulated:threads=1"]
 
@@ -56,7 +56,7 @@ def test_placement_and_calibration_are_reported(pair: list[str]) -> None:
     result = chat(pair, *options)
     assert "24 of 48" in result.stderr and json.loads(result.stdout)["stats"]["policy"] == "lru"
     assert "measured after the first answer" in notes(result) and "emulat" in notes(result)
-    assert "Measured before" in notes(chat(pair, *options))
+    assert "measured before" in notes(chat(pair, *options))
 
 
 def test_stats_as_json(pair: list[str]) -> None:
@@ -103,7 +103,7 @@ def test_calibrate(pair: list[str]) -> None:
     units = measured["units"]
     assert units["transfer_expert_s"] > 0 and len(units["r_c"]) == len(units["r_g"]) == 5
     assert measured["speed"] > 0 and measured["prefill_path"] in ("cpu", "resident")
-    assert "Measured before" in notes(chat(pair, *EMULATED, "--cache-ratio", "0.5", "-o", "json"))  # it is kept
+    assert "measured before" in notes(chat(pair, *EMULATED, "--cache-ratio", "0.5", "-o", "json"))  # it is kept
 
 
 def test_calibrate_needs_experts_on_a_device(pair: list[str], tiny_draft: Path) -> None:
@@ -136,12 +136,12 @@ def test_idle_threads_beside_the_emulated_device(
     ("ram", "n_free", "calm"), [("auto", 10, True), ("auto", 10**15, False), ("1GiB", 10**15, True), ("off", 10, False)]
 )
 def test_idle_threads_while_experts_are_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ram: str, n_free: int, calm: bool
+    monkeypatch: pytest.MonkeyPatch, here: Here, tmp_path: Path, ram: str, n_free: int, calm: bool
 ) -> None:
     model = tmp_path / "m.gguf"
     model.write_bytes(bytes(100))
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=n_free, total=n_free))
+    here.set_memory(n_free)
     EngineOptions(model=model).limit_openmp_spin(ram=ram)
     assert ("GOMP_SPINCOUNT" in os.environ) == calm
 

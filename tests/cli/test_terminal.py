@@ -170,8 +170,8 @@ def test_a_closed_terminal_leaves_the_chat(endless: list[str], cache: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_gpu_that_ends_the_process(pair: list[str], cache: Path) -> None:
-    """As ggml's CUDA backend does on every error: the next chat goes on with the answer."""
+def test_a_gpu_whose_backend_aborts(pair: list[str], cache: Path) -> None:
+    """As ggml's CUDA backend does on every error: the answer goes on, on the CPU."""
     try:
         options = ["chat", *pair, "--temp", "0", "--no-calibrate", "-n", "200", "--backend", str(compile_device())]
     except Unavailable as error:
@@ -180,12 +180,8 @@ def test_a_gpu_that_ends_the_process(pair: list[str], cache: Path) -> None:
     with Terminal([*options, *gpu], env=PLAIN | {"COUNTING_FAIL_GRAPH": "400", "COUNTING_FAIL_MODE": "2"}) as terminal:
         terminal.expect(PROMPT)
         terminal.type("tell me\r")
-        assert terminal.wait() == -signal.SIGABRT
-    left = left_in(cache)
-    assert 0 < len(left.tokens) < 200
-    with Terminal([*options, "--resume", "-st", "-dev", "none"], env=PLAIN) as terminal:
-        terminal.expect("The last answer goes on.", f"{200 - len(left.tokens)} tokens")
-        assert terminal.wait() == 0
+        terminal.expect_all("on the CPU", "200 tokens")
+        terminal.leave()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,11 @@ _GOOD = '{"prompt": "Hello"}\n'
         ('{"messages": [{"role": "robot", "content": "Hi"}]}', 'every message needs a "role"'),
         ('{"messages": [{"role": "assistant", "content": "Hi"}]}', "the last message must be the user's"),
         ('{"turns": ["Hi", "Ho"], "reference": {"scorer": "exact", "expect": "x"}}', "expected one reference"),
+        ("[" * 100_000, "not valid JSON .*nested"),
+        (f'{{"prompt": {"9" * 5000}}}', "not valid JSON .*digits"),
+        ('{"prompt": "\\ud800"}', "not valid JSON .*half of a character"),
     ],
+    ids=range(14),
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "own.jsonl"
@@ -50,6 +55,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(_GOOD.encode() * 99)[:-9])
     with pytest.raises(DatasetError, match="Cannot read"):
         load_dataset(str(tmp_path / "cut.jsonl.gz"))
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(bytes(300 << 20), 1))
+    with pytest.raises(DatasetError, match="256 MiB"):
+        load_dataset(str(tmp_path / "bomb.jsonl.gz"))
     with pytest.raises(DatasetError, match="Cannot read"):
         (tmp_path / "folder.jsonl").mkdir()
         load_dataset(str(tmp_path / "folder.jsonl"))
@@ -78,6 +86,13 @@ def test_json_and_csv(tmp_path: Path) -> None:
         read_rows(tmp_path / "b.json")
     (tmp_path / "c.csv").write_text('prompt,category\n"a, b",test\n')
     assert [(row.fields["prompt"], row.number) for row in read_rows(tmp_path / "c.csv")] == [("a, b", 2)]
+    (tmp_path / "d.csv").write_text(f"prompt\n{'a' * 200_000}\n")  # csv itself takes 131,072 characters
+    assert len(read_rows(tmp_path / "d.csv")[0].fields["prompt"]) == 200_000
+    (tmp_path / "e.csv").write_text('prompt\n"a\n')
+    assert [row.fields["prompt"] for row in read_rows(tmp_path / "e.csv")] == ["a\n"]
+    (tmp_path / "f.csv").write_bytes(b"prompt\na\0b\n")
+    with suppress(DatasetError):  # Python 3.10 refuses the character
+        read_rows(tmp_path / "f.csv")
 
 
 def test_the_shapes_of_published_records() -> None:

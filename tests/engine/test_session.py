@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from moeedge.llama.model import Mode
 from moeedge.run import Run
 from tests.support.answers import assert_equal_answers as check
 from tests.support.interruption import interrupt_decode
+from tests.support.machine import Here
 from tests.support.sessions import GREEDY, answered
 from tests.support.stock import StockContext
 
@@ -200,15 +200,14 @@ def test_context_shift_goes_on(pair: Pair, draft: Draft) -> None:
         assert answer(plain, n_predict=150)[:100] == generation.tokens[:100]
 
 
-def test_what_cannot_be_opened(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_opened(pair: Pair, tmp_path: Path, here: Here) -> None:
     with pytest.raises(ModelFileError, match="no model file"):
         Session.open(options((pair[0], tmp_path / "no.gguf")))
     foreign = tmp_path / "foreign.gguf"
     foreign.write_bytes(pair[1].read_bytes().replace(b"<|im_end|>", b"<|an_end|>"))
     with pytest.raises(VocabularyMismatchError, match="an_end"):
         Session.open(options((pair[0], foreign)))
-    free = SimpleNamespace(available=1 << 30, total=1 << 34)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+    here.set_memory(1 << 30, 1 << 34)
     with pytest.raises(InputError, match=r"GiB of KV cache, but 1\.0 GiB of memory are free"):
         Session.open(options(pair, n_ctx=MAX_N_CTX))
 

@@ -11,13 +11,13 @@ import pytest
 
 from moeedge import native, paths
 from moeedge.errors import BackendError, ModelFileError
-from moeedge.hardware import gpus, nvidia
 from moeedge.health import doctor
 from moeedge.health.doctor import BY_NAME, VARIABLES, Finding, checked, set_variables
 from moeedge.native import compute as kernels
 from moeedge.native.compute import Kernel
 from moeedge.scheduler.disk import quick_rate
 from tests.support.commands import reference
+from tests.support.machine import Here
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("moeedge", "tests", "models", ".ci")
@@ -70,16 +70,14 @@ def test_a_library_of_another_version_is_broken(monkeypatch: pytest.MonkeyPatch)
     assert (finding.status, finding.hint) == ("broken", "Install it again.")
 
 
-def test_gpus_that_are_used_and_that_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpus, "ROOT", tmp_path)
-    monkeypatch.setattr(nvidia, "cards", lambda: ())
-    monkeypatch.setattr(native, "devices", lambda: [])
+def test_gpus_that_are_used_and_that_are_not(here: Here) -> None:
+    here.offer()
     assert only(doctor.gpu()).status == "ok"
-    monkeypatch.setattr(nvidia, "cards", lambda: ("NVIDIA Made Up",))
+    here.offer(cards=("NVIDIA Made Up",))
     missed = only(doctor.gpu())
     assert missed.status == "warning" and "--backend" in missed.hint
     cuda = native.Device("CUDA0", "GPU", "NVIDIA Made Up", 2**33, 2**34, "CUDA")
-    monkeypatch.setattr(native, "devices", lambda: [cuda])
+    here.offer(cuda, cards=("NVIDIA Made Up",))
     used = only(doctor.gpu())
     assert used.status == "ok" and "8.0 GiB of 16.0 GiB" in used.text
 
@@ -136,9 +134,9 @@ def test_a_busy_machine_and_a_containers_limit(idle: None, monkeypatch: pytest.M
     assert only(doctor.threads()).status == "warning"
 
 
-def test_little_memory_and_an_old_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_and_an_old_processor(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(doctor.memory()).status == "ok"
-    monkeypatch.setattr(doctor, "available_memory", lambda: 2**28)
+    here.set_memory(2**28, 2**34)
     assert only(doctor.memory()).status == "warning"
     monkeypatch.setattr(doctor, "instruction_sets", list)
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
@@ -162,16 +160,15 @@ def test_folders_that_may_be_written(folders: Path) -> None:
     assert "nothing measured" in only(doctor.kept_files()).text
 
 
-def test_folders_that_may_not_be_written(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_may_not_be_written(folders: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert next(finding.status for finding in doctor.models()) == "warning"
     assert only(doctor.kept_files()).status == "warning"
     monkeypatch.setenv("MOEEDGE_CACHE", "/proc/none")
     finding = only(doctor.kept_files())
     assert finding.status == "warning" and "MOEEDGE_CACHE" in finding.hint
-    usage = doctor.shutil.disk_usage(folders)._replace(free=10**8)
     monkeypatch.setattr(os, "access", lambda path, mode: True)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    here.set_disk(10**8)
     assert next(finding.status for finding in doctor.models()) == "warning"  # the disk is full
 
 

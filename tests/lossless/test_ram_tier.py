@@ -29,6 +29,7 @@ from moeedge.scheduler.governor import StepCost
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.ram_tier import describe_dense, free_for_slots
 from moeedge.scheduler.slot_memory import LOST
+from moeedge.scheduler.tiers import RamTier
 from moeedge.ui.figures import live_cache_figures
 from moeedge.units import format_bytes
 from tests.lossless.conftest import PROMPT, Loaded, each_case
@@ -149,7 +150,8 @@ def test_the_lowest_utility_goes(tiny_moe: Path) -> None:
 def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty slots give no memory back; one for each layer stays, so that more can be taken again."""
     with StockContext(tiny_moe, n_ctx=512) as stock, opened(config_of(tiny_moe, 2.0)) as (session, manager):
-        assert manager.memory is not None
+        (tier,) = manager.tiers
+        assert isinstance(tier, RamTier)
         notices = [note for note in session.info.notes if isinstance(note, Notification)]
         assert [note.level for note in notices[:2]] == [Level.NOTICE] * 2
         greedy_answer(session, PROMPT[:4], 2)
@@ -157,17 +159,17 @@ def test_short_memory_takes_slots_that_hold_experts(tiny_moe: Path, monkeypatch:
         assert 10 < n_used < n_slots
         _, capacity, slot_bytes = manager.cache.groups()
         mean_bytes = int((capacity * slot_bytes).sum()) / n_slots
-        watch, said = manager.memory.watch, len(session.info.notes)
-        manager.memory._stop.set()
+        watch, said = tier.slots.watch, len(session.info.notes)
+        tier.slots._stop.set()
         for missing_bytes, least, most in ((4 * mean_bytes, n_used - 6, n_used - 4), (1 << 50, 1, 3)):
             monkeypatch.setattr(watch, "missing_bytes", lambda n=missing_bytes: round(n))
-            manager.memory.update()
+            tier.slots.update()
             monkeypatch.setattr(watch, "missing_bytes", lambda: 0)
             assert least <= manager.cache.info.n_slots <= most
             assert_answers(session, stock, PROMPT, 12, what=f"{most} slots")
         assert manager.active and manager.loads_on_demand
         monkeypatch.setattr(watch, "take_spare_bytes", lambda: 1 << 50)
-        manager.memory.update()
+        tier.slots.update()
         manager.watch_memory()
         assert manager.cache.info.n_slots == n_slots
         assert len(session.info.notes) == said + 3
@@ -256,7 +258,9 @@ def test_reads_are_those_that_were_measured(in_ram: EngineConfig, monkeypatch: p
     with opened(in_ram) as (_, manager):
         unmeasured = manager.cache.reader()
     rates = tuple(ReadRate(depth, 2**18, 1e8 * depth, 9) for depth in (1, 2, 8))
-    disk = DiskCalibration("m.gguf", 2**30, 2**20, 2**19, "/dev/sda", "ext4", True, rates, 1.0)
+    sizes = {"file_bytes": 2**30, "expert_bytes": 2**20, "matrix_bytes": 2**19}
+    about = {"model": "m.gguf", "mount": "/dev/sda", "file_system": "ext4", "direct": True}
+    disk = DiskCalibration(**about, **sizes, rates=rates, seconds=1.0)
     monkeypatch.setattr(ram_tier, "read_kept", lambda _model: disk)
     with opened(in_ram) as (_, manager):
         reader = manager.cache.reader()

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,12 +37,14 @@ from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.slot_memory import LOST, MemoryWatch
+from moeedge.scheduler.tiers import RamTier, TierState
 from moeedge.ui.figures import cache_rows
 from tests.lossless.conftest import PROMPT, Loaded, each_case
 from tests.support.cases import MOE_CASES
 from tests.support.counting import DEVICE, CountingDevice
 from tests.support.experts import ask, assert_bytes, model_experts
 from tests.support.hybrid import MANY_EXPERTS, RandomPlans, assert_answers, greedy_answer, hybrid_config
+from tests.support.machine import Here
 from tests.support.ram_driver import file_context
 from tests.support.stock import StockContext
 
@@ -259,8 +260,8 @@ def opened(config: EngineConfig, *, has_room: bool = True) -> Iterator[tuple[Ses
     with Session.open(config) as session:
         manager = session.placement
         assert manager is not None and manager.loads_on_demand, session.info.notes
-        assert (manager.ram is not None) == has_room == (session.info.device != "RAM")
-        yield session, manager, manager.cache if manager.ram is None else manager.ram.cache
+        assert (len(manager.tiers) == 2) == has_room == (session.info.device != "RAM")
+        yield session, manager, manager.tiers[-1].cache
 
 
 @pytest.fixture
@@ -301,8 +302,9 @@ def test_detaching_and_short_memory(
         assert_answers(session, stock, PROMPT, 12, what="attached again")
         n_used, n_blocks = ram.stats().slots_used, ram.stats().blocks
         assert n_used > 8 and n_blocks > 0 and manager.loads_on_demand
-        memory = manager.memory
-        assert memory is not None and memory.cache is ram
+        tier = manager.tiers[-1]
+        assert isinstance(tier, RamTier) and tier.cache is ram
+        memory = tier.slots
         memory._stop.set()
         for missing_bytes in (4 * 1000, 1 << 50):
             monkeypatch.setattr(memory.watch, "missing_bytes", lambda n=missing_bytes: n)
@@ -355,7 +357,7 @@ def test_the_cache_ratio_is_the_devices(
         assert ratio or len(set(session.info.notes)) == len(session.info.notes), "each is said once"
 
 
-@pytest.mark.parametrize(("mode", "has_room"), [(0, True), (1, True), (3, True), (0, False)])
+@pytest.mark.parametrize(("mode", "has_room"), [(0, True), (1, True), (2, True), (3, True), (0, False)])
 def test_a_gpu_that_fails_leaves_ram(
     mode: int, has_room: bool, copied: Path, stock: StockContext, counting: CountingDevice
 ) -> None:
@@ -379,13 +381,14 @@ def test_a_gpu_that_fails_gets_room_from_full_slots(
     """The models that are loaded into RAM instead take memory that slots hold; these are watched afterwards, too."""
     ram_bytes = expert_bytes(expert_tensors(copied)[0])
     with opened(tier_config(copied, device=DEVICE, ram=ram_bytes)) as (session, manager, ram):
-        assert manager.ram is not None and manager.ram.memory is not None
-        memory = manager.ram.memory
+        tier = manager.tiers[1]
+        assert isinstance(tier, RamTier)
+        memory = tier.slots
         memory._stop.set()
         greedy_answer(session, PROMPT, 24)
         slot_bytes = int(ram.groups()[2].max())
         free = [10 * slot_bytes]
-        memory.watch = MemoryWatch(manager._device, free[0], read=lambda _device: VramReading(0, free[0], free[0], ""))
+        memory.watch = MemoryWatch(free[0], lambda: VramReading(0, free[0], free[0], ""))
         n_used, room = ram.stats().slots_used, list[int]()
         make_room = memory.make_room
         monkeypatch.setattr(memory, "make_room", lambda n_bytes: (room.append(n_bytes), make_room(n_bytes)))
@@ -397,7 +400,7 @@ def test_a_gpu_that_fails_gets_room_from_full_slots(
         assert dense is not None and room[0] > dense.n_bytes
         n_left = ram.info.n_slots
         assert 0 < n_left <= max(3, n_used - room[0] // slot_bytes)
-        assert session.placement is manager and manager.ram.cache is ram
+        assert session.placement is manager and tier.cache is ram and manager.state is TierState.FALLEN_BACK
         free[0] = 1 << 40
         monkeypatch.setattr(memory.watch, "take_spare_bytes", lambda: 1 << 40)
         memory.update()
@@ -407,16 +410,13 @@ def test_a_gpu_that_fails_gets_room_from_full_slots(
         assert session.info.notes.count(LOST) == 1
 
 
-def test_on_by_itself_only_where_the_host_part_does_not_fit(
-    many: Path, monkeypatch: pytest.MonkeyPatch, counting: CountingDevice
-) -> None:
+def test_on_by_itself_only_where_the_host_part_does_not_fit(many: Path, here: Here, counting: CountingDevice) -> None:
     config = replace(hybrid_config(many, None, 0.3, device=DEVICE), ram="auto", n_gpu_layers=None)
     reserve_bytes = default_reserve(1 << 40)
-    free = SimpleNamespace(available=reserve_bytes + many.stat().st_size - 1, total=1 << 40)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+    here.set_memory(reserve_bytes + many.stat().st_size - 1, 1 << 40)
     assert not resolve_device(config).loads_misses, "the dense weights are on the GPU"
     assert resolve_device(replace(config, n_gpu_layers=0)).loads_misses
-    free.available = reserve_bytes + expert_bytes(expert_tensors(many)[0])
+    here.set_memory(reserve_bytes + expert_bytes(expert_tensors(many)[0]), 1 << 40)
     assert resolve_device(config).loads_misses
     assert not resolve_device(replace(config, ram="off")).loads_misses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from moeedge.hardware import devices
 from moeedge.hardware.spec import DeviceSpec
 from moeedge.native.cache import ExpertCache
 from moeedge.scheduler.slot_memory import MemoryWatch
+from moeedge.scheduler.tiers import DeviceTier
 from tests.support.answers import assert_equal_answers
 from tests.support.counting import DEVICE, CountingDevice, Kind
 from tests.support.experts import ExpertFile, ask, assert_balanced, assert_bytes, drain, resident, write_experts
@@ -131,7 +133,9 @@ def test_the_cache_shrinks_when_another_program_takes_memory(
         before = manager.cache.info
         slot_bytes = int(manager.cache.groups()[2].max())
         now_s = 0.0
-        manager._watch = MemoryWatch(manager._device, 10 * slot_bytes, clock=lambda: now_s)
+        (tier,) = manager.tiers
+        assert isinstance(tier, DeviceTier)
+        tier.watch = MemoryWatch(10 * slot_bytes, partial(devices.read_memory, tier.device), clock=lambda: now_s)
         generation = session.generate(PROMPT, n_predict=24, sampling=GREEDY, ignore_eos=True)
         for step, _ in enumerate(generation):
             now_s += 1.0

@@ -4,7 +4,7 @@
     python -m tests.outputs compare [--part NAME] [OLD [NEW]]              two records, or a record and this program
     python -m tests.outputs speed OLD_PYTHON NEW_PYTHON [PAIRS]            decoding speed, interleaved
 
-`recorded/` holds the behaviour of 0.20.0; changes.py lists what has changed on purpose since. Where that list is long,
+`recorded/` holds the behaviour of 0.21.0; changes.py lists what has changed on purpose since. Where that list is long,
 record anew.
 """
 

@@ -170,7 +170,8 @@ def _budgets() -> Iterator[tuple[str, Any]]:
             for n in (8, 12, 16, 20)[: number % 5]
         ]
         kind = ("tasks", "likelihood")[number % 2]
-        choice = where.BudgetChoice((base, *trials), kind, "sample", 4, 12.5, from_file=number % 3 == 0)
+        about = {"score_kind": kind, "calibrated_on": "sample", "gamma": 4, "seconds": 12.5}
+        choice = where.BudgetChoice(trials=(base, *trials), **about, from_file=number % 3 == 0)
         yield f"budget {number}", plain([choice.best, choice.allowed, choice.least_score, choice.sentence()])
     for used in (1, 2, 4, 8):
         yield f"budgets of {used}", plain([where.candidate_budgets(used, n) for n in (1.0, 8.5, 24.0, 61.3, 128.0)])
@@ -185,7 +186,8 @@ def _layers() -> Iterator[tuple[str, Any]]:
             where.LayerSplit(n, 24 - n, int(chance() * 900) * (chance() < 0.7), 0.02 + 0.01 * chance(), 512 * (n % 2))
             for n in range(0, 4 * (1 + number % 4), 4)
         )
-        choice = where.LayerChoice("CUDA0", 24, splits, 8 << 30, 31.2, from_file=number % 2 == 0)
+        about = {"device": "CUDA0", "n_layers": 24, "free_bytes": 8 << 30, "seconds": 31.2}
+        choice = where.LayerChoice(splits=splits, **about, from_file=number % 2 == 0)
         yield f"layers {number}", plain([choice.best, choice.whole_only, choice.sentence(), str(splits[-1])])
 
 

@@ -20,7 +20,16 @@ from typer.testing import CliRunner
 
 from tests.outputs.values import compact, plain
 
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+_KEPT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "LANG",
+    "GOMP_SPINCOUNT",
+    "OMP_NUM_THREADS",
+    "MOEEDGE_NO_PROBE",
+)
 _OPTIONS_AND_NUMBERS = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*|\d+(?:\.\d+)?")
 
 

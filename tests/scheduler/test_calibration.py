@@ -75,7 +75,7 @@ def test_measured_once_and_kept(pair: Pair) -> None:
     with Session.open(config(pair)) as session:
         first = session.calibration
         assert not first.from_file and len(files()) == 1
-        assert has_note(session, "Measured in ", "emulation")
+        assert has_note(session, "measured in ", "emulation")
         # measuring leaves no trace
         stats = session.placement_stats()
         assert (stats.slots_used, stats.uploads, stats.pairs, stats.blocks, stats.steps) == (0, 0, 0, 0, 0)
@@ -84,7 +84,7 @@ def test_measured_once_and_kept(pair: Pair) -> None:
     for calibrate in (True, False):
         with Session.open(config(pair, calibrate=calibrate)) as session:
             assert session.calibration == replace(first, from_file=True, units=session.calibration.units)
-            assert has_note(session, "Measured before")
+            assert has_note(session, "measured before")
     (file,) = files()
     file.write_text("{}")  # damaged: measured again
     for changes, n_files in (({}, 1), ({"measure_anew": True}, 1), ({"gamma": 2}, 2)):
@@ -145,7 +145,7 @@ def test_streaming_is_compared_over_a_full_graph_and_need_not_be_kept(
     with Session.open(settings, run=Run(received.append)) as session:
         assert sorted(session.calibration.prefill_ts) == ["cpu", "resident", "stream"]
         assert not session.calibration.kept
-        (note,) = [note for note in session.info.notes if "the result cannot be saved" in note]
+        (note,) = [note for note in session.info.notes if "cannot be saved" in note]
         assert is_warning(note)  # so that it is shown at the start of a chat
     assert [notification.level for notification in received] == [Level.INFO]
     measured = [i for i, n in enumerate(sizes) if n == 300]
@@ -255,7 +255,7 @@ def test_a_gpu_is_measured_after_the_first_answer(
 def test_a_gpu_that_is_lost_is_not_measured(pair: Pair, counting: CountingDevice) -> None:
     with Session.open(postponed(pair)) as session:
         expected = answer(session)
-        session.placement.lose_device(context_usable=True)
+        session.placement.fall_back(context_usable=True)
         session.measure_postponed(Run())
         assert session.calibration is None and files() == []
         assert answer(session) == expected

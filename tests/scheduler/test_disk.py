@@ -115,7 +115,9 @@ def test_the_best_has_few_and_small_requests() -> None:
     limits = {(depth, size): min(1e9, 2e8 * depth * size / 2**18) for depth in (1, 2, 4, 8) for size in SIZES}
     limits[1, 2**17] = 3e9
     rates = tuple(ReadRate(*cell, bytes_per_s, 1) for cell, bytes_per_s in limits.items())
-    found = DiskCalibration("m", 1, 1, 1, "", "ext4", True, rates, seconds=1.0)
+    sizes = {"file_bytes": 1, "expert_bytes": 1, "matrix_bytes": 1}
+    about = {"model": "m", "mount": "", "file_system": "ext4", "direct": True}
+    found = DiskCalibration(**about, **sizes, rates=rates, seconds=1.0)
     # of 1 request and 2 MiB the neighbours have 2 requests, 1 and 4 MiB
     assert found.best == ReadRate(1, 2**21, 1e9, 1)
     # more requests need smaller pieces

@@ -20,7 +20,7 @@ from moeedge.scheduler.driver import StepDriver
 from moeedge.scheduler.native_io import RoutingReader
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import PredictionAccuracy
-from moeedge.scheduler.ram_tier import RamStore
+from moeedge.scheduler.tiers import RamStore
 
 LAYERS, EXPERTS = 2, 4
 NOTHING: Any = np.zeros((LAYERS, EXPERTS))
@@ -217,7 +217,7 @@ def test_experts_that_the_device_holds_go_first_from_ram() -> None:
     cache: Any = SimpleNamespace(set_utilities=seen.append, residency=None)
     store: Any = RamStore(cache, lambda: SimpleNamespace(score=score))
     store.push(None)
-    store.on_device = np.array([[False, True, False]])
+    store.held_above = np.array([[False, True, False]])
     store.push(None)
     assert seen[0].tolist() == score.tolist()
     assert seen[1].argmin() == 1 and seen[1][0, [0, 2]].tolist() == [0.5, 1.0]

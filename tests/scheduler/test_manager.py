@@ -58,7 +58,7 @@ def session(pair: Pair) -> Iterator[Session]:
 def emulated_gpu(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
     """The emulated device passes for a GPU of 1 GiB."""
     gpu, reading = gpu_of(GIB, ggml_name="emulated", llama_device="auto"), VramReading(0, GIB, GIB, "ggml")
-    monkeypatch.setattr(loading, "resolve_device", lambda config, model: gpu)
+    monkeypatch.setattr(loading, "resolve_device", lambda config, model=None, run=None: gpu)
     monkeypatch.setattr(devices, "read_memory", lambda device, **sizes: reading)
 
 

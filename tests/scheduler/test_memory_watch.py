@@ -9,9 +9,9 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.errors import DeviceError, EngineError
-from moeedge.hardware.devices import ResolvedDevice
 from moeedge.native.cache import ExpertCache
 from moeedge.run import Level, Notification
+from moeedge.scheduler.tiers import TierState
 from tests.scheduler.conftest import N_PREDICT, PROMPT
 from tests.scheduler.test_manager import N_EXPERTS, N_LAYERS, Pair, answer, check, config, stats_of
 from tests.support.hybrid import NeverPays
@@ -27,7 +27,7 @@ def test_shortage_is_what_the_reserve_lacks_at_two_readings() -> None:
         memory.time_s, memory.free_bytes = time_s, free_mib * MIB
         return watch.missing_bytes() // MIB
 
-    def fail(_device: ResolvedDevice) -> None:
+    def fail() -> None:
         raise DeviceError("The driver does not answer.", "Wait.")
 
     assert [at(0.1, 0), memory.n_readings] == [0, 0], "not before the interval is over"
@@ -62,7 +62,7 @@ def governed_answer(session: Session, reserve_bytes: int, free_at: Callable[[int
     """The answer's tokens, and the number of slots after each step, at whose end so much memory is free."""
     memory = FreeMemory(reserve_bytes)
     manager = session.placement
-    manager._watch = memory.watch(reserve_bytes)
+    manager.tiers[0].watch = memory.watch(reserve_bytes)
     generation = session.generate(PROMPT, n_predict=N_PREDICT, sampling=GREEDY, ignore_eos=True)
     n_slots = []
     for step, _ in enumerate(generation):
@@ -112,7 +112,7 @@ def test_a_cache_that_is_off_gives_slots_back_as_well(pair: Pair, reference: lis
             return 0 if step in (3, 4) else reserve_bytes
 
         check(session, PROMPT, reference, governed_answer(session, reserve_bytes, free_at)[0])
-        assert manager.cache.info.n_slots == 26 and not manager.active
+        assert manager.cache.info.n_slots == 26 and not manager.active and manager.state is TierState.SHRUNK
         manager.attach()
         manager.governor = None
         check(session, PROMPT, reference, answer(session))
@@ -128,7 +128,7 @@ def test_cache_without_room_is_off_and_the_answer_goes_on(pair: Pair, reference:
         assert manager.cache.info.n_slots == manager.cache.info.pool_bytes == 0
         assert not manager.active
         assert answer(session, n_predict=8)
-        manager.resize(N_LAYERS * N_EXPERTS // 2)
+        manager.tiers[0].resize(N_LAYERS * N_EXPERTS // 2)
         assert manager.active
         assert np.all(manager.cache.residency() == 0)
 

@@ -14,7 +14,7 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
-from moeedge.hardware.devices import ResolvedDevice, VramReading
+from moeedge.hardware.devices import VramReading
 from moeedge.native.cache import ExpertCache
 from moeedge.run import Level, Notification, Run
 from moeedge.scheduler import slot_memory
@@ -224,7 +224,7 @@ def test_slots_go_between_answers(tiny: TinyFactory, monkeypatch: pytest.MonkeyP
         slot_bytes = int(cache.groups()[2].max())
         machine = FreeMemory(5 * slot_bytes, step_s=0.3)
         said.clear()
-        manager.memory.watch = machine.watch(40 * slot_bytes)
+        manager.tiers[0].slots.watch = machine.watch(40 * slot_bytes)
         wait_until(lambda: cache.stats().slots_used < n_used)
         machine.free_bytes = 50 * slot_bytes
         assert cache.stats().slots_used <= n_used - 30
@@ -255,18 +255,18 @@ def test_slots_go_within_a_prompt_and_come_back(tiny: TinyFactory, monkeypatch: 
         machine = FreeMemory(40 * slot_bytes, step_s=0.3)
         in_prompt: list[int] = []
 
-        def read(device: ResolvedDevice) -> VramReading:
+        def read() -> VramReading:
             if in_prompt:
                 machine.free_bytes = (5 if cache.stats().slots_used > 100 else 30) * slot_bytes
-            return machine.read(device)
+            return machine.read()
 
         def look() -> bool:
             if target.n_past == 0:
                 in_prompt.append(cache.info.n_slots)
             return False
 
-        manager.memory.watch = machine.watch(40 * slot_bytes)
-        manager.memory.watch.read = read
+        manager.tiers[0].slots.watch = machine.watch(40 * slot_bytes)
+        manager.tiers[0].slots.watch.read = read
         assert answered(session, TOKENS, 6, run=Run(cancelled=look)).tokens == expected
         assert in_prompt[0] == n_opened > in_prompt[-1], "in the middle of its only batch"
         assert cache.info.n_slots <= 100

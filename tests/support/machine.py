@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,25 +40,31 @@ def gpu_of(free_bytes: int, **changes: Any) -> ResolvedDevice:
     return ResolvedDevice("gpu", **{"ggml_name": "GPU0", "label": "GPU0"} | fields | changes)
 
 
-class Machine:
-    """Replaces what moeedge asks of Linux and the drivers, by files below `root`: no GPU, 48 of 64 GiB free."""
+class Here:
+    """This machine, of which a test replaces parts; files below `root` stand for those of Linux."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path) -> None:
         self.root, self.patch = root, patch.setattr
-        self.patch(gpus, "ROOT", root)
-        self.patch(host, "_GROUPS", root)
-        self.patch(host, "_MEMBERSHIP", root / "membership")
-        self.patch(host, "CPU_INFO", root / "cpuinfo")
-        self.patch("psutil.virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=48 * GIB))
-        self.offer(CPU)
+
+    def set_memory(self, free_bytes: int, total_bytes: int | None = None) -> None:
+        """So much memory is free, by default all."""
+        memory = SimpleNamespace(available=free_bytes, total=free_bytes if total_bytes is None else total_bytes)
+        self.patch("psutil.virtual_memory", lambda: memory)
+
+    def set_disk(self, free_bytes: int) -> None:
+        """Every disk has so much room left."""
+        usage = shutil.disk_usage(self.root)._replace(free=free_bytes)
+        self.patch(shutil, "disk_usage", lambda _path: usage)
 
     def offer(self, *devices: native.Device, cards: tuple[str, ...] = ()) -> None:
-        """llama.cpp lists these devices, and NVIDIA's driver these cards."""
+        """llama.cpp lists these devices, and NVIDIA's driver these cards; Linux lists none."""
+        self.patch(gpus, "ROOT", self.root)
         self.patch(native, "devices", lambda: list(devices))
         self.patch(nvidia, "cards", lambda: cards)
 
     def set_cores(self, logical: int, physical: int, limit: float | None = None) -> None:
         """The processor has so many cores, of which a container may use `limit`."""
+        self.patch(os, "cpu_count", lambda: logical)
         self.patch(host, "usable_cores", lambda: logical)
         self.patch("psutil.cpu_count", lambda logical: physical)
         self.patch(host, "core_limit", lambda: limit)
@@ -67,6 +75,18 @@ class Machine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
+
+
+class Machine(Here):
+    """A machine that only `root` describes: no GPU, 48 of 64 GiB free."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, root: Path) -> None:
+        super().__init__(patch, root)
+        self.patch(host, "_GROUPS", root)
+        self.patch(host, "_MEMBERSHIP", root / "membership")
+        self.patch(host, "CPU_INFO", root / "cpuinfo")
+        self.set_memory(48 * GIB, 64 * GIB)
+        self.offer(CPU)
 
 
 @dataclass
@@ -82,10 +102,10 @@ class FreeMemory:
         self.time_s += self.step_s
         return self.time_s
 
-    def read(self, _device: ResolvedDevice) -> VramReading | None:
+    def read(self) -> VramReading | None:
         self.n_readings += 1
         return VramReading(0, self.free_bytes, self.free_bytes, "system")
 
     def watch(self, reserve_bytes: int) -> MemoryWatch:
         """A watch that wants so much to stay free."""
-        return MemoryWatch(ResolvedDevice("gpu"), reserve_bytes, read=self.read, clock=self.clock)
+        return MemoryWatch(reserve_bytes, self.read, self.clock)

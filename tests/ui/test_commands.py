@@ -16,7 +16,6 @@ from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
-from moeedge.llama import model_memory
 from moeedge.paths import user_path
 from moeedge.run import Run
 from moeedge.ui.chat import session as chat_session
@@ -33,6 +32,7 @@ from moeedge.ui.chat.session import FULL, ModelSwitch
 from moeedge.ui.chat.settings import Settings
 from moeedge.ui.console import show_figures
 from tests.conftest import TinyFactory
+from tests.support.machine import Here
 from tests.support.stock import StockContext
 from tests.ui.talk import GREEDY, Line, Talk
 
@@ -313,10 +313,8 @@ def test_sizes_that_a_context_cannot_have(value: str, small: ModelSwitch, tmp_pa
     assert len(found.messages) == 2
 
 
-def test_the_old_context_stays_where_a_new_one_has_no_memory(
-    small: ModelSwitch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_memory, "available_memory", lambda: 1 << 20)
+def test_the_old_context_stays_where_a_new_one_has_no_memory(small: ModelSwitch, tmp_path: Path, here: Here) -> None:
+    here.set_memory(1 << 20)
     found = small_talk(small, ["tell me", "/set gamma 1", "/set ctx 16000", "and?"], tmp_path)
     assert small.session.info.n_ctx == N_CTX == found.repl.settings.ctx
     assert found.repl.session is small.session and small.session.gamma == 1

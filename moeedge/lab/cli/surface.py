@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ import typer
 from moeedge.cli.common import emit
 from moeedge.cli.options import Output, declare, flatten
 from moeedge.errors import InputError
+from moeedge.paths import unpacked
 from moeedge.records import as_dict, figures
 from moeedge.schemas import read_json
 from moeedge.ui.tables import figure_columns, json_text, print_table, text_column
@@ -32,13 +32,12 @@ def surface(records: Records, plot: Path | None = None, output: Output = Output.
     Each record is the JSON of one `moeedge bench --accept ... --modes stock-ar,stock-sd:1-16,moeedge:auto,... -o json`
     with another draft model. The break-even cost of an acceptance is that up to which drafts pay.
     """
-    from moeedge.lab.analysis.draft_surface import surface_points
     from moeedge.ui.console import check_picture
     from moeedge.ui.plots import default_plots, save_plots
 
     if plot is not None:
         check_picture(plot)
-    points = [point for record in records for point in surface_points(_read_rows(record))]
+    points = [point for record in records for point in _points_of(record)]
     if not points:
         what = "No record has scripted drafts of the modes stock-ar, another stock mode and moeedge:auto."
         modes = "--modes stock-ar,stock-sd:1-16,moeedge:auto"
@@ -52,17 +51,27 @@ def surface(records: Records, plot: Path | None = None, output: Output = Output.
         save_plots(default_plots(points, lambda point: Path(point.draft).stem), plot)
 
 
+def _points_of(path: Path) -> list[SurfacePoint]:
+    from moeedge.lab.analysis.draft_surface import surface_points
+
+    rows = _read_rows(path)
+    try:
+        return surface_points(rows)
+    except (KeyError, TypeError) as error:  # a row without a key, or with a value of another type
+        hint = "Give files that moeedge bench -o json has printed."
+        raise InputError(f"Cannot use {path}: its rows are not those of moeedge bench ({error}).", hint) from None
+
+
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a record of bench. Raises InputError for anything else."""
     try:
-        data = path.read_bytes()
-        rows = read_json((gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode())
+        rows = read_json(unpacked(path.read_bytes()).decode())
         if isinstance(rows, list) and all(isinstance(row, dict) and "tg_ts_median" in row for row in rows):
             return rows
         reason = "it holds no rows of moeedge bench -o json"
     except OSError as error:
         reason = error.strerror or "it cannot be read"
-    except (EOFError, ValueError) as error:
+    except ValueError as error:
         reason = str(error)
     raise InputError(f"Cannot use {path}: {reason}.", "Give files that moeedge bench -o json has printed.")
 

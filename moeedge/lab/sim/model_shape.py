@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge import schemas
 from moeedge.errors import InputError, require
 from moeedge.llama import gguf_file
 from moeedge.llama.gguf_file import expert_tensors
@@ -205,7 +206,7 @@ def pick(entry: dict[str, Any], side: Side) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a user's file. Raises InputError for anything else."""
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = schemas.read_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"Cannot read {path}: {error.strerror or 'read error'}.", "Check the path.") from None
     except ValueError:

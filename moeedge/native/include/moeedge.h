@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 25
+#define MOEEDGE_ABI_VERSION 26
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -462,6 +462,11 @@ MOEEDGE_API double moeedge_multiply_speed(int n_threads, int n_repetitions);
 // Keeps ggml from its AMX kernels where they fail, as those do that some compilers make (amx-check.cpp). 1: they did. Before the
 // first model is loaded
 MOEEDGE_API int moeedge_disable_broken_amx(void);
+// Whether an assertion of ggml or llama.cpp throws a std::exception in the calling thread, but in an OpenMP region, in place of
+// ending the process; around functions that catch it, as llama.cpp's that load a model, an adapter or make a context. 1: it did
+MOEEDGE_API int moeedge_throw_on_abort(int on);
+// gguf_init_from_file without the tensors' data; null, and moeedge_last_error has a reason or is empty, for a damaged file
+MOEEDGE_API void * moeedge_open_gguf(const char * path);
 // on: llama.cpp maps the model files that the calling thread loads without reading them ahead; 0: as it does by default
 MOEEDGE_API int moeedge_set_lazy_mapping(int on);
 
@@ -488,7 +493,7 @@ MOEEDGE_API int moeedge_memory_uses(void * get_breakdown, const void * context, 
 
 // Calls llama.cpp's llama_decode(context, *batch), then its llama_synchronize(context) unless that is null, and returns the
 // result of llama_decode, or MOEEDGE_DECODE_THREW: a backend's driver threw an exception, as ggml's Vulkan backend does when
-// its device is lost, which no caller in C could catch. The context must not be used nor freed afterwards;
+// its device is lost, or an assertion failed (moeedge_throw_on_abort). The context must not be used nor freed afterwards;
 // moeedge_last_error has the exception's text
 #define MOEEDGE_DECODE_THREW (-1000)
 MOEEDGE_API int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context, const void * batch);

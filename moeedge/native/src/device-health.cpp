@@ -14,7 +14,7 @@
 #    include <pthread.h>
 #endif
 
-#include "ggml.h"
+#include "abort-scope.h"
 
 namespace moeedge {
 
@@ -25,8 +25,6 @@ struct remote_device_list {
     std::mutex                                mutex;
     std::vector<std::weak_ptr<device_health>> live;
     std::vector<const void *>                 lost; // devices
-    ggml_abort_callback_t                     previous_callback = nullptr;
-    bool                                      is_hooked         = false;
 };
 
 // never destroyed: a parked thread may outlive static destructors
@@ -78,23 +76,13 @@ static void on_abort(const char * message) {
         } catch (const std::exception &) { // no memory: abort
         }
     }
-    ggml_abort_callback_t previous = remote_devices().previous_callback;
-    if (previous) {
-        previous(message);
-        return;
-    }
-    ggml_set_abort_callback(nullptr);
-    ggml_abort(__FILE__, __LINE__, "%s", message); // message, backtrace, abort, as without the hook
 }
 
 // returns whether the device was lost before
 static bool watch(const std::shared_ptr<device_health> & health, const void * device) {
     remote_device_list &        list = remote_devices();
     std::lock_guard<std::mutex> lock(list.mutex);
-    if (!list.is_hooked) {
-        list.previous_callback = ggml_set_abort_callback(on_abort);
-        list.is_hooked         = true;
-    }
+    set_abort_handler(on_abort);
     list.live.erase(std::remove_if(list.live.begin(), list.live.end(),
                                    [](const std::weak_ptr<device_health> & entry) { return entry.expired(); }),
                     list.live.end());

@@ -6,10 +6,12 @@
 #include <cstring>
 #include <mutex>
 
+#include "abort-scope.h"
 #include "c-calls.h"
 #include "dry-run-device.h"
 #include "expert-outputs.h"
 #include "ggml-impl.h"
+#include "gguf.h"
 #include "kernel-choice.h"
 #include "largest-values.h"
 #include "lazy-mapping.h"
@@ -244,6 +246,20 @@ int moeedge_instance_skip_unweighted(int64_t id, int on) {
 
 // loading
 
+int moeedge_throw_on_abort(int on) {
+    return moeedge::throw_on_abort(on != 0);
+}
+
+void * moeedge_open_gguf(const char * path) {
+    gguf_context * file = nullptr;
+    guarded([&]() -> int {
+        const moeedge::abort_scope scope;
+        file = gguf_init_from_file(path, { /*.no_alloc =*/true, /*.ctx =*/nullptr });
+        return file ? MOEEDGE_STATUS_OK : fail(MOEEDGE_STATUS_FILE_ERROR, "");
+    });
+    return file;
+}
+
 int moeedge_set_lazy_mapping(int on) {
     return guarded([&]() -> int {
         moeedge::set_lazy_mapping(on != 0);
@@ -304,6 +320,7 @@ int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context
     }
     int       code   = 0;
     const int status = guarded([&]() -> int {
+        const moeedge::abort_scope scope(moeedge::notices_parallel_regions());
         moeedge::driver_exception().clear();
         code = ((int32_t (*)(void *, batch_by_value)) llama_decode)(context, *(const batch_by_value *) batch);
         if (code == 0 && llama_synchronize) { // an asynchronous backend fails here

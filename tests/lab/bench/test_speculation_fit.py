@@ -13,7 +13,6 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import pytest
 
-from moeedge.bench import roofline
 from moeedge.bench.experiment import GREEDY
 from moeedge.bench.roofline import measure_read_speed
 from moeedge.data.datasets import load_dataset
@@ -34,6 +33,7 @@ from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.lab.analysis.test_step_fit import MODEL, times_of
 from tests.support.commands import refused, run, run_json
+from tests.support.machine import Here
 from tests.support.progress import SeenProgress
 
 PROMPTS = [Prompt(str(i), "", user_turns(text)) for i, text in enumerate(("one two three", "four five six"))]
@@ -56,9 +56,9 @@ def test_weights_are_those_of_the_header(tiny_moe: Path) -> None:
     assert weights.step_flops(4) == pytest.approx(2 * weights.dense_weights + 8 * weights.expert_weights)
 
 
-def test_the_read_speed_is_a_rate_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_read_speed_is_a_rate_of_memory(here: Here) -> None:
     assert 1e8 < measure_read_speed(1) < 1e12
-    monkeypatch.setattr(roofline, "available_memory", lambda: 1 << 20)
+    here.set_memory(1 << 20)
     assert measure_read_speed(1) == 0.0
 
 

@@ -22,7 +22,7 @@ from moeedge.llama.gguf_file import read_summary
 from tests.cli.terminal import Terminal
 from tests.conftest import TinyFactory
 from tests.support.commands import SIGNALS, refused, run, run_json
-from tests.support.machine import files_of_at_most
+from tests.support.machine import Here, files_of_at_most
 
 LIKE = ("--like", "qwen3-30b-a3b", "--dry-run")
 
@@ -155,15 +155,14 @@ def test_two_at_once(tiny_moe: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_not_enough_disk_space(tiny_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_enough_disk_space(tiny_moe: Path, tmp_path: Path, here: Here) -> None:
     """Before the write, and where the system refuses in the middle, as a full disk does."""
     arguments = (tmp_path / "wide.gguf", "-m", tiny_moe, "--embd", 2048, "--ff", 768)
     with files_of_at_most(5 * 2**20):
         result = widen(*arguments)
     assert result.exit_code == 1 and "error: " in result.stderr and "file too large" in result.stderr
     assert list(tmp_path.iterdir()) == []
-    usage = shutil.disk_usage(tmp_path)._replace(free=10 * 2**20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    here.set_disk(10 * 2**20)
     result = widen(*arguments)
     assert result.exit_code == 1 and "10 MiB" in result.stderr and "--sparse" in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -32,7 +31,7 @@ from moeedge.lab.widen.random_model import (
 from moeedge.llama import library
 from moeedge.llama.gguf_file import read_tensors
 from tests.support.commands import refused, run, run_json
-from tests.support.machine import files_of_at_most
+from tests.support.machine import Here, files_of_at_most
 from tests.support.published import write_qwen3_30b_a3b
 from tests.support.stock import tap_context
 
@@ -228,14 +227,13 @@ def test_impossible_models(arguments: list[str], reason: str, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room(tmp_path: Path, here: Here) -> None:
     """Where the system refuses in the middle of the write, and before it."""
     with files_of_at_most(5 * 2**20):
         result = run("lab", "make-model", tmp_path / "m.gguf", "--like", "granite-3.1-1b-a400m", "--layers", 1)
     assert result.exit_code == 1 and "file too large" in result.stderr and "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+    here.set_disk(10**9)
     result = run("lab", "make-model", tmp_path / "m.gguf", "--like", "gpt-oss-120b", "--quant", "mxfp4")
     assert (result.exit_code == 1 and "63.4 GB" in result.stderr.replace("\n", " ")) or "GiB" in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,84 @@
+"""First contact with a model file: a child process loads its header, since a damaged one may crash or hang.
+
+What the child survives is kept as known, by sizes, times and the beginning of the first part. What llama.cpp refuses in
+order is loaded all the same: the error then says more. So is a file that could not be tried, e.g. for lack of memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from moeedge import paths
+from moeedge.errors import ModelFileError, MoeedgeError
+from moeedge.hardware.provenance import HEADER_BYTES, file_sha256
+from moeedge.llama import gguf_file, probe_child
+from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
+
+_OFF = "MOEEDGE_NO_PROBE"
+_WAIT_S = 120  # for a child that waits for a disk; its processor time is limited to less
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+_WITHOUT_GPU = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES"), "")
+_tried: set[str] = set()  # by this process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed(Measurement):
+    """A file whose header a child process has loaded."""
+
+    SCHEMA: ClassVar[int] = 1
+
+
+def probe(path: Path) -> None:
+    """Lets a child process load the header of an unknown file. Raises ModelFileError where it crashes or does not end.
+
+    Bundled files are known, and so is what this process or an earlier one has tried.
+    """
+    if os.environ.get(_OFF) or paths.is_bundled(path) or not path.is_file():
+        return
+    try:
+        files = [(file.stat().st_size, file.stat().st_mtime_ns) for file in gguf_file.parts(path)]
+        identity = hashlib.sha256(f"{files} {file_sha256(path, HEADER_BYTES)}".encode()).hexdigest()
+    except (OSError, MoeedgeError):  # the loader says what is wrong
+        return
+    find_file = partial(measurement_file, "header", {"schema": Probed.SCHEMA, "file": identity})
+    if identity in _tried or read_measurement(Probed, find_file) is not None:
+        return
+    start_s = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", probe_child.__file__, str(path.absolute()), *map(str, filter(None, sys.path))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_WAIT_S,
+            env=os.environ | _WITHOUT_GPU,
+            start_new_session=True,
+            check=False,
+        )
+    except (subprocess.TimeoutExpired, OSError):
+        _tried.add(identity)
+        return
+    if done.returncode == -signal.SIGXCPU:
+        raise _unusable(path, f"llama.cpp has not read its header in {probe_child.CPU_S} s")
+    if -done.returncode in _CRASHES:
+        lines = done.stderr.decode("utf-8", "replace").splitlines()
+        told = next((line.strip() for line in reversed(lines) if "assert" in line.lower()), "")
+        name = signal.Signals(-done.returncode).name
+        raise _unusable(path, f"llama.cpp crashes with it, {name}{told and f': {told[:200]}'}")
+    _tried.add(identity)
+    if done.returncode == 0:
+        keep(Probed(seconds=time.perf_counter() - start_s), find_file)
+
+
+def _unusable(path: Path, reason: str) -> ModelFileError:
+    hint = f"It may be damaged: download or copy it again. {_OFF}=1 loads it without this check."
+    return ModelFileError(f"{path} cannot be used: {reason}.", hint)

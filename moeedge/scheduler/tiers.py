@@ -1,0 +1,365 @@
+"""The tiers of a session's experts, fastest first: slots on a device, slots in RAM, each filled by a policy of its own.
+
+The CPU computes what no tier holds from the weights in host memory, or from the mapped file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeedge.errors import MoeedgeError
+from moeedge.hardware import devices, rpc
+from moeedge.hardware.devices import ResolvedDevice, VramReading, host_memory
+from moeedge.llama.context import Context
+from moeedge.llama.model import Model
+from moeedge.native.cache import CacheStats, ExpertCache
+from moeedge.native.sensor import Sensor
+from moeedge.policies.base import CacheShape, LookaheadStatus, Observation, Plan, Policy
+from moeedge.run import Level, Notification
+from moeedge.scheduler.driver import StepDriver
+from moeedge.scheduler.native_io import CacheStore, cache_shape
+from moeedge.scheduler.ram_tier import EarlierRuns, KeptActivations
+from moeedge.scheduler.sizing import reserve_bytes
+from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory, slots_of
+from moeedge.scheduler.stats import PlacementStats, StepRecord
+from moeedge.units import format_bytes
+
+MakePolicy = Callable[[CacheShape], Policy]
+
+
+class TierState(Enum):
+    """What has become of a tier since it was opened."""
+
+    WHOLE = "whole"
+    SHRUNK = "shrunk"  # it has given slots back, where memory ran short
+    LOST = "lost"  # its experts are computed from elsewhere: the device failed, or the file cannot be read
+    FALLEN_BACK = "fallen back"  # llama.cpp's GPU failed: the answer went on with another context, without plans
+
+
+class Tier:
+    """An expert cache of a context, the policy that fills it, and the figures of both.
+
+    make: the policy for slots. loads_misses: an absent expert is loaded into it when a computation needs it.
+    """
+
+    loads_misses: ClassVar[bool] = False
+
+    def __init__(self, label: str, cache: ExpertCache, make: MakePolicy, model: Model) -> None:
+        self.label, self.cache = label, cache
+        self.attached = self.has_fallen_back = False
+        self._make = make
+        self._n_layers = len(model.host_expert_layers)
+        self._n_all = model.info.n_expert_layers * model.info.n_experts
+        self._n_slots_opened = cache.info.n_slots
+        self._sums = {"steps": 0, "tokens": 0, "schedule_s": 0.0, "plan_s": 0.0, "draft_s": 0.0, "decode_s": 0.0}
+        self._start = PlacementStats(**vars(cache.stats()))
+        self.store = self._new_store()
+        self.driver = StepDriver(make(cache_shape(cache)), self.store)
+
+    def _new_store(self) -> CacheStore:
+        return CacheStore(self.cache)
+
+    @property
+    def lost(self) -> bool:
+        """Whether experts can no longer be computed from its slots."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> TierState:
+        if self.has_fallen_back or self.lost:
+            return TierState.FALLEN_BACK if self.has_fallen_back else TierState.LOST
+        return TierState.SHRUNK if self.cache.info.n_slots < self._n_slots_opened else TierState.WHOLE
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be planned for: it works and has slots."""
+        return not self.has_fallen_back and not self.lost and self.cache.info.n_slots > 0
+
+    @property
+    def active(self) -> bool:
+        """Whether it is planned for: it is attached, too."""
+        return self.attached and self.usable
+
+    @property
+    def cache_ratio(self) -> float:
+        return self.cache.info.n_slots / self._n_all
+
+    @property
+    def lookahead(self) -> LookaheadStatus | None:
+        """Whether experts are predicted from the drafts; None where nothing is uploaded ahead."""
+        return self.driver.policy.lookahead
+
+    @property
+    def waited_s(self) -> float:
+        """How long computations have waited for experts from the file so far."""
+        return 0.0
+
+    @property
+    def earlier_runs(self) -> EarlierRuns | None:
+        """The activations of earlier runs, which it began with."""
+        return None
+
+    def use(self, make: MakePolicy) -> None:
+        """Goes on with a fresh policy of that kind; no decode may run."""
+        self._make = make
+        self.driver.use(make(cache_shape(self.cache)))
+
+    def attach(self, sensor: Sensor) -> None:
+        if not self.attached:
+            self.cache.attach(sensor)
+            self.attached = True
+
+    def detach(self) -> None:
+        self.cache.detach()
+        self.attached = False
+
+    def fall_back(self) -> None:
+        """The context that it served has failed; figures remain."""
+        self.has_fallen_back, self.driver.pending = True, None
+
+    def follow(self, target: Context) -> None:
+        """`target` took the place of the context that failed."""
+
+    def observe(
+        self, observations: Sequence[Observation], tokens: Sequence[int], held_above: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Shows the policy what was activated, and plans as StepDriver.plan_next.
+
+        held_above: bool [n_layers, n_experts], experts that a faster tier holds; None: there is none in use.
+        """
+        for observation in observations:
+            self.driver.observe(observation)
+        self.driver.plan_next(tokens)
+
+    # memory and trouble
+
+    def news(self) -> Sequence[Notification]:
+        """What has happened to the slots since the last call; also in the middle of a decode."""
+        return ()
+
+    def check(self) -> Sequence[Notification]:
+        """As `news`, with what shows between two decodes."""
+        return self.news()
+
+    def give_back(self, *, streams_prompts: bool) -> Sequence[Notification]:
+        """Gives slots back where memory runs short; no decode may run. streams_prompts: prompts are slower without."""
+        return ()
+
+    def make_room(self, n_bytes: int) -> None:
+        """Gives slots in RAM back, so that so much memory can be allocated."""
+
+    def memory(self) -> tuple[int, int] | None:
+        """Used and total bytes of the entire device, or of this machine; None where unknown."""
+        raise NotImplementedError
+
+    # figures
+
+    def add_step(self, record: StepRecord) -> None:
+        """Counts a verification or plain decode, without the time of scheduling it."""
+        step_s = record.draft_s + record.verify_s + record.observe_s
+        self.add(steps=1, tokens=len(record.tokens), draft_s=record.draft_s, decode_s=step_s)
+
+    def time_plan(self, call: Callable[[], object]) -> None:
+        """Runs the policy and its plans, in whichever thread, and counts the time."""
+        start_s = time.perf_counter()
+        call()
+        self.add(plan_s=time.perf_counter() - start_s)
+
+    def skip(self, before: CacheStats) -> None:
+        """Does not count what the cache has done since `before`."""
+        self._start = self._start - (PlacementStats(**vars(before)) - PlacementStats(**vars(self.cache.stats())))
+
+    def add(self, **amounts: float) -> None:
+        """Adds to figures of PlacementStats."""
+        for name, amount in amounts.items():
+            self._sums[name] += amount
+
+    def stats(self, **gauges: Any) -> PlacementStats:
+        """All figures since the session began; `gauges` are further fields of PlacementStats."""
+        info, (used_bytes, total_bytes) = self.cache.info, self.memory() or (None, None)
+        values = {
+            **vars(self.cache.stats()),
+            **{"device": self.label, "policy": self.driver.policy.name, "lost": self.lost},
+            **{"slots_total": info.n_slots, "pool_bytes": info.pool_bytes, "cache_ratio": self.cache_ratio},
+            **{"n_layers": self._n_layers, "vram_used_bytes": used_bytes, "vram_total_bytes": total_bytes},
+        }
+        return PlacementStats(**values | gauges | self._sums) - self._start
+
+    # end
+
+    def stop(self) -> None:
+        """Ends what changes the slots by itself; `news` then returns what is left."""
+
+    def save(self) -> Sequence[Notification]:
+        """Keeps what the next run begins with."""
+        return ()
+
+    def close(self) -> None:
+        """Frees the slots; must come before the context is freed."""
+        self.stop()
+        self.cache.detach()
+        self.cache.close()
+
+
+class DeviceTier(Tier):
+    """Experts on a device, which the policy uploads. watched: slots are given back where its memory runs short."""
+
+    def __init__(
+        self, device: ResolvedDevice, cache: ExpertCache, make: MakePolicy, model: Model, *, watched: bool
+    ) -> None:
+        super().__init__(device.label, cache, make, model)
+        self.device = device
+        self.watch: MemoryWatch | None = None
+        if watched:
+            self.watch = MemoryWatch(reserve_bytes(device, device.total_bytes), partial(devices.read_memory, device))
+        self._lost = self._warned_unknown = False
+
+    @property
+    def lost(self) -> bool:
+        return self._lost or self.has_fallen_back
+
+    def check(self) -> list[Notification]:
+        """Once that the device is lost, or that blocks of this model are not understood."""
+        (lost, n_unknown), texts = self.cache.trouble(), list[str]()
+        if lost and not self.lost:
+            self._lost, self.driver.pending = True, None
+            if self.device.kind == "rpc":
+                rpc.mark_lost(self.device.endpoint)
+            texts.append(f"The device {self.label} is lost: the CPU computes all experts from here on.")
+        if n_unknown and not self._warned_unknown and self.active:
+            self._warned_unknown = True
+            text = "The CPU computes some layers' experts although the device holds them: moeedge does not recognise"
+            texts.append(f"{text} how these layers compute, or the device cannot compute them or has no memory for it.")
+        return [Notification(text, Level.WARNING) for text in texts]
+
+    def give_back(self, *, streams_prompts: bool) -> list[Notification]:
+        before = self.cache.info.n_slots
+        if self.watch is None or self.lost or not before or not (missing_bytes := self.watch.missing_bytes()):
+            return []
+        self.resize(before - slots_of(self.cache, missing_bytes))  # staging slots stay
+        now, free = self.cache.info.n_slots, format_bytes(self.watch.free_bytes)
+        if now == before:
+            return []
+        off = "is off: the CPU computes all experts from here on"
+        effect = f"now holds {now:,} experts instead of {before:,}" if now else off
+        text = f"{self.label} has only {free} of free memory left: the expert cache {effect}."
+        if not now and streams_prompts:  # the context was made for it
+            text += " Prompts are slower, too, until the next start."
+        return [Notification(text, Level.WARNING)]
+
+    def resize(self, n_slots: int) -> None:
+        """Opens the cache again, empty, with about so many slots (none below one per layer); no decode may run."""
+        n_experts = self._n_layers * self.cache.info.n_experts
+        self.cache.resize(n_slots / n_experts if n_slots >= self._n_layers else 0.0)
+        self.use(self._make)
+
+    def memory(self) -> tuple[int, int] | None:
+        if self.lost:
+            return None
+        with suppress(MoeedgeError):  # a driver that stopped answering must not end an answer
+            info = self.cache.info
+            filled_bytes = info.pool_bytes * self.cache.stats().slots_used // max(1, info.n_slots)
+            reading = devices.read_memory(self.device, pool_bytes=info.pool_bytes, filled_bytes=filled_bytes)
+            return _used_and_total(reading)
+        return None
+
+
+class RamStore(CacheStore):
+    """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched."""
+
+    def __init__(self, cache: ExpertCache, policy: Callable[[], Policy]) -> None:
+        super().__init__(cache)
+        self._policy = policy
+        # [n_layers, n_experts], experts that a faster tier holds: they go first
+        self.held_above: NDArray[np.bool_] | None = None
+
+    def push(self, plan: Plan) -> None:
+        """Sets by what experts are evicted until the next plan: the policy's scores."""
+        score = self._policy().score
+        if self.held_above is not None:
+            score = np.where(self.held_above, score.min() - 1, score)
+        self.cache.set_utilities(score)
+
+
+class RamTier(Tier):
+    """Experts in RAM. An absent one is loaded when it is needed, for the resident one that its policy expects least of.
+
+    kept: gets the activations of this run; None: they are not kept.
+    """
+
+    loads_misses = True
+
+    def __init__(
+        self, cache: ExpertCache, make: MakePolicy, model: Model, slots: SlotMemory, kept: KeptActivations | None
+    ) -> None:
+        super().__init__("RAM", cache, make, model)
+        self.slots = slots
+        self._kept = kept
+
+    def _new_store(self) -> CacheStore:
+        self._ram_store = RamStore(self.cache, lambda: self.driver.policy)
+        return self._ram_store
+
+    @property
+    def lost(self) -> bool:
+        return self.slots.lost
+
+    @property
+    def lookahead(self) -> LookaheadStatus | None:
+        return None
+
+    @property
+    def waited_s(self) -> float:
+        return self.cache.waited_s() if self.attached else 0.0
+
+    @property
+    def earlier_runs(self) -> EarlierRuns | None:
+        return self._kept.earlier_runs if self._kept is not None else None
+
+    def follow(self, target: Context) -> None:
+        """Lets `target` compute from the slots, which evict as an LRU: no policy observes it."""
+        if target.sensor is not None:
+            self.cache.detach()
+            self.cache.set_utilities(np.zeros((self.cache.info.n_layers, self.cache.info.n_experts), dtype=np.float32))
+            self.cache.attach(target.sensor)
+
+    def observe(
+        self, observations: Sequence[Observation], tokens: Sequence[int], held_above: NDArray[np.bool_] | None = None
+    ) -> None:
+        if self._kept is not None:
+            for observation in observations:
+                self._kept.add(observation)
+        super().observe(observations, tokens)
+        self._ram_store.held_above = held_above
+
+    def news(self) -> list[Notification]:
+        return self.slots.check()
+
+    def make_room(self, n_bytes: int) -> None:
+        self.slots.make_room(n_bytes)
+
+    def memory(self) -> tuple[int, int] | None:
+        return None if self.lost else _used_and_total(host_memory())
+
+    def stop(self) -> None:
+        self.slots.close()
+
+    def save(self) -> list[Notification]:
+        try:
+            if self._kept is not None:
+                self._kept.save()
+        except OSError as error:  # a full disk costs the next run its warm start
+            return [Notification(f"The use of experts is not saved for the next start: {error.strerror}.")]
+        return []
+
+
+def _used_and_total(reading: VramReading | None) -> tuple[int, int] | None:
+    return None if reading is None else (reading.used_bytes, reading.total_bytes)

@@ -1,0 +1,293 @@
+"""Damaged inputs: every case must end as accepted, or refused with a sentence; never in a crash, a traceback or a hang.
+Of the kind benign, models with other texts and keys, every one must be accepted.
+
+    python -m tests.fuzz gguf|decode|benign|draft|trace|jsonl|template|cli|record --n N --seed S [--finds FOLDER]
+
+Case number i of a kind depends on the seed and i alone: `--first i --n 1` repeats it. Each runs in a forked child with
+limits on data and time. The table counts the outcomes; --finds gets the input of each bad one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from random import Random
+
+from typer import Exit
+
+from tests.fuzz import gguf_header, texts
+
+LIMIT_S = 60
+DATA_BYTES = 4 << 30
+BAD = ("crash", "traceback", "hang")
+_CUT = 400_000  # bytes of standard error that are looked at
+
+Mutate = Callable[[Random, bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Inputs of one kind. seeds: sound files; FILE stands for the changed one in commands, {NAME} for another seed."""
+
+    seeds: tuple[str, ...]
+    mutate: Mutate
+    commands: tuple[str, ...]
+    suffix: str
+    is_sound: bool = False  # anything but acceptance is wrong
+
+
+_GGUF = ("tiny qwen3moe", "tiny deepseek2", "tiny gpt-oss", "tiny llama", "tiny gemma4", "tiny qwen35moe")
+_TEXTS = ("prompts.jsonl", "prompts.json", "prompts.csv")
+KINDS = {
+    "gguf": Kind(_GGUF, gguf_header.mutated, ("plan -m FILE -dev none -md none -o json", "show FILE"), ".gguf"),
+    "decode": Kind(_GGUF, gguf_header.mutated, ("chat -m FILE -md none -dev none -p a -n 4 -c 64 --raw -q",), ".gguf"),
+    "benign": Kind(
+        _GGUF,
+        gguf_header.benign,
+        ("plan -m FILE -dev none -md none -o json", "chat -m FILE -md none -dev none -p a -n 2 -c 64 --raw -q"),
+        ".gguf",
+        is_sound=True,
+    ),
+    "draft": Kind(
+        ("tiny qwen3", "tiny eagle3"),
+        gguf_header.mutated,
+        ("chat -m {tiny qwen3moe} -md FILE -dev none -p a -n 4 -c 64 --raw -q",),
+        ".gguf",
+    ),
+    "trace": Kind(
+        ("trace.npz", "positions.csv", "slots.csv"),
+        lambda rng, data: texts.mutated_archive(rng, data) if data[:2] == b"PK" else texts.mutated(rng, data),
+        ("lab trace info FILE", "lab replay FILE --cache-ratio 0.5 --policy lru", "profile --trace FILE --layer 0"),
+        "",
+    ),
+    "jsonl": Kind(_TEXTS, texts.mutated, ("call moeedge.data.datasets:load_dataset FILE",), ""),
+    "template": Kind(
+        ("template.jinja",), texts.mutated, ("chat --chat-template-file FILE -dev none -p a -n 1 -q",), ""
+    ),
+    "record": Kind(
+        ("calibration.json", "journal.jsonl", "surface.json", "chat.jsonl"),
+        texts.mutated,
+        (
+            "lab surface FILE",
+            "call tests.fuzz.readers:journal FILE",
+            "call tests.fuzz.readers:measurements FILE",
+            "call tests.fuzz.readers:unfinished FILE",
+        ),
+        "",
+    ),
+}
+
+
+def seed_files(folder: Path) -> Callable[[str], Path]:
+    """Makes a sound file on demand, once."""
+    from tests.support.tiny import make_tiny
+    from tests.support.traces import two_texts
+
+    def make(name: str) -> Path:
+        path = folder / name.replace("tiny ", "")
+        if name.startswith("tiny "):
+            path = path.with_suffix(".gguf")
+            if not path.exists():
+                return Path(make_tiny(name.split()[1], folder))
+        elif not path.exists():
+            if name == "trace.npz":
+                two_texts(weights=True).save(path)
+            else:
+                path.write_text(_SOUND[name])
+        return path
+
+    return make
+
+
+_SOUND = {
+    "prompts.jsonl": '{"prompt": "Hello"}\n{"turns": ["a", "b"]}\n{"messages": [{"role": "user", "content": "Hi"}]}\n',
+    "prompts.json": '[{"prompt": "x", "reference": {"scorer": "exact", "expect": "y"}}, {"turns": ["a"]}]',
+    "prompts.csv": 'prompt,category\n"a, b",test\nc,d\n',
+    "positions.csv": "pos,layer,id0,id1\n"
+    + "".join(f"{p},{n},{(p + n) % 8},{p % 8}\n" for p in range(9) for n in (0, 1)),
+    "slots.csv": "# n_layer=2 n_expert=8\nturn,phase,step,layer,slot,expert,weight\n"
+    + "".join(f"0,{int(s > 1)},{s},{n},{k},{(s + k) % 8},0.5\n" for s in range(6) for n in (0, 1) for k in (0, 1)),
+    "template.jinja": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if x %}{{ 1 }}{% endif %}",
+    "calibration.json": '{"schema": 1, "seconds": 1.0, "step_s": {"1": 0.1}, "units": null}',
+    "journal.jsonl": '{"schema": "moeedge-bench-run-1", "settings": []}\n'
+    '{"part": 0, "pass": 0, "test": "a", "sample": {}}\n',
+    "chat.jsonl": '{"schema": "moeedge.autosave", "version": 1, "model": "m", "model_bytes": 1, "raw": false}\n'
+    '{"role": "user", "content": "Hi"}\n{"text": "a", "tokens": [1]}\n',
+    "surface.json": '[{"mode": "stock-ar", "tg_ts_median": 1.0, "acceptance": 0.5, "test": "a", "samples": []}]',
+}
+
+
+def run_case(arguments: list[str], home: Path, limit_s: float = LIMIT_S, *, probes: bool = True) -> tuple[str, str]:
+    """The outcome of `moeedge ARGUMENTS` in a child, and the last line of its standard error."""
+    with tempfile.TemporaryFile() as errors:
+        pid = os.fork()
+        if pid == 0:
+            _child(arguments, home, errors.fileno(), probes)
+        end_s = time.monotonic() + limit_s
+        while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > end_s:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return "hang", ""
+            time.sleep(0.002)
+        with suppress(ProcessLookupError):  # what the child has left behind
+            os.killpg(pid, signal.SIGKILL)
+        errors.seek(0)
+        text = errors.read(_CUT).decode("utf-8", "replace")
+    last = (text.strip().splitlines() or [""])[-1]
+    code = os.waitstatus_to_exitcode(done[1])
+    if code < 0:
+        return "crash", f"signal {-code}: {last}"
+    if "Traceback (most recent call last)" in text:
+        return "traceback", last
+    return {0: "accepted", 1: "failed", 2: "refused"}.get(code, f"exit code {code}"), last
+
+
+def _child(arguments: list[str], home: Path, errors: int, probes: bool) -> None:
+    """Never returns."""
+    code = 70
+    try:
+        os.setpgid(0, 0)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream, target in ((0, null), (1, null), (2, errors)):
+            os.dup2(target, stream)
+        resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.environ.pop("MOEEDGE_NO_PROBE", None)
+        os.environ |= {"MOEEDGE_NO_PROBE": "1"} if not probes else {}
+        os.environ |= {"HOME": str(home), "MOEEDGE_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+        if arguments[0] == "call":
+            from moeedge.cli.common import cli_errors
+
+            module, _, name = arguments[1].partition(":")
+            with cli_errors():
+                getattr(import_module(module), name)(*arguments[2:])
+        else:
+            sys.argv = ["moeedge", *arguments]
+            import_module("moeedge.__main__").main()
+        code = 0
+    except Exit as end:
+        code = end.exit_code
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def cases(kind: str, seed: int, first: int, n: int, folder: Path) -> Iterator[tuple[int, list[str], bytes]]:
+    """Number, arguments and changed input of each case; the input is in folder/case... until the next one."""
+    find = seed_files(folder)
+    if kind == "cli":
+        for number in range(first, first + n):
+            yield number, _arguments(Random(f"{seed} {number}")), b""
+        return
+    about = KINDS[kind]
+    for number in range(first, first + n):
+        rng = Random(f"{seed} {number}")
+        sound = find(rng.choice(about.seeds))
+        data = about.mutate(rng, sound.read_bytes())
+        path = folder / f"case{about.suffix or sound.suffix}"
+        path.write_bytes(data)
+        command = shlex.split(rng.choice(about.commands).replace("{", "'{").replace("}", "}'"))
+        names = {
+            word: str(path) if word == "FILE" else str(find(word[1:-1])) if word[:1] == "{" else word
+            for word in command
+        }
+        yield number, [names[word] for word in command], data
+
+
+def _arguments(rng: Random) -> list[str]:
+    """A random command line: a command or none, options of its own and of others, values of every kind."""
+    from tests.outputs.program import commands, scratch
+
+    with scratch():
+        known = commands()
+    name = rng.choice([*known])
+    options = [
+        option for param in known[rng.choice((name, name, rng.choice([*known])))].params for option in param.opts
+    ]
+    values = (
+        "",
+        "0",
+        "-1",
+        "1,2",
+        "nan",
+        "inf",
+        "9" * 40,
+        "auto",
+        "none",
+        "off",
+        "text.txt",
+        "/",
+        "/dev/null",
+        "\udcff",
+        "1GiB",
+    )
+    words = [word for _ in range(rng.randrange(5)) for word in (rng.choice(options), rng.choice(values))]
+    # nothing that runs for long: at most a header is read
+    return (
+        [*name.split(), *words, *rng.choice((["--help"], ["--no-such"], []))]
+        if name != "worker"
+        else ["worker", "--help"]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("kind", choices=[*KINDS, "cli"])
+    parser.add_argument("--n", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--no-probe", action="store_true", help="model files are not tried by another process first")
+    parser.add_argument("--finds", type=Path, help="folder that gets the input of each bad case")
+    options = parser.parse_args()
+    import moeedge.cli.app
+    import moeedge.llama.library  # noqa: F401  each child has it already
+
+    outcomes: Counter[str] = Counter()
+    bad: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, arguments, data in cases(options.kind, options.seed, options.first, options.n, folder):
+            limit_s = LIMIT_S if options.kind != "cli" else 3
+            outcome, last = run_case(arguments, folder, limit_s, probes=not options.no_probe)
+            if outcome == "hang" and options.kind == "cli":  # it computes, as it was asked to
+                outcome = "accepted"
+            outcomes[outcome] += 1
+            is_sound = options.kind in KINDS and KINDS[options.kind].is_sound
+            if outcome in BAD or outcome.startswith("exit code") or (is_sound and outcome != "accepted"):
+                bad[f"{outcome}: {last[:160]}"] += 1
+                print(f"case {number}: {outcome}: moeedge {' '.join(arguments)[:200]}: {last[:200]}", flush=True)
+                if options.finds is not None:
+                    options.finds.mkdir(parents=True, exist_ok=True)
+                    (options.finds / f"{options.kind}-{options.seed}-{number}").write_bytes(data)
+            if (number - options.first) % 1000 == 999:
+                print(f"{number - options.first + 1} cases: {dict(outcomes)}", flush=True)
+    print(f"{options.kind}, seed {options.seed}, {options.n} cases: {dict(outcomes)}")
+    for text, n in bad.most_common(30):
+        print(f"{n:6} {text}")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Damaged inputs end in a sentence; `python -m tests.fuzz` runs many more of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from moeedge.errors import ModelFileError
+from moeedge.llama.model import Model
+from tests.fuzz import gguf_header
+from tests.fuzz.__main__ import KINDS
+
+
+def test_a_header_is_written_as_it_was_read(tiny_moe: Path) -> None:
+    data = tiny_moe.read_bytes()
+    header = gguf_header.parse(data)
+    assert gguf_header.written(header) == data[: header.size]
+
+
+def test_an_assertion_of_llama_cpp_is_an_error(tiny_moe: Path, tmp_path: Path) -> None:
+    """More layers than llama.cpp has room for: it asserts, which would end this process."""
+    data = tiny_moe.read_bytes()
+    header = gguf_header.parse(data)
+    next(pair for pair in header.pairs if pair.key.endswith(b".block_count")).value = 513
+    path = tmp_path / "many.gguf"
+    start = -(-header.size // 32) * 32
+    path.write_bytes(gguf_header.written(header).ljust(start, b"\0") + data[start:])
+    with pytest.raises(ModelFileError, match=r"assert|ASSERT"):
+        Model.load(path, header_only=True)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cli"])
+@pytest.mark.parametrize("n", [4, pytest.param(25, marks=pytest.mark.slow)])
+def test_damaged_inputs(kind: str, n: int) -> None:
+    """In a process of their own, whose children inherit no thread."""
+    command = [sys.executable, "-m", "tests.fuzz", kind, "--n", str(n), "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_same_case_again(tiny_moe: Path) -> None:
+    data = tiny_moe.read_bytes()
+    assert [gguf_header.mutated(Random(f"1 {i}"), data) for i in range(20)] == [
+        gguf_header.mutated(Random(f"1 {i}"), data) for i in range(20)
+    ]

@@ -1,0 +1,74 @@
+"""Random changes of text and other bytes, and of the members of a NumPy archive."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from random import Random
+
+import numpy as np
+
+# what breaks readers of JSON, CSV, Jinja and numbers
+TOKENS = (
+    *(b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b'"\\ud800"', b"1e999", b"NaN", b"-1", b"null", b"{}", b"\0", b"\xff"),
+    *(b"\r", b'"', b",,,", b"\xe2\x80\xa8", b"a" * 140_000, b"2147483648", b"0", b"true", b'"messages"', b'"turns"'),
+    *(
+        b"{% for i in range(99999999) %}",
+        b"{{ messages * 99999999 }}",
+        b"{{ x.y.z }}",
+        b"{% include 'a' %}",
+        b"{%",
+        b"}}",
+    ),
+)
+
+
+def mutated(rng: Random, data: bytes) -> bytes:
+    """The bytes with one to four changes."""
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+        end = min(end, at + rng.choice((1, 4, 64, 4096)))
+        way = rng.randrange(6)
+        if way == 0:
+            data = data[:at] + data[end:]
+        elif way == 1:
+            data = data[:end] + data[at:]
+        elif way == 2:
+            data = data[:at] + rng.randbytes(end - at) + data[end:]
+        elif way == 3:
+            data = data[:at]
+        else:
+            data = data[:at] + rng.choice(TOKENS) + data[at if way == 4 else end :]
+    return data
+
+
+def mutated_archive(rng: Random, data: bytes) -> bytes:
+    """An .npz whose arrays differ in one value, type or shape, lack one, or whose bytes differ."""
+    if rng.random() < 0.3:
+        return mutated(rng, data)
+    with np.load(io.BytesIO(data)) as archive:
+        arrays = dict(archive)
+    name = rng.choice([*arrays])
+    array, way = arrays[name], rng.randrange(6)
+    if way == 0:
+        del arrays[name]
+    elif way == 1 and array.size and array.dtype.kind in "iuf":
+        array.reshape(-1)[rng.randrange(array.size)] = rng.choice((0, 1, np.iinfo(np.int8).max))
+    elif way == 2 and array.ndim:
+        arrays[name] = array[: rng.randrange(len(array) + 1)]
+    elif way == 3:
+        arrays[name] = array.astype(rng.choice(("f4", "i8", "u1", "i4"))) if array.dtype.kind in "iufb" else array[None]
+    elif way == 4:
+        arrays[name] = array.reshape(array.shape[::-1])
+    elif array.dtype.kind == "U":
+        text = mutated(rng, str(array).encode()).decode("utf-8", "replace")
+        arrays[name] = np.array(text)
+    else:
+        arrays[name] = np.full_like(array, rng.choice((0, 1)))
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for key, value in arrays.items():
+            stream = io.BytesIO()
+            np.save(stream, value, allow_pickle=False)
+            archive.writestr(f"{key}.npy", stream.getvalue())
+    return file.getvalue()
