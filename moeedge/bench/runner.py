@@ -96,7 +96,7 @@ class Bench:
             has_drafts = any(mode.drafts for mode in plan.modes)
             self._device = resolve_device(plan.base if has_drafts else replace(plan.base, draft=None))
             in_turn = self._device.loads_misses  # each mode loads its own experts into RAM
-            if in_turn and self._device.kind != "none":
+            if in_turn and not self._device.ram_alone:
                 hint = "Measure one of them: -dev none, or --ram off."
                 raise InputError(f"bench does not measure experts in RAM next to {self._device.label}.", hint)
             if in_turn:

@@ -120,7 +120,7 @@ def load_target(
     n_gpu_layers = _ALL_LAYERS if config.n_gpu_layers is None else config.n_gpu_layers
     is_split = config.n_cpu_moe is not None
     experts_on_cpu = False
-    if device.kind == "none" and device.loads_misses:
+    if device.ram_alone:
         n_gpu_layers = 0
     elif device.kind != "gpu":
         n_gpu_layers, experts_on_cpu = config.n_gpu_layers or 0, is_split
@@ -302,7 +302,7 @@ def drafts_for_itself(path: Path) -> bool:
 
 def kv_on_gpu(config: EngineConfig, device: ResolvedDevice, model: Model) -> bool:
     """Whether the KV caches are on a GPU, with the layers that they belong to."""
-    if device.kind == "none" and device.loads_misses:  # `load_target` puts no layer on a GPU
+    if device.ram_alone:  # `load_target` puts no layer on a GPU
         return False
     all_layers = device.kind == "gpu" and config.n_gpu_layers is None
     return model.uses_gpu and (all_layers or config.n_gpu_layers not in (0, None))

@@ -102,7 +102,7 @@ class Session(Closing):
         check_policy(config.placement)
         run = Run() if run is None else Run(run.show)  # opening is not cancelled
         device = loading.resolve_device(config, model)
-        if device.kind == "none" and device.loads_misses:
+        if device.ram_alone:
             ram_tier.check_policy(config.placement.policy)
         if config.auto_gamma and config.gamma > 0:
             config = replace(config, gamma=GAMMA_MAX)
@@ -438,7 +438,7 @@ def _open_placement(
         return None, None
     in_ram = None
     if device.loads_misses:
-        in_ram = _in_ram(config, run) if device.kind == "none" else _next_to_device(config)
+        in_ram = _in_ram(config, run) if device.ram_alone else _next_to_device(config)
     opening = Opening(
         config=config.placement,
         device=device,

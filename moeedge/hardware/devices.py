@@ -48,6 +48,11 @@ class ResolvedDevice:
         return self.storage == "on demand"
 
     @property
+    def ram_alone(self) -> bool:
+        """Whether experts are placed in RAM, and on no device."""
+        return self.kind == "none" and self.loads_misses
+
+    @property
     def has_tiers(self) -> bool:
         """Whether experts can be placed: on the device, in RAM, or on both."""
         return self.kind != "none" or self.loads_misses

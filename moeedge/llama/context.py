@@ -294,7 +294,7 @@ class Context(Closing):
             code = self._decoder(self._batch.c_batch, wait=wait)
         except DriverThrewError as error:
             self.abandon()
-            if not self.model.uses_gpu:
+            if not self.model.uses_gpu and "ASSERT" in str(error):
                 text = f"llama.cpp failed to decode {n} tokens: {error}."
                 raise EngineError(text, "The model file may be damaged. Download or copy it again.") from None
             raise DeviceFailedError(f"The GPU's driver failed: {error}.", _WITHOUT_GPU) from None

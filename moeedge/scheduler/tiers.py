@@ -74,14 +74,16 @@ class Tier:
 
     @property
     def state(self) -> TierState:
-        if self.has_fallen_back or self.lost:
-            return TierState.FALLEN_BACK if self.has_fallen_back else TierState.LOST
+        if self.has_fallen_back:
+            return TierState.FALLEN_BACK
+        if self.lost:
+            return TierState.LOST
         return TierState.SHRUNK if self.cache.info.n_slots < self._n_slots_opened else TierState.WHOLE
 
     @property
     def usable(self) -> bool:
         """Whether it can be planned for: it works and has slots."""
-        return not self.has_fallen_back and not self.lost and self.cache.info.n_slots > 0
+        return self.state in (TierState.WHOLE, TierState.SHRUNK) and self.cache.info.n_slots > 0
 
     @property
     def active(self) -> bool:

@@ -19,7 +19,7 @@ TYPES = (*range(46), 255, 2**31 - 1)  # ggml's, and none of its
 class Pair:
     """A key and its value: a number, text, or numbers or texts of one type."""
 
-    key: bytes
+    name: bytes
     type: int
     value: object
     element: int = 0  # type of an array's elements
@@ -102,7 +102,7 @@ def written(header: Header) -> bytes:
     counts = ((header.n_tensors, header.tensors), (header.n_pairs, header.pairs))
     out += [struct.pack("<Q", len(there) if said is None else said) for said, there in counts]
     for pair in header.pairs:
-        out += [_text(pair.key), struct.pack("<I", pair.type)]
+        out += [_text(pair.name), struct.pack("<I", pair.type)]
         if pair.type == ARRAY and isinstance(pair.value, list):
             out.append(struct.pack("<IQ", pair.element, len(pair.value)))
             out += [_text(each) if isinstance(each, bytes) else _scalar(pair.element, each) for each in pair.value]
@@ -155,36 +155,33 @@ def _change_array(rng: Random, pair: Pair, values: list[object]) -> None:
         pair.type, pair.value = 4, len(values)
 
 
-def _change_pairs(rng: Random, header: Header) -> None:
-    n, way = rng.randrange(len(header.pairs)), rng.randrange(4)
-    pair = header.pairs[n]
+def _change_list(rng: Random, header: Header) -> None:
+    """One entry less, one twice, or one with another name."""
+    entries: list[Pair] | list[Tensor] = rng.choice((header.pairs, header.tensors))
+    n, way = rng.randrange(len(entries)), rng.randrange(3)
     if way == 0:
-        del header.pairs[n]
+        del entries[n]
     elif way == 1:
-        header.pairs.append(pair)
-    elif way == 2:
-        pair.key = rng.choice([*NAMES, rng.choice(header.pairs).key])
-    else:  # the same key with a number of another type, or an array of numbers
-        pair.type, pair.element = rng.choice((*SCALARS, STRING, ARRAY)), 5
-        number = rng.choice(EXTREMES)
-        pair.value = {STRING: b"text", ARRAY: [number] * 3, 6: 1.5, 12: 1.5, 7: True}.get(pair.type, number)
+        entries.append(entries[n])  # type: ignore[arg-type]
+    else:
+        entries[n].name = rng.choice([*NAMES, rng.choice(entries).name])
+
+
+def _change_type(rng: Random, header: Header) -> None:
+    """The same key with a number of another type, or an array of numbers."""
+    pair, number = rng.choice(header.pairs), rng.choice(EXTREMES)
+    pair.type, pair.element = rng.choice((*SCALARS, STRING, ARRAY)), 5
+    pair.value = {STRING: b"text", ARRAY: [number] * 3, 6: 1.5, 12: 1.5, 7: True}.get(pair.type, number)
 
 
 def _change_tensor(rng: Random, header: Header) -> None:
-    n, way = rng.randrange(len(header.tensors)), rng.randrange(7)
-    tensor = header.tensors[n]
-    if way == 0:
-        del header.tensors[n]
-    elif way == 1:
-        header.tensors.append(tensor)
-    elif way == 2:
-        tensor.name = rng.choice([*NAMES, rng.choice(header.tensors).name])
-    elif way == 3 and tensor.shape:
+    tensor, way = rng.choice(header.tensors), rng.randrange(4)
+    if way == 0 and tensor.shape:
         at = rng.randrange(len(tensor.shape))
         tensor.shape[at] = int(_number(rng, tensor.shape[at]))  # type: ignore[call-overload]
-    elif way == 4:
+    elif way == 1:
         tensor.shape = rng.choice(([], [1], tensor.shape[::-1], [*tensor.shape, 2], [1] * 9))
-    elif way == 5:
+    elif way == 2:
         tensor.type = rng.choice(TYPES)
     else:
         tensor.offset = rng.choice((0, 1, 32, tensor.offset + 32, tensor.offset + 1, 2**40, 2**63, 2**64 - 1))
@@ -202,7 +199,16 @@ def _change_bytes(rng: Random, header: Header) -> None:
 
 
 CHANGES: tuple[Callable[[Random, Header], None], ...] = (
-    *(_change_value, _change_value, _change_pairs, _change_tensor, _change_tensor, _change_counts, _change_bytes),
+    *(
+        _change_value,
+        _change_value,
+        _change_list,
+        _change_list,
+        _change_type,
+        _change_tensor,
+        _change_counts,
+        _change_bytes,
+    ),
 )
 
 
@@ -232,7 +238,7 @@ def benign(rng: Random, data: bytes) -> bytes:
         }
         header.pairs.append(Pair(b"own.%d.%d" % (n, rng.randrange(99)), kind, value.get(kind, rng.randrange(100)), 5))
     for name in (b"general.name", b"general.description", b"general.license"):
-        header.pairs = [pair for pair in header.pairs if pair.key != name]
+        header.pairs = [pair for pair in header.pairs if pair.name != name]
         if rng.random() < 0.7:
             header.pairs.append(Pair(name, STRING, rng.randbytes(rng.randrange(60)).hex().encode()))
     if rng.random() < 0.5:

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "no-copy.h"
+
 namespace moeedge {
 
 // of the calling thread; returns whether it was on before
@@ -12,13 +14,10 @@ bool throw_on_abort(bool on);
 // whether an OpenMP region is noticed; otherwise nothing that computes in several threads should be in a scope
 bool notices_parallel_regions();
 
-class abort_scope {
+class abort_scope : no_copy {
   public:
     explicit abort_scope(bool on = true) : before(throw_on_abort(on)) {}
     ~abort_scope() { throw_on_abort(before); }
-
-    abort_scope(const abort_scope &)             = delete;
-    abort_scope & operator=(const abort_scope &) = delete;
 
   private:
     const bool before;
