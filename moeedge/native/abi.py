@@ -20,7 +20,7 @@ import numpy as np
 
 Record = TypeVar("Record")
 
-ABI_VERSION = 26  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 27  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -77,6 +77,7 @@ class KernelChoice(IntEnum):
     MEASURED = 1  # ours where they are faster
     ALL = 2  # ours where there are any, of the newest instructions
     AVX2 = 3  # ours for AVX2 where there are any
+    AVXVNNI = 4  # ours for AVX-VNNI where there are any
 
 
 class ReadFault(IntEnum):

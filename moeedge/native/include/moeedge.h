@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 26
+#define MOEEDGE_ABI_VERSION 27
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -432,6 +432,7 @@ enum moeedge_kernel_choice {
     MOEEDGE_KERNEL_CHOICE_MEASURED = 1, // ours where they are faster (at first)
     MOEEDGE_KERNEL_CHOICE_ALL      = 2, // ours where there are any, of the newest instructions
     MOEEDGE_KERNEL_CHOICE_AVX2     = 3, // ours for AVX2 where there are any
+    MOEEDGE_KERNEL_CHOICE_AVXVNNI  = 4, // ours for AVX-VNNI where there are any
 };
 
 // a kernel of ours, as its check on this CPU found it

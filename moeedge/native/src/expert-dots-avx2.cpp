@@ -1,10 +1,14 @@
-// The kernels of expert-dots.h for AVX2. This file alone is compiled for it, so it must use no inline function of the standard
-// library, which the linker might take for other files, too.
+// The kernels of expert-dots.h for AVX2, and by way of expert-dots-avxvnni.cpp for AVX-VNNI. These files alone are compiled for
+// them, so they must use no inline function of the standard library, which the linker might take for other files, too.
 //
 // Rows in groups of eight have the blocks of eight rows side by side, eight bytes of each in turn: 32 bytes hold eight bytes of
 // rows 0-3 or 4-7. Eight bytes of a column are broadcast to meet them, so that 64 bits of a product belong to one row.
 
 #include "expert-dots.h"
+
+#ifndef KERNELS
+#    define KERNELS avx2_kernels
+#endif
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
@@ -39,16 +43,59 @@ inline __m256i multiply_32(const __m256i * w, const int8_t * column) {
 
 // the same, two int32 per row
 template <bool is_signed> inline __m256i add_32(const __m256i * w, const int8_t * column) {
+    __m256i sum = _mm256_setzero_si256();
+#    if defined(__AVXVNNI__)
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        sum = _mm256_dpbusd_avx_epi32(sum, w[i], broadcast_8_bytes(column + 8 * i));
+    }
+#    else
     const __m256i ones = _mm256_set1_epi16(1);
     if (!is_signed) {
         return _mm256_madd_epi16(multiply_32(w, column), ones);
     }
-    __m256i sum = _mm256_setzero_si256();
     UNROLLED
     for (int i = 0; i < 4; i++) {
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(products<true>(w[i], broadcast_8_bytes(column + 8 * i)), ones));
     }
+#    endif
     return sum;
+}
+
+// Eight rows side by side have eight bytes of rows 0-3 in one register (x) and of 4-7 in another (y): the first four bytes of each
+// and the last four, of rows 0 1 4 5 2 3 6 7
+inline __m256i even_words(__m256i x, __m256i y) {
+    return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(x), _mm256_castsi256_ps(y), 0x88));
+}
+
+inline __m256i odd_words(__m256i x, __m256i y) {
+    return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(x), _mm256_castsi256_ps(y), 0xdd));
+}
+
+// rows 0-7 of that order
+inline __m256 in_order(__m256 rows) {
+    return _mm256_permutevar8x32_ps(rows, _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7));
+}
+
+// the same of bytes, each n times
+inline __m128i order_of_bytes(int n) {
+    return n == 1 ? _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1)
+                  : _mm_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 2, 2, 3, 3, 6, 6, 7, 7);
+}
+
+// rows 0 1 4 5 2 3 6 7
+inline __m128i order_halves(const uint16_t * halves) {
+    return _mm_shuffle_epi32(load_16(halves), _MM_SHUFFLE(3, 1, 2, 0));
+}
+
+// factors of eight rows, 0 1 4 5 2 3 6 7
+template <typename block_type> inline __m256 factors_of(const block_type & block) {
+    return to_floats(order_halves(block.d));
+}
+
+inline __m256 factors_of(const block_mxfp4x8 & block) {
+    const __m128i exponents = _mm_loadl_epi64((const __m128i *) block.e);
+    return halves_of_powers(_mm256_cvtepu8_epi32(_mm_shuffle_epi8(exponents, order_of_bytes(1))));
 }
 
 // 32 values in groups of eight rows
@@ -294,85 +341,6 @@ void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, c
     all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
 }
 
-// blocks of 256, one row
-
-// a * b + c of the first lane, rounded once
-inline __m128 fused(float a, __m128i b, float c) {
-    return _mm_fmadd_ss(_mm_set_ss(a), _mm_cvtepi32_ps(b), _mm_set_ss(c));
-}
-
-template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const block_q8_K * const * columns, float * const * out) {
-    constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
-
-    __m256 sums[N];
-    __m128 mins_by_four[N];
-    float  mins_by_block[N];
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c]          = _mm256_setzero_ps();
-        mins_by_four[c]  = _mm_setzero_ps();
-        mins_by_block[c] = 0;
-    }
-    for (int64_t b = 0; b < n_blocks; b++) {
-        const auto & block = row[b];
-        ask_for_bytes<sizeof(block)>((const char *) &block + AHEAD_BYTES);
-        const scale_bytes bytes = T::scales(block);
-        const float       d     = to_float(block.d);
-        const float       min   = min_factor_of<T>(block);
-        __m256i           totals[N];
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            const block_q8_K & column = columns[c][b];
-            totals[c]                 = _mm256_setzero_si256();
-            if constexpr (T::offset != 0 && !T::is_offset_per_value) {
-                const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes.scales));
-                totals[c]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
-            }
-            if constexpr (T::mins == MINS_FIRST) {
-                const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes.mins), load(column.sums));
-                sums[c]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[c]);
-            } else if constexpr (T::mins != NO_MINS) {
-                const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes.mins), sums_of_32(column));
-                if constexpr (T::mins == MINS_BY_FOUR) {
-                    mins_by_four[c] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[c]);
-                } else {
-                    const __m128i of_2 = _mm_hadd_epi32(found, found);
-                    mins_by_block[c]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[c]));
-                }
-            }
-        }
-        UNROLLED
-        for (int i = 0; i < 8; i++) {
-            const __m256i scale  = bytes.of<T::n_scales>(i);
-            const __m256i offset = _mm256_set1_epi8(T::offset);
-            __m256i       w      = T::values(block, i);
-            if constexpr (T::is_offset_per_value && N > 1) {
-                w = _mm256_sub_epi8(w, offset);
-            }
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                const __m256i x = load(columns[c][b].q + 32 * i);
-                __m256i       found;
-                if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
-                    found = _mm256_sub_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(offset, x));
-                } else {
-                    found = products<is_signed>(w, x);
-                }
-                totals[c] = _mm256_add_epi32(totals[c], _mm256_madd_epi16(scale, found));
-            }
-        }
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(totals[c]), sums[c]);
-        }
-    }
-    UNROLLED
-    for (int c = 0; c < N; c++) {
-        const float mins = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[c]) : mins_by_block[c];
-        *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
-    }
-}
-
 // 16 bits of a float, one row
 
 struct column_bf16 { // 32 values
@@ -422,6 +390,67 @@ struct for_bf16 {
     }
 };
 
+// panels of rows in groups of eight
+
+struct rows_of_groups {
+    static void write(row_floats rows, float * to) { _mm256_storeu_ps(to, in_order((__m256) rows)); }
+};
+
+inline void unpack_words(__m256i x, __m256i y, __m256i table, uint8_t * to) {
+    const __m256i low[2]  = { _mm256_shuffle_epi8(table, low_4(x)), _mm256_shuffle_epi8(table, low_4(y)) };
+    const __m256i high[2] = { _mm256_shuffle_epi8(table, high_4(x)), _mm256_shuffle_epi8(table, high_4(y)) };
+    store(to, even_words(low[0], low[1]));
+    store(to + sizeof(row_words), odd_words(low[0], low[1]));
+    store(to + 4 * sizeof(row_words), even_words(high[0], high[1]));
+    store(to + 5 * sizeof(row_words), odd_words(high[0], high[1]));
+}
+
+template <typename L> struct panels_32 : panels_32_multiply<L>, rows_of_groups {
+    static void unpack(const char * rows, size_t, int64_t first, int64_t n, panel_32 & to) {
+        const auto * at = (const typename L::block *) rows + first;
+        for (int64_t b = 0; b < n; b++) {
+            ask_for(at[b].q);
+            ask_for(at[b].q + 64);
+            for (int i = 0; i < 2; i++) {
+                unpack_words(load(at[b].q + 64 * i), load(at[b].q + 64 * i + 32), L::table(), to.q[b][2 * i]);
+            }
+            _mm256_store_ps(to.d[b], factors_of(at[b]));
+        }
+    }
+};
+
+template <panel_rounding R> struct panels_q4_Kx8 : panels_256_multiply<q4_K_reader, R>, rows_of_groups {
+    static void unpack(const char * rows, size_t, int64_t first, int64_t n, panel_256<8> & to) {
+        for (int64_t b = 0; b < n; b++) {
+            const block_q4_Kx8 & block = ((const block_q4_Kx8 *) rows)[first + b];
+            __m128i              mins[8];
+            UNROLLED
+            for (int s = 0; s < 8; s++) {
+                const scale_bytes bytes = scales_of_4_5(block.scales + 12 * s);
+                store(to.scales[b][s], _mm256_cvtepu8_epi16(_mm_shuffle_epi8(bytes.scales, order_of_bytes(2))));
+                mins[s] = _mm_shuffle_epi8(bytes.mins, order_of_bytes(1));
+            }
+            UNROLLED
+            for (int i = 0; i < 4; i++) {
+                store(to.mins[b][i], _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(mins[2 * i], mins[2 * i + 1])));
+            }
+            for (int i = 0; i < 16; i++) { // of two times 32 values, eight values of each row
+                const uint8_t * q = block.q + 64 * i;
+                ask_for(q);
+                const __m256i even = even_words(load(q), load(q + 32));
+                const __m256i odd  = odd_words(load(q), load(q + 32));
+                row_words *   low  = to.q[b] + 16 * (i / 4) + 2 * (i % 4);
+                store(low[0], low_4(even));
+                store(low[1], low_4(odd));
+                store(low[8], high_4(even));
+                store(low[9], high_4(odd));
+            }
+            _mm256_store_ps(to.d[b], to_floats(order_halves(block.d)));
+            _mm256_store_ps(to.min[b], to_floats(order_halves(block.min)));
+        }
+    }
+};
+
 template <typename L> struct for_32x8 {
     static constexpr int64_t n_rows = 8;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
@@ -436,41 +465,36 @@ struct for_q4_Kx8 {
     }
 };
 
-template <typename T> struct for_256 {
-    static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const block_q8_K * const *) columns, out);
-    }
-};
+constexpr const char * instructions = has_vnni ? "avxvnni" : "avx2";
 
 template <typename L> constexpr dot_kernel kernel_of_32x8(const char * layout, ggml_type type) {
     const dots_function many = panel_dots<panels_32<L>>;
-    return { "avx2", layout, type, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 32, pack_columns<L::offset>, all_dots<for_32x8<L>>,
+    return { instructions, layout, type, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 8, 32, pack_columns<L::offset>, all_dots<for_32x8<L>>,
              many, 7, 8, many, nullptr };
 }
 
 template <typename block_type> constexpr dot_kernel kernel_of_32(const char * layout, ggml_type type) {
     const dots_function many = wide_dots<block_type, 1>;
-    return { "avx2", layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32, pack_columns<0>, all_dots<for_32<block_type>>, many, 7, 8, many, nullptr };
+    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 32, pack_columns<0>, all_dots<for_32<block_type>>, many, 7, 8, many, nullptr };
 }
 
 // with two sums of each row; ggml rounds dense matrices of IQ4_NL otherwise
 template <typename block_type, bool has_dense> constexpr dot_kernel kernel_of_64(const char * layout, ggml_type type) {
     const dots_function many = wide_dots<block_type, 2>;
-    return { "avx2", layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 64, pack_columns<0>, all_dots<for_32<block_type, 2>>, many,
+    return { instructions, layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_block), 4, 64, pack_columns<0>, all_dots<for_32<block_type, 2>>, many,
              has_dense ? 7 : 0, 8, has_dense ? many : nullptr, nullptr };
 }
 
 template <typename T> constexpr dot_kernel kernel_of_256(const char * layout, ggml_type type) {
     const dots_function many = panel_dots<panels_256<T>>;
-    return { "avx2", layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_256<T>>, many, 7, 8, many, nullptr };
+    return { instructions, layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_256<T>>, many, 7, 8, many, nullptr };
 }
 
 const dot_kernel kernels[] = {
     kernel_of_32x8<q4_0x8_layout>("q4_0x8", GGML_TYPE_Q4_0),
     kernel_of_32x8<iq4_nlx8_layout>("iq4_nlx8", GGML_TYPE_IQ4_NL),
     kernel_of_32x8<mxfp4x8_layout>("mxfp4x8", GGML_TYPE_MXFP4),
-    { "avx2", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_q4_Kx8>,
+    { instructions, "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 8, 256, nullptr, all_dots<for_q4_Kx8>,
       panel_dots<panels_q4_Kx8<AS_GROUP>>, 3, 4, panel_dots<panels_q4_Kx8<AS_GROUP_BY_FOUR>>, quantize_fours },
     kernel_of_32<block_q8_0>("q8_0", GGML_TYPE_Q8_0),
     kernel_of_32<block_q4_0>("q4_0", GGML_TYPE_Q4_0),
@@ -484,7 +508,7 @@ const dot_kernel kernels[] = {
     kernel_of_256<q6_K_reader>("q6_K", GGML_TYPE_Q6_K),
     kernel_of_256<iq4_xs_reader>("iq4_xs", GGML_TYPE_IQ4_XS),
     // ggml has another order for dense matrices with two columns and more
-    { "avx2", "bf16", GGML_TYPE_BF16, false, GGML_TYPE_BF16, 32, sizeof(column_bf16), 1, 32, pack_bf16, all_dots<for_bf16>, nullptr, 1, 0, nullptr, nullptr },
+    { instructions, "bf16", GGML_TYPE_BF16, false, GGML_TYPE_BF16, 32, sizeof(column_bf16), 1, 32, pack_bf16, all_dots<for_bf16>, nullptr, 1, 0, nullptr, nullptr },
 };
 
 int64_t multiply(int64_t n_turns) {
@@ -501,7 +525,7 @@ int64_t multiply(int64_t n_turns) {
 
 } // namespace
 
-dot_kernels avx2_kernels() {
+dot_kernels KERNELS() {
     return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply };
 }
 
@@ -511,7 +535,7 @@ dot_kernels avx2_kernels() {
 
 namespace moeedge {
 
-dot_kernels avx2_kernels() {
+dot_kernels KERNELS() {
     return { nullptr, 0, nullptr };
 }
 

@@ -9,7 +9,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 
 #    define AHEAD_BYTES 8000 // by measurement on Zen 5
-#    include "expert-dots-x86.h"
+#    include "expert-panels-x86.h"
 
 namespace moeedge {
 
@@ -61,13 +61,51 @@ inline __m512 factors(const uint16_t * first, const uint16_t * second) {
     return _mm512_cvtph_ps(_mm256_loadu2_m128i((const __m128i *) second, (const __m128i *) first));
 }
 
-// Q4_0 in groups of eight rows
+// 32 values in groups of eight rows
+
+template <typename block_type> inline __m512 factors_of(const block_type & first, const block_type & second) {
+    return factors(first.d, second.d);
+}
+
+inline __m512 factors_of(const block_mxfp4x8 & first, const block_mxfp4x8 & second) {
+    const auto powers_of = [](const uint8_t * e) { return _mm256_castps_si256(halves_of_powers(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) e)))); };
+    return _mm512_castsi512_ps(join(powers_of(first.e), powers_of(second.e)));
+}
+
+// from two groups to four values of each row
+inline void unpack_words(const uint8_t * first, const uint8_t * second, __m512i table, __m512i * w) {
+    UNROLLED
+    for (int i = 0; i < 2; i++) {
+        const __m512i x    = load_64(first + 64 * i);
+        const __m512i y    = load_64(second + 64 * i);
+        const __m512i even = even_words(x, y);
+        const __m512i odd  = odd_words(x, y);
+        w[2 * i]           = _mm512_shuffle_epi8(table, low_bits(even));
+        w[2 * i + 1]       = _mm512_shuffle_epi8(table, low_bits(odd));
+        w[2 * i + 4]       = _mm512_shuffle_epi8(table, high_bits(even));
+        w[2 * i + 5]       = _mm512_shuffle_epi8(table, high_bits(odd));
+    }
+}
+
+template <typename L> struct panels_32 : panels_32_multiply<L>, rows_in_order {
+    static void unpack(const char * rows, size_t row_bytes, int64_t from, int64_t n, panel_32 & to) {
+        const __m512i table  = join(L::table(), L::table());
+        const auto *  first  = (const typename L::block *) rows + from;
+        const auto *  second = (const typename L::block *) (rows + 8 * row_bytes) + from;
+        for (int64_t b = 0; b < n; b++) {
+            ask_for_bytes<sizeof(*first)>((const char *) &first[b] + 16 * row_bytes); // of the next panel
+            ask_for_bytes<sizeof(*first)>((const char *) &second[b] + 16 * row_bytes);
+            unpack_words(first[b].q, second[b].q, table, (__m512i *) to.q[b]);
+            _mm512_store_ps(to.d[b], factors_of(first[b], second[b]));
+        }
+    }
+};
 
 // N columns, two groups
-template <int N>
-void dots_q4_0x8(int64_t n_blocks, const block_q4_0x8 * first, const block_q4_0x8 * second, const column_block * const * columns,
-                 float * const * out) {
-    const __m512i flip = _mm512_set1_epi8((char) 0x88); // from signed to unsigned
+template <typename L, int N>
+void dots_32x8(int64_t n_blocks, const typename L::block * first, const typename L::block * second, const column_block * const * columns,
+               float * const * out) {
+    const __m512i table = join(L::table(), L::table());
 
     __m512 sums[N];
     UNROLLED
@@ -77,19 +115,9 @@ void dots_q4_0x8(int64_t n_blocks, const block_q4_0x8 * first, const block_q4_0x
     const char * later = (const char *) first + bytes_until_later(2 * n_blocks * (int64_t) sizeof(*first));
     for (int64_t b = 0; b < n_blocks; b++) {
         ask_for_bytes<2 * sizeof(*first)>(later + 2 * b * (int64_t) sizeof(*first));
-        __m512i w[8]; // four values of each row
-        UNROLLED
-        for (int i = 0; i < 2; i++) {
-            const __m512i x    = _mm512_xor_si512(load_64(first[b].q + 64 * i), flip);
-            const __m512i y    = _mm512_xor_si512(load_64(second[b].q + 64 * i), flip);
-            const __m512i even = even_words(x, y);
-            const __m512i odd  = odd_words(x, y);
-            w[2 * i]           = low_bits(even);
-            w[2 * i + 1]       = low_bits(odd);
-            w[2 * i + 4]       = high_bits(even);
-            w[2 * i + 5]       = high_bits(odd);
-        }
-        const __m512 d = factors(first[b].d, second[b].d);
+        __m512i w[8];
+        unpack_words(first[b].q, second[b].q, table, w);
+        const __m512 d = factors_of(first[b], second[b]);
         UNROLLED
         for (int c = 0; c < N; c++) {
             const column_block & column = columns[c][b];
@@ -135,6 +163,46 @@ inline void unpack_all_scales(const uint8_t * first, const uint8_t * second, uin
     store_rows(_mm512_and_si512(a, six), _mm512_or_si512(low_bits(c), _mm512_and_si512(_mm512_srli_epi32(a, 2), two)), scales);
     store_rows(_mm512_and_si512(b, six), _mm512_or_si512(high_bits(c), _mm512_and_si512(_mm512_srli_epi32(b, 2), two)), mins);
 }
+
+// a row's minimums of each two times 32 values
+inline void pair_mins(const uint8_t (*mins)[16], __m512i * pairs) {
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        const __m128i even = _mm_loadu_si128((const __m128i *) mins[2 * i]);
+        const __m128i odd  = _mm_loadu_si128((const __m128i *) mins[2 * i + 1]);
+        pairs[i]           = _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd)));
+    }
+}
+
+template <panel_rounding R> struct panels_q4_Kx8 : panels_256_multiply<q4_K_reader, R>, rows_in_order {
+    static void unpack(const char * rows, size_t row_bytes, int64_t from, int64_t n, panel_256<8> & to) {
+        const auto * first  = (const block_q4_Kx8 *) rows + from;
+        const auto * second = (const block_q4_Kx8 *) (rows + 8 * row_bytes) + from;
+        for (int64_t b = 0; b < n; b++) {
+            uint8_t scales[8][16], mins[8][16];
+            unpack_all_scales(first[b].scales, second[b].scales, scales, mins);
+            UNROLLED
+            for (int s = 0; s < 8; s++) {
+                const __m512i once = _mm512_cvtepu8_epi32(load_16(scales[s]));
+                _mm512_store_si512(to.scales[b][s], _mm512_or_si512(once, _mm512_slli_epi32(once, 16)));
+            }
+            pair_mins(mins, (__m512i *) to.mins[b]);
+            for (int i = 0; i < 16; i++) { // of two times 32 values, eight values of each row
+                const __m512i x = load_64(first[b].q + 64 * i), y = load_64(second[b].q + 64 * i);
+                _mm_prefetch((const char *) first[b].q + 64 * i + 16 * row_bytes, _MM_HINT_T0);
+                _mm_prefetch((const char *) second[b].q + 64 * i + 16 * row_bytes, _MM_HINT_T0);
+                const __m512i even = even_words(x, y), odd = odd_words(x, y);
+                row_words *   low  = to.q[b] + 16 * (i / 4) + 2 * (i % 4);
+                _mm512_store_si512(low[0], low_bits(even));
+                _mm512_store_si512(low[1], low_bits(odd));
+                _mm512_store_si512(low[8], high_bits(even));
+                _mm512_store_si512(low[9], high_bits(odd));
+            }
+            _mm512_store_ps(to.d[b], factors(first[b].d, second[b].d));
+            _mm512_store_ps(to.min[b], factors(first[b].min, second[b].min));
+        }
+    }
+};
 
 template <int N>
 void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * first, const block_q4_Kx8 * second, const block_q8_K * const * columns,
@@ -185,13 +253,8 @@ void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * first, const block_q4_Kx
                 totals[c]          = _mm512_add_epi32(totals[c], _mm512_add_epi32(low, high));
             }
         }
-        __m512i min_pairs[4]; // a row's minimums of two times 32 values
-        UNROLLED
-        for (int i = 0; i < 4; i++) {
-            const __m128i even = _mm_loadu_si128((const __m128i *) mins[2 * i]);
-            const __m128i odd  = _mm_loadu_si128((const __m128i *) mins[2 * i + 1]);
-            min_pairs[i]       = _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd)));
-        }
+        __m512i min_pairs[4];
+        pair_mins(mins, min_pairs);
         const __m512 d   = factors(first[b].d, second[b].d);
         const __m512 min = factors(first[b].min, second[b].min);
         UNROLLED
@@ -214,91 +277,101 @@ void dots_q4_Kx8(int64_t n_blocks, const block_q4_Kx8 * first, const block_q4_Kx
     }
 }
 
-// Q8_0 and Q4_0, two rows side by side
+// blocks of 32, pairs of rows side by side
 
-// 32 values of two rows, offset_of more than they are
+// 32 values of two rows
 
-inline __m512i values_of(const block_q8_0 & first, const block_q8_0 & second) {
-    return _mm512_xor_si512(join(load(first.q), load(second.q)), _mm512_set1_epi8((char) 0x80));
+template <typename block_type> inline __m512i values_of(const block_type & first, const block_type & second) {
+    return join(values_of(first), values_of(second));
 }
 
 inline __m512i values_of(const block_q4_0 & first, const block_q4_0 & second) {
     const __m256i raw    = _mm256_loadu2_m128i((const __m128i *) second.q, (const __m128i *) first.q);
     const __m512i twice  = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), _mm512_castsi256_si512(raw));
     const __m512i shifts = _mm512_setr_epi64(0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004);
-    return low_bits(_mm512_srlv_epi16(twice, shifts));
+    return _mm512_sub_epi8(low_bits(_mm512_srlv_epi16(twice, shifts)), _mm512_set1_epi8(8));
 }
 
-template <typename block_type> constexpr int offset_of = 0;
-template <> constexpr int                    offset_of<block_q8_0> = 128;
-template <> constexpr int                    offset_of<block_q4_0> = 8;
+template <typename block_type> inline __m512 factors_of_pair(const block_type & first, const block_type & second) {
+    const __m128  both   = _mm_cvtph_ps(_mm_cvtsi32_si128(first.d | second.d << 16));
+    const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return _mm512_permutexvar_ps(places, _mm512_castps128_ps512(both));
+}
+
+inline __m512 factors_of_pair(const block_mxfp4 & first, const block_mxfp4 & second) {
+    return _mm512_castsi512_ps(join(_mm256_set1_epi32((int) powers.bits[first.e]), _mm256_set1_epi32((int) powers.bits[second.e])));
+}
 
 // a block of a column of Q8_0
-struct column_words {
+struct column_bytes {
     float   d;
-    int32_t offsets[8]; // what the rows' offset adds too much, of four values each, negative
-    int8_t  q[32];
+    uint8_t q[32]; // 128 too large
 };
 
-template <typename block_type> void pack_words(const void * quantized, int64_t n_blocks, void * to) {
+inline void pack_bytes(const void * quantized, int64_t n_blocks, void * to) {
     const block_q8_0 * from = (const block_q8_0 *) quantized;
     for (int64_t b = 0; b < n_blocks; b++) {
-        column_words & block = ((column_words *) to)[b];
-        const __m256i  q     = load(from[b].q);
-        const __m256i  of_4  = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);
+        column_bytes & block = ((column_bytes *) to)[b];
         block.d              = to_float(from[b].d);
-        _mm256_storeu_si256((__m256i *) block.offsets, _mm256_mullo_epi32(of_4, _mm256_set1_epi32(-offset_of<block_type>)));
-        _mm256_storeu_si256((__m256i *) block.q, q);
+        store(block.q, _mm256_xor_si256(load(from[b].q), _mm256_set1_epi8((char) 0x80)));
     }
 }
 
-template <typename block_type, int N>
-void dots_32(int64_t n_blocks, const block_type * first, const block_type * second,
-             const column_words * const * columns, float * const * out) {
-    const char * later = (const char *) first + bytes_until_later(2 * n_blocks * (int64_t) sizeof(*first));
-    __m512 sums[N];
+// n_sums: of each row, which blocks take in turn
+template <typename block_type, int n_pairs, int N, int n_sums>
+void dots_32(int64_t n_blocks, const char * rows, size_t row_bytes, const column_bytes * const * columns, float * const * out) {
+    const __m512i      too_large = _mm512_set1_epi8((char) 0x80);
+    const block_type * row[2 * n_pairs];
     UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c] = _mm512_setzero_ps();
+    for (int r = 0; r < 2 * n_pairs; r++) {
+        row[r] = (const block_type *) (rows + r * row_bytes);
     }
-    for (int64_t b = 0; b < n_blocks; b++) {
-        ask_for_bytes<2 * sizeof(*first)>(later + 2 * b * (int64_t) sizeof(*first));
-        const __m512i w      = values_of(first[b], second[b]);
-        const __m128  d_both = _mm_cvtph_ps(_mm_cvtsi32_si128(first[b].d | second[b].d << 16));
-        const __m512i places = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-        const __m512  d      = _mm512_permutexvar_ps(places, _mm512_castps128_ps512(d_both));
+    const char * later = rows + bytes_until_later(2 * n_pairs * (int64_t) row_bytes);
+    __m512       sums[n_sums][n_pairs][N];
+    UNROLLED
+    for (int i = 0; i < n_sums * n_pairs * N; i++) {
+        sums[i / (n_pairs * N)][i / N % n_pairs][i % N] = _mm512_setzero_ps();
+    }
+    for (int64_t first = 0; first < n_blocks; first += n_sums) {
         UNROLLED
-        for (int c = 0; c < N; c++) {
-            const column_words & column = columns[c][b];
-            const __m512i        sum    = _mm512_dpbusd_epi32(load_32_twice(column.offsets), w, load_32_twice(column.q));
-            sums[c] = _mm512_fmadd_ps(_mm512_mul_ps(d, _mm512_set1_ps(column.d)), _mm512_cvtepi32_ps(sum), sums[c]);
+        for (int i = 0; i < n_sums; i++) {
+            const int64_t b = first + i;
+            ask_for_bytes<2 * n_pairs * sizeof(block_type)>(later + 2 * n_pairs * b * (int64_t) sizeof(block_type));
+            __m512i w[n_pairs], start[n_pairs];
+            __m512  d[n_pairs];
+            UNROLLED
+            for (int p = 0; p < n_pairs; p++) {
+                w[p]     = values_of(row[2 * p][b], row[2 * p + 1][b]);
+                start[p] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(_mm512_setzero_si512(), too_large, w[p]));
+                d[p]     = factors_of_pair(row[2 * p][b], row[2 * p + 1][b]);
+            }
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                const column_bytes & column = columns[c][b];
+                const __m512i        q      = load_32_twice(column.q);
+                UNROLLED
+                for (int p = 0; p < n_pairs; p++) {
+                    const __m512i sum = _mm512_dpbusd_epi32(start[p], q, w[p]);
+                    __m512 &      to  = sums[i][p][c];
+                    to                = _mm512_fmadd_ps(_mm512_mul_ps(d[p], _mm512_set1_ps(column.d)), _mm512_cvtepi32_ps(sum), to);
+                }
+            }
         }
     }
     UNROLLED
-    for (int c = 0; c < N; c++) {
-        out[c][0] = sum_of(_mm512_castps512_ps256(sums[c]));
-        out[c][1] = sum_of(_mm256_castsi256_ps(upper_half(_mm512_castps_si512(sums[c]))));
+    for (int i = 0; i < n_pairs * N; i++) {
+        const int    p = i / N, c = i % N;
+        const __m512 sum  = n_sums == 1 ? sums[0][p][c] : _mm512_add_ps(sums[0][p][c], sums[n_sums - 1][p][c]);
+        out[c][2 * p]     = sum_of(_mm512_castps512_ps256(sum));
+        out[c][2 * p + 1] = sum_of(_mm256_castsi256_ps(upper_half(_mm512_castps_si512(sum))));
     }
 }
 
 // float sums of one row of 256-value blocks and N columns
 
-enum rounding { ROUNDED_AS_SINGLE, ROUNDED_AS_TILE };
-
-// lane c: the sum of x[c]
-template <int N> inline __m128i sum_of_each(const __m128i * x) {
-    __m128i all[4];
-    UNROLLED
-    for (int c = 0; c < 4; c++) {
-        all[c] = c < N ? x[c < N ? c : 0] : _mm_setzero_si128();
-    }
-    return _mm_hadd_epi32(_mm_hadd_epi32(all[0], all[1]), _mm_hadd_epi32(all[2], all[3]));
-}
-
-template <int N, rounding R, bool has_mins> struct row_sums {
+template <int N, bool has_mins> struct row_sums {
     __m256 sums[N];
     __m128 min_sums[N];
-    __m128 tile_sums; // a lane per column
 
     inline row_sums() {
         UNROLLED
@@ -306,15 +379,10 @@ template <int N, rounding R, bool has_mins> struct row_sums {
             sums[c]     = _mm256_setzero_ps();
             min_sums[c] = _mm_setzero_ps();
         }
-        tile_sums = _mm_setzero_ps();
     }
 
     // adds block b of each column: d * totals - min * min_totals
     inline void add(const block_q8_K * const * columns, int64_t b, float d, const __m256i * totals, float min, const __m128i * min_totals) {
-        if constexpr (R == ROUNDED_AS_TILE) {
-            add_tile(columns, b, d, totals, min, min_totals);
-            return;
-        }
         UNROLLED
         for (int c = 0; c < N; c++) {
             const float column_d = columns[c][b].d;
@@ -325,39 +393,22 @@ template <int N, rounding R, bool has_mins> struct row_sums {
         }
     }
 
-    inline void add_tile(const block_q8_K * const * columns, int64_t b, float d, const __m256i * totals, float min, const __m128i * min_totals) {
-        __m128i halves[N];
-        float   column_d[4] = {};
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            halves[c]   = _mm_add_epi32(_mm256_castsi256_si128(totals[c]), _mm256_extracti128_si256(totals[c], 1));
-            column_d[c] = columns[c][b].d;
-        }
-        __m128 block = _mm_mul_ps(_mm_set1_ps(d), _mm_cvtepi32_ps(sum_of_each<N>(halves)));
-        if constexpr (has_mins) {
-            block = _mm_fnmadd_ps(_mm_set1_ps(min), _mm_cvtepi32_ps(sum_of_each<N>(min_totals)), block);
-        }
-        tile_sums = _mm_fmadd_ps(block, _mm_loadu_ps(column_d), tile_sums);
-    }
-
     inline void store(float * const * out) const {
-        float tiles[4];
-        _mm_storeu_ps(tiles, tile_sums);
         UNROLLED
         for (int c = 0; c < N; c++) {
-            *out[c] = R == ROUNDED_AS_TILE ? tiles[c] : has_mins ? sum_of(sums[c]) + sum_of(min_sums[c]) : sum_of(sums[c]);
+            *out[c] = has_mins ? sum_of(sums[c]) + sum_of(min_sums[c]) : sum_of(sums[c]);
         }
     }
 };
 
 // Q4_K, one row
 
-template <int N, rounding R>
+template <int N>
 void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const block_q8_K * const * columns, float * const * out) {
     const __m512i shifts = join(_mm256_setzero_si256(), _mm256_set1_epi16(4));
     const __m512i picks  = join(_mm256_setzero_si256(), _mm256_set1_epi16(1));
 
-    row_sums<N, R, true> sums;
+    row_sums<N, true> sums;
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q4_K & block = row[b];
         ask_for(&block);
@@ -397,7 +448,7 @@ void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const block_q8_K * cons
 
 // Q6_K, one row
 
-template <int N, rounding R>
+template <int N>
 void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * const * columns, float * const * out) {
     const __m512i top    = _mm512_set1_epi8(48);
     const __m512i lefts  = join(_mm256_set1_epi16(4), _mm256_set1_epi16(2));
@@ -405,7 +456,7 @@ void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * cons
     // the scales of 64 values
     const __m512i picks  = _mm512_setr_epi64(0, 0, 0x0001000100010001, 0x0001000100010001, 0x0002000200020002, 0x0002000200020002,
                                              0x0003000300030003, 0x0003000300030003);
-    row_sums<N, R, false> sums;
+    row_sums<N, false> sums;
     for (int64_t b = 0; b < n_blocks; b++) {
         const block_q6_K & block = row[b];
         ask_for(&block);
@@ -452,11 +503,11 @@ void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * cons
 
 // all rows and columns
 
-struct for_q4_0x8 {
+template <typename L> struct for_32x8 {
     static constexpr int64_t n_rows = 16;
     template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        dots_q4_0x8<N>(n / 32, (const block_q4_0x8 *) rows, (const block_q4_0x8 *) (rows + 8 * row_bytes),
-                       (const column_block * const *) columns, out);
+        dots_32x8<L, N>(n / 32, (const typename L::block *) rows, (const typename L::block *) (rows + 8 * row_bytes),
+                        (const column_block * const *) columns, out);
     }
 };
 
@@ -468,37 +519,80 @@ struct for_q4_Kx8 {
     }
 };
 
-template <typename block_type> struct for_32 {
+template <typename block_type, int n_sums> struct for_32 {
     static constexpr int64_t n_rows = 2;
     template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        dots_32<block_type, N>(n / 32, (const block_type *) rows, (const block_type *) (rows + row_bytes),
-                               (const column_words * const *) columns, out);
+        dots_32<block_type, 1, N, n_sums>(n / 32, rows, row_bytes, (const column_bytes * const *) columns, out);
     }
 };
 
-template <rounding R> struct for_q4_K {
+// the same columns meet all rows
+template <typename block_type, int n_sums>
+void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
+    constexpr int n_wide = 8 / n_sums;
+    int           c      = 0;
+    for (; c + n_wide <= n_columns; c += n_wide) {
+        for (int64_t r = 0; r < n_rows; r += 4) {
+            float * to[n_wide];
+            for (int i = 0; i < n_wide; i++) {
+                to[i] = out[c + i] + r;
+            }
+            dots_32<block_type, 2, n_wide, n_sums>(n / 32, (const char *) rows + r * (int64_t) row_bytes, row_bytes,
+                                                   (const column_bytes * const *) columns + c, to);
+        }
+    }
+    all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
+}
+
+struct for_q4_K {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q4_K<N, R>(n / 256, (const block_q4_K *) rows, (const block_q8_K * const *) columns, out);
+        dots_q4_K<N>(n / 256, (const block_q4_K *) rows, (const block_q8_K * const *) columns, out);
     }
 };
 
-template <rounding R> struct for_q6_K {
+struct for_q6_K {
     static constexpr int64_t n_rows = 1;
     template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q6_K<N, R>(n / 256, (const block_q6_K *) rows, (const block_q8_K * const *) columns, out);
+        dots_q6_K<N>(n / 256, (const block_q6_K *) rows, (const block_q8_K * const *) columns, out);
     }
 };
 
-constexpr size_t of_block = sizeof(column_block), of_words = sizeof(column_words), of_k = sizeof(block_q8_K);
+template <typename L> constexpr dot_kernel kernel_of_32x8(const char * layout, ggml_type type) {
+    const dots_function many = panel_dots<panels_32<L>>;
+    return { "avx512vnni", layout, type, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 16, 32, pack_columns<L::offset>, all_dots<for_32x8<L>>,
+             many, 7, 8, many, nullptr };
+}
+
+// ggml rounds dense matrices of IQ4_NL otherwise
+template <typename block_type, int n_sums, bool has_dense = true> constexpr dot_kernel kernel_of_32(const char * layout, ggml_type type) {
+    const dots_function many = wide_dots<block_type, n_sums>;
+    return { "avx512vnni", layout, type, false, GGML_TYPE_Q8_0, 32, sizeof(column_bytes), 4, 32 * n_sums, pack_bytes, all_dots<for_32<block_type, n_sums>>,
+             many, has_dense ? 7 : 0, 8, has_dense ? many : nullptr, nullptr };
+}
+
+template <typename T> constexpr dot_kernel kernel_of_256(const char * layout, ggml_type type, dots_function few) {
+    const dots_function many = panel_dots<panels_256<T>>;
+    return { "avx512vnni", layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 16, 256, nullptr, few, many, 7, 8, many, nullptr };
+}
 
 const dot_kernel kernels[] = {
-    { "avx512vnni", "q4_0x8", GGML_TYPE_Q4_0, true, GGML_TYPE_Q8_0, 32, of_block, 16, 32, pack_columns<8>, all_dots<for_q4_0x8>, nullptr, 15, 0, nullptr, nullptr },
-    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, of_k, 16, 256, nullptr, all_dots<for_q4_Kx8>, nullptr, 3, 0, nullptr, nullptr },
-    { "avx512vnni", "q4_0", GGML_TYPE_Q4_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 32, pack_words<block_q4_0>, all_dots<for_32<block_q4_0>>, nullptr, 15, 0, nullptr, nullptr },
-    { "avx512vnni", "q4_K", GGML_TYPE_Q4_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 256, nullptr, all_dots<for_q4_K<ROUNDED_AS_SINGLE>>, all_dots<for_q4_K<ROUNDED_AS_TILE>>, 7, 0, nullptr, nullptr },
-    { "avx512vnni", "q6_K", GGML_TYPE_Q6_K, false, GGML_TYPE_Q8_K, 256, of_k, 1, 256, nullptr, all_dots<for_q6_K<ROUNDED_AS_SINGLE>>, all_dots<for_q6_K<ROUNDED_AS_TILE>>, 7, 0, nullptr, nullptr },
-    { "avx512vnni", "q8_0", GGML_TYPE_Q8_0, false, GGML_TYPE_Q8_0, 32, of_words, 2, 32, pack_words<block_q8_0>, all_dots<for_32<block_q8_0>>, nullptr, 15, 0, nullptr, nullptr },
+    kernel_of_32x8<q4_0x8_layout>("q4_0x8", GGML_TYPE_Q4_0),
+    kernel_of_32x8<iq4_nlx8_layout>("iq4_nlx8", GGML_TYPE_IQ4_NL),
+    kernel_of_32x8<mxfp4x8_layout>("mxfp4x8", GGML_TYPE_MXFP4),
+    { "avx512vnni", "q4_Kx8", GGML_TYPE_Q4_K, true, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 16, 256, nullptr, all_dots<for_q4_Kx8>,
+      panel_dots<panels_q4_Kx8<AS_GROUP>>, 3, 4, panel_dots<panels_q4_Kx8<AS_GROUP_BY_FOUR>>, quantize_fours },
+    kernel_of_32<block_q8_0, 1>("q8_0", GGML_TYPE_Q8_0),
+    kernel_of_32<block_q4_0, 1>("q4_0", GGML_TYPE_Q4_0),
+    kernel_of_32<block_q5_0, 1>("q5_0", GGML_TYPE_Q5_0),
+    kernel_of_32<block_iq4_nl, 2, false>("iq4_nl", GGML_TYPE_IQ4_NL),
+    kernel_of_32<block_mxfp4, 2>("mxfp4", GGML_TYPE_MXFP4),
+    kernel_of_256<q2_K_reader>("q2_K", GGML_TYPE_Q2_K, all_dots<for_256<q2_K_reader>>),
+    kernel_of_256<q3_K_reader>("q3_K", GGML_TYPE_Q3_K, all_dots<for_256<q3_K_reader>>),
+    kernel_of_256<q4_K_reader>("q4_K", GGML_TYPE_Q4_K, all_dots<for_q4_K>),
+    kernel_of_256<q5_K_reader>("q5_K", GGML_TYPE_Q5_K, all_dots<for_256<q5_K_reader>>),
+    kernel_of_256<q6_K_reader>("q6_K", GGML_TYPE_Q6_K, all_dots<for_q6_K>),
+    kernel_of_256<iq4_xs_reader>("iq4_xs", GGML_TYPE_IQ4_XS, all_dots<for_256<iq4_xs_reader>>),
 };
 
 int64_t multiply(int64_t n_turns) {

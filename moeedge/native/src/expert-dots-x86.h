@@ -93,6 +93,10 @@ inline __m256i load(const void * from) {
     return _mm256_loadu_si256((const __m256i *) from);
 }
 
+inline void store(void * to, __m256i x) {
+    _mm256_storeu_si256((__m256i *) to, x);
+}
+
 inline int32_t read_int32(const void * from) {
     int32_t value;
     memcpy(&value, from, sizeof(value));

@@ -1,6 +1,6 @@
-// Panels: eight rows, unpacked to bytes, meet many columns.
+// Panels: eight rows, or sixteen with AVX-512, unpacked to bytes, meet many columns.
 //
-// A panel holds a part of eight rows, four values of each row in turn. Its vectors meet four values of a column, broadcast, so
+// A panel holds a part of these rows, four values of each row in turn. Its vectors meet four values of a column, broadcast, so
 // that a product has a lane per row: nothing is summed across lanes, and sums of floats are made per row in ggml's order.
 // Unpacking costs as much as a few columns do.
 
@@ -13,48 +13,112 @@ namespace moeedge {
 namespace {
 
 constexpr int64_t n_panel_values = 1024; // of a row: panel and columns together fit the innermost cache
-constexpr int     n_panel_rows   = 8;
 
-// the same four values in each lane
-inline __m256i broadcast_4(const int8_t * column) {
-    return _mm256_set1_epi32(read_int32(column));
+#if defined(__AVX512VNNI__)
+constexpr int n_panel_rows = 16;
+#else
+constexpr int n_panel_rows = 8;
+#endif
+constexpr int n_panel_columns = has_vnni ? 8 : 4; // per pass over a panel: so many sums hide how long VPDPBUSD takes
+
+// a lane per row
+typedef float   row_floats __attribute__((vector_size(4 * n_panel_rows)));
+typedef int32_t row_ints __attribute__((vector_size(4 * n_panel_rows)));
+
+using row_words = uint8_t[4 * n_panel_rows]; // four values of each row
+
+template <typename T> inline T row_lanes(const void * from) {
+    return *(const T *) from;
 }
 
+// a * b + c, rounded once
+inline row_floats fused(row_floats a, row_floats b, row_floats c) {
+#if defined(__AVX512VNNI__)
+    return (row_floats) _mm512_fmadd_ps((__m512) a, (__m512) b, (__m512) c);
+#else
+    return (row_floats) _mm256_fmadd_ps((__m256) a, (__m256) b, (__m256) c);
+#endif
+}
+
+// of two numbers of each row, 16 bits each, with the same two of a column
+inline row_ints products_of_pairs(row_ints pairs, int32_t pair) {
+#if defined(__AVX512VNNI__)
+    return (row_ints) _mm512_madd_epi16((__m512i) pairs, _mm512_set1_epi32(pair));
+#else
+    return (row_ints) _mm256_madd_epi16((__m256i) pairs, _mm256_set1_epi32(pair));
+#endif
+}
+
+#if defined(__AVX512VNNI__)
+inline row_ints add_products(row_ints sum, row_ints w, int32_t column) {
+    return (row_ints) _mm512_dpbusd_epi32((__m512i) sum, (__m512i) w, _mm512_set1_epi32(column));
+}
+#elif defined(__AVXVNNI__)
+inline row_ints add_products(row_ints sum, row_ints w, int32_t column) {
+    return (row_ints) _mm256_dpbusd_avx_epi32((__m256i) sum, (__m256i) w, _mm256_set1_epi32(column));
+}
+#else
 // keeps the compiler from adding in an order that needs more registers than there are
 inline void keep_order(__m256i & sum) {
     __asm__ volatile("" : "+x"(sum));
 }
+#endif
 
-// Eight rows side by side have eight bytes of rows 0-3 in one register (x) and of 4-7 in another (y): the first four bytes of each
-// and the last four, of rows 0 1 4 5 2 3 6 7
-inline __m256i even_words(__m256i x, __m256i y) {
-    return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(x), _mm256_castsi256_ps(y), 0x88));
-}
-
-inline __m256i odd_words(__m256i x, __m256i y) {
-    return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(x), _mm256_castsi256_ps(y), 0xdd));
-}
-
-// rows 0-7 of that order
-inline __m256 in_order(__m256 rows) {
-    return _mm256_permutevar8x32_ps(rows, _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7));
-}
-
-// the same of bytes, each n times
-inline __m128i order_of_bytes(int n) {
-    return n == 1 ? _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1)
-                  : _mm_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 2, 2, 3, 3, 6, 6, 7, 7);
-}
-
-// rows 0 1 4 5 2 3 6 7
-inline __m128i order_halves(const uint16_t * halves) {
-    return _mm_shuffle_epi32(load_16(halves), _MM_SHUFFLE(3, 1, 2, 0));
+// adds the products of some words of the rows with those of columns, times a scale of each row, which `scales` has twice as 16 bits
+// n_summed: products of two values of which 16 bits hold the sum; 0: values are signed. With VNNI all are unsigned
+template <int n_words, int n_summed, int N>
+inline void add_words(const row_words * q, row_ints scales, const int8_t * const * columns, row_ints * totals) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    const row_ints scale = scales >> 16;
+    row_ints       part[N];
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        part[c] = row_ints{};
+    }
+    UNROLLED
+    for (int i = 0; i < n_words; i++) {
+        const row_ints w = row_lanes<row_ints>(q[i]);
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            part[c] = add_products(part[c], w, read_int32(columns[c] + 4 * i));
+        }
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        totals[c] += part[c] * scale;
+    }
+#else
+    constexpr int n_together = n_summed == 0 ? 1 : n_summed < n_words ? n_summed : n_words;
+    UNROLLED
+    for (int i = 0; i < n_words; i += n_together) {
+        __m256i part[N];
+        UNROLLED
+        for (int j = i; j < i + n_together; j++) {
+            const __m256i w = load(q[j]);
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                const __m256i each = products<n_summed == 0>(w, _mm256_set1_epi32(read_int32(columns[c] + 4 * j)));
+                part[c]            = j == i ? each : _mm256_add_epi16(part[c], each);
+                keep_order(part[c]);
+            }
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            totals[c] += (row_ints) _mm256_madd_epi16(part[c], (__m256i) scales);
+        }
+    }
+#endif
 }
 
 // sums of a column with a panel's rows; the second are of minimums
-struct alignas(32) column_sums {
-    float products[n_panel_rows];
-    float mins[n_panel_rows];
+struct column_sums {
+    row_floats products;
+    row_floats mins;
+};
+
+// how a panel has its rows
+struct rows_in_order {
+    static void write(row_floats rows, float * to) { memcpy(to, &rows, sizeof(rows)); }
 };
 
 // blocks of 32 in groups of eight rows
@@ -62,90 +126,39 @@ struct alignas(32) column_sums {
 struct panel_32 {
     static constexpr int64_t n_blocks = n_panel_values / 32;
 
-    alignas(32) int8_t q[n_blocks][8][32];
-    float              d[n_blocks][n_panel_rows];
+    alignas(64) row_words q[n_blocks][8];
+    alignas(64) float     d[n_blocks][n_panel_rows];
 };
 
-inline void unpack_words(__m256i x, __m256i y, __m256i table, int8_t (*to)[32]) {
-    const __m256i low[2]  = { _mm256_shuffle_epi8(table, low_4(x)), _mm256_shuffle_epi8(table, low_4(y)) };
-    const __m256i high[2] = { _mm256_shuffle_epi8(table, high_4(x)), _mm256_shuffle_epi8(table, high_4(y)) };
-    _mm256_store_si256((__m256i *) to[0], even_words(low[0], low[1]));
-    _mm256_store_si256((__m256i *) to[1], odd_words(low[0], low[1]));
-    _mm256_store_si256((__m256i *) to[4], even_words(high[0], high[1]));
-    _mm256_store_si256((__m256i *) to[5], odd_words(high[0], high[1]));
-}
-
-// factors of eight rows, 0 1 4 5 2 3 6 7
-template <typename block_type> inline __m256 factors_of(const block_type & block) {
-    return to_floats(order_halves(block.d));
-}
-
-inline __m256 factors_of(const block_mxfp4x8 & block) {
-    const __m128i exponents = _mm_loadl_epi64((const __m128i *) block.e);
-    return halves_of_powers(_mm256_cvtepu8_epi32(_mm_shuffle_epi8(exponents, order_of_bytes(1))));
-}
-
 // L: what the rows' bits stand for
-template <typename L> struct panels_32 {
-    using panel                     = panel_32;
-    using column                    = column_block;
-    static constexpr bool is_sorted = false; // rows are 0 1 4 5 2 3 6 7
-
-    static void unpack(const char * rows, size_t, int64_t first, int64_t n, panel & to) {
-        const auto * at = (const typename L::block *) rows + first;
-        for (int64_t b = 0; b < n; b++) {
-            ask_for(at[b].q);
-            ask_for(at[b].q + 64);
-            for (int i = 0; i < 2; i++) {
-                unpack_words(load(at[b].q + 64 * i), load(at[b].q + 64 * i + 32), L::table(), to.q[b] + 2 * i);
-            }
-            _mm256_store_ps(to.d[b], factors_of(at[b]));
-        }
-    }
+template <typename L> struct panels_32_multiply {
+    using panel  = panel_32;
+    using column = column_block;
 
     template <int N> static void multiply(const panel & rows, int64_t n, const column * const * columns, int64_t first, column_sums * sums) {
-        constexpr int n_summed = L::is_signed ? 1 : 4; // of which 16 bits hold the sum
-        const __m256i ones     = _mm256_set1_epi16(1);
-        __m256        floats[N];
+        row_floats floats[N];
         UNROLLED
         for (int c = 0; c < N; c++) {
-            floats[c] = _mm256_load_ps(sums[c].products);
+            floats[c] = sums[c].products;
         }
         for (int64_t b = first; b < first + n; b++) {
-            const auto & q = rows.q[b - first];
-            __m256i      totals[N];
+            row_ints       totals[N];
+            const int8_t * q[N];
             UNROLLED
             for (int c = 0; c < N; c++) {
-                totals[c] = L::is_signed ? _mm256_setzero_si256() : _mm256_set1_epi32(columns[c][b].offset);
+                totals[c] = row_ints{} + columns[c][b].offset;
+                q[c]      = columns[c][b].q;
             }
-            UNROLLED
-            for (int i = 0; i < 8; i += n_summed) {
-                __m256i part[N];
-                UNROLLED
-                for (int j = 0; j < n_summed; j++) {
-                    const __m256i w = load(q[i + j]);
-                    UNROLLED
-                    for (int c = 0; c < N; c++) {
-                        const __m256i each = products<L::is_signed>(w, broadcast_4(columns[c][b].q + 4 * (i + j)));
-                        part[c]            = j == 0 ? each : _mm256_add_epi16(part[c], each);
-                        keep_order(part[c]);
-                    }
-                }
-                UNROLLED
-                for (int c = 0; c < N; c++) {
-                    totals[c] = _mm256_add_epi32(totals[c], _mm256_madd_epi16(part[c], ones));
-                }
-            }
-            const __m256 d = _mm256_load_ps(rows.d[b - first]);
+            add_words<8, L::is_signed ? 0 : 4, N>(rows.q[b - first], row_ints{} + 0x00010001, q, totals);
+            const row_floats d = row_lanes<row_floats>(rows.d[b - first]);
             UNROLLED
             for (int c = 0; c < N; c++) {
-                const __m256 both = _mm256_mul_ps(d, _mm256_set1_ps(columns[c][b].d));
-                floats[c]         = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[c]), both, floats[c]);
+                floats[c] = fused(__builtin_convertvector(totals[c], row_floats), d * columns[c][b].d, floats[c]);
             }
         }
         UNROLLED
         for (int c = 0; c < N; c++) {
-            _mm256_store_ps(sums[c].products, floats[c]);
+            sums[c].products = floats[c];
         }
     }
 };
@@ -155,15 +168,15 @@ template <typename L> struct panels_32 {
 template <int n_scales> struct panel_256 {
     static constexpr int64_t n_blocks = n_panel_values / 256;
 
-    alignas(32) uint8_t q[n_blocks][64][32];
-    int16_t             scales[n_blocks][n_scales][16];   // of each row twice
-    int16_t             mins[n_blocks][n_scales / 2][16]; // of each row those of two neighbours, or what their offset multiplies
-    float               d[n_blocks][n_panel_rows];
-    float               min[n_blocks][n_panel_rows];
+    alignas(64) row_words q[n_blocks][64];
+    alignas(64) int16_t   scales[n_blocks][n_scales][2 * n_panel_rows];   // of each row twice
+    alignas(64) int16_t   mins[n_blocks][n_scales / 2][2 * n_panel_rows]; // of each row those of two neighbours, or what their offset multiplies
+    alignas(64) float     d[n_blocks][n_panel_rows];
+    alignas(64) float     min[n_blocks][n_panel_rows];
 };
 
 // words of eight rows
-inline void transpose(const uint8_t (*rows)[32], uint8_t (*to)[32]) {
+inline void transpose(const uint8_t (*rows)[32], uint8_t * to) {
     __m256i a[8], b[8];
     UNROLLED
     for (int i = 0; i < 4; i++) {
@@ -180,8 +193,8 @@ inline void transpose(const uint8_t (*rows)[32], uint8_t (*to)[32]) {
     }
     UNROLLED
     for (int i = 0; i < 4; i++) {
-        _mm256_store_si256((__m256i *) to[i], _mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
-        _mm256_store_si256((__m256i *) to[4 + i], _mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
+        store(to + i * sizeof(row_words), _mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
+        store(to + (4 + i) * sizeof(row_words), _mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
     }
 }
 
@@ -205,23 +218,24 @@ inline __m128i pairs_of(__m128i rows_of_two) {
     return _mm_unpacklo_epi8(rows_of_two, _mm_srli_si128(rows_of_two, 8));
 }
 
-template <typename T> inline void unpack_block(const typename T::block * const * rows, int64_t b, panel_256<T::n_scales> & to) {
-    alignas(32) uint8_t values[8][n_panel_rows][32];
-    __m128i             scales[n_panel_rows], mins[n_panel_rows];
-    for (int r = 0; r < n_panel_rows; r++) {
+// of rows from `first` on
+template <typename T> inline void unpack_block(const typename T::block * const * rows, int64_t b, int first, panel_256<T::n_scales> & to) {
+    alignas(32) uint8_t values[8][8][32];
+    __m128i             scales[8], mins[8];
+    for (int r = 0; r < 8; r++) {
         const auto &      block = *rows[r];
         const scale_bytes bytes = T::scales(block);
         scales[r]               = bytes.scales;
         mins[r]                 = bytes.mins;
-        to.d[b][r]              = to_float(block.d);
-        to.min[b][r]            = min_factor_of<T>(block);
+        to.d[b][first + r]      = to_float(block.d);
+        to.min[b][first + r]    = min_factor_of<T>(block);
         UNROLLED
         for (int i = 0; i < 8; i++) {
-            _mm256_store_si256((__m256i *) values[i][r], T::values(block, i));
+            store(values[i][r], unsigned_values<T>(block, i));
         }
     }
     for (int i = 0; i < 8; i++) {
-        transpose(values[i], to.q[b] + 8 * i);
+        transpose(values[i], to.q[b][8 * i] + 4 * first);
     }
     UNROLLED
     for (int half = 0; half < T::n_scales / 8; half++) {
@@ -231,12 +245,11 @@ template <typename T> inline void unpack_block(const typename T::block * const *
         UNROLLED
         for (int i = 0; i < 4; i++) {
             const int s = 8 * half + 2 * i;
-            _mm256_store_si256((__m256i *) to.scales[b][s], _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(of_two[i], of_two[i])));
-            _mm256_store_si256((__m256i *) to.scales[b][s + 1], _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(of_two[i], of_two[i])));
-            const __m256i pairs = T::mins != NO_MINS
-                                      ? _mm256_cvtepu8_epi16(pairs_of(mins_of_two[i]))
-                                      : _mm256_mullo_epi16(_mm256_cvtepi8_epi16(pairs_of(of_two[i])), _mm256_set1_epi16(T::offset));
-            _mm256_store_si256((__m256i *) to.mins[b][s / 2], pairs);
+            store(to.scales[b][s] + 2 * first, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(of_two[i], of_two[i])));
+            store(to.scales[b][s + 1] + 2 * first, _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(of_two[i], of_two[i])));
+            const __m256i pairs = T::mins != NO_MINS ? _mm256_cvtepu8_epi16(pairs_of(mins_of_two[i]))
+                                                     : _mm256_mullo_epi16(_mm256_cvtepi8_epi16(pairs_of(of_two[i])), _mm256_set1_epi16(panel_offset<T>));
+            store(to.mins[b][s / 2] + 2 * first, pairs);
         }
     }
 }
@@ -259,44 +272,29 @@ template <typename T, panel_rounding R> struct panels_256_multiply {
     using column = block_q8_K;
 
     template <int N> static void multiply(const panel & rows, int64_t n, const column * const * columns, int64_t first, column_sums * sums) {
-        constexpr int n_words  = 64 / T::n_scales;
-        constexpr int n_summed = T::n_summed == 0 ? 1 : T::n_summed < n_words ? T::n_summed : n_words;
+        constexpr int n_words = 64 / T::n_scales;
         for (int64_t b = 0; b < n; b++) {
             const column * at[N];
-            __m256i        totals[N];
+            row_ints       totals[N];
             int16_t        of_scale[N][T::n_scales];
             UNROLLED
             for (int c = 0; c < N; c++) {
                 at[c]     = columns[c] + first + b;
-                totals[c] = _mm256_setzero_si256();
+                totals[c] = row_ints{};
                 read_sums<T::n_scales>(*at[c], of_scale[c]);
             }
             for (int s = 0; s < T::n_scales; s++) {
-                const __m256i scale = load(rows.scales[b][s]);
+                const int8_t * q[N];
                 UNROLLED
-                for (int i = 0; i < n_words; i += n_summed) {
-                    __m256i part[N];
-                    UNROLLED
-                    for (int j = 0; j < n_summed; j++) {
-                        const int     word = s * n_words + i + j;
-                        const __m256i w    = load(rows.q[b][word]);
-                        UNROLLED
-                        for (int c = 0; c < N; c++) {
-                            const __m256i each = products<T::n_summed == 0>(w, broadcast_4(at[c]->q + 4 * word));
-                            part[c]            = j == 0 ? each : _mm256_add_epi16(part[c], each);
-                            keep_order(part[c]);
-                        }
-                    }
-                    UNROLLED
-                    for (int c = 0; c < N; c++) {
-                        totals[c] = _mm256_add_epi32(totals[c], _mm256_madd_epi16(part[c], scale));
-                    }
+                for (int c = 0; c < N; c++) {
+                    q[c] = at[c]->q + 4 * s * n_words;
                 }
+                add_words<n_words, T::n_summed, N>(rows.q[b] + s * n_words, row_lanes<row_ints>(rows.scales[b][s]), q, totals);
                 if (R == AS_GROUP_BY_FOUR && s % 2 == 1) { // rounded every 64 values
                     UNROLLED
                     for (int c = 0; c < N; c++) {
                         add(rows, b, at[c]->d, totals[c], mins_of(rows, b, of_scale[c], s / 2, s / 2 + 1), sums[c]);
-                        totals[c] = _mm256_setzero_si256();
+                        totals[c] = row_ints{};
                     }
                 }
             }
@@ -310,82 +308,43 @@ template <typename T, panel_rounding R> struct panels_256_multiply {
     }
 
   private:
-    static __m256i mins_of(const panel & rows, int64_t b, const int16_t * of_scale, int from, int to) {
-        __m256i total = _mm256_setzero_si256();
+    static row_ints mins_of(const panel & rows, int64_t b, const int16_t * of_scale, int from, int to) {
+        row_ints total{};
         UNROLLED
-        for (int i = from; (T::mins != NO_MINS || T::offset != 0) && i < to; i++) {
-            total = _mm256_add_epi32(total, _mm256_madd_epi16(load(rows.mins[b][i]), _mm256_set1_epi32(read_int32(of_scale + 2 * i))));
+        for (int i = from; (T::mins != NO_MINS || panel_offset<T> != 0) && i < to; i++) {
+            total += products_of_pairs(row_lanes<row_ints>(rows.mins[b][i]), read_int32(of_scale + 2 * i));
         }
         return total;
     }
 
-    static void add(const panel & rows, int64_t b, float column_d, __m256i total, __m256i mins, column_sums & sums) {
-        const __m256 d      = _mm256_load_ps(rows.d[b]);
-        const __m256 min    = _mm256_load_ps(rows.min[b]);
-        const __m256 factor = _mm256_set1_ps(column_d);
-        const __m256 before = _mm256_load_ps(sums.products);
-        const __m256 found  = _mm256_cvtepi32_ps(T::mins == NO_MINS ? _mm256_sub_epi32(total, mins) : total);
+    static void add(const panel & rows, int64_t b, float column_d, row_ints total, row_ints mins, column_sums & sums) {
+        const row_floats d         = row_lanes<row_floats>(rows.d[b]);
+        const row_floats min       = row_lanes<row_floats>(rows.min[b]);
+        const row_floats factor    = row_floats{} + column_d;
+        const row_floats of_mins   = __builtin_convertvector(mins, row_floats);
+        const row_floats found     = __builtin_convertvector(T::mins == NO_MINS ? total - mins : total, row_floats);
         if constexpr (R == AS_TILE) {
-            __m256 block = _mm256_mul_ps(d, found);
-            if constexpr (T::mins != NO_MINS) {
-                block = _mm256_fnmadd_ps(min, _mm256_cvtepi32_ps(mins), block);
-            }
-            _mm256_store_ps(sums.products, _mm256_fmadd_ps(block, factor, before));
+            const row_floats block = T::mins == NO_MINS ? d * found : fused(-min, of_mins, d * found);
+            sums.products          = fused(block, factor, sums.products);
         } else {
-            _mm256_store_ps(sums.products, _mm256_fmadd_ps(found, _mm256_mul_ps(d, factor), before));
-            const __m256 mins_before = _mm256_load_ps(sums.mins);
-            _mm256_store_ps(sums.mins, _mm256_fmadd_ps(_mm256_cvtepi32_ps(mins), _mm256_mul_ps(min, factor), mins_before));
+            sums.products = fused(found, d * factor, sums.products);
+            sums.mins     = fused(of_mins, min * factor, sums.mins);
         }
     }
 };
 
 // rows one after the other, rounded as tiles
-template <typename T> struct panels_256 : panels_256_multiply<T, AS_TILE> {
-    static constexpr bool is_sorted = true;
-
+template <typename T> struct panels_256 : panels_256_multiply<T, AS_TILE>, rows_in_order {
     static void unpack(const char * rows, size_t row_bytes, int64_t first, int64_t n, panel_256<T::n_scales> & to) {
         for (int64_t b = 0; b < n; b++) {
-            const typename T::block * each[n_panel_rows];
-            for (int r = 0; r < n_panel_rows; r++) {
-                each[r] = (const typename T::block *) (rows + r * (int64_t) row_bytes) + first + b;
-                ask_for_bytes<sizeof(*each[r])>((const char *) each[r] + n_panel_rows * row_bytes); // of the next panel
+            for (int g = 0; g < n_panel_rows; g += 8) {
+                const typename T::block * each[8];
+                for (int r = 0; r < 8; r++) {
+                    each[r] = (const typename T::block *) (rows + (g + r) * (int64_t) row_bytes) + first + b;
+                    ask_for_bytes<sizeof(*each[r])>((const char *) each[r] + n_panel_rows * row_bytes); // of the next panel
+                }
+                unpack_block<T>(each, b, g, to);
             }
-            unpack_block<T>(each, b, to);
-        }
-    }
-};
-
-// Q4_K in groups of eight rows
-template <panel_rounding R> struct panels_q4_Kx8 : panels_256_multiply<q4_K_reader, R> {
-    static constexpr bool is_sorted = false;
-
-    static void unpack(const char * rows, size_t, int64_t first, int64_t n, panel_256<8> & to) {
-        for (int64_t b = 0; b < n; b++) {
-            const block_q4_Kx8 & block = ((const block_q4_Kx8 *) rows)[first + b];
-            __m128i              mins[8];
-            UNROLLED
-            for (int s = 0; s < 8; s++) {
-                const scale_bytes bytes = scales_of_4_5(block.scales + 12 * s);
-                _mm256_store_si256((__m256i *) to.scales[b][s], _mm256_cvtepu8_epi16(_mm_shuffle_epi8(bytes.scales, order_of_bytes(2))));
-                mins[s] = _mm_shuffle_epi8(bytes.mins, order_of_bytes(1));
-            }
-            UNROLLED
-            for (int i = 0; i < 4; i++) {
-                _mm256_store_si256((__m256i *) to.mins[b][i], _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(mins[2 * i], mins[2 * i + 1])));
-            }
-            for (int i = 0; i < 16; i++) { // of two times 32 values, eight values of each row
-                const uint8_t * q = block.q + 64 * i;
-                ask_for(q);
-                const __m256i even = even_words(load(q), load(q + 32));
-                const __m256i odd  = odd_words(load(q), load(q + 32));
-                uint8_t (*low)[32] = to.q[b] + 16 * (i / 4) + 2 * (i % 4);
-                _mm256_store_si256((__m256i *) low[0], low_4(even));
-                _mm256_store_si256((__m256i *) low[1], low_4(odd));
-                _mm256_store_si256((__m256i *) low[8], high_4(even));
-                _mm256_store_si256((__m256i *) low[9], high_4(odd));
-            }
-            _mm256_store_ps(to.d[b], to_floats(order_halves(block.d)));
-            _mm256_store_ps(to.min[b], to_floats(order_halves(block.min)));
         }
     }
 };
@@ -405,7 +364,11 @@ void panel_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, 
         for (int64_t first = 0; first < n_blocks; first += P::panel::n_blocks) {
             const int64_t n_now = n_blocks - first < P::panel::n_blocks ? n_blocks - first : P::panel::n_blocks;
             P::unpack((const char *) rows + r * (int64_t) row_bytes, row_bytes, first, n_now, panel);
-            for (int c = 0; c < n_columns; c += n_columns_max) {
+            int c = 0;
+            for (; c + n_panel_columns <= n_columns; c += n_panel_columns) {
+                P::template multiply<n_panel_columns>(panel, n_now, all + c, first, sums + c);
+            }
+            for (; c < n_columns; c += 4) {
                 switch (n_columns - c) {
                     case 1:  P::template multiply<1>(panel, n_now, all + c, first, sums + c); break;
                     case 2:  P::template multiply<2>(panel, n_now, all + c, first, sums + c); break;
@@ -415,8 +378,7 @@ void panel_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, 
             }
         }
         for (int c = 0; c < n_columns; c++) {
-            const __m256 found = _mm256_sub_ps(_mm256_load_ps(sums[c].products), _mm256_load_ps(sums[c].mins));
-            _mm256_storeu_ps(out[c] + r, P::is_sorted ? found : in_order(found));
+            P::write(sums[c].products - sums[c].mins, out[c] + r);
         }
     }
 }

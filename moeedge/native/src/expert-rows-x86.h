@@ -11,6 +11,13 @@ namespace moeedge {
 
 namespace {
 
+// VPDPBUSD multiplies unsigned bytes with signed ones, exactly
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool has_vnni = true;
+#else
+constexpr bool has_vnni = false;
+#endif
+
 struct block_q2_K {
     uint8_t  scales[16]; // 4 bits of scale and minimum of each 16 values
     uint8_t  q[64];
@@ -131,10 +138,10 @@ struct mxfp4x8_layout {
 
 struct iq4_nlx8_layout {
     using block                     = block_q4_0x8; // but for what the bits stand for
-    static constexpr bool is_signed = true;
-    static constexpr int  offset    = 0;
+    static constexpr bool is_signed = !has_vnni;
+    static constexpr int  offset    = has_vnni ? 128 : 0;
 
-    static __m256i table() { return table_of_iq4(); }
+    static __m256i table() { return _mm256_add_epi8(table_of_iq4(), _mm256_set1_epi8((char) offset)); }
 };
 
 // blocks of 32: the signed values
@@ -311,6 +318,14 @@ struct iq4_xs_reader : reader_256 {
     }
 };
 
+// what the values of a panel are too large by
+template <typename T> constexpr int panel_offset = has_vnni && T::n_summed == 0 ? 128 : T::offset;
+
+template <typename T> inline __m256i unsigned_values(const typename T::block & x, int i) {
+    const __m256i values = T::values(x, i);
+    return panel_offset<T> == T::offset ? values : _mm256_add_epi8(values, _mm256_set1_epi8((char) panel_offset<T>));
+}
+
 template <typename T> inline float min_factor_of(const typename T::block & x) {
     if constexpr (T::mins == NO_MINS) {
         (void) x;
@@ -324,6 +339,92 @@ template <typename T> inline float min_factor_of(const typename T::block & x) {
 template <bool is_signed> inline __m256i products(__m256i w, __m256i column) {
     return is_signed ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(column, w)) : _mm256_maddubs_epi16(w, column);
 }
+
+// blocks of 256, one row
+
+// a * b + c of the first lane, rounded once
+inline __m128 fused(float a, __m128i b, float c) {
+    return _mm_fmadd_ss(_mm_set_ss(a), _mm_cvtepi32_ps(b), _mm_set_ss(c));
+}
+
+template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const block_q8_K * const * columns, float * const * out) {
+    constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
+
+    __m256 sums[N];
+    __m128 mins_by_four[N];
+    float  mins_by_block[N];
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        sums[c]          = _mm256_setzero_ps();
+        mins_by_four[c]  = _mm_setzero_ps();
+        mins_by_block[c] = 0;
+    }
+    for (int64_t b = 0; b < n_blocks; b++) {
+        const auto & block = row[b];
+        ask_for_bytes<sizeof(block)>((const char *) &block + AHEAD_BYTES);
+        const scale_bytes bytes = T::scales(block);
+        const float       d     = to_float(block.d);
+        const float       min   = min_factor_of<T>(block);
+        __m256i           totals[N];
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            const block_q8_K & column = columns[c][b];
+            totals[c]                 = _mm256_setzero_si256();
+            if constexpr (T::offset != 0 && !T::is_offset_per_value) {
+                const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes.scales));
+                totals[c]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
+            }
+            if constexpr (T::mins == MINS_FIRST) {
+                const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes.mins), load(column.sums));
+                sums[c]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[c]);
+            } else if constexpr (T::mins != NO_MINS) {
+                const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes.mins), sums_of_32(column));
+                if constexpr (T::mins == MINS_BY_FOUR) {
+                    mins_by_four[c] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[c]);
+                } else {
+                    const __m128i of_2 = _mm_hadd_epi32(found, found);
+                    mins_by_block[c]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[c]));
+                }
+            }
+        }
+        UNROLLED
+        for (int i = 0; i < 8; i++) {
+            const __m256i scale  = bytes.of<T::n_scales>(i);
+            const __m256i offset = _mm256_set1_epi8(T::offset);
+            __m256i       w      = T::values(block, i);
+            if constexpr (T::is_offset_per_value && N > 1) {
+                w = _mm256_sub_epi8(w, offset);
+            }
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                const __m256i x = load(columns[c][b].q + 32 * i);
+                __m256i       found;
+                if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
+                    found = _mm256_sub_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(offset, x));
+                } else {
+                    found = products<is_signed>(w, x);
+                }
+                totals[c] = _mm256_add_epi32(totals[c], _mm256_madd_epi16(scale, found));
+            }
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(totals[c]), sums[c]);
+        }
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        const float mins = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[c]) : mins_by_block[c];
+        *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
+    }
+}
+
+template <typename T> struct for_256 {
+    static constexpr int64_t n_rows = 1;
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const block_q8_K * const *) columns, out);
+    }
+};
 
 } // namespace
 

@@ -13,6 +13,7 @@
 
 #include <dlfcn.h>
 #if defined(__x86_64__)
+#    include <cpuid.h>
 #    include <emmintrin.h>
 #endif
 
@@ -60,6 +61,13 @@ ggml_from_float_t quantizer(ggml_type type) {
     return f ? f(type)->from_float : nullptr;
 }
 
+#if defined(__x86_64__)
+static bool has_avxvnni() { // for which compilers' __builtin_cpu_supports is young
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << 4) != 0;
+}
+#endif
+
 // that this processor runs, the newest instructions first
 static std::vector<dot_kernels> runnable_sets() {
     std::vector<dot_kernels> found;
@@ -68,6 +76,9 @@ static std::vector<dot_kernels> runnable_sets() {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni")) {
             found.push_back(avx512_kernels());
+        }
+        if (has_avxvnni()) {
+            found.push_back(avxvnni_kernels());
         }
         found.push_back(avx2_kernels());
     }
@@ -367,6 +378,15 @@ static double known_speed(const dot_kernel & kernel, const kernel_check & check,
     return node->src[2]->ne[1] == 1 ? check.single : check.several;
 }
 
+static bool is_candidate(const dot_kernel & kernel, int chosen) {
+    const auto needs = [&](const dot_kernel & of, const char * instructions) { return std::strcmp(of.instructions, instructions) == 0; };
+    switch (chosen) {
+        case MOEEDGE_KERNEL_CHOICE_AVX2:    return needs(kernel, "avx2");
+        case MOEEDGE_KERNEL_CHOICE_AVXVNNI: return needs(kernel, "avxvnni");
+        default: return !needs(kernel, "avxvnni") || !needs(*runnable_kernels().front(), "avx512vnni"); // which is faster, and a check takes time
+    }
+}
+
 chosen_dots choose_dots(const ggml_tensor * node) {
     const int chosen = choice.load(std::memory_order_relaxed);
     if (!may_replace() || ggml_is_empty(node)) {
@@ -378,7 +398,7 @@ chosen_dots choose_dots(const ggml_tensor * node) {
     double      speed = 1; // ggml's
     for (size_t i = 0; i < runnable_kernels().size(); i++) {
         const dot_kernel & kernel = *runnable_kernels()[i];
-        if (!fits(kernel, node) || (chosen == MOEEDGE_KERNEL_CHOICE_AVX2 && std::strcmp(kernel.instructions, "avx2") != 0)) {
+        if (!fits(kernel, node) || !is_candidate(kernel, chosen)) {
             continue;
         }
         const kernel_check & check    = checked(i);

@@ -270,7 +270,7 @@ int moeedge_set_lazy_mapping(int on) {
 // kernels
 
 int moeedge_set_kernel_choice(int choice) {
-    if (choice < MOEEDGE_KERNEL_CHOICE_NONE || choice > MOEEDGE_KERNEL_CHOICE_AVX2) {
+    if (choice < MOEEDGE_KERNEL_CHOICE_NONE || choice > MOEEDGE_KERNEL_CHOICE_AVXVNNI) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
     moeedge::set_kernel_choice((moeedge_kernel_choice) choice);

@@ -1,0 +1,21 @@
+// The kernels of expert-dots.h for AVX-VNNI, which processors without AVX-512 have, too: those for AVX2, but that VPDPBUSD
+// takes the place of three instructions where many columns meet rows.
+
+#include "expert-dots.h"
+
+#if defined(__AVXVNNI__)
+
+#    define KERNELS avxvnni_kernels
+#    include "expert-dots-avx2.cpp"
+
+#else
+
+namespace moeedge {
+
+dot_kernels avxvnni_kernels() {
+    return { nullptr, 0, nullptr };
+}
+
+} // namespace moeedge
+
+#endif
