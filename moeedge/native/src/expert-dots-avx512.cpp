@@ -9,6 +9,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
 
 #    define AHEAD_BYTES 8000 // by measurement on Zen 5
+#    include "expert-groups-x86.h"
 #    include "expert-panels-x86.h"
 
 namespace moeedge {
@@ -506,16 +507,32 @@ void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * cons
 template <typename L> struct for_32x8 {
     static constexpr int64_t n_rows = 16;
     template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        dots_32x8<L, N>(n / 32, (const typename L::block *) rows, (const typename L::block *) (rows + 8 * row_bytes),
-                        (const column_block * const *) columns, out);
+        const auto * first  = (const typename L::block *) rows;
+        const auto * second = (const typename L::block *) (rows + 8 * row_bytes);
+        const auto * all    = (const column_block * const *) columns;
+        if constexpr (N == 1) { // for which memory is the limit, and is read best in its order
+            float * of_second = *out + 8;
+            group_dots_32<L, 1>(n / 32, first, all, out);
+            group_dots_32<L, 1>(n / 32, second, all, &of_second);
+        } else {
+            dots_32x8<L, N>(n / 32, first, second, all, out);
+        }
     }
 };
 
 struct for_q4_Kx8 {
     static constexpr int64_t n_rows = 16;
     template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        dots_q4_Kx8<N>(n / 256, (const block_q4_Kx8 *) rows, (const block_q4_Kx8 *) (rows + 8 * row_bytes),
-                       (const block_q8_K * const *) columns, out);
+        const auto * first  = (const block_q4_Kx8 *) rows;
+        const auto * second = (const block_q4_Kx8 *) (rows + 8 * row_bytes);
+        const auto * all    = (const block_q8_K * const *) columns;
+        if constexpr (N == 1) {
+            float * of_second = *out + 8;
+            group_dots_q4_K<1>(n / 256, first, all, out);
+            group_dots_q4_K<1>(n / 256, second, all, &of_second);
+        } else {
+            dots_q4_Kx8<N>(n / 256, first, second, all, out);
+        }
     }
 };
 

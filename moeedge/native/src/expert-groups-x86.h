@@ -1,0 +1,218 @@
+// Rows in groups of eight, as llama.cpp repacks them, with few columns, one group at a time.
+//
+// A group has the blocks of eight rows side by side, eight bytes of each in turn: 32 bytes hold eight bytes of rows 0-3 or 4-7.
+// Eight bytes of a column are broadcast to meet them, so that 64 bits of a product belong to one row.
+
+#pragma once
+
+#include "expert-rows-x86.h"
+
+namespace moeedge {
+
+namespace {
+
+// small steps
+
+inline __m256i broadcast_8_bytes(const void * from) {
+    long long value;
+    memcpy(&value, from, sizeof(value));
+    return _mm256_set1_epi64x(value);
+}
+
+// the sums of rows 0-3 and 4-7, two parts each: one number per row
+inline __m256i add_rows(__m256i rows_0_3, __m256i rows_4_7) {
+    return _mm256_hadd_epi32(rows_0_3, rows_4_7);
+}
+
+// products of 32 values of four rows (w: eight values of each) with a column, four int16 per row
+inline __m256i multiply_32(const __m256i * w, const int8_t * column) {
+    const __m256i first  = _mm256_add_epi16(_mm256_maddubs_epi16(w[0], broadcast_8_bytes(column)),
+                                            _mm256_maddubs_epi16(w[1], broadcast_8_bytes(column + 8)));
+    const __m256i second = _mm256_add_epi16(_mm256_maddubs_epi16(w[2], broadcast_8_bytes(column + 16)),
+                                            _mm256_maddubs_epi16(w[3], broadcast_8_bytes(column + 24)));
+    return _mm256_add_epi16(first, second);
+}
+
+// the same, two int32 per row
+template <bool is_signed> inline __m256i add_32(const __m256i * w, const int8_t * column) {
+    __m256i sum = _mm256_setzero_si256();
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+#    if defined(__AVX512VNNI__)
+        sum = _mm256_dpbusd_epi32(sum, w[i], broadcast_8_bytes(column + 8 * i));
+#    else
+        sum = _mm256_dpbusd_avx_epi32(sum, w[i], broadcast_8_bytes(column + 8 * i));
+#    endif
+    }
+#else
+    const __m256i ones = _mm256_set1_epi16(1);
+    if (!is_signed) {
+        return _mm256_madd_epi16(multiply_32(w, column), ones);
+    }
+    UNROLLED
+    for (int i = 0; i < 4; i++) {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(products<true>(w[i], broadcast_8_bytes(column + 8 * i)), ones));
+    }
+#endif
+    return sum;
+}
+
+// Eight rows side by side have eight bytes of rows 0-3 in one register (x) and of 4-7 in another (y): the first four bytes of each
+// and the last four, of rows 0 1 4 5 2 3 6 7
+inline __m256i even_words(__m256i x, __m256i y) {
+    return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(x), _mm256_castsi256_ps(y), 0x88));
+}
+
+inline __m256i odd_words(__m256i x, __m256i y) {
+    return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(x), _mm256_castsi256_ps(y), 0xdd));
+}
+
+// rows 0-7 of that order
+inline __m256 in_order(__m256 rows) {
+    return _mm256_permutevar8x32_ps(rows, _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7));
+}
+
+// the same of bytes, each n times
+inline __m128i order_of_bytes(int n) {
+    return n == 1 ? _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, -1, -1, -1, -1, -1, -1, -1, -1)
+                  : _mm_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 2, 2, 3, 3, 6, 6, 7, 7);
+}
+
+// rows 0 1 4 5 2 3 6 7
+inline __m128i order_halves(const uint16_t * halves) {
+    return _mm_shuffle_epi32(load_16(halves), _MM_SHUFFLE(3, 1, 2, 0));
+}
+
+// factors of eight rows, 0 1 4 5 2 3 6 7
+template <typename block_type> inline __m256 factors_of(const block_type & block) {
+    return to_floats(order_halves(block.d));
+}
+
+inline __m256 factors_of(const block_mxfp4x8 & block) {
+    const __m128i exponents = _mm_loadl_epi64((const __m128i *) block.e);
+    return halves_of_powers(_mm256_cvtepu8_epi32(_mm_shuffle_epi8(exponents, order_of_bytes(1))));
+}
+
+// 32 values in groups of eight rows
+
+// N columns, one group
+template <typename L, int N> void group_dots_32(int64_t n_blocks, const typename L::block * rows, const column_block * const * columns, float * const * out) {
+    const __m256i table = L::table();
+
+    __m256 sums[N];
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        sums[c] = _mm256_setzero_ps();
+    }
+    for (int64_t b = 0; b < n_blocks; b++) {
+        const auto & block = rows[b];
+        ask_for(&block);
+        ask_for(block.q + 48);
+        ask_for(block.q + 112);
+        __m256i halves[2][N]; // of the rows
+        UNROLLED
+        for (int half = 0; half < 2; half++) {
+            const __m256i even = load(block.q + 32 * half);
+            const __m256i odd  = load(block.q + 32 * half + 64);
+            const __m256i w[4] = { _mm256_shuffle_epi8(table, low_4(even)), _mm256_shuffle_epi8(table, low_4(odd)),
+                                   _mm256_shuffle_epi8(table, high_4(even)), _mm256_shuffle_epi8(table, high_4(odd)) };
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                halves[half][c] = add_32<L::is_signed>(w, columns[c][b].q);
+            }
+        }
+        const __m256 d = factors_of(block);
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            const column_block & column = columns[c][b];
+            const __m256i        sum    = _mm256_add_epi32(add_rows(halves[0][c], halves[1][c]), _mm256_set1_epi32(column.offset));
+            sums[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(d, _mm256_set1_ps(column.d)), sums[c]);
+        }
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        _mm256_storeu_ps(out[c], in_order(sums[c]));
+    }
+}
+
+// Q4_K in groups of eight rows
+
+template <int N> void group_dots_q4_K(int64_t n_blocks, const block_q4_Kx8 * rows, const block_q8_K * const * columns, float * const * out) {
+    constexpr int n_at_once = N == 1 ? 2 : 1; // halves of the rows, so that memory is read in its order
+    // a row's scale four times as int16, for rows 0-3 and 4-7
+    const __m256i spread[2] = {
+        _mm256_setr_epi8(0, -1, 0, -1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1, 1, -1, 2, -1, 2, -1, 2, -1, 2, -1, 3, -1, 3, -1, 3, -1, 3, -1),
+        _mm256_setr_epi8(4, -1, 4, -1, 4, -1, 4, -1, 5, -1, 5, -1, 5, -1, 5, -1, 6, -1, 6, -1, 6, -1, 6, -1, 7, -1, 7, -1, 7, -1, 7, -1),
+    };
+    __m256 sums[N];
+    __m256 min_sums[N];
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        sums[c]     = _mm256_setzero_ps();
+        min_sums[c] = _mm256_setzero_ps();
+    }
+    for (int64_t b = 0; b < n_blocks; b++) {
+        const block_q4_Kx8 & block = rows[b];
+        uint64_t             scales[8], mins[8]; // per 32 values
+        ask_for_bytes<128>((const char *) &block + AHEAD_BYTES);
+        for (int s = 0; s < 8; s++) {
+            unpack_scales(block.scales + 12 * s, scales[s], mins[s]);
+        }
+        __m256i halves[2][N]; // of the rows
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            halves[0][c] = halves[1][c] = _mm256_setzero_si256();
+        }
+        for (int i = 0; i < 4 * 2 / n_at_once; i++) { // the low bits are 32 values, the high bits the next 32
+            const int       s = 2 * (i % 4);
+            const uint8_t * q = block.q + 128 * s;
+            ask_for_bytes<128 * n_at_once>((const char *) q + 128 * (i / 4) + AHEAD_BYTES);
+            UNROLLED
+            for (int h = 0; h < n_at_once; h++) {
+                const int half = n_at_once * (i / 4) + h;
+                __m256i   lows[4], highs[4];
+                UNROLLED
+                for (int j = 0; j < 4; j++) {
+                    lows[j]  = low_4(load(q + 32 * half + 64 * j));
+                    highs[j] = high_4(load(q + 32 * half + 64 * j));
+                }
+                const __m256i low_scales  = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long) scales[s]), spread[half]);
+                const __m256i high_scales = _mm256_shuffle_epi8(_mm256_set1_epi64x((long long) scales[s + 1]), spread[half]);
+                UNROLLED
+                for (int c = 0; c < N; c++) {
+                    const int8_t * column = columns[c][b].q + 32 * s;
+                    const __m256i  first  = _mm256_madd_epi16(multiply_32(lows, column), low_scales);
+                    const __m256i  second = _mm256_madd_epi16(multiply_32(highs, column + 32), high_scales);
+                    halves[half][c]       = _mm256_add_epi32(halves[half][c], _mm256_add_epi32(first, second));
+                }
+            }
+        }
+        const __m256 d   = to_floats(order_halves(block.d));
+        const __m256 min = to_floats(_mm_loadu_si128((const __m128i *) block.min));
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            const block_q8_K & column = columns[c][b];
+            int16_t            of_32[8];
+            _mm_storeu_si128((__m128i *) of_32, sums_of_32(column));
+            __m256i min_sum = _mm256_setzero_si256();
+            for (int s = 0; s < 8; s += 2) {
+                const __m128i pairs = _mm_unpacklo_epi8(_mm_cvtsi64_si128((long long) mins[s]), _mm_cvtsi64_si128((long long) mins[s + 1]));
+                const __m256i pair  = _mm256_set1_epi32(read_int32(of_32 + s));
+                min_sum = _mm256_add_epi32(min_sum, _mm256_madd_epi16(pair, _mm256_cvtepu8_epi16(pairs)));
+            }
+            const __m256  column_d = _mm256_set1_ps(column.d);
+            const __m256i sum      = add_rows(halves[0][c], halves[1][c]);
+            sums[c]     = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(d, column_d), sums[c]);
+            min_sums[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(min_sum), _mm256_mul_ps(min, column_d), min_sums[c]);
+        }
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        _mm256_storeu_ps(out[c], _mm256_sub_ps(in_order(sums[c]), min_sums[c]));
+    }
+}
+
+} // namespace
+
+} // namespace moeedge
