@@ -504,35 +504,37 @@ void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * cons
 
 // all rows and columns
 
+// F: computes one group, G: two at once. With few columns memory is the limit, and it is read best in its order
+template <int N, typename F, typename G> inline void by_groups(float * const * out, F one, G both) {
+    if constexpr (N <= 2) {
+        float * of_second[N];
+        for (int c = 0; c < N; c++) {
+            of_second[c] = out[c] + 8;
+        }
+        one(0, out);
+        one(1, of_second);
+    } else {
+        both();
+    }
+}
+
 template <typename L> struct for_32x8 {
     static constexpr int64_t n_rows = 16;
     template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        const auto * first  = (const typename L::block *) rows;
-        const auto * second = (const typename L::block *) (rows + 8 * row_bytes);
-        const auto * all    = (const column_block * const *) columns;
-        if constexpr (N == 1) { // for which memory is the limit, and is read best in its order
-            float * of_second = *out + 8;
-            group_dots_32<L, 1>(n / 32, first, all, out);
-            group_dots_32<L, 1>(n / 32, second, all, &of_second);
-        } else {
-            dots_32x8<L, N>(n / 32, first, second, all, out);
-        }
+        const typename L::block * groups[] = { (const typename L::block *) rows, (const typename L::block *) (rows + 8 * row_bytes) };
+        const auto *              all      = (const column_block * const *) columns;
+        by_groups<N>(out, [&](int g, float * const * to) { group_dots_32<L, N>(n / 32, groups[g], all, to); },
+                     [&] { dots_32x8<L, N>(n / 32, groups[0], groups[1], all, out); });
     }
 };
 
 struct for_q4_Kx8 {
     static constexpr int64_t n_rows = 16;
     template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        const auto * first  = (const block_q4_Kx8 *) rows;
-        const auto * second = (const block_q4_Kx8 *) (rows + 8 * row_bytes);
-        const auto * all    = (const block_q8_K * const *) columns;
-        if constexpr (N == 1) {
-            float * of_second = *out + 8;
-            group_dots_q4_K<1>(n / 256, first, all, out);
-            group_dots_q4_K<1>(n / 256, second, all, &of_second);
-        } else {
-            dots_q4_Kx8<N>(n / 256, first, second, all, out);
-        }
+        const block_q4_Kx8 * groups[] = { (const block_q4_Kx8 *) rows, (const block_q4_Kx8 *) (rows + 8 * row_bytes) };
+        const auto *         all      = (const block_q8_K * const *) columns;
+        by_groups<N>(out, [&](int g, float * const * to) { group_dots_q4_K<N>(n / 256, groups[g], all, to); },
+                     [&] { dots_q4_Kx8<N>(n / 256, groups[0], groups[1], all, out); });
     }
 };
 
