@@ -77,8 +77,7 @@ class BenchArm:
 
     def prompt_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         """Returns the token ids of a conversation that asks for the next answer."""
-        model = self.session.model
-        return model.tokenize(model.render_chat(messages))
+        return self.session.model.chat_tokens(messages)
 
     def answer(
         self,

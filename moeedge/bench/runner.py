@@ -388,7 +388,7 @@ def _needed_context(model: Model, prompt: Prompt, n_predict: int) -> int:
     messages = []
     for index in range(len(prompt.turns)):
         messages += [*prompt.messages(index), {"role": "assistant", "content": "-"}]
-    tokens = model.tokenize(model.render_chat(messages[:-1]))
+    tokens = model.chat_tokens(messages[:-1])
     return len(tokens) + len(prompt.turns) * (n_predict + _TOKENS_AROUND_ANSWER)
 
 

@@ -169,4 +169,4 @@ def prompt_tokens(
     if raw:
         return model.tokenize("".join(message.content for message in conversation.messages))
     messages = conversation.chat_messages(model.reasoning_tags(template))
-    return model.tokenize(model.render_chat(messages, template=template))
+    return model.chat_tokens(messages, template=template)

@@ -72,8 +72,8 @@ def record_routing(
             messages: list[dict[str, str]] = []  # as chat templates take them
             for turn in range(len(prompt.turns)):
                 messages += prompt.messages(turn)
-                text = "".join(message["content"] for message in messages) if raw else model.render_chat(messages)
-                tokens = model.tokenize(text)
+                text = "".join(message["content"] for message in messages)
+                tokens = model.tokenize(text) if raw else model.chat_tokens(messages)
                 try:
                     answer = session.generate(tokens, n_predict=n_predict, sampling=sampling, run=run)
                 except ContextTooSmallError:

@@ -31,9 +31,13 @@ Mode = Literal["moeedge", "stock"]
 # weights, biases and scales of routed experts, also merged ones (chexps); shared experts (shexp) stay with their layer
 _EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 
+_CONTROL_ATTRIBUTES = 1 << 0 | 1 << 3  # LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, which parse_special finds in a text
 HOST = "CPU"  # ggml's name of host memory
-# with a recurrent state, and tested to go back to earlier ones (llama.cpp: llm_arch_supports_rs_rollback)
-_SNAPSHOT_ARCHITECTURES = frozenset({"qwen35moe"})
+# with a recurrent state that llama.cpp can take back (llm_arch_supports_rs_rollback); two of them are tested
+_SNAPSHOT_ARCHITECTURES = frozenset(
+    ("bailingmoe3", "deepseek4", "glm5-next", "kimi-k3", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
+    + ("qwen35", "qwen35moe", "qwen4exp")
+)
 
 
 class _BufferOverride(ctypes.Structure):
@@ -283,6 +287,33 @@ class Model(Closing):
         text = chat_format.render(messages, add_assistant=add_assistant, arguments=arguments)
         bos = chat_format.bos
         return text[len(bos) :] if bos and self.adds_bos and text.startswith(bos) else text
+
+    def chat_tokens(self, messages: list[dict[str, str]], *, template: TemplateChoice = MODEL_TEMPLATE) -> list[int]:
+        """Token ids of a conversation that asks for the next answer. What a user typed is text, never a control token.
+
+        llama.cpp reads control tokens in a user's text, too, so a pasted `<|im_end|>` would end the message.
+        """
+        typed = [message["content"] for message in messages if message["role"] == "user"]
+        used = {token for text in typed for token in self.tokenize(text, add_special=False) if self._is_control(token)}
+        if not used:
+            return self.tokenize(self.render_chat(messages, template=template))
+        # a character of Unicode's private use stands for each, since the template sees texts alone
+        taken = {character for message in messages for character in message["content"]}
+        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in taken)
+        marks = dict(zip(sorted(map(self.token_text, used), key=len, reverse=True), free, strict=False))
+        marked = [dict(message) for message in messages]
+        for message in marked:
+            for text, mark in marks.items() if message["role"] == "user" else ():
+                message["content"] = message["content"].replace(text, mark)
+        texts = {mark: text for text, mark in marks.items()}
+        first, *others = re.split(f"([{''.join(texts)}])", self.render_chat(marked, template=template))
+        tokens = self.tokenize(first)
+        for part in filter(None, others):
+            tokens += self.tokenize(texts.get(part, part), add_special=False, parse_special=part not in texts)
+        return tokens
+
+    def _is_control(self, token: int) -> bool:
+        return bool(lib.llama_vocab_get_attr(self.vocab, token) & _CONTROL_ATTRIBUTES)
 
     def check_template(self, template: TemplateChoice) -> list[str]:
         """Raises InputError for what that chat template cannot do. Returns sentences about variables without effect."""

@@ -61,7 +61,7 @@ def test_beyond_ram_has_the_round_under_recorded_routing() -> None:
     assert f"| {ours[0]}), {ours[1]}, 76 % accepted) |" in text
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b", "gptoss-20b"])
+@pytest.mark.parametrize("name", [f"{model}{cpu}" for model in ("qwen3-30b", "gptoss-20b") for cpu in ("", "-zen5")])
 def test_performance_has_the_tables_of_other_programs(name: str) -> None:
     rows = read(_RECORDS / f"rivals-{name}.json.gz")
     *_, shown = tables(rows)
@@ -71,7 +71,7 @@ def test_performance_has_the_tables_of_other_programs(name: str) -> None:
     assert f"rivals-{name}.json.gz)) | {' | '.join(cells)} |" in _README
 
 
-@pytest.mark.parametrize("name", ["gptoss-20b"])
+@pytest.mark.parametrize("name", ["gptoss-20b", "qwen3-30b-zen5"])
 def test_performance_has_long_prompts_of_other_programs(name: str) -> None:
     rows = read(_RECORDS / f"rivals-{name}-2048.json.gz")[:1]
     *_, shown = tables(rows)

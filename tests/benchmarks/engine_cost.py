@@ -121,7 +121,7 @@ def measure(
                     meter.steps_s.clear()
                 session.reset()
                 messages = questions[number % len(questions)].messages(0)
-                tokens = session.model.tokenize(session.model.render_chat(messages))
+                tokens = session.model.chat_tokens(messages)
                 answer = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
                 for index, _ in enumerate(answer):
                     meter.end_step()

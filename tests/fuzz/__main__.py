@@ -1,7 +1,8 @@
 """Damaged inputs: every case must end as accepted, or refused with a sentence; never in a crash, a traceback or a hang.
-Of the kind benign, models with other texts and keys, every one must be accepted.
+Of the kind benign, models with other texts and keys, every one must be accepted. Of the kind signal, sound commands get
+SIGINT, SIGTERM or SIGHUP at a random moment.
 
-    python -m tests.fuzz gguf|decode|benign|draft|trace|jsonl|template|cli|record --n N --seed S [--finds FOLDER]
+    python -m tests.fuzz gguf|decode|benign|draft|trace|jsonl|template|cli|record|signal --n N --seed S [--finds FOLDER]
 
 Case number i of a kind depends on the seed and i alone: `--first i --n 1` repeats it. Each runs in a forked child with
 limits on data and time. The table counts the outcomes; --finds gets the input of each bad one.
@@ -27,11 +28,11 @@ from random import Random
 
 from typer import Exit
 
-from tests.fuzz import gguf_header, texts
+from tests.fuzz import gguf_header, signals, texts
 
 LIMIT_S = 60
 DATA_BYTES = 4 << 30
-BAD = ("crash", "traceback", "hang")
+BAD = ("crash", "traceback", "hang", "files left", "process left")
 _CUT = 400_000  # bytes of standard error that are looked at
 
 Mutate = Callable[[Random, bytes], bytes]
@@ -197,9 +198,11 @@ def _child(arguments: list[str], home: Path, errors: int, probes: bool) -> None:
 def cases(kind: str, seed: int, first: int, n: int, folder: Path) -> Iterator[tuple[int, list[str], bytes]]:
     """Number, arguments and changed input of each case; the input is in folder/case... until the next one."""
     find = seed_files(folder)
-    if kind == "cli":
+    if kind in ("cli", "signal"):
         for number in range(first, first + n):
-            yield number, _arguments(Random(f"{seed} {number}")), b""
+            rng = Random(f"{seed} {number}")
+            is_cli = kind == "cli"
+            yield number, _arguments(rng) if is_cli else signals.arguments_of(rng, find, folder / "written/out"), b""
         return
     about = KINDS[kind]
     for number in range(first, first + n):
@@ -254,7 +257,7 @@ def _arguments(rng: Random) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("kind", choices=[*KINDS, "cli"])
+    parser.add_argument("kind", choices=[*KINDS, "cli", "signal"])
     parser.add_argument("--n", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
@@ -270,7 +273,10 @@ def main() -> None:
         folder = Path(name)
         for number, arguments, data in cases(options.kind, options.seed, options.first, options.n, folder):
             limit_s = LIMIT_S if options.kind != "cli" else 3
-            outcome, last = run_case(arguments, folder, limit_s, probes=not options.no_probe)
+            if options.kind == "signal":
+                outcome, last = signals.run_case(Random(f"{options.seed} {number} moments"), arguments, folder)
+            else:
+                outcome, last = run_case(arguments, folder, limit_s, probes=not options.no_probe)
             if outcome == "hang" and options.kind == "cli":  # it computes, as it was asked to
                 outcome = "accepted"
             outcomes[outcome] += 1

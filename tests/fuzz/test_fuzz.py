@@ -34,7 +34,11 @@ def test_an_assertion_of_llama_cpp_is_an_error(tiny_moe: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("kind", "n"),
-    [("gguf", 4), ("jsonl", 20), *(pytest.param(kind, 25, marks=pytest.mark.slow) for kind in (*KINDS, "cli"))],
+    [
+        ("gguf", 4),
+        ("jsonl", 20),
+        *(pytest.param(kind, 25, marks=pytest.mark.slow) for kind in (*KINDS, "cli", "signal")),
+    ],
 )
 def test_damaged_inputs(kind: str, n: int) -> None:
     """In a process of their own, whose children inherit no thread."""

@@ -142,7 +142,7 @@ def test_bundled_pair(gamma: int, bundled_pair: tuple[Path, Path], stock_of: Sto
     target, draft = bundled_pair
     with opened(target, ("model", gamma), draft) as session:
         for question in ("What is 7 plus 5?", "Tell me a short story about a river."):
-            prompt = session.model.tokenize(session.model.render_chat([{"role": "user", "content": question}]))
+            prompt = session.model.chat_tokens([{"role": "user", "content": question}])
             verdict = judge(stock_of(target), prompt, answer(session, prompt, 40, ignore_eos=True).tokens)
             assert not verdict.faults
             assert gamma or not verdict.ties

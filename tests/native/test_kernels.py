@@ -20,7 +20,11 @@ PLAIN = ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_
 LAYOUTS = [*((type_, True) for type_ in REPACKED), *((type_, False) for type_ in PLAIN)]
 
 Engines = Callable[[int], tuple[Engine, Engine]]
-INSTRUCTIONS = {"avx512vnni": KernelChoice.ALL, "avxvnni": KernelChoice.AVXVNNI, "avx2": KernelChoice.AVX2}  # and what chooses their kernels
+INSTRUCTIONS = {
+    "avx512vnni": KernelChoice.ALL,
+    "avxvnni": KernelChoice.AVXVNNI,
+    "avx2": KernelChoice.AVX2,
+}  # and what chooses their kernels
 
 
 @pytest.fixture(autouse=True, params=INSTRUCTIONS)

@@ -274,7 +274,7 @@ def _answer(
     session.gamma = gamma
     for prompt in prompts:
         session.reset()
-        tokens = session.model.tokenize(session.model.render_chat(prompt.messages(0)))
+        tokens = session.model.chat_tokens(prompt.messages(0))
         try:
             generation = session.generate(tokens, n_predict=n_predict, sampling=GREEDY, ignore_eos=True)
         except ContextTooSmallError:

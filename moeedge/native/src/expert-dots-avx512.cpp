@@ -1,7 +1,7 @@
 // The kernels of expert-dots.h for AVX-512 with VNNI. This file alone is compiled for it.
 //
-// VPDPBUSD adds four products of unsigned and signed bytes to 32 bits, so rows are kept unsigned, and what that adds too much is
-// the sum to begin with. Rows in groups of eight meet the columns sixteen at once: two groups, whose words of four bytes
+// VPDPBUSD adds four products of unsigned and signed bytes to 32 bits, so rows in groups of eight are kept unsigned, columns of
+// other blocks of 32, and what that adds too much is the sum to begin with. Rows in groups of eight meet the columns sixteen at once: two groups, whose words of four bytes
 // are sorted so that each 32 bits of a product belong to one row.
 
 #include "expert-dots.h"
@@ -504,7 +504,7 @@ void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * cons
 
 // all rows and columns
 
-// F: computes one group, G: two at once. With few columns memory is the limit, and it is read best in its order
+// one: computes one group, both: two at once. With few columns memory is the limit, and it is read best in its order
 template <int N, typename F, typename G> inline void by_groups(float * const * out, F one, G both) {
     if constexpr (N <= 2) {
         float * of_second[N];

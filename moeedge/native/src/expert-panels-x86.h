@@ -28,7 +28,9 @@ typedef int32_t row_ints __attribute__((vector_size(4 * n_panel_rows)));
 using row_words = uint8_t[4 * n_panel_rows]; // four values of each row
 
 template <typename T> inline T row_lanes(const void * from) {
-    return *(const T *) from;
+    T lanes;
+    memcpy(&lanes, from, sizeof(lanes));
+    return lanes;
 }
 
 // a * b + c, rounded once
@@ -49,6 +51,7 @@ inline row_ints products_of_pairs(row_ints pairs, int32_t pair) {
 #endif
 }
 
+// adds products of a word of each row with the same word of a column
 #if defined(__AVX512VNNI__)
 inline row_ints add_products(row_ints sum, row_ints w, int32_t column) {
     return (row_ints) _mm512_dpbusd_epi32((__m512i) sum, (__m512i) w, _mm512_set1_epi32(column));

@@ -130,7 +130,7 @@ def test_verifications_take_as_long_as_they_are_timed(
     with Session.open(config) as session:
         for prompt in prompts:
             session.reset()
-            tokens = session.model.tokenize(session.model.render_chat(prompt.messages(0)))
+            tokens = session.model.chat_tokens(prompt.messages(0))
             generation = session.generate(tokens, n_predict=96, sampling=GREEDY, ignore_eos=True)
             verified += [record.verify_s for record in generation if record.n_verified == 9]
     assert timed[9] == pytest.approx(median(verified), rel=0.4)

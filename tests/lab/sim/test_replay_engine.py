@@ -108,7 +108,7 @@ def run_engine(
 
 
 def tokens_of(session: Session, prompt: Prompt) -> list[int]:
-    return session.model.tokenize(session.model.render_chat(prompt.messages(0)))
+    return session.model.chat_tokens(prompt.messages(0))
 
 
 def run_replay(trace: Trace, policy: str) -> HitStats:
