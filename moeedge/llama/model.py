@@ -35,8 +35,10 @@ _CONTROL_ATTRIBUTES = 1 << 0 | 1 << 3  # LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, 
 HOST = "CPU"  # ggml's name of host memory
 # with a recurrent state that llama.cpp can take back (llm_arch_supports_rs_rollback); two of them are tested
 _SNAPSHOT_ARCHITECTURES = frozenset(
-    ("bailingmoe3", "deepseek4", "glm5-next", "kimi-k3", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
-    + ("qwen35", "qwen35moe", "qwen4exp")
+    {
+        *("bailingmoe3", "deepseek4", "glm5-next", "kimi-k3", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"),
+        *("qwen35", "qwen35moe", "qwen4exp"),
+    }
 )
 
 
