@@ -1,4 +1,4 @@
-"""Commands that get a signal at a random moment: right exit code, no traceback, nothing half-written, no process left."""
+"""Commands that get a signal at a random moment: right exit code, no traceback, nothing half-written, no process."""
 
 from __future__ import annotations
 
