@@ -86,35 +86,31 @@ static bool host_buft_is_host(ggml_backend_buffer_type_t) {
     return true;
 }
 
+// members by name: their number differs between versions of ggml
+static ggml_backend_buffer_type make_buffer_type(const char * (*get_name)(ggml_backend_buffer_type_t), size_t (*get_alignment)(ggml_backend_buffer_type_t)) {
+    ggml_backend_buffer_type type{};
+    type.iface.get_name      = get_name;
+    type.iface.alloc_buffer  = buft_alloc_buffer;
+    type.iface.get_alignment = get_alignment;
+    type.device              = dry_run_gpu();
+    return type;
+}
+
 static ggml_backend_buffer_type * buffer_type() {
-    static ggml_backend_buffer_type type = {
-        /* .iface   = */ {
-            /* .get_name       = */ buft_get_name,
-            /* .alloc_buffer   = */ buft_alloc_buffer,
-            /* .get_alignment  = */ buft_get_alignment,
-            /* .get_max_size   = */ nullptr,
-            /* .get_alloc_size = */ buft_get_alloc_size,
-            /* .is_host        = */ nullptr,
-        },
-        /* .device  = */ dry_run_gpu(),
-        /* .context = */ nullptr,
-    };
+    static ggml_backend_buffer_type type = [] {
+        ggml_backend_buffer_type made = make_buffer_type(buft_get_name, buft_get_alignment);
+        made.iface.get_alloc_size     = buft_get_alloc_size;
+        return made;
+    }();
     return &type;
 }
 
 static ggml_backend_buffer_type * host_buffer_type() {
-    static ggml_backend_buffer_type type = {
-        /* .iface   = */ {
-            /* .get_name       = */ host_buft_get_name,
-            /* .alloc_buffer   = */ buft_alloc_buffer,
-            /* .get_alignment  = */ host_buft_get_alignment,
-            /* .get_max_size   = */ nullptr,
-            /* .get_alloc_size = */ nullptr,
-            /* .is_host        = */ host_buft_is_host,
-        },
-        /* .device  = */ dry_run_gpu(),
-        /* .context = */ nullptr,
-    };
+    static ggml_backend_buffer_type type = [] {
+        ggml_backend_buffer_type made = make_buffer_type(host_buft_get_name, host_buft_get_alignment);
+        made.iface.is_host            = host_buft_is_host;
+        return made;
+    }();
     return &type;
 }
 
