@@ -177,6 +177,7 @@ class Model(Closing):
         if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
             info = replace(info, n_expert_used=n_expert_used)
         try:
+            _check_epsilons(handle, info.architecture, path)
             dense = weights.keep_dense(mapped_before, n_host_layers=n_host) if weights else None
         except BaseException:
             lib.llama_model_free(handle)
@@ -441,6 +442,14 @@ def buffer_type(name: str, device: str = "auto") -> int:
     if name not in types:
         raise InputError(f"There is no memory of the type {name!r} here (-ot).", f"Choose from: {', '.join(types)}.")
     return types[name]
+
+
+def _check_epsilons(handle: Any, architecture: str, path: Path) -> None:
+    """Raises ModelFileError for one that ggml asserts against in a thread of OpenMP, which would end the process."""
+    for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon"):
+        value = _read_metadata(handle, f"{architecture}.attention.{name}")
+        if value is not None and not float(value) >= 0:
+            raise ModelFileError(f"{path} has {value} as its {name}.", "It is damaged. Download it again.")
 
 
 def _read_metadata(handle: Any, key: str) -> str | None:

@@ -122,14 +122,6 @@ def test_performance_has_the_figures_next_to_a_gpu() -> None:
         assert " | ".join(f"{lanes[name + suffix]['tg_ts']:.1f}" for name in names) + " |" in _PERFORMANCE
 
 
-@pytest.mark.parametrize("name", ["performance-pp512", "performance-pp512-bundled"])
-def test_performance_has_the_prompt_speeds_of_its_records(name: str) -> None:
-    rows = read(_RECORDS / f"{name}.json.gz")
-    stock, ours = (next(row for row in rows if row["mode"] == mode) for mode in ("stock-ar", "moeedge-ar"))
-    (line,) = (line for line in _PERFORMANCE.splitlines() if f"{name}.json.gz" in line)
-    assert line.endswith(f"| {stock['pp_ts_median']:,.0f} | {ours['pp_ts_median']:,.0f} | {ours['ratio_pp']:.2f} |")
-
-
 @pytest.mark.parametrize(
     ("name", "column"),
     [("toy-2.6gb-q4_0", 0), ("toy-2.6gb-q4_k", 1), ("toy-9.5gb-q4_0", 2), ("toy-9.5gb-q4_k", 3), ("bundled", None)],
