@@ -37,7 +37,7 @@ def test_an_assertion_of_llama_cpp_is_an_error(tiny_moe: Path, tmp_path: Path) -
     [
         ("gguf", 4),
         ("jsonl", 20),
-        *(pytest.param(kind, 25, marks=pytest.mark.slow) for kind in (*KINDS, "cli", "signal")),
+        *(pytest.param(kind, 25, marks=pytest.mark.slow) for kind in (*KINDS, "cli")),
     ],
 )
 def test_damaged_inputs(kind: str, n: int) -> None:
