@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -297,12 +297,13 @@ class Model(Closing):
         llama.cpp reads control tokens in a user's text, too, so a pasted `<|im_end|>` would end the message.
         """
         typed = [message["content"] for message in messages if message["role"] == "user"]
-        used = {token for text in typed for token in self.tokenize(text, add_special=False) if self._is_control(token)}
+        tokens_typed = {token for text in typed for token in self.tokenize(text, add_special=False)}
+        used = {token for token in tokens_typed if self._is_control(token)}
         if not used:
             return self.tokenize(self.render_chat(messages, template=template))
         # a character of Unicode's private use stands for each, since the template sees texts alone
         taken = {character for message in messages for character in message["content"]}
-        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in taken)
+        free = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in taken)
         marks = dict(zip(sorted(map(self.token_text, used), key=len, reverse=True), free, strict=False))
         marked = [dict(message) for message in messages]
         for message in marked:
@@ -447,9 +448,9 @@ def buffer_type(name: str, device: str = "auto") -> int:
 def _check_epsilons(handle: Any, architecture: str, path: Path) -> None:
     """Raises ModelFileError for one that ggml asserts against in a thread of OpenMP, which would end the process."""
     for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon"):
-        value = _read_metadata(handle, f"{architecture}.attention.{name}")
-        if value is not None and not float(value) >= 0:
-            raise ModelFileError(f"{path} has {value} as its {name}.", "It is damaged. Download it again.")
+        with suppress(ValueError):  # a text, of a key that the model does not use
+            if not float(value := _read_metadata(handle, f"{architecture}.attention.{name}") or "0") >= 0:
+                raise ModelFileError(f"{path} has {value} as its {name}.", "It is damaged. Download or copy it again.")
 
 
 def _read_metadata(handle: Any, key: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,18 @@ def test_an_assertion_of_llama_cpp_is_an_error(tiny_moe: Path, tmp_path: Path) -
     path.write_bytes(gguf_header.written(header).ljust(start, b"\0") + data[start:])
     with pytest.raises(ModelFileError, match=r"assert|ASSERT"):
         Model.load(path, header_only=True)
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(-1.0, True), (float("nan"), True), (1e-5, False)])
+def test_an_epsilon_that_ggml_asserts_against(tiny_moe: Path, tmp_path: Path, value: float, is_refused: bool) -> None:
+    """It would end the process at the first decode."""
+    data = tiny_moe.read_bytes()
+    header = gguf_header.parse(data)
+    next(pair for pair in header.pairs if pair.name.endswith(b"layer_norm_rms_epsilon")).value = value
+    path = tmp_path / "epsilon.gguf"
+    path.write_bytes(gguf_header.written(header) + data[header.size :])
+    with pytest.raises(ModelFileError, match="epsilon") if is_refused else nullcontext():
+        Model.load(path, header_only=True).close()
 
 
 @pytest.mark.parametrize(
