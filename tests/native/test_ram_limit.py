@@ -182,7 +182,7 @@ def stalls(cache: ExpertCache, n_slots: int) -> list[float]:
 def test_no_computation_waits_until_the_memory_is_given_back(tmp_path: Path) -> None:
     """256 MB of experts are copied, and as much memory is given back, in a tenth of a second or more."""
     model = write_experts(tmp_path / "experts.bin", n_layers=4, n_experts=64, width=512, sparse=True)
-    longest_s = []
+    measured = []
     with ExpertCache(model.config(1.0, device="ram")) as cache:
         for _ in range(3):
             cache.limit(1 << 30)
@@ -193,11 +193,10 @@ def test_no_computation_waits_until_the_memory_is_given_back(tmp_path: Path) -> 
             found = stalls(cache, 128)
             now = resident(cache)
             assert now[2:].sum() >= 124 and now[3, :4].any(), "also those that were used meanwhile"
-            assert len(found) > 20, "the copies of 128 experts let others pass"
-            longest_s.append(max(found))
-            if longest_s[-1] < 0.05:
+            measured.append((len(found), max(found, default=0.0)))
+            if measured[-1][0] > 20 and measured[-1][1] < 0.05:  # the copies of 128 experts let others pass
                 return
-    raise AssertionError(f"other programs may take the processor once: {longest_s}")
+    raise AssertionError(f"other programs may take the processor once: {measured}")
 
 
 def test_another_device_gives_no_single_slots_back(wide: Path) -> None:

@@ -59,19 +59,17 @@ struct instance_list {
 };
 
 // never destroyed: a program may free its contexts after static destructors ran
-static std::mutex & list_mutex();
-
 static instance_list & instances() {
-    static instance_list * list = [] {
-        keep_free_in_children<list_mutex>();
-        return new instance_list;
-    }();
+    static instance_list * list = new instance_list;
     return *list;
 }
 
 static std::mutex & list_mutex() {
     return instances().mutex;
 }
+
+// when the library is loaded: at the first use another thread might be forking already
+[[maybe_unused]] static const int registered = keep_free_in_children<list_mutex>();
 
 void instances_add(instance * self) {
     instance_list &             list = instances();

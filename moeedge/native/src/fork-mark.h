@@ -25,8 +25,8 @@ class fork_mark {
 
 // Lets each fork wait until no other thread holds the mutex that `get` returns, which a child could never take otherwise. To be
 // called once, for a mutex that is held for short sections.
-template <std::mutex & (*get)()> void keep_free_in_children() {
-    pthread_atfork([] { get().lock(); }, [] { get().unlock(); }, [] { get().unlock(); });
+template <std::mutex & (*get)()> int keep_free_in_children() {
+    return pthread_atfork([] { get().lock(); }, [] { get().unlock(); }, [] { get().unlock(); });
 }
 
 } // namespace moeedge

@@ -24,19 +24,17 @@ struct cache_list {
     int64_t                                                    last_id = 0;
 };
 
-static std::mutex & list_mutex();
-
 static cache_list & caches() {
-    static cache_list * list = [] {
-        moeedge::keep_free_in_children<list_mutex>();
-        return new cache_list;
-    }();
+    static cache_list * list = new cache_list;
     return *list;
 }
 
 static std::mutex & list_mutex() {
     return caches().mutex;
 }
+
+// when the library is loaded: at the first use another thread might be forking already
+[[maybe_unused]] static const int registered = moeedge::keep_free_in_children<list_mutex>();
 
 static std::shared_ptr<expert_cache> find_cache(int64_t id) {
     std::lock_guard<std::mutex> lock(caches().mutex);
