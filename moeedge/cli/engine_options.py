@@ -141,6 +141,7 @@ class PlacementOptions:
     prefill: str = "auto"
     calibrate: bool = True
     warm_start: bool = True
+    pins_files: bool = True
 
     def config(self, **others: Any) -> PlacementConfig:
         """The scheduler's configuration. Raises InputError and ValueError for values that it cannot have."""

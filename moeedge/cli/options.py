@@ -256,6 +256,9 @@ declare(
     --no-warm-start  Experts in RAM: do not load those first that earlier runs used most, and keep nothing of this
         run.
         also: warm_start
+    --no-pin  Next to a GPU: do not pin the file's experts in RAM. Where that has room for them, they are pinned, so that
+        the GPU reads them itself; else threads copy them.
+        also: pins_files
     --vram SIZE  Memory of the device for experts, for instance 6GB or 512MiB. Default: what is free, minus a reserve.
         also: vram_bytes
     * --cache-ratio R  Share of all expert bytes that the device holds, 0 to 1. Default for the emulated device: 0.17.
@@ -319,6 +322,7 @@ declare(
     ablate={"kind": list[str], "convert": ablations},
     no_calibrate={"kind": bool, "convert": not_},
     no_warm_start={"kind": bool, "convert": not_},
+    no_pin={"kind": bool, "convert": not_},
     output={"parser": output_parser("text|json")},
 )
 declare(

@@ -208,6 +208,12 @@ def expert_bytes(tensors: list[ExpertTensor]) -> int:
     return sum(tensor.stride * tensor.n_experts for tensor in tensors)
 
 
+def mean_expert_bytes(tensors: list[ExpertTensor]) -> int:
+    """Returns the bytes of one expert, about."""
+    n_experts = max((tensor.n_experts for tensor in tensors), default=1)
+    return expert_bytes(tensors) // max(1, len({tensor.layer for tensor in tensors}) * n_experts)
+
+
 def bytes_per_token(tensors: list[GgufTensor], experts: list[ExpertTensor], used_per_layer: Sequence[int]) -> int:
     """The bytes of weights that a token reads, of `experts` those that it uses. tensors: all of the model."""
     has_output = any(tensor.name == "output.weight" for tensor in tensors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 import threading
 from collections import deque
@@ -56,6 +57,7 @@ _log_callback = lib.llama_log_callback(_on_log)
 def start() -> None:
     """Registers the log callback, our backend and those that the user names; must run before a model is loaded."""
     with _lock:
+        os.environ.setdefault("GGML_CUDA_REGISTER_HOST", "1")  # without it ggml's CUDA backend pins no pages of files
         lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
         native.attach()
 

@@ -70,6 +70,8 @@ class CacheConfig:
     emulated_threads: int = c_field(c_int32, 1)
     # a cache in RAM reads by way of the page cache, and gives its pages back
     disk_buffered: bool = c_field(c_int32, False)
+    # keep the experts' pages of the files in RAM, where the device reads them itself
+    pin_files: bool = c_field(c_int32, False)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class CacheInfo:
     slots_wanted: int = c_field()  # by the ratio; more than n_slots where the device lacks memory for them
     pool_bytes: int = c_field()  # on the device
     staging_bytes: int = c_field()  # on the host
+    pinned_bytes: int = c_field()  # of the files, which the device reads itself; 0: uploads are copied
     unpinned: bool = c_field(c_int32)  # pinned staging memory was not available: transfers are slower
     is_host: bool = c_field(c_int32)  # the device's memory is the host's
     lost: bool = c_field(c_int32)

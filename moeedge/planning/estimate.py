@@ -118,13 +118,14 @@ def estimate(model: ModelMemory, memory: Memory, n_ctx: int = 0, draft: ModelMem
     device_ratio = 1.0 if on_gpu else 0.0
     if is_split:
         n_all = model.n_expert_layers * model.n_experts
-        staging = _LAYOUTS * n_staging_slots(PlacementConfig(), "gpu", model.n_experts)
+        each_bytes = model.experts_bytes // n_all
+        staging = _LAYOUTS * n_staging_slots(PlacementConfig(), "gpu", model.n_experts, each_bytes)
         device_ratio = plan_budget(
             expert_bytes_total=model.experts_bytes,
             n_expert_layers=model.n_expert_layers,
             n_experts=model.n_experts,
             free_bytes=free_bytes - gpu_bytes,
-            reserve_bytes=default_reserve(total_bytes) + staging * model.experts_bytes // n_all,
+            reserve_bytes=default_reserve(total_bytes) + staging * each_bytes,
         ).ratio
     # experts are pages of the file, which the system may drop; dense weights next to them are read for every token
     uses_gpu = on_gpu or is_split

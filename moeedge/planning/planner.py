@@ -21,7 +21,7 @@ from moeedge.engine.context_choice import beyond_training
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import InputError
 from moeedge.hardware.host import default_reserve
-from moeedge.llama.gguf_file import expert_bytes, read_tensors
+from moeedge.llama.gguf_file import expert_bytes, mean_expert_bytes, read_tensors
 from moeedge.llama.model import Model
 from moeedge.llama.model_memory import N_CTX_STEP, ModelMemory, choose_n_ctx
 from moeedge.planning.headers import LoadableModel, ModelFacts, loadable, read_facts
@@ -214,8 +214,8 @@ class Planner(Closing):
         reserve = MemoryItem("reserve", self.reserve + sizing.reserve_bytes(device, total_bytes), spare=True)
         if not budget.n_slots:
             return budget, [reserve]
-        n_stage = sizing.n_staging_slots(requested, device.kind, target.info.n_experts)
         tensors = sizing.in_host_memory(self._experts, target)
+        n_stage = sizing.n_staging_slots(requested, device.kind, target.info.n_experts, mean_expert_bytes(tensors))
         overhead = sizing.staging_and_scratch_bytes(tensors, target.info, n_ubatch=n_ubatch, n_stage=n_stage)
         slots = MemoryItem(f"expert slots: {budget.n_slots:,} of {self._n_all:,}", budget.pool_bytes)
         return budget, [MemoryItem("cache: staging and columns", overhead), reserve, slots]

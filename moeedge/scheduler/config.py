@@ -47,6 +47,7 @@ class PlacementConfig:
     measure_anew: bool = False  # even if it was measured before
     calibrate_later: bool = False  # after the first answer (Session.measure_postponed)
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+    pins_files: bool = True  # a GPU reads experts from the file's pages, pinned in RAM, if it has room for them
     warm_start: bool = True  # in RAM: experts that earlier runs used most are loaded first, and this run's are kept
     governed: bool = False  # the cache goes off while steps are slower with it
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.hardware.host import default_reserve
+from moeedge.hardware.host import default_reserve, fits
 from moeedge.llama.context import Context
-from moeedge.llama.gguf_file import expert_tensors
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors, mean_expert_bytes
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
 from moeedge.native.abi import Phase, PrefillPath
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
@@ -209,7 +209,8 @@ class Opening:
             cache_budget(config, device, tensors, model, **sizes),
             *(tensors, files),
             device=device.ggml_name,
-            n_stage=n_staging_slots(config, device.kind, model.info.n_experts),
+            n_stage=n_staging_slots(config, device.kind, model.info.n_experts, mean_expert_bytes(tensors)),
+            pin_files=config.pins_files and device.kind == "gpu" and fits(expert_bytes(in_host_memory(tensors, model))),
             emulated_threads=emulated_threads(device) or 1,
             link_bytes_per_s=float(device.link_bytes_per_s),
             link_latency_s=device.latency_us * 1e-6,

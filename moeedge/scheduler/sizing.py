@@ -8,7 +8,7 @@ from moeedge.errors import InputError
 from moeedge.hardware.devices import DeviceKind, ResolvedDevice
 from moeedge.hardware.host import default_reserve
 from moeedge.llama import library
-from moeedge.llama.gguf_file import expert_bytes, expert_tensors, n_groups, scratch_bytes
+from moeedge.llama.gguf_file import expert_bytes, expert_tensors, mean_expert_bytes, n_groups, scratch_bytes
 from moeedge.llama.model import Model, ModelInfo
 from moeedge.native.abi import PrefillPath
 from moeedge.native.cache import ExpertTensor
@@ -16,7 +16,7 @@ from moeedge.records import figure
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.units import format_bytes
 
-_STAGING_EXPERTS = 32  # per half of the staging slots, for streaming prefill
+_STAGING_EXPERTS, _STAGING_BYTES = 32, 96 << 20  # most of both per half of the staging slots, for streaming prefill
 _MAX_DEVICE_PAIRS = 2048  # that the backend gives a device at once (native/src/hybrid.h)
 
 
@@ -112,10 +112,11 @@ def whole_expert_bytes(model: Model) -> int:
     return expert_bytes(tensors) - expert_bytes(in_host_memory(tensors, model))
 
 
-def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int) -> int:
-    """Slots on a device to stream experts through in large batches, where that may be faster than the CPU."""
+def n_staging_slots(config: PlacementConfig, kind: DeviceKind, n_experts: int, each_bytes: int) -> int:
+    """Slots on a device to stream experts of that size through in large batches, where that may pay."""
     may_stream = config.prefill is PrefillPath.STREAM or (config.prefill is PrefillPath.AUTO and kind == "gpu")
-    return 2 * min(n_experts, _STAGING_EXPERTS) if may_stream else 0
+    most = max(2, _STAGING_BYTES // max(1, each_bytes))
+    return 2 * min(n_experts, _STAGING_EXPERTS, most) if may_stream else 0
 
 
 def emulated_threads(device: ResolvedDevice) -> int:
@@ -128,10 +129,9 @@ def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n
 
     tensors: of the experts in host memory.
     """
-    expert = expert_bytes(tensors) // max(1, len({tensor.layer for tensor in tensors}) * info.n_experts)
     n_pairs = min(n_ubatch * info.n_expert_used, _MAX_DEVICE_PAIRS)
     # the backend's buffer for columns has room for half as many again
-    return n_stage * n_groups(tensors) * expert + scratch_bytes(tensors, n_pairs) * 3 // 2
+    return n_stage * n_groups(tensors) * mean_expert_bytes(tensors) + scratch_bytes(tensors, n_pairs) * 3 // 2
 
 
 def reserve_bytes(device: ResolvedDevice, total_bytes: int) -> int:
@@ -160,7 +160,8 @@ def cache_budget(
     counted_bytes, wanted_ratio, n_stage, reserved = 0, None, 0, default_reserve(total_bytes)
     if device is not None:
         counted_bytes, wanted_ratio = whole_bytes, device.default_ratio
-        n_stage, reserved = n_staging_slots(config, device.kind, info.n_experts), reserve_bytes(device, total_bytes)
+        n_stage = n_staging_slots(config, device.kind, info.n_experts, mean_expert_bytes(tensors))
+        reserved = reserve_bytes(device, total_bytes)
     # ratios count all experts of the model
     cache_ratio, default_ratio = (
         None if ratio is None else min(1.0, ratio * info.n_expert_layers / max(1, n_layers))

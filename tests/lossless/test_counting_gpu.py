@@ -19,14 +19,15 @@ import pytest
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
 from moeedge.errors import DeviceFailedError
-from moeedge.native.abi import DevicePath, Phase
+from moeedge.native.abi import DevicePath, Phase, PrefillPath
 from moeedge.run import is_warning
+from moeedge.scheduler import sizing
 from moeedge.scheduler.stats import StepRecord
 from tests.conftest import TinyFactory
 from tests.lossless.conftest import LONG_PROMPT as PROMPT
 from tests.support.cases import ATTENTION_CASES, RARE_CASES, case_model
 from tests.support.counting import DEVICE, CountingDevice, count
-from tests.support.hybrid import MANY_EXPERTS, AlternatingCache, assert_answers, greedy_answer, hit_stats, hybrid_config
+from tests.support.hybrid import MANY_EXPERTS, AlternatingCache, assert_answers, greedy_answer, hit_stats, hybrid_config, random_prompt
 from tests.support.stock import StockContext, transcript
 
 ALL = 99
@@ -127,6 +128,27 @@ def test_every_architecture(
 @pytest.mark.parametrize("prefill", ["resident", "stream"])
 def test_prefill_paths(prefill: str, late: bool, many: Path, tiny_draft: Path, counting: CountingDevice) -> None:
     check(gpu_config(many, tiny_draft, prefill=prefill), counting, late=late)
+
+
+@LATE
+@pytest.mark.parametrize("pins_files", [False, True], ids=["copied", "pinned"])
+def test_prompts_streamed_in_chunks(
+    pins_files: bool, late: bool, many: Path, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of five experts, the first of a layer staged while the layer before it ends; a prompt of several batches."""
+    monkeypatch.setattr(sizing, "_STAGING_EXPERTS", 5)
+    config = gpu_config(many, None, 0.2, 0, prefill="stream", pins_files=pins_files)
+    prompt = random_prompt(150, 5)
+    with StockContext(config.model, n_ctx=512, gpu=DEVICE, n_gpu_layers=ALL, experts_on_cpu=True) as stock:
+        stock.answer(prompt, N_PREDICT)
+        with counting.late() if late else nullcontext(), Session.open(config) as session:
+            assert session.placement is not None
+            assert (session.placement.cache.info.pinned_bytes > 0) == pins_files
+            assert_answers(session, stock, prompt, N_PREDICT, 2)
+            blocks = session.placement.cache.blocks()
+            large = blocks[blocks["n_tokens"] > 64]
+            assert len(large) > 0 and (large["path"] == PrefillPath.STREAM.code).all()
+            counting.check()
 
 
 @pytest.mark.slow

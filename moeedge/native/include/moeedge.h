@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 27
+#define MOEEDGE_ABI_VERSION 28
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -176,6 +176,7 @@ struct moeedge_cache_config {
     int32_t              n_stage;          // extra slots per kind of expert, for streaming prefill
     int32_t              emulated_threads;
     int32_t              disk_buffered;    // a cache in RAM reads by way of the page cache, and gives its pages back
+    int32_t              pin_files;        // keep the experts' pages of the files in RAM, where the device reads them itself
     int32_t              n_files, n_tensors;
 };
 
@@ -187,6 +188,7 @@ struct moeedge_cache_info {
     int64_t slots_wanted;  // by the ratio; more than n_slots where the device lacks memory for them
     int64_t pool_bytes;    // on the device
     int64_t staging_bytes; // on the host
+    int64_t pinned_bytes;  // of the files, which the device reads itself; 0: uploads are copied
     int32_t unpinned;      // pinned staging memory was not available: transfers are slower
     int32_t is_host;       // the device's memory is the host's
     int32_t lost;

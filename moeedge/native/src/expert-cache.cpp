@@ -60,6 +60,7 @@ struct pool_request {
     double  ratio;
     int     n_stage;
     int64_t pool_bytes_max;
+    bool    pin_files;
 };
 
 // pools, staging memory and table; talks to the device
@@ -73,6 +74,9 @@ static bool allocate(cache_core & core, const pool_request & request) {
     const auto new_uploader = [&](ggml_backend_t backend, bool is_staging) {
         return std::make_unique<expert_uploader>(device, backend, core.source, core.layout, *core.pools, is_staging);
     };
+    if (request.pin_files && device.is_async) {
+        core.source.pin(ggml_backend_dev_backend_reg(device.dev));
+    }
     core.moving = new_uploader(device.transfer, /* is_staging = */ false);
     if (request.n_stage > 0) {
         core.streaming = new_uploader(device.stream, /* is_staging = */ true);
@@ -109,7 +113,7 @@ std::shared_ptr<expert_cache> expert_cache::create(const moeedge_cache_config & 
         return nullptr;
     }
     const std::shared_ptr<cache_device> device       = core->device;
-    const pool_request                  request      = { config.ratio, config.n_stage, config.pool_bytes_max };
+    const pool_request                  request      = { config.ratio, config.n_stage, config.pool_bytes_max, config.pin_files != 0 };
     auto                                is_allocated = std::make_shared<bool>(false);
     const bool                          is_answered =
         device->health->run([core, request, is_allocated] { *is_allocated = allocate(*core, request); });
@@ -326,6 +330,7 @@ void expert_cache::get_info(moeedge_cache_info & out) const {
         out.pool_bytes -= (int64_t) core->layout.groups[g].expert_bytes * (core->pools->capacity(g) - limits[g]);
     }
     out.staging_bytes = (int64_t) (core->moving->staging_bytes() + (streaming ? streaming->staging_bytes() : 0));
+    out.pinned_bytes  = core->source.pinned_bytes();
     out.unpinned      = core->moving->is_unpinned() || (streaming && streaming->is_unpinned());
     out.is_host       = device().is_host;
     out.lost          = is_lost();

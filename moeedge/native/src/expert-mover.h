@@ -28,6 +28,14 @@ struct cache_core {
     std::atomic<int>                 batch{ 0 };            // see moeedge_cache_set_batch
     bool                             has_mover_ended = false; // see device_health::wait
     std::unique_ptr<expert_loader>   loader; // null: slots are not in the host's own memory. Its threads use what is above
+
+    ~cache_core() {
+        moving.reset(); // uploads read pinned pages
+        streaming.reset();
+        if (device && !device->health->is_lost()) {
+            source.unpin();
+        }
+    }
 };
 
 class expert_mover : no_copy {

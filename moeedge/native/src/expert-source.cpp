@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -97,6 +98,71 @@ bool expert_source::read_file(int layer, int role, int expert, size_t begin, siz
         size -= (size_t) n;
     }
     return true;
+}
+
+using register_call   = bool (*)(void *, size_t);
+using unregister_call = void (*)(void *);
+
+void expert_source::pin(ggml_backend_reg_t driver) {
+    const auto pin_pages = (register_call) ggml_backend_reg_get_proc_address(driver, "ggml_backend_register_host_buffer");
+    unregister = (unregister_call) ggml_backend_reg_get_proc_address(driver, "ggml_backend_unregister_host_buffer");
+    if (pin_pages == nullptr || unregister == nullptr) {
+        return;
+    }
+    std::vector<int64_t> begins(files.size(), INT64_MAX), ends(files.size(), 0);
+    for (int layer = 0; layer < layout->n_layers; layer++) {
+        for (size_t r = 0; r < layout->slices[layer].size(); r++) {
+            const expert_slice & slice = layout->slices[layer][r];
+            const int64_t        bytes = (int64_t) layout->groups[layout->group_of[layer]].roles[r].bytes;
+            begins[slice.file]         = std::min(begins[slice.file], slice.offset);
+            ends[slice.file]           = std::max(ends[slice.file], slice.offset + (layout->n_experts - 1) * slice.stride + bytes);
+        }
+    }
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    ranges.resize(files.size());
+    for (size_t i = 0; i < files.size(); i++) {
+        if (ends[i] == 0) {
+            continue;
+        }
+        const int64_t begin = begins[i] / page * page;
+        const size_t  size  = (size_t) (ends[i] - begin);
+        void *        data  = mmap(nullptr, size, PROT_READ, MAP_SHARED, files[i], begin);
+        if (data != MAP_FAILED && pin_pages(data, size)) {
+            ranges[i] = { (char *) data, begin, size };
+        } else { // all or none
+            if (data != MAP_FAILED) {
+                munmap(data, size);
+            }
+            unpin();
+            return;
+        }
+    }
+}
+
+void expert_source::unpin() {
+    for (const pinned_range & range : ranges) {
+        if (range.data) {
+            unregister(range.data);
+            munmap(range.data, range.size);
+        }
+    }
+    ranges.clear();
+}
+
+const char * expert_source::pinned(int layer, int role, int expert, size_t begin) const {
+    if (ranges.empty() || get_other()) {
+        return nullptr;
+    }
+    const expert_slice & slice = layout->slices[layer][role];
+    return ranges[slice.file].data + (slice.offset - ranges[slice.file].begin) + expert * slice.stride + (int64_t) begin;
+}
+
+int64_t expert_source::pinned_bytes() const {
+    int64_t bytes = 0;
+    for (const pinned_range & range : ranges) {
+        bytes += (int64_t) range.size;
+    }
+    return bytes;
 }
 
 bool expert_source::is_dense(int layer) const {

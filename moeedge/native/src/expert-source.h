@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "expert-layout.h"
+#include "ggml-backend.h"
 #include "no-copy.h"
 
 namespace moeedge {
@@ -36,6 +37,14 @@ class expert_source : no_copy {
     bool read(int layer, int role, int expert, size_t begin, size_t size, bool is_urgent, void * out) const;
     // whether the next expert's bytes follow an expert's directly, in every role
     bool is_dense(int layer) const;
+    // Maps the experts' part of each file and has the driver of a device pin its pages, so that the device reads them by
+    // itself. Nothing changes where it cannot.
+    void pin(ggml_backend_reg_t driver);
+    // unpins, when nothing reads them any more
+    void unpin();
+    // bytes of a role of experts, as `read` gives, for the device to read; null: they are not pinned, or elsewhere
+    const char * pinned(int layer, int role, int expert, size_t begin) const;
+    int64_t      pinned_bytes() const;
     // asks the system to read an expert's bytes soon; does not wait
     void announce(int layer, int expert) const;
 
@@ -47,6 +56,14 @@ class expert_source : no_copy {
     other_source          other;
     const expert_layout * layout = nullptr;
     std::vector<int>      files; // descriptors
+
+    struct pinned_range {
+        char *  data  = nullptr; // null: none of this file
+        int64_t begin = 0;       // in the file
+        size_t  size  = 0;
+    };
+    std::vector<pinned_range> ranges; // by file; empty: nothing is pinned
+    void (*unregister)(void *) = nullptr;
 };
 
 } // namespace moeedge

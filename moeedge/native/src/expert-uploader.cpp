@@ -14,6 +14,7 @@ namespace moeedge {
 static constexpr size_t stream_chunk_bytes = 2u << 20;
 static constexpr size_t stream_piece_bytes = 256u << 10;
 static constexpr size_t remote_chunk_bytes = 512u << 10;
+static constexpr size_t pinned_chunk_bytes = 4u << 20;
 static constexpr int    n_stream_chunks    = 4;
 // what a sleeping thread oversleeps, about
 static constexpr int64_t wake_up_ns = 60 * 1000;
@@ -46,6 +47,9 @@ bool expert_uploader::allocate() {
     }
     chunk_bytes = std::min(largest, device.is_async ? stream_chunk_bytes : remote_chunk_bytes);
     piece_bytes = device.is_async ? stream_piece_bytes : chunk_bytes;
+    if (source.pinned_bytes() > 0 && is_staging) {
+        chunk_bytes = piece_bytes = std::min(largest, pinned_chunk_bytes); // no copy to wait for, nothing that computes meanwhile
+    }
     chunks.resize(device.is_async ? n_stream_chunks : 1);
     buffer = ggml_backend_buft_alloc_buffer(device.staging_buft, chunk_bytes * chunks.size());
     if (buffer == nullptr) {
@@ -95,9 +99,10 @@ bool expert_uploader::send_role(int layer, int role, int expert, int slot, int n
         if (n_filled == chunk_bytes && !flush()) {
             return false;
         }
-        size         = std::min({ piece_bytes, bytes - begin, chunk_bytes - n_filled });
-        chunk & next = chunks[n_sent % chunks.size()];
-        filling.push_back({ layer, role, expert, begin, size, next.data + n_filled, pool, to + begin });
+        size                  = std::min({ piece_bytes, bytes - begin, chunk_bytes - n_filled });
+        const char * in_file  = device.is_async ? source.pinned(layer, role, expert, begin) : nullptr;
+        char *       in_chunk = chunks[n_sent % chunks.size()].data + n_filled;
+        filling.push_back({ layer, role, expert, begin, size, in_file ? in_file : in_chunk, in_file ? nullptr : in_chunk, pool, to + begin });
         n_filled += size;
     }
     return true;
@@ -110,9 +115,10 @@ bool expert_uploader::flush() {
     }
     chunk & c = chunks[n_sent % chunks.size()];
     wait(c.sent);
-    const bool is_read = readers.run(filling.size(), n_readers.load(), [this](size_t i) {
+    const bool is_pinned = std::all_of(filling.begin(), filling.end(), [](const piece & p) { return p.into == nullptr; });
+    const bool is_read   = is_pinned || readers.run(filling.size(), n_readers.load(), [this](size_t i) {
         const piece & p = filling[i];
-        return source.read(p.layer, p.role, p.expert, p.begin, p.size, is_staging, p.data);
+        return p.into == nullptr || source.read(p.layer, p.role, p.expert, p.begin, p.size, is_staging, p.into);
     });
     if (is_read) {
         c.sent    = ++n_sent;
@@ -120,7 +126,7 @@ bool expert_uploader::flush() {
         c.size    = n_filled;
         for (const piece & p : filling) {
             if (device.is_async) {
-                ggml_backend_tensor_set_async(backend, p.pool, p.data, p.offset, p.size);
+                ggml_backend_tensor_set_async(backend, p.pool, p.from, p.offset, p.size);
             } else {
                 send_and_wait(p);
             }
@@ -140,7 +146,7 @@ bool expert_uploader::flush() {
 // after them; reading one byte back shows that they have arrived.
 void expert_uploader::send_and_wait(const piece & p) {
     yield_to_compute();
-    ggml_backend_tensor_set(p.pool, p.data, p.offset, p.size);
+    ggml_backend_tensor_set(p.pool, p.from, p.offset, p.size);
     if (device.is_remote()) {
         char last;
         ggml_backend_tensor_get(p.pool, &last, p.offset + p.size - 1, 1);

@@ -49,7 +49,8 @@ class expert_uploader : no_copy {
         int           layer, role, expert;
         size_t        begin; // in the role's bytes of the expert and those that follow it
         size_t        size;
-        char *        data;
+        const char *  from; // where the device reads it: in a chunk, or in pinned pages of the file
+        char *        into; // the chunk's memory, null for pinned pages
         ggml_tensor * pool;
         size_t        offset; // in the pool
     };

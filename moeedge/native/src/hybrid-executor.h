@@ -13,6 +13,7 @@
 #include "expert-cache.h"
 #include "pair-columns.h"
 #include "ram-executor.h"
+#include "streamed-block.h"
 
 namespace moeedge {
 
@@ -21,9 +22,7 @@ int find_pools(const expert_cache & cache, const expert_chain & chain, table_lis
 
 class hybrid_executor : private pair_columns {
   public:
-    // The most pairs that a device gets at once. CUDA's kernels for experts keep an integer per column in a block's shared
-    // memory, which has 48 KiB on older cards, and abort when it is short; and a device's buffer for columns stays small.
-    static constexpr size_t n_pairs_max = 2048;
+    static constexpr size_t n_pairs_max = streamed_block::n_pairs_max;
 
     hybrid_executor(std::shared_ptr<expert_cache> cache, ggml_backend_t cpu, ggml_backend_dev_t cpu_dev);
     ~hybrid_executor();
@@ -52,10 +51,25 @@ class hybrid_executor : private pair_columns {
     // experts without a slot that are staged together, and their pairs
     struct stream_chunk {
         index_list experts, slots, pairs;
+        int        half = 0; // of the staging slots
     };
-    void cut_chunks(std::vector<stream_chunk> & chunks);
+    // the first experts of a layer, which are staged while the layer before it ends
+    struct next_stage {
+        int               layer = -1; // none
+        stream_chunk      chunk;
+        stop_flag         stops;
+        std::future<bool> staged;
+    };
+    void              cut_chunks(std::vector<stream_chunk> & chunks);
+    void              add_expert(stream_chunk & chunk, int32_t expert) const;
+    std::future<bool> stage(int layer, const stream_chunk & chunk, const stop_flag & stops);
+    void              stage_next(int layer, int half);
     bool wait_staged(std::future<bool> & staged, const stop_flag & stops);
-    bool stream_chunks(const placed_chain & placed, std::vector<stream_chunk> & chunks, moeedge_block_record & record);
+    void              drop_next();
+    size_t            cut_pieces(const index_list & pairs, streamed_block::pieces & all) const;
+    bool              stream_pieces(const placed_chain & placed, const table_list & tables, size_t n);
+    bool              stream_chunks(const placed_chain & placed, const std::vector<stream_chunk> & chunks, const std::vector<size_t> & n_pieces,
+                                    moeedge_block_record & record);
 
     int           count_unique(const index_list & pairs);
     void          split_pairs(moeedge_block_record & record, bool skips_unweighted);
@@ -70,6 +84,7 @@ class hybrid_executor : private pair_columns {
     const float * columns_of_device(moeedge_block_record & record);
     bool          finish(const placed_chain & placed, const index_list & pairs, moeedge_block_record & record);
     bool          is_timed_alone();
+    void          sort_by_expert(index_list & pairs) const;
     void          sort_for_pieces(index_list & pairs) const;
     size_t        piece_end(const index_list & pairs, size_t begin) const;
     bool          compute_on_device(const placed_chain & placed, const index_list & pairs, const table_list & tables,
@@ -81,6 +96,7 @@ class hybrid_executor : private pair_columns {
     std::shared_ptr<device_worker> worker;
     std::unique_ptr<subgraph_set>  device_graphs;
     std::unique_ptr<ahead_launch>  ahead;
+    std::unique_ptr<streamed_block> streamed;
     std::function<void()>          until_idle; // waits for both
     ram_executor *                 from_ram = nullptr;
 
@@ -93,6 +109,7 @@ class hybrid_executor : private pair_columns {
     std::vector<uint32_t> seen; // per expert: the round in which it was counted
     uint32_t              round         = 0;
     const float *         staged_input  = nullptr; // columns that the device was given last
+    next_stage            next; // last: it ends before all that it uses
 };
 
 } // namespace moeedge

@@ -1,5 +1,6 @@
 // Backend (queue), device and registry of the counting device: see counting-device.h.
 
+#include <cstring>
 #include <atomic>
 #include <memory>
 #include <stdexcept>
@@ -348,8 +349,17 @@ static ggml_backend_dev_t reg_get_device(ggml_backend_reg_t, size_t) {
     return the_device();
 }
 
-static void * reg_get_proc_address(ggml_backend_reg_t, const char *) {
-    return nullptr;
+static bool register_host_buffer(void *, size_t) {
+    return true; // the device reads any memory of the host
+}
+
+static void unregister_host_buffer(void *) {}
+
+static void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
+    if (std::strcmp(name, "ggml_backend_register_host_buffer") == 0) {
+        return (void *) register_host_buffer;
+    }
+    return std::strcmp(name, "ggml_backend_unregister_host_buffer") == 0 ? (void *) unregister_host_buffer : nullptr;
 }
 
 static ggml_backend_reg_t the_registry() {
