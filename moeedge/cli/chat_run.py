@@ -37,6 +37,7 @@ from moeedge.ui.chat.single import answer_once
 from moeedge.ui.console import is_terminal, notifier, say, set_modes, show_figures, stderr_console, stdout_console
 
 _DRAFT_WORDS = ("auto", "mtp", "ngram", "none")  # sources of drafts for any model
+_N_CHECKPOINTS = 8  # messages that a chat can go back to without computing all again
 
 
 def run_chat(
@@ -75,7 +76,7 @@ def run_chat(
         config = engine.config(
             placed, context_shift=context_shift, files=files, default_draft="auto", auto_gamma=auto_gamma
         )
-        return replace(config, cpu_fallback=True, ram=ram)
+        return replace(config, cpu_fallback=True, ram=ram, n_checkpoints=_N_CHECKPOINTS)
 
     def named(name: str) -> EngineConfig:
         draft = engine.model_draft
@@ -93,7 +94,7 @@ def run_chat(
     if question is not None and talk.resume is not None:
         raise InputError("--resume goes on with a chat, and -p asks for a single answer.", "Leave out one of them.")
     run = Run(notifier(err))
-    config = budget.measured(config, run)
+    config = budget.measured(config if question is None else replace(config, n_checkpoints=0), run)
     conversation = Conversation(system=system)
     with ModelSwitch(config, named, run) as switch:
         session = switch.session

@@ -256,8 +256,8 @@ declare(
     --no-warm-start  Experts in RAM: do not load those first that earlier runs used most, and keep nothing of this
         run.
         also: warm_start
-    --no-pin  Next to a GPU: do not pin the file's experts in RAM. Where that has room for them, they are pinned, so that
-        the GPU reads them itself; else threads copy them.
+    --no-pin  Next to a GPU: do not pin the file's experts in RAM. Where that has room for them, they are pinned, so
+        that the GPU reads them itself; else threads copy them.
         also: pins_files
     --vram SIZE  Memory of the device for experts, for instance 6GB or 512MiB. Default: what is free, minus a reserve.
         also: vram_bytes

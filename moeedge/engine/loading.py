@@ -191,6 +191,7 @@ def make_context(
         has_budget=has_budget,
         routing=None if routing is None else _read_routing(routing, info.n_layers, info.n_experts, info.used_per_layer),
         n_snapshots=n_snapshots(config, model),
+        n_checkpoints=config.n_checkpoints,
         mode=config.mode,
         settings=config.draft_context if is_draft else config.context,
     )

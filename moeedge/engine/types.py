@@ -164,6 +164,7 @@ class EngineConfig:
     load: LoadSettings = field(default_factory=LoadSettings)  # overrides: of the target alone
     cpu_fallback: bool = False  # go on without a GPU that fails in mid-answer; not with shared models
     op_offload: bool = True  # llama.cpp's, of large batches; needless where experts are streamed through the cache
+    n_checkpoints: int = 0  # of a text's prompts, to return to where memory is recurrent or has sliding windows
     context_shift: bool = False  # drop the oldest half instead of stopping when the context is full
     routing: Path | None = None  # a trace whose experts replace those that the target's routers select, for measuring
     expert_budget: ExpertBudget | None = None  # of verifications (MoE-Spec); None: answers are the model's own

@@ -62,6 +62,7 @@ class Context(Closing):
         has_budget: bool = False,
         routing: RecordedRouting | None = None,
         n_snapshots: int = 0,
+        n_checkpoints: int = 0,
         mode: Mode = "moeedge",
         settings: ContextSettings | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class Context(Closing):
         has_budget: verifications can keep to an expert budget (`set_budget`), for which llama.cpp asks about each node.
         routing: of the experts, instead of the model's own (`ContextRouting`).
         n_snapshots: tokens of a batch that a recurrent memory can take back (`Model.keeps_snapshots`).
+        n_checkpoints: of a sequence's prompts, for a memory that cannot go back (recurrent, or with sliding windows).
         Raises EngineError where memory is short.
         """
         self.model, self.settings = model, settings or ContextSettings()
@@ -117,6 +119,7 @@ class Context(Closing):
         self.n_ctx: int = n_ctx or lib.llama_n_ctx(self.handle) // n_parallel
         self.n_ubatch: int = lib.llama_n_ubatch(self.handle)
         self.n_snapshots = int(lib.llama_n_rs_seq(self.handle))
+        self.n_checkpoints = n_checkpoints
         # the most drafts of a batch that can be taken back; None: no limit
         self.n_drafts_max = self.n_snapshots if model.keeps_snapshots else None
         n_max: int = lib.llama_n_batch(self.handle)

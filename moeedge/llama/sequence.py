@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import llama_cpp.llama_cpp as lib
@@ -21,6 +22,19 @@ WantedLogits = Literal["all", "states", "last", "none"]
 
 class Cancelled(Exception):
     """The caller's run asked to stop."""
+
+
+# tokens at the end of a prompt that the next one may have otherwise: what begins the answer, with a tag of reasoning
+_UNSETTLED = 8
+_CHECKPOINTS_BYTES = 256 << 20  # most of them together
+_PARTIAL = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
+
+class Checkpoint(NamedTuple):
+    """What a memory that cannot go back held after so many tokens: recurrent states, or a window of attention."""
+
+    n_tokens: int
+    state: NDArray[np.uint8]  # llama.cpp's
 
 
 class BatchPart(NamedTuple):
@@ -104,6 +118,7 @@ class ContextSequence:
         self._memory = context.memory
         self._shifting = False
         self._n_reversible = 0  # of the last tokens: those that a recurrent memory can take back
+        self._checkpoints: list[Checkpoint] = []  # in the order of their tokens
 
     @property
     def n_past(self) -> int:
@@ -137,17 +152,55 @@ class ContextSequence:
         states: StateRows | None = None,
         run: Run | None = None,
     ) -> Logits:
-        """Decodes a prompt in pieces of n_ubatch. Raises Cancelled between them; what is decoded stays."""
-        size = self.context.n_ubatch
+        """Decodes a prompt in pieces of n_ubatch. Raises Cancelled between them; what is decoded stays.
+
+        With checkpoints (`Context.n_checkpoints`) there is one before the prompt's last tokens.
+        """
+        size, n = self.context.n_ubatch, len(tokens)
+        settled = max(0, n - _UNSETTLED) if self._needs_checkpoints else 0
         rows = np.empty((0, self.context.model.info.n_vocab), dtype=np.float32)
-        for start in range(0, len(tokens), size):
+        starts = [*range(0, settled, size), *range(settled, n, size)]
+        for start, stop in pairwise([*starts, n]):
             if run is not None and run.cancelled():
                 raise Cancelled
-            piece = tokens[start : start + size]
-            wanted: WantedLogits = logits if start + len(piece) == len(tokens) else "none"
-            of_piece = None if states is None else states[start : start + size]
-            rows = self.decode(piece, phase=Phase.PREFILL, logits=wanted, states=of_piece, run=run)
+            if start == settled:
+                self._keep_checkpoint()
+            wanted: WantedLogits = logits if stop == n else "none"
+            of_piece = None if states is None else states[start:stop]
+            rows = self.decode(tokens[start:stop], phase=Phase.PREFILL, logits=wanted, states=of_piece, run=run)
         return rows
+
+    @property
+    def _needs_checkpoints(self) -> bool:
+        model = self.context.model
+        return self.context.n_checkpoints > 0 and (not model.can_roll_back or model.info.n_swa > 0)
+
+    def _keep_checkpoint(self) -> None:
+        """Keeps what goes back to the tokens held now, the oldest making room; nothing where it would be too large."""
+        kept = self._checkpoints
+        if not self._needs_checkpoints or not self.tokens or (kept and kept[-1].n_tokens == self.n_past):
+            return
+        n_bytes = lib.llama_state_seq_get_size_ext(self.context.handle, self.index, _PARTIAL)
+        if n_bytes > _CHECKPOINTS_BYTES:
+            return
+        state = np.empty(n_bytes, dtype=np.uint8)
+        address = _pointer(state, ctypes.c_uint8)
+        if lib.llama_state_seq_get_data_ext(self.context.handle, address, n_bytes, self.index, _PARTIAL) == n_bytes:
+            kept.append(Checkpoint(self.n_past, state))
+        while len(kept) > self.context.n_checkpoints or sum(each.state.size for each in kept) > _CHECKPOINTS_BYTES:
+            del kept[0]
+
+    def _restore(self, n_keep: int) -> int:
+        """Goes back to the last checkpoint of at most `n_keep` tokens; its number of tokens, 0 where there is none."""
+        found = next((each for each in reversed(self._checkpoints) if each.n_tokens <= n_keep), None)
+        if found is None:
+            return 0
+        n_tokens, state = found
+        address = _pointer(state, ctypes.c_uint8)
+        n_read = lib.llama_state_seq_set_data_ext(self.context.handle, address, state.size, self.index, _PARTIAL)
+        is_back = n_read == state.size and lib.llama_memory_seq_rm(self._memory, self.index, n_tokens, -1)
+        held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
+        return n_tokens if is_back and held == n_tokens else 0
 
     def trim(self, n_keep: int) -> None:
         """Drops the tokens from `n_keep` on; all where the memory cannot drop single ones: check `n_past`."""
@@ -159,9 +212,12 @@ class ContextSequence:
         if self.context.is_closed:
             n_keep = 0
         elif not self._can_keep(n_keep) or not lib.llama_memory_seq_rm(self._memory, self.index, n_keep, -1):
-            self.clear()
+            n_keep = self._restore(n_keep)
+            if n_keep == 0:
+                self.clear()
         self._n_reversible = 0  # llama.cpp goes back once
         del self.tokens[n_keep:]
+        self._checkpoints = [each for each in self._checkpoints if each.n_tokens <= n_keep]
 
     def _can_keep(self, n_keep: int) -> bool:
         if n_keep <= 0:
@@ -189,6 +245,7 @@ class ContextSequence:
         if n_discard <= 0 or n_keep + n_discard > len(self.tokens):
             raise ValueError(f"cannot discard {n_discard} of {len(self.tokens)} tokens after the first {n_keep}")
         self._shifting = True
+        self._checkpoints.clear()  # their positions move
         lib.llama_memory_seq_rm(self._memory, self.index, n_keep, n_keep + n_discard)
         lib.llama_memory_seq_add(self._memory, self.index, n_keep + n_discard, len(self.tokens), -n_discard)
         del self.tokens[n_keep : n_keep + n_discard]
@@ -201,7 +258,10 @@ class ContextSequence:
             return
         # a shift was interrupted between renumbering and bookkeeping
         if self._shifting or (failed and not self.context.model.can_roll_back):
-            self.clear()
+            n_back = 0 if self._shifting else self._restore(len(self.tokens))
+            if n_back == 0:
+                self.clear()
+            del self.tokens[n_back:]
             self._shifting = False
         held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
         if held != len(self.tokens):
@@ -218,3 +278,4 @@ class ContextSequence:
         else:
             lib.llama_memory_seq_rm(self._memory, self.index, -1, -1)
         self.tokens.clear()
+        self._checkpoints.clear()

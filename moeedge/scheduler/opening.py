@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from moeedge.errors import EngineError, InputError, ModelFileError
 from moeedge.hardware import devices, rpc
 from moeedge.hardware.devices import ResolvedDevice
-from moeedge.hardware.host import default_reserve, fits
+from moeedge.hardware.host import default_reserve, fits, total_memory
 from moeedge.llama.context import Context
 from moeedge.llama.gguf_file import expert_bytes, expert_tensors, mean_expert_bytes
 from moeedge.native import CAPTURED_TOKENS, ActivationCapture, CaptureFlags
@@ -210,7 +210,7 @@ class Opening:
             *(tensors, files),
             device=device.ggml_name,
             n_stage=n_staging_slots(config, device.kind, model.info.n_experts, mean_expert_bytes(tensors)),
-            pin_files=config.pins_files and device.kind == "gpu" and fits(expert_bytes(in_host_memory(tensors, model))),
+            pin_files=device.kind == "gpu" and config.pins_files and _has_room_to_pin(in_host_memory(tensors, model)),
             emulated_threads=emulated_threads(device) or 1,
             link_bytes_per_s=float(device.link_bytes_per_s),
             link_latency_s=device.latency_us * 1e-6,
@@ -349,6 +349,11 @@ def _describe_unmeasured(target: Context, *, has_tier: bool, postpones: bool) ->
     return Notification(f"Expert times were not measured, as asked: {effect}")
 
 
+def _has_room_to_pin(tensors: list[ExpertTensor]) -> bool:
+    """Whether RAM has room for the experts, which then cannot be evicted, and an eighth is left to other programs."""
+    return fits(expert_bytes(tensors) + total_memory() // 8)
+
+
 def _describe_placement(
     config: PlacementConfig, device: ResolvedDevice, target: Context, cache: ExpertCache
 ) -> list[str]:
@@ -359,6 +364,11 @@ def _describe_placement(
     slots = f"{n_slots:,} of {n_all:,} ({n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)})"
     sentence = f"Experts are cached on {device.label}: {slots}, policy {config.policy}{ablated}."
     notes: list[str] = [Notification(sentence)]
+    if pinned_bytes := cache.info.pinned_bytes:
+        size = format_bytes(pinned_bytes)
+        notes.append(
+            f"{device.label} reads the other experts from the file's pages: {size} stay in RAM (--no-pin: not)."
+        )
     if target.model.storage == "mapped":
         text = "The model is larger than the free memory: its other experts stay as they are in the file"
         notes.append(f"{text}, and the CPU computes those slower than repacked ones.")

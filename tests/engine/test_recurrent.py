@@ -128,3 +128,33 @@ def test_small_batches_shorten_drafts(hybrid: Path, n_ubatch: int, gamma: int, c
         assert session.info.gamma == session.target.n_snapshots == gamma
         assert any("-ub" in note for note in session.info.notes) == (gamma < 8)
         check(session, PROMPT * 3, answer(session, PROMPT * 3)[0])
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "model"])
+@pytest.mark.parametrize("architecture", ["qwen35moe", "nemotron_h_moe", "gpt-oss"])
+def test_a_message_that_changes_costs_no_conversation(
+    architecture: str, draft: str | None, tiny: TinyFactory, tiny_draft: Path, check: Check
+) -> None:
+    """As when a chat template leaves the reasoning of earlier answers out."""
+    asked = config(tiny(architecture), tiny_draft if draft == "model" else draft, n_checkpoints=8)
+    first, second = PROMPT * 6, [3, 5, 7] * 10
+    with Session.open(asked) as session:
+        generation = answered(session, first, 60)
+        check(session, first, generation.tokens)
+        text = [*first, *generation.tokens[40:], *second]
+        for _ in range(2):  # the same again goes back once more
+            tokens, n_prefilled = answer(session, text)
+            assert n_prefilled <= len(text) - len(first) + 8
+            check(session, text, tokens)
+
+
+def test_ctrl_c_goes_back_to_a_checkpoint(hybrid: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session.open(config(hybrid, n_checkpoints=8)) as session:
+        with monkeypatch.context() as patch:
+            interrupt_decode(patch, 4)
+            cut = answered(session, PROMPT * 3, 30)
+        assert cut.stop_reason == "interrupted"
+        text = [*PROMPT * 3, *cut.tokens]
+        tokens, n_prefilled = answer(session, text)
+        assert n_prefilled < len(text)
+        check(session, text, tokens)

@@ -1,8 +1,9 @@
 """Damaged inputs: every case must end as accepted, or refused with a sentence; never in a crash, a traceback or a hang.
 Of the kind benign, models with other texts and keys, every one must be accepted. Of the kind signal, sound commands get
-SIGINT, SIGTERM or SIGHUP at a random moment.
+SIGINT, SIGTERM or SIGHUP at a random moment; of the kind fault, their n-th large allocation or read fails, for every n
+up to --n.
 
-    python -m tests.fuzz gguf|decode|benign|draft|trace|jsonl|template|cli|record|signal --n N --seed S [--finds FOLDER]
+    python -m tests.fuzz KIND --n N --seed S [--finds FOLDER]
 
 Case number i of a kind depends on the seed and i alone: `--first i --n 1` repeats it. Each runs in a forked child with
 limits on data and time. The table counts the outcomes; --finds gets the input of each bad one.
@@ -28,7 +29,7 @@ from random import Random
 
 from typer import Exit
 
-from tests.fuzz import gguf_header, signals, texts
+from tests.fuzz import faults, gguf_header, signals, texts
 
 LIMIT_S = 60
 DATA_BYTES = 4 << 30
@@ -130,12 +131,19 @@ _SOUND = {
 }
 
 
-def run_case(arguments: list[str], home: Path, limit_s: float = LIMIT_S, *, probes: bool = True) -> tuple[str, str]:
+def run_case(
+    arguments: list[str],
+    home: Path,
+    limit_s: float = LIMIT_S,
+    *,
+    probes: bool = True,
+    fault: faults.Fault | None = None,
+) -> tuple[str, str]:
     """The outcome of `moeedge ARGUMENTS` in a child, and the last line of its standard error."""
     with tempfile.TemporaryFile() as errors:
         pid = os.fork()
         if pid == 0:
-            _child(arguments, home, errors.fileno(), probes)
+            _child(arguments, home, errors.fileno(), probes, fault)
         end_s = time.monotonic() + limit_s
         while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:
             if time.monotonic() > end_s:
@@ -157,7 +165,7 @@ def run_case(arguments: list[str], home: Path, limit_s: float = LIMIT_S, *, prob
     return {0: "accepted", 1: "failed", 2: "refused"}.get(code, f"exit code {code}"), last
 
 
-def _child(arguments: list[str], home: Path, errors: int, probes: bool) -> None:
+def _child(arguments: list[str], home: Path, errors: int, probes: bool, fault: faults.Fault | None) -> None:
     """Never returns."""
     code = 70
     try:
@@ -170,6 +178,8 @@ def _child(arguments: list[str], home: Path, errors: int, probes: bool) -> None:
         os.environ.pop("MOEEDGE_NO_PROBE", None)
         os.environ |= {"MOEEDGE_NO_PROBE": "1"} if not probes else {}
         os.environ |= {"HOME": str(home), "MOEEDGE_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+        if fault is not None:
+            fault.arm()
         if arguments[0] == "call":
             from moeedge.cli.common import cli_errors
 
@@ -189,20 +199,33 @@ def _child(arguments: list[str], home: Path, errors: int, probes: bool) -> None:
 
         traceback.print_exc()
     finally:
+        if fault is not None:
+            fault.note()
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code & 0xFF)
 
 
-def cases(kind: str, seed: int, first: int, n: int, folder: Path) -> Iterator[tuple[int, list[str], bytes]]:
-    """Number, arguments and changed input of each case; the input is in folder/case... until the next one."""
+def cases(
+    kind: str, seed: int, first: int, n: int, folder: Path
+) -> Iterator[tuple[int, list[str], bytes, faults.Fault | None]]:
+    """Number, arguments, changed input, failing call of each case; the input is in folder/case until the next one."""
     find = seed_files(folder)
+    if kind == "fault":
+        for number, (command, fault) in enumerate(faults.faults(n)):
+            yield number, words_of(command, find), b"", fault
+        return
     if kind in ("cli", "signal"):
         for number in range(first, first + n):
             rng = Random(f"{seed} {number}")
             is_cli = kind == "cli"
-            yield number, _arguments(rng) if is_cli else signals.arguments_of(rng, find, folder / "written/out"), b""
+            yield (
+                number,
+                _arguments(rng) if is_cli else signals.arguments_of(rng, find, folder / "written/out"),
+                b"",
+                None,
+            )
         return
     about = KINDS[kind]
     for number in range(first, first + n):
@@ -211,12 +234,13 @@ def cases(kind: str, seed: int, first: int, n: int, folder: Path) -> Iterator[tu
         data = about.mutate(rng, sound.read_bytes())
         path = folder / f"case{about.suffix or sound.suffix}"
         path.write_bytes(data)
-        command = shlex.split(rng.choice(about.commands).replace("{", "'{").replace("}", "}'"))
-        names = {
-            word: str(path) if word == "FILE" else str(find(word[1:-1])) if word[:1] == "{" else word
-            for word in command
-        }
-        yield number, [names[word] for word in command], data
+        yield number, words_of(rng.choice(about.commands), find, path), data, None
+
+
+def words_of(command: str, find: Callable[[str], Path], path: Path | None = None) -> list[str]:
+    """The command's words with the paths of its inputs."""
+    words = shlex.split(command.replace("{", "'{").replace("}", "}'"))
+    return [str(path) if word == "FILE" else str(find(word[1:-1])) if word[:1] == "{" else word for word in words]
 
 
 def _arguments(rng: Random) -> list[str]:
@@ -257,13 +281,15 @@ def _arguments(rng: Random) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("kind", choices=[*KINDS, "cli", "signal"])
+    parser.add_argument("kind", choices=[*KINDS, "cli", "signal", "fault"])
     parser.add_argument("--n", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--no-probe", action="store_true", help="model files are not tried by another process first")
     parser.add_argument("--finds", type=Path, help="folder that gets the input of each bad case")
     options = parser.parse_args()
+    if options.kind == "fault":
+        faults.restart_with_shim()
     import moeedge.cli.app
     import moeedge.llama.library  # noqa: F401  each child has it already
 
@@ -271,25 +297,27 @@ def main() -> None:
     bad: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for number, arguments, data in cases(options.kind, options.seed, options.first, options.n, folder):
+        for number, arguments, data, fault in cases(options.kind, options.seed, options.first, options.n, folder):
             limit_s = LIMIT_S if options.kind != "cli" else 3
             if options.kind == "signal":
                 outcome, last = signals.run_case(Random(f"{options.seed} {number} moments"), arguments, folder)
             else:
-                outcome, last = run_case(arguments, folder, limit_s, probes=not options.no_probe)
+                probes = not options.no_probe and fault is None
+                outcome, last = run_case(arguments, folder, limit_s, probes=probes, fault=fault)
             if outcome == "hang" and options.kind == "cli":  # it computes, as it was asked to
                 outcome = "accepted"
             outcomes[outcome] += 1
             is_sound = options.kind in KINDS and KINDS[options.kind].is_sound
             if outcome in BAD or outcome.startswith("exit code") or (is_sound and outcome != "accepted"):
                 bad[f"{outcome}: {last[:160]}"] += 1
-                print(f"case {number}: {outcome}: moeedge {' '.join(arguments)[:200]}: {last[:200]}", flush=True)
+                about = f"{fault}, " if fault else ""
+                print(f"{about}case {number}: {outcome}: moeedge {' '.join(arguments)[:200]}: {last[:200]}", flush=True)
                 if options.finds is not None:
                     options.finds.mkdir(parents=True, exist_ok=True)
                     (options.finds / f"{options.kind}-{options.seed}-{number}").write_bytes(data)
             if (number - options.first) % 1000 == 999:
                 print(f"{number - options.first + 1} cases: {dict(outcomes)}", flush=True)
-    print(f"{options.kind}, seed {options.seed}, {options.n} cases: {dict(outcomes)}")
+    print(f"{options.kind}, seed {options.seed}, {outcomes.total()} cases: {dict(outcomes)}")
     for text, n in bad.most_common(30):
         print(f"{n:6} {text}")
     sys.exit(1 if bad else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +131,30 @@ def test_a_sliding_window_drops_old_tokens(tiny: TinyFactory) -> None:
         context.trim(50)  # the window of position 50 is gone: everything is dropped
         assert context.sequences[0].tokens == []
         np.testing.assert_allclose(logits_of(context, [*tokens[:50], 7]), expected, atol=0.01)
+
+
+@pytest.mark.parametrize("architecture", ["gpt-oss", "qwen35moe", "nemotron_h_moe"])
+def test_checkpoints_go_back_to_a_message(architecture: str, tiny: TinyFactory) -> None:
+    """A memory with windows or recurrent states goes back to before a prompt's last tokens, as it was there."""
+    tokens = np.random.default_rng(1).integers(0, 256, 900).tolist()
+    first, second, other = tokens[:100], tokens[100:800], tokens[800:]
+    sizes: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "n_ubatch": 32}
+    with Model.load(tiny(architecture)) as model, Context(model, n_checkpoints=2, **sizes) as context:
+        sequence = context.sequences[0]
+        expected = sequence.prefill(first, logits="last").copy()
+        sequence.prefill(second, logits="none")
+        held = sequence.keep_prefix([*first[:95], *other])  # the answer to the first prompt begins otherwise
+        assert held == 92
+        assert sequence.tokens == first[:92]
+        assert np.array_equal(sequence.decode(first[92:], phase=Phase.PREFILL), expected)
+        sequence.prefill(second, logits="none")
+        # a window may still be complete, four tokens back
+        assert sequence.keep_prefix([*first, *second[:-4], *other]) in (792, 796 if model.info.n_swa else 792)
+        sequence.prefill(other, logits="none")  # a third checkpoint, the first is gone
+        assert sequence.keep_prefix(first[:50]) == 0
+    with Model.load(tiny("qwen3moe")) as model, Context(model, n_checkpoints=2, **sizes) as context:
+        context.sequences[0].prefill(first, logits="none")
+        assert context.sequences[0].keep_prefix(first[:50]) == 50  # it needs none
 
 
 def test_more_logits_than_were_reserved_come_in_pieces(tiny_moe: Path) -> None:

@@ -27,7 +27,15 @@ from tests.conftest import TinyFactory
 from tests.lossless.conftest import LONG_PROMPT as PROMPT
 from tests.support.cases import ATTENTION_CASES, RARE_CASES, case_model
 from tests.support.counting import DEVICE, CountingDevice, count
-from tests.support.hybrid import MANY_EXPERTS, AlternatingCache, assert_answers, greedy_answer, hit_stats, hybrid_config, random_prompt
+from tests.support.hybrid import (
+    MANY_EXPERTS,
+    AlternatingCache,
+    assert_answers,
+    greedy_answer,
+    hit_stats,
+    hybrid_config,
+    random_prompt,
+)
 from tests.support.stock import StockContext, transcript
 
 ALL = 99
@@ -135,7 +143,7 @@ def test_prefill_paths(prefill: str, late: bool, many: Path, tiny_draft: Path, c
 def test_prompts_streamed_in_chunks(
     pins_files: bool, late: bool, many: Path, counting: CountingDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of five experts, the first of a layer staged while the layer before it ends; a prompt of several batches."""
+    """Chunks of five experts, the first staged while the layer before ends; a prompt of several batches."""
     monkeypatch.setattr(sizing, "_STAGING_EXPERTS", 5)
     config = gpu_config(many, None, 0.2, 0, prefill="stream", pins_files=pins_files)
     prompt = random_prompt(150, 5)

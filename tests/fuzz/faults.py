@@ -1,0 +1,79 @@
+"""The n-th large allocation fails, or the n-th read of a model or trace, for every n: an answer, or a sentence.
+
+A preloaded library (fault_shim.c) counts the calls of a command, in a process that this module starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+_SHIM = Path(__file__).with_name("fault_shim.c")
+_LOADED = "MOEEDGE_FAULT_SHIM"  # in the process that has it
+_CHAT = "chat -m {tiny qwen3moe} -dev none -p a -n 4 -c 64 --raw -q"
+COMMANDS = (
+    "plan -m {tiny qwen3moe} -md none -dev none -o json",  # loads without weights
+    f"{_CHAT} -md none",
+    f"{_CHAT} -md {{tiny qwen3}} -o json",
+    f"{_CHAT} -md none --ram 1MiB",
+    "bench -m {tiny qwen3moe} -md none -dev none -p 16 -n 4 -r 1 -o json",
+    "lab replay {trace.npz} --cache-ratio 0.5",
+)
+ALLOCATIONS, READS = 1, 2
+KINDS = {ALLOCATIONS: "allocation", READS: "read"}
+
+
+def restart_with_shim() -> None:
+    """Starts this program anew with the library, unless it has it. Ends the program where no compiler is."""
+    if _LOADED in os.environ:
+        return
+    library = Path(os.environ.get("TMPDIR", "/tmp")) / f"fault_shim-{os.getuid()}.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(_SHIM), "-ldl"], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), _LOADED: str(library), "GGML_NO_BACKTRACE": "1"}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+class Fault:
+    """The failing call of a child process."""
+
+    def __init__(self, kind: int, number: int) -> None:
+        self.kind, self.number = kind, number
+        self._shared = mmap.mmap(-1, 8)
+
+    def __str__(self) -> str:
+        return f"{KINDS[self.kind]} {self.number}"
+
+    def arm(self) -> None:
+        """From now on calls are counted; in the child."""
+        ctypes.CDLL(None).fault_arm(self.kind, ctypes.c_long(self.number))
+
+    def note(self) -> None:
+        """Notes the count for the parent, and lets all calls succeed."""
+        library = ctypes.CDLL(None)
+        library.fault_count.restype = ctypes.c_long
+        n = library.fault_count()
+        library.fault_arm(0, ctypes.c_long(0))
+        self._shared[:] = n.to_bytes(8, "little")
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether there were so many calls; a child that crashed has not said."""
+        n = int.from_bytes(self._shared[:], "little")
+        return n == 0 or n >= self.number
+
+
+def faults(limit: int) -> Iterator[tuple[str, Fault]]:
+    """Each command with each of its calls failing, up to `limit` per command and kind."""
+    for command in COMMANDS:
+        for kind in KINDS:
+            for number in count(1):
+                fault = Fault(kind, number)
+                yield command, fault
+                if number == limit or not fault.was_reached:
+                    break
