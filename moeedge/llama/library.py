@@ -57,7 +57,8 @@ _log_callback = lib.llama_log_callback(_on_log)
 def start() -> None:
     """Registers the log callback, our backend and those that the user names; must run before a model is loaded."""
     with _lock:
-        os.environ.setdefault("GGML_CUDA_REGISTER_HOST", "1")  # without it ggml's CUDA backend pins no pages of files
+        # without it ggml's CUDA backend pins no pages of files; os.environ has what the user has set
+        os.putenv("GGML_CUDA_REGISTER_HOST", "1")
         lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
         native.attach()
 

@@ -28,6 +28,7 @@ NAMED = re.compile(r"""["'](MOEEDGE_[A-Z_]+|HF_[A-Z_]+|HUGGINGFACE_[A-Z_]+|GGML_
 NOT_OURS = {
     "PATH_VARIABLE",  # a constant of ours: GGML_BACKEND_PATH
     "LIBRARY_VARIABLE",  # likewise, in the tests
+    "GGML_CUDA_REGISTER_HOST",  # set for ggml, whatever the user has
     "HUB_FILE",  # likewise, of an option of llama.cpp
     "PATH",
     "HOME",
