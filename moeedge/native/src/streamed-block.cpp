@@ -205,12 +205,13 @@ bool streamed_block::finish(const placed_chain & placed, bool is_complete) try {
         wait();
         return false;
     }
+    const size_t row_bytes = sum->nb[1];
     ggml_backend_tensor_get_async(backend, sum, data, 0, ggml_nbytes(sum));
-    if (!wait()) {
+    if (!wait()) { // frees the graph
         return false;
     }
     for (int64_t t = 0; t < out->ne[1]; t++) {
-        std::memcpy((char *) out->data + (size_t) t * out->nb[1], (const char *) data + (size_t) t * sum->nb[1], ggml_row_size(out->type, out->ne[0]));
+        std::memcpy((char *) out->data + (size_t) t * out->nb[1], (const char *) data + (size_t) t * row_bytes, row_bytes);
     }
     return true;
 } catch (const std::exception & error) {
