@@ -378,7 +378,7 @@ class Context(Closing):
         """Empties the KV cache of all sequences."""
         lib.llama_memory_clear(self.memory, False)
         for sequence in self.sequences:
-            sequence.tokens.clear()
+            sequence.forget()
 
     def abandon(self) -> None:
         """Forgets the context without freeing it, since a driver failed within it; its memory is not given back."""

@@ -34,6 +34,7 @@ class Checkpoint(NamedTuple):
     """What a memory that cannot go back held after so many tokens: recurrent states, or a window of attention."""
 
     n_tokens: int
+    prefix: int  # hash of the tokens
     state: NDArray[np.uint8]  # llama.cpp's
 
 
@@ -116,7 +117,7 @@ class ContextSequence:
         self.index = index  # llama.cpp's llama_seq_id
         self.tokens: list[int] = []
         self._memory = context.memory
-        self._shifting = False
+        self._changing = False
         self._n_reversible = 0  # of the last tokens: those that a recurrent memory can take back
         self._checkpoints: list[Checkpoint] = []  # in the order of their tokens
 
@@ -186,7 +187,7 @@ class ContextSequence:
         state = np.empty(n_bytes, dtype=np.uint8)
         address = _pointer(state, ctypes.c_uint8)
         if lib.llama_state_seq_get_data_ext(self.context.handle, address, n_bytes, self.index, _PARTIAL) == n_bytes:
-            kept.append(Checkpoint(self.n_past, state))
+            kept.append(Checkpoint(self.n_past, hash(tuple(self.tokens)), state))
         while len(kept) > self.context.n_checkpoints or sum(each.state.size for each in kept) > _CHECKPOINTS_BYTES:
             del kept[0]
 
@@ -195,11 +196,16 @@ class ContextSequence:
         found = next((each for each in reversed(self._checkpoints) if each.n_tokens <= n_keep), None)
         if found is None:
             return 0
-        n_tokens, state = found
+        n_tokens, prefix, state = found
+        if prefix != hash(tuple(self.tokens[:n_tokens])):
+            return 0
+        self._n_reversible = 0
+        self._changing = True
         address = _pointer(state, ctypes.c_uint8)
         n_read = lib.llama_state_seq_set_data_ext(self.context.handle, address, state.size, self.index, _PARTIAL)
         is_back = n_read == state.size and lib.llama_memory_seq_rm(self._memory, self.index, n_tokens, -1)
         held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
+        self._changing = False
         return n_tokens if is_back and held == n_tokens else 0
 
     def trim(self, n_keep: int) -> None:
@@ -244,25 +250,25 @@ class ContextSequence:
         """Drops `n_discard` tokens after the first `n_keep` and moves the rest up."""
         if n_discard <= 0 or n_keep + n_discard > len(self.tokens):
             raise ValueError(f"cannot discard {n_discard} of {len(self.tokens)} tokens after the first {n_keep}")
-        self._shifting = True
+        self._changing = True
         self._checkpoints.clear()  # their positions move
         lib.llama_memory_seq_rm(self._memory, self.index, n_keep, n_keep + n_discard)
         lib.llama_memory_seq_add(self._memory, self.index, n_keep + n_discard, len(self.tokens), -n_discard)
         del self.tokens[n_keep : n_keep + n_discard]
-        self._shifting = False
+        self._changing = False
 
     def resync(self, *, failed: bool = False) -> None:
         """Makes llama.cpp's memory hold exactly `tokens` after an interruption. failed: of a decode."""
         if self.context.is_closed:
             self.tokens.clear()
             return
-        # a shift was interrupted between renumbering and bookkeeping
-        if self._shifting or (failed and not self.context.model.can_roll_back):
-            n_back = 0 if self._shifting else self._restore(len(self.tokens))
+        # a shift or a restored checkpoint was interrupted before the bookkeeping
+        if self._changing or (failed and not self.context.model.can_roll_back):
+            n_back = 0 if self._changing else self._restore(len(self.tokens))
             if n_back == 0:
                 self.clear()
             del self.tokens[n_back:]
-            self._shifting = False
+            self._changing = False
         held = int(lib.llama_memory_seq_pos_max(self._memory, self.index)) + 1
         if held != len(self.tokens):
             self._n_reversible = 0  # of tokens that are not known
@@ -277,5 +283,10 @@ class ContextSequence:
             lib.llama_memory_clear(self._memory, False)
         else:
             lib.llama_memory_seq_rm(self._memory, self.index, -1, -1)
+        self.forget()
+
+    def forget(self) -> None:
+        """llama.cpp's memory was emptied."""
         self.tokens.clear()
         self._checkpoints.clear()
+        self._n_reversible = 0

@@ -186,11 +186,12 @@ class ExpertCache(Closing):
         self._earlier = replace(before, evictions=before.evictions + before.slots_used)
         self.detach()
         self.close()
-        self._config = replace(self._config, ratio=ratio, n_stage=self._config.n_stage if ratio > 0 else 0)
+        n_stage, pins = (self._config.n_stage, self._config.pin_files) if ratio > 0 else (0, False)
+        self._config = replace(self._config, ratio=ratio, n_stage=n_stage, pin_files=pins)
         try:
             self._open()
         except EngineError:
-            self._config = replace(self._config, ratio=0.0, n_stage=0)
+            self._config = replace(self._config, ratio=0.0, n_stage=0, pin_files=False)
             self._open()
         for sensor in attached:
             self.attach(sensor)

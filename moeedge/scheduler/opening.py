@@ -210,7 +210,11 @@ class Opening:
             *(tensors, files),
             device=device.ggml_name,
             n_stage=n_staging_slots(config, device.kind, model.info.n_experts, mean_expert_bytes(tensors)),
-            pin_files=device.kind == "gpu" and config.pins_files and _has_room_to_pin(in_host_memory(tensors, model)),
+            # next to slots in RAM the uploads come from these
+            pin_files=device.kind == "gpu"
+            and config.pins_files
+            and model.dense is None
+            and _has_room_to_pin(in_host_memory(tensors, model)),
             emulated_threads=emulated_threads(device) or 1,
             link_bytes_per_s=float(device.link_bytes_per_s),
             link_latency_s=device.latency_us * 1e-6,

@@ -131,7 +131,11 @@ def staging_and_scratch_bytes(tensors: list[ExpertTensor], info: ModelInfo, *, n
     """
     n_pairs = min(n_ubatch * info.n_expert_used, _MAX_DEVICE_PAIRS)
     # the backend's buffer for columns has room for half as many again
-    return n_stage * n_groups(tensors) * mean_expert_bytes(tensors) + scratch_bytes(tensors, n_pairs) * 3 // 2
+    # of a streamed batch: its pairs' columns, and these times their weights
+    streamed = 2 * n_ubatch * info.n_expert_used * info.n_embd * 4 if n_stage else 0
+    return (
+        n_stage * n_groups(tensors) * mean_expert_bytes(tensors) + scratch_bytes(tensors, n_pairs) * 3 // 2 + streamed
+    )
 
 
 def reserve_bytes(device: ResolvedDevice, total_bytes: int) -> int:

@@ -45,6 +45,7 @@ class Fault:
     def __init__(self, kind: int, number: int) -> None:
         self.kind, self.number = kind, number
         self._shared = mmap.mmap(-1, 8)
+        self._shared[:] = b"\xff" * 8
 
     def __str__(self) -> str:
         return f"{KINDS[self.kind]} {self.number}"
@@ -64,8 +65,8 @@ class Fault:
     @property
     def was_reached(self) -> bool:
         """Whether there were so many calls; a child that crashed has not said."""
-        n = int.from_bytes(self._shared[:], "little")
-        return n == 0 or n >= self.number
+        n = int.from_bytes(self._shared[:], "little", signed=True)
+        return n < 0 or n >= self.number
 
 
 def faults(limit: int) -> Iterator[tuple[str, Fault]]:

@@ -152,6 +152,11 @@ def test_checkpoints_go_back_to_a_message(architecture: str, tiny: TinyFactory) 
         assert sequence.keep_prefix([*first, *second[:-4], *other]) in (792, 796 if model.info.n_swa else 792)
         sequence.prefill(other, logits="none")  # a third checkpoint, the first is gone
         assert sequence.keep_prefix(first[:50]) == 0
+        sequence.prefill(first, logits="none")
+        context.clear()  # of another text
+        sequence.prefill(other, logits="none")
+        sequence.resync(failed=True)
+        assert sequence.tokens == other[: sequence.n_past] and sequence.n_past in (92, 100)
     with Model.load(tiny("qwen3moe")) as model, Context(model, n_checkpoints=2, **sizes) as context:
         context.sequences[0].prefill(first, logits="none")
         assert context.sequences[0].keep_prefix(first[:50]) == 50  # it needs none

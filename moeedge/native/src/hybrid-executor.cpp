@@ -32,6 +32,7 @@ hybrid_executor::hybrid_executor(std::shared_ptr<expert_cache> c, ggml_backend_t
     until_idle = [this] {
         worker->wait_idle();
         ahead->wait_idle();
+        streamed->wait_idle();
     };
     all_experts.resize((size_t) cache->n_experts());
     std::iota(all_experts.begin(), all_experts.end(), 0);

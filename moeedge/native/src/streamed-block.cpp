@@ -85,16 +85,44 @@ static size_t n_indices(int64_t n_pairs, size_t n_piece, int n_experts) {
     return GGML_PAD((size_t) n_pairs, n_aligned) + n_pieces * n_aligned;
 }
 
-// memory for a block of that shape; kept for the next one of the same
-bool streamed_block::allocate(const placed_chain & placed, size_t n_piece) {
-    const expert_chain & chain   = placed.chain;
-    const int64_t        n_pairs = chain.n_used() * chain.n_tokens();
-    const std::string    wanted  = chain.shape + ' ' + std::to_string(chain.n_tokens()) + ' ' + std::to_string(n_piece);
-    if (shape == wanted || refused == wanted) {
-        return shape == wanted;
+// false without memory, and after a failure of the device, which is lost then
+bool streamed_block::guarded(const std::function<bool()> & work) try {
+    return work();
+} catch (const std::bad_alloc &) {
+    return false;
+} catch (const std::exception & error) { // a backend that throws
+    cache->mark_lost(error.what());
+    return false;
+}
+
+// room for the graphs of a chain of that shape
+bool streamed_block::reserve(const placed_chain & placed, size_t n_piece) {
+    const auto found = known.find(placed.chain.shape);
+    if (found != known.end()) {
+        return found->second;
     }
-    refused = wanted;
-    shape.clear();
+    const graph_ptr    piece  = build_piece(placed, placed.stage_tables, 0, n_piece);
+    ggml_tensor *      sum    = nullptr;
+    const graph_ptr    summed = build_sum(placed, sum);
+    ggml_backend_dev_t dev    = ggml_backend_get_device(backend);
+    const bool         takes  = supports_graph(dev, piece->graph) && supports_graph(dev, summed->graph);
+    if (takes && !(ggml_gallocr_reserve(allocator, summed->graph) && ggml_gallocr_reserve(allocator, piece->graph))) {
+        return false; // memory may be free at the next call
+    }
+    return known[placed.chain.shape] = takes;
+}
+
+// memory for a block of these sizes; kept for the next one of the same
+bool streamed_block::allocate(const placed_chain & placed, size_t n_piece) {
+    const expert_chain &       chain   = placed.chain;
+    const int64_t              n_pairs = chain.n_used() * chain.n_tokens();
+    const std::vector<int64_t> wanted  = { chain.input->ne[0], chain.out->ne[0], chain.n_used(), chain.n_tokens(), (int64_t) n_piece };
+    wait_idle();
+    if (sizes_of == wanted) {
+        return reserve(placed, n_piece);
+    }
+    sizes_of.clear();
+    known.clear();
     ggml_free(ctx);
     ggml_backend_buffer_free(buffer);
     buffer = nullptr;
@@ -110,17 +138,8 @@ bool streamed_block::allocate(const placed_chain & placed, size_t n_piece) {
     if (buffer == nullptr) {
         return false;
     }
-    const graph_ptr piece     = build_piece(placed, placed.stage_tables, 0, n_piece);
-    ggml_tensor *   sum       = nullptr;
-    const graph_ptr summed    = build_sum(placed, sum);
-    ggml_backend_dev_t dev    = ggml_backend_get_device(backend);
-    if (!supports_graph(dev, piece->graph) || !supports_graph(dev, summed->graph) || !ggml_gallocr_reserve(allocator, summed->graph) ||
-        !ggml_gallocr_reserve(allocator, piece->graph)) {
-        return false;
-    }
-    shape = wanted;
-    refused.clear();
-    return true;
+    sizes_of = wanted;
+    return reserve(placed, n_piece);
 }
 
 void streamed_block::send(ggml_tensor * to, const void * data) {
@@ -128,7 +147,12 @@ void streamed_block::send(ggml_tensor * to, const void * data) {
 }
 
 bool streamed_block::start(const placed_chain & placed, const char * from, const pieces & all, const std::vector<int32_t> & slots,
-                           const std::vector<float> & of_pairs) try {
+                           const std::vector<float> & of_pairs) {
+    return guarded([&] { return send_all(placed, from, all, slots, of_pairs); });
+}
+
+bool streamed_block::send_all(const placed_chain & placed, const char * from, const pieces & all, const std::vector<int32_t> & slots,
+                              const std::vector<float> & of_pairs) {
     const expert_chain & chain = placed.chain;
     if (!allocate(placed, std::min(slots.size(), n_pairs_max))) {
         return false;
@@ -163,9 +187,6 @@ bool streamed_block::start(const placed_chain & placed, const char * from, const
     send(indices, sent_indices.data());
     send(weights, of_pairs.data());
     return true;
-} catch (const std::exception & error) { // a backend that throws
-    cache->mark_lost(error.what());
-    return false;
 }
 
 bool streamed_block::queue(graph_ptr built) {
@@ -173,36 +194,38 @@ bool streamed_block::queue(graph_ptr built) {
         return false;
     }
     queued.push_back(std::move(built));
-    return ggml_backend_graph_compute_async(backend, queued.back()->graph) == GGML_STATUS_SUCCESS;
-}
-
-bool streamed_block::compute(const placed_chain & placed, const table_list & tables) try {
-    const size_t k = n_computed++;
-    return queue(build_piece(placed, tables, begins[k], sizes[k]));
-} catch (const std::exception & error) {
-    cache->mark_lost(error.what());
-    return false;
-}
-
-bool streamed_block::wait() try {
-    ggml_backend_synchronize(backend);
-    queued.clear();
-    return !cache->is_lost();
-} catch (const std::exception & error) {
-    cache->mark_lost(error.what());
-    return false;
-}
-
-bool streamed_block::finish(const placed_chain & placed, bool is_complete) try {
-    if (!is_complete) {
-        return wait();
+    if (ggml_backend_graph_compute_async(backend, queued.back()->graph) == GGML_STATUS_SUCCESS) {
+        return true;
     }
+    cache->mark_lost("it failed to compute");
+    return false;
+}
+
+bool streamed_block::compute(const placed_chain & placed, const table_list & tables) {
+    const size_t k = n_computed++;
+    return guarded([&] { return queue(build_piece(placed, tables, begins[k], sizes[k])); });
+}
+
+bool streamed_block::wait() {
+    return guarded([&] {
+        ggml_backend_synchronize(backend);
+        queued.clear();
+        return !cache->is_lost();
+    });
+}
+
+bool streamed_block::finish(const placed_chain & placed, bool is_complete) {
+    const bool is_written = is_complete && guarded([&] { return write_sum(placed); });
+    wait_idle();
+    return is_written;
+}
+
+bool streamed_block::write_sum(const placed_chain & placed) {
     ggml_tensor * sum   = nullptr;
     graph_ptr     built = build_sum(placed, sum);
     ggml_tensor * out   = placed.sum.out;
     void *        data  = output->reserve(ggml_nbytes(sum));
     if (data == nullptr || !queue(std::move(built))) {
-        wait();
         return false;
     }
     const size_t row_bytes = sum->nb[1];
@@ -214,9 +237,6 @@ bool streamed_block::finish(const placed_chain & placed, bool is_complete) try {
         std::memcpy((char *) out->data + (size_t) t * out->nb[1], (const char *) data + (size_t) t * row_bytes, row_bytes);
     }
     return true;
-} catch (const std::exception & error) {
-    cache->mark_lost(error.what());
-    return false;
 }
 
 } // namespace moeedge

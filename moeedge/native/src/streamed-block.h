@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -41,6 +43,11 @@ class streamed_block : no_copy {
     bool compute(const placed_chain & placed, const table_list & tables);
     // waits for what is queued; false: the device failed
     bool wait();
+    void wait_idle() {
+        if (!queued.empty()) {
+            wait();
+        }
+    }
     // Writes the weighted sum of all pairs to the sum's output, if they are all queued (`is_complete`), else only waits
     bool finish(const placed_chain & placed, bool is_complete);
 
@@ -59,13 +66,18 @@ class streamed_block : no_copy {
     graph_ptr     build_piece(const placed_chain & placed, const table_list & tables, size_t begin, size_t n) const;
     graph_ptr     build_sum(const placed_chain & placed, ggml_tensor *& sum) const;
     bool          queue(graph_ptr built);
+    bool          guarded(const std::function<bool()> & work);
+    bool          reserve(const placed_chain & placed, size_t n_piece);
+    bool          send_all(const placed_chain & placed, const char * input, const pieces & all, const std::vector<int32_t> & slots,
+                           const std::vector<float> & weights);
+    bool          write_sum(const placed_chain & placed);
     void          send(ggml_tensor * to, const void * data);
 
     std::shared_ptr<expert_cache> cache;
     ggml_backend_t                backend;
     ggml_gallocr_t                allocator;
-    std::string                   shape;   // of the block that memory is allocated for; empty: none
-    std::string                   refused; // of the last one that the device did not take
+    std::vector<int64_t>          sizes_of; // of the block that memory is allocated for; empty: none
+    std::map<std::string, bool>   known;    // shapes of chains: whether the device computes them, in this memory
     ggml_context *                ctx    = nullptr;
     ggml_backend_buffer_t         buffer = nullptr;
     // on the device: input [n_in, n_tokens], columns [n_out, n_pairs], weights [1, n_used, n_tokens]; thrice int32, in the order of
