@@ -51,6 +51,7 @@ def test_an_epsilon_that_ggml_asserts_against(tiny_moe: Path, tmp_path: Path, va
         ("gguf", 4),
         ("jsonl", 20),
         *(pytest.param(kind, 25, marks=pytest.mark.slow) for kind in (*KINDS, "cli")),
+        pytest.param("fault", 4, marks=pytest.mark.slow),
     ],
 )
 def test_damaged_inputs(kind: str, n: int) -> None:

@@ -117,23 +117,9 @@ std::unique_ptr<ahead_launch::block_graph> ahead_launch::build(const expert_chai
         input                  = ggml_reshape_3d(ctx, repeated, input->ne[0], n_pairs, 1);
     }
     std::vector<subgraph::table_use> uses;
-    ggml_tensor * columns  = build_chain(ctx, chain, tables, input, slots, uses);
-    ggml_tensor * weighted = ggml_mul(ctx, ggml_reshape_3d(ctx, columns, columns->ne[0], n_used, n_tokens), weights);
-    std::vector<ggml_tensor *> places;
-    for (int64_t p = 0; p < n_used; p++) {
-        places.push_back(ggml_view_2d(ctx, weighted, weighted->ne[0], n_tokens, weighted->nb[2], (size_t) p * weighted->nb[1]));
-    }
-    built->out = places[0];
-    for (int64_t p = 1; p < n_used; p++) {
-        built->out = ggml_add(ctx, built->out, places[(size_t) p]);
-    }
-    built->graph = ggml_new_graph_custom(ctx, n_tensors, false);
-    ggml_set_output(built->out);
-    ggml_build_forward_expand(built->graph, weighted);
-    for (ggml_tensor * place : places) { // views before the additions, as llama.cpp orders them: devices fuse these
-        ggml_build_forward_expand(built->graph, place);
-    }
-    ggml_build_forward_expand(built->graph, built->out);
+    ggml_tensor * columns = build_chain(ctx, chain, tables, input, slots, uses);
+    built->graph          = ggml_new_graph_custom(ctx, n_tensors, false);
+    built->out            = build_weighted_sum(ctx, built->graph, columns, weights);
     built->is_supported = supports_graph(cache->device().dev, built->graph);
     return built;
 }

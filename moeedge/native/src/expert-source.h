@@ -2,7 +2,8 @@
 //
 // llama.cpp may keep experts repacked for the CPU's kernels, in a form that no device can use. Reads are positioned ones
 // into the caller's memory: unlike a second mapping they do not add to the process's resident memory, and a file that is
-// truncated while in use makes a read fail instead of ending the process.
+// truncated while in use makes a read fail instead of ending the process. Only where a device's driver pins the pages they are
+// mapped, for the device alone.
 
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 // Host memory (emulated): read straight into the slot. Devices with streams: through a ring of staging chunks, pinned where
 // offered, so that reading a chunk overlaps with the transfer of the earlier ones; a chunk is copied in small pieces, between
-// which the device's copy engine takes the copies of a computation. Remote workers: chunk by chunk, each acknowledged before
+// which the device's copy engine takes the copies of a computation; pinned pages of the file are sent without a chunk. Remote workers: chunk by chunk, each acknowledged before
 // the next, since computation shares the connection in the order of arrival.
 
 #pragma once

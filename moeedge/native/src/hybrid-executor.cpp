@@ -575,6 +575,7 @@ block_outcome hybrid_executor::compute_streamed(const placed_chain & placed, int
         n_pieces.push_back(cut_pieces(chunk.pairs, pieces));
     }
     if (!streamed->start(placed, input_data, pieces, slots, weights)) {
+        cache->records.add_unknown(); // the device cannot stream it, or has no memory for it
         drop_next();
         pins.release();
         return compute(placed, phase, skips_unweighted);

@@ -64,7 +64,7 @@ class hybrid_executor : private pair_columns {
     void              add_expert(stream_chunk & chunk, int32_t expert) const;
     std::future<bool> stage(int layer, const stream_chunk & chunk, const stop_flag & stops);
     void              stage_next(int layer, int half);
-    bool wait_staged(std::future<bool> & staged, const stop_flag & stops);
+    bool              wait_staged(std::future<bool> & staged, const stop_flag & stops);
     void              drop_next();
     size_t            cut_pieces(const index_list & pairs, streamed_block::pieces & all) const;
     bool              stream_pieces(const placed_chain & placed, const table_list & tables, size_t n);
@@ -97,7 +97,7 @@ class hybrid_executor : private pair_columns {
     std::unique_ptr<subgraph_set>  device_graphs;
     std::unique_ptr<ahead_launch>  ahead;
     std::unique_ptr<streamed_block> streamed;
-    std::function<void()>          until_idle; // waits for both
+    std::function<void()>          until_idle; // waits for all of them
     ram_executor *                 from_ram = nullptr;
 
     // scratch of the current block

@@ -58,24 +58,9 @@ streamed_block::graph_ptr streamed_block::build_piece(const placed_chain & place
     return built;
 }
 
-streamed_block::graph_ptr streamed_block::build_sum(const placed_chain & placed, ggml_tensor *& sum) const {
-    const int64_t n_used   = placed.chain.n_used();
-    const int64_t n_tokens = placed.chain.n_tokens();
-    graph_ptr     built    = std::make_unique<graph_memory>(4 + 2 * (size_t) n_used);
-    ggml_context * c        = built->ctx;
-    ggml_tensor *  weighted = ggml_mul(c, ggml_reshape_3d(c, columns, columns->ne[0], n_used, n_tokens), weights);
-    ggml_build_forward_expand(built->graph, weighted);
-    std::vector<ggml_tensor *> places;
-    for (int64_t p = 0; p < n_used; p++) { // views before the additions, as llama.cpp orders them: devices fuse these
-        places.push_back(ggml_view_2d(c, weighted, weighted->ne[0], n_tokens, weighted->nb[2], (size_t) p * weighted->nb[1]));
-        ggml_build_forward_expand(built->graph, places.back());
-    }
-    sum = places[0];
-    for (int64_t p = 1; p < n_used; p++) {
-        sum = ggml_add(c, sum, places[(size_t) p]);
-    }
-    ggml_set_output(sum);
-    ggml_build_forward_expand(built->graph, sum);
+streamed_block::graph_ptr streamed_block::build_sum(ggml_tensor *& sum) const {
+    graph_ptr built = std::make_unique<graph_memory>(4 + 2 * (size_t) weights->ne[1]);
+    sum             = build_weighted_sum(built->ctx, built->graph, columns, weights);
     return built;
 }
 
@@ -103,7 +88,7 @@ bool streamed_block::reserve(const placed_chain & placed, size_t n_piece) {
     }
     const graph_ptr    piece  = build_piece(placed, placed.stage_tables, 0, n_piece);
     ggml_tensor *      sum    = nullptr;
-    const graph_ptr    summed = build_sum(placed, sum);
+    const graph_ptr    summed = build_sum(sum);
     ggml_backend_dev_t dev    = ggml_backend_get_device(backend);
     const bool         takes  = supports_graph(dev, piece->graph) && supports_graph(dev, summed->graph);
     if (takes && !(ggml_gallocr_reserve(allocator, summed->graph) && ggml_gallocr_reserve(allocator, piece->graph))) {
@@ -222,7 +207,7 @@ bool streamed_block::finish(const placed_chain & placed, bool is_complete) {
 
 bool streamed_block::write_sum(const placed_chain & placed) {
     ggml_tensor * sum   = nullptr;
-    graph_ptr     built = build_sum(placed, sum);
+    graph_ptr     built = build_sum(sum);
     ggml_tensor * out   = placed.sum.out;
     void *        data  = output->reserve(ggml_nbytes(sum));
     if (data == nullptr || !queue(std::move(built))) {

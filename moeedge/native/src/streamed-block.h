@@ -64,7 +64,7 @@ class streamed_block : no_copy {
     bool          allocate(const placed_chain & placed, size_t n_piece);
     ggml_tensor * pick(graph_memory & built, int part, size_t begin, size_t n) const;
     graph_ptr     build_piece(const placed_chain & placed, const table_list & tables, size_t begin, size_t n) const;
-    graph_ptr     build_sum(const placed_chain & placed, ggml_tensor *& sum) const;
+    graph_ptr     build_sum(ggml_tensor *& sum) const;
     bool          queue(graph_ptr built);
     bool          guarded(const std::function<bool()> & work);
     bool          reserve(const placed_chain & placed, size_t n_piece);

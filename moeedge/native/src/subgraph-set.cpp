@@ -120,6 +120,25 @@ ggml_tensor * build_chain(ggml_context * ctx, const expert_chain & chain, const 
     return done.back();
 }
 
+ggml_tensor * build_weighted_sum(ggml_context * ctx, ggml_cgraph * graph, ggml_tensor * columns, ggml_tensor * weights) {
+    const int64_t n_used   = weights->ne[1];
+    const int64_t n_tokens = weights->ne[2];
+    ggml_tensor * weighted = ggml_mul(ctx, ggml_reshape_3d(ctx, columns, columns->ne[0], n_used, n_tokens), weights);
+    ggml_build_forward_expand(graph, weighted);
+    std::vector<ggml_tensor *> places;
+    for (int64_t p = 0; p < n_used; p++) { // views before the additions, as llama.cpp orders them: devices fuse these
+        places.push_back(ggml_view_2d(ctx, weighted, weighted->ne[0], n_tokens, weighted->nb[2], (size_t) p * weighted->nb[1]));
+        ggml_build_forward_expand(graph, places.back());
+    }
+    ggml_tensor * sum = places[0];
+    for (int64_t p = 1; p < n_used; p++) {
+        sum = ggml_add(ctx, sum, places[(size_t) p]);
+    }
+    ggml_set_output(sum);
+    ggml_build_forward_expand(graph, sum);
+    return sum;
+}
+
 std::unique_ptr<subgraph> subgraph_set::build(const expert_chain & chain, int64_t n_pairs, pair_layout layout,
                                               const table_list & tables) {
     const size_t  n_tensors = chain_tensors_max(chain) + tensors_per_step;

@@ -52,6 +52,9 @@ ggml_tensor * build_chain(ggml_context * ctx, const expert_chain & chain, const 
                           ggml_tensor * ids, std::vector<subgraph::table_use> & uses);
 // the most tensors that build_chain makes
 size_t chain_tensors_max(const expert_chain & chain);
+// Adds to the graph the columns [n_out, n_pairs] times the weights float32 [1, n_used, n_tokens], summed over each token's places
+// from the first to the last; returns the sum [n_out, n_tokens]. It makes 2 n_used + 1 tensors and a reshape
+ggml_tensor * build_weighted_sum(ggml_context * ctx, ggml_cgraph * graph, ggml_tensor * columns, ggml_tensor * weights);
 // whether a device computes all of the graph's nodes
 bool supports_graph(ggml_backend_dev_t dev, ggml_cgraph * graph);
 // bytes of the tensors of `ctx` that have no memory yet in a buffer of that type, and their placement in such a buffer
