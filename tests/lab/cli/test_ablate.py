@@ -15,6 +15,7 @@ from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
 from moeedge.lab.cli.sp_moe import print_ablation
 from moeedge.lab.experiments.sp_moe import AblationRow, figure_12, figure_14, quantized
+from moeedge.lab.policies import prefetching
 from moeedge.llama.model import Model
 from moeedge.policies.base import Plan
 from moeedge.scheduler.driver import StepDriver
@@ -37,12 +38,13 @@ def ablate(*arguments: str) -> list[dict[str, Any]]:
 
 def test_figure_12(target: Path, cache: Path) -> None:
     """The target drafts for itself, quantized: near-perfect drafts, hidden states that predict nearly all experts."""
-    rows = ablate("-m", str(target), "-dev", "emulated:threads=1,link=1GB/s,latency=5us", "--cache-ratio", "0.5")
+    fast = ["-dev", "emulated:threads=1,link=1GB/s,latency=5us"]
+    rows = ablate("-m", str(target), *fast, "--cache-ratio", "0.5", "--cutoff", "4")
     assert [row["variant"] for row in rows] == ["baseline", "vanilla", "worker", "batched"]
     assert all(row["equal"] == row["answers"] == 2 for row in rows)
     assert list(cache.glob("drafts/*-q4_0.gguf"))
     baseline, *prefetching = rows
-    assert baseline["cutoff_layer"] != 0, "drafting is long enough for the experts of at least one layer"
+    assert {row["cutoff_layer"] for row in rows} == {4}
     assert baseline["predicted_right"] is None and baseline["speedup"] == 1.0
     for row in prefetching:
         assert row["predicted_right"] > 0.6
@@ -55,6 +57,22 @@ def test_figure_12(target: Path, cache: Path) -> None:
     *single, batched = rows
     assert all(row["transfers_per_step"] == pytest.approx(row["uploads_per_step"]) for row in single)
     assert batched["transfers_per_step"] < 0.9 * batched["uploads_per_step"]
+
+
+def test_the_cutoff_is_solved_from_measured_times(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --cutoff. How many layers it is depends on how busy the machine is: the solver's answer is given."""
+    times: list[tuple[float, float]] = []
+
+    def cutoff_layer(
+        n_layers: int, n_prefetched: float, n_slots: int, draft_s: float, expert_s: float, *_: float
+    ) -> int:
+        times.append((draft_s, expert_s))
+        return 2
+
+    monkeypatch.setattr(prefetching, "cutoff_layer", cutoff_layer)
+    rows = ablate("-m", str(target), *DEVICE, "--cache-ratio", "0.5")
+    assert {row["cutoff_layer"] for row in rows} == {2}
+    assert times and min(times[-1]) > 0.0
 
 
 def test_figure_14(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
