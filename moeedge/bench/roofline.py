@@ -7,7 +7,6 @@ counted, nor conversions: products are those of bytes, the fastest that kernels 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -30,19 +29,37 @@ _PROCESSORS = Path("/sys/devices/system/cpu")  # Linux only
 class Weights:
     """What tokens need of a model: bytes that are read, and weights that are multiplied."""
 
-    dense_bytes: int
+    dense_bytes: int  # every step; the input embedding only if it is the output matrix, too
     expert_layers: tuple[tuple[int, int, int], ...]  # of each: bytes of an expert, experts, experts per token
     products_per_token: int  # but those of the output matrix
     output_products: int  # of the last token of a prompt
+    expert_products: int = 0  # of one expert in every MoE layer, together
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert in every MoE layer, together."""
+        return sum(size for size, _, _ in self.expert_layers)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of experts, or of all weights of a dense model."""
+        if self.expert_products:
+            return self.expert_bytes / self.expert_products
+        return self.dense_bytes / max(self.products(1), 1)
 
     def bytes_of(self, n_tokens: int) -> float:
         """Of a batch whose tokens choose experts independently [estimate]: tokens of one text share more."""
         experts = (size * n * (1 - (1 - used / n) ** n_tokens) for size, n, used in self.expert_layers)
         return self.dense_bytes + sum(experts)
 
+    def products(self, n_tokens: int) -> int:
+        """Of a prompt of so many tokens."""
+        return n_tokens * self.products_per_token + self.output_products
+
     @classmethod
-    def read(cls, path: Path, n_layers: int, used_per_layer: Sequence[int]) -> Weights:
-        """Reads a model's headers. used_per_layer: experts per token, [n_layers]."""
+    def read(cls, model: Model) -> Weights:
+        """Reads a model's headers."""
+        path, n_layers, used_per_layer = model.path, model.info.n_layers, model.info.used_per_layer
         tensors = [tensor for part in gguf_file.parts(path) for tensor in gguf_file.read_tensors(part)]
         experts, _ = gguf_file.expert_tensors(path, n_layers=n_layers)
         by_layer = defaultdict[int, list[ExpertTensor]](list)
@@ -56,7 +73,8 @@ class Weights:
         products += sum(t.ne0 * t.ne1 * used_per_layer[t.layer] for t in experts if t.ne1 > 1)
         n_bytes = gguf_file.bytes_per_token(tensors, experts, used_per_layer)
         n_expert_bytes = sum(size * used for size, _, used in layers)
-        return cls(n_bytes - n_expert_bytes, tuple(layers), products, prod(output[:2]))
+        expert_products = sum(t.ne0 * t.ne1 for t in experts)
+        return cls(n_bytes - n_expert_bytes, tuple(layers), products, prod(output[:2]), expert_products)
 
 
 @dataclass(frozen=True)
@@ -79,8 +97,7 @@ class Roofline:
 
     def prompt_limit_ts(self, n_tokens: int) -> float:
         """Tokens/s at most of a prompt that is one batch."""
-        products = n_tokens * self.weights.products_per_token + self.weights.output_products
-        multiply_s = products / self.products_per_s if self.products_per_s else 0.0
+        multiply_s = self.weights.products(n_tokens) / self.products_per_s if self.products_per_s else 0.0
         return n_tokens / max(multiply_s, self.weights.bytes_of(n_tokens) / self.read_bytes_per_s)
 
 
@@ -95,7 +112,7 @@ def measure_roofline(model: Model, n_threads: int) -> Roofline | None:
     speed = 0.0 if model.uses_gpu else measure_read_speed(n_threads)
     if speed == 0:
         return None
-    weights = Weights.read(model.path, model.info.n_layers, model.info.used_per_layer)
+    weights = Weights.read(model)
     return Roofline(speed, multiply_speed(n_threads), weights) if weights.bytes_of(1) > 0 else None
 
 

@@ -21,6 +21,7 @@ from moeedge import paths
 from moeedge.errors import ModelFileError, MoeedgeError
 from moeedge.hardware.provenance import HEADER_BYTES, file_sha256
 from moeedge.llama import gguf_file, probe_child
+from moeedge.run import Level, Notification
 from moeedge.scheduler.calibration import Measurement, keep, measurement_file, read_measurement
 
 _OFF = "MOEEDGE_NO_PROBE"
@@ -28,6 +29,7 @@ _WAIT_S = 120  # for a child that waits for a disk; its processor time is limite
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 _WITHOUT_GPU = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES"), "")
 _tried: set[str] = set()  # by this process
+_untold: list[str] = []  # sentences about what was tried, for the next session's notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,16 @@ def probe(path: Path) -> None:
         raise _unusable(path, f"llama.cpp crashes with it, {name}{told and f': {told[:200]}'}")
     _tried.add(identity)
     if done.returncode == 0:
-        keep(Probed(seconds=time.perf_counter() - start_s), find_file)
+        seconds = time.perf_counter() - start_s
+        keep(Probed(seconds=seconds), find_file)
+        _untold.append(f"{path.name} is new here: a process of its own tried its header first, {seconds:.1f} s, once.")
+
+
+def take_notes() -> list[Notification]:
+    """What was tried since the last call."""
+    notes = [Notification(text, Level.NOTICE) for text in _untold]
+    _untold.clear()
+    return notes
 
 
 def _unusable(path: Path, reason: str) -> ModelFileError:

@@ -23,6 +23,7 @@ from moeedge.engine.grammar import new_sampler
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.layer_choice import LayerChoice
 from moeedge.engine.loading import ChosenDraft
+from moeedge.engine.probe import take_notes
 from moeedge.engine.speculative import Recover, SpeculativeLoop, TextState
 from moeedge.engine.types import DEFAULT_GAMMA, EngineConfig, EngineInfo, SamplingConfig
 from moeedge.errors import ContextTooSmallError, DeviceFailedError, EmptyPromptError, InputError
@@ -128,7 +129,7 @@ class Session(Closing):
             n_ctx = context_size(config, device, models, run)
             has_budget = config.expert_budget is not None and config.mode == "moeedge"  # stock mode has none
             target = stack.enter_context(loading.make_context(config, model, n_ctx, has_budget=has_budget))
-            run.notes.extend(setting_notes(config, target))
+            run.notes.extend([*take_notes(), *setting_notes(config, target)])
             draft = loading.open_draft(config, chosen, target, stack)
             gamma = 0 if chosen.name == "none" else _at_most(config.gamma, target.n_drafts_max)
             wanted, n_texts = config.expert_budget if has_budget else None, config.n_parallel

@@ -32,7 +32,7 @@ def test_the_weights_and_products_of_a_token(name: str, request: pytest.FixtureR
     matrices = {tensor.name: prod(int(n) for n in tensor.shape) for tensor in tensors if len(tensor.shape) > 1}
     with Model.load(path) as model:
         info = model.info
-        found, weights = measure_roofline(model, n_threads=1), Weights.read(path, info.n_layers, info.used_per_layer)
+        found, weights = measure_roofline(model, n_threads=1), Weights.read(model)
 
     def used(values: dict[str, int]) -> int:
         experts = sum(value for tensor, value in values.items() if "_exps." in tensor)
@@ -46,6 +46,10 @@ def test_the_weights_and_products_of_a_token(name: str, request: pytest.FixtureR
     assert found.products_per_s == 0 or found.products_per_s > 1e9
     edges = sum(matrices.get(f"{edge}.weight", 0) for edge in ("token_embd", "output"))
     assert weights.products_per_token == used(matrices) - edges
+    experts = {name: n for name, n in matrices.items() if "_exps." in name}
+    assert weights.expert_products * info.n_experts == sum(experts.values())
+    types = sum(size for name, size in sizes.items() if name in experts) / max(sum(experts.values()), 1)
+    assert weights.bytes_per_weight == pytest.approx(types if experts else weights.dense_bytes / weights.products(1))
     assert weights.output_products == matrices.get("output.weight", matrices["token_embd.weight"])
 
 

@@ -102,6 +102,7 @@ def processor_s(*words: str, **environment: str) -> float:
     return min(times)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_help_and_completion_come_at_once() -> None:
     assert processor_s("chat", "--help") < MAX_HELP_S
     line = {"COMP_WORDS": "moeedge chat -m gran", "COMP_CWORD": "3"}

@@ -302,6 +302,7 @@ def test_json_needs_a_prompt_in_a_terminal(pair: list[str]) -> None:
         assert terminal.wait() == 2
 
 
+@pytest.mark.flaky(reruns=2)
 def test_ctrl_c_in_a_long_prompt(tiny: TinyFactory, tmp_path: Path) -> None:
     path = tiny("qwen3moe", layers=4, embd=512, experts=32, expert_ff=1024)
     text = tmp_path / "long.txt"
@@ -326,6 +327,7 @@ def test_ctrl_c_in_a_long_prompt(tiny: TinyFactory, tmp_path: Path) -> None:
         terminal.leave()
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.slow
 def test_ctrl_c_takes_effect_at_once_on_a_slow_disk(tiny: TinyFactory) -> None:
     """In a prompt, in an answer, and again after it: one batch of the prompt alone would take seconds."""

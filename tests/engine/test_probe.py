@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from moeedge.engine import probe as probing
-from moeedge.engine.probe import probe
+from moeedge.engine.probe import probe, take_notes
 from moeedge.errors import ModelFileError
+from moeedge.run import is_warning
 
 
 @pytest.fixture(autouse=True)
 def is_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MOEEDGE_NO_PROBE")
     monkeypatch.setattr(probing, "_tried", set())
+    monkeypatch.setattr(probing, "_untold", [])
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
 
 
@@ -32,12 +34,15 @@ def test_a_sound_file_is_tried_once(
     """By this process, and by later ones."""
     probe(tiny_moe)
     assert len(kept(tmp_path)) == 1
+    (note,) = take_notes()
+    assert tiny_moe.name in note and not is_warning(note)
     monkeypatch.setattr(subprocess, "run", None)
     if forgets:
         monkeypatch.setattr(probing, "_tried", set())
     else:
         kept(tmp_path)[0].unlink()
     probe(tiny_moe)
+    assert not take_notes()
 
 
 def test_modules_of_the_current_folder_are_not_run(

@@ -139,6 +139,7 @@ def test_a_short_computation_asks_nothing(tiny: TinyFactory) -> None:
     assert min(asked) == 0
 
 
+@pytest.mark.flaky(reruns=2)
 def test_it_stops_within_300_ms(tiny: TinyFactory) -> None:
     """A batch of 512 takes seconds here; Ctrl-C waits for one operation."""
     path = tiny("qwen3moe", layers=4, embd=512, experts=32, expert_ff=1024)
@@ -201,6 +202,7 @@ def waiting(
         yield opened
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_prompt_stops_within_its_batch(waiting: Session) -> None:
     stop = StopAfter(0.4)
     answer = waiting.generate(TOKENS, n_predict=4, sampling=GREEDY, run=Run(cancelled=stop))
@@ -212,6 +214,7 @@ def test_a_prompt_stops_within_its_batch(waiting: Session) -> None:
     assert waiting.target.n_past == 0
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.slow
 def test_an_answer_goes_on_where_it_was_stopped(waiting: Session, path: Path) -> None:
     prompt = TOKENS[:3]

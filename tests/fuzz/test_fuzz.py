@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,28 +22,49 @@ def test_a_header_is_written_as_it_was_read(tiny_moe: Path) -> None:
     assert gguf_header.written(header) == data[: header.size]
 
 
-def test_an_assertion_of_llama_cpp_is_an_error(tiny_moe: Path, tmp_path: Path) -> None:
-    """More layers than llama.cpp has room for: it asserts, which would end this process."""
-    data = tiny_moe.read_bytes()
+def changed(path: Path, folder: Path, key: str, value: object) -> Path:
+    """The model with another value of the last key that ends so."""
+    data = path.read_bytes()
     header = gguf_header.parse(data)
-    next(pair for pair in header.pairs if pair.name.endswith(b".block_count")).value = 513
-    path = tmp_path / "many.gguf"
+    [pair for pair in header.pairs if pair.name.endswith(key.encode())][-1].value = value
     start = -(-header.size // 32) * 32
-    path.write_bytes(gguf_header.written(header).ljust(start, b"\0") + data[start:])
-    with pytest.raises(ModelFileError, match=r"assert|ASSERT"):
-        Model.load(path, header_only=True)
+    out = folder / "changed.gguf"
+    out.write_bytes(gguf_header.written(header).ljust(start, b"\0") + data[start:])
+    return out
 
 
-@pytest.mark.parametrize(("value", "is_refused"), [(-1.0, True), (float("nan"), True), (1e-5, False)])
-def test_an_epsilon_that_ggml_asserts_against(tiny_moe: Path, tmp_path: Path, value: float, is_refused: bool) -> None:
-    """It would end the process at the first decode."""
-    data = tiny_moe.read_bytes()
-    header = gguf_header.parse(data)
-    next(pair for pair in header.pairs if pair.name.endswith(b"layer_norm_rms_epsilon")).value = value
-    path = tmp_path / "epsilon.gguf"
-    path.write_bytes(gguf_header.written(header) + data[header.size :])
-    with pytest.raises(ModelFileError, match="epsilon") if is_refused else nullcontext():
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (".block_count", 513, r"assert|ASSERT"),  # more than llama.cpp has room for
+        ("layer_norm_rms_epsilon", -1.0, "epsilon"),  # the first decode would assert
+        ("layer_norm_rms_epsilon", float("nan"), "epsilon"),
+        ("layer_norm_rms_epsilon", 1e-5, ""),
+    ],
+)
+def test_what_the_fuzzer_found(tiny_moe: Path, tmp_path: Path, key: str, value: object, words: str) -> None:
+    """Each ended the process once."""
+    path = changed(tiny_moe, tmp_path, key, value)
+    with pytest.raises(ModelFileError, match=words) if words else nullcontext():
         Model.load(path, header_only=True).close()
+
+
+@pytest.mark.slow
+def test_every_number_of_a_header_with_every_extreme(tiny_moe: Path, tmp_path: Path) -> None:
+    """Each is loaded or refused with a sentence."""
+    pairs = gguf_header.parse(tiny_moe.read_bytes()).pairs
+    outcomes: Counter[bool] = Counter()
+    for pair in pairs:
+        values = gguf_header.FLOATS if pair.type in (6, 12) else gguf_header.EXTREMES
+        for value in values if isinstance(pair.value, (int, float)) and not isinstance(pair.value, bool) else ():
+            path = changed(tiny_moe, tmp_path, pair.name.decode(), value)
+            try:
+                Model.load(path, header_only=True).close()
+            except ModelFileError:
+                outcomes[False] += 1
+            else:
+                outcomes[True] += 1
+    assert outcomes[False] > 50 and outcomes[True] > 10
 
 
 @pytest.mark.parametrize(

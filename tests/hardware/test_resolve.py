@@ -164,6 +164,7 @@ def test_a_busy_worker_raises_an_error(listener: socket.socket, monkeypatch: pyt
         rpc.greet(_endpoint(listener))  # accepted by the kernel, but not answered
 
 
+@pytest.mark.flaky(reruns=2)
 def test_waiting_for_a_worker_that_hangs_is_limited(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp's waits get a limit from outside."""
     monkeypatch.setattr(rpc, "_HANGING_S", 1)

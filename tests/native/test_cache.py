@@ -262,6 +262,7 @@ def test_pinned_experts_stay_until_they_are_released(experts: ExpertFile) -> Non
         assert_balanced(cache)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
     rate = experts.expert_bytes / 0.2
     with ExpertCache(experts.config(1.0, link_bytes_per_s=rate)) as cache:
@@ -286,6 +287,7 @@ def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
     assert time.monotonic() - begin_s < 0.6, "closing does not wait for the queue"
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_paced_link_keeps_its_rate(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "large.bin", width=96)
     rate = 40e6

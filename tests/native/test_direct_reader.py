@@ -149,6 +149,7 @@ def demand_apart(cache: ExpertCache, wanted: list[int]) -> tuple[threading.Threa
     return thread, found
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_slow_disk_takes_its_time(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 64.0)) as cache:
         begin_s = time.monotonic()
@@ -197,6 +198,7 @@ def test_a_plan_leaves_what_is_demanded(experts: ExpertFile) -> None:
         assert len(resident(cache)) == 9
 
 
+@pytest.mark.flaky(reruns=2)
 def test_closing_drops_what_is_queued(experts: ExpertFile) -> None:
     with ExpertCache(slow(experts, 1.0)) as cache:
         cache.set_readers(4, 4096)

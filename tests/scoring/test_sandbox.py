@@ -82,6 +82,7 @@ def test_programs_that_stop_early_fail_with_a_reason(guarded: Protection, source
     assert len(result.reason) < 400
 
 
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize(
     "source",
     [

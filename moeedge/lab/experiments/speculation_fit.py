@@ -16,6 +16,7 @@ from typing import Any
 
 import moeedge
 from moeedge.bench.experiment import GREEDY
+from moeedge.bench.roofline import Weights
 from moeedge.data.prompts import Prompt
 from moeedge.engine.head_draft import HeadDraft
 from moeedge.engine.session import Session
@@ -33,7 +34,7 @@ from moeedge.lab.analysis.step_fit import (
     expert_share_measured,
     fit_steps,
 )
-from moeedge.lab.experiments.step_times import StepTimer, read_weights, this_machine
+from moeedge.lab.experiments.step_times import StepTimer, this_machine
 from moeedge.llama.gguf_file import read_experts_used
 from moeedge.records import filled
 from moeedge.run import Progress, Run
@@ -183,7 +184,7 @@ def run_fit(config: EngineConfig, prompts: Sequence[Prompt], plan: FitPlan, run:
     most_drafts, tokens = max(plan.gammas), sorted(set(plan.tokens))
     sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)
     with _open(config, most_drafts, None, run) as session:
-        info, weights = session.info, read_weights(config.model)
+        info, weights = session.info, Weights.read(session.model)
         _check_draft(session)
         used = _experts_used(plan, info, config.model)
         progress.start("answering", len(prompts))
@@ -199,6 +200,7 @@ def run_fit(config: EngineConfig, prompts: Sequence[Prompt], plan: FitPlan, run:
         shapes = [(size, each) for size in sizes for each in _TOKENS_EACH if 1 < size <= _TOKENS_MAX // each]
         many = replace(config, gamma=most_drafts, n_expert_used=None, n_parallel=max(sizes), n_ctx=depth + room)
         draft_model = session.draft_context.model if session.draft_context is not None else None
+        draft_bytes = Weights.read(draft_model).dense_bytes if draft_model is not None else 0
         with Session.open(many, model=session.model, draft_model=draft_model) as parallel:
             together = timer_of(session=parallel, shapes=shapes, draft_sizes=sizes)
             progress.start(f"timing, up to {max(sizes)} sequences", together.n_passes)
@@ -217,7 +219,7 @@ def run_fit(config: EngineConfig, prompts: Sequence[Prompt], plan: FitPlan, run:
         draft=tuple(draft),
         reject=tuple(reject),
         machine=machine,
-        draft_bytes=read_weights(config.draft).dense_bytes if isinstance(config.draft, Path) else 0.0,
+        draft_bytes=draft_bytes,
         depth=depth,
     )
     acceptance = count_acceptance(steps, most_drafts)

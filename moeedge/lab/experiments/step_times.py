@@ -14,20 +14,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 
 from moeedge.bench.config import MODES
 from moeedge.bench.experiment import GREEDY, BenchArm, Round, Work, rotated
-from moeedge.bench.roofline import measure_read_speed
+from moeedge.bench.roofline import Weights, measure_read_speed
 from moeedge.bench.samples import Sample
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.errors import InputError
 from moeedge.lab.analysis.step_fit import Machine, TimePoint
-from moeedge.llama import gguf_file
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart
 from moeedge.native.abi import Phase
@@ -41,53 +39,12 @@ Shape = tuple[int, int]  # of a batch: sequences, tokens of each
 Measure = Callable[[Shape, int], tuple[float, float]]  # of a shape's pass in a repetition: seconds, distinct experts
 
 
-@dataclass(frozen=True)
-class ModelWeights:
-    """Bytes that a step of a model reads, and weights that it computes with."""
-
-    dense_bytes: float  # every step
-    dense_weights: float
-    expert_bytes: float  # of one expert in every MoE layer, together
-    expert_weights: float
-
-    @property
-    def bytes_per_weight(self) -> float:
-        """Of experts, or of all weights of a dense model."""
-        if self.expert_weights:
-            return self.expert_bytes / self.expert_weights
-        return self.dense_bytes / max(self.dense_weights, 1.0)
-
-    def step_bytes(self, n_used: int) -> float:
-        """That one token reads."""
-        return self.dense_bytes + n_used * self.expert_bytes
-
-    def step_flops(self, n_used: int) -> float:
-        """Operations of one token: two per weight."""
-        return 2 * (self.dense_weights + n_used * self.expert_weights)
-
-
-def read_weights(path: Path) -> ModelWeights:
-    """The sizes in the header of a model. The input embedding counts only if it is the output matrix, too."""
-    tensors = [tensor for file in gguf_file.parts(path) for tensor in gguf_file.read_tensors(file)]
-    names = {tensor.name for tensor in tensors}
-    dense_bytes = dense_weights = expert_bytes = expert_weights = 0.0
-    for tensor in tensors:
-        if "_exps." in tensor.name:
-            n_experts = max(tensor.shape[2], 1)
-            expert_bytes += tensor.size_bytes / n_experts
-            expert_weights += tensor.shape[0] * tensor.shape[1]
-        elif tensor.name != "token_embd.weight" or "output.weight" not in names:
-            dense_bytes += tensor.size_bytes
-            dense_weights += tensor.shape[0] * tensor.shape[1] if tensor.shape[1] > 1 else 0
-    return ModelWeights(dense_bytes, dense_weights, expert_bytes, expert_weights)
-
-
-def this_machine(session: Session, weights: ModelWeights, text: Sequence[int]) -> Machine:
+def this_machine(session: Session, weights: Weights, text: Sequence[int]) -> Machine:
     """Operations per second by a long batch; bytes per second by reading memory, at least what a plain step needs.
 
     Next to a GPU the bytes per second are those of a plain step, which is a lower limit.
     """
-    context, info = session.target, session.info
+    context = session.target
     tokens = text[: min(_PREFILL_TOKENS, len(text), context.n_ubatch, context.n_ctx - 2)]
     context.clear()
     context.decode(tokens, phase=Phase.PREFILL, logits="last")
@@ -96,10 +53,10 @@ def this_machine(session: Session, weights: ModelWeights, text: Sequence[int]) -
     context.clear()
     start_s = time.perf_counter()
     context.decode(tokens, phase=Phase.PREFILL, logits="last")
-    flops = len(tokens) * weights.step_flops(info.n_expert_used) / (time.perf_counter() - start_s)
-    bytes_per_s = weights.step_bytes(info.n_expert_used) / step_s
+    flops = 2 * weights.products(len(tokens)) / (time.perf_counter() - start_s)
+    bytes_per_s = weights.bytes_of(1) / step_s
     if not session.model.uses_gpu:
-        bytes_per_s = max(bytes_per_s, measure_read_speed(info.n_threads))
+        bytes_per_s = max(bytes_per_s, measure_read_speed(session.info.n_threads))
     context.clear()
     return Machine(bytes_per_s=bytes_per_s, flops=flops)
 

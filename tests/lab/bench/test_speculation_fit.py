@@ -14,7 +14,7 @@ import llama_cpp.llama_cpp as lib
 import pytest
 
 from moeedge.bench.experiment import GREEDY
-from moeedge.bench.roofline import measure_read_speed
+from moeedge.bench.roofline import Weights, measure_read_speed
 from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.session import Session
@@ -23,8 +23,7 @@ from moeedge.errors import InputError, MeasurementError
 from moeedge.lab.analysis.step_fit import Acceptance
 from moeedge.lab.experiments import speculation_fit
 from moeedge.lab.experiments.speculation_fit import FitPlan, FitReport, run_fit
-from moeedge.lab.experiments.step_times import WARM_UPS, read_weights, this_machine
-from moeedge.llama import gguf_file
+from moeedge.lab.experiments.step_times import WARM_UPS, this_machine
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, Logits
 from moeedge.native.abi import Phase
@@ -42,18 +41,6 @@ PLAN = FitPlan(tokens=(1, 2, 3, 4, 8, 16, 32), gammas=(1, 3), batch_sizes=(1, 8)
 
 def config_of(target: Path, draft: Path | None) -> EngineConfig:
     return EngineConfig(model=target, draft=draft, n_ctx=512, n_threads=1, n_gpu_layers=0, device="none")
-
-
-def test_weights_are_those_of_the_header(tiny_moe: Path) -> None:
-    """Dense and expert bytes together are all tensors but the input embedding."""
-    weights = read_weights(tiny_moe)
-    tensors = gguf_file.read_tensors(tiny_moe)
-    names = {tensor.name for tensor in tensors}
-    embedding = next(tensor.size_bytes for tensor in tensors if tensor.name == "token_embd.weight")
-    total = sum(tensor.size_bytes for tensor in tensors) - (embedding if "output.weight" in names else 0)
-    assert weights.dense_bytes + 16 * weights.expert_bytes == pytest.approx(total)
-    assert weights.step_bytes(4) == pytest.approx(weights.dense_bytes + 4 * weights.expert_bytes)
-    assert weights.step_flops(4) == pytest.approx(2 * weights.dense_weights + 8 * weights.expert_weights)
 
 
 def test_the_read_speed_is_a_rate_of_memory(here: Here) -> None:
@@ -205,5 +192,5 @@ def test_bad_input_is_refused(tiny_moe: Path, tiny_draft: Path) -> None:
 
 def test_the_machine_is_measured_in_an_empty_context(tiny_moe: Path) -> None:
     with Session.open(config_of(tiny_moe, None)) as session:
-        machine = this_machine(session, read_weights(tiny_moe), [5] * 40)
+        machine = this_machine(session, Weights.read(session.model), [5] * 40)
         assert machine.flops > 0 < machine.bytes_per_s and session.target.n_past == 0

@@ -36,6 +36,7 @@ def ablate(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.flaky(reruns=2)
 def test_figure_12(target: Path, cache: Path) -> None:
     """The target drafts for itself, quantized: near-perfect drafts, hidden states that predict nearly all experts."""
     fast = ["-dev", "emulated:threads=1,link=1GB/s,latency=5us"]
