@@ -6,7 +6,6 @@ weights and makes a context. Exit code 0: that works; 2: llama.cpp refuses it. M
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 import sys
@@ -27,10 +26,6 @@ def main(path: str) -> int:
 
     from ctypes import c_void_p, cast
 
-    # the bindings alone: what the package itself imports takes as long as the rest
-    spec = importlib.util.find_spec("llama_cpp")
-    if spec is not None:
-        sys.modules["llama_cpp"] = importlib.util.module_from_spec(spec)
     import llama_cpp.llama_cpp as lib
 
     from moeedge.native.library import errors_for_aborts
