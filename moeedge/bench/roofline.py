@@ -21,6 +21,7 @@ from moeedge.paths import text_of
 
 _BYTES_MIN = 128 << 20  # of the memory that is read
 _CACHES = 4  # it is so many times as large as the last caches of the threads' processors
+_HEADS_MOST = 16  # blocks after the last layer that predict further tokens
 _FREE_SHARE = 0.25  # of the free memory that it may take
 _PROCESSORS = Path("/sys/devices/system/cpu")  # Linux only
 
@@ -33,7 +34,7 @@ class Weights:
     expert_layers: tuple[tuple[int, int, int], ...]  # of each: bytes of an expert, experts, experts per token
     products_per_token: int  # but those of the output matrix
     output_products: int  # of the last token of a prompt
-    expert_products: int = 0  # of one expert in every MoE layer, together
+    expert_products: int  # of one expert in every MoE layer, together
 
     @property
     def expert_bytes(self) -> int:
@@ -60,7 +61,9 @@ class Weights:
     def read(cls, model: Model) -> Weights:
         """Reads a model's headers."""
         path, n_layers, used_per_layer = model.path, model.info.n_layers, model.info.used_per_layer
-        tensors = [tensor for part in gguf_file.parts(path) for tensor in gguf_file.read_tensors(part)]
+        tensors = [t for part in gguf_file.parts(path) for t in gguf_file.read_tensors(part)]
+        heads = tuple(f"blk.{layer}." for layer in range(n_layers, n_layers + _HEADS_MOST))  # draft, and not the target
+        tensors = [tensor for tensor in tensors if not tensor.name.startswith(heads)]
         experts, _ = gguf_file.expert_tensors(path, n_layers=n_layers)
         by_layer = defaultdict[int, list[ExpertTensor]](list)
         for tensor in experts:

@@ -44,7 +44,7 @@ def resolve_device(config: EngineConfig, model: Model | None = None) -> Resolved
     """
     device = find_device(config)
     if model is None:
-        for file in _files(config):
+        for file in files_of(config):
             probe(file)
     storage = weight_storage(config, device) if model is None else model.storage
     if storage != "on demand" or not _may_load_on_demand(config):
@@ -92,7 +92,7 @@ def _may_load_on_demand(config: EngineConfig) -> bool:
 def host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:
     """Bytes of the models' weights in host memory; next to a GPU with all layers, those of experts and embeddings."""
     if device.kind != "gpu" or config.n_gpu_layers is not None:
-        files = _files(config) if device.kind != "gpu" else [config.model]
+        files = files_of(config) if device.kind != "gpu" else [config.model]
         return sum(gguf_file.read_summary(file).size_bytes for file in files)
     weights = SplitWeights.read(config.model)
     n_host = config.n_cpu_moe
@@ -101,7 +101,7 @@ def host_bytes(config: EngineConfig, device: ResolvedDevice) -> int:
     return sum(tensor.size_bytes for tensor in on_host)
 
 
-def _files(config: EngineConfig) -> list[Path]:
+def files_of(config: EngineConfig) -> list[Path]:
     """The files of the target and of a draft model."""
     return [config.model, config.draft] if isinstance(config.draft, Path) and config.gamma > 0 else [config.model]
 
@@ -317,7 +317,7 @@ def whole_model_fits(config: EngineConfig, device: ResolvedDevice, headers: Sequ
     with ExitStack() as stack:
         if headers is None:
             load = partial(Model.load, device=device.llama_device, header_only=True)
-            headers = [stack.enter_context(load(path)) for path in _files(config)]
+            headers = [stack.enter_context(load(path)) for path in files_of(config)]
         sizes = memory_of(config, headers)
         return fit_whole(sizes, device.free_bytes, device.total_bytes, n_ctx=config.n_ctx, n_parallel=config.n_parallel)
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ _WAIT_S = 120  # for a child that waits for a disk; its processor time is limite
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 _WITHOUT_GPU = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES"), "")
 _tried: set[str] = set()  # by this process
-_untold: list[str] = []  # sentences about what was tried, for the next session's notes
+_took_s: dict[Path, float] = {}  # what no session has told yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +81,17 @@ def probe(path: Path) -> None:
     if done.returncode == 0:
         seconds = time.perf_counter() - start_s
         keep(Probed(seconds=seconds), find_file)
-        _untold.append(f"{path.name} is new here: a process of its own tried its header first, {seconds:.1f} s, once.")
+        _took_s[path] = seconds
 
 
-def take_notes() -> list[Notification]:
-    """What was tried since the last call."""
-    notes = [Notification(text, Level.NOTICE) for text in _untold]
-    _untold.clear()
-    return notes
+def take_notes(files: Sequence[Path]) -> list[Notification]:
+    """A sentence for each of a session's files that was tried since the last call; what others left is forgotten."""
+    tried = [(path.name, _took_s[path]) for path in files if path in _took_s]
+    _took_s.clear()
+    return [
+        Notification(f"{name} is new here: another process read its header first ({seconds:.1f} s).", Level.NOTICE)
+        for name, seconds in tried
+    ]
 
 
 def _unusable(path: Path, reason: str) -> ModelFileError:

@@ -129,7 +129,7 @@ class Session(Closing):
             n_ctx = context_size(config, device, models, run)
             has_budget = config.expert_budget is not None and config.mode == "moeedge"  # stock mode has none
             target = stack.enter_context(loading.make_context(config, model, n_ctx, has_budget=has_budget))
-            run.notes.extend([*take_notes(), *setting_notes(config, target)])
+            run.notes.extend([*take_notes(loading.files_of(config)), *setting_notes(config, target)])
             draft = loading.open_draft(config, chosen, target, stack)
             gamma = 0 if chosen.name == "none" else _at_most(config.gamma, target.n_drafts_max)
             wanted, n_texts = config.expert_budget if has_budget else None, config.n_parallel

@@ -5,6 +5,9 @@ standard input, and discarded output. The kernel's filter (seccomp, built by lib
 processes, signals to others and every file opened for writing; where it cannot be installed, nothing is run. Where
 bubblewrap is installed and works, the program sees Python and the system's libraries alone, no file of the user's.
 `SandboxResult.protection` names what is in use.
+
+This protects from programs that are wrong, and the machine from the others; one that looks for this module's variables
+can still claim to have passed.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ _OPENINGS = {"open": 1, "openat": 2}  # index of the argument that must have non
 # requests that change nothing outside: TCGETS, FIONREAD, FIONCLEX, FIOCLEX; F_DUPFD, F_GETFD, ..., F_DUPFD_CLOEXEC
 _REQUESTS = {"ioctl": (0x5401, 0x541B, 0x5450, 0x5451), "fcntl": (0, 1, 2, 3, 4, 1030)}
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-_NEEDS_LIBSECCOMP = "Programs that a model writes run only under the kernel's filter, and libseccomp is missing."
+_NEEDS_FILTER = "Programs that a model writes run only under the kernel's filter"
 
 
 @lru_cache
@@ -50,48 +53,57 @@ def syscall_filter() -> bytes:
     """Returns the filter as an array of struct sock_filter for this machine. Raises SandboxError without libseccomp."""
     try:
         import pyseccomp
-    except (ImportError, RuntimeError, OSError):  # the module; the library that it loads
-        hint = 'Install it: pip install "moeedge[score]", and libseccomp2 (Debian) or libseccomp (Fedora, Arch).'
-        raise SandboxError(_NEEDS_LIBSECCOMP, hint) from None
-    made = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
 
-    def allow(name: str, *arguments: pyseccomp.Arg) -> None:
-        with suppress(OSError):  # a call that this architecture does not have
-            made.add_rule(pyseccomp.ALLOW, name, *arguments)
+        made = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
 
-    for name in _CALLS.split():
-        allow(name)
-    for name, argument in _OPENINGS.items():
-        allow(name, pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, _WRITING, 0))
-    for name, values in _REQUESTS.items():
-        for value in values:
-            allow(name, pyseccomp.Arg(1, pyseccomp.EQ, value))
-    with tempfile.TemporaryFile() as file:
-        made.export_bpf(file)
-        file.seek(0)
-        return file.read()
+        def allow(name: str, *arguments: pyseccomp.Arg) -> None:
+            if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) != _UNKNOWN_CALL:  # to an old libseccomp
+                made.add_rule(pyseccomp.ALLOW, name, *arguments)
+
+        for name in _CALLS.split():
+            allow(name)
+        for name, argument in _OPENINGS.items():
+            allow(name, pyseccomp.Arg(argument, pyseccomp.MASKED_EQ, _WRITING, 0))
+        for name, values in _REQUESTS.items():
+            for value in values:
+                allow(name, pyseccomp.Arg(1, pyseccomp.EQ, value))
+        with os.fdopen(os.memfd_create("filter"), "r+b") as file:
+            made.export_bpf(file)
+            file.seek(0)
+            return file.read()
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:  # the module; the library that it loads
+        hint = 'Install what makes it: pip install "moeedge[score]", and libseccomp2 (Debian) or libseccomp (others).'
+        raise SandboxError(f"{_NEEDS_FILTER}, which cannot be made ({error}).", hint) from None
 
 
-def _bubblewrap(folder: str) -> list[str]:
+def _bubblewrap(program: str, folder: str) -> list[str]:
     """Command in front of a program: an own root with Python and the system's libraries, `folder` empty."""
-    pythons = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])}
-    libraries = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
-    words = ["bwrap", "--unshare-all", "--die-with-parent"]
-    for path in (*_SYSTEM, *sorted(pythons), *libraries):
+    pythons = sorted({Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parents[1]})
+    shown = [str(python / part) for python in pythons for part in ("bin", "lib", "lib64", "pyvenv.cfg")]
+    shown += [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if _is_library_folder(Path(path))]
+    words = [program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+    for path in (*_SYSTEM, *shown):
         words += ["--ro-bind-try", path, path]
     return [*words, "--dev", "/dev", "--dir", folder, "--chdir", folder]
 
 
+def _is_library_folder(path: Path) -> bool:
+    """Whether showing it shows neither the user's home nor the current folder."""
+    return path.is_absolute() and not {path, path.resolve()} & {*(own := Path.home()).parents, own, *Path.cwd().parents}
+
+
 @lru_cache
-def _has_bubblewrap() -> bool:
-    """Whether bubblewrap is installed and may make namespaces here."""
-    if shutil.which("bwrap") is None:
-        return False
-    words = [*_bubblewrap("/run/moeedge"), sys.executable, "-S", "-c", "pass"]
+def _find_bubblewrap() -> str | None:
+    """Its path, where it is installed and may make namespaces here."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return None
+    words = [*_bubblewrap(program, "/run/moeedge"), sys.executable, "-S", "-c", "pass"]
     try:
-        return subprocess.run(words, capture_output=True, timeout=_TRIAL_S, check=False).returncode == 0
+        works = subprocess.run(words, capture_output=True, timeout=_TRIAL_S, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
-        return False
+        return None
+    return program if works else None
 
 
 Protection = Literal["kernel filter", "kernel filter and bubblewrap"]
@@ -100,6 +112,7 @@ _REPORT_BYTES = 4096
 # processor time decides, so that a busy machine changes no result; wall time only ends programs that sleep
 _CLOCK_PER_CPU_S = 4.0
 _POLL_S, _TRIAL_S = 0.005, 10.0
+_UNKNOWN_CALL = -1
 _BY_SIGNAL = 128  # bubblewrap's exit code for a program that a signal ended is this plus the signal
 
 
@@ -120,9 +133,10 @@ def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 *
     """
     token = secrets.token_hex(16).encode()
     cpu_s = max(1, math.ceil(timeout_s))
-    deadline_s = time.monotonic() + _CLOCK_PER_CPU_S * timeout_s
     command = [sys.executable, "-S", "-s", "-B", "-c", _CHILD.read_text(encoding="utf-8")]
     command += [str(cpu_s), str(memory_bytes), syscall_filter().hex()]
+    bubblewrap = _find_bubblewrap()
+    deadline_s = time.monotonic() + _CLOCK_PER_CPU_S * timeout_s
     try:
         with tempfile.TemporaryDirectory(prefix="moeedge-run-") as folder, _started(command, folder) as process:
             assert process.stdin is not None and process.stdout is not None
@@ -135,9 +149,10 @@ def run_python(source: str, *, timeout_s: float = 5.0, memory_bytes: int = 512 *
     except OSError as error:
         raise SandboxError(f"Cannot start a process for a program's tests ({error.strerror or error}).") from None
     exit_code = process.returncode
-    if _has_bubblewrap() and exit_code - _BY_SIGNAL in set(signal.Signals):
+    if bubblewrap and exit_code - _BY_SIGNAL in set(signal.Signals):
         exit_code = _BY_SIGNAL - exit_code
-    return _judge(report, token, exit_code, in_time, timeout_s)
+    guarded: Protection = "kernel filter and bubblewrap" if bubblewrap else "kernel filter"
+    return _judge(report, token, exit_code, in_time, timeout_s, guarded)
 
 
 @contextmanager
@@ -145,9 +160,9 @@ def _started(command: list[str], folder: str) -> Iterator[subprocess.Popen[bytes
     """Starts a process in its own group and kills the group when the block ends."""
     # a fixed hash seed keeps the order of sets on every run
     environment = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-    environment |= {key: value for key, value in os.environ.items() if key in ("LD_LIBRARY_PATH", "PATH")}
-    if _has_bubblewrap():
-        command = [*_bubblewrap(folder), *command]
+    environment |= {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
+    if (program := _find_bubblewrap()) is not None:
+        command = [*_bubblewrap(program, folder), *command]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=null, cwd=folder, env=environment, start_new_session=True
@@ -190,7 +205,9 @@ def _ends_before(pid: int, deadline_s: float) -> bool:
     return True
 
 
-def _judge(report: bytes, token: bytes, exit_code: int, in_time: bool, timeout_s: float) -> SandboxResult:
+def _judge(
+    report: bytes, token: bytes, exit_code: int, in_time: bool, timeout_s: float, guarded: Protection
+) -> SandboxResult:
     before, *parts = report.split(token)
     if before or not parts or parts[0][:1] not in (b"K", b"N"):
         failed = "The process for a program's tests did not start"
@@ -200,10 +217,9 @@ def _judge(report: bytes, token: bytes, exit_code: int, in_time: bool, timeout_s
         raise SandboxError(f"{failed} (exit code {exit_code}).", hint)
     if parts[0][:1] == b"N":
         raise SandboxError(
-            "Programs that a model writes run only under the kernel's filter, which this kernel does not take.",
+            f"{_NEEDS_FILTER}, which this kernel does not take.",
             "Leave out --run-code, or use a kernel with seccomp (CONFIG_SECCOMP_FILTER).",
         )
-    guarded: Protection = "kernel filter and bubblewrap" if _has_bubblewrap() else "kernel filter"
     if len(report) > _REPORT_BYTES:
         return SandboxResult(False, "it wrote to the sandbox's own channel", guarded)
     if len(parts) > 1 and parts[1][:1] == b"F":

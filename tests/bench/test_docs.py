@@ -57,12 +57,11 @@ def test_beyond_ram_has_the_rounds_under_recorded_routing() -> None:
     record = read(_RECORDS / "beyond-ram-gptoss-20b.json.gz")
     stock = [f"stock@t{n}" for n in (2, 4, 8)]
     rounds: dict[str, list[float]] = {arm: [] for arm in (*stock, *_BEYOND_RAM_ARMS)}
-    accepted = []
+    accepted, found = [], []
     for run_ in sorted(record["runs"], key=lambda run_: run_["round"]):
         (answer,) = run_["answers"]
         rounds[run_["arm"]].append(answer["decode_tokens"] / answer["decode_s"])
         accepted += [answer["acceptance_rate"]] if run_["arm"] == "moeedge-auto" else []
-    rounds = {arm: [*speeds] for arm, speeds in rounds.items()}
     best = [max(speeds) for speeds in zip(*(rounds[arm] for arm in stock), strict=True)]
     text = (_DOCS / "beyond-ram.md").read_text(encoding="utf-8")
     assert f"| {', '.join(f'{median(rounds[arm]):.2f}' for arm in stock)} with 2, 4, 8 threads |" in text
@@ -70,8 +69,14 @@ def test_beyond_ram_has_the_rounds_under_recorded_routing() -> None:
         ratios = [ours / other for ours, other in zip(rounds[arm], best, strict=True)]
         first = f"{median(rounds[arm]):.2f}{word} ({median(ratios):.2f} times, {min(ratios):.2f} to {max(ratios):.2f}"
         assert first in text
-        assert f"{median(rounds[arm]):.2f}" in _README and f"{median(ratios):.2f}" in _README
-    assert f"{median(accepted):.0%}".replace("%", " %") + " accepted" in text
+        found.append((median(rounds[arm]), median(ratios), min(ratios), max(ratios)))
+    rates = f"{min(accepted):.0%} to {max(accepted):.0%} accepted".replace("%", "").replace(" accepted", " % accepted")
+    assert f", {rates})" in text and f"{rates}, {found[1][0]:.2f} ({found[1][1]:.2f})" in _README
+    plain = "{:.2f} tokens/s, {:.2f} times stock with its best number of threads in the round ({:.2f} to {:.2f})"
+    assert plain.format(*found[0]) in _README
+    older = {row["arm"]: row["decode_ts"] for row in read(_RECORDS / "beyond-ram-gptoss-20b-round.json.gz")["summary"]}
+    before = [older[arm] / max(older[name] for name in stock) for arm in _BEYOND_RAM_ARMS]
+    assert "{:.2f} and {:.2f} times |".format(*before) in text and "{:.2f}, {:.2f}.".format(*before) in _README
 
 
 @pytest.mark.parametrize("name", [f"{model}{cpu}" for model in ("qwen3-30b", "gptoss-20b") for cpu in ("", "-zen5")])

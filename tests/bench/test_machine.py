@@ -18,16 +18,19 @@ from moeedge.hardware.provenance import HEADER_BYTES, _git_state, read_provenanc
 from moeedge.llama.model import Model
 from moeedge.records import as_dict
 from tests.bench.recording import make_plan, run, write_conversations
+from tests.conftest import TinyFactory
 
 
-@pytest.mark.parametrize("name", ["tiny_moe", "tiny_draft"])
-def test_the_weights_and_products_of_a_token(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen3", "glm4moe"])
+def test_the_weights_and_products_of_a_token(arch: str, tiny: TinyFactory) -> None:
     """Dense weights once, a row of the embeddings at most, the used share of the experts.
 
     A weight is multiplied once per token; the output matrix by a prompt's last token alone.
     """
-    path: Path = request.getfixturevalue(name)
-    tensors = gguf.GGUFReader(path).tensors
+    path = tiny(arch)
+    with Model.load(path) as model:
+        head = f"blk.{model.info.n_layers}."  # glm4moe's, which drafts
+    tensors = [tensor for tensor in gguf.GGUFReader(path).tensors if not tensor.name.startswith(head)]
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in tensors}
     matrices = {tensor.name: prod(int(n) for n in tensor.shape) for tensor in tensors if len(tensor.shape) > 1}
     with Model.load(path) as model:
@@ -55,7 +58,7 @@ def test_the_weights_and_products_of_a_token(name: str, request: pytest.FixtureR
 
 def test_the_limit_of_a_prompt() -> None:
     """One token reads its experts, many read all of them; with more the products decide."""
-    weights = Weights(100, ((10, 8, 2), (10, 8, 2)), 1000, 500)
+    weights = Weights(100, ((10, 8, 2), (10, 8, 2)), 1000, 500, 60)
     limit = Roofline(read_bytes_per_s=1e3, products_per_s=1e5, weights=weights)
     assert limit.bytes_per_token == 140 and limit.limit_ts == pytest.approx(1e3 / 140)
     assert weights.bytes_of(1000) == pytest.approx(260)
@@ -83,7 +86,7 @@ def test_the_last_caches_of_the_threads(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_rows_have_it(tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every mode's speed over the same limit; null where it is unknown."""
-    known: Roofline | None = Roofline(read_bytes_per_s=1e9, products_per_s=1e9, weights=Weights(1000, (), 0, 0))
+    known: Roofline | None = Roofline(read_bytes_per_s=1e9, products_per_s=1e9, weights=Weights(1000, (), 0, 0, 0))
     monkeypatch.setattr("moeedge.bench.runner.measure_roofline", lambda model, n_threads: known)
     plan = make_plan(tiny_moe, None, dataset=write_conversations(tmp_path), n_predict=4, repetitions=1)
     for row in run(plan)[0]:

@@ -19,7 +19,7 @@ from moeedge.run import is_warning
 def is_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MOEEDGE_NO_PROBE")
     monkeypatch.setattr(probing, "_tried", set())
-    monkeypatch.setattr(probing, "_untold", [])
+    monkeypatch.setattr(probing, "_took_s", {})
     monkeypatch.setenv("MOEEDGE_CACHE", str(tmp_path / "cache"))
 
 
@@ -34,7 +34,7 @@ def test_a_sound_file_is_tried_once(
     """By this process, and by later ones."""
     probe(tiny_moe)
     assert len(kept(tmp_path)) == 1
-    (note,) = take_notes()
+    (note,) = take_notes([tiny_moe])
     assert tiny_moe.name in note and not is_warning(note)
     monkeypatch.setattr(subprocess, "run", None)
     if forgets:
@@ -42,7 +42,7 @@ def test_a_sound_file_is_tried_once(
     else:
         kept(tmp_path)[0].unlink()
     probe(tiny_moe)
-    assert not take_notes()
+    assert not take_notes([tiny_moe])
 
 
 def test_modules_of_the_current_folder_are_not_run(

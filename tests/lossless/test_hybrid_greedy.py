@@ -73,7 +73,6 @@ def test_ngram_drafts(loaded: Loaded) -> None:
         assert_answers(session, loaded.stock, PROMPT, N_PREDICT)
 
 
-@pytest.mark.flaky(reruns=2)
 def test_a_slow_link(many: Path, tiny_draft: Path, stock: StockContext) -> None:
     """Transfers that take as long as several blocks: most experts are wanted before they have arrived."""
     with Session.open(hybrid_config(many, tiny_draft, 0.17, device="emulated:link=5MB/s,threads=1")) as session:

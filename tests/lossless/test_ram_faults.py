@@ -66,7 +66,6 @@ def plan_nothing(cache: ExpertCache) -> None:
     ask(cache, [])
 
 
-@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("disturb", [plan_nothing, ExpertCache.clear])
 def test_what_a_block_waits_for_is_not_dropped(
     many: Path, expected: list[np.ndarray], disturb: Callable[[ExpertCache], None]

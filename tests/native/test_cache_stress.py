@@ -30,7 +30,6 @@ def test_no_expert_is_seen_half_written(tmp_path: Path, device: str, width: int)
     churn(model, device=device)
 
 
-@pytest.mark.flaky(reruns=2)
 def test_no_expert_is_half_written_on_a_paced_link(tmp_path: Path) -> None:
     model = write_experts(tmp_path / "experts.bin", n_layers=6, n_experts=16, wide_layers=(1, 4))
     assert stress(model, 2.0, link_bytes_per_s=100e6) >= MIN_CHECKED

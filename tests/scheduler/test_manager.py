@@ -122,7 +122,6 @@ def test_what_the_session_reports(session: Session) -> None:
     assert has_note(session, "Experts are cached on emulated", "24 of 48", "50.0%", "policy spac")
 
 
-@pytest.mark.flaky(reruns=2)
 def test_counters(session: Session) -> None:
     before = stats_of(session)
     assert (before.steps, before.pairs, before.uploads, before.slots_used) == (0, 0, 0, 0)

@@ -5,7 +5,7 @@
 A case is a tiny model with random weights (an architecture and a quantization of the exactness tests), a session with
 random settings, and answers of 64 tokens to random prompts, a new one for each. Where an answer differs, a stock
 context that is forced along it must find near-ties alone. A case is given by its seed, so that it can be run again
-(--seed S --cases 1). The record has a line for each case, and the same command goes on after the last of them. Cases
+(--seed S --cases 1). The record has a line for each case, and the same command goes on with those that lack. Cases
 run in processes of their own: one that crashes is a failure. --minutes ends the run earlier; exit code 1 after a
 failure.
 """
@@ -21,10 +21,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -175,20 +174,30 @@ def in_a_process(first: int, n_cases: int, device: str | None) -> list[dict[str,
         environment = os.environ | {"GOMP_SPINCOUNT": "1000", "MOEEDGE_NO_PROBE": "1"}
         done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
         lines += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode and len(lines) < n_cases:
+        if done.returncode:
             told = f"ended with {done.returncode}: {done.stderr[-500:]}"
+            if len(lines) == n_cases:  # at its end
+                lines[-1].setdefault("failures", []).append(told)
+                break
             seed = first + len(lines)
             lines.append({"seed": seed, **settings_of(seed, device), "tokens": 0, "tied": 0, "failures": [told]})
     return lines
 
 
-def batches(first: int, most: int) -> Iterator[tuple[int, int]]:
-    """First seeds and numbers of the cases of each process."""
-    for begin in count(first, CASES_PER_PROCESS):
-        n_cases = min(CASES_PER_PROCESS, first + most - begin)
-        if n_cases <= 0:
-            return
-        yield begin, n_cases
+def batches(first: int, most: int, done: Collection[int]) -> Iterator[tuple[int, int]]:
+    """First seeds and numbers of the cases of each process, but those that are done."""
+    begin = end = first
+    for seed in range(first, first + most):
+        if seed in done or end - begin == CASES_PER_PROCESS:
+            if end > begin:
+                yield begin, end - begin
+            begin = end = seed
+        if seed in done:
+            begin = end = seed + 1
+        else:
+            end = seed + 1
+    if end > begin:
+        yield begin, end - begin
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
@@ -222,13 +231,14 @@ def main() -> int:
         return 0
     lines: list[dict[str, Any]] = []
     if options.out is not None and options.out.is_file():
-        lines = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()][1:]
+        whole = options.out.read_text(encoding="utf-8").rpartition("\n")[0]
+        options.out.write_text(whole + "\n", encoding="utf-8")
+        lines = [json.loads(line) for line in whole.splitlines()][1:]
     elif options.out is not None:
         head = {"schema": SCHEMA, "environment": as_dict(read_provenance()), "command": " ".join(sys.argv[1:])}
         options.out.write_text(json.dumps(head) + "\n", encoding="utf-8")
     end_s = time.monotonic() + 60 * options.minutes
-    first = max((line["seed"] for line in lines), default=options.seed - 1) + 1
-    asked = batches(first, options.cases)
+    asked = batches(options.seed, options.cases, {line["seed"] for line in lines})
     running: set[Future[list[dict[str, Any]]]] = set()
     with ThreadPoolExecutor(options.workers) as pool:
         while True:
