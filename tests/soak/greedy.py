@@ -235,7 +235,8 @@ def main() -> int:
         options.out.write_text(whole + "\n", encoding="utf-8")
         lines = [json.loads(line) for line in whole.splitlines()][1:]
     elif options.out is not None:
-        head = {"schema": SCHEMA, "environment": as_dict(read_provenance()), "command": " ".join(Path(word).name for word in sys.argv[1:])}
+        command = " ".join(Path(word).name for word in sys.argv[1:])
+        head = {"schema": SCHEMA, "environment": as_dict(read_provenance()), "command": command}
         options.out.write_text(json.dumps(head) + "\n", encoding="utf-8")
     end_s = time.monotonic() + 60 * options.minutes
     asked = batches(options.seed, options.cases, {line["seed"] for line in lines})
