@@ -21,7 +21,6 @@ from moeedge.paths import text_of
 
 _BYTES_MIN = 128 << 20  # of the memory that is read
 _CACHES = 4  # it is so many times as large as the last caches of the threads' processors
-_HEADS_MOST = 16  # blocks after the last layer that predict further tokens
 _FREE_SHARE = 0.25  # of the free memory that it may take
 _PROCESSORS = Path("/sys/devices/system/cpu")  # Linux only
 
@@ -62,8 +61,9 @@ class Weights:
         """Reads a model's headers."""
         path, n_layers, used_per_layer = model.path, model.info.n_layers, model.info.used_per_layer
         tensors = [t for part in gguf_file.parts(path) for t in gguf_file.read_tensors(part)]
-        heads = tuple(f"blk.{layer}." for layer in range(n_layers, n_layers + _HEADS_MOST))  # draft, and not the target
-        tensors = [tensor for tensor in tensors if not tensor.name.startswith(heads)]
+        # the blocks after the last layer are heads, which draft
+        layers_of = {t.name: int(found[1]) for t in tensors if (found := gguf_file.LAYER.match(t.name))}
+        tensors = [t for t in tensors if layers_of.get(t.name, 0) < n_layers]
         experts, _ = gguf_file.expert_tensors(path, n_layers=n_layers)
         by_layer = defaultdict[int, list[ExpertTensor]](list)
         for tensor in experts:
