@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +20,7 @@ from moeedge.lab.analysis.draft_surface import surface_points
 from moeedge.scoring.answers import SCORERS, Reference
 from tests.benchmarks.performance import draft_cost, over_stock, read, recosted, tables
 from tests.benchmarks.policies_table import table
+from tests.soak.greedy import summary
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _TEXT = (_DOCS / "bench.md").read_text(encoding="utf-8")
@@ -77,6 +80,12 @@ def test_beyond_ram_has_the_rounds_under_recorded_routing() -> None:
     older = {row["arm"]: row["decode_ts"] for row in read(_RECORDS / "beyond-ram-gptoss-20b-round.json.gz")["summary"]}
     before = [older[arm] / max(older[name] for name in stock) for arm in _BEYOND_RAM_ARMS]
     assert "{:.2f} and {:.2f} times |".format(*before) in text and "{:.2f}, {:.2f}.".format(*before) in _README
+
+
+def test_the_log_has_the_sums_of_the_greedy_soak() -> None:
+    with gzip.open(_RECORDS / "greedy-soak.jsonl.gz", "rt", encoding="utf-8") as file:
+        _, *lines = map(json.loads, file)
+    assert summary(lines).partition(";")[0] in (_DOCS / "log.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [f"{model}{cpu}" for model in ("qwen3-30b", "gptoss-20b") for cpu in ("", "-zen5")])

@@ -43,7 +43,7 @@ def changed(path: Path, folder: Path, key: str, value: object) -> Path:
     ],
 )
 def test_what_the_fuzzer_found(tiny_moe: Path, tmp_path: Path, key: str, value: object, words: str) -> None:
-    """Each ended the process once."""
+    """All but the last ended the process once."""
     path = changed(tiny_moe, tmp_path, key, value)
     with pytest.raises(ModelFileError, match=words) if words else nullcontext():
         Model.load(path, header_only=True).close()
