@@ -259,11 +259,14 @@ def kernels() -> Iterator[Finding]:
     if not best:
         yield Finding("kernels", "info", "llama.cpp's own compute experts: none of ours has its bits here")
         return
-    gains = [max(kernel.single_speed, kernel.several_speed) for kernel in best.values()]
     instructions = ", ".join(dict.fromkeys(kernel.instructions for kernel in best.values()))
-    used = sum(gain > 1 for gain in gains)
-    text = f"ours ({instructions}) for {used} of {len(best)} weight layouts, up to {max(gains):.1f} x llama.cpp's"
     differing = len({kernel.layout for kernel in tested}) - len(best)
+    attention = best.pop(compute.ATTENTION, None)
+    gains = [max(kernel.single_speed, kernel.several_speed) for kernel in best.values()]
+    used = sum(gain > 1 for gain in gains)
+    text = f"ours ({instructions}) for {used} of {len(best)} weight layouts"
+    text += f", up to {max(gains):.1f} x llama.cpp's" if used else ""
+    text += f"; prompts' attention {attention.many_speed:.1f} x" if attention and attention.many_speed > 1 else ""
     yield Finding("kernels", "ok", text + (f"; {differing} not used: other bits" if differing else ""))
 
 

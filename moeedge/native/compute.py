@@ -76,6 +76,7 @@ class LargestValues:
 
 
 _N_MAX = 64
+ATTENTION = "attention"  # the layout of a kernel for the attention of prompts, which has many_speed alone
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Kernel:
     """A kernel as its check on this CPU found it."""
 
     instructions: str = c_field(c_char * 16)  # of the processor, by the compiler's name: avx512vnni or avx2
-    layout: str = c_field(c_char * 16)  # of the matrices; "x8": rows interleaved by eight, as ggml repacks them
+    layout: str = c_field(
+        c_char * 16
+    )  # of the matrices; "x8": rows interleaved by eight, as ggml repacks them; ATTENTION
     is_equal: bool = c_field(c_int32)  # its results have the bits of ggml's; it is not used otherwise
     single_speed: float = c_field(c_double)  # ggml's time over its own with rows from memory, one column per expert
     several_speed: float = c_field(c_double)  # the same with two columns per expert

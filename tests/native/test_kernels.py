@@ -12,11 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from moeedge.native.abi import KernelChoice
-from moeedge.native.compute import kernels, multiply_speed, read_speed, set_kernel_choice
+from moeedge.native.compute import ATTENTION, kernels, multiply_speed, read_speed, set_kernel_choice
 from tests.support.expert_blocks import BlockShape, DenseMatmul, Engine, ExpertBlock, Experts, spread_experts
 
 REPACKED = ("Q4_0", "IQ4_NL", "MXFP4", "Q4_K")  # by ggml, on CPUs with AVX2
 PLAIN = ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "BF16")
+FLOATS = ("bf16", ATTENTION)
 LAYOUTS = [*((type_, True) for type_ in REPACKED), *((type_, False) for type_ in PLAIN)]
 
 Engines = Callable[[int], tuple[Engine, Engine]]
@@ -41,15 +42,23 @@ def test_every_kernel_passes_its_check() -> None:
     """Each of them is used on this CPU; the figures are times over times."""
     found = kernels()
     newest = found[0].instructions  # ggml's bits may need these for a type that older ones compute, too
-    for kernel in (kernel for kernel in found if kernel.instructions == newest):
+    for kernel in (kernel for kernel in found if kernel.instructions == newest and kernel.layout not in FLOATS):
         assert kernel.is_equal, kernel
         assert kernel.single_speed > 0
         assert kernel.several_speed > 0
         assert kernel.many_speed > 0, "ggml's rounding from eight columns of an expert on"
-        has_dense = kernel.layout not in ("iq4_nl", "bf16")  # which ggml rounds otherwise where their matrix is dense
+        has_dense = kernel.layout != "iq4_nl"  # which ggml rounds otherwise where its matrix is dense
         assert (kernel.n_dense_max > 1) == has_dense, kernel
-        assert (kernel.dense_single_speed > 0) == (kernel.layout != "iq4_nl"), kernel
+        assert (kernel.dense_single_speed > 0) == has_dense, kernel
         assert (kernel.dense_speed > 0) == has_dense, kernel
+
+
+@pytest.mark.parametrize("layout", FLOATS)
+def test_sums_of_floats_have_the_order_of_one_build(layout: str) -> None:
+    """Of ggml: for AVX2, AVX-512, or AVX-512 with products of BF16."""
+    equal = [kernel for kernel in kernels() if kernel.layout == layout and kernel.is_equal]
+    assert len({kernel.instructions for kernel in equal} - {"avxvnni"}) == 1  # AVX-VNNI has AVX2's kernels
+    assert all(kernel.many_speed > 0 for kernel in equal)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@
 #    define AHEAD_BYTES 4096 // by measurement on Zen 3
 #    include "expert-groups-x86.h"
 #    include "expert-panels-x86.h"
+#    include "attention-x86.h"
 
 namespace moeedge {
 
@@ -311,6 +312,57 @@ const dot_kernel kernels[] = {
     { instructions, "bf16", GGML_TYPE_BF16, false, GGML_TYPE_BF16, 32, sizeof(column_bf16), 1, 32, pack_bf16, all_dots<for_bf16>, nullptr, 1, 0, nullptr, nullptr },
 };
 
+// for attention-x86.h
+
+struct simd {
+    using vec = __m256;
+    static constexpr int n_lanes = 8, n_rows_at_once = 2, n_vectors_at_once = 4; // eight sums
+
+    static vec  zero() { return _mm256_setzero_ps(); }
+    static vec  set(float x) { return _mm256_set1_ps(x); }
+    static vec  load(const float * from) { return _mm256_loadu_ps(from); }
+    static vec  load_halves(const uint16_t * from) { return to_floats(load_16(from)); }
+    static void store(float * to, vec x) { _mm256_storeu_ps(to, x); }
+    static vec  add(vec x, vec y) { return _mm256_add_ps(x, y); }
+    static vec  sub(vec x, vec y) { return _mm256_sub_ps(x, y); }
+    static vec  mul(vec x, vec y) { return _mm256_mul_ps(x, y); }
+    static vec  fma(vec x, vec y, vec z) { return _mm256_fmadd_ps(x, y, z); }
+    static vec  max(vec x, vec y) { return _mm256_max_ps(x, y); }
+    // x, or 0 where `tile_max` is minus infinity
+    static vec seen(vec tile_max, vec x) { return _mm256_and_ps(_mm256_cmp_ps(tile_max, set(-INFINITY), _CMP_NEQ_UQ), x); }
+    static vec power_of_2(__m256i n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
+
+    // of x that are not positive; ggml's polynomial and order
+    static vec exp(vec x) {
+        const exp_parts<simd> parts(x);
+        const vec             sum   = fma(parts.high, parts.square, mul(set(exp_first), parts.rest));
+        const __m256i         n     = _mm256_cvtps_epi32(parts.n);
+        const vec             small = _mm256_cmp_ps(parts.n, set(-126), _CMP_LT_OQ); // below the least normal power: two steps
+        if (!_mm256_movemask_ps(small)) {
+            const vec power = power_of_2(n);
+            return fma(sum, power, power);
+        }
+        constexpr int n_second = 123;
+        const vec     first = power_of_2(n), half = power_of_2(_mm256_add_epi32(n, _mm256_set1_epi32(n_second)));
+        const vec     both  = _mm256_blendv_ps(fma(sum, first, first), mul(fma(half, sum, half), power_of_2(_mm256_set1_epi32(-n_second))), small);
+        return _mm256_andnot_ps(_mm256_cmp_ps(parts.n, set(-192), _CMP_LT_OQ), both);
+    }
+
+    struct double_sum {
+        __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
+
+        void add(vec x) {
+            low  = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
+            high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
+        }
+        void add_to(float * sums) const {
+            const vec old = simd::load(sums);
+            _mm_storeu_ps(sums, _mm256_cvtpd_ps(_mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(old)), low)));
+            _mm_storeu_ps(sums + 4, _mm256_cvtpd_ps(_mm256_add_pd(_mm256_cvtps_pd(_mm256_extractf128_ps(old, 1)), high)));
+        }
+    };
+};
+
 int64_t multiply(int64_t n_turns) {
     const __m256i x = _mm256_set1_epi8(1);
     for (int64_t i = 0; i < n_turns; i++) {
@@ -326,7 +378,7 @@ int64_t multiply(int64_t n_turns) {
 } // namespace
 
 dot_kernels KERNELS() {
-    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply };
+    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply, attention<simd> };
 }
 
 } // namespace moeedge
@@ -336,7 +388,7 @@ dot_kernels KERNELS() {
 namespace moeedge {
 
 dot_kernels KERNELS() {
-    return { nullptr, 0, nullptr };
+    return { nullptr, 0, nullptr, nullptr };
 }
 
 } // namespace moeedge

@@ -11,6 +11,7 @@
 #    define AHEAD_BYTES 8000 // by measurement on Zen 5
 #    include "expert-groups-x86.h"
 #    include "expert-panels-x86.h"
+#    include "attention-x86.h"
 
 namespace moeedge {
 
@@ -614,6 +615,49 @@ const dot_kernel kernels[] = {
     kernel_of_256<iq4_xs_reader>("iq4_xs", GGML_TYPE_IQ4_XS, all_dots<for_256<iq4_xs_reader>>),
 };
 
+// for attention-x86.h
+
+struct simd {
+    using vec = __m512;
+    static constexpr int n_lanes = 16, n_rows_at_once = 4, n_vectors_at_once = 4; // sixteen sums
+
+    static vec  zero() { return _mm512_setzero_ps(); }
+    static vec  set(float x) { return _mm512_set1_ps(x); }
+    static vec  load(const float * from) { return _mm512_loadu_ps(from); }
+    static vec  load_halves(const uint16_t * from) { return _mm512_cvtph_ps(moeedge::load(from)); }
+    static void store(float * to, vec x) { _mm512_storeu_ps(to, x); }
+    static vec  add(vec x, vec y) { return _mm512_add_ps(x, y); }
+    static vec  sub(vec x, vec y) { return _mm512_sub_ps(x, y); }
+    static vec  mul(vec x, vec y) { return _mm512_mul_ps(x, y); }
+    static vec  fma(vec x, vec y, vec z) { return _mm512_fmadd_ps(x, y, z); }
+    static vec  max(vec x, vec y) { return _mm512_max_ps(x, y); }
+    // x, or 0 where `tile_max` is minus infinity
+    static vec seen(vec tile_max, vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(tile_max, set(-INFINITY), _CMP_NEQ_UQ), x); }
+
+    // of x that are not positive; ggml's polynomial and order
+    static vec exp(vec x) {
+        const exp_parts<simd> parts(x);
+        const vec             sum = fma(parts.high, parts.square, fma(set(exp_first), parts.rest, set(1)));
+        return _mm512_mask_scalef_ps(zero(), _mm512_cmp_ps_mask(parts.n, set(-192), _CMP_NLT_UQ), sum, parts.n);
+    }
+
+    struct double_sum {
+        __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+
+        static __m512d to_doubles(__m256 x) { return _mm512_cvtps_pd(x); }
+        static __m256  upper(vec x) { return _mm256_castsi256_ps(upper_half(_mm512_castps_si512(x))); }
+        void           add(vec x) {
+            low  = _mm512_add_pd(low, to_doubles(_mm512_castps512_ps256(x)));
+            high = _mm512_add_pd(high, to_doubles(upper(x)));
+        }
+        void add_to(float * sums) const {
+            const vec old = simd::load(sums);
+            _mm256_storeu_ps(sums, _mm512_cvtpd_ps(_mm512_add_pd(to_doubles(_mm512_castps512_ps256(old)), low)));
+            _mm256_storeu_ps(sums + 8, _mm512_cvtpd_ps(_mm512_add_pd(to_doubles(upper(old)), high)));
+        }
+    };
+};
+
 int64_t multiply(int64_t n_turns) {
     const __m512i x = _mm512_set1_epi8(1);
     for (int64_t i = 0; i < n_turns; i++) {
@@ -629,7 +673,7 @@ int64_t multiply(int64_t n_turns) {
 } // namespace
 
 dot_kernels avx512_kernels() {
-    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply };
+    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply, attention<simd> };
 }
 
 } // namespace moeedge
@@ -639,7 +683,7 @@ dot_kernels avx512_kernels() {
 namespace moeedge {
 
 dot_kernels avx512_kernels() {
-    return { nullptr, 0, nullptr };
+    return { nullptr, 0, nullptr, nullptr };
 }
 
 } // namespace moeedge

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention-tile.h"
 #include "ggml-cpu.h"
 
 namespace moeedge {
@@ -52,11 +53,13 @@ struct dot_kernels {
     // runs the instruction that multiplies the most bytes, n_turns times with registers alone; returns the number of products.
     // null: there are no kernels
     int64_t (*multiply)(int64_t n_turns);
+    attention_function attention; // null: there is none
 };
 
 // all kernels for these instructions, none where the library was compiled for another kind of processor
-dot_kernels avx512_kernels();  // AVX-512 with VNNI
-dot_kernels avxvnni_kernels(); // AVX2, FMA and AVX-VNNI
-dot_kernels avx2_kernels();    // AVX2 and FMA
+dot_kernels avx512_kernels();     // AVX-512 with VNNI
+dot_kernels avx512bf16_kernels(); // BF16 alone
+dot_kernels avxvnni_kernels();    // AVX2, FMA and AVX-VNNI
+dot_kernels avx2_kernels();       // AVX2 and FMA
 
 } // namespace moeedge

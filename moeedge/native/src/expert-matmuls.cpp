@@ -300,6 +300,10 @@ int expert_matmuls::add_other(const ggml_cgraph * graph, int i) {
         add_node(router.out, run<router_weights>, &routers.emplace_back(router));
         return router.i_end;
     }
+    if (const attention_function attention = choose_attention(node)) {
+        add_node(node, run<prompt_attention>, &attentions.emplace_back(node, attention));
+        return i + 1;
+    }
     if (!groups.empty() && is_weighting(node)) {
         add_node(node, run_weighting, nullptr);
         return i + 1;
@@ -343,6 +347,7 @@ enum ggml_status expert_matmuls::compute_replaced(ggml_backend_t cpu, ggml_cgrap
     groups.clear();
     sums.clear();
     routers.clear();
+    attentions.clear();
     own_reads.clear();
     tensors.clear();
     nodes.clear();

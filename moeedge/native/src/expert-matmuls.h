@@ -6,7 +6,7 @@
 //           thread, and cuts the rows of each expert into one piece per thread. Here the rows of an expert meet all its columns
 //           while they are in the cache, an input is quantized once by all threads, and threads take pieces of rows as they come.
 //           Neighbours that share an input (key and value) are one node; up, gate, their biases and the activation, too.
-// Others    what follows down, and the end of the router, are a node each (fused-nodes.h).
+// Others    what follows down, and the end of the router, are a node each (fused-nodes.h); attention of prompts, too (prompt-attention.h).
 // Routing   is read meanwhile: by the first thread in the block's first matmul, or, where that is ggml's, in a node of its own.
 
 #pragma once
@@ -22,6 +22,7 @@
 #include "kernel-choice.h"
 #include "moe-blocks.h"
 #include "no-copy.h"
+#include "prompt-attention.h"
 
 struct ggml_cgraph;
 
@@ -101,6 +102,7 @@ class expert_matmuls : no_copy {
     std::deque<matmul_group>   groups;
     std::deque<weighted_sum>   sums;
     std::deque<router_weights> routers;
+    std::deque<prompt_attention> attentions;
     std::deque<routing_read>   own_reads; // in nodes of their own
     std::deque<ggml_tensor>    tensors;   // our nodes
     std::vector<ggml_tensor *> nodes;     // all, in their order

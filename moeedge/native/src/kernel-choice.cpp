@@ -21,6 +21,7 @@
 #include "expert-matmuls.h"
 #include "ggml-alloc.h"
 #include "ggml-cpu.h"
+#include "prompt-attention.h"
 #include "timing.h"
 
 namespace moeedge {
@@ -69,13 +70,16 @@ static bool has_avxvnni() { // for which compilers' __builtin_cpu_supports is yo
 #endif
 
 // that this processor runs, the newest instructions first
-static std::vector<dot_kernels> runnable_sets() {
+static std::vector<dot_kernels> find_runnable_sets() {
     std::vector<dot_kernels> found;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni")) {
             found.push_back(avx512_kernels());
+            if (__builtin_cpu_supports("avx512bf16")) {
+                found.push_back(avx512bf16_kernels());
+            }
         }
         if (has_avxvnni()) {
             found.push_back(avxvnni_kernels());
@@ -86,8 +90,13 @@ static std::vector<dot_kernels> runnable_sets() {
     return found;
 }
 
+const std::vector<dot_kernels> & runnable_sets() {
+    static const std::vector<dot_kernels> found = find_runnable_sets();
+    return found;
+}
+
 multiply_function fastest_multiply() {
-    const std::vector<dot_kernels> sets = runnable_sets();
+    const std::vector<dot_kernels> & sets = runnable_sets();
     return sets.empty() ? nullptr : sets.front().multiply;
 }
 
@@ -333,12 +342,22 @@ bool may_replace() {
 
 int read_kernels(moeedge_kernel * out, int n_max) {
     const std::vector<const dot_kernel *> & kernels = runnable_kernels();
-    for (size_t i = 0; i < std::min(kernels.size(), (size_t) std::max(n_max, 0)); i++) {
+    int                                     n       = 0;
+    const auto add = [&](const char * instructions, const char * layout, bool is_equal) { // whether there is room
+        if (n++ >= n_max) {
+            return false;
+        }
+        out[n - 1] = {};
+        std::strncpy(out[n - 1].instructions, instructions, sizeof(out->instructions) - 1);
+        std::strncpy(out[n - 1].layout, layout, sizeof(out->layout) - 1);
+        out[n - 1].is_equal = is_equal;
+        return true;
+    };
+    for (size_t i = 0; i < kernels.size(); i++) {
         const kernel_check & check = checked(i);
-        out[i]                     = {};
-        std::strncpy(out[i].instructions, kernels[i]->instructions, sizeof(out[i].instructions) - 1);
-        std::strncpy(out[i].layout, kernels[i]->layout, sizeof(out[i].layout) - 1);
-        out[i].is_equal           = check.is_equal;
+        if (!add(kernels[i]->instructions, kernels[i]->layout, check.is_equal)) {
+            continue;
+        }
         out[i].single_speed       = check.single;
         out[i].several_speed      = check.several;
         out[i].many_speed         = check.many;
@@ -346,7 +365,12 @@ int read_kernels(moeedge_kernel * out, int n_max) {
         out[i].dense_speed        = check.dense;
         out[i].n_dense_max        = check.is_dense_few_equal ? (int32_t) kernels[i]->n_dense_few : 0;
     }
-    return (int) kernels.size();
+    for (size_t i = 0; i < runnable_sets().size(); i++) {
+        if (runnable_sets()[i].attention && add(runnable_sets()[i].first->instructions, "attention", attention_speed(i) > 0)) {
+            out[n - 1].many_speed = attention_speed(i);
+        }
+    }
+    return n;
 }
 
 bool has_many_dense(const dot_kernel & kernel, const ggml_tensor * node) {
@@ -384,13 +408,17 @@ static double known_speed(const dot_kernel & kernel, const kernel_check & check,
     return node->src[2]->ne[1] == 1 ? check.single : check.several;
 }
 
-static bool is_candidate(const dot_kernel & kernel, int chosen) {
-    const auto needs = [&](const dot_kernel & of, const char * instructions) { return std::strcmp(of.instructions, instructions) == 0; };
-    switch (chosen) {
-        case MOEEDGE_KERNEL_CHOICE_AVX2:    return needs(kernel, "avx2");
-        case MOEEDGE_KERNEL_CHOICE_AVXVNNI: return needs(kernel, "avxvnni");
-        default: return !needs(kernel, "avxvnni") || !needs(*runnable_kernels().front(), "avx512vnni"); // which is faster, and a check takes time
+bool is_allowed(const char * instructions) {
+    const auto is = [](const char * x, const char * y) { return std::strcmp(x, y) == 0; };
+    switch (choice.load(std::memory_order_relaxed)) {
+        case MOEEDGE_KERNEL_CHOICE_AVX2:    return is(instructions, "avx2");
+        case MOEEDGE_KERNEL_CHOICE_AVXVNNI: return is(instructions, "avxvnni");
+        default: return !is(instructions, "avxvnni") || !is(runnable_kernels().front()->instructions, "avx512vnni"); // which is faster, and a check takes time
     }
+}
+
+double least_speed() {
+    return choice.load(std::memory_order_relaxed) == MOEEDGE_KERNEL_CHOICE_MEASURED ? 1 : 0;
 }
 
 chosen_dots choose_dots(const ggml_tensor * node) {
@@ -404,7 +432,7 @@ chosen_dots choose_dots(const ggml_tensor * node) {
     double      speed = 1; // ggml's
     for (size_t i = 0; i < runnable_kernels().size(); i++) {
         const dot_kernel & kernel = *runnable_kernels()[i];
-        if (!fits(kernel, node) || !is_candidate(kernel, chosen)) {
+        if (!fits(kernel, node) || !is_allowed(kernel.instructions)) {
             continue;
         }
         const kernel_check & check    = checked(i);

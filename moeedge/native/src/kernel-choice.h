@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "expert-dots.h"
 #include "ggml-backend.h"
 #include "moeedge.h"
@@ -28,6 +30,13 @@ constexpr int64_t n_many_columns = 8;
 
 // whether nodes of ggml's may be replaced at all
 bool may_replace();
+
+// the kernels that this processor runs, the newest instructions first
+const std::vector<dot_kernels> & runnable_sets();
+// whether those of these instructions may be used
+bool is_allowed(const char * instructions);
+// ggml's time over theirs must be more
+double least_speed();
 
 // whether a dense matrix has so many columns that `many` computes it
 bool has_many_dense(const dot_kernel & kernel, const ggml_tensor * node);

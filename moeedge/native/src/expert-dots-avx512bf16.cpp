@@ -1,0 +1,149 @@
+// The kernel of expert-dots.h for BF16 with AVX-512's VDPBF16PS. This file alone is compiled for it.
+//
+// ggml adds products of 32 values at a time to sixteen sums: two sets in turns for a product of one row and one column, as experts
+// have it, one set in the tiles of a dense matrix.
+
+#include "expert-dots.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512BF16__)
+
+#    define AHEAD_BYTES 4096
+#    include "expert-dots-x86.h"
+
+namespace moeedge {
+
+namespace {
+
+constexpr int64_t n_values = 32; // per instruction
+constexpr int     n_tile_rows = 4, n_tile_columns = 6; // 24 of the 32 registers are sums
+
+struct line { // of a row or a column
+    uint16_t v[n_values];
+};
+
+inline __m512bh read(const line & from) {
+    return (__m512bh) _mm512_loadu_si512(&from);
+}
+
+// the sums of the sixteen values of four registers, each in the order of _mm512_reduce_add_ps
+inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    const __m512 of_4 = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    const __m512 of_2 = _mm512_add_ps(of_4, _mm512_permute_ps(of_4, 0x4e));
+    const __m512 sums = _mm512_add_ps(of_2, _mm512_permute_ps(of_2, 0xb1));
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), sums));
+}
+
+// of four rows and N columns: lines first, first + step, ...
+template <int N>
+inline void tile_sums(int64_t n_lines, int64_t first, int64_t step, const char * rows, size_t row_bytes, const line * const * columns, __m128 * found) {
+    __m512 sums[N][n_tile_rows];
+    UNROLLED
+    for (int i = 0; i < N * n_tile_rows; i++) {
+        sums[i / n_tile_rows][i % n_tile_rows] = _mm512_setzero_ps();
+    }
+    for (int64_t at = first; at < n_lines; at += step) {
+        __m512bh x[n_tile_rows];
+        UNROLLED
+        for (int r = 0; r < n_tile_rows; r++) {
+            x[r] = read(((const line *) (rows + r * (int64_t) row_bytes))[at]);
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            const __m512bh y = read(columns[c][at]);
+            UNROLLED
+            for (int r = 0; r < n_tile_rows; r++) {
+                sums[c][r] = _mm512_dpbf16_ps(sums[c][r], x[r], y);
+            }
+        }
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) {
+        found[c] = sums_of(sums[c][0], sums[c][1], sums[c][2], sums[c][3]);
+    }
+}
+
+// n_sets: of sums
+template <int N, int n_sets>
+void tile(int64_t n_lines, const char * rows, size_t row_bytes, const line * const * columns, float * const * out, int64_t r) {
+    __m128 found[n_sets][N];
+    for (int i = 0; i < n_sets; i++) {
+        tile_sums<N>(n_lines, i, n_sets, rows, row_bytes, columns, found[i]);
+    }
+    UNROLLED
+    for (int c = 0; c < N; c++) { // 0 + -0 is 0
+        _mm_storeu_ps(out[c] + r, n_sets == 1 ? found[0][c] : _mm_add_ps(_mm_add_ps(_mm_setzero_ps(), found[0][c]), found[n_sets - 1][c]));
+    }
+}
+
+template <int n_sets>
+void tiles(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
+    for (int64_t r = 0; r < n_rows; r += n_tile_rows) {
+        const char * at = (const char *) rows + r * (int64_t) row_bytes;
+        for (int c = 0; c < n_columns; c += n_tile_columns) {
+            const auto * these = (const line * const *) columns + c;
+            switch (n_columns - c) {
+                case 1:  tile<1, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
+                case 2:  tile<2, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
+                case 3:  tile<3, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
+                case 4:  tile<4, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
+                case 5:  tile<5, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
+                default: tile<6, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
+            }
+        }
+    }
+}
+
+// one row, read in the order in which it is in memory
+struct for_row {
+    static constexpr int64_t n_rows = 1;
+    template <int N> static void run(int64_t n, const char * row, size_t, const void * const * columns, float * const * out) {
+        __m512 sums[2][N];
+        UNROLLED
+        for (int i = 0; i < 2 * N; i++) {
+            sums[i / N][i % N] = _mm512_setzero_ps();
+        }
+        for (int64_t at = 0; at < n / n_values; at += 2) {
+            UNROLLED
+            for (int i = 0; i < 2; i++) {
+                const line & x = ((const line *) row)[at + i];
+                ask_for(&x);
+                UNROLLED
+                for (int c = 0; c < N; c++) {
+                    sums[i][c] = _mm512_dpbf16_ps(sums[i][c], read(x), read(((const line *) columns[c])[at + i]));
+                }
+            }
+        }
+        UNROLLED
+        for (int c = 0; c < N; c++) {
+            const __m128 found = sums_of(sums[0][c], sums[1][c], sums[0][c], sums[1][c]);
+            *out[c]            = 0.0f + _mm_cvtss_f32(found) + _mm_cvtss_f32(_mm_movehdup_ps(found));
+        }
+    }
+};
+
+const dot_kernel kernels[] = {
+    { "avx512bf16", "bf16", GGML_TYPE_BF16, false, GGML_TYPE_BF16, n_values, sizeof(line), n_tile_rows, 2 * n_values, nullptr, all_dots<for_row>, tiles<2>,
+      1, 2, tiles<1>, nullptr },
+};
+
+} // namespace
+
+dot_kernels avx512bf16_kernels() {
+    return { kernels, 1, nullptr, nullptr };
+}
+
+} // namespace moeedge
+
+#else
+
+namespace moeedge {
+
+dot_kernels avx512bf16_kernels() {
+    return { nullptr, 0, nullptr, nullptr };
+}
+
+} // namespace moeedge
+
+#endif

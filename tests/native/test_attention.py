@@ -1,0 +1,172 @@
+"""Our attention of prompts gives the bits of ggml's."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from moeedge.native.abi import KernelChoice
+from moeedge.native.compute import ATTENTION, kernels, set_kernel_choice
+from tests.support.expert_blocks import Engine
+from tests.support.raw_ggml import call, new_context
+
+_F32, _F16 = 0, 1  # enum ggml_type
+_CHOICES = {"avx512vnni": KernelChoice.ALL, "avxvnni": KernelChoice.AVXVNNI, "avx2": KernelChoice.AVX2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an attention; n_window: keys that a token sees, n_passed: keys before the first token."""
+
+    n_tokens: int
+    n_kv: int
+    n_heads: int = 4
+    n_key_heads: int = 2
+    n_key: int = 128
+    n_value: int = 128
+    n_window: int = 1 << 20
+    n_passed: int = 0
+    is_half: bool = True
+    has_mask: bool = True
+    has_sinks: bool = False
+    softcap: float = 0.0
+    max_bias: float = 0.0
+
+
+class Attention:
+    """The graph of a FLASH_ATTN_EXT, with random values."""
+
+    def __init__(self, shape: Shape, scale: float = 0.2) -> None:
+        context = self._context = new_context()
+        self._shape = shape
+        self._tensors: dict[str, int] = {}
+
+        def add(name: str, type_: int, *ne: int) -> int:
+            types = [c_void_p, c_int, *[c_int64] * 3]
+            self._tensors[name] = call("ggml_new_tensor_3d", c_void_p, types, context, type_, *ne, *[1] * (3 - len(ne)))
+            return self._tensors[name]
+
+        kind = _F16 if shape.is_half else _F32
+        q = add("q", _F32, shape.n_key, shape.n_tokens, shape.n_heads)
+        k = add("k", kind, shape.n_key, shape.n_kv, shape.n_key_heads)
+        v = add("v", kind, shape.n_value, shape.n_kv, shape.n_key_heads)
+        mask = add("mask", _F16, shape.n_kv, shape.n_tokens) if shape.has_mask else None
+        types = [*[c_void_p] * 5, *[c_float] * 3]
+        out = call("ggml_flash_attn_ext", c_void_p, types, context, q, k, v, mask, scale, shape.max_bias, shape.softcap)
+        if shape.has_sinks:
+            types = [c_void_p, c_int, c_int64]
+            sinks = self._tensors["sinks"] = call("ggml_new_tensor_1d", c_void_p, types, context, _F32, shape.n_heads)
+            call("ggml_flash_attn_ext_add_sinks", None, [c_void_p] * 2, out, sinks)
+        self._tensors["out"] = out
+        self.graph = call("ggml_new_graph", c_void_p, [c_void_p], context)
+        call("ggml_build_forward_expand", None, [c_void_p] * 2, self.graph, out)
+        buffer_type = call("ggml_backend_cpu_buffer_type", c_void_p, [])
+        self._buffer = call("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, [c_void_p] * 2, context, buffer_type)
+        self._fill(np.random.default_rng(shape.n_tokens))
+
+    def _fill(self, rng: np.random.Generator) -> None:
+        shape = self._shape
+        for name in ("q", "k", "v"):
+            found = self.values(name)
+            found[:] = rng.standard_normal(found.shape) ** 3
+        if shape.has_mask:
+            keys, tokens = np.arange(shape.n_kv), np.arange(shape.n_tokens)[:, None] + shape.n_passed
+            seen = (keys <= tokens) & (keys > tokens - shape.n_window)
+            self.values("mask")[:] = np.where(seen, 0, -np.inf).reshape(self.values("mask").shape)
+        if shape.has_sinks:
+            self.values("sinks").ravel()[:] = np.linspace(-3, 60, shape.n_heads)
+
+    def values(self, name: str) -> NDArray[Any]:
+        """A tensor's values, the last dimension first."""
+        shape = self._shape
+        shapes = {
+            "q": (shape.n_heads, shape.n_tokens, shape.n_key),
+            "k": (shape.n_key_heads, shape.n_kv, shape.n_key),
+            "v": (shape.n_key_heads, shape.n_kv, shape.n_value),
+            "mask": (1, shape.n_tokens, shape.n_kv),
+            "sinks": (1, 1, shape.n_heads),
+            "out": (shape.n_tokens, shape.n_heads, shape.n_value),
+        }
+        is_half = name == "mask" or (name in ("k", "v") and shape.is_half)
+        address = call("ggml_get_data", c_void_p, [c_void_p], self._tensors[name])
+        kind = ctypes.c_uint16 if is_half else c_float
+        found = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(kind)), shapes[name])
+        return found.view(np.float16) if is_half else found
+
+    def run(self, engine: Engine) -> NDArray[np.int32]:
+        """Bits of the outputs, [n_tokens, n_heads, n_value]."""
+        self.values("out")[:] = np.nan
+        engine.compute(self.graph)
+        return self.values("out").view(np.int32).copy()
+
+    def close(self) -> None:
+        """Frees the memory."""
+        call("ggml_backend_buffer_free", None, [c_void_p], self._buffer)
+        call("ggml_free", None, [c_void_p], self._context)
+
+
+@pytest.fixture(params=_CHOICES)
+def _choice(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param not in {
+        kernel.instructions for kernel in kernels() if kernel.layout == ATTENTION and kernel.is_equal
+    }:
+        pytest.skip(f"none for {request.param} with ggml's bits on this CPU")
+    set_kernel_choice(_CHOICES[request.param])
+    yield
+    set_kernel_choice(KernelChoice.MEASURED)
+
+
+SHAPES = [
+    *(Shape(n, 256) for n in (63, 64, 65, 127, 200)),  # 63: ggml's own
+    *(Shape(130, 512, n_passed=382, n_window=n, has_sinks=True) for n in (32, 100, 1 << 20)),
+    Shape(512, 1024, n_passed=512),
+    Shape(96, 256, has_mask=False, has_sinks=True),
+    Shape(96, 320, n_key=192, n_value=128, is_half=False),
+    Shape(96, 256, n_key=256, n_value=256, n_heads=3, n_key_heads=1),
+    Shape(96, 256, n_key=64, n_value=64, n_heads=8, n_key_heads=8, has_sinks=True),
+    # ggml's own: keys that are no multiple of a tile, wide keys, a cap, ALiBi
+    Shape(96, 250),
+    Shape(96, 256, n_key=320, n_value=320),
+    Shape(96, 256, softcap=30.0),
+    Shape(96, 256, max_bias=8.0),
+]
+
+
+@pytest.mark.usefixtures("_choice")
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_equals_ggmls(shape: Shape, n_threads: int) -> None:
+    attention = Attention(shape)
+    engines = [Engine(name, n_threads) for name in ("CPU", "MOEEDGE")]
+    found = [attention.run(engine) for engine in engines]
+    for engine in engines:
+        engine.close()
+    attention.close()
+    assert np.array_equal(*found)
+
+
+@pytest.mark.usefixtures("_choice")
+def test_scores_that_are_hard_to_round() -> None:
+    """Denormal and huge values, equal scores, exponentials that underflow."""
+    shape = Shape(128, 256, n_passed=128, has_sinks=True)
+    attention = Attention(shape)
+    q, k, v = (attention.values(name) for name in "qkv")
+    q[0] *= 30
+    q[1, :40] = 0
+    q[1, 40:80] *= 1e-42
+    q[2, ::2] = 3
+    k[0, 100:140] = 0
+    v[0, :64] *= 1e-4
+    engines = [Engine(name, 2) for name in ("CPU", "MOEEDGE")]
+    found = [attention.run(engine) for engine in engines]
+    for engine in engines:
+        engine.close()
+    attention.close()
+    assert np.array_equal(*found)
