@@ -76,7 +76,7 @@ class LargestValues:
 
 
 _N_MAX = 64
-ATTENTION = "attention"  # the layout of a kernel for the attention of prompts, which has many_speed alone
+ATTENTION = "attention"  # the layout of kernels for attention: several_speed is of few tokens, many_speed of prompts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Our attention of prompts gives the bits of ggml's."""
+"""Our attention gives the bits of ggml's."""
 
 from __future__ import annotations
 
@@ -112,6 +112,16 @@ class Attention:
         call("ggml_free", None, [c_void_p], self._context)
 
 
+def check(attention: Attention, n_threads: int) -> None:
+    """Computes it with ggml's engine and with ours, and frees it."""
+    engines = [Engine(name, n_threads) for name in ("CPU", "MOEEDGE")]
+    found = [attention.run(engine) for engine in engines]
+    for engine in engines:
+        engine.close()
+    attention.close()
+    assert np.array_equal(*found)
+
+
 @pytest.fixture(params=_CHOICES)
 def _choice(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param not in {
@@ -124,49 +134,53 @@ def _choice(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 SHAPES = [
-    *(Shape(n, 256) for n in (63, 64, 65, 127, 200)),  # 63: ggml's own
+    # prompts
+    *(Shape(n, 256) for n in (64, 65, 127, 200)),
     *(Shape(130, 512, n_passed=382, n_window=n, has_sinks=True) for n in (32, 100, 1 << 20)),
     Shape(512, 1024, n_passed=512),
     Shape(96, 256, has_mask=False, has_sinks=True),
     Shape(96, 320, n_key=192, n_value=128, is_half=False),
     Shape(96, 256, n_key=256, n_value=256, n_heads=3, n_key_heads=1),
     Shape(96, 256, n_key=64, n_value=64, n_heads=8, n_key_heads=8, has_sinks=True),
-    # ggml's own: keys that are no multiple of a tile, wide keys, a cap, ALiBi
+    # less; one token from 512 keys on: split between the threads
+    *(Shape(n, 300, n_passed=237) for n in (2, 9, 17, 63)),
+    *(
+        Shape(1, n, n_passed=n - 20, n_heads=16, has_sinks=has_sinks)
+        for n in (256, 530, 1024)
+        for has_sinks in (False, True)
+    ),
+    *(Shape(n, 768, n_passed=700, n_window=n_window, has_sinks=True) for n in (1, 9) for n_window in (5, 90)),
+    *(Shape(n, 600, has_mask=False, n_key_heads=4, n_key=192, n_value=128) for n in (1, 5)),
+    *(Shape(n, 600, n_passed=590, n_heads=71, n_key_heads=1, n_key=64, n_value=64) for n in (1, 3)),
+    Shape(4, 256, n_key=256, n_value=256, n_passed=252),
+    # ggml's own: keys that are no multiple of a tile, wide keys, other widths and types, a cap, ALiBi
     Shape(96, 250),
     Shape(96, 256, n_key=320, n_value=320),
-    Shape(96, 256, softcap=30.0),
-    Shape(96, 256, max_bias=8.0),
+    Shape(9, 256, n_key=80, n_value=80),
+    *(Shape(n, 600, is_half=False) for n in (1, 9)),
+    *(Shape(n, 256, softcap=30.0) for n in (9, 96)),
+    *(Shape(n, 256, max_bias=8.0) for n in (9, 96)),
 ]
 
 
 @pytest.mark.usefixtures("_choice")
-@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_equals_ggmls(shape: Shape, n_threads: int) -> None:
-    attention = Attention(shape)
-    engines = [Engine(name, n_threads) for name in ("CPU", "MOEEDGE")]
-    found = [attention.run(engine) for engine in engines]
-    for engine in engines:
-        engine.close()
-    attention.close()
-    assert np.array_equal(*found)
+    check(Attention(shape), n_threads)
 
 
 @pytest.mark.usefixtures("_choice")
-def test_scores_that_are_hard_to_round() -> None:
+@pytest.mark.parametrize("n_tokens", [1, 9, 128])
+def test_scores_that_are_hard_to_round(n_tokens: int) -> None:
     """Denormal and huge values, equal scores, exponentials that underflow."""
-    shape = Shape(128, 256, n_passed=128, has_sinks=True)
+    shape = Shape(n_tokens, 640, n_passed=640 - n_tokens, has_sinks=True)
     attention = Attention(shape)
     q, k, v = (attention.values(name) for name in "qkv")
     q[0] *= 30
-    q[1, :40] = 0
-    q[1, 40:80] *= 1e-42
+    q[1, : n_tokens // 3] = 0
+    q[1, n_tokens // 3 : n_tokens // 2] *= 1e-42
     q[2, ::2] = 3
     k[0, 100:140] = 0
     v[0, :64] *= 1e-4
-    engines = [Engine(name, 2) for name in ("CPU", "MOEEDGE")]
-    found = [attention.run(engine) for engine in engines]
-    for engine in engines:
-        engine.close()
-    attention.close()
-    assert np.array_equal(*found)
+    check(attention, 2)

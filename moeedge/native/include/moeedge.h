@@ -440,7 +440,7 @@ enum moeedge_kernel_choice {
 // a kernel of ours, as its check on this CPU found it
 struct moeedge_kernel {
     char    instructions[16];   // of the processor, by the compiler's name for them
-    char    layout[16];         // of the matrices; "attention": a kernel for the attention of prompts, with many_speed alone
+    char    layout[16];         // of the matrices; "attention": of few tokens (several_speed) and of prompts (many_speed)
     int32_t is_equal;           // its results have the bits of ggml's; it is not used otherwise
     double  single_speed;       // ggml's time over ours with rows from memory, one column per expert
     double  several_speed;      // two columns per expert

@@ -316,7 +316,7 @@ const dot_kernel kernels[] = {
 
 struct simd {
     using vec = __m256;
-    static constexpr int n_lanes = 8, n_rows_at_once = 2, n_vectors_at_once = 4; // eight sums
+    static constexpr int n_lanes = 8, n_rows_at_once = 2, n_vectors_at_once = 4, n_keys_at_once = 2; // eight sums
 
     static vec  zero() { return _mm256_setzero_ps(); }
     static vec  set(float x) { return _mm256_set1_ps(x); }
@@ -328,6 +328,7 @@ struct simd {
     static vec  mul(vec x, vec y) { return _mm256_mul_ps(x, y); }
     static vec  fma(vec x, vec y, vec z) { return _mm256_fmadd_ps(x, y, z); }
     static vec  max(vec x, vec y) { return _mm256_max_ps(x, y); }
+    static vec  to_half(vec x) { return to_floats(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
     // x, or 0 where `tile_max` is minus infinity
     static vec seen(vec tile_max, vec x) { return _mm256_and_ps(_mm256_cmp_ps(tile_max, set(-INFINITY), _CMP_NEQ_UQ), x); }
     static vec power_of_2(__m256i n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
@@ -346,6 +347,17 @@ struct simd {
         const vec     first = power_of_2(n), half = power_of_2(_mm256_add_epi32(n, _mm256_set1_epi32(n_second)));
         const vec     both  = _mm256_blendv_ps(fma(sum, first, first), mul(fma(half, sum, half), power_of_2(_mm256_set1_epi32(-n_second))), small);
         return _mm256_andnot_ps(_mm256_cmp_ps(parts.n, set(-192), _CMP_LT_OQ), both);
+    }
+
+    // neighbours of the halves' sum are added first
+    static void store_sums(float * to, vec a, vec b, vec, vec, int n) {
+        const __m128 halves = _mm_hadd_ps(_mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)),
+                                          _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
+        const __m128 sums   = _mm_hadd_ps(halves, halves);
+        _mm_store_ss(to, sums);
+        if (n > 1) {
+            _mm_store_ss(to + 1, _mm_movehdup_ps(sums));
+        }
     }
 
     struct double_sum {
@@ -378,7 +390,7 @@ int64_t multiply(int64_t n_turns) {
 } // namespace
 
 dot_kernels KERNELS() {
-    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply, attention<simd> };
+    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply, kernels_of_attention<simd>() };
 }
 
 } // namespace moeedge
@@ -388,7 +400,7 @@ dot_kernels KERNELS() {
 namespace moeedge {
 
 dot_kernels KERNELS() {
-    return { nullptr, 0, nullptr, nullptr };
+    return { nullptr, 0, nullptr, {} };
 }
 
 } // namespace moeedge

@@ -619,7 +619,7 @@ const dot_kernel kernels[] = {
 
 struct simd {
     using vec = __m512;
-    static constexpr int n_lanes = 16, n_rows_at_once = 4, n_vectors_at_once = 4; // sixteen sums
+    static constexpr int n_lanes = 16, n_rows_at_once = 4, n_vectors_at_once = 4, n_keys_at_once = 4; // sixteen sums
 
     static vec  zero() { return _mm512_setzero_ps(); }
     static vec  set(float x) { return _mm512_set1_ps(x); }
@@ -631,6 +631,7 @@ struct simd {
     static vec  mul(vec x, vec y) { return _mm512_mul_ps(x, y); }
     static vec  fma(vec x, vec y, vec z) { return _mm512_fmadd_ps(x, y, z); }
     static vec  max(vec x, vec y) { return _mm512_max_ps(x, y); }
+    static vec  to_half(vec x) { return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
     // x, or 0 where `tile_max` is minus infinity
     static vec seen(vec tile_max, vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(tile_max, set(-INFINITY), _CMP_NEQ_UQ), x); }
 
@@ -641,11 +642,13 @@ struct simd {
         return _mm512_mask_scalef_ps(zero(), _mm512_cmp_ps_mask(parts.n, set(-192), _CMP_NLT_UQ), sum, parts.n);
     }
 
+    static __m256 upper(vec x) { return _mm256_castsi256_ps(upper_half(_mm512_castps_si512(x))); }
+    static void   store_sums(float * to, vec a, vec b, vec c, vec d, int n) { _mm_mask_storeu_ps(to, (__mmask8) ((1 << n) - 1), sums_of(a, b, c, d)); }
+
     struct double_sum {
         __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
 
         static __m512d to_doubles(__m256 x) { return _mm512_cvtps_pd(x); }
-        static __m256  upper(vec x) { return _mm256_castsi256_ps(upper_half(_mm512_castps_si512(x))); }
         void           add(vec x) {
             low  = _mm512_add_pd(low, to_doubles(_mm512_castps512_ps256(x)));
             high = _mm512_add_pd(high, to_doubles(upper(x)));
@@ -673,7 +676,7 @@ int64_t multiply(int64_t n_turns) {
 } // namespace
 
 dot_kernels avx512_kernels() {
-    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply, attention<simd> };
+    return { kernels, (int) (sizeof(kernels) / sizeof(kernels[0])), multiply, kernels_of_attention<simd>() };
 }
 
 } // namespace moeedge
@@ -683,7 +686,7 @@ dot_kernels avx512_kernels() {
 namespace moeedge {
 
 dot_kernels avx512_kernels() {
-    return { nullptr, 0, nullptr, nullptr };
+    return { nullptr, 0, nullptr, {} };
 }
 
 } // namespace moeedge

@@ -25,16 +25,6 @@ inline __m512bh read(const line & from) {
     return (__m512bh) _mm512_loadu_si512(&from);
 }
 
-// the sums of the sixteen values of four registers, each in the order of _mm512_reduce_add_ps
-inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    const __m512 of_4 = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    const __m512 of_2 = _mm512_add_ps(of_4, _mm512_permute_ps(of_4, 0x4e));
-    const __m512 sums = _mm512_add_ps(of_2, _mm512_permute_ps(of_2, 0xb1));
-    return _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), sums));
-}
-
 // of four rows and N columns: lines first, first + step, ...
 template <int N>
 inline void tile_sums(int64_t n_lines, int64_t first, int64_t step, const char * rows, size_t row_bytes, const line * const * columns, __m128 * found) {
@@ -131,7 +121,7 @@ const dot_kernel kernels[] = {
 } // namespace
 
 dot_kernels avx512bf16_kernels() {
-    return { kernels, 1, nullptr, nullptr };
+    return { kernels, 1, nullptr, {} };
 }
 
 } // namespace moeedge
@@ -141,7 +131,7 @@ dot_kernels avx512bf16_kernels() {
 namespace moeedge {
 
 dot_kernels avx512bf16_kernels() {
-    return { nullptr, 0, nullptr, nullptr };
+    return { nullptr, 0, nullptr, {} };
 }
 
 } // namespace moeedge

@@ -13,7 +13,7 @@
 namespace moeedge {
 
 dot_kernels avxvnni_kernels() {
-    return { nullptr, 0, nullptr, nullptr };
+    return { nullptr, 0, nullptr, {} };
 }
 
 } // namespace moeedge

@@ -135,6 +135,18 @@ inline float sum_of(__m256 x) {
     return sum_of(_mm_add_ps(_mm256_extractf128_ps(x, 1), _mm256_castps256_ps128(x)));
 }
 
+#if defined(__AVX512F__)
+// the sums of the sixteen values of four registers, each in the order of _mm512_reduce_add_ps
+inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    const __m512 of_4 = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    const __m512 of_2 = _mm512_add_ps(of_4, _mm512_permute_ps(of_4, 0x4e));
+    const __m512 sums = _mm512_add_ps(of_2, _mm512_permute_ps(of_2, 0xb1));
+    return _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), sums));
+}
+#endif
+
 inline __m128i sums_of_32(const block_q8_K & column) {
     const __m256i of_16 = load(column.sums);
     return _mm_hadd_epi16(_mm256_castsi256_si128(of_16), _mm256_extracti128_si256(of_16, 1));

@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "attention-tile.h"
+#include "attention-kernels.h"
 #include "ggml-cpu.h"
 
 namespace moeedge {
@@ -53,7 +53,7 @@ struct dot_kernels {
     // runs the instruction that multiplies the most bytes, n_turns times with registers alone; returns the number of products.
     // null: there are no kernels
     int64_t (*multiply)(int64_t n_turns);
-    attention_function attention; // null: there is none
+    attention_kernels attention;
 };
 
 // all kernels for these instructions, none where the library was compiled for another kind of processor

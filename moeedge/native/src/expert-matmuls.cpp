@@ -300,8 +300,8 @@ int expert_matmuls::add_other(const ggml_cgraph * graph, int i) {
         add_node(router.out, run<router_weights>, &routers.emplace_back(router));
         return router.i_end;
     }
-    if (const attention_function attention = choose_attention(node)) {
-        add_node(node, run<prompt_attention>, &attentions.emplace_back(node, attention));
+    if (const attention_kernels kernels = choose_attention(node, n_threads); kernels.tile) {
+        add_node(node, run<attention_node>, &attentions.emplace_back(node, kernels, head_parts, n_threads));
         return i + 1;
     }
     if (!groups.empty() && is_weighting(node)) {

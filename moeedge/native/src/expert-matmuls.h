@@ -6,7 +6,7 @@
 //           thread, and cuts the rows of each expert into one piece per thread. Here the rows of an expert meet all its columns
 //           while they are in the cache, an input is quantized once by all threads, and threads take pieces of rows as they come.
 //           Neighbours that share an input (key and value) are one node; up, gate, their biases and the activation, too.
-// Others    what follows down, and the end of the router, are a node each (fused-nodes.h); attention of prompts, too (prompt-attention.h).
+// Others    what follows down, and the end of the router, are a node each (fused-nodes.h); attention, too (attention-node.h).
 // Routing   is read meanwhile: by the first thread in the block's first matmul, or, where that is ggml's, in a node of its own.
 
 #pragma once
@@ -22,7 +22,7 @@
 #include "kernel-choice.h"
 #include "moe-blocks.h"
 #include "no-copy.h"
-#include "prompt-attention.h"
+#include "attention-node.h"
 
 struct ggml_cgraph;
 
@@ -36,6 +36,8 @@ struct routing_reads {
 
 class expert_matmuls : no_copy {
   public:
+
+    void set_n_threads(int n) { n_threads = n; }
 
     // computes the graph on a CPU backend, with the kernels that kernel-choice.h allows; reads: null: nothing is read
     enum ggml_status compute(ggml_backend_t cpu, ggml_cgraph * graph, const routing_reads * reads = nullptr);
@@ -102,12 +104,14 @@ class expert_matmuls : no_copy {
     std::deque<matmul_group>   groups;
     std::deque<weighted_sum>   sums;
     std::deque<router_weights> routers;
-    std::deque<prompt_attention> attentions;
+    std::deque<attention_node> attentions;
     std::deque<routing_read>   own_reads; // in nodes of their own
     std::deque<ggml_tensor>    tensors;   // our nodes
     std::vector<ggml_tensor *> nodes;     // all, in their order
     matmul_group *             newest = nullptr; // if it is the last operation so far
     std::vector<char>          columns; // of the input that was prepared last
+    std::vector<float>         head_parts; // of the attention that is computed
+    int                        n_threads = 0; // of the CPU backend, 0: unknown
 };
 
 } // namespace moeedge

@@ -17,11 +17,11 @@
 #    include <emmintrin.h>
 #endif
 
+#include "attention-node.h"
 #include "cache-device.h"
 #include "expert-matmuls.h"
 #include "ggml-alloc.h"
 #include "ggml-cpu.h"
-#include "prompt-attention.h"
 #include "timing.h"
 
 namespace moeedge {
@@ -366,8 +366,10 @@ int read_kernels(moeedge_kernel * out, int n_max) {
         out[i].n_dense_max        = check.is_dense_few_equal ? (int32_t) kernels[i]->n_dense_few : 0;
     }
     for (size_t i = 0; i < runnable_sets().size(); i++) {
-        if (runnable_sets()[i].attention && add(runnable_sets()[i].first->instructions, "attention", attention_speed(i) > 0)) {
-            out[n - 1].many_speed = attention_speed(i);
+        const attention_speeds & speeds = attention_speed(i);
+        if (runnable_sets()[i].attention.tile && add(runnable_sets()[i].first->instructions, "attention", speeds.prompt > 0 && speeds.few > 0)) {
+            out[n - 1].several_speed = speeds.few;
+            out[n - 1].many_speed    = speeds.prompt;
         }
     }
     return n;

@@ -160,6 +160,7 @@ static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
     instance * self = instance_of(backend);
     self->n_threads = n_threads;
     set_n_threads(self->cpu, n_threads);
+    self->matmuls.set_n_threads(n_threads);
     if (self->hybrid) {
         self->hybrid->set_n_threads(n_threads);
     }
