@@ -30,6 +30,7 @@ MODELS = {
     "qwen3-30b": ("--like qwen3-30b-a3b --quant q4_k_m", 18.6e9),
     "gptoss-20b": ("--like gpt-oss-20b --quant mxfp4", 12.1e9),
     "gptoss-20b-q8": ("--like gpt-oss-20b --quant q8_0", 22.3e9),
+    "qwen3-30b-2": ("--like qwen3-30b-a3b --quant q4_k_m --layers 2", 1.3e9),  # long prompts take long
     # a third of the layers, and drafts with a third of theirs: the same cost next to a step
     "qwen3-30b-16": ("--like qwen3-30b-a3b --quant q4_k_m --layers 16", 6.6e9),
     "gptoss-20b-8": ("--like gpt-oss-20b --quant mxfp4 --layers 8", 4.9e9),
@@ -75,6 +76,10 @@ def steps() -> list[Step]:
     for quant in QUANTS:
         name = f"qwen3-30b-{_N_FLOOR_LAYERS}-{quant}"
         made.append(Step(f"floors-{quant}", f"lab rivals -m {{{name}}} {_FLOORS} {{programs}} -o json", (name,)))
+    long = "-p 4096,16384 -n 1 -r 3 -t 2 --no-warmup"
+    made.append(
+        Step("prompts-qwen3-30b", f"lab rivals -m {{qwen3-30b-2}} {long} {{programs}} -o json", ("qwen3-30b-2",))
+    )
     routed = "bench -md none -dev none --ram off --modes stock-ar,moeedge-ar --routing {routing} -o json"
     made += [Step(f"routed-{name}{kind}", f"{routed} {tests} -m {{{name}}}", (name,))
              for kind, tests in (("", _TESTS), ("-long", _LONG)) for name in ("gptoss-20b", "qwen3-30b")]  # fmt: skip
