@@ -369,140 +369,6 @@ void dots_32(int64_t n_blocks, const char * rows, size_t row_bytes, const column
     }
 }
 
-// float sums of one row of 256-value blocks and N columns
-
-template <int N, bool has_mins> struct row_sums {
-    __m256 sums[N];
-    __m128 min_sums[N];
-
-    inline row_sums() {
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            sums[c]     = _mm256_setzero_ps();
-            min_sums[c] = _mm_setzero_ps();
-        }
-    }
-
-    // adds block b of each column: d * totals - min * min_totals
-    inline void add(const block_q8_K * const * columns, int64_t b, float d, const __m256i * totals, float min, const __m128i * min_totals) {
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            const float column_d = columns[c][b].d;
-            sums[c]              = _mm256_fmadd_ps(_mm256_set1_ps(column_d * d), _mm256_cvtepi32_ps(totals[c]), sums[c]);
-            if constexpr (has_mins) {
-                min_sums[c] = _mm_fmadd_ps(_mm_set1_ps(-column_d * min), _mm_cvtepi32_ps(min_totals[c]), min_sums[c]);
-            }
-        }
-    }
-
-    inline void store(float * const * out) const {
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            *out[c] = has_mins ? sum_of(sums[c]) + sum_of(min_sums[c]) : sum_of(sums[c]);
-        }
-    }
-};
-
-// Q4_K, one row
-
-template <int N>
-void dots_q4_K(int64_t n_blocks, const block_q4_K * row, const block_q8_K * const * columns, float * const * out) {
-    const __m512i shifts = join(_mm256_setzero_si256(), _mm256_set1_epi16(4));
-    const __m512i picks  = join(_mm256_setzero_si256(), _mm256_set1_epi16(1));
-
-    row_sums<N, true> sums;
-    for (int64_t b = 0; b < n_blocks; b++) {
-        const block_q4_K & block = row[b];
-        ask_for(&block);
-        ask_for(block.q + 48);
-        ask_for(block.q + 112);
-        uint64_t scale_bytes, min_bytes; // of 32 values each
-        unpack_scales(block.scales, scale_bytes, min_bytes);
-        const __m512i scales = _mm512_castsi128_si512(_mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long) scale_bytes)));
-        const __m128i mins   = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((long long) min_bytes));
-        const float   d      = to_float(block.d);
-        const float   min    = to_float(block.min);
-        __m512i       totals[N];
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            totals[c] = _mm512_setzero_si512();
-        }
-        UNROLLED
-        for (int i = 0; i < 4; i++) { // the low bits are 32 values, the high bits the next 32
-            const __m512i w     = low_bits(_mm512_srlv_epi16(load_32_twice(block.q + 32 * i), shifts));
-            const __m512i scale = _mm512_permutexvar_epi16(_mm512_add_epi16(picks, _mm512_set1_epi16((short) (2 * i))), scales);
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                totals[c] = _mm512_dpwssd_epi32(totals[c], _mm512_maddubs_epi16(w, load_64(columns[c][b].q + 64 * i)), scale);
-            }
-        }
-        __m256i halves[N];
-        __m128i min_totals[N];
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            halves[c]     = _mm256_add_epi32(_mm512_castsi512_si256(totals[c]), upper_half(totals[c]));
-            min_totals[c] = _mm_madd_epi16(mins, sums_of_32(columns[c][b]));
-        }
-        sums.add(columns, b, d, halves, min, min_totals);
-    }
-    sums.store(out);
-}
-
-// Q6_K, one row
-
-template <int N>
-void dots_q6_K(int64_t n_blocks, const block_q6_K * row, const block_q8_K * const * columns, float * const * out) {
-    const __m512i top    = _mm512_set1_epi8(48);
-    const __m512i lefts  = join(_mm256_set1_epi16(4), _mm256_set1_epi16(2));
-    const __m512i rights = join(_mm256_setzero_si256(), _mm256_set1_epi16(2));
-    // the scales of 64 values
-    const __m512i picks  = _mm512_setr_epi64(0, 0, 0x0001000100010001, 0x0001000100010001, 0x0002000200020002, 0x0002000200020002,
-                                             0x0003000300030003, 0x0003000300030003);
-    row_sums<N, false> sums;
-    for (int64_t b = 0; b < n_blocks; b++) {
-        const block_q6_K & block = row[b];
-        ask_for(&block);
-        ask_for(block.low + 64);
-        ask_for(block.high);
-        ask_for(block.scales);
-        const __m256i scales_16 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *) block.scales));
-        const __m512i scales    = _mm512_castsi256_si512(scales_16);
-        const float   d         = to_float(block.d);
-        __m512i       totals[N];
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            totals[c] = _mm512_setzero_si512();
-        }
-        UNROLLED
-        for (int half = 0; half < 2; half++) {
-            const __m512i both = load_64(block.low + 64 * half);
-            const __m512i high = load_32_twice(block.high + 32 * half);
-            const __m512i w[2] = { // unsigned: 32 too large
-                _mm512_or_si512(low_bits(both), _mm512_and_si512(_mm512_sllv_epi16(high, lefts), top)),
-                _mm512_or_si512(high_bits(both), _mm512_and_si512(_mm512_srlv_epi16(high, rights), top)),
-            };
-            UNROLLED
-            for (int i = 0; i < 2; i++) {
-                const int     part  = 2 * half + i;
-                const __m512i scale = _mm512_permutexvar_epi16(_mm512_add_epi16(picks, _mm512_set1_epi16((short) (4 * part))), scales);
-                UNROLLED
-                for (int c = 0; c < N; c++) {
-                    totals[c] = _mm512_dpwssd_epi32(totals[c], _mm512_maddubs_epi16(w[i], load_64(columns[c][b].q + 64 * part)), scale);
-                }
-            }
-        }
-        __m256i halves[N];
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            const __m256i too_much = _mm256_slli_epi32(_mm256_madd_epi16(load(columns[c][b].sums), scales_16), 5);
-            const __m256i total    = _mm256_add_epi32(_mm512_castsi512_si256(totals[c]), upper_half(totals[c]));
-            halves[c]              = _mm256_sub_epi32(total, too_much);
-        }
-        sums.add(columns, b, d, halves, 0, nullptr);
-    }
-    sums.store(out);
-}
-
 // all rows and columns
 
 // one: computes one group, both: two at once. With few columns memory is the limit, and it is read best in its order
@@ -564,20 +430,6 @@ void wide_dots(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, c
     all_dots<for_32<block_type, n_sums>>(n, rows, row_bytes, n_rows, columns + c, n_columns - c, out + c);
 }
 
-struct for_q4_K {
-    static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q4_K<N>(n / 256, (const block_q4_K *) rows, (const block_q8_K * const *) columns, out);
-    }
-};
-
-struct for_q6_K {
-    static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_q6_K<N>(n / 256, (const block_q6_K *) rows, (const block_q8_K * const *) columns, out);
-    }
-};
-
 template <typename L> constexpr dot_kernel kernel_of_32x8(const char * layout, ggml_type type) {
     const dots_function many = panel_dots<panels_32<L>>;
     return { "avx512vnni", layout, type, true, GGML_TYPE_Q8_0, 32, sizeof(column_block), 16, 32, pack_columns<L::offset>, all_dots<for_32x8<L>>,
@@ -591,9 +443,9 @@ template <typename block_type, int n_sums, bool has_dense = true> constexpr dot_
              many, has_dense ? 7 : 0, 8, has_dense ? many : nullptr, nullptr };
 }
 
-template <typename T> constexpr dot_kernel kernel_of_256(const char * layout, ggml_type type, dots_function few) {
+template <typename T> constexpr dot_kernel kernel_of_256(const char * layout, ggml_type type) {
     const dots_function many = panel_dots<panels_256<T>>;
-    return { "avx512vnni", layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 16, 256, nullptr, few, many, 7, 8, many, nullptr };
+    return { "avx512vnni", layout, type, false, GGML_TYPE_Q8_K, 256, sizeof(block_q8_K), 16, 256, nullptr, all_dots<for_256<T>>, many, 7, 8, many, nullptr };
 }
 
 const dot_kernel kernels[] = {
@@ -607,12 +459,12 @@ const dot_kernel kernels[] = {
     kernel_of_32<block_q5_0, 1>("q5_0", GGML_TYPE_Q5_0),
     kernel_of_32<block_iq4_nl, 2, false>("iq4_nl", GGML_TYPE_IQ4_NL),
     kernel_of_32<block_mxfp4, 2>("mxfp4", GGML_TYPE_MXFP4),
-    kernel_of_256<q2_K_reader>("q2_K", GGML_TYPE_Q2_K, all_dots<for_256<q2_K_reader>>),
-    kernel_of_256<q3_K_reader>("q3_K", GGML_TYPE_Q3_K, all_dots<for_256<q3_K_reader>>),
-    kernel_of_256<q4_K_reader>("q4_K", GGML_TYPE_Q4_K, all_dots<for_q4_K>),
-    kernel_of_256<q5_K_reader>("q5_K", GGML_TYPE_Q5_K, all_dots<for_256<q5_K_reader>>),
-    kernel_of_256<q6_K_reader>("q6_K", GGML_TYPE_Q6_K, all_dots<for_q6_K>),
-    kernel_of_256<iq4_xs_reader>("iq4_xs", GGML_TYPE_IQ4_XS, all_dots<for_256<iq4_xs_reader>>),
+    kernel_of_256<q2_K_reader>("q2_K", GGML_TYPE_Q2_K),
+    kernel_of_256<q3_K_reader>("q3_K", GGML_TYPE_Q3_K),
+    kernel_of_256<q4_K_reader>("q4_K", GGML_TYPE_Q4_K),
+    kernel_of_256<q5_K_reader>("q5_K", GGML_TYPE_Q5_K),
+    kernel_of_256<q6_K_reader>("q6_K", GGML_TYPE_Q6_K),
+    kernel_of_256<iq4_xs_reader>("iq4_xs", GGML_TYPE_IQ4_XS),
 };
 
 // for attention-x86.h

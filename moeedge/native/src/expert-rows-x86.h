@@ -81,6 +81,26 @@ inline __m256i high_4(__m256i x) {
     return low_4(_mm256_srli_epi16(x, 4));
 }
 
+// a | (b & mask)
+inline __m256i or_masked(__m256i a, __m256i b, int mask) {
+#if defined(__AVX512VL__)
+    return _mm256_ternarylogic_epi32(a, b, _mm256_set1_epi8((char) mask), 0xf8);
+#else
+    return _mm256_or_si256(a, _mm256_and_si256(b, _mm256_set1_epi8((char) mask)));
+#endif
+}
+
+// sum + x * y of neighbours of 16 bits
+inline __m256i add_products_of_16(__m256i sum, __m256i x, __m256i y) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    return _mm256_dpwssd_epi32(sum, x, y);
+#elif defined(__AVXVNNI__)
+    return _mm256_dpwssd_avx_epi32(sum, x, y);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(x, y));
+#endif
+}
+
 // 32 values of 4 bits: the low bits of 16 bytes, and the high ones
 inline __m256i nibbles(const uint8_t * from) {
     const __m128i raw = load_16(from);
@@ -235,10 +255,9 @@ struct q5_K_reader : reader_256 {
 
     static scale_bytes scales(const block & x) { return scales_of_4_5(x.scales); }
     static __m256i     values(const block & x, int i) {
-        const __m256i raw  = load(x.q + 32 * (i / 2));
-        const __m256i high = _mm256_and_si256(load(x.high), _mm256_set1_epi8((char) (1 << i)));
-        const __m256i bit  = i < 4 ? _mm256_slli_epi16(high, i < 4 ? 4 - i : 0) : _mm256_srli_epi16(high, i < 4 ? 0 : i - 4);
-        return _mm256_or_si256(i % 2 == 0 ? low_4(raw) : high_4(raw), bit);
+        const __m256i raw = load(x.q + 32 * (i / 2));
+        const __m256i bit = i < 4 ? _mm256_slli_epi16(load(x.high), i < 4 ? 4 - i : 0) : _mm256_srli_epi16(load(x.high), i < 4 ? 0 : i - 4);
+        return or_masked(i % 2 == 0 ? low_4(raw) : high_4(raw), bit, 16);
     }
 };
 
@@ -254,7 +273,7 @@ struct q6_K_reader : reader_256 {
         const __m256i raw  = load(x.low + 64 * half + 32 * (part % 2));
         const __m256i high = load(x.high + 32 * half);
         const __m256i bits = part < 2 ? _mm256_slli_epi16(high, 4 - 2 * (part % 2)) : _mm256_srli_epi16(high, 2 * (part % 2));
-        return _mm256_or_si256(part < 2 ? low_4(raw) : high_4(raw), _mm256_and_si256(bits, _mm256_set1_epi8(48)));
+        return or_masked(part < 2 ? low_4(raw) : high_4(raw), bits, 48);
     }
 };
 
@@ -277,9 +296,8 @@ struct q3_K_reader : reader_256 {
     }
     static __m256i values(const block & x, int i) {
         const __m256i low  = _mm256_and_si256(_mm256_srli_epi16(load(x.q + 32 * (i / 4)), 2 * (i % 4)), _mm256_set1_epi8(3));
-        const __m256i high = _mm256_and_si256(load(x.high), _mm256_set1_epi8((char) (1 << i)));
-        const __m256i bit  = i < 2 ? _mm256_slli_epi16(high, i < 2 ? 2 - i : 0) : _mm256_srli_epi16(high, i < 2 ? 0 : i - 2);
-        return _mm256_or_si256(low, bit);
+        const __m256i bit = i < 2 ? _mm256_slli_epi16(load(x.high), i < 2 ? 2 - i : 0) : _mm256_srli_epi16(load(x.high), i < 2 ? 0 : i - 2);
+        return or_masked(low, bit, 4);
     }
 };
 
@@ -347,82 +365,110 @@ inline __m128 fused(float a, __m128i b, float c) {
     return _mm_fmadd_ss(_mm_set_ss(a), _mm_cvtepi32_ps(b), _mm_set_ss(c));
 }
 
-template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const block_q8_K * const * columns, float * const * out) {
-    constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
+#if defined(__AVX512VL__)
+constexpr int n_rows_256 = 2; // with twice as many registers
+#else
+constexpr int n_rows_256 = 1;
+#endif
 
-    __m256 sums[N];
-    __m128 mins_by_four[N];
-    float  mins_by_block[N];
+// R rows: the columns are loaded once for all of them
+template <typename T, int N, int R>
+void dots_256(int64_t n_blocks, const char * rows, size_t row_bytes, const block_q8_K * const * columns, float * const * out) {
+    constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
+    constexpr int  n_sums    = R * N, n_chains = n_sums <= 2 ? 2 : 1; // of totals, so that their latency is hidden
+
+    __m256 sums[n_sums];
+    __m128 mins_by_four[n_sums];
+    float  mins_by_block[n_sums];
     UNROLLED
-    for (int c = 0; c < N; c++) {
-        sums[c]          = _mm256_setzero_ps();
-        mins_by_four[c]  = _mm_setzero_ps();
-        mins_by_block[c] = 0;
+    for (int k = 0; k < n_sums; k++) {
+        sums[k]          = _mm256_setzero_ps();
+        mins_by_four[k]  = _mm_setzero_ps();
+        mins_by_block[k] = 0;
     }
     for (int64_t b = 0; b < n_blocks; b++) {
-        const auto & block = row[b];
-        ask_for_bytes<sizeof(block)>((const char *) &block + AHEAD_BYTES);
-        const scale_bytes bytes = T::scales(block);
-        const float       d     = to_float(block.d);
-        const float       min   = min_factor_of<T>(block);
-        __m256i           totals[N];
+        const auto block_of = [&](int r) -> const typename T::block & { return ((const typename T::block *) (rows + r * (int64_t) row_bytes))[b]; };
+        scale_bytes bytes[R];
+        float       d[R];
+        __m256i     totals[n_chains * n_sums];
         UNROLLED
-        for (int c = 0; c < N; c++) {
-            const block_q8_K & column = columns[c][b];
-            totals[c]                 = _mm256_setzero_si256();
-            if constexpr (T::offset != 0 && !T::is_offset_per_value) {
-                const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes.scales));
-                totals[c]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
-            }
-            if constexpr (T::mins == MINS_FIRST) {
-                const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes.mins), load(column.sums));
-                sums[c]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[c]);
-            } else if constexpr (T::mins != NO_MINS) {
-                const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes.mins), sums_of_32(column));
-                if constexpr (T::mins == MINS_BY_FOUR) {
-                    mins_by_four[c] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[c]);
-                } else {
-                    const __m128i of_2 = _mm_hadd_epi32(found, found);
-                    mins_by_block[c]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[c]));
+        for (int k = 0; k < n_chains * n_sums; k++) {
+            totals[k] = _mm256_setzero_si256();
+        }
+        UNROLLED
+        for (int r = 0; r < R; r++) {
+            const auto & block = block_of(r);
+            ask_for_bytes<sizeof(block)>((const char *) &block + AHEAD_BYTES);
+            bytes[r]        = T::scales(block);
+            d[r]            = to_float(block.d);
+            const float min = min_factor_of<T>(block);
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                const block_q8_K & column = columns[c][b];
+                const int          k      = r * N + c;
+                if constexpr (T::offset != 0 && !T::is_offset_per_value) {
+                    const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes[r].scales));
+                    totals[k]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
+                }
+                if constexpr (T::mins == MINS_FIRST) {
+                    const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes[r].mins), load(column.sums));
+                    sums[k]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[k]);
+                } else if constexpr (T::mins != NO_MINS) {
+                    const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes[r].mins), sums_of_32(column));
+                    if constexpr (T::mins == MINS_BY_FOUR) {
+                        mins_by_four[k] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[k]);
+                    } else {
+                        const __m128i of_2 = _mm_hadd_epi32(found, found);
+                        mins_by_block[k]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[k]));
+                    }
                 }
             }
         }
         UNROLLED
         for (int i = 0; i < 8; i++) {
-            const __m256i scale  = bytes.of<T::n_scales>(i);
             const __m256i offset = _mm256_set1_epi8(T::offset);
-            __m256i       w      = T::values(block, i);
-            if constexpr (T::is_offset_per_value && N > 1) {
-                w = _mm256_sub_epi8(w, offset);
+            __m256i       w[R], scale[R];
+            UNROLLED
+            for (int r = 0; r < R; r++) {
+                scale[r] = bytes[r].template of<T::n_scales>(i);
+                w[r]     = T::values(block_of(r), i);
+                if constexpr (T::is_offset_per_value && N > 1) {
+                    w[r] = _mm256_sub_epi8(w[r], offset);
+                }
             }
             UNROLLED
             for (int c = 0; c < N; c++) {
                 const __m256i x = load(columns[c][b].q + 32 * i);
-                __m256i       found;
-                if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
-                    found = _mm256_sub_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(offset, x));
-                } else {
-                    found = products<is_signed>(w, x);
+                UNROLLED
+                for (int r = 0; r < R; r++) {
+                    __m256i & total = totals[i % n_chains * n_sums + r * N + c];
+                    __m256i   found;
+                    if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
+                        found = _mm256_sub_epi16(_mm256_maddubs_epi16(w[r], x), _mm256_maddubs_epi16(offset, x));
+                    } else {
+                        found = products<is_signed>(w[r], x);
+                    }
+                    total = add_products_of_16(total, scale[r], found);
                 }
-                totals[c] = _mm256_add_epi32(totals[c], _mm256_madd_epi16(scale, found));
             }
         }
         UNROLLED
-        for (int c = 0; c < N; c++) {
-            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(totals[c]), sums[c]);
+        for (int k = 0; k < n_sums; k++) {
+            const __m256i total = n_chains == 1 ? totals[k] : _mm256_add_epi32(totals[k], totals[(n_chains - 1) * n_sums + k]);
+            sums[k]             = _mm256_fmadd_ps(_mm256_set1_ps(columns[k % N][b].d * d[k / N]), _mm256_cvtepi32_ps(total), sums[k]);
         }
     }
     UNROLLED
-    for (int c = 0; c < N; c++) {
-        const float mins = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[c]) : mins_by_block[c];
-        *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
+    for (int k = 0; k < n_sums; k++) {
+        const float mins  = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[k]) : mins_by_block[k];
+        out[k % N][k / N] = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[k]) : sum_of(sums[k]) + mins;
     }
 }
 
 template <typename T> struct for_256 {
-    static constexpr int64_t n_rows = 1;
-    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
-        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const block_q8_K * const *) columns, out);
+    static constexpr int64_t n_rows = n_rows_256;
+    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
+        dots_256<T, N, n_rows>(n / 256, rows, row_bytes, (const block_q8_K * const *) columns, out);
     }
 };
 
