@@ -365,110 +365,93 @@ inline __m128 fused(float a, __m128i b, float c) {
     return _mm_fmadd_ss(_mm_set_ss(a), _mm_cvtepi32_ps(b), _mm_set_ss(c));
 }
 
-#if defined(__AVX512VL__)
-constexpr int n_rows_256 = 2; // with twice as many registers
-#else
-constexpr int n_rows_256 = 1;
-#endif
-
-// R rows: the columns are loaded once for all of them
-template <typename T, int N, int R>
-void dots_256(int64_t n_blocks, const char * rows, size_t row_bytes, const block_q8_K * const * columns, float * const * out) {
+template <typename T, int N> void dots_256(int64_t n_blocks, const typename T::block * row, const block_q8_K * const * columns, float * const * out) {
     constexpr bool is_signed = T::n_summed == 0 || T::is_offset_per_value;
-    constexpr int  n_sums    = R * N, n_chains = n_sums <= 2 ? 2 : 1; // of totals, so that their latency is hidden
+    constexpr int  n_chains  = N == 1 ? 4 : N == 2 ? 2 : 1; // of totals, so that their latency is hidden
 
-    __m256 sums[n_sums];
-    __m128 mins_by_four[n_sums];
-    float  mins_by_block[n_sums];
+    __m256 sums[N];
+    __m128 mins_by_four[N];
+    float  mins_by_block[N];
     UNROLLED
-    for (int k = 0; k < n_sums; k++) {
-        sums[k]          = _mm256_setzero_ps();
-        mins_by_four[k]  = _mm_setzero_ps();
-        mins_by_block[k] = 0;
+    for (int c = 0; c < N; c++) {
+        sums[c]          = _mm256_setzero_ps();
+        mins_by_four[c]  = _mm_setzero_ps();
+        mins_by_block[c] = 0;
     }
     for (int64_t b = 0; b < n_blocks; b++) {
-        const auto block_of = [&](int r) -> const typename T::block & { return ((const typename T::block *) (rows + r * (int64_t) row_bytes))[b]; };
-        scale_bytes bytes[R];
-        float       d[R];
-        __m256i     totals[n_chains * n_sums];
+        const auto & block = row[b];
+        ask_for_bytes<sizeof(block)>((const char *) &block + AHEAD_BYTES);
+        const scale_bytes bytes = T::scales(block);
+        const float       d     = to_float(block.d);
+        const float       min   = min_factor_of<T>(block);
+        __m256i           totals[n_chains * N];
         UNROLLED
-        for (int k = 0; k < n_chains * n_sums; k++) {
-            totals[k] = _mm256_setzero_si256();
+        for (int c = N; c < n_chains * N; c++) {
+            totals[c] = _mm256_setzero_si256();
         }
         UNROLLED
-        for (int r = 0; r < R; r++) {
-            const auto & block = block_of(r);
-            ask_for_bytes<sizeof(block)>((const char *) &block + AHEAD_BYTES);
-            bytes[r]        = T::scales(block);
-            d[r]            = to_float(block.d);
-            const float min = min_factor_of<T>(block);
-            UNROLLED
-            for (int c = 0; c < N; c++) {
-                const block_q8_K & column = columns[c][b];
-                const int          k      = r * N + c;
-                if constexpr (T::offset != 0 && !T::is_offset_per_value) {
-                    const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes[r].scales));
-                    totals[k]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
-                }
-                if constexpr (T::mins == MINS_FIRST) {
-                    const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes[r].mins), load(column.sums));
-                    sums[k]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[k]);
-                } else if constexpr (T::mins != NO_MINS) {
-                    const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes[r].mins), sums_of_32(column));
-                    if constexpr (T::mins == MINS_BY_FOUR) {
-                        mins_by_four[k] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[k]);
-                    } else {
-                        const __m128i of_2 = _mm_hadd_epi32(found, found);
-                        mins_by_block[k]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[k]));
-                    }
+        for (int c = 0; c < N; c++) {
+            const block_q8_K & column = columns[c][b];
+            totals[c]                 = _mm256_setzero_si256();
+            if constexpr (T::offset != 0 && !T::is_offset_per_value) {
+                const __m256i too_much = _mm256_madd_epi16(load(column.sums), _mm256_cvtepi8_epi16(bytes.scales));
+                totals[c]              = _mm256_mullo_epi32(too_much, _mm256_set1_epi32(-T::offset));
+            }
+            if constexpr (T::mins == MINS_FIRST) {
+                const __m256i found = _mm256_madd_epi16(_mm256_cvtepu8_epi16(bytes.mins), load(column.sums));
+                sums[c]             = _mm256_fmadd_ps(_mm256_set1_ps(-column.d * min), _mm256_cvtepi32_ps(found), sums[c]);
+            } else if constexpr (T::mins != NO_MINS) {
+                const __m128i found = _mm_madd_epi16(_mm_cvtepu8_epi16(bytes.mins), sums_of_32(column));
+                if constexpr (T::mins == MINS_BY_FOUR) {
+                    mins_by_four[c] = _mm_fmadd_ps(_mm_set1_ps(-column.d * min), _mm_cvtepi32_ps(found), mins_by_four[c]);
+                } else {
+                    const __m128i of_2 = _mm_hadd_epi32(found, found);
+                    mins_by_block[c]   = _mm_cvtss_f32(fused(-column.d * min, _mm_hadd_epi32(of_2, of_2), mins_by_block[c]));
                 }
             }
         }
         UNROLLED
         for (int i = 0; i < 8; i++) {
+            const __m256i scale  = bytes.of<T::n_scales>(i);
             const __m256i offset = _mm256_set1_epi8(T::offset);
-            __m256i       w[R], scale[R];
-            UNROLLED
-            for (int r = 0; r < R; r++) {
-                scale[r] = bytes[r].template of<T::n_scales>(i);
-                w[r]     = T::values(block_of(r), i);
-                if constexpr (T::is_offset_per_value && N > 1) {
-                    w[r] = _mm256_sub_epi8(w[r], offset);
-                }
+            __m256i       w      = T::values(block, i);
+            if constexpr (T::is_offset_per_value && N > 1) {
+                w = _mm256_sub_epi8(w, offset);
             }
             UNROLLED
             for (int c = 0; c < N; c++) {
                 const __m256i x = load(columns[c][b].q + 32 * i);
-                UNROLLED
-                for (int r = 0; r < R; r++) {
-                    __m256i & total = totals[i % n_chains * n_sums + r * N + c];
-                    __m256i   found;
-                    if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
-                        found = _mm256_sub_epi16(_mm256_maddubs_epi16(w[r], x), _mm256_maddubs_epi16(offset, x));
-                    } else {
-                        found = products<is_signed>(w[r], x);
-                    }
-                    total = add_products_of_16(total, scale[r], found);
+                __m256i       found;
+                if constexpr (T::is_offset_per_value && N == 1) { // one column: less than to change signs
+                    found = _mm256_sub_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(offset, x));
+                } else {
+                    found = products<is_signed>(w, x);
                 }
+                __m256i & total = totals[i % n_chains * N + c];
+                total           = add_products_of_16(total, scale, found);
             }
         }
         UNROLLED
-        for (int k = 0; k < n_sums; k++) {
-            const __m256i total = n_chains == 1 ? totals[k] : _mm256_add_epi32(totals[k], totals[(n_chains - 1) * n_sums + k]);
-            sums[k]             = _mm256_fmadd_ps(_mm256_set1_ps(columns[k % N][b].d * d[k / N]), _mm256_cvtepi32_ps(total), sums[k]);
+        for (int c = 0; c < N; c++) {
+            __m256i total = totals[c];
+            UNROLLED
+            for (int i = 1; i < n_chains; i++) {
+                total = _mm256_add_epi32(total, totals[i * N + c]);
+            }
+            sums[c] = _mm256_fmadd_ps(_mm256_set1_ps(columns[c][b].d * d), _mm256_cvtepi32_ps(total), sums[c]);
         }
     }
     UNROLLED
-    for (int k = 0; k < n_sums; k++) {
-        const float mins  = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[k]) : mins_by_block[k];
-        out[k % N][k / N] = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[k]) : sum_of(sums[k]) + mins;
+    for (int c = 0; c < N; c++) {
+        const float mins = T::mins == MINS_BY_FOUR ? sum_of(mins_by_four[c]) : mins_by_block[c];
+        *out[c]          = T::mins == NO_MINS || T::mins == MINS_FIRST ? sum_of(sums[c]) : sum_of(sums[c]) + mins;
     }
 }
 
 template <typename T> struct for_256 {
-    static constexpr int64_t n_rows = n_rows_256;
-    template <int N> static void run(int64_t n, const char * rows, size_t row_bytes, const void * const * columns, float * const * out) {
-        dots_256<T, N, n_rows>(n / 256, rows, row_bytes, (const block_q8_K * const *) columns, out);
+    static constexpr int64_t n_rows = 1;
+    template <int N> static void run(int64_t n, const char * rows, size_t, const void * const * columns, float * const * out) {
+        dots_256<T, N>(n / 256, (const typename T::block *) rows, (const block_q8_K * const *) columns, out);
     }
 };
 
