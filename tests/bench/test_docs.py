@@ -106,6 +106,14 @@ def test_performance_has_long_prompts_of_other_programs(name: str) -> None:
     assert f"shape: {_cell(rows[0])} ([record](docs/benchmarks/rivals-{name}-2048.json.gz))" in _README
 
 
+def test_performance_has_prompts_of_16384_tokens() -> None:
+    rows = read(_RECORDS / "prompts-qwen3-30b-zen4.json.gz")[:2]
+    *_, shown = tables(rows)
+    assert shown in _PERFORMANCE
+    cells = [_cell(row) for row in rows]
+    assert f"of 4,096 tokens {cells[0]}, of 16,384 {cells[1]} ([record](docs/benchmarks/prompts-qwen3-30b" in _README
+
+
 def _cell(row: dict[str, Any]) -> str:
     return f"{row['speeds']['moeedge']:.1f} ({over_stock(row):.2f}; {row['ratio']:.2f})"
 
