@@ -15,7 +15,7 @@ namespace moeedge {
 namespace {
 
 constexpr int64_t n_values = 32; // per instruction
-constexpr int     n_tile_rows = 4, n_tile_columns = 6; // 24 of the 32 registers are sums
+constexpr int     n_tile_rows = 4, n_tile_sums = 6; // of each row; 24 of the 32 registers are sums
 
 struct line { // of a row or a column
     uint16_t v[n_values];
@@ -25,61 +25,62 @@ inline __m512bh read(const line & from) {
     return (__m512bh) _mm512_loadu_si512(&from);
 }
 
-// of four rows and N columns: lines first, first + step, ...
-template <int N>
-inline void tile_sums(int64_t n_lines, int64_t first, int64_t step, const char * rows, size_t row_bytes, const line * const * columns, __m128 * found) {
-    __m512 sums[N][n_tile_rows];
+// four rows and N columns, while memory is asked for the next rows; n_sets: of sums
+template <int N, int n_sets>
+void tile(int64_t n_lines, const char * rows, size_t row_bytes, const line * const * columns, float * const * out, int64_t first, bool asks) {
+    __m512 sums[n_sets][N][n_tile_rows];
     UNROLLED
-    for (int i = 0; i < N * n_tile_rows; i++) {
-        sums[i / n_tile_rows][i % n_tile_rows] = _mm512_setzero_ps();
+    for (int i = 0; i < n_sets * N * n_tile_rows; i++) {
+        sums[i / (N * n_tile_rows)][i / n_tile_rows % N][i % n_tile_rows] = _mm512_setzero_ps();
     }
-    for (int64_t at = first; at < n_lines; at += step) {
-        __m512bh x[n_tile_rows];
+    for (int64_t at = 0; at < n_lines; at += n_sets) {
         UNROLLED
-        for (int r = 0; r < n_tile_rows; r++) {
-            x[r] = read(((const line *) (rows + r * (int64_t) row_bytes))[at]);
-        }
-        UNROLLED
-        for (int c = 0; c < N; c++) {
-            const __m512bh y = read(columns[c][at]);
+        for (int i = 0; i < n_sets; i++) {
+            __m512bh x[n_tile_rows];
+            UNROLLED
+            for (int r = 0; r < n_tile_rows && asks; r++) {
+                _mm_prefetch((const char *) &((const line *) (rows + (n_tile_rows + r) * (int64_t) row_bytes))[at + i], _MM_HINT_T1);
+            }
             UNROLLED
             for (int r = 0; r < n_tile_rows; r++) {
-                sums[c][r] = _mm512_dpbf16_ps(sums[c][r], x[r], y);
+                x[r] = read(((const line *) (rows + r * (int64_t) row_bytes))[at + i]);
+            }
+            UNROLLED
+            for (int c = 0; c < N; c++) {
+                const __m512bh y = read(columns[c][at + i]);
+                UNROLLED
+                for (int r = 0; r < n_tile_rows; r++) {
+                    sums[i][c][r] = _mm512_dpbf16_ps(sums[i][c][r], x[r], y);
+                }
             }
         }
     }
     UNROLLED
     for (int c = 0; c < N; c++) {
-        found[c] = sums_of(sums[c][0], sums[c][1], sums[c][2], sums[c][3]);
-    }
-}
-
-// n_sets: of sums
-template <int N, int n_sets>
-void tile(int64_t n_lines, const char * rows, size_t row_bytes, const line * const * columns, float * const * out, int64_t r) {
-    __m128 found[n_sets][N];
-    for (int i = 0; i < n_sets; i++) {
-        tile_sums<N>(n_lines, i, n_sets, rows, row_bytes, columns, found[i]);
-    }
-    UNROLLED
-    for (int c = 0; c < N; c++) { // 0 + -0 is 0
-        _mm_storeu_ps(out[c] + r, n_sets == 1 ? found[0][c] : _mm_add_ps(_mm_add_ps(_mm_setzero_ps(), found[0][c]), found[n_sets - 1][c]));
+        __m128 found = sums_of(sums[0][c][0], sums[0][c][1], sums[0][c][2], sums[0][c][3]);
+        if (n_sets > 1) { // 0 + -0 is 0
+            const __m512 * of = sums[n_sets - 1][c];
+            found             = _mm_add_ps(_mm_add_ps(_mm_setzero_ps(), found), sums_of(of[0], of[1], of[2], of[3]));
+        }
+        _mm_storeu_ps(out[c] + first, found);
     }
 }
 
 template <int n_sets>
 void tiles(int64_t n, const void * rows, size_t row_bytes, int64_t n_rows, const void * const * columns, int n_columns, float * const * out) {
+    constexpr int n_at_once = n_tile_sums / n_sets;
+    const int64_t n_lines   = n / n_values;
     for (int64_t r = 0; r < n_rows; r += n_tile_rows) {
         const char * at = (const char *) rows + r * (int64_t) row_bytes;
-        for (int c = 0; c < n_columns; c += n_tile_columns) {
+        for (int c = 0; c < n_columns; c += n_at_once) {
             const auto * these = (const line * const *) columns + c;
-            switch (n_columns - c) {
-                case 1:  tile<1, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
-                case 2:  tile<2, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
-                case 3:  tile<3, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
-                case 4:  tile<4, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
-                case 5:  tile<5, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
-                default: tile<6, n_sets>(n / n_values, at, row_bytes, these, out + c, r); break;
+            switch (n_columns - c < n_at_once ? n_columns - c : n_at_once) {
+                case 1:  tile<1, n_sets>(n_lines, at, row_bytes, these, out + c, r, c == 0); break;
+                case 2:  tile<2, n_sets>(n_lines, at, row_bytes, these, out + c, r, c == 0); break;
+                case 3:  tile<3, n_sets>(n_lines, at, row_bytes, these, out + c, r, c == 0); break;
+                case 4:  tile<4, n_sets>(n_lines, at, row_bytes, these, out + c, r, c == 0); break;
+                case 5:  tile<5, n_sets>(n_lines, at, row_bytes, these, out + c, r, c == 0); break;
+                default: tile<6, n_sets>(n_lines, at, row_bytes, these, out + c, r, c == 0); break;
             }
         }
     }
