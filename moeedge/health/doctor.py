@@ -266,8 +266,8 @@ def kernels() -> Iterator[Finding]:
     used = sum(gain > 1 for gain in gains)
     text = f"ours ({instructions}) for {used} of {len(best)} weight layouts"
     text += f", up to {max(gains):.1f} x llama.cpp's" if used else ""
-    if attention:
-        text += f"; attention {attention.several_speed:.1f} x, of prompts {attention.many_speed:.1f} x"
+    speeds = {"attention": attention.several_speed, "prompts' attention": attention.many_speed} if attention else {}
+    text += "".join(f"; {what} {speed:.1f} x" for what, speed in speeds.items() if speed > 1)
     yield Finding("kernels", "ok", text + (f"; {differing} not used: other bits" if differing else ""))
 
 

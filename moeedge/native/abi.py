@@ -20,7 +20,7 @@ import numpy as np
 
 Record = TypeVar("Record")
 
-ABI_VERSION = 28  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 29  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):
@@ -207,7 +207,7 @@ SIGNATURES: dict[tuple[Any, ...], str] = {
     (c_int, c_int): "set_default_offload_scope set_kernel_choice set_lazy_mapping throw_on_abort",
     (c_void_p, c_char_p): "open_gguf",
     (c_int, c_void_p): "set_default_host_buffer",
-    (c_int64,): "newest_instance",
+    (c_int64,): "newest_instance attention_count",
     (c_int, c_int64, c_int): (
         "instance_set_offload_scope instance_set_phase instance_skip_unweighted cache_set_batch cache_limit "
         "cache_set_timing cache_set_device_path"

@@ -108,6 +108,11 @@ def kernels() -> list[Kernel]:
     return [from_c(Kernel, raw[i]) for i in range(min(n, _N_MAX))]
 
 
+def attention_count() -> int:
+    """Nodes of attention that kernels of ours have computed in this process."""
+    return int(load().moeedge_attention_count())
+
+
 def is_amx_disabled() -> bool:
     """Whether llama.cpp's AMX kernels fail on this machine, so that they are off in this process."""
     return bool(load().moeedge_disable_broken_amx())

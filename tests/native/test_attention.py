@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moeedge.native.abi import KernelChoice
-from moeedge.native.compute import ATTENTION, kernels, set_kernel_choice
+from moeedge.native.compute import ATTENTION, attention_count, kernels, set_kernel_choice
 from tests.support.expert_blocks import Engine
 from tests.support.raw_ggml import call, new_context
 
@@ -38,6 +38,10 @@ class Shape:
     has_sinks: bool = False
     softcap: float = 0.0
     max_bias: float = 0.0
+    is_ours: bool = True
+    is_permuted: bool = False  # keys of all heads side by side, as llama.cpp keeps them
+    n_masks: int = 1  # heads take them in turns
+    masked: float = 0.0  # of every seventh key that is seen
 
 
 class Attention:
@@ -45,7 +49,7 @@ class Attention:
 
     def __init__(self, shape: Shape, scale: float = 0.2) -> None:
         context = self._context = new_context()
-        self._shape = shape
+        self.shape = shape
         self._tensors: dict[str, int] = {}
 
         def add(name: str, type_: int, *ne: int) -> int:
@@ -55,9 +59,8 @@ class Attention:
 
         kind = _F16 if shape.is_half else _F32
         q = add("q", _F32, shape.n_key, shape.n_tokens, shape.n_heads)
-        k = add("k", kind, shape.n_key, shape.n_kv, shape.n_key_heads)
-        v = add("v", kind, shape.n_value, shape.n_kv, shape.n_key_heads)
-        mask = add("mask", _F16, shape.n_kv, shape.n_tokens) if shape.has_mask else None
+        k, v = (self._keys(add, name, kind, n) for name, n in (("k", shape.n_key), ("v", shape.n_value)))
+        mask = add("mask", _F16, shape.n_kv, shape.n_tokens, shape.n_masks) if shape.has_mask else None
         types = [*[c_void_p] * 5, *[c_float] * 3]
         out = call("ggml_flash_attn_ext", c_void_p, types, context, q, k, v, mask, scale, shape.max_bias, shape.softcap)
         if shape.has_sinks:
@@ -71,26 +74,37 @@ class Attention:
         self._buffer = call("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, [c_void_p] * 2, context, buffer_type)
         self._fill(np.random.default_rng(shape.n_tokens))
 
+    def _keys(self, add: Callable[..., int], name: str, type_: int, width: int) -> int:
+        shape = self.shape
+        if not shape.is_permuted:
+            return add(name, type_, width, shape.n_kv, shape.n_key_heads)
+        wide = add(name, type_, width, shape.n_key_heads, shape.n_kv)
+        types = [c_void_p] * 2 + [c_int] * 4
+        return int(call("ggml_permute", c_void_p, types, self._context, wide, 0, 2, 1, 3))
+
     def _fill(self, rng: np.random.Generator) -> None:
-        shape = self._shape
+        shape = self.shape
         for name in ("q", "k", "v"):
             found = self.values(name)
             found[:] = rng.standard_normal(found.shape) ** 3
         if shape.has_mask:
             keys, tokens = np.arange(shape.n_kv), np.arange(shape.n_tokens)[:, None] + shape.n_passed
             seen = (keys <= tokens) & (keys > tokens - shape.n_window)
-            self.values("mask")[:] = np.where(seen, 0, -np.inf).reshape(self.values("mask").shape)
+            usual = np.where(keys % 7 == 0, shape.masked, 0)
+            for i, mask in enumerate(self.values("mask")):
+                mask[:] = np.where(seen & (keys % shape.n_masks <= i), usual, -np.inf)
         if shape.has_sinks:
             self.values("sinks").ravel()[:] = np.linspace(-3, 60, shape.n_heads)
 
     def values(self, name: str) -> NDArray[Any]:
         """A tensor's values, the last dimension first."""
-        shape = self._shape
+        shape = self.shape
+        sides = (shape.n_kv, shape.n_key_heads) if shape.is_permuted else (shape.n_key_heads, shape.n_kv)
         shapes = {
             "q": (shape.n_heads, shape.n_tokens, shape.n_key),
-            "k": (shape.n_key_heads, shape.n_kv, shape.n_key),
-            "v": (shape.n_key_heads, shape.n_kv, shape.n_value),
-            "mask": (1, shape.n_tokens, shape.n_kv),
+            "k": (*sides, shape.n_key),
+            "v": (*sides, shape.n_value),
+            "mask": (shape.n_masks, shape.n_tokens, shape.n_kv),
             "sinks": (1, 1, shape.n_heads),
             "out": (shape.n_tokens, shape.n_heads, shape.n_value),
         }
@@ -115,11 +129,14 @@ class Attention:
 def check(attention: Attention, n_threads: int) -> None:
     """Computes it with ggml's engine and with ours, and frees it."""
     engines = [Engine(name, n_threads) for name in ("CPU", "MOEEDGE")]
+    n_before = attention_count()
     found = [attention.run(engine) for engine in engines]
+    n_ours = attention_count() - n_before
     for engine in engines:
         engine.close()
     attention.close()
     assert np.array_equal(*found)
+    assert n_ours == attention.shape.is_ours
 
 
 @pytest.fixture(params=_CHOICES)
@@ -153,13 +170,15 @@ SHAPES = [
     *(Shape(n, 600, has_mask=False, n_key_heads=4, n_key=192, n_value=128) for n in (1, 5)),
     *(Shape(n, 600, n_passed=590, n_heads=71, n_key_heads=1, n_key=64, n_value=64) for n in (1, 3)),
     Shape(4, 256, n_key=256, n_value=256, n_passed=252),
+    # views, masks of heads and others than 0
+    *(Shape(n, 512, n_passed=400, is_permuted=True, n_masks=2, masked=-1.5, has_sinks=True) for n in (1, 9, 100)),
     # ggml's own: keys that are no multiple of a tile, wide keys, other widths and types, a cap, ALiBi
-    Shape(96, 250),
-    Shape(96, 256, n_key=320, n_value=320),
-    Shape(9, 256, n_key=80, n_value=80),
-    *(Shape(n, 600, is_half=False) for n in (1, 9)),
-    *(Shape(n, 256, softcap=30.0) for n in (9, 96)),
-    *(Shape(n, 256, max_bias=8.0) for n in (9, 96)),
+    Shape(96, 250, is_ours=False),
+    Shape(96, 256, n_key=320, n_value=320, is_ours=False),
+    Shape(9, 256, n_key=80, n_value=80, is_ours=False),
+    *(Shape(n, 600, is_half=False, is_ours=False) for n in (1, 9)),
+    *(Shape(n, 256, softcap=30.0, is_ours=False) for n in (9, 96)),
+    *(Shape(n, 256, max_bias=8.0, is_ours=False) for n in (9, 96)),
 ]
 
 

@@ -57,7 +57,7 @@ def test_every_kernel_passes_its_check() -> None:
 def test_sums_of_floats_have_the_order_of_one_build(layout: str) -> None:
     """Of ggml: for AVX2, AVX-512, or AVX-512 with products of BF16."""
     equal = [kernel for kernel in kernels() if kernel.layout == layout and kernel.is_equal]
-    assert len({kernel.instructions for kernel in equal} - {"avxvnni"}) == 1  # AVX-VNNI has AVX2's kernels
+    assert len({kernel.instructions for kernel in equal} - {"avxvnni"}) <= 1  # AVX-VNNI has AVX2's kernels
     assert all(kernel.several_speed > 0 and kernel.many_speed > 0 for kernel in equal)
 
 

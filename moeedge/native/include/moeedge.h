@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 28
+#define MOEEDGE_ABI_VERSION 29
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect
@@ -454,6 +454,8 @@ struct moeedge_kernel {
 MOEEDGE_API int moeedge_set_kernel_choice(int choice);
 // checks the kernels that were not used yet; returns how many this CPU runs, of which out [n_max] gets the first
 MOEEDGE_API int moeedge_kernels(struct moeedge_kernel * out, int n_max);
+// nodes of attention that kernels of ours have computed in this process
+MOEEDGE_API int64_t moeedge_attention_count(void);
 // Bytes per second that n_threads read from memory [n_bytes] at once: the fastest of n_repetitions; 0: a bad argument, or out of
 // memory. memory: null: as many bytes of its own, written before
 MOEEDGE_API double moeedge_read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions);

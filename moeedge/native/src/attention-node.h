@@ -39,6 +39,9 @@ struct attention_speeds {
 };
 const attention_speeds & attention_speed(size_t i);
 
+// nodes that kernels of ours have computed in this process
+int64_t attention_count();
+
 // without `tile`: ggml's own code. n_threads: that will compute it, at most; 0: unknown
 attention_kernels choose_attention(const ggml_tensor * node, int n_threads);
 

@@ -406,7 +406,7 @@ inline void finish_row(const few_attention & task, int r, const float * values, 
         const float sink   = *task.sink[r];
         const float change = expf(sink > max ? max - sink : sink - max);
         factor             = sink > max ? change : 1;
-        sum                = sink > max ? fmaf(sum, change, 1) : sum + change;
+        sum                = sink > max ? sum * change + 1 : sum + change;
         max                = sink > max ? sink : max;
     }
     float * to      = task.out[r] + (task.is_part ? 2 : 0);

@@ -116,7 +116,7 @@ struct for_row {
 
 const dot_kernel kernels[] = {
     { "avx512bf16", "bf16", GGML_TYPE_BF16, false, GGML_TYPE_BF16, n_values, sizeof(line), n_tile_rows, 2 * n_values, nullptr, all_dots<for_row>, tiles<2>,
-      1, 2, tiles<1>, nullptr },
+      1, 8, tiles<1>, nullptr },
 };
 
 } // namespace

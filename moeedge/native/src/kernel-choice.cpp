@@ -63,9 +63,10 @@ ggml_from_float_t quantizer(ggml_type type) {
 }
 
 #if defined(__x86_64__)
-static bool has_avxvnni() { // for which compilers' __builtin_cpu_supports is young
+// of those for which compilers' __builtin_cpu_supports is young
+static bool has_young(int bit) {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << 4) != 0;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << bit) != 0;
 }
 #endif
 
@@ -77,16 +78,17 @@ static std::vector<dot_kernels> find_runnable_sets() {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni")) {
             found.push_back(avx512_kernels());
-            if (__builtin_cpu_supports("avx512bf16")) {
+            if (has_young(5)) { // BF16
                 found.push_back(avx512bf16_kernels());
             }
         }
-        if (has_avxvnni()) {
+        if (has_young(4)) { // AVX-VNNI
             found.push_back(avxvnni_kernels());
         }
         found.push_back(avx2_kernels());
     }
 #endif
+    found.erase(std::remove_if(found.begin(), found.end(), [](const dot_kernels & set) { return set.n == 0; }), found.end()); // of another compiler
     return found;
 }
 
@@ -367,7 +369,7 @@ int read_kernels(moeedge_kernel * out, int n_max) {
     }
     for (size_t i = 0; i < runnable_sets().size(); i++) {
         const attention_speeds & speeds = attention_speed(i);
-        if (runnable_sets()[i].attention.tile && add(runnable_sets()[i].first->instructions, "attention", speeds.prompt > 0 && speeds.few > 0)) {
+        if (runnable_sets()[i].attention.tile && add(runnable_sets()[i].first->instructions, "attention", speeds.prompt > 0 || speeds.few > 0)) {
             out[n - 1].several_speed = speeds.few;
             out[n - 1].many_speed    = speeds.prompt;
         }
@@ -415,7 +417,7 @@ bool is_allowed(const char * instructions) {
     switch (choice.load(std::memory_order_relaxed)) {
         case MOEEDGE_KERNEL_CHOICE_AVX2:    return is(instructions, "avx2");
         case MOEEDGE_KERNEL_CHOICE_AVXVNNI: return is(instructions, "avxvnni");
-        default: return !is(instructions, "avxvnni") || !is(runnable_kernels().front()->instructions, "avx512vnni"); // which is faster, and a check takes time
+        default: return !is(instructions, "avxvnni") || !is(runnable_sets().front().first->instructions, "avx512vnni"); // which is faster, and a check takes time
     }
 }
 

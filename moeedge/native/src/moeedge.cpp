@@ -6,6 +6,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "attention-node.h"
 #include "abort-scope.h"
 #include "c-calls.h"
 #include "dry-run-device.h"
@@ -282,6 +283,10 @@ int moeedge_kernels(moeedge_kernel * out, int n_max) {
         return MOEEDGE_STATUS_BAD_ARGUMENT;
     }
     return guarded([&] { return moeedge::read_kernels(out, n_max); });
+}
+
+int64_t moeedge_attention_count(void) {
+    return moeedge::attention_count();
 }
 
 double moeedge_read_speed(const void * memory, int64_t n_bytes, int n_threads, int n_repetitions) {
