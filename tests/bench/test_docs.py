@@ -114,6 +114,13 @@ def test_performance_has_prompts_of_16384_tokens() -> None:
     assert f"of 4,096 tokens {cells[0]}, of 16,384 {cells[1]} ([record](docs/benchmarks/prompts-qwen3-30b" in _README
 
 
+@pytest.mark.parametrize("quant", ["q5_k_m", "q3_k_m"])
+def test_performance_has_the_floors_of_other_types(quant: str) -> None:
+    name = f"floors-qwen3-30b-{quant}-zen4.json.gz"
+    cells = [_cell(row) for row in read(_RECORDS / name)]
+    assert f"| [{quant.upper()}](benchmarks/{name}) | {' | '.join(cells)} |" in _PERFORMANCE
+
+
 def _cell(row: dict[str, Any]) -> str:
     return f"{row['speeds']['moeedge']:.1f} ({over_stock(row):.2f}; {row['ratio']:.2f})"
 
