@@ -4,17 +4,13 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <initializer_list>
-#include <limits>
-#include <memory>
 #include <mutex>
 #include <new>
 
 #include "cache-device.h"
 #include "fused-nodes.h"
-#include "ggml-backend.h"
+#include "kernel-checks.h"
 #include "kernel-choice.h"
-#include "timing.h"
 
 namespace moeedge {
 
@@ -160,26 +156,22 @@ void attention_node::compute(int ith, int nth) {
 
 // checks
 
-template <typename T, void (*F)(T *)> struct freed_by {
-    void operator()(T * t) const { F(t); }
-};
-
 // a batch of a check: heads that share keys, a window of them, some masks that are neither 0 nor infinite, sinks about the largest scores
 struct attention_case {
-    static constexpr int64_t n_key = 128, n_heads = 8, n_window = 500, n_timings = 3;
+    static constexpr int64_t n_key = 128, n_heads = 4;
 
-    std::unique_ptr<ggml_backend, freed_by<ggml_backend, ggml_backend_free>> cpu;
-    std::unique_ptr<ggml_context, freed_by<ggml_context, ggml_free>>         ctx;
-    ggml_tensor *                                                            node  = nullptr;
-    ggml_cgraph *                                                            graph = nullptr;
-    std::vector<float>                                                       parts;
-    const int                                                                n_threads;
-    uint32_t                                                                 state = 1;
+    owned_backend      cpu;
+    owned_context      ctx;
+    ggml_tensor *      node  = nullptr;
+    ggml_cgraph *      graph = nullptr;
+    std::vector<float> parts;
+    const int          n_threads;
+    check_values       random;
 
-    attention_case(int64_t n_tokens, int64_t n_kv, int threads, ggml_type type = GGML_TYPE_F16, bool has_mask = true) : n_threads(threads) {
+    attention_case(int64_t n_tokens, int64_t n_kv, int threads = 1, ggml_type type = GGML_TYPE_F16, bool has_mask = true) : n_threads(threads) {
         ggml_backend_dev_t dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
         cpu.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
-        ctx.reset(ggml_init({ 8 << 20, nullptr, false }));
+        ctx.reset(ggml_init({ 4 << 20, nullptr, false }));
         if (!cpu || !ctx) {
             return;
         }
@@ -196,10 +188,10 @@ struct attention_case {
         for (int64_t i = 0; i < ggml_nelements(mask); i++) {
             const int64_t at                = i % n_kv - (n_kv - n_tokens) - i / n_kv; // of the key, 0: the token's own
             const float   seen              = i % 7 == 0 ? -1.3f : 0;
-            ((ggml_fp16_t *) mask->data)[i] = ggml_fp32_to_fp16(at <= 0 && at > -n_window ? seen : -INFINITY);
+            ((ggml_fp16_t *) mask->data)[i] = ggml_fp32_to_fp16(at <= 0 && at > -n_kv * 2 / 3 ? seen : -INFINITY);
         }
         for (int64_t i = 0; i < n_heads; i++) {
-            ((float *) sinks->data)[i] = 4 + 3 * (float) i;
+            ((float *) sinks->data)[i] = 9 + 3 * (float) i;
         }
         node = ggml_flash_attn_ext(in, q, k, v, has_mask ? mask : nullptr, 0.3f, 0, 0);
         ggml_flash_attn_ext_add_sinks(node, sinks);
@@ -209,14 +201,9 @@ struct attention_case {
 
     void fill(ggml_tensor * t, float size) { // uniform in -size to size
         for (int64_t i = 0; i < ggml_nelements(t); i++) {
-            const float value = size * next_random();
+            const float value = size * random.next();
             t->type == GGML_TYPE_F16 ? (void) (((ggml_fp16_t *) t->data)[i] = ggml_fp32_to_fp16(value)) : (void) (((float *) t->data)[i] = value);
         }
-    }
-
-    float next_random() { // uniform in -1 to 1
-        state = state * 1664525u + 1013904223u;
-        return (float) (int32_t) state / 2147483648.0f;
     }
 
     // without memory for its work ggml's backend has a dangling pointer: it is not freed then
@@ -239,47 +226,36 @@ struct attention_case {
         return std::memcmp(theirs.data(), node->data, theirs.size()) == 0;
     }
 
-    // ggml's time over ours
-    double speed(const attention_kernels & ours) {
-        int64_t best_ns[2] = { std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max() };
-        for (int64_t i = 0; i < 2 * n_timings; i++) {
-            const int64_t begin_ns = now_ns();
-            i % 2 == 1 ? compute_ours(ours) : (void) compute_theirs();
-            best_ns[i % 2] = std::min(best_ns[i % 2], now_ns() - begin_ns);
-        }
-        return (double) best_ns[0] / (double) std::max(best_ns[1], (int64_t) 1);
+    // ggml's time over ours; 0: other bits
+    double checked_speed(const attention_kernels & ours) {
+        return is_equal(ours) ? speed_of(3, [] {}, [&] { (void) compute_theirs(); }, [&] { compute_ours(ours); }) : 0;
     }
 };
 
-struct attention_check {
-    std::once_flag   once;
-    attention_speeds speeds;
-};
-
-static bool has_bits(const attention_kernels & ours, std::initializer_list<std::array<int64_t, 3>> cases) {
-    return std::all_of(cases.begin(), cases.end(), [&](const std::array<int64_t, 3> & of) { // tokens, keys, threads
-        return attention_case(of[0], of[1], (int) of[2]).is_equal(ours);
-    });
+// the cases are those where ggml changes its way, too
+static double prompt_speed(const attention_kernels & ours) {
+    const bool has_bits = attention_case(64, 256).is_equal(ours) && attention_case(64, 128, 1, GGML_TYPE_F32, false).is_equal(ours);
+    return has_bits ? attention_case(130, 256).checked_speed(ours) : 0;
 }
 
-static void run_check(const attention_kernels & ours, attention_speeds & found) {
-    // where ggml changes its way, and one token's keys in two parts
-    const bool is_prompt_equal = has_bits(ours, { { 64, 768, 1 } }) && attention_case(64, 192, 1, GGML_TYPE_F32, false).is_equal(ours);
-    const bool is_few_equal    = has_bits(ours, { { 63, 768, 1 }, { 2, 100, 1 }, { 1, 511, 2 }, { 1, 512, 2 }, { 1, 768, 2 } }) &&
-                              attention_case(3, 200, 1, GGML_TYPE_F16, false).is_equal(ours);
-    attention_case prompt(150, 768, 1), several(9, 768, 1), one(1, 768, 1);
-    found.prompt = is_prompt_equal && prompt.is_equal(ours) ? prompt.speed(ours) : 0;
-    found.few    = is_few_equal && several.is_equal(ours) && one.is_equal(ours) ? std::min(several.speed(ours), one.speed(ours)) : 0;
+static double few_speed(const attention_kernels & ours) {
+    bool has_bits = attention_case(63, 192).is_equal(ours) && attention_case(3, 200, 1, GGML_TYPE_F16, false).is_equal(ours);
+    for (const int64_t n_kv : { 511, 512, 768 }) { // of one token two threads take a part each
+        has_bits = has_bits && attention_case(1, n_kv, 2).is_equal(ours);
+    }
+    return has_bits ? std::min(attention_case(9, 192).checked_speed(ours), attention_case(1, 768).checked_speed(ours)) : 0;
 }
 
-const attention_speeds & attention_speed(size_t i) {
-    static std::deque<attention_check> checks(runnable_sets().size());
-    std::call_once(checks[i].once, [&] {
-        if (runnable_sets()[i].attention.tile) {
-            run_check(runnable_sets()[i].attention, checks[i].speeds);
-        }
-    });
-    return checks[i].speeds;
+double attention_speed(size_t i, bool of_prompt) {
+    struct check {
+        std::once_flag once;
+        double         speed = 0;
+    };
+    static std::deque<std::array<check, 2>> checks(runnable_sets().size());
+    check &                                 found = checks[i][of_prompt];
+    const attention_kernels &               ours  = runnable_sets()[i].attention;
+    std::call_once(found.once, [&] { found.speed = ours.tile == nullptr ? 0 : of_prompt ? prompt_speed(ours) : few_speed(ours); });
+    return found.speed;
 }
 
 attention_kernels choose_attention(const ggml_tensor * node, int n_threads) {
@@ -288,7 +264,7 @@ attention_kernels choose_attention(const ggml_tensor * node, int n_threads) {
     }
     for (size_t i = 0; i < runnable_sets().size(); i++) {
         const dot_kernels & set = runnable_sets()[i];
-        if (is_allowed(set.first[0].instructions) && (is_prompt(node) ? attention_speed(i).prompt : attention_speed(i).few) > least_speed()) {
+        if (is_allowed(set.first[0].instructions) && attention_speed(i, is_prompt(node)) > least_speed()) {
             return set.attention;
         }
     }

@@ -34,10 +34,7 @@ struct attention_node {
 };
 
 // ggml's time over that of kernels of runnable_sets()[i], checked first if need be; 0: their bits differ, or there are none
-struct attention_speeds {
-    double prompt = 0, few = 0;
-};
-const attention_speeds & attention_speed(size_t i);
+double attention_speed(size_t i, bool of_prompt);
 
 // nodes that kernels of ours have computed in this process
 int64_t attention_count();

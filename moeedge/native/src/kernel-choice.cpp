@@ -5,10 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <initializer_list>
-#include <limits>
-#include <memory>
 #include <mutex>
-#include <type_traits>
 #include <vector>
 
 #include <dlfcn.h>
@@ -22,7 +19,7 @@
 #include "expert-matmuls.h"
 #include "ggml-alloc.h"
 #include "ggml-cpu.h"
-#include "timing.h"
+#include "kernel-checks.h"
 
 namespace moeedge {
 
@@ -63,8 +60,8 @@ ggml_from_float_t quantizer(ggml_type type) {
 }
 
 #if defined(__x86_64__)
-// of those for which compilers' __builtin_cpu_supports is young
-static bool has_young(int bit) {
+// for instructions that older compilers' __builtin_cpu_supports does not know
+static bool has_cpuid_7_1(int bit) {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << bit) != 0;
 }
@@ -78,11 +75,11 @@ static std::vector<dot_kernels> find_runnable_sets() {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni")) {
             found.push_back(avx512_kernels());
-            if (has_young(5)) { // BF16
+            if (has_cpuid_7_1(5)) { // BF16
                 found.push_back(avx512bf16_kernels());
             }
         }
-        if (has_young(4)) { // AVX-VNNI
+        if (has_cpuid_7_1(4)) { // AVX-VNNI
             found.push_back(avxvnni_kernels());
         }
         found.push_back(avx2_kernels());
@@ -212,33 +209,16 @@ class check_case {
         return run(dots) && std::memcmp(theirs.data(), out->data, theirs.size()) == 0;
     }
 
-    // ggml's time over ours, of the fastest of a few runs in turns, with rows from memory
+    // ggml's time over ours, with rows from memory
     double speed(dots_function dots) {
-        int64_t best_ns[2] = { std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::max() };
-        for (int i = 0; i < 2 * n_timings; i++) {
-            drop_from_caches(matrix->data, ggml_nbytes(matrix));
-            const int64_t begin_ns = now_ns();
-            run(i % 2 == 1 ? dots : nullptr);
-            best_ns[i % 2] = std::min(best_ns[i % 2], now_ns() - begin_ns);
-        }
-        return (double) best_ns[0] / (double) std::max(best_ns[1], (int64_t) 1);
+        return speed_of(n_timings, [&] { drop_from_caches(matrix->data, ggml_nbytes(matrix)); }, [&] { run(nullptr); }, [&] { run(dots); });
     }
 
   private:
-    template <typename T, void (*F)(T)> struct call {
-        void operator()(T t) const { F(t); }
-    };
-    template <typename T, void (*F)(T)> using owned = std::unique_ptr<std::remove_pointer_t<T>, call<T, F>>;
-
-    float next_random() { // uniform in -1 to 1
-        random_state = random_state * 1664525u + 1013904223u;
-        return (float) (int32_t) random_state / 2147483648.0f;
-    }
-
     void fill_matrices() {
         std::vector<float> values((size_t) (n_distinct_rows * n_in));
         for (float & value : values) {
-            value = next_random();
+            value = random.next();
         }
         const size_t      row_bytes = matrices[EXPERTS]->nb[1];
         std::vector<char> rows((size_t) std::max(n_rows * n_experts, n_tall_rows) * row_bytes);
@@ -256,7 +236,7 @@ class check_case {
     void fill_batch() {
         float * columns = (float *) x->data;
         for (int64_t i = 0; i < ggml_nelements(x); i++) {
-            const float value = next_random();
+            const float value = random.next();
             columns[i]        = value * value * value * 8; // unlike scales
         }
         for (int64_t i = 0; ids && i < ggml_nelements(ids); i++) {
@@ -278,15 +258,15 @@ class check_case {
 
     const dot_kernel &                                         kernel;
     ggml_backend_dev_t                                         dev = nullptr;
-    owned<ggml_backend_t, ggml_backend_free>                   cpu;
-    owned<ggml_context *, ggml_free>                           ctx, matrix_ctx;
+    owned_backend                                              cpu;
+    owned_context                                              ctx, matrix_ctx;
     owned<ggml_backend_buffer_t, ggml_backend_buffer_free>     buffer, matrix_buffer;
     ggml_tensor *                                              matrices[TALL + 1] = {};
     ggml_tensor *                                              matrix = nullptr, *x = nullptr, *ids = nullptr, *out = nullptr;
     ggml_cgraph *                                              graph       = nullptr;
     bool                                                       is_complete = false;
     expert_matmuls                                             ours;
-    uint32_t                                                   random_state = 1;
+    check_values                                               random;
 };
 
 // whether the dots have ggml's bits for each of these numbers of columns
@@ -368,10 +348,10 @@ int read_kernels(moeedge_kernel * out, int n_max) {
         out[i].n_dense_max        = check.is_dense_few_equal ? (int32_t) kernels[i]->n_dense_few : 0;
     }
     for (size_t i = 0; i < runnable_sets().size(); i++) {
-        const attention_speeds & speeds = attention_speed(i);
-        if (runnable_sets()[i].attention.tile && add(runnable_sets()[i].first->instructions, "attention", speeds.prompt > 0 || speeds.few > 0)) {
-            out[n - 1].several_speed = speeds.few;
-            out[n - 1].many_speed    = speeds.prompt;
+        const double few = attention_speed(i, false), prompt = attention_speed(i, true);
+        if (runnable_sets()[i].attention.tile && add(runnable_sets()[i].first->instructions, "attention", few > 0 || prompt > 0)) {
+            out[n - 1].several_speed = few;
+            out[n - 1].many_speed    = prompt;
         }
     }
     return n;
