@@ -56,7 +56,7 @@ def test_every_kernel_passes_its_check() -> None:
 
 @pytest.mark.parametrize("layout", FLOATS)
 def test_sums_of_floats_have_the_order_of_ggmls_build(layout: str) -> None:
-    """It was built for AVX2, AVX-512, or AVX-512 with products of BF16; ours for the same instructions have its bits."""
+    """It was built for AVX2, AVX-512, or AVX-512 with products of BF16: ours for these have its bits."""
     info = llama_print_system_info().decode()
     if "AVX512 = 1" not in info:
         expected = "avx2"
