@@ -3,16 +3,24 @@ Of the kind benign, models with other texts and keys, every one must be accepted
 SIGINT, SIGTERM or SIGHUP at a random moment; of the kind fault, their n-th large allocation or read fails, for every n
 up to --n.
 
-    python -m tests.fuzz KIND --n N --seed S [--finds FOLDER]
+    python -m tests.fuzz KIND --n N --seed S [--out RECORD.jsonl] [--finds FOLDER]
 
 Case number i of a kind depends on the seed and i alone: `--first i --n 1` repeats it. Each runs in a forked child with
-limits on data and time. The table counts the outcomes; --finds gets the input of each bad one.
+limits on data and time. A model file is not probed by another process first, unless its case ends badly: it is then
+repeated as a user would run it, and counted as "probed". The table counts outcomes and sentences; --finds gets the
+input of each bad case. The record has a line for each batch, and the same command goes on with those that lack.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
+import json
+import multiprocessing
 import os
+import pkgutil
+import re
 import resource
 import shlex
 import signal
@@ -21,16 +29,24 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from typer import Exit
 
+import moeedge
+from moeedge.hardware.provenance import read_provenance
+from moeedge.records import as_dict
 from tests.fuzz import faults, gguf_header, signals, texts
+from tests.support.cases import MOE_CASES, RARE_CASES
 
+SCHEMA = "moeedge-fuzz-1"
+BATCH = 250  # cases of a line in the record
 LIMIT_S = 60
 DATA_BYTES = 4 << 30
 BAD = ("crash", "traceback", "hang", "files left", "process left")
@@ -51,12 +67,13 @@ class Kind:
 
 
 _GGUF = ("tiny qwen3moe", "tiny deepseek2", "tiny gpt-oss", "tiny llama", "tiny gemma4", "tiny qwen35moe")
+_EVERY = tuple(f"case {name}" for name in MOE_CASES | RARE_CASES)
 _TEXTS = ("prompts.jsonl", "prompts.json", "prompts.csv")
 KINDS = {
     "gguf": Kind(_GGUF, gguf_header.mutated, ("plan -m FILE -dev none -md none -o json", "show FILE"), ".gguf"),
     "decode": Kind(_GGUF, gguf_header.mutated, ("chat -m FILE -md none -dev none -p a -n 4 -c 64 --raw -q",), ".gguf"),
     "benign": Kind(
-        _GGUF,
+        _EVERY,
         gguf_header.benign,
         ("plan -m FILE -dev none -md none -o json", "chat -m FILE -md none -dev none -p a -n 2 -c 64 --raw -q"),
         ".gguf",
@@ -98,12 +115,16 @@ def seed_files(folder: Path) -> Callable[[str], Path]:
     from tests.support.traces import two_texts
 
     def make(name: str) -> Path:
-        path = folder / name.replace("tiny ", "")
-        if name.startswith("tiny "):
-            path = path.with_suffix(".gguf")
-            if not path.exists():
-                return Path(make_tiny(name.split()[1], folder))
-        elif not path.exists():
+        kind, _, model = name.partition(" ")
+        path = folder / (f"{model}.gguf" if model else name)
+        if model and not path.exists():
+            arch, dimensions = (MOE_CASES | RARE_CASES)[model] if kind == "case" else (model, {})
+            pid = os.fork()
+            if pid == 0:  # llama.cpp's quantizer starts threads, which no child would have
+                make_tiny(arch, folder, **dimensions).rename(path)
+                os._exit(0)
+            os.waitpid(pid, 0)
+        if not path.exists():
             if name == "trace.npz":
                 two_texts(weights=True).save(path)
             else:
@@ -213,7 +234,7 @@ def cases(
     """Number, arguments, changed input, failing call of each case; the input is in folder/case until the next one."""
     find = seed_files(folder)
     if kind == "fault":
-        for number, (command, fault) in enumerate(faults.faults(n)):
+        for number, (command, fault) in enumerate(faults.faults(first, n)):
             yield number, words_of(command, find), b"", fault
         return
     if kind in ("cli", "signal"):
@@ -279,48 +300,109 @@ def _arguments(rng: Random) -> list[str]:
     )
 
 
+def preload() -> None:
+    """Does once what each child would do first: without it most of a case's time is importing."""
+    from moeedge.cli import app
+    from moeedge.llama import library
+
+    for module in pkgutil.walk_packages(moeedge.__path__, "moeedge."):
+        if not module.name.endswith(("__main__", "probe_child")):
+            import_module(module.name)
+    library.start()
+    app.load_command = functools.cache(app.load_command)
+    for name in app.COMMANDS:
+        for param in app.load_command(name).params:
+            param.get_runtime_param()
+    gc.collect()
+    gc.freeze()
+
+
+def sentence(last: str) -> str:
+    """What a line says without the paths, names and numbers in it: the class of an outcome."""
+    text = re.sub(r"/\S+|'[^']*'", "X", last.removeprefix("error: "))
+    return re.sub(r"-?\d[\d.,]*", "N", text)[:70]
+
+
+def run_batch(options: argparse.Namespace, first: int, n: int) -> dict[str, object]:
+    """A line of the record: the outcomes of cases `first` to `first` + `n`, what they said, and the bad ones."""
+    outcomes: Counter[str] = Counter()
+    classes: Counter[str] = Counter()
+    bad: list[str] = []
+    kind = KINDS.get(options.kind)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, arguments, data, fault in cases(options.kind, options.seed, first, n, folder):
+            outcome, last, was_probed = outcome_of(options, number, arguments, folder, fault)
+            outcomes[outcome] += 1
+            outcomes["probed"] += was_probed
+            classes[f"{outcome}: {sentence(last)}"] += outcome != "accepted"
+            is_unsound = kind is not None and kind.is_sound and outcome != "accepted"
+            if outcome in BAD or outcome.startswith("exit code") or is_unsound:
+                about = f"{fault}, " if fault else ""
+                bad.append(f"{about}case {number}: {outcome}: moeedge {' '.join(arguments)[:200]}: {last[:200]}")
+                print(bad[-1].encode("utf-8", "replace").decode(), flush=True)
+                if options.finds is not None:
+                    options.finds.mkdir(parents=True, exist_ok=True)
+                    (options.finds / f"{options.kind}-{options.seed}-{number}").write_bytes(data)
+    return {"first": first, "n": n, "outcomes": +outcomes, "classes": +classes, "bad": bad}
+
+
+def outcome_of(
+    options: argparse.Namespace, number: int, arguments: list[str], folder: Path, fault: faults.Fault | None
+) -> tuple[str, str, bool]:
+    """The outcome of a case, its last line, and whether it ended well only with the probe."""
+    if options.kind == "signal":
+        return *signals.run_case(Random(f"{options.seed} {number} moments"), arguments, folder), False
+    if options.kind == "cli":
+        outcome, last = run_case(arguments, folder, 3)
+        return "accepted" if outcome == "hang" else outcome, last, False  # it computes, as it was asked to
+    outcome, last = run_case(arguments, folder, probes=False, fault=fault)
+    if outcome not in BAD or KINDS.get(options.kind, KINDS["jsonl"]).suffix != ".gguf":
+        return outcome, last, False
+    outcome, last = run_case(arguments, folder)
+    return outcome, last, outcome not in BAD
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=[*KINDS, "cli", "signal", "fault"])
     parser.add_argument("--n", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--no-probe", action="store_true", help="model files are not tried by another process first")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--finds", type=Path, help="folder that gets the input of each bad case")
     options = parser.parse_args()
     if options.kind == "fault":
         faults.restart_with_shim()
-    import moeedge.cli.app
-    import moeedge.llama.library  # noqa: F401  each child has it already
+    preload()
 
-    outcomes: Counter[str] = Counter()
-    bad: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for number, arguments, data, fault in cases(options.kind, options.seed, options.first, options.n, folder):
-            limit_s = LIMIT_S if options.kind != "cli" else 3
-            if options.kind == "signal":
-                outcome, last = signals.run_case(Random(f"{options.seed} {number} moments"), arguments, folder)
-            else:
-                probes = not options.no_probe and fault is None
-                outcome, last = run_case(arguments, folder, limit_s, probes=probes, fault=fault)
-            if outcome == "hang" and options.kind == "cli":  # it computes, as it was asked to
-                outcome = "accepted"
-            outcomes[outcome] += 1
-            is_sound = options.kind in KINDS and KINDS[options.kind].is_sound
-            if outcome in BAD or outcome.startswith("exit code") or (is_sound and outcome != "accepted"):
-                bad[f"{outcome}: {last[:160]}"] += 1
-                about = f"{fault}, " if fault else ""
-                print(f"{about}case {number}: {outcome}: moeedge {' '.join(arguments)[:200]}: {last[:200]}", flush=True)
-                if options.finds is not None:
-                    options.finds.mkdir(parents=True, exist_ok=True)
-                    (options.finds / f"{options.kind}-{options.seed}-{number}").write_bytes(data)
-            if (number - options.first) % 1000 == 999:
-                print(f"{number - options.first + 1} cases: {dict(outcomes)}", flush=True)
-    print(f"{options.kind}, seed {options.seed}, {outcomes.total()} cases: {dict(outcomes)}")
-    for text, n in bad.most_common(30):
+    lines: list[dict[str, Any]] = []
+    if options.out is not None and options.out.is_file():
+        lines = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()[1:]]
+    elif options.out is not None:
+        command = " ".join(Path(word).name for word in sys.argv[1:])
+        head = {"schema": SCHEMA, "environment": as_dict(read_provenance()), "command": command}
+        options.out.write_text(json.dumps(head) + "\n", encoding="utf-8")
+    batches = faults.batches(options.n) if options.kind == "fault" else _batches(options.first, options.n)
+    done = {line["first"] for line in lines}
+    with ProcessPoolExecutor(options.workers, multiprocessing.get_context("fork")) as pool:
+        for future in as_completed([pool.submit(run_batch, options, *each) for each in batches if each[0] not in done]):
+            lines.append(future.result())
+            if options.out is not None:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(lines[-1]) + "\n")
+    totals = {name: sum((Counter(line[name]) for line in lines), Counter()) for name in ("outcomes", "classes")}
+    print(f"{options.kind}, seed {options.seed}: {dict(totals['outcomes'])}")
+    for text, n in totals["classes"].most_common(60):
         print(f"{n:6} {text}")
-    sys.exit(1 if bad else 0)
+    sys.exit(any(line["bad"] for line in lines))
+
+
+def _batches(first: int, n: int) -> list[tuple[int, int]]:
+    return [(start, min(BATCH, first + n - start)) for start in range(first, first + n, BATCH)]
 
 
 if __name__ == "__main__":

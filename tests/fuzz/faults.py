@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 _SHIM = Path(__file__).with_name("fault_shim.c")
@@ -69,12 +68,16 @@ class Fault:
         return n < 0 or n >= self.number
 
 
-def faults(limit: int) -> Iterator[tuple[str, Fault]]:
-    """Each command with each of its calls failing, up to `limit` per command and kind."""
-    for command in COMMANDS:
-        for kind in KINDS:
-            for number in count(1):
-                fault = Fault(kind, number)
-                yield command, fault
-                if number == limit or not fault.was_reached:
-                    break
+def batches(limit: int) -> list[tuple[int, int]]:
+    """A number for each command and kind of call, with the number of calls that fail in turn."""
+    return [(number, limit) for number in range(len(COMMANDS) * len(KINDS))]
+
+
+def faults(number: int, limit: int) -> Iterator[tuple[str, Fault]]:
+    """A command with each of its calls of a kind failing, up to `limit`."""
+    command, kind = COMMANDS[number // len(KINDS)], [*KINDS][number % len(KINDS)]
+    for call in range(1, limit + 1):
+        fault = Fault(kind, call)
+        yield command, fault
+        if not fault.was_reached:
+            return

@@ -225,7 +225,8 @@ def mutated(rng: Random, data: bytes) -> bytes:
 
 
 def benign(rng: Random, data: bytes) -> bytes:
-    """The same model: further keys of every type, other texts about it, its keys in another order."""
+    """The same model: further keys of every type, other texts about it, its keys and tensors in another order, another
+    alignment, bytes after its end."""
     header = parse(data)
     for n in range(rng.randrange(4)):
         kind = rng.choice((*SCALARS, STRING, ARRAY))
@@ -241,7 +242,28 @@ def benign(rng: Random, data: bytes) -> bytes:
         header.pairs = [pair for pair in header.pairs if pair.name != name]
         if rng.random() < 0.7:
             header.pairs.append(Pair(name, STRING, rng.randbytes(rng.randrange(60)).hex().encode()))
+    body = _laid_out(rng, header, data[-(-header.size // 32) * 32 :])
     if rng.random() < 0.5:
         rng.shuffle(header.pairs)
     new = written(header)
-    return new + bytes(-len(new) % 32) + data[-(-header.size // 32) * 32 :]
+    alignment = next((int(pair.value) for pair in header.pairs if pair.name == b"general.alignment"), 32)  # type: ignore[call-overload]
+    return new + bytes(-len(new) % alignment) + body + rng.randbytes(rng.choice((0, 0, 1, 4096)))
+
+
+def _laid_out(rng: Random, header: Header, body: bytes) -> bytes:
+    """The tensors' data in a new order and alignment, which the header then names."""
+    ends = [*sorted(tensor.offset for tensor in header.tensors)[1:], len(body)]
+    by_offset = sorted(header.tensors, key=lambda tensor: tensor.offset)
+    parts = {tensor.name: body[tensor.offset : end] for tensor, end in zip(by_offset, ends, strict=True)}
+    alignment = rng.choice((32, 32, 64, 256, 4096))
+    if alignment != 32:
+        header.pairs = [pair for pair in header.pairs if pair.name != b"general.alignment"]
+        header.pairs.append(Pair(b"general.alignment", 4, alignment))
+    if rng.random() < 0.5:
+        rng.shuffle(header.tensors)
+    new = bytearray()
+    for tensor in header.tensors:
+        tensor.offset = len(new)
+        new += parts[tensor.name]
+        new += bytes(-len(new) % alignment)
+    return bytes(new)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +23,26 @@ TOKENS = (
         b"}}",
     ),
 )
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")),
+    *("", "a", "\ud800", "\0", "x" * 140_000, [], [[]], [None], [0] * 5000, {}, {"": None}, {"role": 1}, [{"text": 2}]),
+)
 
 
 def mutated(rng: Random, data: bytes) -> bytes:
-    """The bytes with one to four changes."""
+    """The bytes with one to four changes; where they are JSON, mostly one to three other values or keys in it."""
+    if rng.random() < 0.6:
+        lines = data.splitlines(keepends=True) if data[:1] == b"{" else [data]
+        n = rng.randrange(len(lines)) if lines else 0
+        try:
+            value = json.loads(lines[n])
+        except (IndexError, ValueError):
+            pass
+        else:
+            for _ in range(rng.choice((1, 1, 2, 3))):
+                value = _changed(rng, value)
+            lines[n] = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+            return b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     for _ in range(rng.choice((1, 1, 2, 4))):
         at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
         end = min(end, at + rng.choice((1, 4, 64, 4096)))
@@ -40,6 +58,23 @@ def mutated(rng: Random, data: bytes) -> bytes:
         else:
             data = data[:at] + rng.choice(TOKENS) + data[at if way == 4 else end :]
     return data
+
+
+def _changed(rng: Random, value: Any) -> Any:
+    """The value with another one in its place, or in a place within it; a key less, or with another name."""
+    if not isinstance(value, (dict, list)) or not value or rng.random() < 0.15:
+        return rng.choice(VALUES)
+    at = rng.choice([*value]) if isinstance(value, dict) else rng.randrange(len(value))
+    way = rng.randrange(8)
+    if way == 0:
+        del value[at]
+    elif way == 1 and isinstance(value, dict):
+        value[rng.choice(("", "x", at + "s"))] = value.pop(at)
+    elif way == 2 and isinstance(value, list):
+        value += [value[at]] * rng.choice((1, 70))
+    else:
+        value[at] = _changed(rng, value[at])
+    return value
 
 
 def mutated_archive(rng: Random, data: bytes) -> bytes:
