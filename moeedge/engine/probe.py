@@ -1,4 +1,5 @@
-"""First contact with a model file: a child process loads its header, since a damaged one may crash or hang.
+"""First contact with a model file: a child process decodes with its header and without its weights, since a damaged one
+may crash or hang.
 
 What the child survives is kept as known, by sizes, times and the beginning of the first part. What llama.cpp refuses in
 order is loaded all the same: the error then says more. So is a file that could not be tried, e.g. for lack of memory.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,13 +37,13 @@ _took_s: dict[Path, float] = {}  # what no session has told yet
 
 @dataclass(frozen=True, kw_only=True)
 class Probed(Measurement):
-    """A file whose header a child process has loaded."""
+    """A file with whose header a child process has decoded."""
 
-    SCHEMA: ClassVar[int] = 1
+    SCHEMA: ClassVar[int] = 2
 
 
 def probe(path: Path) -> None:
-    """Lets a child process load the header of an unknown file. Raises ModelFileError where it crashes or does not end.
+    """Lets a child process try the header of an unknown file. Raises ModelFileError where it crashes or does not end.
 
     Bundled files are known, and so is what this process or an earlier one has tried.
     """
@@ -71,10 +73,11 @@ def probe(path: Path) -> None:
         _tried.add(identity)
         return
     if done.returncode == -signal.SIGXCPU:
-        raise _unusable(path, f"llama.cpp has not read its header in {probe_child.CPU_S} s")
+        raise _unusable(path, f"llama.cpp has not decoded with it in {probe_child.CPU_S} s")
     if -done.returncode in _CRASHES:
         lines = done.stderr.decode("utf-8", "replace").splitlines()
         told = next((line.strip() for line in reversed(lines) if "assert" in line.lower()), "")
+        told = re.sub(r"^.*/(?=[\w.-]+:\d+: )", "", told)  # the folder where that was compiled
         name = signal.Signals(-done.returncode).name
         raise _unusable(path, f"llama.cpp crashes with it, {name}{told and f': {told[:200]}'}")
     _tried.add(identity)
@@ -89,7 +92,7 @@ def take_notes(files: Sequence[Path]) -> list[Notification]:
     tried = [(path.name, _took_s[path]) for path in files if path in _took_s]
     _took_s.clear()
     return [
-        Notification(f"{name} is new here: another process read its header first ({seconds:.1f} s).", Level.NOTICE)
+        Notification(f"{name} is new here: another process tried its header first ({seconds:.1f} s).", Level.NOTICE)
         for name, seconds in tried
     ]
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import llama_cpp.llama_cpp as lib
 
-from moeedge.errors import EngineError, InputError, ModelFileError, MoeedgeError
+from moeedge import native
+from moeedge.errors import InputError, ModelFileError, MoeedgeError
 from moeedge.hardware.devices import Storage
 from moeedge.llama import gguf_file, library
 from moeedge.llama.dense_weights import DenseWeights, SplitWeights
@@ -32,6 +33,9 @@ Mode = Literal["moeedge", "stock"]
 _EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 
 _CONTROL_ATTRIBUTES = 1 << 0 | 1 << 3  # LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, which parse_special finds in a text
+_TOKENIZE, _TO_PIECE = (ctypes.cast(call, ctypes.c_void_p) for call in (lib.llama_tokenize, lib.llama_token_to_piece))
+_TEXT_THREW = -(1 << 31)  # MOEEDGE_TEXT_THREW
+_DAMAGED = "It is damaged. Download or copy it again."
 HOST = "CPU"  # ggml's name of host memory
 # with a recurrent state that llama.cpp can take back (llm_arch_supports_rs_rollback); two of them are tested
 _SNAPSHOT_ARCHITECTURES = frozenset(
@@ -227,12 +231,14 @@ class Model(Closing):
         """Returns token ids. add_special: BOS/EOS if the model uses them; parse_special: <|...|> as special tokens."""
         data = text.encode()
         room, count = 0, -len(data) - 2
-        while count < -room:
+        while _TEXT_THREW < count < -room:
             room = -count
             buffer = (lib.llama_token * room)()
-            count = lib.llama_tokenize(self.vocab, data, len(data), buffer, room, add_special, parse_special)
+            count = native.load().moeedge_tokenize(
+                _TOKENIZE, self.vocab, data, len(data), buffer, room, add_special, parse_special
+            )
         if count < 0:
-            raise EngineError(f"llama.cpp could not tokenize a text of {len(data):,} bytes.")
+            raise self._unusable_vocabulary(f"tokenize a text of {len(data):,} bytes")
         return list(buffer[:count])
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
@@ -241,11 +247,17 @@ class Model(Closing):
         piece = self._pieces.get(key)
         if piece is None:
             count = -64
-            while count < 0:  # the room that it takes
+            while _TEXT_THREW < count < 0:  # the room that it takes
                 buffer = ctypes.create_string_buffer(-count)
-                count = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+                count = native.load().moeedge_piece(_TO_PIECE, self.vocab, token, buffer, len(buffer), special)
+            if count < 0:
+                raise self._unusable_vocabulary(f"spell token {token}")
             piece = self._pieces[key] = buffer.raw[:count]
         return piece
+
+    def _unusable_vocabulary(self, what: str) -> ModelFileError:
+        reason = native.load().moeedge_last_error().decode("utf-8", "replace")
+        return ModelFileError(f"llama.cpp could not {what} with {self.path.name}'s vocabulary: {reason}.", _DAMAGED)
 
     def token_text(self, token: int) -> str:
         """Returns the vocabulary's spelling of a token, special ones included."""
@@ -450,7 +462,7 @@ def _check_epsilons(handle: Any, architecture: str, path: Path) -> None:
     for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon"):
         with suppress(ValueError):  # a text, of a key that the model does not use
             if not float(value := _read_metadata(handle, f"{architecture}.attention.{name}") or "0") >= 0:
-                raise ModelFileError(f"{path} has {value} as its {name}.", "It is damaged. Download or copy it again.")
+                raise ModelFileError(f"{path} has {value} as its {name}.", _DAMAGED)
 
 
 def _read_metadata(handle: Any, key: str) -> str | None:

@@ -250,6 +250,8 @@ SIGNATURES: dict[tuple[Any, ...], str] = {
     (c_void_p,): "dry_run_gpu",
     (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int): "memory_uses",
     (c_int, c_void_p, c_void_p, c_void_p, c_void_p): "decode",
+    (c_int, c_void_p, c_void_p, c_char_p, c_int, c_void_p, c_int, c_bool, c_bool): "tokenize",
+    (c_int, c_void_p, c_void_p, c_int, c_void_p, c_int, c_bool): "piece",
     (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p): "largest_values",
     (c_bool, c_void_p): "should_stop",
 }

@@ -494,6 +494,15 @@ MOEEDGE_API void * moeedge_dry_run_gpu(void);
 MOEEDGE_API int moeedge_memory_uses(void * get_breakdown, const void * context, int simulated,
                                     struct moeedge_memory_use * out, int n_max);
 
+// text
+
+// Calls llama.cpp's llama_tokenize or llama_token_to_piece (lstrip 0) and returns its result, or MOEEDGE_TEXT_THREW, as damaged
+// vocabularies make them throw; moeedge_last_error has the exception's text
+#define MOEEDGE_TEXT_THREW INT32_MIN
+MOEEDGE_API int moeedge_tokenize(void * llama_tokenize, const void * vocab, const char * text, int n_text, int32_t * tokens, int n_max,
+                                 bool add_special, bool parse_special);
+MOEEDGE_API int moeedge_piece(void * llama_token_to_piece, const void * vocab, int token, char * out, int n_max, bool special);
+
 // decoding
 
 // Calls llama.cpp's llama_decode(context, *batch), then its llama_synchronize(context) unless that is null, and returns the

@@ -51,6 +51,17 @@ template <typename Measure> static double measured(const Measure & measure) {
     return status == MOEEDGE_STATUS_OK ? speed : 0;
 }
 
+// f(arguments), a function of llama.cpp
+template <typename... arguments> static int text_result(void * f, arguments... values) {
+    int        count  = 0;
+    const auto status = guarded([&]() -> int {
+        const moeedge::abort_scope scope;
+        count = ((int32_t (*)(arguments...)) f)(values...);
+        return MOEEDGE_STATUS_OK;
+    });
+    return status == MOEEDGE_STATUS_OK ? count : MOEEDGE_TEXT_THREW;
+}
+
 static bool is_offload_scope(int scope) {
     return scope >= MOEEDGE_OFFLOAD_SCOPE_NONE && scope <= MOEEDGE_OFFLOAD_SCOPE_ALL;
 }
@@ -337,6 +348,15 @@ int moeedge_decode(void * llama_decode, void * llama_synchronize, void * context
         return MOEEDGE_STATUS_OK;
     });
     return status == MOEEDGE_STATUS_OK ? code : MOEEDGE_DECODE_THREW;
+}
+
+int moeedge_tokenize(void * llama_tokenize, const void * vocab, const char * text, int n_text, int32_t * tokens, int n_max,
+                     bool add_special, bool parse_special) {
+    return text_result(llama_tokenize, vocab, text, (int32_t) n_text, tokens, (int32_t) n_max, add_special, parse_special);
+}
+
+int moeedge_piece(void * llama_token_to_piece, const void * vocab, int token, char * out, int n_max, bool special) {
+    return text_result(llama_token_to_piece, vocab, (int32_t) token, out, (int32_t) n_max, (int32_t) 0, special);
 }
 
 int64_t moeedge_largest_values(const float * values, int64_t n, int64_t k, int32_t * ids, float * found) {
