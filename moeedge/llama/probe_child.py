@@ -1,7 +1,7 @@
 """The process that meets a model file first: it may crash or hang in place of the one that asks.
 
 Started as `python -I <this file> FILE FOLDER...`, with the folders of Python's modules. It maps the file, puts zeros in
-the place of the weights, which need not be read then, and decodes two tokens and one. Exit code 0: that works, or fails
+the place of the weights, which need not be read then, and decodes a token, of small files two tokens before it. Exit code 0: that works, or fails
 in order; 2: llama.cpp refuses the file. Memory and processor time are limited.
 """
 
@@ -13,10 +13,11 @@ import resource
 import sys
 from typing import Any
 
-CPU_S = 30  # the largest vocabularies take two
+CPU_S = 20  # the largest vocabularies take two
 MEMORY_BYTES = 8 << 30
 REFUSED = 2
 _N_CTX = 64
+_SMALL_BYTES = 1 << 30  # less is decoded in no time
 _MAPS = "/proc/self/maps"  # Linux only
 _READ = 1  # PROT_READ
 _ZEROS = 0x02 | 0x10 | 0x20 | 0x4000  # MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE
@@ -80,7 +81,7 @@ def _decode(lib: Any, model: Any, context: Any, folder: str) -> None:
                 return
             libc.madvise(start, end - start, _HUGE_PAGES)
     tokens = (lib.llama_token * 2)(0, min(1, lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)) - 1))
-    for n in (2, 1):
+    for n in (2, 1) if lib.llama_model_size(model) < _SMALL_BYTES else (1,):
         if lib.llama_decode(context, lib.llama_batch_get_one(tokens, n)):
             return
 
