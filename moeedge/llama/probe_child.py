@@ -1,8 +1,8 @@
 """The process that meets a model file first: it may crash or hang in place of the one that asks.
 
 Started as `python -I <this file> FILE FOLDER...`, with the folders of Python's modules. It maps the file, puts zeros in
-the place of the weights, which need not be read then, and decodes a token, of small files two tokens before it. Exit code 0: that works,
-or fails in order; 2: llama.cpp refuses the file. Memory and processor time are limited.
+the place of the weights, which need not be read then, and decodes a token, of small files two tokens before it. Exit
+code 0: that works, or fails in order; 2: llama.cpp refuses the file. Memory and processor time are limited.
 """
 
 from __future__ import annotations

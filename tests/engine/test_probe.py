@@ -12,7 +12,9 @@ import pytest
 from moeedge.engine import probe as probing
 from moeedge.engine.probe import probe, take_notes
 from moeedge.errors import ModelFileError
+from moeedge.llama.probe_child import CPU_S
 from moeedge.run import is_warning
+from tests.fuzz import gguf_header
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,17 @@ def test_a_file_that_llama_cpp_refuses_is_left_to_the_loader(tiny_moe: Path, tmp
     assert kept(tmp_path) == []
 
 
+def test_a_file_that_loads_and_cannot_be_decoded(tiny_moe: Path, tmp_path: Path) -> None:
+    """ggml has no product with a matrix of integers, and does not ask."""
+    data = tiny_moe.read_bytes()
+    header = gguf_header.parse(data)
+    next(tensor for tensor in header.tensors if tensor.name == b"blk.0.attn_q.weight").type = 26  # GGML_TYPE_I32
+    path = tmp_path / "integers.gguf"
+    path.write_bytes(gguf_header.written(header) + data[header.size :])
+    with pytest.raises(ModelFileError, match="SIGSEGV"):
+        probe(path)
+
+
 def ended(code: int, errors: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     return subprocess.CompletedProcess((), code, stderr=errors)
 
@@ -70,7 +83,7 @@ def ended(code: int, errors: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     ("outcome", "words"),
     [
         (ended(-11, b"loading\nGGML_ASSERT(n < 3) failed\nmore\n"), "SIGSEGV: GGML"),
-        (ended(-24), "30 s"),
+        (ended(-24), f"{CPU_S} s"),
         (ended(-9), ""),  # by the system, which lacks memory
         (ended(1, b"ImportError"), ""),
         (subprocess.TimeoutExpired((), 120), ""),  # a disk that does not answer

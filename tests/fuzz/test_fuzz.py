@@ -39,6 +39,7 @@ def changed(path: Path, folder: Path, key: str, value: object) -> Path:
         (".block_count", 513, r"assert|ASSERT"),  # more than llama.cpp has room for
         ("layer_norm_rms_epsilon", -1.0, "epsilon"),  # the first decode would assert
         ("layer_norm_rms_epsilon", float("nan"), "epsilon"),
+        ("tokenizer.ggml.model", b"llama", "vocabulary"),  # a text with a byte that has no token
         ("layer_norm_rms_epsilon", 1e-5, ""),
     ],
 )
@@ -46,7 +47,11 @@ def test_what_the_fuzzer_found(tiny_moe: Path, tmp_path: Path, key: str, value: 
     """All but the last ended the process once."""
     path = changed(tiny_moe, tmp_path, key, value)
     with pytest.raises(ModelFileError, match=words) if words else nullcontext():
-        Model.load(path, header_only=True).close()
+        model = Model.load(path, header_only=True)
+        try:
+            model.tokenize("a")
+        finally:
+            model.close()
 
 
 @pytest.mark.slow
