@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,7 +163,7 @@ def _allows_null(member: dict[str, Any]) -> bool:
 def read_json(text: str) -> Any:
     """The value of a JSON text. Raises ValueError, which says where, also for values that Python cannot use."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_as_integer)
         if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -172,5 +173,12 @@ def read_json(text: str) -> Any:
         raise ValueError("values are nested too deeply") from None
     except UnicodeEncodeError as error:
         raise ValueError(f"{error.object[error.start]!r} is half of a character") from None
-    except ValueError:  # an integer of more digits than Python converts
+    except ValueError:
         raise ValueError("a number has too many digits") from None
+
+
+def _as_integer(digits: str) -> int:
+    """Raises ValueError for one that no float can hold: what is read is computed with."""
+    if len(digits) > sys.float_info.max_10_exp:
+        raise ValueError
+    return int(digits)

@@ -128,13 +128,13 @@ def seed_files(folder: Path) -> Callable[[str], Path]:
             if name == "trace.npz":
                 two_texts(weights=True).save(path)
             else:
-                path.write_text(_SOUND[name])
+                path.write_text(SOUND[name])
         return path
 
     return make
 
 
-_SOUND = {
+SOUND = {
     "prompts.jsonl": '{"prompt": "Hello"}\n{"turns": ["a", "b"]}\n{"messages": [{"role": "user", "content": "Hi"}]}\n',
     "prompts.json": '[{"prompt": "x", "reference": {"scorer": "exact", "expect": "y"}}, {"turns": ["a"]}]',
     "prompts.csv": 'prompt,category\n"a, b",test\nc,d\n',

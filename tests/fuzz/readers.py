@@ -10,6 +10,9 @@ from moeedge.bench.journal import Journal
 from moeedge.engine.autosave import unfinished_chats
 from moeedge.engine.conversation import Conversation
 from moeedge.engine.layer_choice import LayerChoice
+from moeedge.lab.traces.importers import read_trace
+from moeedge.lab.traces.schedule import recorded_schedule
+from moeedge.llama.json_schema import schema_grammar
 from moeedge.policies.cost_model import CostModel
 from moeedge.scheduler.calibration import Calibration, parse_measurement
 from moeedge.scheduler.disk import DiskCalibration
@@ -36,3 +39,13 @@ def unfinished(name: str) -> None:
     (folder / "chat.jsonl").write_bytes(path.read_bytes())
     unfinished_chats(lambda: folder)
     Conversation.load(path)
+
+
+def trace(name: str) -> None:
+    """A recorded routing is read and looked through, or refused."""
+    recorded_schedule(read_trace(Path(name)))
+
+
+def schema(name: str) -> None:
+    """A JSON schema becomes a grammar, or is refused."""
+    schema_grammar(Path(name).read_bytes().decode("utf-8", "replace"))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from moeedge.errors import ModelFileError
+from moeedge.errors import ModelFileError, MoeedgeError
 from moeedge.llama.model import Model
 from tests.fuzz import gguf_header
 from tests.fuzz.__main__ import KINDS
+from tests.fuzz.guided import READERS
 
 
 def test_a_header_is_written_as_it_was_read(tiny_moe: Path) -> None:
@@ -52,6 +54,30 @@ def test_what_the_fuzzer_found(tiny_moe: Path, tmp_path: Path, key: str, value: 
             model.tokenize("a")
         finally:
             model.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("jsonl", b'{"prompt": ' + b"[" * 3000),
+        ("jsonl", b'{"prompt": "\\ud800"}'),
+        ("jsonl", b"\2prompt\n" + b"a" * 140_000),  # the first byte is the suffix: a field that csv refuses
+        ("measurements", b'{"schema": 1, "seconds": 1' + b"0" * 400 + b"}"),  # no float holds it
+        ("journal", b"9" * 5000),
+        ("chat", b"[]"),
+        ("schema", b'{"$ref": "#"}'),
+        ("trace", b"PK\5\6" + bytes(18)),  # an archive without members
+    ],
+)
+def test_texts_that_were_tracebacks_once(kind: str, data: bytes, tmp_path: Path) -> None:
+    """Or that such ones came from: an error of ours, or none."""
+    place, suffixes, _ = READERS[kind]
+    module, _, name = place.partition(":")
+    number = data[0] if data[0] < len(suffixes) else 0
+    path = tmp_path / f"case{suffixes[number]}"
+    path.write_bytes(data[1:] if number else data)
+    with suppress(MoeedgeError):
+        getattr(import_module(module), name)(str(path))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -36,7 +37,7 @@ def mutated(rng: Random, data: bytes) -> bytes:
         n = rng.randrange(len(lines)) if lines else 0
         try:
             value = json.loads(lines[n])
-        except (IndexError, ValueError):
+        except (IndexError, ValueError, RecursionError):
             pass
         else:
             for _ in range(rng.choice((1, 1, 2, 3))):
@@ -63,7 +64,7 @@ def mutated(rng: Random, data: bytes) -> bytes:
 def _changed(rng: Random, value: Any) -> Any:
     """The value with another one in its place, or in a place within it; a key less, or with another name."""
     if not isinstance(value, (dict, list)) or not value or rng.random() < 0.15:
-        return rng.choice(VALUES)
+        return deepcopy(rng.choice(VALUES))
     at = rng.choice([*value]) if isinstance(value, dict) else rng.randrange(len(value))
     way = rng.randrange(8)
     if way == 0:
@@ -79,10 +80,13 @@ def _changed(rng: Random, value: Any) -> Any:
 
 def mutated_archive(rng: Random, data: bytes) -> bytes:
     """An .npz whose arrays differ in one value, type or shape, lack one, or whose bytes differ."""
-    if rng.random() < 0.3:
+    try:
+        with np.load(io.BytesIO(data)) as archive:
+            arrays = dict(archive)
+    except Exception:  # changed before
+        arrays = {}
+    if not arrays or rng.random() < 0.3:
         return mutated(rng, data)
-    with np.load(io.BytesIO(data)) as archive:
-        arrays = dict(archive)
     name = rng.choice([*arrays])
     array, way = arrays[name], rng.randrange(6)
     if way == 0:
