@@ -30,7 +30,7 @@ _CONTINUED = 5  # the text continues the previous line
 _FUNCTION_NAME = re.compile(r"^[a-z0-9]+_\w+: +")  # stripped from errors
 
 _lock = threading.Lock()
-_error_lines: deque[str] = deque(maxlen=8)
+_error_lines: deque[tuple[int, str]] = deque(maxlen=32)  # level and text
 _partial = ""
 _partial_level = logging.DEBUG
 
@@ -46,7 +46,7 @@ def _on_log(level: int, text: bytes, _user_data: object) -> None:
         if not line.strip():
             continue
         if _partial_level >= logging.WARNING:
-            _error_lines.append(_FUNCTION_NAME.sub("", line.strip()))
+            _error_lines.append((_partial_level, _FUNCTION_NAME.sub("", line.strip())))
         logger.log(_partial_level, "%s", line)
 
 
@@ -69,9 +69,10 @@ def clear_errors() -> None:
 
 
 def first_error(default: str = "it gave no reason") -> str:
-    """llama.cpp's first warning or error since `clear_errors`; later ones only repeat that it failed."""
+    """llama.cpp's first error since `clear_errors` that says more than that it failed, else its first warning."""
+    lines = sorted(_error_lines, key=lambda line: -line[0] * (line[1] != "failed to load model"))  # stable
     # an assertion names its source file, in the folder where that was compiled
-    return re.sub(r"/\S*/(?=[\w.-]+:\d+: )", "", _error_lines[0]).rstrip(".") if _error_lines else default
+    return re.sub(r"/\S*/(?=[\w.-]+:\d+: )", "", lines[0][1]).rstrip(".") if lines else default
 
 
 def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:

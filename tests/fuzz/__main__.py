@@ -6,9 +6,10 @@ up to --n.
     python -m tests.fuzz KIND --n N --seed S [--out RECORD.jsonl] [--finds FOLDER]
 
 Case number i of a kind depends on the seed and i alone: `--first i --n 1` repeats it. Each runs in a forked child with
-limits on data and time. A model file is not probed by another process first, unless its case ends badly: it is then
-repeated as a user would run it, and counted as "probed". The table counts outcomes and sentences; --finds gets the
-input of each bad case. The record has a line for each batch, and the same command goes on with those that lack.
+limits on data and time; of cheap kinds many in one child, and what ends badly there again alone. A model file is not
+probed by another process first, unless its case ends badly: it is then repeated as a user would run it, and counted as
+"probed". The table counts outcomes and sentences; --finds gets the input of each bad case. The record has a line for
+each batch, and the same command goes on with those that lack.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import pkgutil
 import re
 import resource
+import select
 import shlex
 import signal
 import sys
@@ -49,6 +51,7 @@ SCHEMA = "moeedge-fuzz-1"
 BATCH = 250  # cases of a line in the record
 LIMIT_S = 60
 DATA_BYTES = 4 << 30
+IN_ONE_CHILD = ("gguf", "trace", "jsonl", "record")  # cases that neither decode nor run for long
 BAD = ("crash", "traceback", "hang", "files left", "process left")
 _CUT = 400_000  # bytes of standard error that are looked at
 
@@ -93,7 +96,10 @@ KINDS = {
     ),
     "jsonl": Kind(_TEXTS, texts.mutated, ("call moeedge.data.datasets:load_dataset FILE",), ""),
     "template": Kind(
-        ("template.jinja",), texts.mutated, ("chat --chat-template-file FILE -dev none -p a -n 1 -q",), ""
+        ("template.jinja",),
+        texts.mutated,
+        ("chat -m {tiny qwen3moe} -md none --chat-template-file FILE -dev none -p a -n 1 -c 64 -q",),
+        "",
     ),
     "record": Kind(
         ("calibration.json", "journal.jsonl", "surface.json", "chat.jsonl"),
@@ -177,30 +183,42 @@ def run_case(
             os.killpg(pid, signal.SIGKILL)
         errors.seek(0)
         text = errors.read(_CUT).decode("utf-8", "replace")
-    last = (text.strip().splitlines() or [""])[-1]
-    code = os.waitstatus_to_exitcode(done[1])
-    if code < 0:
-        return "crash", f"signal {-code}: {last}"
-    if "Traceback (most recent call last)" in text:
-        return "traceback", last
-    return {0: "accepted", 1: "failed", 2: "refused"}.get(code, f"exit code {code}"), last
+    return _told(os.waitstatus_to_exitcode(done[1]), text)
 
 
 def _child(arguments: list[str], home: Path, errors: int, probes: bool, fault: faults.Fault | None) -> None:
     """Never returns."""
     code = 70
     try:
-        os.setpgid(0, 0)
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream, target in ((0, null), (1, null), (2, errors)):
-            os.dup2(target, stream)
-        resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.environ.pop("MOEEDGE_NO_PROBE", None)
-        os.environ |= {"MOEEDGE_NO_PROBE": "1"} if not probes else {}
-        os.environ |= {"HOME": str(home), "MOEEDGE_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+        _prepare(home, errors, probes)
         if fault is not None:
             fault.arm()
+        code = _code_of(arguments)
+    finally:
+        if fault is not None:
+            fault.note()
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def _prepare(home: Path, errors: int, probes: bool) -> None:
+    """Limits, environment and streams of a child."""
+    os.setpgid(0, 0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream, target in ((0, null), (1, null), (2, errors)):
+        os.dup2(target, stream)
+    resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ.pop("MOEEDGE_NO_PROBE", None)
+    os.environ |= {"MOEEDGE_NO_PROBE": "1"} if not probes else {}
+    os.environ |= {"HOME": str(home), "MOEEDGE_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+
+
+def _code_of(arguments: list[str]) -> int:
+    """The exit code of a command in this process; a traceback goes to standard error."""
+    try:
         if arguments[0] == "call":
             from moeedge.cli.common import cli_errors
 
@@ -210,22 +228,51 @@ def _child(arguments: list[str], home: Path, errors: int, probes: bool, fault: f
         else:
             sys.argv = ["moeedge", *arguments]
             import_module("moeedge.__main__").main()
-        code = 0
+        return 0
     except Exit as end:
-        code = end.exit_code
+        return end.exit_code
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException:
         import traceback
 
         traceback.print_exc()
-    finally:
-        if fault is not None:
-            fault.note()
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code & 0xFF)
+        return 70
+
+
+def in_one_child(options: argparse.Namespace, first: int, n: int, folder: Path) -> Iterator[tuple[int, str, str]]:
+    """Number, outcome and last line of cases that one child runs in turn, up to the first that ends it or is bad."""
+    incoming, outgoing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with tempfile.TemporaryFile() as errors:
+            _prepare(folder, errors.fileno(), probes=False)
+            for number, arguments, _, _ in cases(options.kind, options.seed, first, n, folder):
+                os.ftruncate(errors.fileno(), 0)
+                os.lseek(errors.fileno(), 0, os.SEEK_SET)
+                code = _code_of(arguments)
+                sys.stderr.flush()
+                text = os.pread(errors.fileno(), _CUT, 0).decode("utf-8", "replace")
+                os.write(outgoing, (json.dumps([number, *_told(code, text)]) + "\n").encode())
+        os._exit(0)
+    os.close(outgoing)
+    with os.fdopen(incoming, encoding="utf-8") as lines:
+        try:
+            while select.select([lines], [], [], LIMIT_S)[0] and (line := lines.readline()):
+                yield tuple(json.loads(line))
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _told(code: int, text: str) -> tuple[str, str]:
+    """The outcome by exit code and standard error, and the last line of that."""
+    last = (text.strip().splitlines() or [""])[-1]
+    if code < 0:
+        return "crash", f"signal {-code}: {last}"
+    if "Traceback (most recent call last)" in text:
+        return "traceback", last
+    return {0: "accepted", 1: "failed", 2: "refused"}.get(code, f"exit code {code}"), last
 
 
 def cases(
@@ -329,21 +376,35 @@ def run_batch(options: argparse.Namespace, first: int, n: int) -> dict[str, obje
     classes: Counter[str] = Counter()
     bad: list[str] = []
     kind = KINDS.get(options.kind)
+
+    def count(outcome: str, last: str) -> None:
+        outcomes[outcome] += 1
+        classes[f"{outcome}: {sentence(last)}"] += outcome != "accepted"
+
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for number, arguments, data, fault in cases(options.kind, options.seed, first, n, folder):
-            outcome, last, was_probed = outcome_of(options, number, arguments, folder, fault)
-            outcomes[outcome] += 1
-            outcomes["probed"] += was_probed
-            classes[f"{outcome}: {sentence(last)}"] += outcome != "accepted"
-            is_unsound = kind is not None and kind.is_sound and outcome != "accepted"
-            if outcome in BAD or outcome.startswith("exit code") or is_unsound:
-                about = f"{fault}, " if fault else ""
-                bad.append(f"{about}case {number}: {outcome}: moeedge {' '.join(arguments)[:200]}: {last[:200]}")
-                print(bad[-1].encode("utf-8", "replace").decode(), flush=True)
-                if options.finds is not None:
-                    options.finds.mkdir(parents=True, exist_ok=True)
-                    (options.finds / f"{options.kind}-{options.seed}-{number}").write_bytes(data)
+        folder, position = Path(name), first
+        while position < first + n:
+            if options.kind in IN_ONE_CHILD:
+                for number, outcome, last in in_one_child(options, position, first + n - position, folder):
+                    if outcome not in ("accepted", "refused", "failed"):
+                        break
+                    count(outcome, last)
+                    position = number + 1
+            # alone: all of another kind, and one that went wrong after others
+            n_alone = min(1, first + n - position) if options.kind in IN_ONE_CHILD else n
+            for number, arguments, data, fault in cases(options.kind, options.seed, position, n_alone, folder):
+                outcome, last, was_probed = outcome_of(options, number, arguments, folder, fault)
+                count(outcome, last)
+                outcomes["probed"] += was_probed
+                is_unsound = kind is not None and kind.is_sound and outcome != "accepted"
+                if outcome in BAD or outcome.startswith("exit code") or is_unsound:
+                    about = f"{fault}, " if fault else ""
+                    bad.append(f"{about}case {number}: {outcome}: moeedge {' '.join(arguments)[:200]}: {last[:200]}")
+                    print(bad[-1].encode("utf-8", "replace").decode(), flush=True)
+                    if options.finds is not None:
+                        options.finds.mkdir(parents=True, exist_ok=True)
+                        (options.finds / f"{options.kind}-{options.seed}-{number}").write_bytes(data)
+            position += n_alone
     return {"first": first, "n": n, "outcomes": +outcomes, "classes": +classes, "bad": bad}
 
 

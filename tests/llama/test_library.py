@@ -28,6 +28,8 @@ def test_the_first_error_is_kept_for_error_messages() -> None:
     _on_log(WARNING, b"load_tensors: tensor 'x' is missing\n", None)
     _on_log(ERROR, b"failed to load model\n", None)
     assert library.first_error() == "tensor 'x' is missing"
+    _on_log(ERROR, b"llama_model_load: error loading model: no vocabulary\n", None)
+    assert library.first_error() == "error loading model: no vocabulary"
     library.clear_errors()
 
 
