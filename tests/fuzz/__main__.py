@@ -46,6 +46,7 @@ from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
 from tests.fuzz import faults, gguf_header, signals, texts
 from tests.support.cases import MOE_CASES, RARE_CASES
+from tests.support.tiny import ARCHITECTURES, make_tiny
 
 SCHEMA = "moeedge-fuzz-1"
 BATCH = 250  # cases of a line in the record
@@ -70,7 +71,10 @@ class Kind:
 
 
 _GGUF = ("tiny qwen3moe", "tiny deepseek2", "tiny gpt-oss", "tiny llama", "tiny gemma4", "tiny qwen35moe")
-_EVERY = tuple(f"case {name}" for name in MOE_CASES | RARE_CASES)
+_EVERY = (
+    *(f"case {name}" for name in MOE_CASES | RARE_CASES),
+    *(f"tiny {name}" for name in ARCHITECTURES if name not in ("eagle3", "dflash")),  # drafts decode a target's states
+)
 _TEXTS = ("prompts.jsonl", "prompts.json", "prompts.csv")
 KINDS = {
     "gguf": Kind(_GGUF, gguf_header.mutated, ("plan -m FILE -dev none -md none -o json", "show FILE"), ".gguf"),
@@ -117,12 +121,11 @@ KINDS = {
 
 def seed_files(folder: Path) -> Callable[[str], Path]:
     """Makes a sound file on demand, once."""
-    from tests.support.tiny import make_tiny
     from tests.support.traces import two_texts
 
     def make(name: str) -> Path:
         kind, _, model = name.partition(" ")
-        path = folder / (f"{model}.gguf" if model else name)
+        path = folder / (f"{kind}-{model}.gguf" if model else name)
         if model and not path.exists():
             arch, dimensions = (MOE_CASES | RARE_CASES)[model] if kind == "case" else (model, {})
             pid = os.fork()
@@ -417,8 +420,9 @@ def outcome_of(
     if options.kind == "cli":
         outcome, last = run_case(arguments, folder, 3)
         return "accepted" if outcome == "hang" else outcome, last, False  # it computes, as it was asked to
-    outcome, last = run_case(arguments, folder, probes=False, fault=fault)
-    if outcome not in BAD or KINDS.get(options.kind, KINDS["jsonl"]).suffix != ".gguf":
+    is_sound = options.kind in KINDS and KINDS[options.kind].is_sound
+    outcome, last = run_case(arguments, folder, probes=is_sound, fault=fault)
+    if outcome not in BAD or is_sound or KINDS.get(options.kind, KINDS["jsonl"]).suffix != ".gguf":
         return outcome, last, False
     outcome, last = run_case(arguments, folder)
     return outcome, last, outcome not in BAD
