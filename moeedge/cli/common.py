@@ -64,12 +64,18 @@ def interrupted_code(error: KeyboardInterrupt) -> int:
 
 
 def print_error(message: str, hint: str = "") -> None:
-    """Message and hint on one line of standard error, never wrapped, so that it can be searched for."""
+    """Message and hint on one line of standard error, never wrapped, so that it can be searched for.
+
+    What a file contributes is shown as the terminal's text, and names of more than 1,000 characters in part.
+    """
     from rich.console import Console
+
+    from moeedge.ui.console import visible
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     console.print("error: ", style="bold red", end="")
-    console.print(f"{message} {hint}".strip())
+    text = visible(f"{message} {hint}".strip().replace("\n", " "))
+    console.print(re.sub(r"(\S{1000})\S+", r"\1...", text))
 
 
 def emit(output: Output, as_json: Callable[..., str], as_text: Callable[..., None], *result: Any) -> None:

@@ -6,6 +6,7 @@ JSON of `TraceMeta` with "format" and "schema"; docs/lab/traces.md describes eac
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import zipfile
@@ -294,7 +295,8 @@ def reading(path: Path, damage: str = "") -> Iterator[None]:
     except FileNotFoundError:
         raise InputError(f"The trace {path} does not exist.", "Check the path.") from None
     except OSError as error:
-        raise unusable_trace(path, error.strerror or "it cannot be read") from None
+        is_ours = error.errno == errno.EINVAL  # a place before its beginning, which an archive names
+        raise unusable_trace(path, (damage if is_ours else "") or error.strerror or "it cannot be read") from None
     except Exception as error:
         if not damage or isinstance(error, InputError):
             raise

@@ -93,7 +93,7 @@ def stdout_console() -> Console:
 def say(console: Console, text: str, *, style: str = "dim") -> None:
     """Print a line of the program's own, wrapped between words on a terminal and unbroken in a file."""
     with suppress(OSError):  # of a lost terminal, as after SIGHUP
-        console.print(text, style=style, soft_wrap=not console.is_terminal)
+        console.print(visible(text), style=style, soft_wrap=not console.is_terminal)
 
 
 def note(console: Console, text: str) -> None:

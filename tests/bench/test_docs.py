@@ -20,6 +20,7 @@ from moeedge.lab.analysis.draft_surface import surface_points
 from moeedge.scoring.answers import SCORERS, Reference
 from tests.benchmarks.performance import draft_cost, over_stock, read, recosted, tables
 from tests.benchmarks.policies_table import table
+from tests.fuzz.__main__ import table_row
 from tests.soak.greedy import summary
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -82,10 +83,17 @@ def test_beyond_ram_has_the_rounds_under_recorded_routing() -> None:
     assert "{:.2f} and {:.2f} times |".format(*before) in text and "{:.2f}, {:.2f}.".format(*before) in _README
 
 
-def test_the_log_has_the_sums_of_the_greedy_soak() -> None:
-    with gzip.open(_RECORDS / "greedy-soak.jsonl.gz", "rt", encoding="utf-8") as file:
+@pytest.mark.parametrize("name", ["greedy-soak", "greedy-soak-rpc"])
+def test_the_log_has_the_sums_of_the_greedy_soaks(name: str) -> None:
+    with gzip.open(_RECORDS / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
         _, *lines = map(json.loads, file)
     assert summary(lines).partition(";")[0] in (_DOCS / "log.md").read_text(encoding="utf-8")
+
+
+def test_security_has_the_rows_of_the_damaged_inputs() -> None:
+    text = (_DOCS.parent / "SECURITY.md").read_text(encoding="utf-8")
+    records = [*_RECORDS.glob("fuzz-*.jsonl.gz")]
+    assert len(records) > 8 and all(table_row(record) in text for record in records)
 
 
 @pytest.mark.parametrize("name", [f"{model}{cpu}" for model in ("qwen3-30b", "gptoss-20b") for cpu in ("", "-zen5")])

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from moeedge.cli.common import print_error
+from moeedge.errors import ModelFileError
+from moeedge.llama.gguf_file import read_tensors
+from moeedge.ui.console import say, stderr_console
 from tests.conftest import TinyFactory
+from tests.fuzz import gguf_header
 from tests.support.commands import refused
 from tests.support.traces import plain_text, two_texts
 
@@ -176,3 +181,18 @@ def test_bad_input_is_refused(
 
 def test_auto_is_no_budget_of_bench(pair: list[str]) -> None:
     assert "auto" not in refused("bench", *pair, "--expert-budget", "16,x")
+
+
+def test_a_file_does_not_drive_the_terminal(tiny_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the names that an error tells, which also may be long."""
+    data = tiny_moe.read_bytes()
+    header = gguf_header.parse(data)
+    header.pairs += [gguf_header.Pair(b"own.\x1b]0;title\x07\x1b[31m\n" + b"x" * 70_000, 4, 1)] * 2
+    path = tmp_path / "names.gguf"
+    path.write_bytes(gguf_header.written(header).ljust(header.size + 150_000, b"\0") + data[header.size :])
+    with pytest.raises(ModelFileError) as caught:
+        read_tensors(path)
+    print_error(caught.value.message, "b" * 70_000)
+    say(stderr_console(), "\x1b[31m")
+    text = capsys.readouterr().err
+    assert "own." in text and "\x1b" not in text and len(text) < 3000 and text.count("\n") == 2

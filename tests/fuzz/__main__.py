@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import gzip
 import json
 import multiprocessing
 import os
@@ -53,7 +54,8 @@ BATCH = 250  # cases of a line in the record
 LIMIT_S = 60
 DATA_BYTES = 4 << 30
 IN_ONE_CHILD = ("gguf", "trace", "jsonl", "record")  # cases that neither decode nor run for long
-BAD = ("crash", "traceback", "hang", "files left", "process left")
+BAD = ("crash", "traceback", "hang", "files left", "process left", "control characters")
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")  # those that drive a terminal
 _CUT = 400_000  # bytes of standard error that are looked at
 
 Mutate = Callable[[Random, bytes], bytes]
@@ -275,6 +277,8 @@ def _told(code: int, text: str) -> tuple[str, str]:
         return "crash", f"signal {-code}: {last}"
     if "Traceback (most recent call last)" in text:
         return "traceback", last
+    if _CONTROL.search(text):
+        return "control characters", repr(last)
     return {0: "accepted", 1: "failed", 2: "refused"}.get(code, f"exit code {code}"), last
 
 
@@ -426,6 +430,17 @@ def outcome_of(
         return outcome, last, False
     outcome, last = run_case(arguments, folder)
     return outcome, last, outcome not in BAD
+
+
+def table_row(record: Path) -> str:
+    """A packed record's row in SECURITY.md: kind, cases, accepted, refused as bad input, ended with an error, bad."""
+    with gzip.open(record, "rt", encoding="utf-8") as file:
+        _, *lines = map(json.loads, file)
+    outcomes: Counter[str] = sum((Counter(line["outcomes"]) for line in lines), Counter())
+    kind, n = record.name.removeprefix("fuzz-").partition(".")[0], outcomes.total() - outcomes["probed"]
+    n_bad = sum(len(line["bad"]) for line in lines)
+    counts = (n, *(outcomes[each] for each in ("accepted", "refused", "failed")), n_bad)
+    return f"| `{kind}` | {' | '.join(f'{count:,}' for count in counts)} |"
 
 
 def main() -> None:
