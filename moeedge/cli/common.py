@@ -66,7 +66,7 @@ def interrupted_code(error: KeyboardInterrupt) -> int:
 def print_error(message: str, hint: str = "") -> None:
     """Message and hint on one line of standard error, never wrapped, so that it can be searched for.
 
-    What a file contributes is shown as the terminal's text, and names of more than 1,000 characters in part.
+    What a file contributes is shown as the terminal's text, and what is longer than a page in part.
     """
     from rich.console import Console
 
@@ -74,8 +74,8 @@ def print_error(message: str, hint: str = "") -> None:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     console.print("error: ", style="bold red", end="")
-    text = visible(f"{message} {hint}".strip().replace("\n", " "))
-    console.print(re.sub(r"(\S{1000})\S+", r"\1...", text))
+    text = f"{message} {hint}".strip().replace("\n", " ")
+    console.print(visible(text if len(text) <= 4000 else f"{text[:2000]} ... {text[-1000:]}"))
 
 
 def emit(output: Output, as_json: Callable[..., str], as_text: Callable[..., None], *result: Any) -> None:

@@ -68,10 +68,19 @@ def _set_variable(name: str, value: Any) -> Any:
     return value
 
 
+class _VisibleFormatter(logging.Formatter):
+    """Shows the control characters of what a model file says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        from moeedge.ui.console import visible
+
+        return visible(super().format(record))
+
+
 def _show_log(wanted: bool) -> bool:
     """Sends the logs of moeedge and of llama.cpp, which does not propagate, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))  # moeedge.llama: ...
+    handler.setFormatter(_VisibleFormatter("%(name)s: %(message)s"))  # moeedge.llama: ...
     for name in ("moeedge", "moeedge.llama") if wanted else ():
         logger = logging.getLogger(name)
         logger.addHandler(handler)

@@ -300,7 +300,7 @@ class Context(Closing):
             if not self.model.uses_gpu and "ASSERT" in str(error):
                 text = f"llama.cpp failed to decode {n} tokens: {error}."
                 raise EngineError(text, "The model file may be damaged. Download or copy it again.") from None
-            if not self.model.uses_gpu and "memory" in str(error):  # of the CPU backend's work
+            if not self.model.uses_gpu and str(error).startswith("Out of memory"):
                 raise MemoryError from None
             raise DeviceFailedError(f"The GPU's driver failed: {str(error).rstrip('.')}.", _WITHOUT_GPU) from None
         except BaseException:  # raised by `run.cancelled`

@@ -239,7 +239,10 @@ class Model(Closing):
             )
         if count < 0:
             raise self._unusable_vocabulary(f"tokenize a text of {len(data):,} bytes")
-        return list(buffer[:count])
+        tokens = list(buffer[:count])
+        if not all(0 <= token < self.info.n_vocab for token in tokens):  # of a byte that has none
+            raise ModelFileError(f"{self.path.name}'s vocabulary has no token for a part of the text.", _DAMAGED)
+        return tokens
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Returns the bytes of one token, possibly part of a character; control tokens are empty unless `special`."""
@@ -256,7 +259,9 @@ class Model(Closing):
         return piece
 
     def _unusable_vocabulary(self, what: str) -> ModelFileError:
-        reason = native.load().moeedge_last_error().decode("utf-8", "replace")
+        reason = native.load().moeedge_last_error().decode("utf-8", "replace").rstrip(".")
+        if reason == "Out of memory":
+            raise MemoryError
         return ModelFileError(f"llama.cpp could not {what} with {self.path.name}'s vocabulary: {reason}.", _DAMAGED)
 
     def token_text(self, token: int) -> str:

@@ -1,8 +1,8 @@
 """The process that meets a model file first: it may crash or hang in place of the one that asks.
 
-Started as `python -I <this file> FILE FOLDER...`, with the folders of Python's modules. It maps the file, puts zeros in
-the place of the weights, which need not be read then, and decodes a token, of small files two tokens before it. Exit
-code 0: that works, or fails in order; 2: llama.cpp refuses the file. Memory and processor time are limited.
+Started as `python -I <this file> FILE FOLDER...`, with the folders of Python's modules. On Linux it maps the file, puts
+zeros in the place of the weights, which need not be read then, and decodes a token, of small files two before it.
+Exit code 0: that works, or fails in order; 2: llama.cpp refuses the file. Memory and processor time are limited.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAPS = "/proc/self/maps"  # Linux only
 _READ = 1  # PROT_READ
 _ZEROS = 0x02 | 0x10 | 0x20 | 0x4000  # MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE
 _HUGE_PAGES = 14  # MADV_HUGEPAGE
-_NEEDS_A_TARGET = ("eagle3", "dflash")  # drafts that decode a target's hidden states
+_BYTES_PER_CPU_S = 1 << 29  # of a dense model, in the slowest types
 
 
 def main(path: str) -> int:
@@ -46,6 +46,7 @@ def main(path: str) -> int:
     parameters.load_mode = lib.LLAMA_LOAD_MODE_MMAP if can_decode else lib.LLAMA_LOAD_MODE_NONE
     devices = (ctypes.c_void_p * 1)()  # no GPU
     parameters.devices = ctypes.cast(devices, ctypes.c_void_p)
+    before = _shared_files() if can_decode else set()
     with errors_for_aborts():
         with map_lazily():
             model = lib.llama_model_load_from_file(os.fsencode(path), parameters)
@@ -58,32 +59,38 @@ def main(path: str) -> int:
     if not context:
         return REFUSED
     if can_decode:
-        _decode(lib, model, context, os.path.dirname(os.path.realpath(path)))
+        _decode(lib, model, context, before)
     return 0
 
 
-def _decode(lib: Any, model: Any, context: Any, folder: str) -> None:
-    """Decodes with zeros in the place of the files in that folder which llama.cpp has mapped."""
-    architecture = ctypes.create_string_buffer(64)
-    lib.llama_model_meta_val_str(model, b"general.architecture", architecture, len(architecture))
-    if architecture.value.decode("utf-8", "replace") in _NEEDS_A_TARGET or lib.llama_model_has_encoder(model):
+def _decode(lib: Any, model: Any, context: Any, before: set[str]) -> None:
+    """Decodes with zeros in the place of the files that llama.cpp has mapped since `before`."""
+    if lib.llama_model_has_encoder(model):  # drafts, too, that decode a target's hidden states
         return
     libc = ctypes.CDLL(None)
     place, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [place, size, number, number, number, ctypes.c_long], place
     libc.madvise.argtypes = [place, size, number]
-    with open(_MAPS, encoding="utf-8", errors="replace") as lines:
-        maps = [line.rstrip("\n").split(maxsplit=5) for line in lines]
-    for addresses, access, _offset, _device, _inode, *name in maps:
-        if access == "r--s" and name and os.path.dirname(name[0]) == folder:
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            if libc.mmap(start, end - start, _READ, _ZEROS, -1, 0) != start:
-                return
-            libc.madvise(start, end - start, _HUGE_PAGES)
+    for addresses in _shared_files() - before:
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if libc.mmap(start, end - start, _READ, _ZEROS, -1, 0) != start:
+            return
+        libc.madvise(start, end - start, _HUGE_PAGES)
+    n_bytes = lib.llama_model_size(model)
+    limit, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit += n_bytes // _BYTES_PER_CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     tokens = (lib.llama_token * 2)(0, min(1, lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)) - 1))
-    for n in (2, 1) if lib.llama_model_size(model) < _SMALL_BYTES else (1,):
+    for n in (2, 1) if n_bytes < _SMALL_BYTES else (1,):
         if lib.llama_decode(context, lib.llama_batch_get_one(tokens, n)):
             return
+
+
+def _shared_files() -> set[str]:
+    """Addresses of the files that are mapped to be read and shared, as llama.cpp maps models."""
+    with open(_MAPS, "rb") as lines:
+        parts = [line.decode("ascii", "replace").split(maxsplit=2) for line in lines]
+    return {addresses for addresses, access, _ in parts if access == "r--s"}
 
 
 if __name__ == "__main__":

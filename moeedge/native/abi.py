@@ -20,7 +20,7 @@ import numpy as np
 
 Record = TypeVar("Record")
 
-ABI_VERSION = 29  # MOEEDGE_ABI_VERSION that this module is written for
+ABI_VERSION = 30  # MOEEDGE_ABI_VERSION that this module is written for
 
 
 class Phase(IntEnum):

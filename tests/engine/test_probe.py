@@ -64,6 +64,7 @@ def test_a_file_that_llama_cpp_refuses_is_left_to_the_loader(tiny_moe: Path, tmp
     assert kept(tmp_path) == []
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="weights are replaced by zeros on Linux alone")
 def test_a_file_that_loads_and_cannot_be_decoded(tiny_moe: Path, tmp_path: Path) -> None:
     """ggml has no product with a matrix of integers, and does not ask."""
     data = tiny_moe.read_bytes()

@@ -78,9 +78,10 @@ _EVERY = (
     *(f"tiny {name}" for name in ARCHITECTURES if name not in ("eagle3", "dflash")),  # drafts decode a target's states
 )
 _TEXTS = ("prompts.jsonl", "prompts.json", "prompts.csv")
+_CHAT = "chat -m FILE -md none -dev none -p a -n 4 -c 64 -q"
 KINDS = {
     "gguf": Kind(_GGUF, gguf_header.mutated, ("plan -m FILE -dev none -md none -o json", "show FILE"), ".gguf"),
-    "decode": Kind(_GGUF, gguf_header.mutated, ("chat -m FILE -md none -dev none -p a -n 4 -c 64 --raw -q",), ".gguf"),
+    "decode": Kind(_GGUF, gguf_header.mutated, (_CHAT, f"{_CHAT} --raw"), ".gguf"),
     "benign": Kind(
         _EVERY,
         gguf_header.benign,
@@ -132,9 +133,12 @@ def seed_files(folder: Path) -> Callable[[str], Path]:
             arch, dimensions = (MOE_CASES | RARE_CASES)[model] if kind == "case" else (model, {})
             pid = os.fork()
             if pid == 0:  # llama.cpp's quantizer starts threads, which no child would have
-                make_tiny(arch, folder, **dimensions).rename(path)
-                os._exit(0)
+                try:
+                    make_tiny(arch, folder, **dimensions).rename(path)
+                finally:
+                    os._exit(0)
             os.waitpid(pid, 0)
+            assert path.is_file(), name
         if not path.exists():
             if name == "trace.npz":
                 two_texts(weights=True).save(path)
@@ -250,16 +254,18 @@ def in_one_child(options: argparse.Namespace, first: int, n: int, folder: Path) 
     incoming, outgoing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with tempfile.TemporaryFile() as errors:
-            _prepare(folder, errors.fileno(), probes=False)
-            for number, arguments, _, _ in cases(options.kind, options.seed, first, n, folder):
-                os.ftruncate(errors.fileno(), 0)
-                os.lseek(errors.fileno(), 0, os.SEEK_SET)
-                code = _code_of(arguments)
-                sys.stderr.flush()
-                text = os.pread(errors.fileno(), _CUT, 0).decode("utf-8", "replace")
-                os.write(outgoing, (json.dumps([number, *_told(code, text)]) + "\n").encode())
-        os._exit(0)
+        try:
+            with tempfile.TemporaryFile() as errors:
+                _prepare(folder, errors.fileno(), probes=False)
+                for number, arguments, _, _ in cases(options.kind, options.seed, first, n, folder):
+                    os.ftruncate(errors.fileno(), 0)
+                    os.lseek(errors.fileno(), 0, os.SEEK_SET)
+                    code = _code_of(arguments)
+                    sys.stderr.flush()
+                    text = os.pread(errors.fileno(), _CUT, 0).decode("utf-8", "replace")
+                    os.write(outgoing, (json.dumps([number, *_told(code, text)]) + "\n").encode())
+        finally:
+            os._exit(0)
     os.close(outgoing)
     with os.fdopen(incoming, encoding="utf-8") as lines:
         try:
@@ -461,15 +467,19 @@ def main() -> None:
 
     lines: list[dict[str, Any]] = []
     if options.out is not None and options.out.is_file():
-        lines = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()[1:]]
+        head, *rest = options.out.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+        if (begun := json.loads(head)).get("kind") != options.kind or begun["seed"] != options.seed:
+            parser.error(f"{options.out} is of another kind or seed")
+        lines = [json.loads(line) for line in rest]
     elif options.out is not None:
         command = " ".join(Path(word).name for word in sys.argv[1:])
-        head = {"schema": SCHEMA, "environment": as_dict(read_provenance()), "command": command}
-        options.out.write_text(json.dumps(head) + "\n", encoding="utf-8")
+        about = {"schema": SCHEMA, "environment": as_dict(read_provenance()), "command": command}
+        about |= {"kind": options.kind, "seed": options.seed}
+        options.out.write_text(json.dumps(about) + "\n", encoding="utf-8")
     batches = faults.batches(options.n) if options.kind == "fault" else _batches(options.first, options.n)
-    done = {line["first"] for line in lines}
+    done = {(line["first"], line["n"]) for line in lines}
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("fork")) as pool:
-        for future in as_completed([pool.submit(run_batch, options, *each) for each in batches if each[0] not in done]):
+        for future in as_completed([pool.submit(run_batch, options, *each) for each in batches if each not in done]):
             lines.append(future.result())
             if options.out is not None:
                 with options.out.open("a", encoding="utf-8") as file:

@@ -41,7 +41,8 @@ def changed(path: Path, folder: Path, key: str, value: object) -> Path:
         (".block_count", 513, r"assert|ASSERT"),  # more than llama.cpp has room for
         ("layer_norm_rms_epsilon", -1.0, "epsilon"),  # the first decode would assert
         ("layer_norm_rms_epsilon", float("nan"), "epsilon"),
-        ("tokenizer.ggml.model", b"llama", "vocabulary"),  # a text with a byte that has no token
+        ("tokenizer.ggml.model", b"llama", "vocabulary"),  # a text with a byte that has no token: an exception
+        ("tokenizer.ggml.model", b"rwkv", "vocabulary"),  # and a token that there is not
         ("layer_norm_rms_epsilon", 1e-5, ""),
     ],
 )
@@ -51,7 +52,7 @@ def test_what_the_fuzzer_found(tiny_moe: Path, tmp_path: Path, key: str, value: 
     with pytest.raises(ModelFileError, match=words) if words else nullcontext():
         model = Model.load(path, header_only=True)
         try:
-            model.tokenize("a")
+            model.tokenize("a \u00e9")
         finally:
             model.close()
 

@@ -107,7 +107,7 @@ MOEEDGE_API const char * moeedge_llama_cpp_version(void);   // llama-cpp-python,
 MOEEDGE_API int          moeedge_backend_api_version(void); // compiled against
 
 // version of this header's structures and functions
-#define MOEEDGE_ABI_VERSION 29
+#define MOEEDGE_ABI_VERSION 30
 MOEEDGE_API int moeedge_abi_version(void);
 
 // registers the backend with the ggml of this process; a second call has no effect

@@ -57,7 +57,7 @@ template <typename... arguments> static int text_result(void * f, arguments... v
     const auto status = guarded([&]() -> int {
         const moeedge::abort_scope scope;
         count = ((int32_t (*)(arguments...)) f)(values...);
-        return MOEEDGE_STATUS_OK;
+        return count == MOEEDGE_TEXT_THREW ? fail(MOEEDGE_STATUS_FAILED, "too many tokens") : MOEEDGE_STATUS_OK;
     });
     return status == MOEEDGE_STATUS_OK ? count : MOEEDGE_TEXT_THREW;
 }
