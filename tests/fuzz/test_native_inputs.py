@@ -14,14 +14,14 @@ import pytest
 from tests.fuzz.gguf_header import parse
 from tests.native.test_sanitizers import ROOT
 
-SECONDS = os.environ.get("MOEEDGE_FUZZ_S")
+SECONDS = os.environ.get("FUZZ_S")
 CLANG = next(filter(None, map(shutil.which, ("clang++", *(f"clang++-{n}" for n in range(22, 13, -1))))), None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or CLANG is None, reason="needs clang++ on Linux")
 def test_no_input_breaks_the_native_library(tiny_moe: Path, tmp_path: Path) -> None:
-    """The same inputs each time, or with MOEEDGE_FUZZ_S others for so many seconds."""
+    """The same inputs each time, or with FUZZ_S others for so many seconds."""
     assert CLANG is not None
     native, headers = ROOT / "moeedge" / "native", next(ROOT.glob("build/*/ggml-headers"), None)
     if headers is None:
