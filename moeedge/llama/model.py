@@ -35,6 +35,7 @@ _EXPERT_TENSORS = r"ffn_(\w+_)?(up|gate|down)_(ch)?exps\."
 _CONTROL_ATTRIBUTES = 1 << 0 | 1 << 3  # LLAMA_TOKEN_ATTR_UNKNOWN and _CONTROL, which parse_special finds in a text
 _TOKENIZE, _TO_PIECE = (ctypes.cast(call, ctypes.c_void_p) for call in (lib.llama_tokenize, lib.llama_token_to_piece))
 _TEXT_THREW = -(1 << 31)  # MOEEDGE_TEXT_THREW
+_WITHOUT_PRODUCT = range(24, 29)  # integers and doubles, by enum ggml_type
 _DAMAGED = "It is damaged. Download or copy it again."
 HOST = "CPU"  # ggml's name of host memory
 # with a recurrent state that llama.cpp can take back (llm_arch_supports_rs_rollback); two of them are tested
@@ -181,7 +182,7 @@ class Model(Closing):
         if n_expert_used is not None:  # llama.cpp shows the file's metadata without overrides
             info = replace(info, n_expert_used=n_expert_used)
         try:
-            _check_epsilons(handle, info.architecture, path)
+            _check_numbers(handle, info.architecture, path)
             dense = weights.keep_dense(mapped_before, n_host_layers=n_host) if weights else None
         except BaseException:
             lib.llama_model_free(handle)
@@ -462,12 +463,24 @@ def buffer_type(name: str, device: str = "auto") -> int:
     return types[name]
 
 
-def _check_epsilons(handle: Any, architecture: str, path: Path) -> None:
-    """Raises ModelFileError for one that ggml asserts against in a thread of OpenMP, which would end the process."""
-    for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon"):
+def _check_numbers(handle: Any, architecture: str, path: Path) -> None:
+    """Raises ModelFileError for those that ggml asserts against, or never ends with, in a thread of OpenMP."""
+
+    def read(name: str, default: str) -> float:
         with suppress(ValueError):  # a text, of a key that the model does not use
-            if not float(value := _read_metadata(handle, f"{architecture}.attention.{name}") or "0") >= 0:
-                raise ModelFileError(f"{path} has {value} as its {name}.", _DAMAGED)
+            return float(_read_metadata(handle, f"{architecture}.{name}") or default)
+        return float(default)
+
+    for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon"):
+        if not (epsilon := read(f"attention.{name}", "0")) >= 0:
+            raise ModelFileError(f"{path} has {epsilon} as its {name}.", _DAMAGED)
+    if not lib.llama_model_has_encoder(handle):
+        return  # another process has decoded with it (probe_child.py)
+    n_rotated, n_most = read("rope.dimension_count", "2"), read("attention.key_length", "inf")
+    if n_rotated % 2 or not 0 < n_rotated <= n_most:
+        raise ModelFileError(f"{path} has {n_rotated:.0f} as its rope.dimension_count.", _DAMAGED)
+    if any(tensor.type in _WITHOUT_PRODUCT and tensor.shape[1] > 1 for tensor in gguf_file.read_all_tensors(path)):
+        raise ModelFileError(f"{path} has a matrix of a type that nothing is multiplied by.", _DAMAGED)
 
 
 def _read_metadata(handle: Any, key: str) -> str | None:

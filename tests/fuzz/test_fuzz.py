@@ -13,6 +13,7 @@ import pytest
 
 from moeedge.errors import ModelFileError, MoeedgeError
 from moeedge.llama.model import Model
+from tests.conftest import TinyFactory
 from tests.fuzz import gguf_header
 from tests.fuzz.__main__ import KINDS
 from tests.fuzz.guided import READERS
@@ -55,6 +56,13 @@ def test_what_the_fuzzer_found(tiny_moe: Path, tmp_path: Path, key: str, value: 
             model.tokenize("a \u00e9")
         finally:
             model.close()
+
+
+@pytest.mark.parametrize("n", [0, 7, 18])
+def test_a_draft_head_that_cannot_rotate(tiny: TinyFactory, tmp_path: Path, n: int) -> None:
+    """It is not tried by another process, as it decodes a target's states."""
+    with pytest.raises(ModelFileError, match="dimension_count"):
+        Model.load(changed(tiny("eagle3"), tmp_path, "rope.dimension_count", n), header_only=True).close()
 
 
 @pytest.mark.parametrize(
