@@ -73,7 +73,7 @@ def probe(path: Path) -> None:
         _tried.add(identity)
         return
     if done.returncode == -signal.SIGXCPU:
-        raise _unusable(path, f"llama.cpp has not decoded with it in {probe_child.CPU_S} s")
+        raise _unusable(path, "llama.cpp does not come to an end with it")
     if -done.returncode in _CRASHES:
         lines = done.stderr.decode("utf-8", "replace").splitlines()
         told = next((line.strip() for line in reversed(lines) if "assert" in line.lower()), "")

@@ -70,9 +70,10 @@ def clear_errors() -> None:
 
 def first_error(default: str = "it gave no reason") -> str:
     """llama.cpp's first error since `clear_errors` that says more than that it failed, else its first warning."""
-    lines = sorted(_error_lines, key=lambda line: -line[0] * (line[1] != "failed to load model"))  # stable
+    telling = [text for level, text in _error_lines if level >= logging.ERROR and text != "failed to load model"]
+    line = next(iter([*telling, *(text for _, text in _error_lines)]), default)
     # an assertion names its source file, in the folder where that was compiled
-    return re.sub(r"/\S*/(?=[\w.-]+:\d+: )", "", lines[0][1]).rstrip(".") if lines else default
+    return re.sub(r"/\S*/(?=[\w.-]+:\d+: )", "", line).rstrip(".")
 
 
 def device_list(name: str) -> ctypes.Array[ctypes.c_void_p]:

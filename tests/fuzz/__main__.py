@@ -6,10 +6,10 @@ up to --n.
     python -m tests.fuzz KIND --n N --seed S [--out RECORD.jsonl] [--finds FOLDER]
 
 Case number i of a kind depends on the seed and i alone: `--first i --n 1` repeats it. Each runs in a forked child with
-limits on data and time; of cheap kinds many in one child, and what ends badly there again alone. A model file is not
-probed by another process first, unless its case ends badly: it is then repeated as a user would run it, and counted as
-"probed". The table counts outcomes and sentences; --finds gets the input of each bad case. The record has a line for
-each batch, and the same command goes on with those that lack.
+limits on data and time; of cheap kinds many in one child, and what ends badly there again alone (counted as "again").
+A model file is not probed by another process first, unless its case ends badly: it is then repeated as a user would
+run it, and counted as "probed". The table counts outcomes and sentences; --finds gets the input of each bad case. The
+record has a line for each batch, and the same command goes on with those that lack.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ import moeedge
 from moeedge.hardware.provenance import read_provenance
 from moeedge.records import as_dict
 from tests.fuzz import faults, gguf_header, signals, texts
+from tests.fuzz.guided import READERS
 from tests.support.cases import MOE_CASES, RARE_CASES
 from tests.support.tiny import ARCHITECTURES, make_tiny
 
 SCHEMA = "moeedge-fuzz-1"
 BATCH = 250  # cases of a line in the record
 LIMIT_S = 60
+_CLI_LIMIT_S = 3
+STILL_RUNNING = "still running"
 DATA_BYTES = 4 << 30
 IN_ONE_CHILD = ("gguf", "trace", "jsonl", "record")  # cases that neither decode nor run for long
 BAD = ("crash", "traceback", "hang", "files left", "process left", "control characters")
@@ -78,21 +81,21 @@ _EVERY = (
     *(f"tiny {name}" for name in ARCHITECTURES if name not in ("eagle3", "dflash")),  # drafts decode a target's states
 )
 _TEXTS = ("prompts.jsonl", "prompts.json", "prompts.csv")
-_CHAT = "chat -m FILE -md none -dev none -p a -n 4 -c 64 -q"
+_CHAT = f"{faults.CHAT} -m FILE -md none"
 KINDS = {
     "gguf": Kind(_GGUF, gguf_header.mutated, ("plan -m FILE -dev none -md none -o json", "show FILE"), ".gguf"),
     "decode": Kind(_GGUF, gguf_header.mutated, (_CHAT, f"{_CHAT} --raw"), ".gguf"),
     "benign": Kind(
         _EVERY,
         gguf_header.benign,
-        ("plan -m FILE -dev none -md none -o json", "chat -m FILE -md none -dev none -p a -n 2 -c 64 --raw -q"),
+        ("plan -m FILE -dev none -md none -o json", f"{_CHAT} --raw"),
         ".gguf",
         is_sound=True,
     ),
     "draft": Kind(
         ("tiny qwen3", "tiny eagle3"),
         gguf_header.mutated,
-        ("chat -m {tiny qwen3moe} -md FILE -dev none -p a -n 4 -c 64 --raw -q",),
+        (f"{faults.CHAT} --raw -m {{tiny qwen3moe}} -md FILE",),
         ".gguf",
     ),
     "trace": Kind(
@@ -101,22 +104,17 @@ KINDS = {
         ("lab trace info FILE", "lab replay FILE --cache-ratio 0.5 --policy lru", "profile --trace FILE --layer 0"),
         "",
     ),
-    "jsonl": Kind(_TEXTS, texts.mutated, ("call moeedge.data.datasets:load_dataset FILE",), ""),
+    "jsonl": Kind(_TEXTS, texts.mutated, (f"call {READERS['jsonl'].place} FILE",), ""),
     "template": Kind(
         ("template.jinja",),
         texts.mutated,
-        ("chat -m {tiny qwen3moe} -md none --chat-template-file FILE -dev none -p a -n 1 -c 64 -q",),
+        (f"{faults.CHAT} -m {{tiny qwen3moe}} -md none --chat-template-file FILE",),
         "",
     ),
     "record": Kind(
         ("calibration.json", "journal.jsonl", "surface.json", "chat.jsonl"),
         texts.mutated,
-        (
-            "lab surface FILE",
-            "call tests.fuzz.readers:journal FILE",
-            "call tests.fuzz.readers:measurements FILE",
-            "call tests.fuzz.readers:unfinished FILE",
-        ),
+        ("lab surface FILE", *(f"call {READERS[kind].place} FILE" for kind in ("journal", "measurements", "chat"))),
         "",
     ),
 }
@@ -267,7 +265,7 @@ def in_one_child(options: argparse.Namespace, first: int, n: int, folder: Path) 
         finally:
             os._exit(0)
     os.close(outgoing)
-    with os.fdopen(incoming, encoding="utf-8") as lines:
+    with os.fdopen(incoming, "rb", 0) as lines:
         try:
             while select.select([lines], [], [], LIMIT_S)[0] and (line := lines.readline()):
                 yield tuple(json.loads(line))
@@ -334,30 +332,12 @@ def _arguments(rng: Random) -> list[str]:
     options = [
         option for param in known[rng.choice((name, name, rng.choice([*known])))].params for option in param.opts
     ]
-    values = (
-        "",
-        "0",
-        "-1",
-        "1,2",
-        "nan",
-        "inf",
-        "9" * 40,
-        "auto",
-        "none",
-        "off",
-        "text.txt",
-        "/",
-        "/dev/null",
-        "\udcff",
-        "1GiB",
-    )
+    values = ("", "0", "-1", "1,2", "nan", "inf", "9" * 40, "auto", "none", "off", "text.txt", "/", "/dev/null")
+    values += ("\udcff", "1GiB")
     words = [word for _ in range(rng.randrange(5)) for word in (rng.choice(options), rng.choice(values))]
-    # nothing that runs for long: at most a header is read
-    return (
-        [*name.split(), *words, *rng.choice((["--help"], ["--no-such"], []))]
-        if name != "worker"
-        else ["worker", "--help"]
-    )
+    if name == "worker":  # it would wait
+        return ["worker", "--help"]
+    return [*name.split(), *words, *rng.choice((["--help"], ["--no-such"], []))]
 
 
 def preload() -> None:
@@ -404,6 +384,7 @@ def run_batch(options: argparse.Namespace, first: int, n: int) -> dict[str, obje
                     count(outcome, last)
                     position = number + 1
             # alone: all of another kind, and one that went wrong after others
+            outcomes["again"] += options.kind in IN_ONE_CHILD and position < first + n
             n_alone = min(1, first + n - position) if options.kind in IN_ONE_CHILD else n
             for number, arguments, data, fault in cases(options.kind, options.seed, position, n_alone, folder):
                 outcome, last, was_probed = outcome_of(options, number, arguments, folder, fault)
@@ -428,8 +409,8 @@ def outcome_of(
     if options.kind == "signal":
         return *signals.run_case(Random(f"{options.seed} {number} moments"), arguments, folder), False
     if options.kind == "cli":
-        outcome, last = run_case(arguments, folder, 3)
-        return "accepted" if outcome == "hang" else outcome, last, False  # it computes, as it was asked to
+        outcome, last = run_case(arguments, folder, _CLI_LIMIT_S)
+        return STILL_RUNNING if outcome == "hang" else outcome, last, False  # it computes, as it was asked to
     is_sound = options.kind in KINDS and KINDS[options.kind].is_sound
     outcome, last = run_case(arguments, folder, probes=is_sound, fault=fault)
     if outcome not in BAD or is_sound or KINDS.get(options.kind, KINDS["jsonl"]).suffix != ".gguf":
@@ -439,13 +420,13 @@ def outcome_of(
 
 
 def table_row(record: Path) -> str:
-    """A packed record's row in SECURITY.md: kind, cases, accepted, refused as bad input, ended with an error, bad."""
+    """A packed record's row in SECURITY.md: kind, cases, accepted, refused, ended with an error, running, bad."""
     with gzip.open(record, "rt", encoding="utf-8") as file:
         _, *lines = map(json.loads, file)
     outcomes: Counter[str] = sum((Counter(line["outcomes"]) for line in lines), Counter())
-    kind, n = record.name.removeprefix("fuzz-").partition(".")[0], outcomes.total() - outcomes["probed"]
-    n_bad = sum(len(line["bad"]) for line in lines)
-    counts = (n, *(outcomes[each] for each in ("accepted", "refused", "failed")), n_bad)
+    kind, n_bad = record.name.removeprefix("fuzz-").partition(".")[0], sum(len(line["bad"]) for line in lines)
+    n = outcomes.total() - outcomes["probed"] - outcomes["again"]
+    counts = (n, *(outcomes[each] for each in ("accepted", "refused", "failed", STILL_RUNNING)), n_bad)
     return f"| `{kind}` | {' | '.join(f'{count:,}' for count in counts)} |"
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 _SHIM = Path(__file__).with_name("fault_shim.c")
 _LOADED = "MOEEDGE_FAULT_SHIM"  # in the process that has it
-_CHAT = "chat -m {tiny qwen3moe} -dev none -p a -n 4 -c 64 --raw -q"
+CHAT = "chat -dev none -p a -n 4 -c 64 -q"
+_CHAT = f"{CHAT} --raw -m {{tiny qwen3moe}}"
 COMMANDS = (
     "plan -m {tiny qwen3moe} -md none -dev none -o json",  # loads without weights
     f"{_CHAT} -md none",

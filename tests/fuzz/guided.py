@@ -18,17 +18,26 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from tests.fuzz import texts
 
-# module:function of each kind, the suffixes that its input may have, and the longest input
+
+class Reader(NamedTuple):
+    """place: module:function; suffixes: that its input may have; n_max: bytes of the longest input."""
+
+    place: str
+    suffixes: tuple[str, ...]
+    n_max: int = 4096
+
+
 READERS = {
-    "jsonl": ("moeedge.data.datasets:load_dataset", (".jsonl", ".json", ".csv"), 4096),
-    "trace": ("tests.fuzz.readers:trace", (".npz", ".csv"), 16384),
-    "journal": ("tests.fuzz.readers:journal", (".jsonl",), 4096),
-    "measurements": ("tests.fuzz.readers:measurements", (".json",), 4096),
-    "chat": ("tests.fuzz.readers:unfinished", (".jsonl",), 4096),
-    "schema": ("tests.fuzz.readers:schema", (".json",), 4096),
+    "jsonl": Reader("moeedge.data.datasets:load_dataset", (".jsonl", ".json", ".csv")),
+    "trace": Reader("tests.fuzz.readers:trace", (".npz", ".csv"), 16384),
+    "journal": Reader("tests.fuzz.readers:journal", (".jsonl",)),
+    "measurements": Reader("tests.fuzz.readers:measurements", (".json",)),
+    "chat": Reader("tests.fuzz.readers:unfinished", (".jsonl",)),
+    "schema": Reader("tests.fuzz.readers:schema", (".json",)),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -50,12 +50,9 @@ def changed(path: Path, folder: Path, key: str, value: object) -> Path:
 def test_what_the_fuzzer_found(tiny_moe: Path, tmp_path: Path, key: str, value: object, words: str) -> None:
     """All but the last ended the process once."""
     path = changed(tiny_moe, tmp_path, key, value)
-    with pytest.raises(ModelFileError, match=words) if words else nullcontext():
-        model = Model.load(path, header_only=True)
-        try:
-            model.tokenize("a \u00e9")
-        finally:
-            model.close()
+    expected = pytest.raises(ModelFileError, match=words) if words else nullcontext()
+    with expected, closing(Model.load(path, header_only=True)) as model:
+        model.tokenize("a \u00e9")
 
 
 @pytest.mark.parametrize("n", [0, 7, 18])
@@ -80,10 +77,10 @@ def test_a_draft_head_that_cannot_rotate(tiny: TinyFactory, tmp_path: Path, n: i
 )
 def test_texts_that_were_tracebacks_once(kind: str, data: bytes, tmp_path: Path) -> None:
     """Or that such ones came from: an error of ours, or none."""
-    place, suffixes, _ = READERS[kind]
-    module, _, name = place.partition(":")
-    number = data[0] if data[0] < len(suffixes) else 0
-    path = tmp_path / f"case{suffixes[number]}"
+    reader = READERS[kind]
+    module, _, name = reader.place.partition(":")
+    number = data[0] if data[0] < len(reader.suffixes) else 0
+    path = tmp_path / f"case{reader.suffixes[number]}"
     path.write_bytes(data[1:] if number else data)
     with suppress(MoeedgeError):
         getattr(import_module(module), name)(str(path))

@@ -14,46 +14,14 @@ import numpy as np
 # what breaks readers of JSON, CSV, Jinja and numbers
 TOKENS = (
     *(b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, b'"\\ud800"', b"1e999", b"NaN", b"-1", b"null", b"{}", b"\0", b"\xff"),
-    *(
-        b"\x1b[31m",
-        b"\r",
-        b'"',
-        b",,,",
-        b"\xe2\x80\xa8",
-        b"a" * 140_000,
-        b"2147483648",
-        b"0",
-        b"true",
-        b'"messages"',
-        b'"turns"',
-    ),
-    *(
-        b"{% for i in range(99999999) %}",
-        b"{{ messages * 99999999 }}",
-        b"{{ x.y.z }}",
-        b"{% include 'a' %}",
-        b"{%",
-        b"}}",
-    ),
+    *(b"\x1b[31m", b"\r", b'"', b",,,", b"\xe2\x80\xa8", b"a" * 140_000, b"2147483648", b"0", b"true"),
+    *(b'"messages"', b'"turns"', b"{% for i in range(99999999) %}", b"{{ messages * 99999999 }}", b"{{ x.y.z }}"),
+    *(b"{% include 'a' %}", b"{%", b"}}"),
 )
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf")),
-    *(
-        "",
-        "a",
-        "\x1b[31m",
-        "\ud800",
-        "\0",
-        "x" * 140_000,
-        [],
-        [[]],
-        [None],
-        [0] * 5000,
-        {},
-        {"": None},
-        {"role": 1},
-        [{"text": 2}],
-    ),
+    *("", "a", "\x1b[31m", "\ud800", "\0", "x" * 140_000, [], [[]], [None], [0] * 5000),
+    *({}, {"": None}, {"role": 1}, [{"text": 2}]),
 )
 
 
