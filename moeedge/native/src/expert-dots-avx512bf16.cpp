@@ -37,9 +37,11 @@ void tile(int64_t n_lines, const char * rows, size_t row_bytes, const line * con
         UNROLLED
         for (int i = 0; i < n_sets; i++) {
             __m512bh x[n_tile_rows];
-            UNROLLED
-            for (int r = 0; r < n_tile_rows && asks; r++) {
-                _mm_prefetch((const char *) &((const line *) (rows + (n_tile_rows + r) * (int64_t) row_bytes))[at + i], _MM_HINT_T1);
+            if (asks) {
+                UNROLLED
+                for (int r = 0; r < n_tile_rows; r++) {
+                    _mm_prefetch((const char *) &((const line *) (rows + (n_tile_rows + r) * (int64_t) row_bytes))[at + i], _MM_HINT_T1);
+                }
             }
             UNROLLED
             for (int r = 0; r < n_tile_rows; r++) {
