@@ -106,8 +106,8 @@ KINDS = {
     ),
     "jsonl": Kind(_TEXTS, texts.mutated, (f"call {READERS['jsonl'].place} FILE",), ""),
     "template": Kind(
-        ("template.jinja",),
-        texts.mutated,
+        ("template.jinja", "tools.jinja"),
+        texts.mutated_template,
         (f"{faults.CHAT} -m {{tiny qwen3moe}} -md none --chat-template-file FILE",),
         "",
     ),
@@ -156,6 +156,16 @@ SOUND = {
     "slots.csv": "# n_layer=2 n_expert=8\nturn,phase,step,layer,slot,expert,weight\n"
     + "".join(f"0,{int(s > 1)},{s},{n},{k},{(s + k) % 8},0.5\n" for s in range(6) for n in (0, 1) for k in (0, 1)),
     "template.jinja": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if x %}{{ 1 }}{% endif %}",
+    "tools.jinja": "{%- macro told(m) -%}{{ m['content']|trim }}{%- endmacro -%}{{ bos_token }}"
+    "{%- set ns = namespace(first=true, n=0) -%}{%- if messages[0]['role'] == 'system' -%}"
+    "{%- set head = messages[0].content -%}{%- set messages = messages[1:] -%}{%- else -%}{%- set head = '' -%}"
+    "{%- endif -%}{%- if tools is defined and tools -%}{{ tools|tojson(indent=2) }}{%- endif -%}"
+    "{%- for m in messages -%}{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('Roles must alternate.') }}{%- endif -%}"
+    "{%- if m.content is string and m.content.startswith('a') -%}{%- set ns.first = false -%}{%- endif -%}"
+    "<|{{ m.role }}|>{{ head ~ '\\n' if loop.first and head else '' }}"
+    "{{ told(m).split('</think>')[-1]|replace('x', 'y') }}{%- set ns.n = ns.n + 1 -%}<|end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}",
     "calibration.json": '{"schema": 1, "seconds": 1.0, "step_s": {"1": 0.1}, "units": null}',
     "journal.jsonl": '{"schema": "moeedge-bench-run-1", "settings": []}\n'
     '{"part": 0, "pass": 0, "test": "a", "sample": {}}\n',

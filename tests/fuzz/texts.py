@@ -1,4 +1,4 @@
-"""Random changes of text and other bytes, and of the members of a NumPy archive."""
+"""Random changes of text and other bytes, of a template's tokens, and of the members of a NumPy archive."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
+import jinja2
 import numpy as np
 
 # what breaks readers of JSON, CSV, Jinja and numbers
@@ -23,6 +24,112 @@ VALUES: tuple[Any, ...] = (
     *("", "a", "\x1b[31m", "\ud800", "\0", "x" * 140_000, [], [[]], [None], [0] * 5000),
     *({}, {"": None}, {"role": 1}, [{"text": 2}]),
 )
+
+# what a template's token becomes, by the lexer's name of it
+TEMPLATE_TOKENS = {
+    "name": (
+        *(
+            "messages",
+            "m",
+            "message",
+            "content",
+            "role",
+            "loop",
+            "index0",
+            "add_generation_prompt",
+            "bos_token",
+            "tools",
+        ),
+        *(
+            "namespace",
+            "raise_exception",
+            "strftime_now",
+            "range",
+            "dict",
+            "lipsum",
+            "cycler",
+            "self",
+            "caller",
+            "none",
+        ),
+        *(
+            "tojson",
+            "trim",
+            "length",
+            "join",
+            "list",
+            "map",
+            "groupby",
+            "indent",
+            "center",
+            "batch",
+            "format",
+            "replace",
+        ),
+        *("defined", "string", "mapping", "startswith", "split", "__class__", "items", "not", "in", "is", "if", "else"),
+        *("true", "set", "for", "endfor", "endif", "elif", "macro", "call", "filter", "break", "recursive"),
+    ),
+    "operator": (*"+-*/%~|.,:()[]=<>", "**", "//", "==", "!=", "<=", ">="),
+    "integer": ("0", "1", "-1", "99999999", "9" * 30, "2147483648"),
+    "float": ("0.5", "1e308"),
+    "string": ("''", "'a'", "'\\x1b[31m'", "'%s%s'", "'{0.__class__}'", "'\\ud800'", "'" + "x" * 9000 + "'"),
+    "data": ("", "<|im_end|>", "{#", "\x1b]0;a\x07", "\n" * 99),
+}
+STATEMENTS = (
+    *(
+        "{% for i in range(9999999) %}a{% endfor %}",
+        "{{ 'a' * 9999999 }}",
+        "{{ ('a' * 9999)|center(999999)|indent(9) }}",
+    ),
+    *(
+        "{{ 9 ** 9 ** 9 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('a') }}",
+        "{{ raise_exception(messages) }}",
+    ),
+    *("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "{{ messages|tojson(indent=999999) }}", "{{ 1 / 0 }}"),
+    *(
+        "{% include 'a' %}",
+        "{% import 'a' as a %}",
+        "{% extends messages %}",
+        "{% set x = [] %}{{ x.append(x) }}{{ x }}",
+    ),
+    *(
+        "{{ strftime_now('%Y' * 9999) }}",
+        "{{ lipsum(999) }}",
+        "{{ " + "(" * 900 + "1" + ")" * 900 + " }}",
+        "{{ loop }}",
+    ),
+    *(
+        "{{ '%999999999d' % 1 }}",
+        "{{ '{:999999999}'.format(1) }}",
+        "{{ messages[-1].content.split('')[0] }}",
+        "{{ self }}",
+    ),
+    *(
+        "{% for a in messages recursive %}{{ loop(messages) }}{% endfor %}",
+        "{{ range(99999999)|list|length }}",
+        "{{ x.y.z }}",
+    ),
+)
+
+
+def mutated_template(rng: Random, data: bytes) -> bytes:
+    """The template with one to three tokens that differ, or statements more; one time in five with other bytes."""
+    if rng.random() < 0.2:
+        return mutated(rng, data)
+    tokens = [(kind, text) for _, kind, text in jinja2.Environment().lex(data.decode())]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        at = rng.choice([n for n, (kind, _) in enumerate(tokens) if kind in TEMPLATE_TOKENS])
+        kind = tokens[at][0]
+        if rng.random() < 0.3:
+            at = rng.choice([n for n, (kind, _) in enumerate(tokens) if kind == "data"])
+            tokens.insert(at, ("statement", rng.choice(STATEMENTS)))
+        elif rng.random() < 0.6:  # mostly one that stands elsewhere
+            tokens[at] = (kind, rng.choice([text for other, text in tokens if other == kind]))
+        else:
+            tokens[at] = (kind, rng.choice(TEMPLATE_TOKENS[kind]))
+    return "".join(text for _, text in tokens).encode("utf-8", "surrogatepass")
 
 
 def mutated(rng: Random, data: bytes) -> bytes:
