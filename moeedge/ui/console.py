@@ -86,7 +86,6 @@ def stderr_console() -> Console:
 
 
 def stdout_console() -> Console:
-    """A console on standard output without markup and highlighting."""
     return Console(markup=False, highlight=False, emoji=False, no_color=_plain or None)
 
 
@@ -114,12 +113,11 @@ def notifier(console: Console) -> Notify:
     return show
 
 
-def show_figures(console: Console, figures: list[FigureRow], *, style: str = "", indent: int = 0) -> None:
+def show_figures(console: Console, figures: list[FigureRow], *, style: str = "") -> None:
     """Print labels and values in two columns."""
     if not figures:
         return
-    room = console.width - indent - max(len(item.label) for item in figures) - 2
-    is_narrow = room < _LEAST_ROOM  # a value is below its label
+    is_narrow = console.width - max(len(item.label) for item in figures) - 2 < _LEAST_ROOM  # a value is below its label
     table = Table.grid(padding=(0, 2, 0, 0))
     if not is_narrow:
         table.add_column(no_wrap=True)
@@ -129,7 +127,7 @@ def show_figures(console: Console, figures: list[FigureRow], *, style: str = "",
         for cells in [(label,), (Padding(value, (0, 0, 0, 2)),)] if is_narrow else [(label, value)]:
             table.add_row(*cells)
     with suppress(OSError):
-        console.print(Padding(table, (0, 0, 0, indent)), style=style)
+        console.print(table, style=style)
 
 
 @contextmanager
@@ -177,10 +175,10 @@ def check_output(path: Path) -> None:
         raise InputError(f"{path} cannot be written: {reason}.", hint)
 
 
-def check_picture(path: Path, option: str = "--plot") -> None:
+def check_picture(path: Path) -> None:
     """Raises InputError if no picture can be written at `path`, whose suffix selects the format."""
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise InputError(f"{option} cannot write {path.name}.", f"End the name in {', '.join(PICTURE_SUFFIXES)}.")
+        raise InputError(f"--plot cannot write {path.name}.", f"End the name in {', '.join(PICTURE_SUFFIXES)}.")
     check_output(path)
 
 
@@ -220,7 +218,6 @@ class Bar(Progress):
         self._line_s, self._part = time.monotonic(), ""
 
     def start(self, label: str, total: float) -> None:
-        """Begin a task, in place of the one that runs."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(label, total=total)
@@ -236,11 +233,9 @@ class Bar(Progress):
             self.note(f"{task.description}: {self._amount.render(task)}")
 
     def add(self, amount: float = 1) -> None:
-        """Advance the running task."""
         self.update(advance=amount)
 
     def phase(self, text: str, part: str = "") -> None:
-        """Describe the running task anew."""
         if part != self._part:
             self._part, self._line_s = part, -LINE_S  # a line now
         self.update(description=text)
@@ -258,15 +253,12 @@ class Bar(Progress):
 
 
 def count_bar(console: Console, label: str, unit: str, total: int) -> Bar:
-    """A bar whose task has begun."""
     bar = Bar(console, unit)
     bar.start(label, total)
     return bar
 
 
 class PullProgress(Bar):
-    """A bar per file."""
-
     def __init__(self) -> None:
         console = stderr_console()
         super().__init__(console, BYTES, is_shown=supports_panel(console), transient=False)

@@ -41,7 +41,6 @@ class FigureRow:
 
 
 def known_figures(values: Mapping[str, str]) -> list[FigureRow]:
-    """The figures of these labels and values; empty values are left out."""
     return [FigureRow(label, value) for label, value in values.items() if value]
 
 
@@ -107,7 +106,6 @@ def lookahead(status: LookaheadStatus) -> str:
 
 
 def time_text(parts: Sequence[FigureRow]) -> str:
-    """The parts of a time in one line."""
     return ", ".join(f"{part.label} {part.value}" for part in parts)
 
 

@@ -93,7 +93,6 @@ _PROCESS_COLUMNS = (
 
 
 def print_running(running: Sequence[RunningProcess], console: Console) -> None:
-    """A row per process."""
     if running:
         print_table(console, _PROCESS_COLUMNS, running)
     else:

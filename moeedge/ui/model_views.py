@@ -134,7 +134,6 @@ def print_files(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile], co
 
 
 def files_json(wanted: Sequence[WantedModel], missing: Sequence[RemoteFile]) -> str:
-    """A JSON list with one object per model."""
     rows = []
     for model in wanted:
         names, files = ("commit", "size_bytes", "sha256", "have_bytes"), _missing_files(model, missing)
@@ -153,7 +152,6 @@ def _missing_files(model: WantedModel, missing: Sequence[RemoteFile]) -> list[Re
 
 
 def card_rows(card: ModelCard) -> list[FigureRow]:
-    """Everything that is known, in words."""
     facts = card.facts
     experts = (
         f"{facts.n_experts} per layer in {facts.n_expert_layers} layers, {facts.experts_per_token}; "
@@ -180,7 +178,6 @@ def card_rows(card: ModelCard) -> list[FigureRow]:
 
 
 def print_card(card: ModelCard, console: Console) -> None:
-    """A line per fact."""
     show_figures(console, card_rows(card))
     if card.facts.missing_bytes:
         console.print(f"Incomplete here: {format_bytes(card.facts.missing_bytes)} of its weights are missing.")
@@ -211,7 +208,6 @@ def print_entry(choice: Choice, reason: str, console: Console) -> None:
 
 
 def entry_json(choice: Choice, reason: str) -> str:
-    """One object of the catalog's facts, with the reason why there is no header."""
     entry = asdict(choice.entry)
     del entry["variants"]
     variant = asdict(choice.variant) | {"size_bytes": choice.variant.size_bytes}

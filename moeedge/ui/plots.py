@@ -83,7 +83,6 @@ class Plot:
 
     @property
     def shown(self) -> list[Line]:
-        """The lines that have values."""
         return [line for line in self.lines if any(value is not None for value in line.values)]
 
 

@@ -29,6 +29,7 @@ from moeedge.analysis.profile import (
     SpeculationGain,
 )
 from moeedge.analysis.routing_curves import BATCHES, DISTANCES, RoutingCurves
+from moeedge.ui.figures import FigureRow
 from moeedge.ui.plots import PAGE_DARK, PAGE_LIGHT, Line, Plot, save_plots, svg_of
 from moeedge.ui.profile_views import PREDICTOR_NAMES
 from moeedge.ui.tables import Column, value_columns
@@ -266,11 +267,11 @@ th {{ position: sticky; top: 0; background: var(--card); font-weight: 600; }}
 
 
 def report_html(
-    title: str, facts: Sequence[tuple[str, str]], text: str, plots: Iterable[Plot], numbers: dict[str, Any]
+    title: str, facts: Sequence[FigureRow], text: str, plots: Iterable[Plot], numbers: dict[str, Any]
 ) -> str:
     """The page. facts: labels and values of the run; text: main figures; numbers: the JSON that the page carries."""
     escaped = html.escape(title)
-    listed = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd>" for label, value in facts)
+    listed = "".join(f"<dt>{html.escape(each.label)}</dt><dd>{html.escape(each.value)}</dd>" for each in facts)
     sections = "".join(
         f'<section><h2>{html.escape(name)}</h2><div class="grid">{"".join(map(_figure_html, members))}</div></section>'
         for name, members in groupby(plots, key=lambda plot: plot.section)

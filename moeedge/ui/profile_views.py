@@ -18,6 +18,7 @@ from moeedge.analysis.profile import (
 )
 from moeedge.analysis.routing_curves import RoutingCurves
 from moeedge.ui.console import visible
+from moeedge.ui.figures import FigureRow, known_figures
 from moeedge.ui.tables import NONE, Column, print_table, text_column, value_columns
 
 _SHOWN_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # B of the table
@@ -201,15 +202,15 @@ def _hottest_columns(profile: LayerProfile) -> list[Column]:
     ]
 
 
-def run_lines(profile: ModelProfile) -> list[tuple[str, str]]:
-    """Labels and values of the model and the run."""
+def run_lines(profile: ModelProfile) -> list[FigureRow]:
     meta, parameters = profile.meta, profile.meta.parameters
-    lines = {
-        "model": f"{meta.model} ({meta.architecture})" if meta.architecture else meta.model,
-        "experts": f"{meta.n_experts} per layer, {meta.n_expert_used} per token, {len(profile.curves)} layers",
-        "draft": f"{meta.draft}, gamma {meta.gamma}" if meta.gamma else "none",
-        "prompts": f"{parameters['dataset']} ({parameters.get('prompts', '?')})" if "dataset" in parameters else "",
-        "tokens of text": "" if profile.mean is None else f"{profile.mean.tokens:,}",
-        "drafts accepted": "" if profile.drafts is None else _percent(profile.drafts.acceptance_rate or 0.0),
-    }
-    return [(label, text) for label, text in lines.items() if text]
+    return known_figures(
+        {
+            "model": f"{meta.model} ({meta.architecture})" if meta.architecture else meta.model,
+            "experts": f"{meta.n_experts} per layer, {meta.n_expert_used} per token, {len(profile.curves)} layers",
+            "draft": f"{meta.draft}, gamma {meta.gamma}" if meta.gamma else "none",
+            "prompts": f"{parameters['dataset']} ({parameters.get('prompts', '?')})" if "dataset" in parameters else "",
+            "tokens of text": "" if profile.mean is None else f"{profile.mean.tokens:,}",
+            "drafts accepted": "" if profile.drafts is None else _percent(profile.drafts.acceptance_rate or 0.0),
+        }
+    )

@@ -34,7 +34,6 @@ class Column:
     none: str = NONE  # stands for None
 
     def text(self, row: Any) -> str:
-        """The cell of this column in `row`."""
         value = self.read(row)
         if value is None:
             return self.none
@@ -43,7 +42,6 @@ class Column:
         return format(value * self.scale if self.scale != 1.0 else value, self.form)
 
     def read(self, row: Any) -> Any:
-        """The value of this column in `row`."""
         if callable(self.value):
             return self.value(row)
         if isinstance(self.value, int) or isinstance(row, Mapping):
@@ -52,7 +50,6 @@ class Column:
 
 
 def text_column(title: str, value: str | int | Callable[[Any], Any], *, fold: bool = False) -> Column:
-    """A column of text, flush left."""
     return Column(title, value, str, left=True, fold=fold, none="")
 
 
@@ -142,12 +139,12 @@ def markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     return "".join(f"|{'|'.join(line)}|\n" for line in zip(*padded, strict=True))
 
 
-def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int, width: int = TABLE_WIDTH) -> str:
-    """Markdown tables of at most `width` characters, each with the first `n_keys` columns, without empty columns."""
+def narrow_markdown(columns: Sequence[Column], rows: Sequence[Any], *, n_keys: int) -> str:
+    """Markdown tables of at most TABLE_WIDTH characters, each with the first `n_keys` columns, none of them empty."""
     filled = [column for column in columns if any(column.text(row) != column.none for row in rows)]
     # a column takes three characters more than its cells: one more than _groups' gap; and " |", "|" of the line's ends
     widths = [max(map(len, _texts(column, rows))) + 1 for column in filled]
-    groups = _groups(widths, sum(column in filled for column in columns[:n_keys]), width - 3)
+    groups = _groups(widths, sum(column in filled for column in columns[:n_keys]), TABLE_WIDTH - 3)
     return "\n".join(markdown([filled[i] for i in group], rows) for group in groups)
 
 
@@ -198,7 +195,6 @@ def json_text(value: Any, *, indent: int | None = 2) -> str:
 
 
 def record_json(record: Any) -> str:
-    """A record as one JSON document."""
     return json_text(as_dict(record))
 
 
@@ -208,5 +204,4 @@ def records_json(rows: Sequence[Any]) -> str:
 
 
 def json_lines(records: Sequence[Any]) -> str:
-    """One JSON object per line."""
     return "".join(json_text(record, indent=None) for record in records)

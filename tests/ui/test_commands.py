@@ -314,12 +314,15 @@ def test_sizes_that_a_context_cannot_have(value: str, small: ModelSwitch, tmp_pa
 
 
 def test_the_old_context_stays_where_a_new_one_has_no_memory(small: ModelSwitch, tmp_path: Path, here: Here) -> None:
+    """Nor where another model cannot be read; what was set stays as well."""
     here.set_memory(1 << 20)
-    found = small_talk(small, ["tell me", "/set gamma 1", "/set ctx 16000", "and?"], tmp_path)
-    assert small.session.info.n_ctx == N_CTX == found.repl.settings.ctx
-    assert found.repl.session is small.session and small.session.gamma == 1
-    assert len(found.messages) == 4
-    assert "keeps 256 tokens" in found.err
+    (broken := tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
+    for failing in ("/set ctx 16000", f"/model {broken}"):
+        found = small_talk(small, ["tell me", "/set gamma 1", failing, "and?"], tmp_path)
+        assert small.session.info.n_ctx == N_CTX == found.repl.settings.ctx
+        assert found.repl.session is small.session and small.session.gamma == 1
+        assert len(found.messages) == 4
+        assert ("keeps 256 tokens." if failing.startswith("/set") else f"{found.repl.info.model} stays.") in found.err
 
 
 def test_a_shift_drops_the_oldest_messages(small: ModelSwitch, tmp_path: Path) -> None:

@@ -83,7 +83,6 @@ def details(info: EngineInfo) -> list[FigureRow]:
 
 
 def warnings_of(info: EngineInfo) -> list[str]:
-    """The notes that are warnings."""
     return [note for note in info.notes if is_warning(note)]
 
 

@@ -51,7 +51,6 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        """Whether the running answer should stop."""
         return self.signum is not None
 
     @property

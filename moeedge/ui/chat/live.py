@@ -97,7 +97,6 @@ class LiveView:
             self._write(rows, "", ending=_SHOW_CURSOR)
 
     def write(self, piece: str) -> None:
-        """Append `piece`."""
         self._pieces.append(piece)
 
     def _paint_until_stopped(self) -> None:
@@ -184,7 +183,6 @@ class LiveView:
         return painted
 
     def _painted(self, segments: list[Segment]) -> str:
-        """Text with the control sequences of its styles."""
         colours = None if self.console.color_system is None else ColorSystem.STANDARD
         return "".join(style.render(text, color_system=colours) for text, style in segments)
 

@@ -75,7 +75,6 @@ class _CommandCompleter(Completer):
         self._commands = commands  # and the words that each takes
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> list[Completion]:
-        """The commands that start with the line, or the words that its command takes."""
         command, space, typed = document.text_before_cursor.partition(" ")
         names = self._commands.get(command, ()) if space else self._commands if command.startswith("/") else ()
         word = typed if space else command

@@ -116,7 +116,6 @@ def settings_of(session: Session, settings: Settings) -> Settings:
 
 
 def origin_of(session: Session, *, raw: bool) -> Origin:
-    """The origin of a chat with this session."""
     return Origin(session.info.model, session.model.info.size_bytes, raw)
 
 
@@ -190,19 +189,26 @@ class Chat:
 
     def _resize(self, settings: Settings) -> list[str]:
         """Go on with a context of another size, and with these settings; the conversation is read again."""
-        failed: SwitchError | None = None
+        self._reopen(lambda: self.switch.resize(settings.ctx), f"The context keeps {self.settings.ctx:,} tokens.")
+        self._follow(settings)
+        what = f"The context has {self.settings.ctx:,} tokens. The conversation is read again with the next message."
+        return [what, *warnings_of(self.session.info)]
+
+    def _reopen(self, opened: Callable[[], Session], else_text: str) -> None:
+        """Go on with another session. Raises InputError, ending in `else_text`, where the old one was opened again."""
         try:
-            self.session = self.switch.resize(settings.ctx)
+            self.session = opened()
         except SwitchError as error:
-            self.session, settings, failed = self.switch.session, self.settings, error
+            self.session = self.switch.session
+            self._follow(self.settings)
+            raise InputError(f"{error.message} {else_text}", error.hint) from None
+
+    def _follow(self, settings: Settings) -> None:
+        """Makes a session that was opened just now follow the settings, but for the size of its context."""
         opened = settings_of(self.session, settings)
         settings = replace(settings, ctx=opened.ctx)
         change_engine(self.session, opened, settings, raw=self.raw)
         self.settings = self._prepared(settings)
-        if failed is not None:
-            raise InputError(f"{failed.message} The context keeps {settings.ctx:,} tokens.", failed.hint)
-        what = f"The context has {settings.ctx:,} tokens. The conversation is read again with the next message."
-        return [what, *warnings_of(self.session.info)]
 
     def resume(self, chat: UnfinishedChat) -> list[str]:
         """Take over a chat that ended unexpectedly. Returns what is new to the user; an open question is answered next.
@@ -234,11 +240,7 @@ class Chat:
 
     def use_model(self, name: str) -> list[str]:
         """Go on with another model, the conversation kept. Raises MoeedgeError, and the old one stays."""
-        try:
-            self.session = self.switch(name)
-        except SwitchError as error:
-            self.session = self.switch.session
-            raise InputError(f"{error.message} {self.info.model} stays.", error.hint) from None
+        self._reopen(lambda: self.switch(name), f"{self.info.model} stays.")
         self._origin = origin_of(self.session, raw=self.raw)
         info, before = self.session.info, self.settings
         self.settings = self._prepared(settings_of(self.session, before))
@@ -283,5 +285,4 @@ class Chat:
                 say(self.err, self.autosave.warning, style="yellow")
 
     def say(self, text: str) -> None:
-        """Shows a line that is no answer."""
         say(self.err, text)

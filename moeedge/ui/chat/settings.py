@@ -23,8 +23,6 @@ _Config = TypeVar("_Config", SamplingConfig, TemplateChoice)
 
 @dataclass(frozen=True)
 class Look:
-    """How answers are shown."""
-
     stats: StatsLevel = "line"  # figures below an answer and after it
     show_thinking: ShowThinking = "auto"  # thoughts before an answer; auto: a line on a terminal, in full in a pipe
     markdown: bool = True  # headings, bold text, lists and code are shown as such on a terminal
@@ -101,7 +99,6 @@ class _Setting:
         return seed_or_random(int(value)) if self.name == "seed" else value
 
     def shown(self, settings: Settings) -> str:
-        """The value as a text."""
         value = getattr(getattr(settings, self.part) if self.part else settings, self.field)
         if isinstance(value, bool):
             return "on" if value else "off"
@@ -177,12 +174,10 @@ def saved_settings(settings: Settings) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """The names of /set, without aliases."""
     return list(_SETTINGS)
 
 
 def listing(settings: Settings) -> list[FigureRow]:
-    """Every setting, its value and what it does."""
     return [FigureRow(setting.name, f"{setting.shown(settings):<8}  {setting.help}") for setting in _SETTINGS.values()]
 
 

@@ -81,7 +81,6 @@ class MarkdownLines(PlainLines):
         return _block(line, is_complete=False)
 
     def end(self, line: str) -> StyledLine:
-        """An entire line."""
         fence = _FENCE.match(line)
         if self._fence:
             if fence and fence[1].startswith(self._fence) and not line[fence.end(1) :].strip():
@@ -224,8 +223,6 @@ def complete_end(line: str) -> int:
 
 
 class Part(NamedTuple):
-    """A piece of an answer's text."""
-
     is_thinking: bool
     text: str
 
