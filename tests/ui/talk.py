@@ -34,6 +34,7 @@ class Talk:
         settings: Settings = GREEDY,
         raw: bool = False,
         switch: Callable[[str], Session] | None = None,
+        saves: bool = True,
     ) -> None:
         out, err = io.StringIO(), io.StringIO()
         self.begun: list[str] = []  # what the prompts began with
@@ -45,7 +46,7 @@ class Talk:
             switch=switch,
             out=Console(file=out),
             err=Console(file=err, width=200),
-            autosave=Autosave(lambda: folder, origin_of(session, raw=raw)),
+            autosave=Autosave(lambda: folder, origin_of(session, raw=raw)) if saves else None,
             unfinished=unfinished_chats(lambda: folder),
             raw=raw,
         )

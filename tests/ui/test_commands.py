@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from moeedge.cli.model_files import resolve_models
 from moeedge.engine.autosave import unfinished_chats
@@ -19,21 +17,11 @@ from moeedge.errors import InputError
 from moeedge.paths import user_path
 from moeedge.run import Run
 from moeedge.ui.chat import session as chat_session
-from moeedge.ui.chat.commands import (
-    COMMANDS,
-    LEAVING,
-    completions,
-    first_words,
-    help_rows,
-    last_messages,
-    run_command,
-)
+from moeedge.ui.chat.commands import LEAVING, first_words, last_messages, run_command
 from moeedge.ui.chat.session import FULL, ModelSwitch
 from moeedge.ui.chat.settings import Settings
-from moeedge.ui.console import show_figures
 from tests.conftest import TinyFactory
 from tests.support.machine import Here
-from tests.support.stock import StockContext
 from tests.ui.talk import GREEDY, Line, Talk
 
 SHORT = Settings(sampling=GREEDY.sampling, n_predict=5)
@@ -41,20 +29,14 @@ N_CTX = 256
 LONG = "tell me " * 20
 
 
-def test_undo_takes_the_last_question_and_answer_back(session: Session, tmp_path: Path) -> None:
-    lines: list[Line] = ["/undo", "one", "two", "/undo", "three"]
-    talk = Talk(session, lines, tmp_path)
-    assert "There is no message to take back." in talk.err
+def test_undo_and_edit_take_the_last_question_and_answer_back(session: Session, tmp_path: Path) -> None:
+    expected = Talk(session, ["one", "three"], tmp_path).messages  # as if "two" had not been asked
+    talk = Talk(session, ["/undo", "one", "two", "/undo", "three"], tmp_path)
+    assert "There is no message to take back." in talk.err and talk.messages == expected
     assert 'Taken back, with its answer: "two"' in talk.err
-    assert talk.asked == ["one", "three"]
-    assert talk.messages == Talk(session, ["one", "three"], tmp_path).messages  # as if it had not been asked
-
-
-def test_an_edited_message_is_answered_anew(session: Session, tmp_path: Path) -> None:
     talk = Talk(session, ["/edit", "one", "two", "/edit", "three"], tmp_path)
-    assert "There is no message to edit." in talk.err
+    assert "There is no message to edit." in talk.err and talk.messages == expected
     assert talk.begun == ["", "", "", "", "two", ""]  # what the prompt begins with
-    assert talk.asked == ["one", "three"]
 
 
 @pytest.mark.parametrize("line", [KeyboardInterrupt, "", "/stats"])
@@ -87,14 +69,16 @@ def test_save_asks_before_it_replaces_a_file(session: Session, tmp_path: Path) -
     assert Conversation.load(file).messages[0].content == "tell me"
 
 
-def test_load_shows_the_last_messages(session: Session, tmp_path: Path) -> None:
+def test_load_restores_a_conversation_and_shows_its_end(session: Session, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    messages = [Message("assistant" if i % 2 else "user", f"message {i}") for i in range(8)]
-    Conversation("", messages).save(file)
-    talk = Talk(session, [f"/load {file}"], tmp_path)
-    shown = talk.err.splitlines()
-    assert shown[-4:] == [">>> message 4", "message 5", ">>> message 6", "message 7"]
-    assert "4 earlier messages" in talk.err and "message 3" not in talk.err
+    messages = [Message("assistant" if i % 2 else "user", f"message {i}") for i in range(9)]
+    Conversation("Be kind.", messages).save(file)
+    talk = Talk(session, [f"/load {file}", "tell me"], tmp_path)
+    assert "8 messages loaded" in talk.err and "no answer and was left out" in talk.err
+    shown = talk.err[: talk.err.index("message 7") + 9].splitlines()
+    assert shown[-5:] == ["(4 earlier messages)", ">>> message 4", "message 5", ">>> message 6", "message 7"]
+    assert (talk.repl.conversation.system, talk.messages[:8]) == ("Be kind.", messages[:8])
+    assert talk.asked[-1] == "tell me"
 
 
 def test_long_messages_are_shortened() -> None:
@@ -110,6 +94,7 @@ def test_long_messages_are_shortened() -> None:
     ("line", "name", "value"),
     [
         ("/set parameter temperature 0.5", "temperature", 0.5),  # ollama's
+        *((f"/set temp{equals}0.5", "temperature", 0.5) for equals in ("=", " = ", "= ", " =")),
         ("/set verbose", "stats", "full"),
         ("/set quiet", "stats", "off"),
         ("/set show_thinking on", "show_thinking", "on"),
@@ -119,15 +104,9 @@ def test_long_messages_are_shortened() -> None:
         ("/set markdown off", "markdown", False),
     ],
 )
-def test_settings_of_other_programs(line: str, name: str, value: object, session: Session, tmp_path: Path) -> None:
+def test_ways_to_set(line: str, name: str, value: object, session: Session, tmp_path: Path) -> None:
     settings = Talk(session, [line], tmp_path).repl.settings
     assert getattr(settings.sampling if name == "temperature" else settings.look, name) == value
-
-
-def test_ollamas_system_prompt_and_show(session: Session, tmp_path: Path) -> None:
-    talk = Talk(session, ['/set system "Be kind."', "/show system", "/show parameters", "/show info"], tmp_path)
-    assert talk.repl.conversation.system == "Be kind."
-    assert "Be kind." in talk.err and "top_k" in talk.err and "qwen3moe" in talk.err
 
 
 @pytest.mark.parametrize(
@@ -149,11 +128,6 @@ def test_an_unknown_command_names_the_right_one(line: str, hint: str, session: S
     with pytest.raises(InputError) as caught:
         run_command(repl, line)
     assert hint in caught.value.hint
-
-
-def test_names_of_commands_are_unique() -> None:
-    names = [name for command in COMMANDS for name in (command.name, *command.aliases)]
-    assert len(names) == len(set(names)) == len(completions())
 
 
 @pytest.fixture
@@ -216,24 +190,16 @@ def test_the_old_model_stays_where_another_cannot_be_opened(is_file: bool, switc
     assert "other.gguf" in talk.err
 
 
-def test_help_fits_a_small_terminal() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    show_figures(console, help_rows())
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert len(lines) == len(help_rows()) <= 23 and max(map(len, lines)) <= 80
-
-
 def test_set_takes_the_text_as_it_is(session: Session, tmp_path: Path) -> None:
     for line, system in {
         "/set system a = b": "a = b",
         "/set system=x=1 y": "x=1 y",
         "/set system 'a=b'": "'a=b'",
+        '/set system "a b"': "a b",
         "/set system": "kind",  # shown, and kept
         '/set system ""': "",
     }.items():
         assert Talk(session, ["/system kind", line], tmp_path).repl.conversation.system == system
-    for line in ("/set temp=0.5", "/set temp = 0.5", "/set temp= 0.5", "/set temp =0.5"):
-        assert Talk(session, [line], tmp_path).repl.settings.sampling.temperature == 0.5
 
 
 @pytest.mark.parametrize("name", ["~no-such-user/x", "x" * 300])
@@ -297,12 +263,6 @@ def test_a_larger_context_reads_the_conversation_again(small: ModelSwitch, tmp_p
     stats = found.repl.turns[1].stats
     assert (stats.cached_tokens, stats.prefill_tokens) == (0, stats.prompt_tokens)
     assert len(found.messages) == 4
-    with StockContext(small.session.model.path, n_ctx=512) as stock:
-        prompt = small.session.model.render_chat([vars(message) for message in found.messages[:3]])
-        expected, _ = stock.greedy(small.session.model.tokenize(prompt), 20)
-    assert found.messages[3].content.startswith(
-        b"".join(small.session.model.piece(token) for token in expected[:5]).decode("utf-8", "replace")[:3]
-    )
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "999999999999"])

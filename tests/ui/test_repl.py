@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.policies.expert_budget import ExpertBudget
@@ -94,11 +93,9 @@ def test_a_budget_is_changed_and_switched_off(session: Session, tmp_path: Path) 
 
 def test_without_drafts_a_budget_is_idle(session: Session, tmp_path: Path) -> None:
     with with_budget(session, 4) as budgeted:
-        settings = replace(GREEDY, gamma=budgeted.gamma, budget=4)
-        talk = Talk(budgeted, ["tell me", "/set gamma 0", "/regen"], tmp_path, settings=settings)
-    first, last = (turn.stats for turn in talk.repl.turns)
-    assert first.budgeted_steps > 0 and last.budgeted_steps == 0
-    assert last.prefill_tokens == last.prompt_tokens  # nothing lossy is left in the KV cache
+        talk = Talk(budgeted, ["tell me", "/set gamma 0", "/regen"], tmp_path, settings=replace(GREEDY, budget=4))
+    last = talk.repl.turns[-1].stats
+    assert (last.budgeted_steps, last.prefill_tokens) == (0, last.prompt_tokens)  # nothing lossy is in the KV cache
     assert "budget 4 (idle)" in talk.err.split("gamma = 0")[1]
     assert talk.repl.conversation.budgets == ["budget 4 (lossy)"]
 
@@ -128,36 +125,31 @@ def test_resume_under_a_budget_is_silent_about_settings(session: Session, tmp_pa
 
 
 def test_budgets_that_cannot_be_are_refused_and_the_first_comes_back(session: Session, tmp_path: Path) -> None:
-    lines: list[Line] = ["/set budget 3", "/set budget 0", "/set budget many"]
+    refused: list[Line] = ["/set budget 3", "/set budget 0", "/set budget many"]
+    idle: list[Line] = ["/set budget 9999999999", "/set budget 8", "/set gamma 0", "/set budget 5"]
     with with_budget(session, 5, coverage="truncation") as budgeted:
-        first = budgeted.info.expert_budget
-        talk = Talk(budgeted, lines, tmp_path, settings=replace(GREEDY, budget=5))
-        assert talk.repl.settings.budget == 5 and budgeted.info.expert_budget is first
-        lines = ["/set budget 9999999999", "/set budget 8", "/set gamma 0", "/set budget 5"]
-        talk = Talk(budgeted, lines, tmp_path, settings=replace(GREEDY, budget=5))
-        assert budgeted.info.expert_budget == first == ExpertBudget(budget=5, coverage="truncation")
+        for lines in (refused, idle):
+            talk = Talk(budgeted, lines, tmp_path, settings=replace(GREEDY, budget=5))
+            assert talk.repl.settings.budget == 5
+            assert budgeted.info.expert_budget == ExpertBudget(budget=5, coverage="truncation")
     assert "changes nothing" in talk.err
     assert talk.err.count("The expert budget has no effect") == 2
-    talk = Talk(session, ["/set budget 8", "tell me"], tmp_path)  # a chat without one gets none
-    assert "--expert-budget" in talk.err
-    assert talk.repl.settings.budget is None and talk.repl.turns[0].stats.budgeted_steps == 0
 
 
-def test_gamma_without_a_draft_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:
+def test_what_a_chat_began_without_is_refused(tiny: TinyFactory, tmp_path: Path) -> None:
     with Session.open(EngineConfig(model=tiny("qwen3moe"), n_ctx=256, n_threads=1)) as session:
-        talk = Talk(session, ["/set gamma 8"], tmp_path, settings=Settings(gamma=session.gamma))
-    assert "speculation stays off" in talk.err
-    assert talk.repl.settings.gamma == 0
+        talk = Talk(session, ["/set gamma 8", "/set budget 8"], tmp_path, settings=Settings(gamma=session.gamma))
+    assert "speculation stays off" in talk.err and "--expert-budget" in talk.err
+    assert (talk.repl.settings.gamma, talk.repl.settings.budget) == (0, None)
 
 
 @pytest.mark.parametrize("lines", [["/set gamma auto", "/set seed 3"], ["/set seed 3", "/set gamma auto"]])
-def test_a_seed_with_lengths_that_follow_times(session: Session, tmp_path: Path, lines: list[Line]) -> None:
-    """It is said once, and not where answers are greedy."""
-    talk = Talk(session, [*lines, "/set n_predict 5"], tmp_path, settings=Settings(gamma=4))
-    assert talk.err.count("may give other answers") == 1
-    session.set_draft_length(4)
-    talk = Talk(session, lines, tmp_path, settings=GREEDY)
-    assert talk.err.count("may give other answers") == 0
+@pytest.mark.parametrize(("settings", "n_said"), [(Settings(gamma=4), 1), (GREEDY, 0)])
+def test_a_seed_with_lengths_that_follow_times(
+    session: Session, tmp_path: Path, lines: list[Line], settings: Settings, n_said: int
+) -> None:
+    talk = Talk(session, [*lines, "/set n_predict 5"], tmp_path, settings=settings)
+    assert talk.err.count("may give other answers") == n_said
     session.set_draft_length(4)
 
 
@@ -169,17 +161,6 @@ def test_read_goes_before_the_next_message(session: Session, tmp_path: Path) -> 
     assert "10 characters read" in talk.err
     assert "/read takes the name of a file." in talk.err
     assert "none cannot be read: No such file or directory." in talk.err
-
-
-def test_load_restores_a_conversation(session: Session, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    saved = Conversation("Be kind.", [Message("user", "hi"), Message("assistant", "ho"), Message("user", "open")])
-    saved.save(file)
-    talk = Talk(session, [f"/load {file}", "/system", "tell me"], tmp_path)
-    assert "2 messages loaded" in talk.err
-    assert "no answer and was left out" in talk.err
-    assert "Be kind." in talk.err
-    assert [message.content for message in talk.messages[:3]] == ["hi", "ho", "tell me"]
 
 
 def test_a_failed_save_is_told_once_and_leaves_no_file(session: Session, tmp_path: Path) -> None:
@@ -202,15 +183,12 @@ def test_raw_continues_the_text(session: Session, tmp_path: Path) -> None:
     assert talk.repl.turns[0].stats.prompt_tokens == len(session.model.tokenize("tell me"))
 
 
-def test_ctrl_c_at_the_prompt_hints(session: Session, tmp_path: Path) -> None:
-    talk = Talk(session, [KeyboardInterrupt, "/exit"], tmp_path)
-    assert (talk.code, talk.err) == (0, "Use /exit or Ctrl-D to leave.\n")
-
-
-def test_ctrl_c_in_mid_answer_keeps_its_text(session: Session, tmp_path: Path) -> None:
+def test_ctrl_c_in_mid_answer_keeps_its_text_and_hints_at_the_prompt(session: Session, tmp_path: Path) -> None:
     on_step(session, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    talk = Talk(session, ["tell me", "/set n 5", "and?"], tmp_path, settings=replace(GREEDY, n_predict=200))
+    lines: list[Line] = ["tell me", KeyboardInterrupt, "/set n 5", "and?"]
+    talk = Talk(session, lines, tmp_path, settings=replace(GREEDY, n_predict=200))
     assert talk.code == 0
+    assert "Use /exit or Ctrl-D to leave.\n" in talk.err
     stopped, finished = talk.repl.turns
     assert (stopped.stop_reason, finished.stop_reason) == ("interrupted", "length")
     assert 0 < stopped.stats.generated_tokens < 30
@@ -230,25 +208,24 @@ def test_ctrl_c_before_the_first_token_takes_the_question_back(session: Session,
     assert talk.repl.turns[-1].stop_reason == "length"
 
 
-@pytest.mark.parametrize("place", ["prompt_tokens", "print_turn"])
+@pytest.mark.parametrize(
+    ("module", "place", "asked"),
+    [(chat_session, "prompt_tokens", ["and more"]), (repl, "print_turn", ["tell me", "and more"])],
+)
 def test_ctrl_c_next_to_the_answer_does_not_end_the_chat(
-    place: str, session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, place: str, asked: list[str], session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the answer the question is taken back, after it the answer stays; the chat goes on either way."""
-    module = chat_session if place == "prompt_tokens" else repl
-    real = getattr(module, place)
-    calls: list[int] = []
+    real, signals = getattr(module, place), iter([signal.SIGINT])
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            signal.raise_signal(signal.SIGINT)
+        for signum in signals:
+            signal.raise_signal(signum)
         return real(*arguments, **options)
 
     monkeypatch.setattr(module, place, interrupted)
     talk = Talk(session, ["tell me", "and more"], tmp_path)
-    assert talk.code == 0
-    assert talk.asked == (["and more"] if place == "prompt_tokens" else ["tell me", "and more"])
+    assert (talk.code, talk.asked) == (0, asked)
 
 
 def test_a_grammar_of_a_file_is_set_and_switched_off(session: Session, tmp_path: Path) -> None:
@@ -266,8 +243,7 @@ def test_a_grammar_of_a_file_is_set_and_switched_off(session: Session, tmp_path:
     assert "line 1, column 10" in bad.err and bad.repl.settings.sampling.grammar == ""
 
 
-def test_think_is_refused_without_a_switch(session: Session, tmp_path: Path) -> None:
-    talk = Talk(session, ["/set think on"], tmp_path)
-    assert "no variable" in talk.err and talk.repl.settings.template.think == "auto"
-    talk = Talk(session, ["/set think off"], tmp_path)  # it never thinks
-    assert "no variable" not in talk.err and talk.repl.settings.template.think == "off"
+@pytest.mark.parametrize(("word", "is_said", "kept"), [("on", True, "auto"), ("off", False, "off")])
+def test_thinking_needs_a_switch(word: str, is_said: bool, kept: str, session: Session, tmp_path: Path) -> None:
+    talk = Talk(session, [f"/set think {word}"], tmp_path)
+    assert (("no variable" in talk.err), talk.repl.settings.template.think) == (is_said, kept)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from moeedge.engine import autosave
 from moeedge.engine.autosave import UnfinishedChat, unfinished_chats
-from moeedge.engine.conversation import Conversation, Message
+from moeedge.engine.conversation import Message
 from moeedge.engine.session import Session
 from moeedge.engine.types import SamplingConfig
 from moeedge.llama.reasoning import TemplateChoice
 from moeedge.scheduler.stats import StepRecord
-from moeedge.ui.chat.repl import Repl
 from moeedge.ui.chat.session import origin_of
 from moeedge.ui.chat.settings import Settings
 from tests.ui.talk import GREEDY, Line, Talk, cut_off, on_step
@@ -86,13 +84,6 @@ def test_a_signal_after_regen_keeps_an_answer(at_step: int, session: Session, tm
         assert first.messages[1].content.startswith(left.text) and left.tokens
 
 
-def test_a_failed_save_is_told_once(session: Session, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    talk = Talk(session, ["tell me", "and?", "more"], tmp_path / "file" / "chats")
-    assert (talk.code, len(talk.messages)) == (0, 6)
-    assert talk.err.count("Not a directory") == 1
-
-
 def test_resume_goes_on_with_the_same_answer(session: Session, tmp_path: Path) -> None:
     settings = replace(GREEDY, n_predict=30)
     expected = Talk(session, ["/system be kind", "tell me"], tmp_path / "one", settings=settings)
@@ -108,14 +99,21 @@ def test_resume_goes_on_with_the_same_answer(session: Session, tmp_path: Path) -
     assert unfinished_chats(lambda: tmp_path) == []
 
 
-def test_tokens_that_the_model_lacks_are_answered_anew(session: Session, tmp_path: Path) -> None:
-    settings = replace(GREEDY, n_predict=10)
-    expected = Talk(session, ["/system be kind", "tell me"], tmp_path / "one", settings=settings)
-    cut_off(session, tmp_path, 1, settings=settings)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(rb"\Z", b'{"text": "x", "tokens": [-1, 4294967296]}\n'), (rb'"model_bytes": ', b'"model_bytes": 1')],
+    ids=["unknown tokens", "another model"],
+)
+def test_what_the_model_cannot_continue_is_answered_anew(
+    old: bytes, new: bytes, session: Session, tmp_path: Path
+) -> None:
+    expected = Talk(session, ["/system be kind", "tell me"], tmp_path / "one")
+    cut_off(session, tmp_path, 2)
     (path,) = tmp_path.glob("*.jsonl")
-    with path.open("a") as file:
-        file.write('{"text": "x", "tokens": [-1, 4294967296]}\n')
-    assert Talk(session, ["/resume"], tmp_path).messages == expected.messages
+    path.write_bytes(re.sub(old, new, path.read_bytes(), count=1))
+    talk = Talk(session, ["/resume"], tmp_path)
+    assert talk.messages == expected.messages
+    assert talk.repl.turns[0].stats.generated_tokens == 12
 
 
 def test_resume_restores_grammar_samplers_and_template(session: Session, tmp_path: Path) -> None:
@@ -131,15 +129,6 @@ def test_resume_restores_grammar_samplers_and_template(session: Session, tmp_pat
     assert session.template == talk.repl.settings.template == TEMPLATE
     assert talk.repl.settings.sampling == CONSTRAINED
     assert talk.repl.turns[0].stats.generated_tokens == 30 - len(begun)
-
-
-def test_resume_with_another_model_answers_anew(session: Session, tmp_path: Path) -> None:
-    cut_off(session, tmp_path, 2)
-    (path,) = tmp_path.glob("*.jsonl")
-    path.write_bytes(path.read_bytes().replace(b'"model_bytes": ', b'"model_bytes": 1'))
-    talk = Talk(session, ["/resume"], tmp_path)
-    assert talk.repl.turns[0].stats.generated_tokens == 12
-    assert [message.role for message in talk.messages] == ["user", "assistant"]
 
 
 def test_resume_keeps_the_text_if_it_cannot_go_on(
@@ -192,18 +181,8 @@ def test_resume_lists_and_drops(session: Session, tmp_path: Path) -> None:
 
 def test_a_chat_that_is_not_saved_leaves_the_resumed_file(session: Session, tmp_path: Path) -> None:
     cut_off(session, tmp_path, 1)
-    chat = Repl(
-        session,
-        Conversation(),
-        GREEDY,
-        read=lambda _begun: "/exit",
-        switch=None,
-        out=Console(file=io.StringIO()),
-        err=Console(file=io.StringIO()),
-        unfinished=unfinished_chats(lambda: tmp_path),
-    )
-    assert chat.run("/resume") == 0
-    assert len(chat.turns) == 1
+    talk = Talk(session, ["/resume"], tmp_path, saves=False)
+    assert (talk.code, len(talk.repl.turns)) == (0, 1)
     assert len(unfinished_chats(lambda: tmp_path)) == 1
 
 

@@ -6,13 +6,13 @@ import io
 import os
 import pty
 import sys
+from itertools import groupby
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from rich.style import Style
 
 from moeedge.llama.reasoning import ReasoningTags, split_reasoning
 from moeedge.ui.chat.live import LiveView
@@ -21,17 +21,18 @@ from moeedge.ui.chat.stream import (
     MAX_SPAN,
     FoldedThinking,
     MarkdownLines,
-    PlainLines,
     PlainView,
-    StyledLine,
     ThinkingSplitter,
-    complete_end,
     wrap_rows,
 )
 from moeedge.ui.console import supports_panel, visible
 from tests.ui.test_live import view_on
 
 LINES = st.text(alphabet="ab é你-", max_size=40)
+UNTOUCHED = (
+    *("2**3 a**b", "5 * 3 * 2", "a_b_c", "**open", "`open", "* ", "| a | b |", "use __init__ here", r"\*not\*"),
+    *(r"\`not\`", "f(*x, *y)", "def f(self, *a, **k): b * c"),
+)
 TAGS = ReasoningTags("<think>", "</think>")
 ALPHABET = "ab 1*_`#->~.\\(\u4f60"  # of Markdown
 WORDS = st.lists(
@@ -117,23 +118,6 @@ def test_rows_fit_and_lose_nothing(line: str, columns: int) -> None:
     assert all(cell_len(row.rstrip()) <= columns for row in rows)
 
 
-@given(st.lists(LINES, max_size=8), st.integers(2, 12))
-@settings(deadline=None)
-def test_full_rows_never_change_while_text_grows(pieces: list[str], columns: int) -> None:
-    shown: list[str] = []
-    growing = ""
-    for piece in pieces:
-        *full, growing = wrap_rows(growing + piece, columns)
-        shown += full
-    expected = wrap_rows("".join(pieces), columns)
-    assert [row.rstrip() for row in [*shown, growing]] == [row.rstrip() for row in expected]
-
-
-@pytest.mark.parametrize(("line", "end"), [("", 0), ("one two", 4), ("one ", 4), ("one", 0), ("你好", 2)])
-def test_where_the_last_complete_word_ends(line: str, end: int) -> None:
-    assert complete_end(line) == end
-
-
 @pytest.mark.parametrize("is_open", [False, True])
 @given(words=WORDS, cuts=st.lists(st.integers(1, 4), max_size=30))
 def test_pieces_are_split_as_the_entire_text(is_open: bool, words: list[str], cuts: list[int]) -> None:
@@ -156,11 +140,6 @@ def test_pieces_are_split_as_the_entire_text(is_open: bool, words: list[str], cu
         assert (thinking, answer) == ("", text)
 
 
-def test_a_model_that_does_not_think() -> None:
-    splitter = ThinkingSplitter(None, is_open=True)
-    assert [part for part in splitter.feed("<think>a</think>")] == [(False, "<think>a</think>")]
-
-
 def fed(folded: FoldedThinking, piece: str, *, is_last: bool = False) -> str:
     return "".join(part.text for part in folded.feed(piece, is_last=is_last))
 
@@ -179,25 +158,15 @@ def test_folded_thinking_is_counted() -> None:
     assert folded.line == "thought for 0 s, 150 tokens"
 
 
-def test_before_the_first_token_there_is_no_line() -> None:
-    """The prompt has ended with the start tag, and is still being read."""
-    folded = FoldedThinking(TAGS, lambda: 1, is_open=True)
+def test_where_nothing_was_thought_there_is_no_line() -> None:
+    folded = FoldedThinking(TAGS, lambda: 1, is_open=True)  # the prompt, which ended with the start tag, is being read
     assert folded.is_thinking and folded.line == ""
     fed(folded, "hm")
     assert folded.line.startswith("thinking... 0 s, 1 token")
-
-
-def test_empty_thinking_leaves_no_line() -> None:
-    """As of models that are told not to think."""
+    folded = FoldedThinking(TAGS, lambda: 3)  # of a model that is told not to think
+    assert (fed(folded, "<think>\n\n</think>\n\n4"), folded.line) == ("4", "")
     folded = FoldedThinking(TAGS, lambda: 3)
-    assert fed(folded, "<think>\n\n</think>\n\n4") == "4"
-    assert folded.line == ""
-
-
-def test_an_answer_without_thinking_is_untouched() -> None:
-    folded = FoldedThinking(TAGS, lambda: 3)
-    assert fed(folded, "\n <") + fed(folded, "b>", is_last=True) == "\n <b>"
-    assert folded.line == ""
+    assert (fed(folded, "\n <") + fed(folded, "b>", is_last=True), folded.line) == ("\n <b>", "")
 
 
 def shown(line: str, before: tuple[str, ...] = ()) -> list[tuple[str, str]]:
@@ -205,13 +174,8 @@ def shown(line: str, before: tuple[str, ...] = ()) -> list[tuple[str, str]]:
     styler = MarkdownLines()
     for earlier in before:
         styler.end(earlier)
-    joined: list[tuple[str, str]] = []
-    for text, style in styler.end(line).segments:
-        if joined and joined[-1][1] == str(style):
-            joined[-1] = (joined[-1][0] + text, str(style))
-        else:
-            joined.append((text, str(style)))
-    return joined
+    groups = groupby(styler.end(line).segments, key=lambda segment: str(segment[1]))
+    return [("".join(text for text, _ in segments), style) for style, segments in groups]
 
 
 @pytest.mark.parametrize(
@@ -232,14 +196,7 @@ def shown(line: str, before: tuple[str, ...] = ()) -> list[tuple[str, str]]:
         ("> said", [("│ ", "dim"), ("said", "italic")]),
         ("---", [("---", "dim")]),
         ("```python", [("```python", "dim")]),
-        *(
-            (text, [(text, "none")])
-            for text in ("2**3 a**b", "5 * 3 * 2", "a_b_c", "**open", "`open", "* ", "| a | b |")
-        ),
-        *(
-            (text, [(text, "none")])
-            for text in ("use __init__ here", r"\*not\*", r"\`not\`", "f(*x, *y)", "def f(self, *a, **k): b * c")
-        ),
+        *((text, [(text, "none")]) for text in UNTOUCHED),
         ("**" + "a" * (MAX_SPAN + 1) + "**", [("**" + "a" * (MAX_SPAN + 1) + "**", "none")]),
     ],
 )
@@ -257,11 +214,6 @@ def test_code_is_coloured_and_its_text_stays() -> None:
     assert inside_string != shown("def", before)
     assert shown("**x**", (*before, "pass", "```")) == [("x", "bold")]
     assert shown("**x**", ("```nolanguage",)) == [("**x**", "cyan")]
-
-
-def test_text_in_one_style() -> None:
-    styler = PlainLines(Style(dim=True))
-    assert styler.show("**a") == styler.end("**a") == StyledLine([("**a", Style(dim=True))], 3)
 
 
 @pytest.mark.parametrize("before", [(), ("```python",), ("~~~",)])

@@ -1,28 +1,21 @@
-"""One table in several widths, in a file, as Markdown, CSV and JSON; hits and uploads have one name everywhere."""
+"""One table in several widths, in a file, as Markdown, CSV, SQL and JSON."""
 
 from __future__ import annotations
 
-import ast
 import csv
 import io
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-import moeedge
 from moeedge.hardware.devices import DeviceRow
 from moeedge.hub.catalog import HubFile, Variant
 from moeedge.hub.remote import RemoteFile, WantedModel
-from moeedge.lab.cli.schema import schema_text
-from moeedge.lab.views import _replay_style
 from moeedge.ui.machine_views import print_devices
 from moeedge.ui.model_views import download_lines, files_json
 from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, sql_text, text_column
@@ -121,12 +114,6 @@ def test_columns_of_sql_take_the_numbers_of_another_run() -> None:
         assert base.execute("SELECT * FROM t").fetchall() == [('o\'neill "x"; --', None, 1, "[1]"), ("b", 2.5, 2, None)]
 
 
-def test_bounds_and_unranked_policies_are_dim() -> None:
-    rows = [SimpleNamespace(policy=name, without_predictor=alone) for name, alone in
-            (("spac", False), ("oracle", False), ("fate", True))]  # fmt: skip
-    assert [_replay_style(row) for row in rows] == ["", "dim", "dim"]  # type: ignore[arg-type]
-
-
 def test_missing_files_as_json_and_unconfirmed_facts_in_words() -> None:
     wanted = [WantedModel("target", "big", "mit", Variant("q4", "me/x", files=(HubFile("a.gguf"),)), local=None)]
     missing = [RemoteFile("me/x", "main", "c" * 40, "a.gguf", 7, "tag", None, have_bytes=3)]
@@ -139,49 +126,3 @@ def test_missing_files_as_json_and_unconfirmed_facts_in_words() -> None:
     assert [(text.startswith("draft"), "sure" in text, "confirmed" in text) for text in said] == [
         (True, True, False), (False, True, True), (True, True, False)
     ]  # fmt: skip
-
-
-_ROOT = Path(moeedge.__file__).parent
-# names of earlier releases
-_OLD = re.compile(
-    r"hit rate|hit_rate_unique|unique hit|pair hit\b|expert hit\b|RAM hits?\b|uploads/step|loads/step|evictions/step|"
-    r"uploads_per_step|evictions_per_step"
-)
-
-
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """The string constants of a module that are not docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield node.lineno, node.value
-
-
-def test_no_text_has_an_old_name() -> None:
-    found = [
-        f"{path.relative_to(_ROOT)}:{line}: {text}"
-        for path in sorted(_ROOT.rglob("*.py"))
-        for line, text in texts(path)
-        if _OLD.search(text)
-    ]
-    assert not found
-
-
-def test_old_names_are_found(tmp_path: Path) -> None:
-    path = tmp_path / "view.py"
-    path.write_text('"""The hit rate."""\nTITLES = ("hit rate", "pair hits", f"{1} uploads/step")\n')
-    assert [text for _, text in texts(path) if _OLD.search(text)] == ["hit rate", " uploads/step"]
-
-
-def test_schemas_have_the_names_of_the_glossary() -> None:
-    page = (_ROOT.parent / "docs" / "structure.md").read_text(encoding="utf-8")
-    glossary = page.split("## Glossary\n")[1]
-    for name in ("hit_rate_pairs", "hit_rate_experts", "uploads_per_layer_step"):
-        assert f"(`{name}`)" in glossary
-        assert f'"{name}"' in schema_text("bench")
