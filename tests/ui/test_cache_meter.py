@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from moeedge.engine.session import Session
-from moeedge.engine.types import EngineConfig, SamplingConfig
+from moeedge.engine.types import EngineConfig
 from moeedge.run import Notification, ignore
 from moeedge.scheduler.config import PlacementConfig
 from moeedge.ui.chat.single import CacheMeter
 from tests.conftest import TinyFactory
+from tests.support.sessions import GREEDY, answered
 
-GREEDY = SamplingConfig(temperature=0)
 PROMPT = list(range(5, 45))
 
 
@@ -32,7 +32,6 @@ def session(tiny: TinyFactory) -> Iterator[Session]:
 
 
 def test_the_prompt_is_not_counted(session: Session) -> None:
-    session.reset()
     meter = CacheMeter(session, interval_s=0)
     assert meter() is None
     generation = session.generate(PROMPT, n_predict=24, sampling=GREEDY)
@@ -43,9 +42,7 @@ def test_the_prompt_is_not_counted(session: Session) -> None:
             pass
         running = meter()
     done = meter()
-    assert begun is not None
-    assert running is not None
-    assert done is not None
+    assert begun is not None and running is not None and done is not None
     assert (begun.steps, begun.pairs, begun.decode_s) == (0, 0, 0)
     assert 0 < running.pairs <= done.pairs
     info = session.info
@@ -59,14 +56,10 @@ def test_the_prompt_is_not_counted(session: Session) -> None:
     assert meter() == done  # it stays what it was
 
 
-def test_without_a_cache_there_is_nothing_to_count(tiny: TinyFactory) -> None:
-    config = EngineConfig(model=tiny("qwen3moe"), n_ctx=256, n_threads=1, device="none")
-    with Session.open(config) as session:
-        with CacheMeter(session) as meter:
-            for _ in session.generate(PROMPT, n_predict=4, sampling=GREEDY):
-                pass
-        assert session.observers == []
-        assert meter() is None
+def test_without_a_cache_there_is_nothing_to_count(opened: Session) -> None:
+    with CacheMeter(opened) as meter:
+        answered(opened, PROMPT, 4)
+    assert opened.observers == [] and meter() is None
 
 
 def test_what_goes_off_is_kept_for_after_the_answer(session: Session) -> None:

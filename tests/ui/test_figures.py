@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from moeedge.engine.types import EngineInfo, GenerationStats
@@ -84,17 +82,10 @@ def test_the_line_after_an_answer() -> None:
     assert "drafts off" not in figures.turn_line(INFO, replace(stats, choice=None), "eos")
 
 
-def totals(*answers: GenerationStats) -> list[FigureRow]:
-    return figures.total_rows(INFO, [Turn(INFO, stats, "eos") for stats in answers])
-
-
 def test_totals_are_sums_and_rates_of_sums() -> None:
-    other = replace(STATS, generated_tokens=11, decode_s=0.5, steps=10, drafted=20, accepted=0, ttft_s=0.75)
-    shifted = replace(STATS, context_shifts=2, dropped_tokens=60)
-    [row] = totals(shifted, replace(shifted, context_shifts=1, dropped_tokens=30))
-    assert "90 tokens dropped from the context in 3 shifts" in row.value
-    [row] = totals(STATS, other)
-    assert "dropped" not in row.value
+    one = replace(STATS, context_shifts=2, dropped_tokens=60)
+    other = replace(one, generated_tokens=11, decode_s=0.5, steps=10, drafted=20, accepted=0, ttft_s=0.75)
+    [row] = figures.total_rows(INFO, [Turn(INFO, stats, "eos") for stats in (one, other)])
     assert row.label == "all 2 answers"
     assert row.value.split(", ") == [
         "62 tokens at 24.0 t/s",  # 60 tokens in 2.5 s: the first of each answer is prefill's
@@ -102,6 +93,7 @@ def test_totals_are_sums_and_rates_of_sums() -> None:
         "first token after 500 ms on average",
         "60 % of drafts accepted (60 of 100)",
         "2.00 tokens per step",
+        "120 tokens dropped from the context in 4 shifts",
     ]
 
 
@@ -116,12 +108,6 @@ def test_totals_are_sums_and_rates_of_sums() -> None:
 )
 def test_shares_of_a_time_add_up(parts_s: dict[str, float], total_s: float, expected: list[int]) -> None:
     assert [int(part.value.removesuffix(" %")) for part in shares(parts_s, total_s)] == expected
-
-
-@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=6), st.floats(0.001, 1e3))
-def test_shares_are_whole_and_add_up_to_100(parts_s: list[float], total_s: float) -> None:
-    found = shares({str(index): part_s for index, part_s in enumerate(parts_s)}, total_s)
-    assert sum(int(part.value.removesuffix(" %")) for part in found) == 100
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -157,25 +143,25 @@ def test_a_small_window_keeps_what_matters_most(columns: int, rows: int) -> None
         assert "pair hits 81 %" in shown
 
 
-def test_how_far_the_prompt_is_read() -> None:
-    for n_read, n_to_read, elapsed_s, text in (
-        (0, 0, 2.04, "2.0 s"),
-        (0, 6000, 1.0, "0 of 6,000 tokens"),
-        (512, 6000, 0.1, "512 of 6,000 tokens"),  # too early to tell
-        (2000, 6000, 5.0, "2,000 of 6,000 tokens, about 10 s left"),
-        (6000, 6000, 5.0, "6,000 of 6,000 tokens"),
-    ):
-        stats = GenerationStats(prompt_tokens=9)
-        items = figures.live_figures(INFO, stats, read=(n_read, n_to_read), elapsed_s=elapsed_s)
-        assert items == [FigureRow("reading the prompt", text)]
+@pytest.mark.parametrize(
+    ("read", "elapsed_s", "text"),
+    [
+        ((0, 0), 2.04, "2.0 s"),
+        ((0, 6000), 1.0, "0 of 6,000 tokens"),
+        ((512, 6000), 0.1, "512 of 6,000 tokens"),  # too early to tell
+        ((2000, 6000), 5.0, "2,000 of 6,000 tokens, about 10 s left"),
+        ((6000, 6000), 5.0, "6,000 of 6,000 tokens"),
+    ],
+)
+def test_how_far_the_prompt_is_read(read: tuple[int, int], elapsed_s: float, text: str) -> None:
+    items = figures.live_figures(INFO, GenerationStats(prompt_tokens=9), read=read, elapsed_s=elapsed_s)
+    assert items == [FigureRow("reading the prompt", text)]
 
 
 def test_draft_length() -> None:
     """An estimate of a few steps is not shown."""
-    begun = DraftChoice(gamma=2, gamma_max=16, best=2)
-    for early in (begun, replace(begun, speed_up=4.0, n_measured=3)):
-        assert figures.draft_length(early) == "measuring"
-    measured = replace(begun, speed_up=1.5, n_measured=40)
+    measured = DraftChoice(gamma=2, gamma_max=16, best=2, speed_up=1.5, n_measured=40)
+    assert figures.draft_length(replace(measured, n_measured=3)) == "measuring"
     assert figures.draft_length(measured) == "2 of 16, 1.50 times the speed without, by estimate"
     off = replace(measured, gamma=0, best=0, speed_up=1.0, other=1, other_speed_up=0.9)
     assert figures.draft_length(off) == "off, 1 would give 0.90 times the speed, by estimate"
@@ -184,11 +170,9 @@ def test_draft_length() -> None:
 def test_before_the_first_step_there_are_dashes() -> None:
     fresh = PlacementStats(device="CUDA0 (A Card)", policy="lru", cache_ratio=0.5, slots_total=10, pool_bytes=5 * MIB)
     shown = "\n".join(panel(fresh, 80))
-    dashes = ("pair hits -", "expert hits -", "slots 0/10", "uploads/layer -", "link -", "VRAM slots 5 MiB", "time: -")
-    for text in dashes:
+    for text in ("pair hits -", "expert hits -", "slots 0/10", "uploads/layer -", "link -", "VRAM slots 5", "time: -"):
         assert text in shown, text
     assert "tau" not in shown
-    assert "time" not in {item.label for item in figures.cache_rows(fresh)}
 
 
 def test_memory_and_thresholds() -> None:
@@ -199,18 +183,14 @@ def test_memory_and_thresholds() -> None:
 
 def test_a_lost_device_is_reported() -> None:
     lost = replace(CACHE, lost=True)
-    shown = "\n".join(panel(lost, 40, 10))
-    assert "device lost: all on CPU" in shown
-    assert "slots" not in shown
-    assert figures.live_cache_figures(lost)[0] in figures.cache_rows(lost)
-    live = figures.live_figures(PLACED, STATS, lost, elapsed_s=1.0)
-    assert "device lost: all on CPU" in [figure.value for figure in live]
+    row = FigureRow("", "device lost: all on CPU")
+    assert figures.live_cache_figures(lost) == [row] and row in figures.cache_rows(lost)
+    assert row in figures.live_figures(PLACED, STATS, lost, elapsed_s=1.0)
 
 
 def test_the_table_of_stats() -> None:
-    rows = [(row.label, row.value if row.draw is None else row.draw(70)) for row in figures.cache_rows(CACHE)]
+    rows = [(row.label, row.value) for row in figures.cache_rows(CACHE)]
     assert rows[0] == ("cache", "emulated (CPU, link 2 GB/s), ratio 0.17, policy spac")
-    assert "VRAM" not in {label for label, _ in rows}  # the emulated device has none
     assert {
         ("moved", "1.2 GiB"),
         ("pair hits", "81 %"),
@@ -223,38 +203,31 @@ def test_the_table_of_stats() -> None:
     assert row.value.endswith("pair hits 25 %")
 
 
-def test_the_judgement_of_lookahead_is_shown() -> None:
-    why = "it does not pay here"
-    for status, text in (
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
         (LookaheadStatus(used=True), "on"),
         (LookaheadStatus(used=True, gain=0.124), "on, +12 % hits"),
-        (LookaheadStatus(used=False, gain=0.001, reason=why), f"off: {why}"),
-    ):
-        assert FigureRow("lookahead", text) in figures.cache_rows(replace(CACHE, lookahead=status))
-    assert not any("lookahead" in figure.label for figure in figures.cache_rows(CACHE))
+        (LookaheadStatus(used=False, gain=0.001, reason="it does not pay"), "off: it does not pay"),
+    ],
+)
+def test_the_judgement_of_lookahead_is_shown(status: LookaheadStatus, text: str) -> None:
+    assert FigureRow("lookahead", text) in figures.cache_rows(replace(CACHE, lookahead=status))
 
 
 def test_a_cache_that_does_not_pay() -> None:
     off = replace(CACHE, choice=CacheChoice(on=False, pays=False, gain=0.8))
-    [shown] = [figure.value for figure in figures.live_cache_figures(off) if figure.label == "cache speed"]
-    assert shown == figures.cache_effect(CacheChoice(pays=False, gain=0.8))
-    assert "0.80x" in shown
+    assert FigureRow("cache speed", "off, 0.80x by measurement", rank=2) in figures.live_cache_figures(off)
     assert as_dict(off)["cache_choice"] == {"on": False, "is_trial": False, "pays": False, "gain": 0.8}
     assert "cache_choice" not in as_dict(CACHE)
     assert "expert cache off" in figures.turn_line(PLACED, STATS, "eos", off)
-    assert "cache" not in figures.turn_line(PLACED, STATS, "eos", CACHE)
     live = figures.live_figures(PLACED, STATS, off, elapsed_s=1.0)
-    assert any(figure.label == "expert cache" and "off" in figure.value for figure in live)
+    assert FigureRow("expert cache", "off, it does not pay", rank=2) in live
 
 
 def test_the_panel_of_a_newcomer() -> None:
-    live = figures.live_figures(PLACED, STATS, CACHE, elapsed_s=1.0)
-    assert [(figure.label, figure.value) for figure in live[:-1]] == [
-        ("speed", "25.0 t/s"),
-        ("tokens", "51"),
-        ("drafts accepted", "75 %"),
-        ("experts on the emulated GPU", "81 %"),
+    *live, time = figures.live_figures(PLACED, STATS, CACHE, elapsed_s=1.0)
+    assert [f"{figure.label} {figure.value}" for figure in live] == [
+        *("speed 25.0 t/s", "tokens 51", "drafts accepted 75 %", "experts on the emulated GPU 81 %")
     ]
-    assert live[-1].draw is not None
-    line = live[-1].draw(100)
-    assert sum(int(word) for word in re.findall(r"(\d+) %", line)) == 100
+    assert time.draw is not None and sum(map(int, re.findall(r"(\d+) %", time.draw(100)))) == 100
