@@ -79,15 +79,13 @@ def test_a_difference_that_is_no_near_tie_fails(capsys: pytest.CaptureFixture[st
     assert difference_lines([failed])[1].startswith("DIFFERENT: moeedge, qa prompt 8, turn 1, token 3: the end instead")
 
 
-@pytest.mark.parametrize("form", ["md", "text"])
-@pytest.mark.parametrize("reason", ["load", "scatter"])
+@pytest.mark.parametrize(("form", "reason"), [("md", "load"), ("text", "scatter")])
 def test_a_ratio_of_disturbed_samples_is_withheld(form: str, reason: Literal["load", "scatter"]) -> None:
     quiet = replace(ROW, ratio=44.07)
     assert "44.07" in render([quiet], form) and not withheld_lines([quiet])
     row = replace(quiet, disturbed=reason)
-    text = render([row], form)
-    assert "44.07" not in text and " ? " in text
-    assert len(withheld_lines([row, row])) == 1 and "?: no ratio" in text
+    text = render([row, row], form)
+    assert "44.07" not in text and " ? " in text and text.count("?: no ratio") == 1
     (record,) = json.loads(render([row], "json"))
     assert (record["disturbed"], record["ratio"]) == (reason, 44.07)
 
@@ -116,13 +114,12 @@ def test_default_plots_are_over_what_differs() -> None:
     assert _lines([listed(mode, gamma=gamma) for mode, gamma in modes]) == _lines([listed(n_prompt=128)]) == []
 
 
-def test_lists_are_drawn_next_to_a_cache(tmp_path: Path) -> None:
-    rows = [swept("spac", 0.17, 0.5, n_prompt=n) for n in (128, 512)]
+@pytest.mark.parametrize("disturbed", [None, "load"])
+def test_lists_are_drawn_next_to_a_cache(disturbed: Literal["load"] | None, tmp_path: Path) -> None:
+    rows = [replace(swept("spac", 0.17, 0.5, n_prompt=n), disturbed=disturbed) for n in (128, 512)]
     assert draw(rows, tmp_path / "lists.svg")
     text = (tmp_path / "lists.svg").read_text()
-    assert "Prompt" in text and "median of pairs" in text
-    assert draw([replace(row, disturbed="load") for row in rows], tmp_path / "lists.svg")
-    assert "median of pairs" not in (tmp_path / "lists.svg").read_text()  # withheld, as in the table
+    assert "Prompt" in text and ("median of pairs" in text) == (disturbed is None)  # withheld, as in the table
 
 
 def test_the_picture_has_a_line_per_policy(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pty
-import sys
 from itertools import groupby
 
 import pytest
@@ -65,7 +64,6 @@ def test_a_plain_terminal_gets_wrapped_words(pieces: list[str], columns: int) ->
     assert file.getvalue().rstrip("\n") == "\n".join(rows).rstrip("\n")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize(
     ("env", "columns", "rows", "live"),
     [

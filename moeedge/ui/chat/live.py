@@ -44,11 +44,6 @@ _FRAME_ROWS = 2
 Row = list[tuple[FigureRow, int]]  # figures and how many cells each takes
 
 
-def rows_taken(lengths: list[int], columns: int, *, reflow: bool) -> int:
-    """Rows of lines of so many cells in a window of `columns`. reflow: whether the terminal breaks long rows anew."""
-    return sum(max(1, -(-length // columns)) if reflow else 1 for length in lengths)
-
-
 @dataclass(eq=False)
 class LiveView:
     """Full rows scroll away above; a thread repaints the rest of the text and the panel below it.
@@ -190,7 +185,7 @@ class LiveView:
 
     def _write(self, rows: list[str], region: str, *, ending: str = "") -> None:
         cuts = os.environ.get("XTERM_VERSION") or os.environ.get("STY")  # xterm cuts long rows, and GNU screen
-        n_above = rows_taken(self._region, self.console.width, reflow=not cuts)
+        n_above = sum(1 if cuts else max(1, -(-length // self.console.width)) for length in self._region)
         above = f"\x1b[{min(n_above, self.console.height - 1)}A" if n_above else ""
         lines = region.split("\n")[:-1]
         stay = "".join(f"{_ERASE_LINE}{row}\n" for row in rows)
