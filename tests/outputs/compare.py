@@ -90,8 +90,7 @@ class Comparison:
         if part in SOFT:
             both = {case: old[case].keys() & new[case].keys() for case in old.keys() & new.keys()}
             old, new = ({case: {key: cases[case][key] for key in both[case]} for case in both} for cases in (old, new))
-        before = {self._renamed(f"{part}: {key}"): value for key, value in _places(old).items()}
-        after = {f"{part}: {key}": value for key, value in _places(new).items()}
+        before, after = ({f"{part}: {key}": value for key, value in _places(cases).items()} for cases in (old, new))
         is_of_model = part.startswith(("commands", "tokens"))
         is_measured = {
             place: is_of_model and (not self._rounds_alike or (part.startswith("commands") and _is_measured(place)))
@@ -111,18 +110,10 @@ class Comparison:
 
     def unused(self) -> list[str]:
         """The rules that no difference needed."""
-        return [rule[0] for rule in (*changes.RENAMED, *changes.REMOVED) if rule[0] not in self.used]
-
-    def _renamed(self, place: str) -> str:
-        for pattern, name, _ in changes.RENAMED:
-            found = re.sub(pattern, name, place)
-            if found != place:
-                self.used.add(pattern)
-                place = found
-        return place
+        return [pattern for pattern, _ in changes.REMOVED if pattern not in self.used]
 
     def _is_listed(self, place: str) -> bool:
-        for pattern, _, _ in changes.REMOVED:
+        for pattern, _ in changes.REMOVED:
             if re.match(pattern, place):
                 self.used.add(pattern)
                 return True

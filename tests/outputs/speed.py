@@ -41,11 +41,8 @@ import moeedge
 if tree and not moeedge.__file__.startswith(tree + os.sep):
     sys.exit(f"{moeedge.__file__} is not of {tree}")
 from moeedge import paths
-try:
-    from moeedge.scheduler.config import PlacementConfig
-    from moeedge.engine.types import EngineConfig, SamplingConfig
-except ImportError:
-    from moeedge.engine.types import EngineConfig, PlacementConfig, SamplingConfig
+from moeedge.scheduler.config import PlacementConfig
+from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.engine.session import Session
 
 sessions = {}
@@ -68,7 +65,7 @@ for line in sys.stdin:
     after = session.placement_stats()
     stats = answer.stats
     schedule_s = 0.0 if after is None else after.schedule_s - before.schedule_s
-    result = {"decode_s": stats.decode_s, "steps": stats.steps, "observe_s": stats.observe_s, "schedule_s": schedule_s,
+    result = {"decode_s": stats.decode_s, "observe_s": stats.observe_s, "schedule_s": schedule_s,
               "prefill_s": stats.prefill_s, "tokens": answer.tokens}
     print("RESULT " + json.dumps(result), flush=True)
 """
@@ -142,7 +139,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _row(pairs: Sequence[dict[str, list[dict[str, float]]]], n_different: int) -> dict[str, Any]:
-    """The ratios of one set-up, and what observing costs."""
+    """The ratios of one set-up."""
     row: dict[str, Any] = {"different_answers": n_different}
     for key in ("decode_s", "prefill_s", "observe_s", "schedule_s"):
         ratios = []
@@ -152,7 +149,5 @@ def _row(pairs: Sequence[dict[str, list[dict[str, float]]]], n_different: int) -
                 ratios.append(median(of_answers))
         if len(ratios) > 3:
             row[f"{key}_ratio"] = [round(value, 4) for value in interval(ratios)]
-    for which in ("old", "new"):
-        costs = [answer["observe_s"] / answer["steps"] for pair in pairs for answer in pair[which]]
-        row[f"{which}_observe_us_per_step"] = round(median(costs) * 1e6, 1)
+
     return row
