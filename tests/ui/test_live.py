@@ -19,7 +19,7 @@ from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.single import CacheMeter, answer_view
-from moeedge.ui.chat.stream import FoldedThinking, MarkdownLines, PlainView, ThinkingSplitter, wrap_rows
+from moeedge.ui.chat.stream import MarkdownLines, PlainView, ThinkingSplitter, wrap_rows
 from tests.ui.test_figures import INFO, STATS
 
 TAGS = ReasoningTags("<think>", "</think>")
@@ -52,7 +52,7 @@ The end."""
 
 def view_of(file: io.StringIO, look: Look | None = None, thinking: ThinkingSplitter | None = None) -> LiveView:
     console = Console(file=file, force_terminal=True, width=40, height=24, color_system="standard")
-    thinking = thinking or FoldedThinking(TAGS, lambda: 12)
+    thinking = thinking or ThinkingSplitter(TAGS, n_tokens=lambda: 12)
     return LiveView(console, INFO, lambda: STATS, look=look or Look(), thinking=thinking)
 
 
@@ -139,7 +139,7 @@ def test_a_pipe_gets_the_text_as_written_unless_folding_is_asked_for(thinking: s
 def test_a_terminal_that_is_not_repainted_folds_too() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=40)
-    with PlainView(console, FoldedThinking(TAGS, lambda: 12)) as view:
+    with PlainView(console, ThinkingSplitter(TAGS, n_tokens=lambda: 12)) as view:
         view.write("<think>hm</think>\n\nIt is **4**.")
     assert file.getvalue() == "(thought for 0 s, 12 tokens)\nIt is **4**.\n"
 

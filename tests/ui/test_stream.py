@@ -18,7 +18,6 @@ from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.settings import Look
 from moeedge.ui.chat.stream import (
     MAX_SPAN,
-    FoldedThinking,
     MarkdownLines,
     PlainView,
     ThinkingSplitter,
@@ -138,13 +137,13 @@ def test_pieces_are_split_as_the_entire_text(is_open: bool, words: list[str], cu
         assert (thinking, answer) == ("", text)
 
 
-def fed(folded: FoldedThinking, piece: str, *, is_last: bool = False) -> str:
+def fed(folded: ThinkingSplitter, piece: str, *, is_last: bool = False) -> str:
     return "".join(part.text for part in folded.feed(piece, is_last=is_last))
 
 
 def test_folded_thinking_is_counted() -> None:
     n_tokens = 0
-    folded = FoldedThinking(TAGS, lambda: n_tokens)
+    folded = ThinkingSplitter(TAGS, n_tokens=lambda: n_tokens)
     assert folded.line == ""
     n_tokens = 120
     assert fed(folded, "<think>\nhm") == ""
@@ -157,13 +156,13 @@ def test_folded_thinking_is_counted() -> None:
 
 
 def test_where_nothing_was_thought_there_is_no_line() -> None:
-    folded = FoldedThinking(TAGS, lambda: 1, is_open=True)  # the prompt, which ended with the start tag, is being read
+    folded = ThinkingSplitter(TAGS, n_tokens=lambda: 1, is_open=True)  # the prompt is being read
     assert folded.is_thinking and folded.line == ""
     fed(folded, "hm")
     assert folded.line.startswith("thinking... 0 s, 1 token")
-    folded = FoldedThinking(TAGS, lambda: 3)  # of a model that is told not to think
+    folded = ThinkingSplitter(TAGS, n_tokens=lambda: 3)  # of a model that is told not to think
     assert (fed(folded, "<think>\n\n</think>\n\n4"), folded.line) == ("4", "")
-    folded = FoldedThinking(TAGS, lambda: 3)
+    folded = ThinkingSplitter(TAGS, n_tokens=lambda: 3)
     assert (fed(folded, "\n <") + fed(folded, "b>", is_last=True), folded.line) == ("\n <b>", "")
 
 

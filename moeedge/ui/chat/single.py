@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from moeedge.ui import figures
 from moeedge.ui.chat.interrupt import Interrupt
 from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.settings import Look, Settings
-from moeedge.ui.chat.stream import FoldedThinking, PlainView, ThinkingSplitter
+from moeedge.ui.chat.stream import PlainView, ThinkingSplitter
 from moeedge.ui.console import say, show_figures, supports_panel, typing_hidden
 from moeedge.ui.figures import answer_rows, turn_line
 from moeedge.ui.tables import json_text
@@ -86,10 +87,10 @@ def answer_view(
     drop: bool = False,
 ) -> Iterator[LiveView | PlainView]:
     """Shows pieces on `out`, with `panel` above a live panel. drop: what is typed meanwhile is discarded."""
-    tags, is_open = answer.reasoning_tags, answer.begins_in_reasoning
     folds = look.show_thinking == "off" or (look.show_thinking == "auto" and out.is_terminal)
-    folded = FoldedThinking(tags, lambda: answer.stats.generated_tokens, is_open=is_open) if tags and folds else None
-    view: LiveView | PlainView = PlainView(out, folded)
+    n_tokens = (lambda: answer.stats.generated_tokens) if folds else None
+    thinking = ThinkingSplitter(answer.reasoning_tags, is_open=answer.begins_in_reasoning, n_tokens=n_tokens)
+    view: LiveView | PlainView = PlainView(out, thinking if folds else None)
 
     def progress() -> tuple[int, int]:
         state, n_prompt = answer.state, answer.stats.prompt_tokens
@@ -98,7 +99,6 @@ def answer_view(
         return max(state.target.n_past - state.n_cached, 0), n_prompt - state.n_cached  # without what the KV cache held
 
     if panel and supports_panel(out):
-        thinking = folded or ThinkingSplitter(tags, is_open=is_open)
         view = LiveView(out, info, lambda: answer.stats, interrupt, meter, progress, look, thinking)
     with meter, typing_hidden(drop=drop), view:
         yield view
@@ -194,17 +194,12 @@ def answer_once(
     with Interrupt(armed=True) as interrupt:
         run = Run(cancelled=interrupt)
         answer = session.generate(prompt, n_predict=settings.n_predict, sampling=settings.sampling, run=run)
-        meter = CacheMeter(session)
+        meter, look = CacheMeter(session), settings.look
+        shown = Console(file=io.StringIO()) if as_json else out
         try:
-            if as_json:
-                with meter:
-                    for _ in answer.pieces():
-                        pass
-            else:
-                look = settings.look
-                with answer_view(answer, session.info, meter, interrupt, out=out, look=look, panel=panel) as view:
-                    for piece in answer.pieces():
-                        view.write(piece)
+            with answer_view(answer, session.info, meter, interrupt, out=shown, look=look, panel=panel) as view:
+                for piece in answer.pieces():
+                    view.write(piece)
         except KeyboardInterrupt:  # a second signal, between two steps
             answer.close()
         if as_json:
@@ -213,7 +208,7 @@ def answer_once(
             out.file.flush()
             print_notes(err, answer, meter)
         else:
-            print_turn(err, answer, session.info, meter, settings.look)
+            print_turn(err, answer, session.info, meter, look)
         if interrupt.exit_code:
             return interrupt.exit_code
         session.measure_postponed(run)

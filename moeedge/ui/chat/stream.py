@@ -232,22 +232,58 @@ class ThinkingSplitter:
 
     Thinking begins at the start of the text only, where it has the start tag, or at once with `is_open`. Tags belong to
     the thinking. The parts' texts joined are the text: what may be the beginning of a tag waits for the next piece.
+    n_tokens: reads how many tokens the answer has so far; with it thinking is left out, and a line tells of it.
     """
 
-    line = ""  # about thinking that is left out
-
-    def __init__(self, tags: ReasoningTags | None, *, is_open: bool = False) -> None:
+    def __init__(
+        self, tags: ReasoningTags | None, *, is_open: bool = False, n_tokens: Callable[[], int] | None = None
+    ) -> None:
         self._start, self._end = (tags.start, tags.end) if tags else ("", "")
         self._held = ""
         self.is_thinking = is_open and tags is not None  # whether the newest text is
         self._may_begin = tags is not None  # no text but blanks so far
+        # of thinking that is left out
+        self._read_tokens = n_tokens
+        self._start_s = 0.0
+        self._figures = ""
+        self._has_thought = False  # with any text but tags and blanks
+        self._is_told = False
+        self._text_begins = True  # blanks between thinking and answer are left out, too
+
+    @property
+    def line(self) -> str:
+        """About thinking that is left out, so far; empty if there is none."""
+        if not self._start_s:  # nothing has been written yet
+            return ""
+        if self.is_thinking:
+            self._measure()
+            return f"thinking... {self._figures}"
+        return f"thought for {self._figures}" if self._has_thought else ""
 
     def news(self, *, is_last: bool = False) -> str:
-        """The line of thinking that is left out, once, as soon as it has ended; is_last: no more text comes."""
-        return ""
+        """The line, once, as soon as thinking that is left out has ended; is_last: no more text comes."""
+        line = self.line
+        if self._is_told or not line or (self.is_thinking and not is_last):
+            return ""
+        self._is_told = True
+        return f"thought for {self._figures}, no answer yet" if self.is_thinking else line
 
-    def feed(self, piece: str, *, is_last: bool = False) -> Iterator[Part]:
+    def feed(self, piece: str, *, is_last: bool = False) -> list[Part]:
         """The parts that are certain with this piece; is_last: all that are left."""
+        parts = list(self._split(piece, is_last=is_last))
+        if self._read_tokens is None:
+            return parts
+        for thought in [part.text for part in parts if part.is_thinking]:
+            self._start_s = self._start_s or time.monotonic()
+            self._has_thought |= bool(thought.replace(self._start, "").replace(self._end, "").strip())
+            self._measure()
+        answer = "".join(part.text for part in parts if not part.is_thinking)
+        if self._text_begins and self._start_s:
+            answer = answer.lstrip()
+        self._text_begins &= not answer
+        return [Part(False, answer)] if answer else []
+
+    def _split(self, piece: str, *, is_last: bool) -> Iterator[Part]:
         self._held += piece
         if self._may_begin and not self.is_thinking:
             begun = self._held.lstrip()
@@ -271,54 +307,8 @@ class ThinkingSplitter:
             yield Part(False, self._held)
         self._held = ""
 
-
-class FoldedThinking(ThinkingSplitter):
-    """Leaves thinking out of an answer and counts it. n_tokens: reads how many tokens the answer has so far."""
-
-    def __init__(self, tags: ReasoningTags, n_tokens: Callable[[], int], *, is_open: bool = False) -> None:
-        super().__init__(tags, is_open=is_open)
-        self._read_tokens = n_tokens
-        self._start_s = 0.0
-        self._text_begins = True  # blanks between thinking and answer are left out
-        self._figures = ""
-        self._has_thought = False  # with any text but tags and blanks
-        self._is_told = False
-
-    @property
-    def line(self) -> str:  # type: ignore[override]
-        """Of the thinking so far; empty if there is none."""
-        if not self._start_s:  # nothing has been written yet
-            return ""
-        if self.is_thinking:
-            self._measure()
-            return f"thinking... {self._figures}"
-        return f"thought for {self._figures}" if self._has_thought else ""
-
-    def news(self, *, is_last: bool = False) -> str:
-        """The line, once; is_last: no more text comes."""
-        line = self.line
-        if self._is_told or not line or (self.is_thinking and not is_last):
-            return ""
-        self._is_told = True
-        return f"thought for {self._figures}, no answer yet" if self.is_thinking else line
-
-    def feed(self, piece: str, *, is_last: bool = False) -> Iterator[Part]:
-        """The text of the answer in this piece; is_last: and in what waited for more."""
-        answer = ""
-        for part in super().feed(piece, is_last=is_last):
-            if part.is_thinking:
-                self._start_s = self._start_s or time.monotonic()
-                self._has_thought |= bool(part.text.replace(self._start, "").replace(self._end, "").strip())
-                self._measure()
-            else:
-                answer += part.text
-        if self._text_begins and self._start_s:
-            answer = answer.lstrip()
-        self._text_begins &= not answer
-        return iter([Part(False, answer)] if answer else [])
-
     def _measure(self) -> None:
-        n_tokens = self._read_tokens()
+        n_tokens = self._read_tokens() if self._read_tokens else 0
         self._figures = f"{time.monotonic() - self._start_s:.0f} s, {n_tokens:,} token{'s' * (n_tokens != 1)}"
 
 
