@@ -195,15 +195,9 @@ def _dataclass(kind: Any, variant: int, depth: int) -> Any:
     except Exception:
         pass
     for name, value in spare.items():  # one by one: those that a check refuses keep their defaults
-        try:
+        with suppress(Exception):
             kind(**given, **{name: value})
-        except Exception:
-            continue
-        try:
-            kind(**(given | {name: value}))
-            given = given | {name: value}
-        except Exception:
-            continue
+            given[name] = value
     try:
         return kind(**given)
     except Exception as error:

@@ -108,13 +108,3 @@ def test_a_budget_is_in_greeting_header_and_details() -> None:
         assert state in line and state in header_line(own)
     rows = {figure.label: figure.value for figure in details(info)}
     assert "truncation" in rows["budget"]
-
-
-def test_details_name_what_is_loaded_and_where_it_runs() -> None:
-    rows = {figure.label: figure.value for figure in details(CACHED)}
-    assert rows["model"] == "t.gguf (qwen3moe)"
-    assert rows["experts"] == "48 layers x 128 experts, top-8"
-    assert (rows["device"], rows["policy"], rows["drafts"]) == ("Vulkan0 (A Card)", "spac", "by d.gguf, up to 4 tokens")
-    assert rows["cache"] == "1,044 of 6,144 experts (17.0%, 3 MiB)"
-    assert (rows["threads"], rows["context"]) == ("2", "4096 tokens")
-    assert {"cache", "policy"}.isdisjoint(figure.label for figure in details(INFO))

@@ -18,7 +18,7 @@ from moeedge.hub.catalog import HubFile, Variant
 from moeedge.hub.remote import RemoteFile, WantedModel
 from moeedge.ui.machine_views import print_devices
 from moeedge.ui.model_views import download_lines, files_json
-from moeedge.ui.tables import Column, csv_text, json_lines, json_text, markdown, print_table, sql_text, text_column
+from moeedge.ui.tables import Column, csv_text, json_lines, json_text, print_table, sql_text, text_column
 
 
 @dataclass
@@ -71,15 +71,6 @@ def test_columns_that_do_not_fit_come_below(width: int) -> None:
     for row in (line.split() for line in LINES):
         own = [line.split() for line in lines if line.split()[:2] == row[:2]]
         assert [cell for line in own for cell in line[2:]] == row[2:]
-
-
-def test_markdown_pads_its_cells() -> None:
-    assert markdown(COLUMNS[1:], ROWS).splitlines() == [
-        "| ratio |   t/s | ms/token | uploads |",
-        "|-------|------:|---------:|--------:|",
-        "| 0.17  | 11.31 |     88.4 |    3.29 |",
-        "| 0.5   | 12.86 |     77.7 |       - |",
-    ]
 
 
 def test_csv_and_json_hold_every_key() -> None:
