@@ -48,7 +48,6 @@ def cases() -> Iterator[tuple[str, Any]]:
         yield f"lookahead brings {gain}", _lookahead(gain)
     yield from _budgets()
     yield from _layers()
-    yield from _sizes()
 
 
 def _draft_lengths(costs: Any, way: str, seed: int) -> list[Any]:
@@ -189,17 +188,3 @@ def _layers() -> Iterator[tuple[str, Any]]:
         about = {"device": "CUDA0", "n_layers": 24, "free_bytes": 8 << 30, "seconds": 31.2}
         choice = where.LayerChoice(splits=splits, **about, from_file=number % 2 == 0)
         yield f"layers {number}", plain([choice.best, choice.whole_only, choice.sentence(), str(splits[-1])])
-
-
-def _sizes() -> Iterator[tuple[str, Any]]:
-    speculation = import_module("moeedge.speculation")
-    for name in sorted(vars(speculation)):
-        function = getattr(speculation, name)
-        if callable(function) and getattr(function, "__module__", "") == speculation.__name__:
-            found = []
-            for values in ((4, 0.7), (8, 0.9), (128, 8, 5), (64, 2, 9), (0.5, 4), (3, 5, 7, 2)):
-                try:
-                    found.append(plain(function(*values)))
-                except Exception as error:
-                    found.append(type(error).__name__)
-            yield f"speculation {name}", found

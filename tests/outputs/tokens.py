@@ -88,7 +88,6 @@ def fast() -> Iterator[tuple[str, Any]]:
 def slow() -> Iterator[tuple[str, Any]]:
     """The others."""
     yield from _bundled(SLOW)
-    yield from _together()
 
 
 LINES = (
@@ -178,18 +177,3 @@ def _answers(session: Any, sampling: dict[str, Any]) -> Any:
             found.append([" ".join(map(str, answer.tokens)), answer.stop_reason, counts, plain(text)])
             tokens = [*tokens, *answer.tokens, *session.model.tokenize(" Go on.")]
     return found
-
-
-def _together() -> Iterator[tuple[str, Any]]:
-    """Texts that are decoded together."""
-    target = import_module("moeedge.paths").bundled_target()
-    types = import_module("moeedge.engine.types")
-    with scratch():
-        for draft in (None, "bundled", "ngram"):
-            with _open(target, {"draft": draft, "gamma": 4 if draft else 0, "n_parallel": 2}, {}) as session:
-                prompts = [session.model.tokenize(f"{prompt} It") for prompt in PROMPTS]
-                sampling = [types.SamplingConfig(**each) for each in (GREEDY, {"seed": 1}, GREEDY)]
-                together = session.generate_parallel(prompts, n_predict=N_PREDICT, sampling=sampling)
-                list(together)
-                answers = [together.answers[index] for index in range(len(prompts))]
-                yield f"together {draft}", [" ".join(map(str, answer.tokens)) for answer in answers]

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from moeedge.engine.types import EngineInfo, GenerationStats
-from moeedge.policies.base import LookaheadStatus
 from moeedge.policies.expert_budget import ExpertBudget
 from moeedge.records import as_dict
 from moeedge.scheduler.cache_governor import CacheChoice
@@ -77,6 +76,7 @@ def test_the_line_after_an_answer() -> None:
     assert figures.turn_line(info, stats, None) == "0 tokens"  # nothing measured is a dash, or left out
     assert figures.answer_rows(info, stats, None)[0].value == "0 tokens at -"
     choice = DraftChoice(gamma=0, gamma_max=16, best=0, speed_up=1.0, other=1, other_speed_up=0.9, n_measured=40)
+    assert figures.draft_length(choice) == "off, 1 would give 0.90 times the speed, by estimate"
     stats = replace(STATS, drafted=0, accepted=0, choice=choice)
     assert "drafts off" in figures.turn_line(INFO, stats, "eos")
     assert "drafts off" not in figures.turn_line(INFO, replace(stats, choice=None), "eos")
@@ -145,21 +145,6 @@ def test_a_small_window_keeps_what_matters_most(columns: int, rows: int) -> None
         assert "pair hits 81 %" in shown
 
 
-@pytest.mark.parametrize(
-    ("read", "elapsed_s", "text"),
-    [
-        ((0, 0), 2.04, "2.0 s"),
-        ((0, 6000), 1.0, "0 of 6,000 tokens"),
-        ((512, 6000), 0.1, "512 of 6,000 tokens"),  # too early to tell
-        ((2000, 6000), 5.0, "2,000 of 6,000 tokens, about 10 s left"),
-        ((6000, 6000), 5.0, "6,000 of 6,000 tokens"),
-    ],
-)
-def test_how_far_the_prompt_is_read(read: tuple[int, int], elapsed_s: float, text: str) -> None:
-    items = figures.live_figures(INFO, GenerationStats(prompt_tokens=9), read=read, elapsed_s=elapsed_s)
-    assert items == [FigureRow("reading the prompt", text)]
-
-
 def test_before_the_first_step_there_are_dashes() -> None:
     fresh = PlacementStats(device="CUDA0 (A Card)", policy="lru", cache_ratio=0.5, slots_total=10, pool_bytes=5 * MIB)
     shown = "\n".join(panel(fresh, 80))
@@ -173,18 +158,6 @@ def test_a_lost_device_is_reported() -> None:
     row = FigureRow("", "device lost: all on CPU")
     assert figures.live_cache_figures(lost) == [row] and row in figures.cache_rows(lost)
     assert row in figures.live_figures(PLACED, STATS, lost, elapsed_s=1.0)
-
-
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [
-        (LookaheadStatus(used=True), "on"),
-        (LookaheadStatus(used=True, gain=0.124), "on, +12 % hits"),
-        (LookaheadStatus(used=False, gain=0.001, reason="it does not pay"), "off: it does not pay"),
-    ],
-)
-def test_the_judgement_of_lookahead_is_shown(status: LookaheadStatus, text: str) -> None:
-    assert FigureRow("lookahead", text) in figures.cache_rows(replace(CACHE, lookahead=status))
 
 
 def test_a_cache_that_does_not_pay() -> None:
