@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from moeedge.engine.autosave import Autosave, unfinished_chats
-from moeedge.engine.conversation import Conversation, Message, prompt_tokens
+from moeedge.engine.conversation import Conversation, Message
 from moeedge.engine.session import Session
 from moeedge.engine.types import SamplingConfig
 from moeedge.scheduler.stats import StepRecord
@@ -93,22 +93,9 @@ def on_step(session: Session, number: int, action: Callable[[], None]) -> None:
 
 
 def cut_off(session: Session, folder: Path, n_steps: int, *, settings: Settings = GREEDY) -> list[int]:
-    """A chat that ends after `n_steps` steps of its answer as by kill -9; the tokens of the answer until then."""
-    saved = Autosave(lambda: folder, origin_of(session, raw=False))
-    conversation = Conversation("be kind")
-    conversation.ask("tell me")
-    saved.update(conversation, asdict(settings))
-    answer = session.generate(
-        prompt_tokens(session.model, conversation, template=session.template),
-        n_predict=settings.n_predict,
-        sampling=settings.sampling,
-    )
-    pieces = answer.pieces()
-    n_saved = 0
-    for _ in range(n_steps):
-        saved.add_step(next(pieces), answer.tokens[n_saved:])
-        n_saved = len(answer.tokens)
-    answer.close()
+    """A chat that a signal ends after `n_steps` steps of its answer; the tokens of the answer until then."""
+    on_step(session, n_steps, lambda: signal.raise_signal(signal.SIGTERM))
+    Talk(session, ["/system be kind", "tell me"], folder, settings=settings)
+    session.observers.clear()
     session.reset()
-    saved.close(keep=True)
-    return answer.tokens
+    return unfinished_chats(lambda: folder)[0].tokens

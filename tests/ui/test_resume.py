@@ -1,4 +1,4 @@
-"""Chats that end in the middle, by a signal or as by kill -9, and go on later."""
+"""Chats that end in the middle, and go on later."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ def test_a_signal_in_mid_answer_leaves_it_to_be_continued(
     signum: signal.Signals, session: Session, tmp_path: Path
 ) -> None:
     settings = replace(GREEDY, n_predict=60)
-    expected = Talk(session, ["tell me"], tmp_path / "whole", settings=settings)
+    expected = Talk(session, ["/system be kind", "tell me"], tmp_path / "whole", settings=settings)
     session.reset()
-    on_step(session, 3, lambda: os.kill(os.getpid(), signum))
-    talk = Talk(session, ["tell me", "never read"], tmp_path, settings=settings)
-    assert talk.code == 128 + signum
+    on_step(session, 3, lambda: signal.raise_signal(signum))
+    talk = Talk(session, ["/system be kind", "tell me", "never read"], tmp_path, settings=settings)
+    assert talk.code == 128 + signum and "--resume" in talk.err
     (left,) = unfinished_chats(lambda: tmp_path)
     assert left.conversation.messages == talk.messages == [Message("user", "tell me")]
-    assert 0 < len(left.tokens) < 60
-    assert "--resume" in talk.err
-    assert left.origin == origin_of(session, raw=False)
+    assert 0 < len(left.tokens) < 60 and left.origin == origin_of(session, raw=False)
     session.reset()
-    resumed = Talk(session, ["/resume"], tmp_path, settings=settings)
-    assert resumed.messages == expected.messages
+    resumed = Talk(session, ["/resume", "/resume"], tmp_path)
+    assert (resumed.messages, resumed.out) == (expected.messages, expected.out)  # with the part before the end
+    assert resumed.repl.conversation.system == "be kind"
+    assert resumed.repl.settings == replace(settings, ctx=session.info.n_ctx)
     assert resumed.repl.turns[0].stats.generated_tokens == 60 - len(left.tokens)
+    assert "There is no chat to resume." in resumed.err
     assert unfinished_chats(lambda: tmp_path) == []
 
 
@@ -82,21 +83,6 @@ def test_a_signal_after_regen_keeps_an_answer(at_step: int, session: Session, tm
     else:
         assert left.conversation.messages == first.messages[:1]
         assert first.messages[1].content.startswith(left.text) and left.tokens
-
-
-def test_resume_goes_on_with_the_same_answer(session: Session, tmp_path: Path) -> None:
-    settings = replace(GREEDY, n_predict=30)
-    expected = Talk(session, ["/system be kind", "tell me"], tmp_path / "one", settings=settings)
-    begun = cut_off(session, tmp_path, 3, settings=settings)
-    assert 0 < len(begun) < 30
-    talk = Talk(session, ["/resume", "/resume"], tmp_path)
-    assert talk.messages == expected.messages
-    assert talk.out == expected.out  # with the part before the end
-    assert talk.repl.conversation.system == "be kind"
-    assert talk.repl.settings == replace(settings, ctx=session.info.n_ctx)
-    assert talk.repl.turns[0].stats.generated_tokens == 30 - len(begun)
-    assert "There is no chat to resume." in talk.err
-    assert unfinished_chats(lambda: tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -159,10 +145,7 @@ def test_resume_says_that_other_settings_apply(session: Session, tmp_path: Path)
 
 
 def test_a_resumed_seed_is_no_promise_where_lengths_follow_times(session: Session, tmp_path: Path) -> None:
-    sampling = SamplingConfig(temperature=1, seed=3)
-    on_step(session, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    Talk(session, ["tell me"], tmp_path, settings=Settings(sampling=sampling, n_predict=40, gamma=4))
-    session.observers.clear()
+    cut_off(session, tmp_path, 2, settings=Settings(SamplingConfig(temperature=1, seed=3), n_predict=40, gamma=4))
     talk = Talk(session, ["/resume"], tmp_path, settings=Settings(n_predict=5, gamma="auto"))
     assert talk.err.count("may give other answers") == 1
     assert talk.repl.settings.sampling.seed == 3
