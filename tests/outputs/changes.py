@@ -10,5 +10,5 @@ from __future__ import annotations
 REMOVED = [
     (r"commands-slow: validate measured: .*error", "measured"),
     (r"tokens(-slow)?: (tiny|together) ", "tests/lossless compares all ways of decoding"),
-    (r"choices: speculation ", "the part functions has the same functions"),
+    (r"choices: (speculation|layers) ", "the part functions has the same functions"),
 ]

@@ -47,7 +47,6 @@ def cases() -> Iterator[tuple[str, Any]]:
     for gain in (-0.2, 0.0, 0.02, 0.5):
         yield f"lookahead brings {gain}", _lookahead(gain)
     yield from _budgets()
-    yield from _layers()
 
 
 def _draft_lengths(costs: Any, way: str, seed: int) -> list[Any]:
@@ -176,15 +175,3 @@ def _budgets() -> Iterator[tuple[str, Any]]:
         yield f"budgets of {used}", plain([where.candidate_budgets(used, n) for n in (1.0, 8.5, 24.0, 61.3, 128.0)])
     scores = [[float((i * k) % 3 > 0) for i in range(k + 5)] for k in range(1, 12)]
     yield "lost too many", [where.lost_too_many(each[: len(each) // 2], [1.0] * (len(each) // 2), 9) for each in scores]
-
-
-def _layers() -> Iterator[tuple[str, Any]]:
-    where, chance = import_module("moeedge.engine.layer_choice"), Chance(13)
-    for number in range(8):
-        splits = tuple(
-            where.LayerSplit(n, 24 - n, int(chance() * 900) * (chance() < 0.7), 0.02 + 0.01 * chance(), 512 * (n % 2))
-            for n in range(0, 4 * (1 + number % 4), 4)
-        )
-        about = {"device": "CUDA0", "n_layers": 24, "free_bytes": 8 << 30, "seconds": 31.2}
-        choice = where.LayerChoice(splits=splits, **about, from_file=number % 2 == 0)
-        yield f"layers {number}", plain([choice.best, choice.whole_only, choice.sentence(), str(splits[-1])])

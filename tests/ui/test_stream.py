@@ -16,13 +16,7 @@ from rich.console import Console
 from moeedge.llama.reasoning import ReasoningTags, split_reasoning
 from moeedge.ui.chat.live import LiveView
 from moeedge.ui.chat.settings import Look
-from moeedge.ui.chat.stream import (
-    MAX_SPAN,
-    MarkdownLines,
-    PlainView,
-    ThinkingSplitter,
-    wrap_rows,
-)
+from moeedge.ui.chat.stream import MAX_SPAN, MarkdownLines, PlainView, ThinkingSplitter, wrap_rows
 from moeedge.ui.console import supports_panel, visible
 from tests.ui.test_live import view_on
 
