@@ -19,12 +19,10 @@ from moeedge.run import Run
 from moeedge.ui.chat import session as chat_session
 from moeedge.ui.chat.commands import LEAVING, first_words, last_messages, run_command
 from moeedge.ui.chat.session import FULL, ModelSwitch
-from moeedge.ui.chat.settings import Settings
 from tests.conftest import TinyFactory
 from tests.support.machine import Here
 from tests.ui.talk import GREEDY, Line, Talk
 
-SHORT = Settings(sampling=GREEDY.sampling, n_predict=5)
 N_CTX = 256
 LONG = "tell me " * 20
 
@@ -132,12 +130,19 @@ def test_an_unknown_command_names_the_right_one(line: str, hint: str, session: S
 
 @pytest.fixture
 def switch(tiny: TinyFactory) -> Iterator[ModelSwitch]:
-    def configure(name: str) -> EngineConfig:
-        files = resolve_models(user_path(name), None)
-        return EngineConfig(model=files.target, draft=files.draft, n_ctx=256, n_threads=1)
+    config = EngineConfig(
+        model=tiny("qwen3moe"), draft=tiny("qwen3"), n_threads=1, n_ctx=N_CTX, gamma=2, auto_gamma=False
+    )
 
-    with ModelSwitch(EngineConfig(model=tiny("qwen3moe"), n_threads=1, n_ctx=256), configure, Run()) as found:
+    def configure(name: str) -> EngineConfig:
+        return replace(config, model=resolve_models(user_path(name), None).target)
+
+    with ModelSwitch(config, configure, Run()) as found:
         yield found
+
+
+def switched(switch: ModelSwitch, lines: list[Line], folder: Path) -> Talk:
+    return Talk(switch.session, lines, folder, settings=replace(GREEDY, n_predict=20, gamma=2), switch=switch)
 
 
 def test_another_model_goes_on_with_the_conversation(switch: ModelSwitch, tiny: TinyFactory, tmp_path: Path) -> None:
@@ -149,8 +154,7 @@ def test_another_model_goes_on_with_the_conversation(switch: ModelSwitch, tiny: 
         on_exit.append(left)
 
     first = switch.session
-    lines: list[Line] = ["tell me", f"/model {other}", "and?", peek, "/model"]
-    talk = Talk(switch.session, lines, tmp_path, settings=SHORT, switch=switch)
+    talk = switched(switch, ["tell me", f"/model {other}", "and?", peek, "/model"], tmp_path)
     assert first.target.is_closed and not switch.session.target.is_closed
     assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe", "glm4moe"]
     assert talk.asked == ["tell me", "and?"]
@@ -173,21 +177,9 @@ def test_ctrl_c_while_another_model_loads(
         return real(config, run=run)
 
     monkeypatch.setattr(chat_session, "open_session", interrupted)
-    talk = Talk(switch.session, [f"/model {tiny('glm4moe')}", "and?"], tmp_path, settings=SHORT, switch=switch)
+    talk = switched(switch, [f"/model {tiny('glm4moe')}", "and?"], tmp_path)
     assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe"]
     assert "Stopped. " in talk.err and len(opened) == 2
-
-
-@pytest.mark.parametrize("is_file", [False, True])
-def test_the_old_model_stays_where_another_cannot_be_opened(is_file: bool, switch: ModelSwitch, tmp_path: Path) -> None:
-    file = tmp_path / "other.gguf"
-    if is_file:
-        file.write_bytes(b"GGUF" + bytes(64))
-    lines: list[Line] = ["tell me", f"/model {file}", "and?"]
-    talk = Talk(switch.session, lines, tmp_path / "kept", settings=SHORT, switch=switch)
-    assert len(talk.messages) == 4
-    assert [turn.info.architecture for turn in talk.repl.turns] == ["qwen3moe"] * 2
-    assert "other.gguf" in talk.err
 
 
 def test_set_takes_the_text_as_it_is(session: Session, tmp_path: Path) -> None:
@@ -205,7 +197,7 @@ def test_set_takes_the_text_as_it_is(session: Session, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["~no-such-user/x", "x" * 300])
 def test_a_name_that_cannot_be_a_file_does_not_end_the_chat(name: str, switch: ModelSwitch, tmp_path: Path) -> None:
     commands = ["/load", "/save", "/read", "/model", "/set grammar"]
-    talk = Talk(switch.session, [f"{command} {name}" for command in commands], tmp_path, switch=switch)
+    talk = switched(switch, [f"{command} {name}" for command in commands], tmp_path)
     assert talk.code == 0
     assert talk.err.count(name) == len(commands)
 
@@ -231,63 +223,51 @@ def test_ctrl_c_twice_in_a_change_of_model_ends_the_chat_which_stays(tiny: TinyF
             Talk(session, ["one", "/model other", "two"], tmp_path, switch=switch)
 
 
-@pytest.fixture
-def small(tiny: TinyFactory) -> Iterator[ModelSwitch]:
-    config = EngineConfig(
-        model=tiny("qwen3moe"), draft=tiny("qwen3"), n_threads=1, n_ctx=N_CTX, gamma=2, auto_gamma=False
-    )
-
-    with ModelSwitch(config, lambda name: replace(config, model=Path(name)), Run()) as found:
-        yield found
-
-
-def small_talk(small: ModelSwitch, lines: list[Line], folder: Path) -> Talk:
-    return Talk(small.session, lines, folder, settings=replace(GREEDY, n_predict=20, gamma=2), switch=small)
-
-
-def test_a_full_context_says_what_helps(small: ModelSwitch, tmp_path: Path) -> None:
-    found = small_talk(small, [LONG, "/set n -1", "and?", "and more?"], tmp_path)
+def test_a_full_context_says_what_helps(switch: ModelSwitch, tmp_path: Path) -> None:
+    found = switched(switch, [LONG, "/set n -1", "and?", "and more?"], tmp_path)
     assert found.repl.turns[1].stop_reason == "context"
     assert found.err.count(FULL) == 2  # after that answer, and for the message that no longer fits
     for word in ("/clear", "/set ctx", "/set context_shift on"):
         assert word in FULL
 
 
-def test_a_larger_context_reads_the_conversation_again(small: ModelSwitch, tmp_path: Path) -> None:
-    first = small.session
+def test_a_larger_context_reads_the_conversation_again(switch: ModelSwitch, tmp_path: Path) -> None:
+    first = switch.session
     lines: list[Line] = ["tell me", "/set gamma 1", "/set temp 0", "/set ctx 512", "and?", "/set"]
-    found = small_talk(small, lines, tmp_path)
-    assert first.target.is_closed and small.session.info.n_ctx == 512
-    assert found.repl.session is small.session and small.session.gamma == 1
+    found = switched(switch, lines, tmp_path)
+    assert first.target.is_closed and switch.session.info.n_ctx == 512
+    assert found.repl.session is switch.session and switch.session.gamma == 1
     assert found.repl.settings.ctx == 512
     stats = found.repl.turns[1].stats
     assert (stats.cached_tokens, stats.prefill_tokens) == (0, stats.prompt_tokens)
     assert len(found.messages) == 4
 
 
-@pytest.mark.parametrize("value", ["x", "-1", "999999999999"])
-def test_sizes_that_a_context_cannot_have(value: str, small: ModelSwitch, tmp_path: Path) -> None:
-    session = small.session
-    found = small_talk(small, [f"/set ctx {value}", "tell me"], tmp_path)
-    assert small.session is session and found.repl.settings.ctx == N_CTX
-    assert len(found.messages) == 2
-
-
-def test_the_old_context_stays_where_a_new_one_has_no_memory(small: ModelSwitch, tmp_path: Path, here: Here) -> None:
-    """Nor where another model cannot be read; what was set stays as well."""
+@pytest.mark.parametrize(
+    ("failing", "message"),
+    [
+        *(("/set ctx x", "whole number"), ("/set ctx -1", "from 0"), ("/set ctx 999999999999", "from 0")),
+        *(("/set ctx 16000", "The context keeps 256 tokens."), ("/model missing.gguf", "missing.gguf")),
+        ("/model broken.gguf", "qwen3moe-0.gguf stays."),
+    ],
+)
+def test_the_old_session_stays_where_there_can_be_no_other(
+    failing: str, message: str, switch: ModelSwitch, tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory, or of a model that can be read; what was set stays as well."""
+    monkeypatch.chdir(tmp_path)
+    Path("broken.gguf").write_bytes(b"GGUF" + bytes(64))
     here.set_memory(1 << 20)
-    (broken := tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
-    for failing in ("/set ctx 16000", f"/model {broken}"):
-        found = small_talk(small, ["tell me", "/set gamma 1", failing, "and?"], tmp_path)
-        assert small.session.info.n_ctx == N_CTX == found.repl.settings.ctx
-        assert found.repl.session is small.session and small.session.gamma == 1
-        assert len(found.messages) == 4
-        assert ("keeps 256 tokens." if failing.startswith("/set") else f"{found.repl.info.model} stays.") in found.err
+    found = switched(switch, ["tell me", "/set gamma 1", failing, "and?"], tmp_path / "chats")
+    assert switch.session.info.n_ctx == N_CTX == found.repl.settings.ctx
+    assert found.repl.session is switch.session and switch.session.gamma == 1
+    assert [turn.info.architecture for turn in found.repl.turns] == ["qwen3moe"] * 2
+    assert message in found.err
 
 
-def test_a_shift_drops_the_oldest_messages(small: ModelSwitch, tmp_path: Path) -> None:
+def test_a_shift_drops_the_oldest_messages(switch: ModelSwitch, tmp_path: Path) -> None:
     lines: list[Line] = ["/set context_shift on", *[f"{number} {LONG[:60]}" for number in range(12)]]
-    found = small_talk(small, lines, tmp_path)
+    found = switched(switch, lines, tmp_path)
     assert len(found.messages) == 24, "every message is answered"
     assert [turn.stop_reason for turn in found.repl.turns] == ["length"] * 12
     assert "no longer sees the oldest" in found.err
@@ -296,6 +276,6 @@ def test_a_shift_drops_the_oldest_messages(small: ModelSwitch, tmp_path: Path) -
     assert sum(count > 0 for count in cached) >= 6, "between two shifts the KV cache stays useful"
 
 
-def test_without_a_shift_a_long_conversation_is_refused(small: ModelSwitch, tmp_path: Path) -> None:
-    found = small_talk(small, ["/set context_shift on", "/set context_shift off", *[LONG] * 3], tmp_path)
+def test_without_a_shift_a_long_conversation_is_refused(switch: ModelSwitch, tmp_path: Path) -> None:
+    found = switched(switch, ["/set context_shift on", "/set context_shift off", *[LONG] * 3], tmp_path)
     assert FULL in found.err and len(found.messages) < 6
