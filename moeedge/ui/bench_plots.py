@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
 
 from moeedge.bench.config import BenchMode
 from moeedge.bench.figures import BudgetFigures, BudgetPoint
 from moeedge.bench.records import BenchRow
-from moeedge.ui.plots import Line, Plot, default_plots, save_plots
+from moeedge.ui.plots import Line, Plot, Point, default_plots, lines_of, save_plots
 
 _N_COLUMNS = 3
 _SCORED = "score / stock-ar's, mean of the categories"
 _AGREED = "agreement with stock-ar"
 _SPEED = "decoding speed / stock-ar's"
-
-
-class _Point(NamedTuple):
-    curve: str
-    x: Any  # None: the point is left out, as without a y
-    y: Any
-    below: float = 0.0  # length of the bar
-    above: float = 0.0
-    mark: str = ""
 
 
 def draw(rows: Sequence[BenchRow], path: Path) -> bool:
@@ -41,20 +31,6 @@ def draw(rows: Sequence[BenchRow], path: Path) -> bool:
         parts.append("expert budgets (lossy), numbers: the budget" if any(row.is_lossy for row in rows) else None)
         save_plots(plots, path, title=", ".join(filter(None, parts)), n_columns=_N_COLUMNS)
     return bool(plots)
-
-
-def _lines(points: Iterable[_Point]) -> list[Line]:
-    """A line per curve, in order of the numbers that mark its points, and of x."""
-    curves: dict[str, list[_Point]] = {}
-    for point in points:
-        if point.x is not None and point.y is not None:
-            curves.setdefault(point.curve, []).append(point)
-    lines = []
-    for name, own in curves.items():
-        _, x, y, below, above, marks = zip(*sorted(own, key=lambda point: (int(point.mark or 0), *point)), strict=True)
-        errors = list(zip(below, above, strict=True)) if any(below + above) else ()
-        lines.append(Line(name, y, "o-", x=x, errors=errors, marks=marks))
-    return lines
 
 
 def _plots_of_lists(rows: Sequence[BenchRow]) -> list[Plot]:
@@ -74,7 +50,7 @@ def cache_plots(rows: Sequence[BenchRow]) -> list[Plot]:
 
     def over_ratio(value: Callable[[BenchRow], float | None]) -> list[Line]:
         names = (row.policy if is_one else f"{row.policy}, {row.mode}" for row in cached)
-        return _lines(_Point(name, row.cache_ratio, value(row)) for name, row in zip(names, cached, strict=True))
+        return lines_of(Point(name, row.cache_ratio, value(row)) for name, row in zip(names, cached, strict=True))
 
     drafted = next((row.ratio for row in shown if row.mode == "stock-sd"), None)
     levels = {"stock-ar": 1.0} | ({} if drafted is None else {"stock-sd": drafted})
@@ -88,9 +64,9 @@ def cache_plots(rows: Sequence[BenchRow]) -> list[Plot]:
 def batch_plots(rows: Sequence[BenchRow]) -> list[Plot]:
     """Throughput and speed-up by the number of texts decoded together, with bars over all pairs; [] without pairs."""
     figures = [(row.parallel, row.tg) for row in rows if row.parallel is not None]
-    throughput = _lines(_Point(own.curve, own.n_parallel, tg and tg.mean) for own, tg in figures)
-    speed_up = _lines(
-        _Point(own.curve, own.n_parallel, mean, mean - min(own.speed_up_samples), max(own.speed_up_samples) - mean)
+    throughput = lines_of(Point(own.curve, own.n_parallel, tg and tg.mean) for own, tg in figures)
+    speed_up = lines_of(
+        Point(own.curve, own.n_parallel, mean, mean - min(own.speed_up_samples), max(own.speed_up_samples) - mean)
         for own, _ in figures
         if (mean := own.speed_up) is not None
     )
@@ -111,7 +87,7 @@ def speculation_plots(rows: Sequence[BenchRow]) -> list[Plot]:
     compared = [(row, row.figures) for row in rows if row.figures is not None]
     scored = any(own.total.score is not None for _, own in compared)
     total = _SCORED if scored else _AGREED
-    points: dict[str, list[_Point]] = {total: []}  # by the title of their plot
+    points: dict[str, list[Point]] = {total: []}  # by the title of their plot
     for row, own in compared:
         quality, error = (row.output.agreement if row.output is not None else None), 0.0
         if scored:
@@ -123,7 +99,7 @@ def speculation_plots(rows: Sequence[BenchRow]) -> list[Plot]:
     plots = [
         Plot(title, _SPEED, "quality" if title == total else "score", lines=lines, bottom=None, least_range=0.05)
         for title in points  # the least range: or else rounding would fill the plot
-        if (lines := _lines(points[title]))
+        if (lines := lines_of(points[title]))
     ]
     return plots + _length_plots([(row, own) for row, own in compared if own.mode.drafts])
 
@@ -138,12 +114,12 @@ def _mean_of_categories(points: Sequence[BudgetPoint]) -> tuple[float | None, fl
     return fmean(quality for _, quality in scored), sum(error**2 for error in errors) ** 0.5 / len(scored)
 
 
-def _budget_point(mode: BenchMode, ratio: float | None, quality: float | None, error: float | None) -> _Point:
+def _budget_point(mode: BenchMode, ratio: float | None, quality: float | None, error: float | None) -> Point:
     """A point of the curve of modes that differ from this one in the budget only, marked with the budget."""
     curve, mark = replace(mode, budget=None).label, ""
     if mode.budget is not None:
         curve, mark = f"{curve} budgets {mode.budget.ranking} {mode.budget.coverage}", str(mode.budget.budget)
-    return _Point(curve, ratio, quality, error or 0.0, error or 0.0, mark)
+    return Point(curve, ratio, quality, error or 0.0, error or 0.0, mark)
 
 
 def _length_plots(drafted: Sequence[tuple[BenchRow, BudgetFigures]]) -> list[Plot]:
@@ -159,6 +135,6 @@ def _length_plots(drafted: Sequence[tuple[BenchRow, BudgetFigures]]) -> list[Plo
         for row, own in drafted
     ]
     return [
-        Plot("", x, y, lines=_lines(_Point(name, values[x], values[y]) for name, values in rows))
+        Plot("", x, y, lines=lines_of(Point(name, values[x], values[y]) for name, values in rows))
         for x, y in ((length, used), (length, _SPEED), (used, _SPEED))
     ]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,31 @@ class Plot:
         return [line for line in self.lines if any(value is not None for value in line.values)]
 
 
+class Point(NamedTuple):
+    """A point of one of several lines; without x or y it is left out."""
+
+    line: str
+    x: Any
+    y: Any
+    below: float = 0.0  # length of the bar
+    above: float = 0.0
+    mark: str = ""
+
+
+def lines_of(points: Iterable[Point]) -> list[Line]:
+    """A line per name, in order of the numbers that mark its points, and of x."""
+    by_name: dict[str, list[Point]] = {}
+    for point in points:
+        if point.x is not None and point.y is not None:
+            by_name.setdefault(point.line, []).append(point)
+    lines = []
+    for name, own in by_name.items():
+        _, x, y, below, above, marks = zip(*sorted(own, key=lambda point: (int(point.mark or 0), *point)), strict=True)
+        errors = list(zip(below, above, strict=True)) if any(below + above) else ()
+        lines.append(Line(name, y, "o-", x=x, errors=errors, marks=marks))
+    return lines
+
+
 def default_plots(records: Sequence[Any], name: Callable[[Any], str]) -> list[Plot]:
     """A plot of each figure declared as y over the first declared as x that differs; name: of a record's line.
 
@@ -100,13 +125,12 @@ def default_plots(records: Sequence[Any], name: Callable[[Any], str]) -> list[Pl
         differ = [key for key, each in declared.items() if each.axis and len({row[key] for _, row in own}) > 1]
         x = next((key for key in differ if declared[key].axis == "x"), "")
         others = [key for key in differ if key != x and declared[key].axis != "y"]
-        points: dict[str, list[tuple[float, float]]] = {}
+        points = []
         for name_of_row, row in own if x else ():
             forms = {key: "" if row[key] is None else declared[key].form for key in others}
             line = ", ".join([name_of_row, *(f"{key} {format(row[key], form)}" for key, form in forms.items())])
-            points.setdefault(line, []).append((row[x], row[y]))
-        drawn = {line: zip(*sorted(each), strict=True) for line, each in points.items() if len(each) > 1}
-        lines = [Line(line, values, "o-", x=at) for line, (at, values) in drawn.items()]
+            points.append(Point(line, row[x], row[y]))
+        lines = [line for line in lines_of(points) if len(line.values) > 1]
         x_label, y_label = (textwrap.fill(declared[key].label, _LABEL) for key in (x, y)) if lines else ("", "")
         plots += [Plot("", x_label, y_label, lines=lines)] if lines else []
     return plots
