@@ -62,7 +62,7 @@ _CONTEXT = ("threads", "n_batch", "n_ubatch", "n_gpu_layers", "flash_attn", "typ
 
 
 def _bench_columns(rows: Sequence[BenchRow]) -> list[Column]:
-    """As llama-bench's; those that make sense for none of the rows are left out."""
+    """As llama-bench's, without those that make sense for none of the rows; empty ones may be among them."""
     # stock-ncmoe has -1 layers, whatever -ngl says
     varied = [name for name in _CONTEXT if len({getattr(row.setup, name) for row in rows} - {-1}) > 1]
     is_synthetic = all(row.setup.n_prompt or row.setup.n_gen for row in rows)
@@ -93,8 +93,6 @@ def _bench_columns(rows: Sequence[BenchRow]) -> list[Column]:
     ]
     # of synthetic tests each row has one speed, as llama-bench's
     left_out = {"pp t/s", "tg t/s", "pp ratio", "tg ratio", "tokens/step"} if is_synthetic else {"ratio"}
-    if not any(row.cache_ratio is not None for row in rows):
-        left_out |= {"policy", "cache", "pair hits", "expert hits", "uploads", "MiB moved"}
     from_disk = any(is_ram(row.setup.device) for row in rows)
     left_out |= {"MiB moved"} if from_disk else {"MB/token", "disk MB/s", "disk wait %"}
     if not any(row.setup.whole_layers for row in rows):
