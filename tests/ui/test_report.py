@@ -17,7 +17,7 @@ from moeedge.ui.profile_plots import profile_plots, report_html
 from moeedge.ui.profile_views import run_lines
 from tests.support.traces import make_trace, plain_text, two_texts
 
-VOID = {"meta", "br", "img", "link"}
+VOID = {"meta", "br", "img", "link"}  # have no end
 TEXTS = [{"category": "a <b>"}, {"category": "c"}]
 
 
@@ -44,11 +44,6 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
 
     def handle_data(self, data: str) -> None:
         self.text.append(data)
