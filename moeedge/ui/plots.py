@@ -107,7 +107,7 @@ def lines_of(points: Iterable[Point]) -> list[Line]:
     for name, own in by_name.items():
         _, x, y, below, above, marks = zip(*sorted(own, key=lambda point: (int(point.mark or 0), *point)), strict=True)
         errors = list(zip(below, above, strict=True)) if any(below + above) else ()
-        lines.append(Line(name, y, "o-", x=x, errors=errors, marks=marks))
+        lines.append(Line(name, y, "o-", x=x, errors=errors, marks=marks if any(marks) else ()))
     return lines
 
 
