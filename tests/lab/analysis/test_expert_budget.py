@@ -17,8 +17,7 @@ from moeedge.errors import EngineError
 from moeedge.lab.analysis.budget_recording import analyse_budgets
 from moeedge.lab.analysis.expert_budget import (
     VARIANTS,
-    BudgetVariant,
-    ErrorTable,
+    ReconstructionErrors,
     RoutedBatch,
     Router,
     analyse_pairs,
@@ -62,17 +61,21 @@ def test_errors_against_their_definition(batch: RoutedBatch) -> None:
     router = Router("softmax", MixingWeights(normalised=True))
     errors, kept = layer_errors(batch, batch.values, router, BUDGETS, static)
     for layer, (i, variant), (j, budget) in itertools.product(range(L), enumerate(VARIANTS), enumerate(BUDGETS)):
-        error, share = defined_error(batch, layer, variant, budget, list(static[layer]))
+        error, share = defined_error(batch, layer, *variant, budget, list(static[layer]))
         assert errors[layer, i, j] == pytest.approx(error, abs=1e-5), (layer, variant, budget)
         assert kept[layer, i, j] == pytest.approx(share, abs=1e-5)
     assert (errors[:, :, -1] == 0).all()  # all experts are allowed
-    without, _ = layer_errors(batch, batch.values, router, BUDGETS)
-    is_static = [variant.ranking == "static" for variant in VARIANTS]
-    assert np.isnan(without).all(axis=(0, 2)).tolist() == is_static
+    without = layer_errors(batch, batch.values, router, BUDGETS)
+    found = ReconstructionErrors.of([np.array([errors, kept]), without], BUDGETS)
+    assert found.batches == 2 and {row.ranking for row in found.rows} == {"router", "picks", "oracle"}
+    for row in found.rows:
+        i, j = VARIANTS.index((row.coverage, row.ranking)), BUDGETS.index(row.budget)
+        assert row.error_by_layer == pytest.approx(errors[:, i, j])
+        assert (row.error, row.kept_probability) == pytest.approx((errors[:, i, j].mean(), kept[:, i, j].mean()))
 
 
 def defined_error(
-    batch: RoutedBatch, layer: int, variant: BudgetVariant, budget: int, static: list[int]
+    batch: RoutedBatch, layer: int, coverage: str, ranking: str, budget: int, static: list[int]
 ) -> tuple[float, float]:
     """Error of a layer's output, and the share of the picks' probability that is kept; Eq. 4, 5, 7, 8 in loops."""
     assert batch.outputs is not None
@@ -89,13 +92,13 @@ def defined_error(
         "static": lambda e: -static.index(e),
         "picks": lambda e: sum(row.get(e, 0.0) for row in natural),
         "oracle": lambda e: -oracle.index(e),
-    }[variant.ranking]
+    }[ranking]
     best = set(sorted(range(N), key=lambda e: (-score(e), e))[:budget])
     if len(union) <= budget:
         best = union
     squared = 0.0
     for t in range(T):
-        if variant.coverage == "truncation":
+        if coverage == "truncation":
             used = {e: w for e, w in natural[t].items() if e in best}
         else:
             top = sorted(best, key=lambda e: -p[t, e])[:K]
@@ -171,21 +174,6 @@ def test_budgets_by_default() -> None:
     assert default_budgets(4, 4) == (4,)
 
 
-def table() -> ErrorTable:
-    errors = np.random.default_rng(6).random((4, L, len(VARIANTS), len(BUDGETS)))
-    errors[:, :, VARIANTS.index(BudgetVariant("static", "substitution"))] = np.nan
-    return ErrorTable(VARIANTS, BUDGETS, errors, errors)
-
-
-def test_means_of_errors() -> None:
-    errors = table()
-    other = BudgetVariant("picks", "truncation")
-    i = VARIANTS.index(other)
-    assert errors.mean(other, 5) == pytest.approx(errors.errors[:, :, i, 1].mean())
-    assert errors.mean(BudgetVariant("static", "substitution"), 5) is None
-    assert len(list(errors.rows())) == (len(VARIANTS) - 1) * len(BUDGETS)
-
-
 def test_both_passes_are_told_of_and_measured(tiny_moe: Path, tiny_draft: Path) -> None:
     """Next to the command's figures in tests/lab/cli/test_budget.py."""
     prompts = [Prompt(text, "", user_turns(text)) for text in ("a b a b a b", "c d c")]
@@ -197,5 +185,5 @@ def test_both_passes_are_told_of_and_measured(tiny_moe: Path, tiny_draft: Path) 
         )
     assert progress.amounts == [1] * 4  # each pass answers the prompts anew
     assert "profiling, 8 tokens" in progress.phases
-    assert found.errors is not None and found.errors.errors.size
-    assert found.errors.budgets == (4, 8, 16)
+    assert found.reconstruction_error is not None
+    assert {row.budget for row in found.reconstruction_error.rows} == {4, 8, 16}
