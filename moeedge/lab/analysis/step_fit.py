@@ -150,9 +150,7 @@ class Acceptance:
     n_steps: int
 
     def tokens(self, gamma: int) -> float:
-        """Expected tokens of a step with `gamma` drafts, at most as many as were counted. Raises ValueError beyond."""
-        if gamma > len(self.at_least):
-            raise ValueError(f"acceptance was counted for drafts of up to {len(self.at_least)} tokens, not {gamma}")
+        """Expected tokens of a step with `gamma` drafts, at most as many as were counted."""
         return 1.0 + sum(self.at_least[:gamma])
 
     def drafts(self, gamma: int) -> float:
@@ -254,7 +252,7 @@ class AmdahlRow:
     share: float | None  # the f that would make them equal
 
 
-def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: bool = True) -> StepFit:
+def fit_steps(times: StepTimes, *, in_sequence: bool = False) -> StepFit:
     """Fits all ten parameters of MoESD's model, or of that with experts in sequence.
 
     Raises ValueError for fewer target times than T_T has parameters.
@@ -264,7 +262,7 @@ def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: boo
     model, problem, values = _fit(times, in_sequence)
     left_out: list[Predicted] = []
     sizes = {point.n_tokens for point in times.target}
-    if leave_one_out and len(sizes) > _TARGET_PARAMETERS:
+    if len(sizes) > _TARGET_PARAMETERS:
         without = {}
         for size in sizes:
             others = replace(times, target=tuple(point for point in times.target if point.n_tokens != size))

@@ -112,7 +112,7 @@ def test_verifications_take_as_long_as_they_are_timed(
     prompts = load_dataset("toy").prompts[:4]
     config = replace(config_of(*bundled_pair), placement=PlacementConfig(cache_ratio=0.0), gamma=8)
     plan = FitPlan(tokens=(1, 2, 3, 4, 5, 9), batch_sizes=(1,), n_used=(8,), repetitions=3)
-    timed = {point.n_tokens: point.seconds for point in run_fit(config, prompts, plan).times.target}
+    timed = {point.n_tokens: point.seconds for point in run_fit(config, prompts, plan, Run()).times.target}
     verified: list[float] = []
     with Session.open(config) as session:
         for prompt in prompts:
@@ -158,7 +158,7 @@ def test_a_fit_that_misses_its_times_predicts_no_speed_up(tiny_moe: Path, monkey
 )
 def test_pairs_that_cannot_be_fitted_are_refused(target: str, draft: str | None, words: str, tiny: TinyFactory) -> None:
     with pytest.raises(InputError, match=words):
-        run_fit(config_of(tiny(target), tiny(draft) if draft else None), PROMPTS, PLAN)
+        run_fit(config_of(tiny(target), tiny(draft) if draft else None), PROMPTS, PLAN, Run())
 
 
 @pytest.mark.parametrize(
