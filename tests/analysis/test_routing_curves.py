@@ -35,34 +35,11 @@ def test_uniform_formula_gives_the_published_tables(
     assert routing_curves.uniform_overlap(n_experts, n_used) == n_used / n_experts
 
 
-def test_independence_follows_the_popularity() -> None:
-    """Equal popularity is the uniform formula; skewed popularity shares more."""
-    p = np.full(128, 8 / 128)
-    assert routing_curves.independence_overlap(p) == pytest.approx(routing_curves.uniform_overlap(128, 8))
-    for b in (1, 2, 4, 8, 16):
-        uniform = routing_curves.uniform_unique(128, 8, b)
-        assert routing_curves.independence_unique(p, b) == pytest.approx(uniform)
-    p = np.array([0.5] + [0.1] * 15)  # sum 2.0
-    assert routing_curves.independence_overlap(p) == pytest.approx((0.25 + 15 * 0.01) / 2.0)
-    assert routing_curves.independence_unique(p, 4) < routing_curves.uniform_unique(16, 2, 4)
-
-
 def test_impossible_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match="experts per token"):
         routing_curves.uniform_unique(8, 9, 1)
     with pytest.raises(ValueError, match="experts per token"):
         routing_curves.uniform_overlap(8, 0)
-
-
-def test_measurements_by_hand() -> None:
-    ids, sequence = np.array([[0, 1], [1, 2], [1, 2], [3, 4], [0, 1]]), np.array([0, 0, 0, 0, 1])
-    # pairs of one text: {0,1}{1,2} share 1, {1,2}{1,2} share 2, {1,2}{3,4} share 0
-    assert routing_curves.empirical_overlap(ids, 8, sequence) == pytest.approx((0.5 + 1.0 + 0.0) / 3)
-    assert routing_curves.empirical_overlap(ids, 8) == pytest.approx((0.5 + 1.0 + 0.0 + 0.0) / 4)
-    assert routing_curves.empirical_overlap(ids, 8, sequence, lag=2) == pytest.approx((0.5 + 0.0) / 2)
-    assert unique_curve(ids, 8, (1, 2, 4, 5), sequence) == {1: 2.0, 2: pytest.approx((3 + 2 + 4) / 3), 4: 5.0, 5: None}
-    assert unique_curve(ids, 8, (5,)) == {5: 5.0}  # of one text
-    np.testing.assert_allclose(routing_curves.activation_probability(ids, 5), np.array([2, 4, 2, 1, 1]) / 5)
 
 
 def mean(values: list[float]) -> Any:
