@@ -175,7 +175,6 @@ def test_budgets_by_default() -> None:
 
 
 def test_both_passes_are_told_of_and_measured(tiny_moe: Path, tiny_draft: Path) -> None:
-    """Next to the command's figures in tests/lab/cli/test_budget.py."""
     prompts = [Prompt(text, "", user_turns(text)) for text in ("a b a b a b", "c d c")]
     progress, greedy = SeenProgress(), SamplingConfig(temperature=0)
     config = EngineConfig(model=tiny_moe, draft=tiny_draft, gamma=4, n_ctx=256, n_threads=1, device="none")

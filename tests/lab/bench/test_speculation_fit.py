@@ -14,7 +14,7 @@ import llama_cpp.llama_cpp as lib
 import pytest
 
 from moeedge.bench.experiment import GREEDY
-from moeedge.bench.roofline import Weights, measure_read_speed
+from moeedge.bench.roofline import measure_read_speed
 from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.session import Session
@@ -23,7 +23,7 @@ from moeedge.errors import InputError, MeasurementError
 from moeedge.lab.analysis.step_fit import Acceptance
 from moeedge.lab.experiments import speculation_fit
 from moeedge.lab.experiments.speculation_fit import FitPlan, FitReport, run_fit
-from moeedge.lab.experiments.step_times import WARM_UPS, this_machine
+from moeedge.lab.experiments.step_times import WARM_UPS
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, Logits
 from moeedge.native.abi import Phase
@@ -188,9 +188,3 @@ def test_bad_input_is_refused(tiny_moe: Path, tiny_draft: Path) -> None:
     assert "9 per token" in refused("lab", "fit", *pair, "--n-expert-used", "9", "--dataset", "toy", "-t", "1")
     assert "0 per token" in refused("lab", "fit", *pair, "--dataset", "toy", "-t", "1", "--n-expert-used", "0")
     assert "--batch-tokens" in refused("lab", "fit", *pair, "--batch-tokens", "1,2")
-
-
-def test_the_machine_is_measured_in_an_empty_context(tiny_moe: Path) -> None:
-    with Session.open(config_of(tiny_moe, None)) as session:
-        machine = this_machine(session, Weights.read(session.model), [5] * 40)
-        assert machine.flops > 0 < machine.bytes_per_s and session.target.n_past == 0
