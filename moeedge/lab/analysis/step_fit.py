@@ -150,7 +150,9 @@ class Acceptance:
     n_steps: int
 
     def tokens(self, gamma: int) -> float:
-        """Expected tokens of a step with `gamma` drafts, at most as many as were counted."""
+        """Expected tokens of a step with `gamma` drafts, at most as many as were counted. Raises ValueError beyond."""
+        if gamma > len(self.at_least):
+            raise ValueError(f"acceptance was counted for drafts of up to {len(self.at_least)} tokens, not {gamma}")
         return 1.0 + sum(self.at_least[:gamma])
 
     def drafts(self, gamma: int) -> float:

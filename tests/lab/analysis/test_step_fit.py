@@ -162,3 +162,5 @@ def test_acceptance_counts_by_place() -> None:
     assert acceptance.tokens(2) == pytest.approx(1 + 0.8 + 0.4)
     assert acceptance.drafted == (1.0, 4 / 5, 3 / 4, 3 / 4)
     assert acceptance.drafts(3) == pytest.approx(1 + 0.8 + 0.75)
+    with pytest.raises(ValueError, match="up to 4"):
+        acceptance.tokens(5)
