@@ -7,7 +7,6 @@ installed next to this Python, with an empty home.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -179,15 +178,7 @@ def _span(text: str, colour: str, bold: bool) -> str:
     return f'<tspan fill="{fill}"{weight}>{escape(text)}</tspan>'
 
 
-def main() -> None:
-    """Records, and writes both files."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER")
-    folder = parser.parse_args().out
-    events = record(COMMANDS)
-    write_cast(events, folder / "start.cast")
-    write_svg(events, folder / "start.svg")
-
-
 if __name__ == "__main__":
-    main()
+    recorded = record(COMMANDS)
+    write_cast(recorded, FOLDER / "start.cast")
+    write_svg(recorded, FOLDER / "start.svg")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import pytest
 
+from moeedge.bench.experiment import GREEDY
 from moeedge.bench.roofline import measure_read_speed
+from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
@@ -25,6 +28,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, Logits
 from moeedge.native.abi import Phase
 from moeedge.run import Progress, Run
+from moeedge.scheduler.config import PlacementConfig
 from tests.conftest import TinyFactory
 from tests.lab.analysis.test_step_fit import MODEL, times_of
 from tests.support.commands import refused, run, run_json
@@ -98,6 +102,25 @@ def test_batches_are_timed_where_steps_of_answers_are(
     assert len(alone) == every * 2 * len(PLAN.tokens)
     assert [(n, 1) for n, _, _ in alone[::every]] == [(n, n_reused) for n, _, n_reused in alone[WARM_UPS::every]]
     assert all(n_reused == 1 for _, _, n_reused in together[WARM_UPS::every])
+
+
+def test_verifications_take_as_long_as_they_are_timed(
+    bundled_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine tokens on the bundled pair; by the thread's own time, which other programs do not lengthen."""
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)
+    prompts = load_dataset("toy").prompts[:4]
+    config = replace(config_of(*bundled_pair), placement=PlacementConfig(cache_ratio=0.0), gamma=8)
+    plan = FitPlan(tokens=(1, 2, 3, 4, 5, 9), batch_sizes=(1,), n_used=(8,), repetitions=3)
+    timed = {point.n_tokens: point.seconds for point in run_fit(config, prompts, plan, Run()).times.target}
+    verified: list[float] = []
+    with Session.open(config) as session:
+        for prompt in prompts:
+            session.reset()
+            tokens = session.model.chat_tokens(prompt.messages(0))
+            generation = session.generate(tokens, n_predict=96, sampling=GREEDY, ignore_eos=True)
+            verified += [record.verify_s for record in generation if record.n_verified == 9]
+    assert timed[9] == pytest.approx(median(verified), rel=0.4)
 
 
 def report_of(noise: float, tiny_moe: Path) -> FitReport:
