@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,12 +116,13 @@ def analyse_budgets(
     answer(tally.add)
     if not tally.batches.any():
         raise EngineError("No verification batch was recorded.", "The analysis needs a draft: -md FILE, --draft-max N.")
-    select, measured = _selection_of(reader.model), list[NDArray[np.float64]]()
+    select, measured = _selection_of(reader.model, reader.layers), list[NDArray[np.float64]]()
 
     def measure(prompt: int, batch: RoutedBatch) -> None:
         if batch.outputs is not None:
-            static = tally.static_order(prompt)
-            measured.append(_errors(batch, tally.router, reader.layers, budgets, static, select))
+            selection = select(batch.values)
+            _check_selection(selection, batch.ids)
+            measured.append(_errors(batch, selection, tally.router, budgets, tally.static_order(prompt)))
 
     reader.compute_outputs = True
     answer(measure)
@@ -252,38 +254,27 @@ class _RoutingTally:
 
 
 def _errors(
-    batch: RoutedBatch,
-    router: Router,
-    layers: tuple[int, ...],
-    budgets: Sequence[int],
-    static: Ids | None,
-    select: Callable[[FloatArray, int], FloatArray],
+    batch: RoutedBatch, selection: FloatArray, router: Router, budgets: Sequence[int], static: Ids | None
 ) -> NDArray[np.float64]:
-    """`layer_errors` of a batch, few layers at a time. select: makes a layer's selection values."""
+    """`layer_errors`, few layers at a time."""
     assert batch.outputs is not None
     measured = []
-    for start in range(0, len(layers), _LAYERS_AT_ONCE):
+    for start in range(0, len(selection), _LAYERS_AT_ONCE):
         part = slice(start, start + _LAYERS_AT_ONCE)
         routed = RoutedBatch(batch.ids[part], batch.weights[part], batch.values[part], batch.outputs[part])
-        selection = np.stack([select(*layer) for layer in zip(routed.values, layers[part], strict=True)])
-        _check_selection(selection, routed.ids)
         order = None if static is None else static[part]
-        measured.append(layer_errors(routed, selection, router, budgets, order))
+        measured.append(layer_errors(routed, selection[part], router, budgets, order))
     return np.concatenate(measured, axis=1)
 
 
-def _selection_of(model: Model) -> Callable[[FloatArray, int], FloatArray]:
-    """The function that makes a layer's selection values [T, N] of its router's values [T, N]."""
+def _selection_of(model: Model, layers: Sequence[int]) -> Callable[[FloatArray], FloatArray]:
+    """The function that makes the layers' selection values [L, T, N] of their routers' values [L, T, N]."""
     architecture = model.info.architecture
     n_groups = int(model.metadata(f"{architecture}.expert_group_count") or 1)
     n_groups_used = int(model.metadata(f"{architecture}.expert_group_used_count") or 1)
     bias = Routers.read(model).selection_bias
-
-    def select(values: FloatArray, layer: int) -> FloatArray:
-        own = None if bias is None else bias[layer]
-        return selection_values(values, own, n_groups=n_groups, n_groups_used=n_groups_used)
-
-    return select
+    own = None if bias is None else bias[list(layers)]
+    return partial(selection_values, bias=own, n_groups=n_groups, n_groups_used=n_groups_used)
 
 
 def _check_selection(selection: FloatArray, ids: IntArray) -> None:

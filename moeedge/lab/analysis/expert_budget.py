@@ -96,20 +96,20 @@ def infer_router(values: FloatArray, ids: IntArray, weights: FloatArray) -> Rout
 def selection_values(
     values: FloatArray, bias: FloatArray | None, *, n_groups: int = 1, n_groups_used: int = 1
 ) -> FloatArray:
-    """The values [T, N] that the model's top-k sorts, of the router's values [T, N] (build_moe_ffn).
+    """The values [..., T, N] that the model's top-k sorts, of the router's values [..., T, N] (build_moe_ffn).
 
-    bias: [N], added to choose experts. Of n_groups groups of experts, a token may use those n_groups_used whose two
-    best experts have the highest sum; the others get -inf.
+    bias: [..., N], added to choose experts. Of n_groups groups of experts, a token may use those n_groups_used whose
+    two best experts have the highest sum; the others get -inf.
     """
-    selection = values if bias is None else values + bias
+    selection = values if bias is None else values + bias[..., None, :]
     if n_groups < 2:
         return selection
-    grouped = selection.reshape(len(values), n_groups, -1)
+    grouped = selection.reshape(*values.shape[:-1], n_groups, -1)
     best_two = -np.sort(-grouped, axis=-1)[..., :2]
     rank = np.argsort(-best_two.sum(axis=-1), axis=-1, kind="stable")
     masked = np.full_like(grouped, -np.inf)
-    used = rank[:, :n_groups_used, None]
-    np.put_along_axis(masked, used, np.take_along_axis(grouped, used, axis=1), axis=1)
+    used = rank[..., :n_groups_used, None]
+    np.put_along_axis(masked, used, np.take_along_axis(grouped, used, axis=-2), axis=-2)
     return masked.reshape(values.shape)
 
 
