@@ -273,7 +273,7 @@ def _selection_of(model: Model, layers: Sequence[int]) -> Callable[[FloatArray],
     n_groups = int(model.metadata(f"{architecture}.expert_group_count") or 1)
     n_groups_used = int(model.metadata(f"{architecture}.expert_group_used_count") or 1)
     bias = Routers.read(model).selection_bias
-    own = None if bias is None else bias[list(layers)]
+    own = None if bias is None else bias[list(layers), None]
     return partial(selection_values, bias=own, n_groups=n_groups, n_groups_used=n_groups_used)
 
 
