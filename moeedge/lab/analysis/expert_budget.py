@@ -98,8 +98,8 @@ def selection_values(
 ) -> FloatArray:
     """The values [..., T, N] that the model's top-k sorts, of the router's values [..., T, N] (build_moe_ffn).
 
-    bias: [N] or [L, 1, N], added to choose experts. Of n_groups groups of experts, a token may use those n_groups_used whose
-    two best experts have the highest sum; the others get -inf.
+    bias: [N] or [L, 1, N], added to choose experts. Of n_groups groups of experts, a token may use those n_groups_used
+    whose two best experts have the highest sum; the others get -inf.
     """
     selection = values if bias is None else values + bias
     if n_groups < 2:
