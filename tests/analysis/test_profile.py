@@ -231,15 +231,10 @@ def expected_json(path: Path, layer: int, steps: Steps | None = None, gamma: int
     return dict(json.loads(json.dumps(report, allow_nan=False)))
 
 
-@pytest.mark.parametrize("accepts", [None, 0, 1])
-def test_the_command_prints_the_figures_of_a_trace(tmp_path: Path, accepts: int | None) -> None:
-    """As it was recorded, or of text cut into verifications of which none or all are accepted."""
+@pytest.mark.parametrize("accepts", [0, 1])
+def test_the_command_cuts_a_text_into_verifications(tmp_path: Path, accepts: int) -> None:
     path = tmp_path / "trace.npz"
-    if accepts is None:
-        sticky_trace(gaps=True).save(path)
-        assert profile_json("--trace", path, "--layer", "1") == expected_json(path, 1)
-        return
-    trace = sticky_trace(gamma=0)
+    trace = sticky_trace(gamma=0, gaps=True)
     trace.save(path)
     steps = simulated_steps(trace, gamma=2, acceptance_chance=accepts, rng=np.random.default_rng(0))
     report = profile_json("--trace", path, "--layer", "0", "--acceptance-chance", accepts, "--draft-max", "2")
@@ -247,9 +242,8 @@ def test_the_command_prints_the_figures_of_a_trace(tmp_path: Path, accepts: int 
     assert not report["model_profile"]["speculation"]["measured"]
 
 
-def test_the_command_prints_the_figures_of_the_trace_that_it_writes(
-    tiny_moe: Path, tiny_draft: Path, tmp_path: Path
-) -> None:
+def test_the_command_prints_the_figures_of_its_trace(tiny_moe: Path, tiny_draft: Path, tmp_path: Path) -> None:
+    """Of the run that writes it, and of the file."""
     path = tmp_path / "run.npz"
     (tmp_path / "mine.jsonl").write_text(
         '{"prompt": "one two three", "category": "numbers", "language": "en"}\n'
@@ -258,6 +252,7 @@ def test_the_command_prints_the_figures_of_the_trace_that_it_writes(
     options = ["-c", "512", "-n", "24", "-t", "1", "--raw", "--draft-max", "3", "--dataset", tmp_path / "mine.jsonl"]
     report = profile_json("-m", tiny_moe, "-md", tiny_draft, *options, "--layer", "2", "--trace-out", path)
     expected = expected_json(path, 2)
+    assert profile_json("--trace", path, "--layer", "2") == expected
     assert [group["name"] for group in expected["model_profile"]["groups"]] == ["en", "de"]
     rate = expected["model_profile"]["drafts"]["acceptance_rate"]
     assert report == expected | {"answers": 2, "skipped": [], "acceptance_rate": pytest.approx(rate, abs=1e-6)}
