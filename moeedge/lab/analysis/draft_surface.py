@@ -49,7 +49,7 @@ def read_points(path: Path) -> list[SurfacePoint]:
         return surface_points(read_json(unpacked(path.read_bytes()).decode()))
     except OSError as error:
         reason = error.strerror or "it cannot be read"
-    except (AttributeError, KeyError, TypeError) as error:  # no rows, no key, or a value of another type
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # no rows, no key, another kind of value
         reason = f"its rows are not those of moeedge bench ({error})"
     except ValueError as error:
         reason = str(error)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from moeedge import speculation
 from moeedge.analysis import routing_curves
+from moeedge.errors import InputError
 from moeedge.lab.analysis import published
+from moeedge.lab.analysis.draft_surface import read_points
 
 
 def test_expected_tokens_are_those_of_the_paper() -> None:
@@ -112,3 +114,12 @@ def test_document_counts_the_figures_of_the_command() -> None:
         own = [figure for figure in figures if figure.source == source]
         row = f"| {source} | {len(own)} | {sum(not figure.agrees for figure in own)} |"
         assert row in document.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"rows": 1}', "[1]", '[{"acceptance": 0.5}]', "null"])
+def test_files_that_are_no_records_of_bench(text: str, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(InputError, match=r"Cannot use .*moeedge bench"):
+        read_points(tmp_path / "record.json")
+    with pytest.raises(InputError, match="No such file"):
+        read_points(tmp_path / "absent.json")
