@@ -22,7 +22,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from moeedge.errors import require
 from moeedge.experts import BoolArray, IntArray
 from moeedge.records import figure
 from moeedge.speculation import check_expert_shape
@@ -72,15 +71,12 @@ def activation_probability(ids: IntArray, n_experts: int) -> FloatArray:
     return np.asarray(used.sum(axis=0) / max(used.any(axis=1).sum(), 1), dtype=np.float64)
 
 
-def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray | None = None, lag: int = 1) -> float | None:
+def empirical_overlap(ids: IntArray, n_experts: int, sequence: IntArray, lag: int = 1) -> float | None:
     """Mean of |experts(t) & experts(t + lag)| / |experts(t)|; None if no two recorded tokens are that far apart."""
-    require(lag >= 1, f"lag must be >= 1, not {lag}")
     used = membership(ids, n_experts)
     first, second = used[:-lag], used[lag:]
     n_used = first.sum(axis=1)
-    valid = (n_used > 0) & second.any(axis=1)
-    if sequence is not None:
-        valid &= sequence[:-lag] == sequence[lag:]
+    valid = (n_used > 0) & second.any(axis=1) & (sequence[:-lag] == sequence[lag:])
     if not valid.any():
         return None
     shared = (first & second).sum(axis=1)[valid]
@@ -177,9 +173,7 @@ def mean_or_none(values: Sequence[float | None]) -> float | None:
     return float(np.mean(numbers)) if numbers and len(numbers) == len(values) else None
 
 
-def unique_curve(
-    ids: IntArray, n_experts: int, batches: Sequence[int], sequence: IntArray | None = None
-) -> dict[int, float | None]:
+def unique_curve(ids: IntArray, n_experts: int, batches: Sequence[int], sequence: IntArray) -> Curve:
     """Mean distinct experts in all windows of B consecutive recorded tokens, by B; None if all texts are shorter.
 
     A window of B tokens has as many distinct experts as first occurrences in it. The use of an expert at token t, whose
@@ -189,9 +183,7 @@ def unique_curve(
     used = membership(ids, n_experts)
     n_tokens = len(used)
     recorded: BoolArray = np.asarray(used.any(axis=1))
-    same_run = recorded[1:] & recorded[:-1]
-    if sequence is not None:
-        same_run &= sequence[1:] == sequence[:-1]
+    same_run = recorded[1:] & recorded[:-1] & (sequence[1:] == sequence[:-1])
     starts = np.flatnonzero(np.r_[True, ~same_run][:n_tokens])
     ends = np.r_[starts[1:], n_tokens][: starts.size]
     run = np.repeat(np.arange(starts.size), ends - starts)  # [T]
@@ -201,7 +193,7 @@ def unique_curve(
     last_use = np.where(repeats, np.r_[-1, tokens[:-1]][: tokens.size], -1)
     earliest = np.maximum(last_use + 1, begin)
     lengths = (ends - starts)[recorded[starts]] if n_tokens else starts
-    curve: dict[int, float | None] = {}
+    curve: Curve = {}
     for b in batches:
         n_windows = int(np.maximum(lengths - b + 1, 0).sum())
         firsts = np.minimum(tokens, end - b) - np.maximum(earliest, tokens - b + 1) + 1

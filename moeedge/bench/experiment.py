@@ -4,7 +4,7 @@ An arm is a mode with its session; `BenchArm.answer` is the only place where ans
 a dataset, answered one by one (Conversations) or several at once (Together), a test of llama-bench with random tokens
 (SyntheticWork), or answers whose drafts are accepted as a script says (ScriptedWork). `Work.samples` rotates the arms,
 warms them up, leaves out what an interrupted run has done, and ends when it is cancelled. `moeedge bench`, the choice
-of an expert budget, `lab ablate` and `lab fit` measure this way.
+of an expert budget and `lab ablate` measure this way.
 """
 
 from __future__ import annotations

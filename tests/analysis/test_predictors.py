@@ -23,18 +23,6 @@ def predicted_by(counts: np.ndarray, is_first: np.ndarray, predictor: Predictor,
     return np.asarray(predictors.replay_scores(counts, is_first, predictor, n_read) >= predictor.threshold)
 
 
-@pytest.mark.parametrize("name", list(SPECULATIVE))
-def test_predictions_depend_on_the_past_of_their_text_only(name: str) -> None:
-    counts, is_first = _random_counts(30, high=6), np.arange(30) % 15 == 0
-    before = predicted_by(counts, is_first, SPECULATIVE[name])
-    changed = counts.copy()
-    changed[20:] = 9 - changed[20:]
-    np.testing.assert_array_equal(before[:21], predicted_by(changed, is_first, SPECULATIVE[name])[:21])
-    assert not before[is_first].any()
-    alone = predicted_by(counts[15:], is_first[15:], SPECULATIVE[name])
-    np.testing.assert_array_equal(before[15:], alone)
-
-
 def test_alg1_of_single_tokens_is_the_last_token() -> None:
     """Binary counts with K = 1 and boundaries 1. Steps of several tokens see all tokens before them."""
     tokens, is_first = _random_counts(200, high=2), np.arange(200) == 0

@@ -1,4 +1,4 @@
-"""Formulas and curves of a layer's routing: published tables, by hand, against literal loops, on real routing."""
+"""Formulas and curves of a layer's routing: by hand, against literal loops, on real routing."""
 
 from __future__ import annotations
 
@@ -12,39 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moeedge.analysis import routing_curves
-from moeedge.analysis.profile import layer_curves, profile_model
+from moeedge.analysis.profile import layer_curves
 from moeedge.analysis.routing_curves import BATCHES, RoutingCurves, Skew, mean_curves, persistence, unique_curve
 from moeedge.lab.traces.importers import read_trace
 from tests.support.traces import published_trace, two_texts
-
-
-@pytest.mark.parametrize(
-    ("n_experts", "n_used", "digits", "published"),
-    [
-        # the production study, "Expected active experts vs. batch size", column Uniform
-        (128, 8, 1, {1: 8.0, 2: 15.5, 4: 29.1, 8: 51.6, 16: 82.4, 32: 111.8, 64: 125.9}),
-        # the same formula for gpt-oss-20b and for Qwen3-30B-A3B with 6 experts
-        (32, 4, 2, {1: 4, 2: 7.50, 4: 13.24, 8: 21.00, 9: 22.38, 16: 28.22}),
-        (128, 6, 2, {1: 6, 2: 11.72, 4: 22.36, 8: 40.82, 9: 44.91, 16: 68.62}),
-    ],
-)
-def test_uniform_formula_gives_the_published_tables(
-    n_experts: int, n_used: int, digits: int, published: dict[int, float]
-) -> None:
-    assert {b: round(routing_curves.uniform_unique(n_experts, n_used, b), digits) for b in published} == published
-    assert routing_curves.uniform_overlap(n_experts, n_used) == n_used / n_experts
-
-
-def test_independence_follows_the_popularity() -> None:
-    """Equal popularity is the uniform formula; skewed popularity shares more."""
-    p = np.full(128, 8 / 128)
-    assert routing_curves.independence_overlap(p) == pytest.approx(routing_curves.uniform_overlap(128, 8))
-    for b in (1, 2, 4, 8, 16):
-        uniform = routing_curves.uniform_unique(128, 8, b)
-        assert routing_curves.independence_unique(p, b) == pytest.approx(uniform)
-    p = np.array([0.5] + [0.1] * 15)  # sum 2.0
-    assert routing_curves.independence_overlap(p) == pytest.approx((0.25 + 15 * 0.01) / 2.0)
-    assert routing_curves.independence_unique(p, 4) < routing_curves.uniform_unique(16, 2, 4)
 
 
 def test_impossible_shapes_are_rejected() -> None:
@@ -52,17 +23,6 @@ def test_impossible_shapes_are_rejected() -> None:
         routing_curves.uniform_unique(8, 9, 1)
     with pytest.raises(ValueError, match="experts per token"):
         routing_curves.uniform_overlap(8, 0)
-
-
-def test_measurements_by_hand() -> None:
-    ids, sequence = np.array([[0, 1], [1, 2], [1, 2], [3, 4], [0, 1]]), np.array([0, 0, 0, 0, 1])
-    # pairs of one text: {0,1}{1,2} share 1, {1,2}{1,2} share 2, {1,2}{3,4} share 0
-    assert routing_curves.empirical_overlap(ids, 8, sequence) == pytest.approx((0.5 + 1.0 + 0.0) / 3)
-    assert routing_curves.empirical_overlap(ids, 8) == pytest.approx((0.5 + 1.0 + 0.0 + 0.0) / 4)
-    assert routing_curves.empirical_overlap(ids, 8, sequence, lag=2) == pytest.approx((0.5 + 0.0) / 2)
-    assert unique_curve(ids, 8, (1, 2, 4, 5), sequence) == {1: 2.0, 2: pytest.approx((3 + 2 + 4) / 3), 4: 5.0, 5: None}
-    assert unique_curve(ids, 8, (5,)) == {5: 5.0}  # of one text
-    np.testing.assert_allclose(routing_curves.activation_probability(ids, 5), np.array([2, 4, 2, 1, 1]) / 5)
 
 
 def mean(values: list[float]) -> Any:
@@ -159,13 +119,3 @@ def test_curves_of_the_published_trace(data_folder: Path) -> None:
     np.testing.assert_allclose(np.mean(unique, axis=0), [4, 6.24, 9.31, 12.88, 13.49, 16.38], rtol=0.01)
     assert np.mean(overlap) == pytest.approx(0.44, abs=0.01)
     np.testing.assert_allclose(np.mean(independence, axis=0), [4, 7.24, 12.07, 17.85, 18.81, 22.99], rtol=0.01)
-
-
-@pytest.mark.slow
-def test_profile_of_the_published_trace(data_folder: Path) -> None:
-    """The means that `moeedge profile --trace` shows: those of docs/lab/traces.md."""
-    found = profile_model(read_trace(published_trace(data_folder)), []).mean
-    assert found is not None and max(BATCHES) == 64
-    shown = [round(found.unique[b] or 0.0, 2) for b in (1, 2, 4, 8, 9, 16)]
-    assert shown == [4.0, 6.26, 9.36, 12.99, 13.61, 16.46]
-    assert round(found.overlap[1] or 0.0, 3) == 0.435

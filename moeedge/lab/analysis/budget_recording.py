@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,9 @@ from moeedge.engine.types import SamplingConfig
 from moeedge.errors import BackendError, ContextTooSmallError, EngineError
 from moeedge.experts import FloatArray, IntArray, count_ids
 from moeedge.lab.analysis.expert_budget import (
-    VARIANTS,
     CoActivation,
-    ErrorTable,
     ProbabilityCurve,
+    ReconstructionErrors,
     RoutedBatch,
     Router,
     analyse_pairs,
@@ -35,7 +34,13 @@ from moeedge.lab.analysis.expert_budget import (
     selection_values,
     summed_weights,
 )
-from moeedge.lab.policies.expert_budget import router_scores, routing_probabilities, static_order
+from moeedge.lab.policies.expert_budget import (
+    Ids,
+    MixingWeights,
+    router_scores,
+    routing_probabilities,
+    static_order,
+)
 from moeedge.llama.model import Model
 from moeedge.llama.routers import Routers
 from moeedge.native import ActivationCapture, Block, CaptureFlags
@@ -51,21 +56,18 @@ _LAYERS_AT_ONCE = 8  # bounds the memory of all experts' outputs in float64
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
 class BudgetAnalysis:
-    """What an expert budget would cost this model on these prompts.
-
-    errors: None where the outputs of all experts are not available: `no_errors` says why.
-    """
+    """What an expert budget would cost this model on these prompts; the fields are keys of the JSON."""
 
     layers: tuple[int, ...]
     n_experts: int
-    n_used: int
+    n_experts_used: int
     gamma: int
     budgets: tuple[int, ...]
-    skipped: tuple[str, ...]  # ids of prompts that do not fit the context
-    curves: tuple[ProbabilityCurve, ...]  # all prompts first, then each group if there are several
-    pairs: tuple[CoActivation, ...]  # by layer
-    errors: ErrorTable | None
-    no_errors: str = ""
+    routing: list[ProbabilityCurve]  # all prompts first, then each group if there are several
+    co_activation: list[CoActivation]  # by layer
+    reconstruction_error: ReconstructionErrors | None
+    no_reconstruction_error: str | None  # why the outputs of all experts are not available
+    skipped: list[str]  # ids of prompts that do not fit the context
 
 
 def analyse_budgets(
@@ -112,23 +114,30 @@ def analyse_budgets(
                 session.observers.remove(observe)
 
     answer(tally.add)
-    if tally.batches == 0:
+    if not tally.batches.any():
         raise EngineError("No verification batch was recorded.", "The analysis needs a draft: -md FILE, --draft-max N.")
-    measured = _ErrorMeter(reader, tally, tuple(budgets))
+    select, measured = _selection_of(reader.model, reader.layers), list[NDArray[np.float64]]()
+
+    def measure(prompt: int, batch: RoutedBatch) -> None:
+        if batch.outputs is not None:
+            selection = select(batch.values)
+            _check_selection(selection, batch.ids)
+            measured.append(_errors(batch, selection, tally.router, budgets, tally.static_order(prompt)))
+
     reader.compute_outputs = True
-    answer(measured.add)
+    answer(measure)
     reader.close()
     return BudgetAnalysis(
         layers=reader.layers,
         n_experts=session.model.info.n_experts,
-        n_used=session.model.info.n_expert_used,
+        n_experts_used=session.model.info.n_expert_used,
         gamma=session.gamma,
         budgets=tuple(budgets),
-        skipped=tuple(skipped),
-        curves=tuple(tally.curves()),
-        pairs=tuple(tally.pairs()),
-        errors=measured.table(),
-        no_errors=reader.no_outputs,
+        routing=tally.curves(),
+        co_activation=tally.pairs(),
+        reconstruction_error=ReconstructionErrors.of(measured, budgets) if measured else None,
+        no_reconstruction_error=reader.no_outputs or None,
+        skipped=skipped,
     )
 
 
@@ -189,28 +198,23 @@ class _RoutingTally:
         info = reader.model.info
         n, n_layers, n_experts = len(prompts), len(reader.layers), info.n_experts
         self._layers, self._n_used = reader.layers, info.n_expert_used
-        self.router: Router | None = None
-        self.selections = np.zeros((n, n_layers, n_experts), dtype=np.int64)
+        self.router = Router("softmax", MixingWeights())  # known with the first batch
+        self._selections = np.zeros((n, n_layers, n_experts), dtype=np.int64)
         by_dataset = len({prompt.dataset for prompt in prompts}) > 1
         self._groups = np.array([prompt.dataset if by_dataset else prompt.category for prompt in prompts])
-        self._batches, self._tokens = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.batches, self._tokens = np.zeros((2, n), dtype=np.int64)
         self._cumulative, self._weights = np.zeros((2, n, n_layers, n_experts))
         self._unique = np.zeros((n, n_layers))
         self._pairs = np.zeros((n_layers, n_experts, n_experts), dtype=np.int64)
 
-    @property
-    def batches(self) -> int:
-        """Of all prompts."""
-        return int(self._batches.sum())
-
     def add(self, prompt: int, batch: RoutedBatch) -> None:
         """Counts a batch of that prompt."""
         n_experts = batch.values.shape[-1]
-        if self.router is None:
+        if not self.batches.any():
             self.router = infer_router(batch.values, batch.ids, batch.weights)
         counts = count_ids(batch.ids, n_experts)
-        self.selections[prompt] += counts
-        self._batches[prompt] += 1
+        self._selections[prompt] += counts
+        self.batches[prompt] += 1
         self._tokens[prompt] += batch.ids.shape[1]
         scores = router_scores(routing_probabilities(batch.values, self.router.kind))
         self._cumulative[prompt] += cumulative_probability(scores)
@@ -219,21 +223,26 @@ class _RoutingTally:
         for index, ids in enumerate(batch.ids):
             self._pairs[index] += co_activation(ids, n_experts)
 
+    def static_order(self, prompt: int) -> Ids | None:
+        """Of the experts by their use in all other prompts, [L, N]; None without any."""
+        others = self._selections.sum(axis=0) - self._selections[prompt]
+        return static_order(others) if others.any() else None
+
     def curves(self) -> list[ProbabilityCurve]:
         """Of all prompts, then of each group if there are several; those without a batch are left out."""
         names = list(dict.fromkeys(self._groups.tolist()))
         chosen = {"all": np.ones(len(self._groups), dtype=np.bool_)}
         chosen |= {name: self._groups == name for name in names} if len(names) > 1 else {}
-        return [
-            ProbabilityCurve(
-                name,
-                n_batches,
-                int(self._tokens[rows].sum()),
-                *(each[rows].sum(axis=0) / n_batches for each in (self._cumulative, self._weights, self._unique)),
-            )
-            for name, rows in chosen.items()
-            if (n_batches := int(self._batches[rows].sum()))
-        ]
+        curves = []
+        for name, rows in chosen.items():
+            n_batches, n_tokens = int(self.batches[rows].sum()), int(self._tokens[rows].sum())
+            if n_batches:
+                sums = (each[rows].sum(axis=0) for each in (self._unique, self._cumulative, self._weights))
+                unique, cumulative, weights = (each / n_batches for each in sums)
+                means = cumulative.mean(axis=0), weights.mean(axis=0)
+                curve = ProbabilityCurve(name, n_batches, n_tokens, float(unique.mean()), unique, *means, cumulative)
+                curves.append(curve)
+        return curves
 
     def pairs(self) -> list[CoActivation]:
         """Of each layer."""
@@ -244,54 +253,28 @@ class _RoutingTally:
         ]
 
 
-class _ErrorMeter:
-    """Reconstruction errors of the second pass's batches."""
-
-    def __init__(self, reader: BatchReader, tally: _RoutingTally, budgets: tuple[int, ...]) -> None:
-        self._layers = reader.layers
-        self._tally = tally
-        self._budgets = budgets
-        self._selection = _selection_of(reader.model)
-        self._measured: list[list[NDArray[Any]]] = []  # by batch: errors, kept
-
-    def add(self, prompt: int, batch: RoutedBatch) -> None:
-        """Measures a batch of that prompt whose outputs are known; the other prompts calibrate the static ranking."""
-        router = self._tally.router
-        if router is None or batch.outputs is None:
-            return
-        others = self._tally.selections.sum(axis=0) - self._tally.selections[prompt]
-        static = static_order(others) if others.any() else None
-        measured = []
-        for start in range(0, len(self._layers), _LAYERS_AT_ONCE):
-            part = slice(start, start + _LAYERS_AT_ONCE)
-            routed = RoutedBatch(batch.ids[part], batch.weights[part], batch.values[part], batch.outputs[part])
-            by_layer = zip(routed.values, self._layers[part], strict=True)
-            selection = np.stack([self._selection(values, layer) for values, layer in by_layer])
-            _check_selection(selection, routed.ids)
-            order = None if static is None else static[part]
-            measured.append(layer_errors(routed, selection, router, self._budgets, order))
-        self._measured.append([np.concatenate(parts) for parts in zip(*measured, strict=True)])
-
-    def table(self) -> ErrorTable | None:
-        """All errors so far; None without any."""
-        if not self._measured:
-            return None
-        errors, kept = (np.stack(parts) for parts in zip(*self._measured, strict=True))
-        return ErrorTable(VARIANTS, self._budgets, errors, kept)
+def _errors(
+    batch: RoutedBatch, selection: FloatArray, router: Router, budgets: Sequence[int], static: Ids | None
+) -> NDArray[np.float64]:
+    """`layer_errors`, few layers at a time."""
+    assert batch.outputs is not None
+    measured = []
+    for start in range(0, len(selection), _LAYERS_AT_ONCE):
+        part = slice(start, start + _LAYERS_AT_ONCE)
+        routed = RoutedBatch(batch.ids[part], batch.weights[part], batch.values[part], batch.outputs[part])
+        order = None if static is None else static[part]
+        measured.append(layer_errors(routed, selection[part], router, budgets, order))
+    return np.concatenate(measured, axis=1)
 
 
-def _selection_of(model: Model) -> Callable[[FloatArray, int], FloatArray]:
-    """The function that makes a layer's selection values [T, N] of its router's values [T, N]."""
+def _selection_of(model: Model, layers: Sequence[int]) -> Callable[[FloatArray], FloatArray]:
+    """The function that makes the layers' selection values [L, T, N] of their routers' values [L, T, N]."""
     architecture = model.info.architecture
     n_groups = int(model.metadata(f"{architecture}.expert_group_count") or 1)
     n_groups_used = int(model.metadata(f"{architecture}.expert_group_used_count") or 1)
     bias = Routers.read(model).selection_bias
-
-    def select(values: FloatArray, layer: int) -> FloatArray:
-        own = None if bias is None else bias[layer]
-        return selection_values(values, own, n_groups=n_groups, n_groups_used=n_groups_used)
-
-    return select
+    own = None if bias is None else bias[list(layers), None]
+    return partial(selection_values, bias=own, n_groups=n_groups, n_groups_used=n_groups_used)
 
 
 def _check_selection(selection: FloatArray, ids: IntArray) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moeedge.bench.config import REFERENCE
+from moeedge.errors import InputError
+from moeedge.paths import unpacked
 from moeedge.records import figure
+from moeedge.schemas import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,19 @@ class SurfacePoint:
     stock_ratio: float = figure(
         "Stock's fastest mode over stock without drafts. A ratio", title="stock over plain", form=".2f"
     )
+
+
+def read_points(path: Path) -> list[SurfacePoint]:
+    """The points of a record of bench. Raises InputError for any other file."""
+    try:
+        return surface_points(read_json(unpacked(path.read_bytes()).decode()))
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:  # no rows, no key, another kind of value
+        reason = f"its rows are not those of moeedge bench ({error})"
+    except ValueError as error:
+        reason = str(error)
+    raise InputError(f"Cannot use {path}: {reason}.", "Give files that moeedge bench -o json has printed.")
 
 
 def surface_points(rows: Sequence[dict[str, Any]]) -> list[SurfacePoint]:
@@ -90,15 +107,10 @@ def break_even(points: Sequence[SurfacePoint]) -> dict[float, float | None]:
     costs: dict[float, float | None] = {}
     for acceptance in sorted({point.acceptance for point in points}):
         own = sorted((point.draft_cost, point.ratio) for point in points if point.acceptance == acceptance)
-        paying = [i for i, (_, ratio) in enumerate(own) if ratio > 1]
-        if not paying:
+        last = max((i for i, (_, ratio) in enumerate(own) if ratio > 1), default=None)
+        if last is None:
             costs[acceptance] = None
             continue
-        last = paying[-1]
-        pair = own[last : last + 2]
-        cost = pair[0][0]
-        if len(pair) == 2:
-            (low, above), (high, below) = pair
-            cost = float(np.interp(1.0, [below, above], [high, low]))
-        costs[acceptance] = cost
+        dearest, falling = zip(*reversed(own[last : last + 2]), strict=True)
+        costs[acceptance] = float(np.interp(1.0, falling, dearest))
     return costs

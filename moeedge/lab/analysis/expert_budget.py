@@ -10,14 +10,14 @@ budget_recording.py; rankings and coverage from lab/policies/expert_budget.py.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moeedge.analysis.routing_curves import membership
 from moeedge.errors import EngineError
 from moeedge.experts import FloatArray, IntArray
 from moeedge.lab.policies.expert_budget import (
@@ -39,17 +39,9 @@ from moeedge.policies.expert_budget import Coverage
 _TOLERANCE = 2e-3  # relative, of weights that a rule must reproduce
 
 
-@dataclass(frozen=True)
-class BudgetVariant:
-    """A way to apply a budget to batches whose natural picks exceed it."""
-
-    ranking: Ranking
-    coverage: Coverage
-
-
 RANKINGS: tuple[Ranking, ...] = ("router", "static", "oracle", "picks")  # MoE-Spec's default first
 COVERAGES: tuple[Coverage, ...] = ("substitution", "truncation")
-VARIANTS = tuple(BudgetVariant(ranking, coverage) for coverage in COVERAGES for ranking in RANKINGS)
+VARIANTS = tuple(product(COVERAGES, RANKINGS))  # of a budget on batches whose natural picks exceed it
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth value
@@ -104,20 +96,20 @@ def infer_router(values: FloatArray, ids: IntArray, weights: FloatArray) -> Rout
 def selection_values(
     values: FloatArray, bias: FloatArray | None, *, n_groups: int = 1, n_groups_used: int = 1
 ) -> FloatArray:
-    """The values [T, N] that the model's top-k sorts, of the router's values [T, N] (build_moe_ffn).
+    """The values [..., T, N] that the model's top-k sorts, of the router's values [..., T, N] (build_moe_ffn).
 
-    bias: [N], added to choose experts. Of n_groups groups of experts, a token may use those n_groups_used whose two
-    best experts have the highest sum; the others get -inf.
+    bias: [N] or [L, 1, N], added to choose experts. Of n_groups groups of experts, a token may use those n_groups_used
+    whose two best experts have the highest sum; the others get -inf.
     """
     selection = values if bias is None else values + bias
     if n_groups < 2:
         return selection
-    grouped = selection.reshape(len(values), n_groups, -1)
+    grouped = selection.reshape(*values.shape[:-1], n_groups, -1)
     best_two = -np.sort(-grouped, axis=-1)[..., :2]
     rank = np.argsort(-best_two.sum(axis=-1), axis=-1, kind="stable")
     masked = np.full_like(grouped, -np.inf)
-    used = rank[:, :n_groups_used, None]
-    np.put_along_axis(masked, used, np.take_along_axis(grouped, used, axis=1), axis=1)
+    used = rank[..., :n_groups_used, None]
+    np.put_along_axis(masked, used, np.take_along_axis(grouped, used, axis=-2), axis=-2)
     return masked.reshape(values.shape)
 
 
@@ -136,16 +128,18 @@ def cumulative_probability(scores: Probabilities) -> Probabilities:
 class ProbabilityCurve:
     """Share of a batch's routing probability on its n best-ranked experts (Figures 2c and 7), over batches.
 
-    cumulative: float64 [L, N], n = 1..N. cumulative_weights: the same of the natural picks' weights; the other experts
-    have 0. unique: float64 [L], experts of the natural picks.
+    cumulative_probability: float64 [N], n = 1..N; of each layer [L, N]. cumulative_weights: the same of the natural
+    picks' weights; the other experts have 0. unique_experts: of the natural picks, mean of the layers; of each [L].
     """
 
     group: str  # of prompts: a data set, or a category where there is one data set; "all"
     batches: int
     tokens: int
-    cumulative: NDArray[np.float64]
-    cumulative_weights: NDArray[np.float64]
-    unique: NDArray[np.float64]
+    unique_experts: float
+    unique_by_layer: NDArray[np.float64]
+    cumulative_probability: Probabilities
+    cumulative_weights: Probabilities
+    cumulative_by_layer: Probabilities
 
 
 def summed_weights(ids: IntArray, weights: FloatArray, n_experts: int) -> Probabilities:
@@ -156,14 +150,8 @@ def summed_weights(ids: IntArray, weights: FloatArray, n_experts: int) -> Probab
 
 
 def co_activation(ids: IntArray, n_experts: int) -> NDArray[np.int64]:
-    """Tokens that used both experts of each pair, int64 [N, N] of ids [T, k]; the diagonal: that used the expert.
-
-    Ids below 0 or from N on are not recorded.
-    """
-    is_recorded = (ids >= 0) & (ids < n_experts)
-    used = np.zeros((ids.shape[0], n_experts), dtype=np.float64)  # matrix products of integers are slow
-    row, place = np.nonzero(is_recorded)
-    used[row, ids[row, place]] = 1.0
+    """Tokens that used both experts of each pair, int64 [N, N] of ids [T, k]; the diagonal: that used the expert."""
+    used = membership(ids, n_experts).astype(np.float64)  # matrix products of integers are slow
     return np.asarray(np.rint(used.T @ used), dtype=np.int64)
 
 
@@ -200,49 +188,47 @@ def analyse_pairs(layer: int, counts: NDArray[np.int64], tokens: int, n_used: in
 # reconstruction errors
 
 
-@dataclass(frozen=True, eq=False)
-class ErrorTable:
-    """Reconstruction errors of batches under several variants and budgets.
+@dataclass(frozen=True)
+class BudgetError:
+    """What a layer's output loses under a budget: means over batches.
 
-    errors, kept: float64 [n_batches, L, n_variants, n_budgets]. errors: squared distance to the full output, by its
-    square; NaN: no static order. kept: share of the natural picks' routing probability that is on shortlisted experts.
+    error: squared distance to the full output, by its square. kept_probability: share of the natural picks' routing
+    probability that is on shortlisted experts.
     """
 
-    variants: tuple[BudgetVariant, ...]
-    budgets: tuple[int, ...]
-    errors: NDArray[np.float64]
-    kept: NDArray[np.float64]
+    budget: int
+    ranking: Ranking
+    coverage: Coverage
+    error: float
+    kept_probability: float
+    error_by_layer: list[float]
 
-    @property
-    def n_batches(self) -> int:
-        """Verification batches measured."""
-        return len(self.errors)
 
-    def mean(self, variant: BudgetVariant, budget: int) -> float | None:
-        """Mean error over layers and batches; None: not measured."""
-        mean = float(self.errors[:, :, self.variants.index(variant), self.budgets.index(budget)].mean())
-        return None if np.isnan(mean) else mean
+@dataclass(frozen=True)
+class ReconstructionErrors:
+    """The errors of every variant and budget that was measured, over so many verification batches."""
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """One JSON object per variant and budget that was measured."""
-        for (i, variant), (j, budget) in itertools.product(enumerate(self.variants), enumerate(self.budgets)):
-            error = self.mean(variant, budget)
-            if error is not None:
-                yield {
-                    "budget": budget,
-                    **asdict(variant),
-                    "error": error,
-                    "kept_probability": float(self.kept[:, :, i, j].mean()),
-                    "error_by_layer": self.errors[:, :, i, j].mean(axis=0).tolist(),
-                }
+    batches: int
+    rows: list[BudgetError]
+
+    @classmethod
+    def of(cls, measured: Sequence[NDArray[np.float64]], budgets: Sequence[int]) -> ReconstructionErrors:
+        """The means of `layer_errors` over batches."""
+        errors, kept = np.mean(measured, axis=0)
+        rows = []
+        for (i, (coverage, ranking)), (j, budget) in product(enumerate(VARIANTS), enumerate(budgets)):
+            error, share = float(errors[:, i, j].mean()), float(kept[:, i, j].mean())
+            if not np.isnan(error):
+                rows.append(BudgetError(budget, ranking, coverage, error, share, errors[:, i, j].tolist()))
+        return cls(len(measured), rows)
 
 
 def layer_errors(
     batch: RoutedBatch, selection: FloatArray, router: Router, budgets: Sequence[int], static: Ids | None = None
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Errors and kept of a batch's layers, as `ErrorTable` has them, for `VARIANTS` (Section 4.5).
+) -> NDArray[np.float64]:
+    """Errors and kept probability of a batch's layers, [2, L, n_variants, n_budgets] (Section 4.5).
 
-    selection: the values that the top-k sorts [L, T, N]. static: calibrated orders [L, N].
+    selection: the values that the top-k sorts [L, T, N]. static: calibrated orders [L, N]; without them NaN.
     """
     assert batch.outputs is not None
     outputs = np.stack(batch.outputs)
@@ -256,20 +242,19 @@ def layer_errors(
         "picks": pick_scores(probabilities, batch.ids),
         "static": None if static is None else static_scores(static),
     }
-    errors = np.full((len(outputs), len(VARIANTS), len(budgets)), np.nan)
-    kept = np.full_like(errors, np.nan)
-    for (i, variant), (j, budget) in itertools.product(enumerate(VARIANTS), enumerate(budgets)):
-        ranked = scores[variant.ranking]
+    measured = np.full((2, len(outputs), len(VARIANTS), len(budgets)), np.nan)
+    for (i, (coverage, ranking)), (j, budget) in product(enumerate(VARIANTS), enumerate(budgets)):
+        ranked = scores[ranking]
         if ranked is None:
             continue
         found = apply_budget(
-            selection, batch.ids, probabilities, budget, weights=batch.weights, coverage=variant.coverage, scores=ranked
+            selection, batch.ids, probabilities, budget, weights=batch.weights, coverage=coverage, scores=ranked
         )
         weights = found.weights
         if weights is None:
             is_natural = (found.ids == batch.ids).all(axis=-1, keepdims=True)  # as the model's own kernels round them
             weights = np.where(is_natural, batch.weights, router.mixing.of(batch.values, found.ids))
         distance = np.square(full - moe_output(outputs, found.ids, weights)).sum(axis=(-2, -1))
-        errors[:, i, j] = np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0)
-        kept[:, i, j] = found.kept_probability
-    return errors, kept
+        error = np.divide(distance, norm, out=np.zeros_like(norm), where=norm > 0.0)
+        measured[:, :, i, j] = error, found.kept_probability
+    return measured

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from moeedge import speculation
 from moeedge.analysis import routing_curves
@@ -139,37 +140,32 @@ def _active_experts() -> Iterator[Reproduced]:
 
 
 def _amdahl() -> Iterator[Reproduced]:
-    expert_ratio = _STUDY_VERIFIED / _STUDY_USED
-    yield Reproduced(_STUDY, "unique(4) / k", 2.55, expert_ratio, input_error=0.005 / _STUDY_USED)
+    printed = partial(Reproduced, _STUDY)
+    empirical, uniform, _ = ACTIVE_EXPERTS[4]
+    expert_ratio, shared = _STUDY_VERIFIED / _STUDY_USED, _STUDY_OVERLAP[1] * _STUDY_USED
     ratio = speculation.verification_ratio(_STUDY_SHARE, expert_ratio)
-    yield Reproduced(_STUDY, "Amdahl: T(4) / T(1)", 1.46, ratio)
-    yield Reproduced(_STUDY, "measured: T(4) / T(1)", 1.25, 1 / _STUDY_EFFICIENCY)
-    yield Reproduced(_STUDY, "Amdahl: implied speed-up", 1.87, _STUDY_LENGTH / ratio, input_error=0.005 / ratio)
-    yield Reproduced(_STUDY, "measured: implied speed-up", 2.18, _STUDY_LENGTH * _STUDY_EFFICIENCY, input_error=0.005)
-    for name, of in (("uniform", ACTIVE_EXPERTS[4][1]), ("independence", ACTIVE_EXPERTS[4][0])):
-        published = {"uniform": 3.6, "independence": 3.2}[name]
-        yield Reproduced(_STUDY, f"unique(4) / k, {name}", published, of / _STUDY_USED, digits=1)
-    yield Reproduced(_STUDY, "overlap, uniform", 0.063, routing_curves.uniform_overlap(128, 8), digits=3)
-    shared = _STUDY_OVERLAP[1] * _STUDY_USED
-    yield Reproduced(
-        _STUDY, "shared experts of adjacent tokens", 3.0, shared, digits=1, input_error=0.0005 * _STUDY_USED
-    )
+    yield printed("unique(4) / k", 2.55, expert_ratio, input_error=0.005 / _STUDY_USED)
+    yield printed("Amdahl: T(4) / T(1)", 1.46, ratio)
+    yield printed("measured: T(4) / T(1)", 1.25, 1 / _STUDY_EFFICIENCY)
+    yield printed("Amdahl: implied speed-up", 1.87, _STUDY_LENGTH / ratio, input_error=0.005 / ratio)
+    yield printed("measured: implied speed-up", 2.18, _STUDY_LENGTH * _STUDY_EFFICIENCY, input_error=0.005)
+    yield printed("unique(4) / k, uniform", 3.6, uniform / _STUDY_USED, digits=1)
+    yield printed("unique(4) / k, independence", 3.2, empirical / _STUDY_USED, digits=1)
+    yield printed("overlap, uniform", 0.063, routing_curves.uniform_overlap(128, 8), digits=3)
+    input_error = 0.0005 * _STUDY_USED
+    yield printed("shared experts of adjacent tokens", 3.0, shared, digits=1, input_error=input_error)
     # a token shares at least what it shares with one before it: 25.4 are no neighbours (Hunter's bound)
     most, n_pairs = 4 * _STUDY_USED - 3 * shared, 6  # of four tokens
-    yield Reproduced(
-        _STUDY, "unique(4) = 20.36 is possible for neighbours that share 0.381", True, most >= _STUDY_VERIFIED
-    )
-    yield Reproduced(_STUDY, "unique(4) = 25.4 is not", True, most < ACTIVE_EXPERTS[4][0])
+    yield printed("unique(4) = 20.36 is possible for neighbours that share 0.381", True, most >= _STUDY_VERIFIED)
+    yield printed("unique(4) = 25.4 is not", True, most < empirical)
     least = 4 * _STUDY_USED - n_pairs * _STUDY_INDEPENDENT * _STUDY_USED  # Bonferroni's
-    yield Reproduced(_STUDY, "nor for tokens that share 0.118 in pairs", True, least > ACTIVE_EXPERTS[4][0])
-    fewer = 1 - _STUDY_VERIFIED / ACTIVE_EXPERTS[4][0]
-    yield Reproduced(_STUDY, "unique(4), fewer than by independence", 0.20, fewer, input_error=0.002)
-    over = ratio * _STUDY_EFFICIENCY - 1
-    yield Reproduced(_STUDY, "Amdahl: T(4) / T(1) over the measured, minus 1", 0.17, over, input_error=0.005 * ratio)
+    yield printed("nor for tokens that share 0.118 in pairs", True, least > empirical)
+    fewer, over = 1 - _STUDY_VERIFIED / empirical, ratio * _STUDY_EFFICIENCY - 1
+    yield printed("unique(4), fewer than by independence", 0.20, fewer, input_error=0.002)
+    yield printed("Amdahl: T(4) / T(1) over the measured, minus 1", 0.17, over, input_error=0.005 * ratio)
     times_independent = _STUDY_OVERLAP[4] / _STUDY_INDEPENDENT
-    for bound, name in ((2.0, "at least"), (4.0, "at most")):
-        holds = times_independent >= bound if name == "at least" else times_independent <= bound
-        yield Reproduced(_STUDY, f"overlap of step 4, {name} {bound:g} times independence", True, holds)
+    yield printed("overlap of step 4, at least 2 times independence", True, times_independent >= 2)
+    yield printed("overlap of step 4, at most 4 times independence", True, times_independent <= 4)
 
 
 def strided(n_measurements: int, stride: int) -> range:

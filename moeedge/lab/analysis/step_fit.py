@@ -33,13 +33,9 @@ from numpy.typing import NDArray
 
 from moeedge import speculation
 from moeedge.analysis.routing_curves import tokens_per_expert, uniform_unique
-from moeedge.records import filled
+from moeedge.records import figure, figures, filled
 
-PARAMETERS = (
-    "bias_s", "k1_s", "k2_s", "k3_s", "draft_bias_s", "draft_k_s", "reject_bias_s", "reject_k_s", "ridge_share",
-    "growth",
-)  # fmt: skip
-_N_LINEAR = 8  # of them, for a fixed ridge_share and growth
+_N_LINEAR = 8  # of the parameters, the first ones, for a fixed ridge_share and growth
 _TARGET_PARAMETERS = 6  # of the parameters T_T depends on that many
 _RIDGE_SHARE = (0.2, 1.0)  # MoESD: lambda in [0.2, 1]
 _GROWTH = (1.0 + 1e-4, 2.0)  # MoESD: more than 1, and not too steep; see _bounds
@@ -73,21 +69,21 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """The fitted parameters, times in seconds, of one model with its draft on one machine."""
+    """The fitted parameters, which are declared as figures, of one model with its draft on one machine; s: seconds."""
 
     n_experts: int  # E
     n_used: int  # K
     ridge_point: float  # RP, tokens
-    bias_s: float
-    k1_s: float
-    k2_s: float
-    k3_s: float
-    draft_bias_s: float
-    draft_k_s: float
-    reject_bias_s: float
-    reject_k_s: float
-    ridge_share: float  # lambda
-    growth: float  # s
+    bias_s: float = figure("loading the weights that every step reads")
+    k1_s: float = figure("dense operations, times G(t)")
+    k2_s: float = figure("loading one expert in every layer, times N(t)")
+    k3_s: float = figure("operations of experts, times G(tokens per expert), in sequence times N(t)")
+    draft_bias_s: float = figure("loading the draft")
+    draft_k_s: float = figure("operations of the draft, times G(t)")
+    reject_bias_s: float = figure("rejection sampling")
+    reject_k_s: float = figure("the same, times t")
+    ridge_share: float = figure("lambda: where the slope of G begins, as a share of the ridge point")
+    growth: float = figure("s: growth of G before")
     in_sequence: bool = False  # experts are computed one after the other; False: as MoESD prints it
 
     @property
@@ -139,6 +135,9 @@ class StepModel:
             draft_s=self.draft_s(batch_size),
             reject_s=self.reject_s(n_verified),
         )
+
+
+PARAMETERS = tuple(figures(StepModel))
 
 
 @dataclass(frozen=True)
@@ -254,7 +253,7 @@ class AmdahlRow:
     share: float | None  # the f that would make them equal
 
 
-def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: bool = True) -> StepFit:
+def fit_steps(times: StepTimes, *, in_sequence: bool = False) -> StepFit:
     """Fits all ten parameters of MoESD's model, or of that with experts in sequence.
 
     Raises ValueError for fewer target times than T_T has parameters.
@@ -264,7 +263,7 @@ def fit_steps(times: StepTimes, *, in_sequence: bool = False, leave_one_out: boo
     model, problem, values = _fit(times, in_sequence)
     left_out: list[Predicted] = []
     sizes = {point.n_tokens for point in times.target}
-    if leave_one_out and len(sizes) > _TARGET_PARAMETERS:
+    if len(sizes) > _TARGET_PARAMETERS:
         without = {}
         for size in sizes:
             others = replace(times, target=tuple(point for point in times.target if point.n_tokens != size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeedge.lab.analysis.budget_recording import BudgetAnalysis
-    from moeedge.lab.analysis.expert_budget import ErrorTable, ProbabilityCurve
+    from moeedge.lab.analysis.expert_budget import ReconstructionErrors
 
 declare(
     """
@@ -124,10 +124,10 @@ _COVERAGES = {"substitution": "subst.", "truncation": "trunc."}
 
 def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
     """Routing probability by group, pairs, and reconstruction errors by variant and budget."""
-    first = analysis.curves[0]
+    first = analysis.routing[0]
     console.print(
-        f"{analysis.n_experts} experts, top-{analysis.n_used}, {len(analysis.layers)} layers; {first.batches} "
-        f"verification batches of {first.tokens / first.batches:.1f} tokens, {first.unique.mean():.1f} distinct "
+        f"{analysis.n_experts} experts, top-{analysis.n_experts_used}, {len(analysis.layers)} layers; {first.batches} "
+        f"verification batches of {first.tokens / first.batches:.1f} tokens, {first.unique_experts:.1f} distinct "
         "experts per layer",
         style="bold",
     )
@@ -135,40 +135,39 @@ def print_budgets(analysis: BudgetAnalysis, console: Console) -> None:
     title, budgets = "routing probability on the n best experts", analysis.budgets
     if len(budgets) > _MOST_SHARES:
         budgets = budgets[::2][:_MOST_SHARES]
-    print_table(console, _curve_columns(budgets), analysis.curves, title=title)
+    print_table(console, _curve_columns(budgets), analysis.routing, title=title)
     console.print(
         "n best: of each layer and batch, by the sum over its tokens. experts: distinct ones of the natural top-k. "
         "50 %, 90 %: experts that hold this share.",
         style="dim",
     )
-    weights = first.cumulative_weights.mean(axis=0)
-    shares = ", ".join(f"{n} best {100 * weights[n - 1]:.1f} %" for n in budgets)
+    shares = ", ".join(f"{n} best {100 * first.cumulative_weights[n - 1]:.1f} %" for n in budgets)
     console.print(f"summed weights of the natural top-k instead, all prompts: {shares}")
     console.print()
     _print_pairs(analysis, console)
     console.print()
-    if analysis.errors is None:
-        console.print(f"No reconstruction errors. {analysis.no_errors}".rstrip())
+    if analysis.reconstruction_error is None:
+        console.print(f"No reconstruction errors. {analysis.no_reconstruction_error or ''}".rstrip())
     else:
-        _print_errors(analysis.errors, console)
+        _print_errors(analysis.reconstruction_error, budgets=analysis.budgets[:_MOST_BUDGETS], console=console)
 
 
 def _curve_columns(budgets: Sequence[int]) -> list[Column]:
     def on_best(n: int) -> Column:
-        return Column(f"n={n}", lambda curve: 100 * curve.cumulative[:, n - 1].mean(), "{:.1f} %".format)
+        return Column(f"n={n}", lambda curve: 100 * curve.cumulative_probability[n - 1], "{:.1f} %".format)
 
     def needed(percent: int) -> Column:
-        return Column(f"{percent} %", lambda curve: (curve.cumulative < percent / 100).sum(axis=-1).mean() + 1, ".1f")
+        below = percent / 100
+        return Column(f"{percent} %", lambda curve: (curve.cumulative_by_layer < below).sum(axis=-1).mean() + 1, ".1f")
 
     first = [text_column("prompts", "group"), Column("batches", "batches")]
-    unique = Column("experts", lambda curve: curve.unique.mean(), ".1f")
-    return [*first, unique, *map(on_best, budgets), *map(needed, _PERCENT)]
+    return [*first, Column("experts", "unique_experts", ".1f"), *map(on_best, budgets), *map(needed, _PERCENT)]
 
 
 def _print_pairs(analysis: BudgetAnalysis, console: Console) -> None:
     import numpy as np
 
-    known = [each for each in analysis.pairs if each.concentration is not None]
+    known = [each for each in analysis.co_activation if each.concentration is not None]
     if not known:
         console.print("No two experts were used by the same token.")
         return
@@ -181,18 +180,16 @@ def _print_pairs(analysis: BudgetAnalysis, console: Console) -> None:
     )
 
 
-def _print_errors(errors: ErrorTable, console: Console) -> None:
-    budgets = errors.budgets[:_MOST_BUDGETS]
-    rows = [
-        (f"{variant.ranking}, {_COVERAGES[variant.coverage]}", *(errors.mean(variant, budget) for budget in budgets))
-        for variant in errors.variants
-        if errors.mean(variant, budgets[0]) is not None
-    ]
+def _print_errors(errors: ReconstructionErrors, budgets: Sequence[int], console: Console) -> None:
+    rows: dict[str, list[float]] = {}
+    for row in errors.rows:
+        if row.budget in budgets:
+            rows.setdefault(f"{row.ranking}, {_COVERAGES[row.coverage]}", []).append(row.error)
     print_table(
         console,
         [text_column("ranking, coverage", 0), *value_columns([f"B={budget}" for budget in budgets], ".4f")],
-        rows,
-        title=f"reconstruction error of a layer's output, mean of {errors.n_batches} batches",
+        [(name, *means) for name, means in rows.items()],
+        title=f"reconstruction error of a layer's output, mean of {errors.batches} batches",
     )
     console.print(
         "Squared distance to the output without a budget, by its square. subst.: substitution; trunc.: truncation. "
@@ -209,30 +206,7 @@ def budget_report(analysis: BudgetAnalysis, run: dict[str, Any]) -> dict[str, An
     """
     from moeedge.analysis.profile import rounded
 
-    errors = analysis.errors
-    report = {
-        "layers": analysis.layers,
-        "n_experts": analysis.n_experts,
-        "n_experts_used": analysis.n_used,
-        "gamma": analysis.gamma,
-        "budgets": analysis.budgets,
-        "routing": [_curve(curve) for curve in analysis.curves],
-        "co_activation": [vars(pairs) | {"counts": pairs.counts.tolist()} for pairs in analysis.pairs],
-        "reconstruction_error": None if errors is None else {"batches": errors.n_batches, "rows": list(errors.rows())},
-        "no_reconstruction_error": analysis.no_errors or None,
-        "skipped": analysis.skipped,
-    }
-    return {**rounded(report), **run}
-
-
-def _curve(curve: ProbabilityCurve) -> dict[str, Any]:
-    return {
-        "group": curve.group,
-        "batches": curve.batches,
-        "tokens": curve.tokens,
-        "unique_experts": float(curve.unique.mean()),
-        "unique_by_layer": curve.unique.tolist(),
-        "cumulative_probability": curve.cumulative.mean(axis=0).tolist(),
-        "cumulative_weights": curve.cumulative_weights.mean(axis=0).tolist(),
-        "cumulative_by_layer": curve.cumulative.tolist() if curve.group == "all" else None,
-    }
+    report: dict[str, Any] = rounded(asdict(analysis))
+    for curve in report["routing"][1:]:
+        curve["cumulative_by_layer"] = None
+    return report | run

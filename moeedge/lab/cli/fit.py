@@ -13,7 +13,7 @@ from moeedge import paths
 from moeedge.cli.common import emit, integers
 from moeedge.cli.engine_options import EngineOptions
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.records import as_dict
+from moeedge.records import as_dict, figures
 from moeedge.run import Run
 from moeedge.ui.console import notifier, say, stderr_console
 from moeedge.ui.tables import Column, print_table, text_column, value_columns
@@ -94,18 +94,6 @@ def fit(
 
 _MS = 1e3  # from seconds
 
-_MEANINGS = {
-    "bias_s": "loading the weights that every step reads",
-    "k1_s": "dense operations, times G(t)",
-    "k2_s": "loading one expert in every layer, times N(t)",
-    "k3_s": "operations of experts, times G(tokens per expert), in sequence times N(t)",
-    "draft_bias_s": "loading the draft",
-    "draft_k_s": "operations of the draft, times G(t)",
-    "reject_bias_s": "rejection sampling",
-    "reject_k_s": "the same, times t",
-    "ridge_share": "lambda: where the slope of G begins, as a share of the ridge point",
-    "growth": "s: growth of G before",
-}
 _TIME_COLUMNS = (
     Column("t", lambda row: row[0].n_tokens),
     Column("B", lambda row: row[0].n_sequences),
@@ -154,11 +142,13 @@ def print_fit(report: FitReport, console: Console) -> None:
 
 
 def _print_parameters(report: FitReport, console: Console) -> None:
+    from moeedge.lab.analysis.step_fit import StepModel
+
     model, fit, other = report.fit.model, report.fit, report.other_fit
     rows = []
-    for name, meaning in _MEANINGS.items():
+    for name, parameter in figures(StepModel).items():
         values, scale = (getattr(model, name), fit.lower[name], fit.upper[name]), _MS if name.endswith("_s") else 1.0
-        rows.append((name, *("none" if each == inf else f"{each * scale:.4g}" for each in values), meaning))
+        rows.append((name, *("none" if each == inf else f"{each * scale:.4g}" for each in values), parameter.help))
     columns = [text_column("parameter", 0), *value_columns(["fitted", "lower", "upper"], "")]
     print_table(console, [*columns, text_column("", 4, fold=True)], rows, title="MoESD's parameters; times in ms")
     machine = report.times.machine

@@ -17,7 +17,7 @@ from moeedge import paths
 from moeedge.cli.common import EXIT_FAILURE, emit, integers, print_error
 from moeedge.cli.engine_options import EngineOptions, LlamaOptions, PlacementOptions, TextOptions
 from moeedge.cli.options import Output, declare, flatten
-from moeedge.errors import EngineError, InputError
+from moeedge.errors import InputError
 from moeedge.records import as_dict
 from moeedge.run import Run
 from moeedge.ui.chat.interrupt import Interrupt
@@ -190,11 +190,9 @@ def pair(
             recording = record_routing(session, prompts, **texts.answers(), source=source, run=run)
         n_tokens = min(sum(map(len, recording.conversations)), MAX_TOKENS)
         with count_bar(err, "comparing draft and target", "tokens", n_tokens) as bar:
-            similarity, reason = compare_pair(session, recording.conversations, Run(cancelled=interrupt, progress=bar))
+            similarity = compare_pair(session, recording.conversations, Run(cancelled=interrupt, progress=bar))
     if similarity is None:
-        if interrupt.exit_code:
-            raise typer.Exit(interrupt.exit_code)
-        raise EngineError(f"Draft and target cannot be compared: {reason.rstrip('.')}.")
+        raise typer.Exit(interrupt.exit_code)
     popularity = {
         curves.layer: curves.skew.entropy_bits
         for curves in profile_model(recording.trace, []).curves

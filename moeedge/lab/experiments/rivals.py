@@ -277,11 +277,12 @@ def _output(command: Sequence[str]) -> str:
     return done.stdout if "json" in command else done.stdout + done.stderr
 
 
-def make_rows(plan: RivalPlan, samples: Sequence[RivalSample], **about: Any) -> list[RivalRow]:
-    """Returns a row per test. about: further fields, among them those of `source`, the provenance."""
+def make_rows(
+    plan: RivalPlan, samples: Sequence[RivalSample], *, source: Provenance, other_load_before: float
+) -> list[RivalRow]:
+    """Returns a row per test."""
     from moeedge.bench.samples import grouped
 
-    source: Provenance = about.pop("source")
     rows = []
     for test, own in grouped(samples, attrgetter("test")).items():
         by_mode = grouped(own, attrgetter("mode"))
@@ -304,8 +305,8 @@ def make_rows(plan: RivalPlan, samples: Sequence[RivalSample], **about: Any) -> 
                 fastest=fastest,
                 ratio=median(each.speed_ts / base[each.key] for each in ours) if ours else None,
                 limit_ts=median(limits) if limits else None,
+                other_load_before=other_load_before,
                 samples=tuple(own),
-                **about,
             )
         )
     return rows

@@ -43,11 +43,10 @@ from moeedge.bench.samples import Sample
 from moeedge.data.prompts import Prompt
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
-from moeedge.errors import EngineError, InputError, ModelFileError
+from moeedge.errors import EngineError, InputError
 from moeedge.llama import gguf_file, library
-from moeedge.llama.context import Context
 from moeedge.llama.routers import Routers, read_norms
-from moeedge.native import ActivationCapture, CaptureFlags
+from moeedge.native import CaptureFlags
 from moeedge.native.abi import Phase
 from moeedge.paths import replace_file
 from moeedge.records import combine
@@ -109,7 +108,7 @@ class AblationRow:
     answers: int
 
 
-def solved_cutoff(config: EngineConfig, run: Run | None = None) -> tuple[int, str]:
+def solved_cutoff(config: EngineConfig, run: Run) -> tuple[int, str]:
     """Returns SP-MoE's cutoff layer from the calibrated cost model, and a sentence that explains it.
 
     Section 3.2: the experts of all layers before it fit the slots and arrive while the draft works.
@@ -133,13 +132,12 @@ def run_ablation(
     *,
     n_predict: int,
     repetitions: int,
-    run: Run | None = None,
+    run: Run,
 ) -> list[AblationRow]:
     """Measures the variants side by side on the first turns of `prompts`, and compares every answer with stock's.
 
     config: with policy sp-moe-prefetch. run: told the sessions' notes and of each answer.
     """
-    run = run or Run()
     first_turns = [replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     with ExitStack() as stack:
         models = load_models(config, variants, stack)
@@ -255,6 +253,7 @@ def _quantize(model: Path, out: Path, file_type: int) -> None:
 
 FloatArray = NDArray[np.float32]
 MAX_TOKENS = 1024  # of all texts together: each costs a decode of both models in small batches
+_NOT_COMPARED = "Draft and target cannot be compared"
 _BATCH = 16  # tokens; activations of larger batches than 32 are not captured
 
 
@@ -271,33 +270,17 @@ class PairSimilarity:
     entropy_target_bits: list[float]
 
 
-def compare_pair(
-    session: Session, texts: Sequence[Sequence[int]], run: Run | None = None
-) -> tuple[PairSimilarity | None, str]:
-    """Both models read `texts` (token ids), MAX_TOKENS at most; the result, or None and the reason.
+def compare_pair(session: Session, texts: Sequence[Sequence[int]], run: Run) -> PairSimilarity | None:
+    """Both models read `texts` (token ids), MAX_TOKENS at most.
 
     The contexts' KV caches are empty afterwards. run: asked between batches whether to stop; the result covers the
-    tokens until then. Its progress is in tokens.
+    tokens until then, None without any. Its progress is in tokens. Raises EngineError for a pair that has no
+    comparison, ModelFileError for routers that it cannot read.
     """
-    run = run or Run()
-    draft = session.draft_context
-    if draft is None:
-        return None, "there is no draft model"
-    target = session.target
-    widths = target.model.info.n_embd, draft.model.info.n_embd
-    if widths[0] != widths[1]:
-        return None, f"the draft's hidden states have {widths[1]} values and the target's {widths[0]}"
-    captures = target.capture_activations(), draft.capture_activations()
-    if captures[0] is None or captures[1] is None:
-        return None, "llama.cpp computes the draft on a GPU"
-    try:
-        sums = _Sums(target, draft, captures[0], captures[1])
-    except ModelFileError as error:
-        return None, error.message
-    n_ctx = min(target.n_ctx, draft.n_ctx)
+    sums = _Sums(session)
     for text in texts:
         session.reset()
-        read = text[:n_ctx]  # an answer may have gone on after a context shift
+        read = text[: sums.n_ctx]  # an answer may have gone on after a context shift
         for start in range(0, len(read), _BATCH):
             batch = list(read[start : start + min(_BATCH, MAX_TOKENS - sums.tokens)])
             if run.cancelled() or not batch:
@@ -305,19 +288,33 @@ def compare_pair(
             sums.read(batch)
             run.progress.add(len(batch))
     session.reset()
-    result = sums.result(draft.model.path.name)
-    return result, "" if result else "no layer of the two was captured"
+    result = sums.result()
+    if result is None and not run.cancelled():
+        raise EngineError(f"{_NOT_COMPARED}: no layer of the two was captured.")
+    return result
 
 
 class _Sums:
-    """Sums over the tokens read so far, per layer of the target. Raises ModelFileError for routers it cannot read."""
+    """Sums over the tokens read so far, per layer of the target."""
 
-    def __init__(self, target: Context, draft: Context, own: ActivationCapture, drafted: ActivationCapture) -> None:
-        info = target.model.info
+    def __init__(self, session: Session) -> None:
+        target, draft = session.target, session.draft_context
+        if draft is None:
+            raise EngineError(f"{_NOT_COMPARED}: there is no draft model.")
+        info, drafting = target.model.info, draft.model.info
+        if info.n_embd != drafting.n_embd:
+            raise EngineError(
+                f"{_NOT_COMPARED}: the draft's hidden states have {drafting.n_embd} values and the target's "
+                f"{info.n_embd}."
+            )
+        own, drafted = target.capture_activations(), draft.capture_activations()
+        if own is None or drafted is None:
+            raise EngineError(f"{_NOT_COMPARED}: llama.cpp computes the draft on a GPU.")
         self._target, self._draft, self._own, self._drafted = target, draft, own, drafted
+        self.n_ctx = min(target.n_ctx, draft.n_ctx)
         self._routers = Routers.read(target.model)
         self._k = info.n_expert_used
-        self._draft_layer_of = matching_layers(info.n_layers, draft.model.info.n_layers)
+        self._draft_layer_of = matching_layers(info.n_layers, drafting.n_layers)
         norms = read_norms(draft.model)
         layers = np.arange(info.n_layers)
         self._ratio = self._routers.ratio(layers, None if norms is None else norms[self._draft_layer_of])
@@ -361,7 +358,7 @@ class _Sums:
             self._entropy[row, layer] += float(entropy_bits(probabilities).sum())
         self._seen[layer] += len(used)
 
-    def result(self, draft: str) -> PairSimilarity | None:
+    def result(self) -> PairSimilarity | None:
         """The means; None where no layer was captured."""
         layers = np.flatnonzero(self._seen)
         if not layers.size:
@@ -369,7 +366,7 @@ class _Sums:
         seen = self._seen[layers]
         top_n = self._hits[layers].cumsum(axis=1) / (seen[:, None] * np.arange(1, self._k + 1))
         return PairSimilarity(
-            draft=draft,
+            draft=self._draft.model.path.name,
             tokens=int(seen.max()),
             layers=layers.tolist(),
             cosine=(self._cosine[layers] / seen).tolist(),

@@ -173,13 +173,12 @@ class FitReport:
         }
 
 
-def run_fit(config: EngineConfig, prompts: Sequence[Prompt], plan: FitPlan, run: Run | None = None) -> FitReport:
+def run_fit(config: EngineConfig, prompts: Sequence[Prompt], plan: FitPlan, run: Run) -> FitReport:
     """Measures, fits and predicts. config.n_expert_used is ignored.
 
-    run: its progress is in passes. Raises InputError for
-    a model without experts, and without a draft that has a time of its own.
+    run: its progress is in passes. Raises InputError for a model without experts, and without a draft that has a time
+    of its own.
     """
-    run = run or Run()
     progress = run.progress
     most_drafts, tokens = max(plan.gammas), sorted(set(plan.tokens))
     sizes = tuple(size for size in {1, *plan.batch_sizes} if size <= _TOKENS_MAX)

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
 
-from moeedge.bench.config import MODES
-from moeedge.bench.experiment import GREEDY, BenchArm, Round, Work, rotated
+from moeedge.bench.experiment import GREEDY, rotated
 from moeedge.bench.roofline import Weights, measure_read_speed
-from moeedge.bench.samples import Sample
 from moeedge.engine.sampling import Candidates, Sampler
 from moeedge.engine.session import Session
 from moeedge.errors import InputError
@@ -59,34 +56,6 @@ def this_machine(session: Session, weights: Weights, text: Sequence[int]) -> Mac
         bytes_per_s = max(bytes_per_s, measure_read_speed(session.info.n_threads))
     context.clear()
     return Machine(bytes_per_s=bytes_per_s, flops=flops)
-
-
-@dataclass(kw_only=True)
-class _Passes(Work):
-    """A pass per shape and repetition, the smallest batches first and those of one size in rotated order."""
-
-    shapes: Sequence[Shape]
-    measure: Measure
-    begin: Callable[[], None]  # of a repetition
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """A pass of each shape."""
-        return {_part(shape): 1 for shape in self.shapes}
-
-    def rounds(self, arms: Sequence[BenchArm], left: Sequence[tuple[int, str]]) -> Iterator[Round]:
-        """A round is a pass."""
-        for turn in dict.fromkeys(turn for turn, _ in left):
-            self.begin()
-            for size in sorted({size for size, _ in self.shapes}):
-                for shape in rotated([shape for shape in self.shapes if shape[0] == size], turn):
-                    if (turn, _part(shape)) in left:
-                        yield 0, partial(self._sample, shape, turn)
-
-    def _sample(self, shape: Shape, turn: int, arm: BenchArm) -> Sample:
-        seconds, experts = self.measure(shape, turn)
-        sample = Sample(arm.mode.label, _part(shape), 0, turn, 0, decode_tokens=shape[0] * shape[1], steps=1)
-        return replace(sample, decode_s=seconds, experts_sum=experts)
 
 
 @dataclass(kw_only=True)
@@ -138,7 +107,7 @@ class StepTimer:
             self.progress.add()
             return seconds, 0.0 if sensor is None else np.count_nonzero(sensor.read_counts()) / n_layers
 
-        return self._times(self.shapes, measure, context.clear, context.model.info.n_expert_used)
+        return self._times(self.shapes, measure, clears=context, n_used=context.model.info.n_expert_used)
 
     def draft(self) -> list[TimePoint]:
         """T_D(B): one pass of the draft model over a token of each sequence, and a choice for each."""
@@ -159,7 +128,7 @@ class StepTimer:
             self.progress.add()
             return seconds, 0.0
 
-        return self._times([(size, 1) for size in self.draft_sizes], measure, context.clear)
+        return self._times([(size, 1) for size in self.draft_sizes], measure, clears=context)
 
     def reject(self) -> list[TimePoint]:
         """T_rej(t): rejection sampling of t - 1 drafts, all of which are accepted, which takes longest."""
@@ -179,24 +148,29 @@ class StepTimer:
             sampler.accept(logits[:n_tokens], best[: n_tokens - 1], certain[: n_tokens - 1], before)
             return time.perf_counter() - start_s, 0.0
 
-        points = self._times(self.shapes, measure, lambda: None)
+        points = self._times(self.shapes, measure)
         _take_back([part])
         return points
 
     def _times(
-        self, shapes: Sequence[Shape], measure: Measure, begin: Callable[[], None], n_used: int = 0
+        self, shapes: Sequence[Shape], measure: Measure, *, clears: Context | None = None, n_used: int = 0
     ) -> list[TimePoint]:
-        """The samples of each shape as a time, in the order of the shapes."""
-        work = _Passes(name="", warms_up=False, shapes=shapes, measure=measure, begin=begin)
-        by_part: dict[str, list[Sample]] = defaultdict(list)
-        for sample in work.samples([BenchArm(MODES["moeedge"], self.session)], range(self.repetitions)):
-            by_part[sample.prompt].append(sample)
+        """The times of the shapes, in ascending order, each measured once in every repetition.
+
+        The smallest batches come first, those of one size in rotated order. clears: emptied before each repetition.
+        """
+        measured: dict[Shape, list[tuple[float, float]]] = defaultdict(list)
+        for turn in range(self.repetitions):
+            if clears is not None:
+                clears.clear()
+            for size in sorted({size for size, _ in shapes}):
+                for shape in rotated([shape for shape in shapes if shape[0] == size], turn):
+                    measured[shape].append(measure(shape, turn))
         points = []
-        for size, each in sorted(set(shapes)):
-            samples = by_part[_part((size, each))]
-            seconds = tuple(sample.decode_s for sample in samples)
-            experts = fmean(sample.experts_sum for sample in samples) or None  # where they were counted
-            points.append(TimePoint(size * each, median(seconds), n_used, size, experts, seconds))
+        for (size, each), passes in sorted(measured.items()):
+            seconds, experts = zip(*passes, strict=True)
+            counted = fmean(experts) or None  # where they were counted
+            points.append(TimePoint(size * each, median(seconds), n_used, size, counted, seconds))
         return points
 
     def _place(self, index: int, turn: int) -> int:
@@ -238,10 +212,6 @@ def _decode_s(context: Context, parts: Sequence[BatchPart], phase: Phase) -> flo
     seconds = time.perf_counter() - start_s
     _take_back(parts)
     return seconds
-
-
-def _part(shape: Shape) -> str:
-    return f"{shape[0]}x{shape[1]}"
 
 
 def _take_back(parts: Sequence[BatchPart]) -> None:

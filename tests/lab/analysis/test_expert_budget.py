@@ -17,8 +17,7 @@ from moeedge.errors import EngineError
 from moeedge.lab.analysis.budget_recording import analyse_budgets
 from moeedge.lab.analysis.expert_budget import (
     VARIANTS,
-    BudgetVariant,
-    ErrorTable,
+    ReconstructionErrors,
     RoutedBatch,
     Router,
     analyse_pairs,
@@ -30,12 +29,12 @@ from moeedge.lab.analysis.expert_budget import (
     selection_values,
     summed_weights,
 )
-from moeedge.lab.policies.expert_budget import MixingWeights, oracle_order
+from moeedge.lab.policies.expert_budget import MixingWeights
 from moeedge.run import Run
 from moeedge.scheduler.config import PlacementConfig
 from tests.support.progress import SeenProgress
 
-L, T, N, K, D = 3, 5, 12, 3, 4
+L, T, N, K = 3, 5, 12, 3
 BUDGETS = (3, 5, 8, 12)
 Floats = NDArray[np.float32]
 
@@ -45,65 +44,48 @@ def softmax(logits: Floats) -> Floats:
     return np.asarray(raised / raised.sum(axis=-1, keepdims=True), dtype=np.float32)
 
 
-@pytest.fixture(scope="module")
-def batch() -> RoutedBatch:
-    """A softmax router whose weights are normalised."""
+def spread(ids: NDArray[np.int32], weights: Floats) -> Floats:
+    """Weights [T, N] of the experts ids [T, K]."""
+    wide = np.zeros((len(ids), N))
+    np.put_along_axis(wide, ids, weights, axis=-1)
+    return wide
+
+
+def test_errors_against_their_definition() -> None:
+    """Eq. 4 to 8. The output of every expert is a dimension of its own: that of the layer is the token's weights."""
     rng = np.random.default_rng(4)
     values = softmax(rng.standard_normal((L, T, N)).astype(np.float32) * 2)
     ids = np.argsort(-values, axis=-1, kind="stable")[..., :K].astype(np.int32)
     weights = np.take_along_axis(values, ids, axis=-1)
     weights = weights / weights.sum(axis=-1, keepdims=True)
-    return RoutedBatch(ids, weights, values, list(rng.standard_normal((L, T, N, D)).astype(np.float32)))
-
-
-def test_errors_against_their_definition(batch: RoutedBatch) -> None:
-    """Every variant and budget of every layer, token by token."""
-    static = np.stack([np.random.default_rng(layer).permutation(N) for layer in range(L)]).astype(np.int32)
+    batch = RoutedBatch(ids, weights, values, [np.broadcast_to(np.eye(N, dtype=np.float32), (T, N, N))] * L)
+    static = np.stack([rng.permutation(N) for _ in range(L)]).astype(np.int32)
     router = Router("softmax", MixingWeights(normalised=True))
-    errors, kept = layer_errors(batch, batch.values, router, BUDGETS, static)
-    for layer, (i, variant), (j, budget) in itertools.product(range(L), enumerate(VARIANTS), enumerate(BUDGETS)):
-        error, share = defined_error(batch, layer, variant, budget, list(static[layer]))
-        assert errors[layer, i, j] == pytest.approx(error, abs=1e-5), (layer, variant, budget)
-        assert kept[layer, i, j] == pytest.approx(share, abs=1e-5)
+    errors, kept = layer_errors(batch, values, router, BUDGETS, static)
+    for layer, (i, (coverage, ranking)), (j, budget) in itertools.product(
+        range(L), enumerate(VARIANTS), enumerate(BUDGETS)
+    ):
+        p, natural = values[layer], spread(ids[layer], weights[layer])
+        is_used, n_after = natural.any(axis=0), -np.argsort(static[layer])
+        score = {"router": p.sum(0), "static": n_after, "picks": natural.sum(0), "oracle": np.square(natural).sum(0)}
+        inside = np.isin(np.arange(N), np.argsort(-score[ranking], kind="stable")[:budget])
+        inside = is_used if is_used.sum() <= budget else inside
+        used = np.where(inside, natural, 0.0)
+        if coverage == "substitution":
+            best = np.argsort(-np.where(inside, p, -1.0), axis=-1)[:, :K]
+            used = spread(best, np.take_along_axis(p, best, axis=-1))
+            used /= used.sum(axis=-1, keepdims=True)
+        error = np.square(natural - used).sum() / np.square(natural).sum()
+        assert errors[layer, i, j] == pytest.approx(error, abs=1e-5), (layer, ranking, coverage, budget)
+        assert kept[layer, i, j] == pytest.approx(p[(natural > 0) & inside].sum() / p[natural > 0].sum(), abs=1e-5)
     assert (errors[:, :, -1] == 0).all()  # all experts are allowed
-    without, _ = layer_errors(batch, batch.values, router, BUDGETS)
-    is_static = [variant.ranking == "static" for variant in VARIANTS]
-    assert np.isnan(without).all(axis=(0, 2)).tolist() == is_static
-
-
-def defined_error(
-    batch: RoutedBatch, layer: int, variant: BudgetVariant, budget: int, static: list[int]
-) -> tuple[float, float]:
-    """Error of a layer's output, and the share of the picks' probability that is kept; Eq. 4, 5, 7, 8 in loops."""
-    assert batch.outputs is not None
-    p, out = batch.values[layer].astype(float), batch.outputs[layer].astype(float)
-    natural = [
-        {int(e): float(w) for e, w in zip(*row, strict=True)}
-        for row in zip(batch.ids[layer], batch.weights[layer], strict=True)
-    ]
-    full = [sum(w * out[t, e] for e, w in natural[t].items()) for t in range(T)]
-    union = set().union(*natural)
-    oracle = oracle_order(batch.outputs[layer], batch.weights[layer], batch.ids[layer]).tolist()
-    score = {
-        "router": lambda e: p[:, e].sum(),
-        "static": lambda e: -static.index(e),
-        "picks": lambda e: sum(row.get(e, 0.0) for row in natural),
-        "oracle": lambda e: -oracle.index(e),
-    }[variant.ranking]
-    best = set(sorted(range(N), key=lambda e: (-score(e), e))[:budget])
-    if len(union) <= budget:
-        best = union
-    squared = 0.0
-    for t in range(T):
-        if variant.coverage == "truncation":
-            used = {e: w for e, w in natural[t].items() if e in best}
-        else:
-            top = sorted(best, key=lambda e: -p[t, e])[:K]
-            used = {e: p[t, e] / sum(p[t, f] for f in top) for e in top}
-        squared += float(((full[t] - sum((w * out[t, e] for e, w in used.items()), np.zeros(D))) ** 2).sum())
-    picked = [(t, e) for t in range(T) for e in natural[t]]
-    kept = sum(p[t, e] for t, e in picked if e in best) / sum(p[t, e] for t, e in picked)
-    return squared / float(sum((row**2).sum() for row in full)), kept
+    without = layer_errors(batch, values, router, BUDGETS)
+    found = ReconstructionErrors.of([np.array([errors, kept]), without], BUDGETS)
+    assert found.batches == 2 and {row.ranking for row in found.rows} == {"router", "picks", "oracle"}
+    for row in found.rows:
+        i, j = VARIANTS.index((row.coverage, row.ranking)), BUDGETS.index(row.budget)
+        assert row.error_by_layer == pytest.approx(errors[:, i, j])
+        assert (row.error, row.kept_probability) == pytest.approx((errors[:, i, j].mean(), kept[:, i, j].mean()))
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
@@ -171,23 +153,7 @@ def test_budgets_by_default() -> None:
     assert default_budgets(4, 4) == (4,)
 
 
-def table() -> ErrorTable:
-    errors = np.random.default_rng(6).random((4, L, len(VARIANTS), len(BUDGETS)))
-    errors[:, :, VARIANTS.index(BudgetVariant("static", "substitution"))] = np.nan
-    return ErrorTable(VARIANTS, BUDGETS, errors, errors)
-
-
-def test_means_of_errors() -> None:
-    errors = table()
-    other = BudgetVariant("picks", "truncation")
-    i = VARIANTS.index(other)
-    assert errors.mean(other, 5) == pytest.approx(errors.errors[:, :, i, 1].mean())
-    assert errors.mean(BudgetVariant("static", "substitution"), 5) is None
-    assert len(list(errors.rows())) == (len(VARIANTS) - 1) * len(BUDGETS)
-
-
 def test_both_passes_are_told_of_and_measured(tiny_moe: Path, tiny_draft: Path) -> None:
-    """Next to the command's figures in tests/lab/cli/test_budget.py."""
     prompts = [Prompt(text, "", user_turns(text)) for text in ("a b a b a b", "c d c")]
     progress, greedy = SeenProgress(), SamplingConfig(temperature=0)
     config = EngineConfig(model=tiny_moe, draft=tiny_draft, gamma=4, n_ctx=256, n_threads=1, device="none")
@@ -197,5 +163,5 @@ def test_both_passes_are_told_of_and_measured(tiny_moe: Path, tiny_draft: Path) 
         )
     assert progress.amounts == [1] * 4  # each pass answers the prompts anew
     assert "profiling, 8 tokens" in progress.phases
-    assert found.errors is not None and found.errors.errors.size
-    assert found.errors.budgets == (4, 8, 16)
+    assert found.reconstruction_error is not None
+    assert {row.budget for row in found.reconstruction_error.rows} == {4, 8, 16}

@@ -10,6 +10,7 @@ import pytest
 
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig
+from moeedge.errors import EngineError
 from moeedge.lab.experiments import sp_moe
 from moeedge.lab.experiments.sp_moe import compare_pair, entropy_bits
 from moeedge.llama.context import Context
@@ -47,10 +48,10 @@ def tensor(path: Path, name: str) -> np.ndarray:
 
 def test_figures_equal_single_tokens_through_the_routers(tiny_moe: Path, tiny_draft: Path) -> None:
     with open_pair(tiny_moe, tiny_draft) as session:
-        result, reason = compare_pair(session, TEXTS)
+        result = compare_pair(session, TEXTS, Run())
         assert session.draft_context is not None
         own, drafted = blocks_of(session.target, Phase.DECODE), blocks_of(session.draft_context, Phase.DRAFT)
-    assert reason == "" and result is not None
+    assert result is not None
     assert (result.tokens, result.layers, result.draft) == (43, [0, 1, 2], tiny_draft.name)
     for layer in result.layers:
         draft_layer = [0, 1, 1][layer]  # of two, at the same relative depth
@@ -85,21 +86,20 @@ def test_at_most_so_many_tokens_and_none_after_a_stop(
 ) -> None:
     monkeypatch.setattr(sp_moe, "MAX_TOKENS", 20)
     with open_pair(tiny_moe, tiny_draft) as session:
-        result, _ = compare_pair(session, TEXTS)
+        result = compare_pair(session, TEXTS, Run())
         assert result is not None and result.tokens == 20
         seen = SeenProgress()
-        stopped, _ = compare_pair(session, TEXTS, Run(cancelled=lambda: bool(seen.amounts), progress=seen))
+        stopped = compare_pair(session, TEXTS, Run(cancelled=lambda: bool(seen.amounts), progress=seen))
         assert stopped is not None and stopped.tokens == 16 == sum(seen.amounts)
-        assert compare_pair(session, TEXTS, Run(cancelled=lambda: True))[0] is None
+        assert compare_pair(session, TEXTS, Run(cancelled=lambda: True)) is None
         assert session.target.n_past == 0
 
 
 def test_pairs_that_cannot_be_compared(tiny_moe: Path, bundled_pair: tuple[Path, Path]) -> None:
-    with open_pair(tiny_moe, "ngram") as session:
-        assert compare_pair(session, TEXTS) == (None, "there is no draft model")
-    with open_pair(*bundled_pair) as session:
-        result, reason = compare_pair(session, TEXTS)
-    assert result is None and "64" in reason and "96" in reason
+    with open_pair(tiny_moe, "ngram") as session, pytest.raises(EngineError, match="no draft model"):
+        compare_pair(session, TEXTS, Run())
+    with open_pair(*bundled_pair) as session, pytest.raises(EngineError, match="96 values and the target's 64"):
+        compare_pair(session, TEXTS, Run())
 
 
 def test_entropy_by_hand() -> None:

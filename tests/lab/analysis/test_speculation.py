@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ from hypothesis import strategies as st
 
 from moeedge import speculation
 from moeedge.analysis import routing_curves
+from moeedge.errors import InputError
 from moeedge.lab.analysis import published
-from moeedge.lab.analysis.published import EXPERT_RATIOS, Reproduced
+from moeedge.lab.analysis.draft_surface import read_points
 
 
 def test_expected_tokens_are_those_of_the_paper() -> None:
@@ -57,13 +57,6 @@ def test_the_two_papers_agree_where_a_verification_costs_a_plain_step() -> None:
         speculation.expected_tokens(4, 0.8), 4, target_s=2.0, verify_s=2.0, draft_s=0.2, reject_s=0.0
     )
     assert found == pytest.approx(by_cost)
-
-
-def test_figure_7_says_where_speculation_pays() -> None:
-    """MoE-SpAc, Figure 7: the advantage is at gamma 3 to 8, for alpha 0.8."""
-    assert [gamma for gamma, ratio in EXPERT_RATIOS.items() if speculation.speculation_pays(ratio, gamma, 0.8)] == [
-        3, 4, 5, 6, 7, 8,
-    ]  # fmt: skip
 
 
 @given(share=st.floats(0.05, 1), expert_ratio=st.floats(1.1, 8))
@@ -114,13 +107,6 @@ def test_figures_follow_from_the_inputs_printed_with_them() -> None:
     assert max(abs(row.computed - row.published) for row in others) < 0.07
 
 
-def test_a_figure_agrees_only_as_printed() -> None:
-    assert Reproduced("x", "y", 1.46, 1.4649).agrees
-    assert not Reproduced("x", "y", 1.46, 1.4661).agrees
-    assert math.isclose(Reproduced("x", "y", 1.46, 1.4661, input_error=0.01).input_error, 0.01)
-    assert not Reproduced("x", "y", True, False).agrees
-
-
 def test_document_counts_the_figures_of_the_command() -> None:
     document = Path(__file__).parents[3] / "docs" / "lab" / "speed-model.md"
     figures = published.reproduced()
@@ -128,3 +114,12 @@ def test_document_counts_the_figures_of_the_command() -> None:
         own = [figure for figure in figures if figure.source == source]
         row = f"| {source} | {len(own)} | {sum(not figure.agrees for figure in own)} |"
         assert row in document.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"rows": 1}', "[1]", '[{"acceptance": 0.5}]', "null"])
+def test_files_that_are_no_records_of_bench(text: str, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(InputError, match=r"Cannot use .*moeedge bench"):
+        read_points(tmp_path / "record.json")
+    with pytest.raises(InputError, match="No such file"):
+        read_points(tmp_path / "absent.json")

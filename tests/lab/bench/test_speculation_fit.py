@@ -14,7 +14,7 @@ import llama_cpp.llama_cpp as lib
 import pytest
 
 from moeedge.bench.experiment import GREEDY
-from moeedge.bench.roofline import Weights, measure_read_speed
+from moeedge.bench.roofline import measure_read_speed
 from moeedge.data.datasets import load_dataset
 from moeedge.data.prompts import Prompt, user_turns
 from moeedge.engine.session import Session
@@ -23,7 +23,7 @@ from moeedge.errors import InputError, MeasurementError
 from moeedge.lab.analysis.step_fit import Acceptance
 from moeedge.lab.experiments import speculation_fit
 from moeedge.lab.experiments.speculation_fit import FitPlan, FitReport, run_fit
-from moeedge.lab.experiments.step_times import WARM_UPS, this_machine
+from moeedge.lab.experiments.step_times import WARM_UPS
 from moeedge.llama.context import Context
 from moeedge.llama.sequence import BatchPart, Logits
 from moeedge.native.abi import Phase
@@ -112,7 +112,7 @@ def test_verifications_take_as_long_as_they_are_timed(
     prompts = load_dataset("toy").prompts[:4]
     config = replace(config_of(*bundled_pair), placement=PlacementConfig(cache_ratio=0.0), gamma=8)
     plan = FitPlan(tokens=(1, 2, 3, 4, 5, 9), batch_sizes=(1,), n_used=(8,), repetitions=3)
-    timed = {point.n_tokens: point.seconds for point in run_fit(config, prompts, plan).times.target}
+    timed = {point.n_tokens: point.seconds for point in run_fit(config, prompts, plan, Run()).times.target}
     verified: list[float] = []
     with Session.open(config) as session:
         for prompt in prompts:
@@ -158,7 +158,7 @@ def test_a_fit_that_misses_its_times_predicts_no_speed_up(tiny_moe: Path, monkey
 )
 def test_pairs_that_cannot_be_fitted_are_refused(target: str, draft: str | None, words: str, tiny: TinyFactory) -> None:
     with pytest.raises(InputError, match=words):
-        run_fit(config_of(tiny(target), tiny(draft) if draft else None), PROMPTS, PLAN)
+        run_fit(config_of(tiny(target), tiny(draft) if draft else None), PROMPTS, PLAN, Run())
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,3 @@ def test_bad_input_is_refused(tiny_moe: Path, tiny_draft: Path) -> None:
     assert "9 per token" in refused("lab", "fit", *pair, "--n-expert-used", "9", "--dataset", "toy", "-t", "1")
     assert "0 per token" in refused("lab", "fit", *pair, "--dataset", "toy", "-t", "1", "--n-expert-used", "0")
     assert "--batch-tokens" in refused("lab", "fit", *pair, "--batch-tokens", "1,2")
-
-
-def test_the_machine_is_measured_in_an_empty_context(tiny_moe: Path) -> None:
-    with Session.open(config_of(tiny_moe, None)) as session:
-        machine = this_machine(session, Weights.read(session.model), [5] * 40)
-        assert machine.flops > 0 < machine.bytes_per_s and session.target.n_past == 0

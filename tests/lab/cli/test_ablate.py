@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import fields
 from io import StringIO
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from moeedge.engine.speculative import SpeculativeLoop
 from moeedge.errors import InputError
 from moeedge.lab.cli.sp_moe import print_ablation
-from moeedge.lab.experiments.sp_moe import AblationRow, figure_12, figure_14, quantized
+from moeedge.lab.experiments.sp_moe import AblationRow, quantized
 from moeedge.lab.policies import prefetching
 from moeedge.llama.model import Model
 from moeedge.policies.base import Plan
@@ -132,16 +131,6 @@ def test_a_quantization_is_made_once(target: Path) -> None:
         assert draft.info.size_bytes < model.info.size_bytes
     with pytest.raises(InputError, match="q1"):
         quantized(target, "q1")
-
-
-def test_each_bar_adds_one_thing() -> None:
-    """Neighbours of Figure 12 differ in one field of their execution, the points of Figure 14 in the cutoff alone."""
-    bars = [variant.execution for variant in figure_12(7)]
-    for before, after in itertools.pairwise(bars):
-        changed = [name for name in vars(before) if getattr(before, name) != getattr(after, name)]
-        assert len(changed) == 1, changed
-    points = [variant.execution for variant in figure_14([1, 2])]
-    assert [point.cutoff_layer for point in points] == [1, 2] and points[0].batch == points[1].batch == bars[-1].batch
 
 
 def test_the_table_tells_the_counts_behind_an_order() -> None:
