@@ -347,26 +347,6 @@ class ExpertCache(Closing):
         while self._attached:
             self._library.moeedge_instance_remove_cache(self._attached.pop().instance, self._cache)
 
-    # checks: pin experts as a computation does and read their bytes
-
-    def acquire(self, layer: int, experts: Sequence[int]) -> Ints:
-        """Pin resident experts; returns their slots int32 [n], -1: not resident."""
-        wanted = np.asarray(experts, dtype=np.int32)
-        slots = np.empty(wanted.size, dtype=np.int32)
-        self._call("acquire", layer, wanted, wanted.size, slots)
-        return slots
-
-    def release(self, layer: int, slots: Ints) -> None:
-        """Unpin the slots of `acquire`."""
-        slots = np.ascontiguousarray(slots, np.int32)
-        self._call("release", layer, slots, slots.size)
-
-    def read(self, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
-        """Bytes of one role ("ffn_up_exps.weight") of a resident expert, from the device."""
-        out = ctypes.create_string_buffer(size_bytes)
-        self._call("read", layer, expert, role.encode(), out, size_bytes)
-        return out.raw
-
 
 def _version(path: Path) -> FileVersion | None:
     """Its version; None where the system does not tell."""

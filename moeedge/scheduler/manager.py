@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,15 +13,16 @@ from numpy.typing import NDArray
 from moeedge.errors import BackendError
 from moeedge.experts import Residency
 from moeedge.llama.context import Context
-from moeedge.native import ActivationCapture
+from moeedge.native import ActivationCapture, Block
+from moeedge.native.abi import Phase
 from moeedge.native.sensor import Counts
-from moeedge.policies.base import ExpertPrediction, Observation, Policy
+from moeedge.policies.base import Observation, Policy
 from moeedge.run import Level, Notification, Run
 from moeedge.scheduler.cache_governor import CacheGovernor
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import ExecutionConfig, PlacementConfig
 from moeedge.scheduler.native_io import RoutingReader, cache_shape
-from moeedge.scheduler.on_demand import LayerHook, OnDemandLoader, predicted_uploads
+from moeedge.scheduler.on_demand import OnDemandLoader, predicted_uploads
 from moeedge.scheduler.planning_thread import PlanningThread
 from moeedge.scheduler.prediction import DraftPrefetch, DraftRouterPredictor, NextGatePredictor
 from moeedge.scheduler.ram_tier import EarlierRuns
@@ -32,25 +32,28 @@ from moeedge.scheduler.tiers import MakePolicy, Tier, TierState
 _IN_FLIGHT_TIMEOUT_S = 5.0  # more than the experts under way take on any link
 
 
-@dataclass(frozen=True)
-class PolicyInputs:
-    """What the first tier's policy reads beside activations; None or False: nothing of that kind."""
-
-    gate_predictor: NextGatePredictor | None = None  # for a policy that plans within a verification
-    draft_predictor: DraftRouterPredictor | None = None  # for one that plans while the draft model works
-    router_scores: ActivationCapture | None = None  # of the routers' probabilities
-    keeps_hidden_states: bool = False  # the draft's
-
-
 class PlacementManager:
     """Places a target's experts in its tiers, fastest first, one or two, which it frees in `close`.
 
     A step of speculative.py calls before_verification and after_verification. The first tier's policy and its plans run
     in a thread of their own, unless the decoding thread asks the policy in between, before each layer or after each
     draft token. What another tier holds changes with what the first one lacks.
+
+    What the first tier's policy reads beside activations: gate_predictor, if it plans within a verification;
+    draft_predictor, if it plans while the draft model works; router_scores, captured; the draft's hidden states.
     """
 
-    def __init__(self, tiers: Sequence[Tier], config: PlacementConfig, target: Context, inputs: PolicyInputs) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        config: PlacementConfig,
+        target: Context,
+        *,
+        gate_predictor: NextGatePredictor | None,
+        draft_predictor: DraftRouterPredictor | None,
+        router_scores: ActivationCapture | None,
+        keeps_hidden_states: bool,
+    ) -> None:
         assert target.sensor is not None  # opening.py checks it
         execution, first = config.execution, tiers[0]
         self.tiers, self._first, self._others = tiers, first, tiers[1:]
@@ -60,22 +63,21 @@ class PlacementManager:
         self.postponed: Callable[[Run], tuple[Calibration, bool]] | None = None
         self._sensor, self._op_offload = target.sensor, target.op_offload
         self._cached_layers = list(target.model.host_expert_layers)
-        self._keeps_hidden_states = inputs.keeps_hidden_states
+        self._keeps_hidden_states = keeps_hidden_states
         # the CPU can compute all experts as well, and no other system is imitated
         governed = config.governed and not tiers[-1].loads_misses and execution == ExecutionConfig()
         self.governor = CacheGovernor() if governed else None  # decides whether steps are computed with the cache
-        self._reader = RoutingReader(target.sensor, inputs.router_scores)
+        self._reader = RoutingReader(target.sensor, router_scores)
         self.on_demand = OnDemandLoader(first.cache) if execution.misses == "load" else None
         vanilla = execution.drafting == "vanilla"
         if self.on_demand is not None or vanilla:
             self.driver.filter_plan = partial(predicted_uploads, cache_shape(first.cache), self.on_demand)
-        hook = LayerHook(self.driver, lambda: self.active, inputs.gate_predictor, self.on_demand)
-        self.layer_hook = hook if self.on_demand is not None or self.driver.plans_layers else None
-        self._predictors = [each for each in (inputs.draft_predictor, inputs.gate_predictor) if each is not None]
+        self._gate_predictor = gate_predictor
+        self.layer_hook = self._before_layer if self.on_demand is not None or self.driver.plans_layers else None
+        self._predictors = [each for each in (draft_predictor, gate_predictor) if each is not None]
         self.draft_prefetch: DraftPrefetch | None = None
-        if inputs.draft_predictor is not None:
-            plan, wait = self._plan_draft, first.cache.drain
-            self.draft_prefetch = DraftPrefetch(inputs.draft_predictor, plan, wait, self._prefetching, vanilla)
+        if draft_predictor is not None:
+            self.draft_prefetch = DraftPrefetch(draft_predictor, self.driver, self.cache, self._prefetching, vanilla)
         self._planning = PlanningThread(overlaps=self.layer_hook is None and self.draft_prefetch is None)
         self._n_texts = 1  # of a step
         self._in_step = False  # or at a prompt
@@ -108,7 +110,7 @@ class PlacementManager:
     @property
     def loading_wait_s(self) -> float:
         """How long computations have waited for experts from the file so far; 0.0 with experts on a device."""
-        return self._first.waited_s
+        return self.cache.waited_s() if self._first.loads_misses and self._first.attached else 0.0
 
     @property
     def reads_draft(self) -> bool:
@@ -127,7 +129,8 @@ class PlacementManager:
     @property
     def earlier_runs(self) -> EarlierRuns | None:
         """The activations of earlier runs, for a warm start in RAM; None without any."""
-        return self.tiers[-1].earlier_runs
+        kept = self.tiers[-1].kept
+        return None if kept is None else kept.earlier_runs
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -181,7 +184,8 @@ class PlacementManager:
     def make_room(self, n_bytes: int) -> None:
         """Gives slots in RAM back, so that so much memory can be allocated."""
         for tier in self.tiers:
-            tier.make_room(n_bytes)
+            if tier.slots is not None:
+                tier.slots.make_room(n_bytes)
         self.watch_memory()
 
     def follow(self, target: Context) -> None:
@@ -251,8 +255,18 @@ class PlacementManager:
         if prefetch is not None:
             prefetch.end_batch(tokens)
         else:
-            self._do(partial(self._plan_draft, tokens, hidden_states=hidden_states))
+            self._do(partial(self._plan_draft, tokens, hidden_states))
         self._add_schedule(start_s)
+
+    def _before_layer(self, block: Block) -> None:
+        """The decoding thread computes this MoE block of the target next."""
+        if not self.active or block.phase not in (Phase.VERIFY, Phase.DECODE):
+            return
+        if self.on_demand is not None and block.ids is not None:
+            self.on_demand.load(block.layer, np.unique(block.ids[block.ids >= 0]))
+        if self.driver.plans_layers:
+            predictor = self._gate_predictor
+            self.driver.push_layer(block.layer, None if predictor is None else predictor.predict(block))
 
     def after_verification(
         self, counts: Counts, batch: Sequence[int], record: StepRecord, order: NDArray[np.intp] | None = None
@@ -312,17 +326,9 @@ class PlacementManager:
             self.draft_prefetch.begin_batch()
         self.driver.push()
 
-    def _plan_draft(
-        self,
-        tokens: Sequence[int],
-        prediction: ExpertPrediction | None = None,
-        layers: slice | None = None,
-        hidden_states: NDArray[np.float32] | None = None,
-    ) -> int:
-        """Plans for a batch whose tokens are known, and pushes the plan; the number of uploads."""
-        plan = self.driver.plan_draft(tokens, prediction, hidden_states, layers=layers)
+    def _plan_draft(self, tokens: Sequence[int], hidden_states: NDArray[np.float32] | None) -> None:
+        self.driver.plan_draft(tokens, hidden_states=hidden_states)
         self.driver.push()
-        return len(plan.uploads)
 
     # statistics, warnings, end
 
@@ -340,7 +346,8 @@ class PlacementManager:
     def watch_memory(self) -> None:
         """Notifies of slots in RAM that a thread has given back since the last call; also in the middle of a decode."""
         for tier in self.tiers:
-            self._report(tier.news())
+            if tier.slots is not None:
+                self._report(tier.slots.check())
 
     def _give_back(self) -> None:
         """Gives slots of the first tier back where its memory runs short."""
@@ -367,7 +374,6 @@ class PlacementManager:
         pushed, others = self.driver.pushed, [tier.stats() for tier in self._others]
         return self._first.stats(
             tau=() if pushed is None else tuple(pushed.tau[self._cached_layers].tolist()),
-            lookahead=self._first.lookahead,
             ram=others[0] if others else None,
             choice=None if self.governor is None else self.governor.choice,
         )

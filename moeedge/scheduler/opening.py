@@ -24,12 +24,12 @@ from moeedge.run import Notification, Run
 from moeedge.scheduler import ram_tier
 from moeedge.scheduler.calibration import Calibration
 from moeedge.scheduler.config import PlacementConfig
-from moeedge.scheduler.manager import PlacementManager, PolicyInputs
+from moeedge.scheduler.manager import PlacementManager
 from moeedge.scheduler.microbench import CONTEXT_MIN, calibrate
 from moeedge.scheduler.prediction import DraftRouterPredictor, NextGatePredictor, open_draft_predictor
 from moeedge.scheduler.sizing import CacheBudget, cache_budget, emulated_threads, in_host_memory, n_staging_slots
 from moeedge.scheduler.slot_memory import MemoryWatch, SlotMemory
-from moeedge.scheduler.tiers import DeviceTier, MakePolicy, RamTier, Tier
+from moeedge.scheduler.tiers import MakePolicy, Tier
 from moeedge.units import format_bytes
 
 _Predictor = TypeVar("_Predictor", NextGatePredictor, DraftRouterPredictor)
@@ -102,7 +102,7 @@ class Opening:
         policy = self.in_ram.policy if self.in_ram.policy in ram_tier.POLICIES else "lfu"
         return replace(self, config=replace(self.in_ram, policy=policy), run=run)
 
-    def _open_ram(self) -> RamTier | None:
+    def _open_ram(self) -> Tier | None:
         """Experts in RAM, those first that earlier runs used most; None where there is no room."""
         target, run, model, reading = self.target, self.run, self.target.model, devices.host_memory()
         assert model.dense is not None  # loaded for this
@@ -122,13 +122,11 @@ class Opening:
             watch = MemoryWatch(default_reserve(total_bytes), devices.host_memory)
             slots = SlotMemory(cache, model.path, len(model.host_expert_layers), watch)
             stack.callback(slots.close)  # its thread ends before the cache
-            tier = RamTier(cache, self._policy_maker(None), model, slots, kept)
+            tier = Tier(cache, self._policy_maker(None), model, slots=slots, kept=kept)
             stack.pop_all()
         return tier
 
-    def _use_device(
-        self, cache: ExpertCache, ram: RamTier | None
-    ) -> tuple[PlacementManager | None, Calibration | None]:
+    def _use_device(self, cache: ExpertCache, ram: Tier | None) -> tuple[PlacementManager | None, Calibration | None]:
         """The placement in the open cache, None where it does not pay, and what was measured for it."""
         config, calibration = self.config, None
         postpones = config.calibrate and config.calibrate_later
@@ -149,7 +147,8 @@ class Opening:
             return None, calibration
         # when memory of the device runs short, the cache gets fewer slots, unless the user gave its size
         watched = self.device.kind == "gpu" and not config.has_size
-        tier = DeviceTier(self.device, cache, self._policy_maker(calibration), self.target.model, watched=watched)
+        make = self._policy_maker(calibration)
+        tier = Tier(cache, make, self.target.model, device=self.device, watched=watched)
         manager = self._make_manager([tier, *([ram] if ram is not None else [])])
         if postpones:
             manager.postponed = partial(self._measure_now, manager)
@@ -288,9 +287,13 @@ class Opening:
             draft_predictor = self._predictor(policy, partial(open_draft_predictor, target, draft, n_layers), predicted)
         usual = _TRANSFER_EXPERTS if policy.execution_model.batched_io else 0
         tiers[0].cache.set_batch(usual if execution.batch is None else execution.batch)
-        keeps_states = self._keeps_hidden_states(policy)
-        inputs = PolicyInputs(gate_predictor, draft_predictor, router_scores, keeps_hidden_states=keeps_states)
-        manager = PlacementManager(tiers, self.config, target, inputs)
+        manager = PlacementManager(
+            *(tiers, self.config, target),
+            gate_predictor=gate_predictor,
+            draft_predictor=draft_predictor,
+            router_scores=router_scores,
+            keeps_hidden_states=self._keeps_hidden_states(policy),
+        )
         if target.n_parallel > 1 and manager.reads_draft:
             text = f"For several texts in a batch the policy {policy.name} plans"
             self.run.warn(f"{text} without what the draft computes.")

@@ -263,17 +263,6 @@ def test_the_library_refuses_what_it_cannot_keep_to(changes: dict[str, Any]) -> 
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_random_verifications_are_the_references(case: Case, data: st.DataObject) -> None:
-    check_random_verification(case, data)
-
-
-@pytest.mark.slow
-@settings(max_examples=64, deadline=None)
-@given(st.data())
-def test_many_random_verifications_are_the_references(case: Case, data: st.DataObject) -> None:
-    check_random_verification(case, data)
-
-
-def check_random_verification(case: Case, data: st.DataObject) -> None:
     """Batches of any length, with any budget, ranking and coverage."""
     info = case.model.info
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

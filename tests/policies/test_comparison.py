@@ -17,7 +17,6 @@ from moeedge.engine.recording import record_routing
 from moeedge.engine.session import Session
 from moeedge.engine.types import EngineConfig, SamplingConfig
 from moeedge.lab.sim.curves import LIMITS, CurveConfig, CurveInput, Estimate, trace_curves
-from moeedge.lab.sim.policy_replay import PolicyReplay
 from moeedge.lab.sim.replay import ReplayConfig
 from moeedge.lab.sim.replay import replay as replay_all
 from moeedge.lab.traces.importers import read_trace
@@ -26,6 +25,7 @@ from moeedge.policies.base import Policy, PolicyConfig
 from moeedge.policies.registry import make_policy
 from moeedge.trace.steps import RejectedTokenModel
 from tests.support.costs import cost_model
+from tests.support.plans import CheckedReplay
 
 RATIO = 0.17
 RIVALS = ("lfu", "spac-program", "spac-paper", "lru", "static")
@@ -47,9 +47,8 @@ def windows_of(folder: Path, name: str, model: RejectedTokenModel, first: int = 
 
 
 def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:
-    """With every plan checked."""
     shape = cache_shape(schedule.trace, ratio)
-    lane = PolicyReplay(policy, shape, checked_cap=5)  # spac-program's K
+    lane = CheckedReplay(policy, shape)  # of every plan
     for chunk in schedule.chunks():
         lane.run(chunk)
     hits = lane.stats.hits

@@ -131,17 +131,3 @@ def test_observe_leaves_its_arguments_alone_and_refuses_other_shapes() -> None:
     assert later.counts.tolist() == [[9, 0], [4, 1]]
     with pytest.raises(ValueError, match="shape"):
         utility.observe(state, np.zeros((3, 2), dtype=int), config)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gamma": -1}, "gamma"),
-        ({"cap": 0}, "K must be"),
-        ({"forgetting": 1.5}, "forgetting"),
-        ({"boundaries": "round"}, "boundaries"),
-    ],
-)
-def test_bad_hyper_parameters(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        UtilityConfig(**arguments)  # type: ignore[arg-type]

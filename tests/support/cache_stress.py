@@ -22,7 +22,16 @@ from moeedge import native
 from moeedge.errors import BackendError
 from moeedge.native.abi import ReadFault
 from moeedge.native.cache import ExpertCache
-from tests.support.experts import ExpertFile, assert_balanced, assert_bytes, pairs, write_experts
+from tests.support.experts import (
+    ExpertFile,
+    acquire,
+    assert_balanced,
+    assert_bytes,
+    pairs,
+    read,
+    release,
+    write_experts,
+)
 
 RATIO = 0.2
 MIN_CHECKED = 100
@@ -78,17 +87,17 @@ class Stress:
         while not self.is_over():
             layer = int(rng.integers(self.model.n_layers))
             wanted = rng.integers(0, self.model.n_experts, 8)
-            slots = self.cache.acquire(layer, wanted.tolist())
+            slots = acquire(self.cache, layer, wanted.tolist())
             try:
                 for expert in wanted[slots >= 0].tolist():
                     self.check(layer, expert)
             finally:
-                self.cache.release(layer, slots)
+                release(self.cache, layer, slots)
 
     def check(self, layer: int, expert: int) -> None:
         for role in self.model.roles(layer):
             expected = self.truth[layer, role][expert]
-            assert self.cache.read(layer, expert, role, len(expected)) == expected, (layer, expert, role)
+            assert read(self.cache, layer, expert, role, len(expected)) == expected, (layer, expert, role)
         self.n_checked += 1
 
     def clear(self) -> None:

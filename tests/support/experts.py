@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -135,6 +136,26 @@ def demand(
     return cache.demand(layer, np.array(wanted, np.int32), pairs(*victims), utility, wait_s)
 
 
+def acquire(cache: ExpertCache, layer: int, experts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Pins resident experts as a computation does; returns their slots, -1: not resident."""
+    wanted = np.asarray(experts, dtype=np.int32)
+    slots = np.empty(wanted.size, dtype=np.int32)
+    cache._call("acquire", layer, wanted, wanted.size, slots)
+    return slots
+
+
+def release(cache: ExpertCache, layer: int, slots: npt.NDArray[np.int32]) -> None:
+    """Unpins slots."""
+    cache._call("release", layer, np.ascontiguousarray(slots), slots.size)
+
+
+def read(cache: ExpertCache, layer: int, expert: int, role: str, size_bytes: int) -> bytes:
+    """Bytes of one role of a resident expert, from the device."""
+    out = ctypes.create_string_buffer(size_bytes)
+    cache._call("read", layer, expert, role.encode(), out, size_bytes)
+    return out.raw
+
+
 def resident(cache: ExpertCache) -> set[tuple[int, int]]:
     """(layer, expert) of all that are resident."""
     return {(int(layer), int(expert)) for layer, expert in np.argwhere(cache.residency() == 1)}
@@ -154,5 +175,5 @@ def assert_bytes(cache: ExpertCache, experts: ExpertFile) -> int:
     for layer, expert in found:
         for role in experts.roles(layer):
             expected = experts.bytes_of(layer, expert, role)
-            assert cache.read(layer, expert, role, len(expected)) == expected, (layer, expert, role)
+            assert read(cache, layer, expert, role, len(expected)) == expected, (layer, expert, role)
     return len(found)
