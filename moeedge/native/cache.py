@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeedge.errors import BackendError, DeviceError, EngineError, ModelFileError
-from moeedge.native.abi import BLOCK_RECORD, DevicePath, PrefillPath, ReadFault, Status, c_field, c_struct, fill, from_c
+from moeedge.native.abi import BLOCK_RECORD, DevicePath, PrefillPath, Status, c_field, c_struct, fill, from_c
 from moeedge.native.library import load
 from moeedge.native.mapping import FileVersion
 from moeedge.native.sensor import Sensor
@@ -253,11 +253,6 @@ class ExpertCache(Closing):
         self._call("limit", n_slots)
         self.info = from_c(CacheInfo, self._filled("get_info", CacheInfo))
 
-    def read_ahead(self, layer: int, experts: Ints) -> None:
-        """Queue absent experts [n] of a coming layer for RAM, after what a computation waits for."""
-        experts = np.ascontiguousarray(experts, np.int32)
-        self._call("read_ahead", layer, experts, experts.size)
-
     def residency(self) -> NDArray[np.uint8]:
         """`Residency` of each expert, uint8 [n_layers, n_experts]; the next call reuses the array."""
         self._call("residency", self._residency_address)
@@ -270,7 +265,6 @@ class ExpertCache(Closing):
         return copy
 
     def stats(self) -> CacheStats:
-        """The figures since the cache was opened."""
         now, earlier = from_c(CacheStats, self._filled("get_stats", CacheStats)), self._earlier
         if earlier is None:
             return now
@@ -314,10 +308,6 @@ class ExpertCache(Closing):
     def reader(self) -> ReaderInfo:
         """How a cache in RAM reads its files; other caches raise BackendError."""
         return from_c(ReaderInfo, self._filled("get_reader", ReaderInfo))
-
-    def set_read_faults(self, kind: ReadFault, every: int, delay_s: float = 0.0) -> None:
-        """Tests: let every `every`-th read of a cache in RAM fail from now on; 0: none."""
-        self._call("set_read_faults", kind, every, delay_s)
 
     def set_timing(self, on: bool) -> None:
         """Time one block in eleven alone on an asynchronous device, for calibration; such blocks take longer."""

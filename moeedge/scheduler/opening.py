@@ -116,7 +116,7 @@ class Opening:
             return None
         with ExitStack() as stack:
             stack.enter_context(cache)
-            run.notes.extend(ram_tier.describe(cache, target, self.config.policy))
+            ram_tier.describe(cache, target, self.config.policy, run)
             ram_tier.use_measured_readers(cache, target, run)
             kept = ram_tier.warm_start(cache, target, run) if self.config.warm_start else None
             watch = MemoryWatch(default_reserve(total_bytes), devices.host_memory)
@@ -136,7 +136,7 @@ class Opening:
         else:
             cache.set_readers(_TIER_READERS)
         postpones = postpones and calibration is None and self.target.n_ctx >= CONTEXT_MIN
-        self.run.notes.extend(_describe_placement(config, self.device, self.target, cache))
+        self._describe_placement(cache)
         if config.device_path is not None:
             cache.set_device_path(config.device_path)
         if calibration is None:
@@ -287,14 +287,15 @@ class Opening:
             draft_predictor = self._predictor(policy, partial(open_draft_predictor, target, draft, n_layers), predicted)
         usual = _TRANSFER_EXPERTS if policy.execution_model.batched_io else 0
         tiers[0].cache.set_batch(usual if execution.batch is None else execution.batch)
+        keeps_states = self._keeps_hidden_states(policy)
         manager = PlacementManager(
             *(tiers, self.config, target),
             gate_predictor=gate_predictor,
             draft_predictor=draft_predictor,
             router_scores=router_scores,
-            keeps_hidden_states=self._keeps_hidden_states(policy),
+            keeps_hidden_states=keeps_states,
         )
-        if target.n_parallel > 1 and manager.reads_draft:
+        if target.n_parallel > 1 and (keeps_states or draft_predictor is not None):
             text = f"For several texts in a batch the policy {policy.name} plans"
             self.run.warn(f"{text} without what the draft computes.")
         if manager.layer_hook is not None:
@@ -305,6 +306,23 @@ class Opening:
         if manager.draft_prefetch is not None and execution.drafting == "vanilla" and draft is not None:
             _capture(draft).set_hook(manager.draft_prefetch.before_draft_layer)
         return manager
+
+    def _describe_placement(self, cache: ExpertCache) -> None:
+        """Tells the user where the experts are, and by which policy."""
+        config, model, label = self.config, self.target.model, self.device.label
+        ignored = ignored_ablations(config.policy, config.ablations)
+        ablated = "".join(f", {name}" for name in sorted(config.ablations - set(ignored)))
+        n_slots, n_all = cache.info.n_slots, model.info.n_expert_layers * model.info.n_experts
+        slots = f"{n_slots:,} of {n_all:,} ({n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)})"
+        self.run.note(f"Experts are cached on {label}: {slots}, policy {config.policy}{ablated}.")
+        if pinned_bytes := cache.info.pinned_bytes:
+            size = format_bytes(pinned_bytes)
+            self.run.warn(f"{label} reads the other experts from the file's pages: {size} stay in RAM (--no-pin: not).")
+        if model.storage == "mapped":
+            text = "The model is larger than the free memory: its other experts stay as they are in the file"
+            self.run.warn(f"{text}, and the CPU computes those slower than repacked ones.")
+        if ignored:
+            self.run.warn(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
 
     def _predictor(self, policy: Policy, make: Callable[[], _Predictor], predicted: str) -> _Predictor | None:
         """The predictor that `make` returns; None, with a note, where it raises ModelFileError."""
@@ -359,26 +377,3 @@ def _describe_unmeasured(target: Context, *, has_tier: bool, postpones: bool) ->
 def _has_room_to_pin(tensors: list[ExpertTensor]) -> bool:
     """Whether RAM has room for the experts, which then cannot be evicted, and an eighth is left to other programs."""
     return fits(expert_bytes(tensors) + total_memory() // 8)
-
-
-def _describe_placement(
-    config: PlacementConfig, device: ResolvedDevice, target: Context, cache: ExpertCache
-) -> list[str]:
-    info = target.model.info
-    ignored = ignored_ablations(config.policy, config.ablations)
-    ablated = "".join(f", {name}" for name in sorted(config.ablations - set(ignored)))
-    n_slots, n_all = cache.info.n_slots, info.n_expert_layers * info.n_experts
-    slots = f"{n_slots:,} of {n_all:,} ({n_slots / n_all:.1%}, {format_bytes(cache.info.pool_bytes)})"
-    sentence = f"Experts are cached on {device.label}: {slots}, policy {config.policy}{ablated}."
-    notes: list[str] = [Notification(sentence)]
-    if pinned_bytes := cache.info.pinned_bytes:
-        size = format_bytes(pinned_bytes)
-        notes.append(
-            f"{device.label} reads the other experts from the file's pages: {size} stay in RAM (--no-pin: not)."
-        )
-    if target.model.storage == "mapped":
-        text = "The model is larger than the free memory: its other experts stay as they are in the file"
-        notes.append(f"{text}, and the CPU computes those slower than repacked ones.")
-    if ignored:
-        notes.append(f"--ablate {', '.join(ignored)} changes nothing about the policy {config.policy}.")
-    return notes

@@ -18,7 +18,7 @@ from moeedge.llama.context import Context
 from moeedge.llama.dense_weights import DenseWeights
 from moeedge.native.cache import ExpertCache
 from moeedge.policies.base import CacheShape, Observation
-from moeedge.run import Level, Notification, Run
+from moeedge.run import Level, Run
 from moeedge.scheduler.calibration import UNKEPT, measurement_file, parse_measurement, write_measurement
 from moeedge.scheduler.disk import read_kept
 from moeedge.scheduler.native_io import CacheStore, cache_shape
@@ -120,15 +120,16 @@ def free_for_slots(free_bytes: int, dense: DenseWeights) -> int:
     return max(0, free_bytes - max(0, dense.host_bytes - max(dense.own_bytes, dense.locked_bytes)))
 
 
-def describe(cache: ExpertCache, target: Context, policy: str) -> list[str]:
-    """Sentences for the user: where the experts are."""
+def describe(cache: ExpertCache, target: Context, policy: str, run: Run) -> None:
+    """Tells the user where the experts and the other weights are."""
     info, dense, slots = target.model.info, target.model.dense, cache.info.n_slots
     assert dense is not None  # loaded for this
     n_all = info.n_expert_layers * info.n_experts
     experts = f"The experts of {target.model.path.name} ({format_bytes(info.size_bytes)}) are loaded from it as needed,"
     experts += f" into {format_bytes(cache.info.pool_bytes)} of RAM: {slots:,} of {n_all:,} fit ({slots / n_all:.1%}),"
     experts += f" policy {policy}."
-    return [Notification(experts, Level.NOTICE), Notification(describe_dense(dense), Level.NOTICE)]
+    run.note(experts, Level.NOTICE)
+    run.note(describe_dense(dense), Level.NOTICE)
 
 
 def describe_dense(dense: DenseWeights) -> str:

@@ -76,12 +76,13 @@ class Tier:
         self._n_slots_opened = cache.info.n_slots
         self._sums = {"steps": 0, "tokens": 0, "schedule_s": 0.0, "plan_s": 0.0, "draft_s": 0.0, "decode_s": 0.0}
         self._start = PlacementStats(**vars(cache.stats()))
-        self.store = CacheStore(cache) if device is not None else RamStore(cache, lambda: self.driver.policy)
+        # [n_layers, n_experts], experts that a faster tier holds; None: there is none in use
+        self.held_above: NDArray[np.bool_] | None = None
+        self.store = CacheStore(cache) if device is not None else RamStore(self)
         self.driver = StepDriver(make(cache_shape(cache)), self.store)
 
     @property
     def loads_misses(self) -> bool:
-        """Whether an absent expert is loaded when a computation needs it."""
         return self.device is None
 
     @property
@@ -139,17 +140,13 @@ class Tier:
     def observe(
         self, observations: Sequence[Observation], tokens: Sequence[int], held_above: NDArray[np.bool_] | None = None
     ) -> None:
-        """Shows the policy what was activated, and plans as StepDriver.plan_next.
-
-        held_above: bool [n_layers, n_experts], experts that a faster tier holds; None: there is none in use.
-        """
+        """Shows the policy what was activated, and plans as StepDriver.plan_next."""
         for observation in observations:
             if self.kept is not None:
                 self.kept.add(observation)
             self.driver.observe(observation)
         self.driver.plan_next(tokens)
-        if isinstance(self.store, RamStore):
-            self.store.held_above = held_above
+        self.held_above = held_above
 
     # memory and trouble
 
@@ -265,15 +262,13 @@ class Tier:
 class RamStore(CacheStore):
     """Takes the policy's scores in place of its plans: what is used is loaded anyway, and nothing is prefetched."""
 
-    def __init__(self, cache: ExpertCache, policy: Callable[[], Policy]) -> None:
-        super().__init__(cache)
-        self._policy = policy
-        # [n_layers, n_experts], experts that a faster tier holds: they go first
-        self.held_above: NDArray[np.bool_] | None = None
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(tier.cache)
+        self._tier = tier
 
     def push(self, plan: Plan) -> None:
-        """Sets by what experts are evicted until the next plan: the policy's scores."""
-        score = self._policy().score
-        if self.held_above is not None:
-            score = np.where(self.held_above, score.min() - 1, score)
+        """Sets by what experts are evicted until the next plan: the policy's scores; those held above go first."""
+        score, held_above = self._tier.driver.policy.score, self._tier.held_above
+        if held_above is not None:
+            score = np.where(held_above, score.min() - 1, score)
         self.cache.set_utilities(score)

@@ -29,6 +29,7 @@ from tests.support.experts import (
     ask,
     assert_balanced,
     assert_bytes,
+    carry_out,
     drain,
     model_experts,
     read,
@@ -58,8 +59,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_slots_hold_the_models_bytes(tiny: TinyFactory, arch: str, options: dict[str, bool]) -> None:
     model = model_experts(tiny(arch, **options))
     with ExpertCache(model.config(1.0)) as cache:
-        ask(cache, model.everything)
-        drain(cache)
+        carry_out(cache, model.everything)
         assert assert_bytes(cache, model) == len(model.everything) == cache.info.n_slots
         assert cache.stats().bytes_moved == sum(tensor.stride * tensor.n_experts for tensor in model.tensors)
         assert cache.info.pool_bytes >= cache.stats().bytes_moved
@@ -75,8 +75,7 @@ def test_a_resize_without_memory_leaves_no_slots(experts: ExpertFile, monkeypatc
         open_cache(cache)
 
     with ExpertCache(dataclasses.replace(experts.config(0.5), n_stage=2)) as cache:
-        ask(cache, [(0, 0)])
-        drain(cache)
+        carry_out(cache, [(0, 0)])
         monkeypatch.setattr(ExpertCache, "_open", fail_once)
         cache.resize(0.25)
         assert ratios == [0.25, 0.0]
@@ -91,8 +90,7 @@ def test_capacity_is_the_requested_share(experts: ExpertFile, ratio: float, n_sl
         assert capacity.tolist() == [n_slots]
         assert expert_bytes.tolist() == [experts.expert_bytes]
         assert (cache.info.n_slots, cache.info.slots_wanted) == (n_slots, n_slots)
-        ask(cache, experts.everything)
-        drain(cache)
+        carry_out(cache, experts.everything)
         assert len(resident(cache)) == n_slots
         assert_balanced(cache)
 
@@ -104,8 +102,7 @@ def test_layers_of_different_shape_have_separate_pools(tmp_path: Path) -> None:
         assert layer_group.tolist() == [-1, 0, 1, 1, 0, 1]
         assert capacity.tolist() == [8, 12]
         assert expert_bytes[0] == 2 * expert_bytes[1]
-        ask(cache, mixed.everything)
-        drain(cache)
+        carry_out(cache, mixed.everything)
         assert assert_bytes(cache, mixed) == 20
         found = resident(cache)
         assert sum(layer in (1, 4) for layer, _ in found) == 8, "slots of one group are not another's"
@@ -133,8 +130,7 @@ def test_layers_have_pools_of_their_own_where_one_would_be_too_large(ratio: floa
         assert (expert_bytes[narrow] * 2 == expert_bytes[layer_group[1]]).all()
         staging_bytes = 4 * int(expert_bytes[narrow[0]] + expert_bytes[layer_group[1]])
         assert cut.info.pool_bytes == plain.info.pool_bytes + staging_bytes
-        ask(cut, mixed.everything)
-        drain(cut)
+        carry_out(cut, mixed.everything)
         assert assert_bytes(cut, mixed) == cut.info.n_slots
 
 
@@ -188,29 +184,24 @@ def test_uploads_go_by_priority_then_layer_then_given_order(experts: ExpertFile)
     uploads = [(3, 7), (2, 2), (2, 1), (0, 0), (0, 5), (1, 1), (3, 3), (1, 6)]
     priority = [4, 1, 1, 2, 1, 2, 2, 1]
     with ExpertCache(experts.config(5 / 32)) as cache:
-        ask(cache, uploads, priority=priority)
-        drain(cache)
+        carry_out(cache, uploads, priority=priority)
         assert resident(cache) == {(3, 7), (0, 0), (1, 1), (3, 3), (0, 5)}
         assert cache.stats().queued == 3
     with ExpertCache(experts.config(1 / 32)) as cache:
-        ask(cache, [(2, 2), (2, 1)])
-        drain(cache)
+        carry_out(cache, [(2, 2), (2, 1)])
         assert resident(cache) == {(2, 2)}
 
 
 def test_only_the_lowest_utility_is_evicted(experts: ExpertFile) -> None:
     old = list(product(range(2), range(4)))
     with ExpertCache(experts.config(0.25)) as cache:
-        ask(cache, old)
-        drain(cache)
+        carry_out(cache, old)
         # victims out of order, one of them named twice, one that is not resident, one without a number
         victims = [(1, 0), (0, 3), (0, 1), (0, 3), (3, 3), (1, 2)]
-        ask(cache, [(2, 0), (2, 1)], victims=victims, utility=[3, 1, 2, 0, -1, float("nan")])
-        drain(cache)
+        carry_out(cache, [(2, 0), (2, 1)], victims=victims, utility=[3, 1, 2, 0, -1, float("nan")])
         assert resident(cache) == set(old) - {(0, 3), (0, 1)} | {(2, 0), (2, 1)}
         # one victim for two uploads: the second has to wait
-        ask(cache, [(3, 0), (3, 1)], victims=[(1, 0)])
-        drain(cache)
+        carry_out(cache, [(3, 0), (3, 1)], victims=[(1, 0)])
         assert (3, 0) in resident(cache)
         assert (3, 1) not in resident(cache)
         assert cache.stats().queued == 1
@@ -222,8 +213,7 @@ def test_only_the_lowest_utility_is_evicted(experts: ExpertFile) -> None:
 def test_resident_experts_are_not_uploaded_again(experts: ExpertFile) -> None:
     with ExpertCache(experts.config(0.5)) as cache:
         for _ in range(3):
-            ask(cache, [(0, 0), (1, 1), (0, 0)])
-            drain(cache)
+            carry_out(cache, [(0, 0), (1, 1), (0, 0)])
         assert cache.stats().uploads == 2
         assert cache.stats().cancelled == 0
 
@@ -231,8 +221,7 @@ def test_resident_experts_are_not_uploaded_again(experts: ExpertFile) -> None:
 def test_pinned_experts_stay_until_they_are_released(experts: ExpertFile) -> None:
     old = [(0, expert) for expert in range(4)]
     with ExpertCache(experts.config(4 / 32)) as cache:
-        ask(cache, old)
-        drain(cache)
+        carry_out(cache, old)
         slots = acquire(cache, 0, [0, 7, 1, 1, 2])
         assert slots[1] == -1
         assert slots[2] == slots[3]
@@ -270,8 +259,7 @@ def test_a_new_plan_replaces_the_queue(experts: ExpertFile) -> None:
         ask(cache, [(1, expert) for expert in range(8)])
         wait_for(lambda: cache.stats().in_flight == 1)
         begin_s = time.monotonic()
-        ask(cache, [])
-        drain(cache)
+        carry_out(cache, [])
         assert time.monotonic() - begin_s < 0.6, "cancelled uploads take no time"
         assert cache.stats().cancelled == 11
         ask(cache, [(2, expert) for expert in range(8)])
@@ -285,8 +273,7 @@ def test_a_paced_link_keeps_its_rate(tmp_path: Path) -> None:
     rate = 40e6
     with ExpertCache(model.config(1.0, link_bytes_per_s=rate)) as cache:
         begin_s = time.monotonic()
-        ask(cache, model.everything)
-        drain(cache)
+        carry_out(cache, model.everything)
         duration_s = time.monotonic() - begin_s
         stats = cache.stats()
     assert stats.uploads == 32
@@ -312,14 +299,12 @@ def test_groups_share_one_queue(tmp_path: Path) -> None:
 
 def test_clear_gives_up_and_leaves_the_slots_as_they_are(experts: ExpertFile) -> None:
     with ExpertCache(experts.config(0.25)) as cache:
-        ask(cache, [(0, 0), (1, 1)])
-        drain(cache)
+        carry_out(cache, [(0, 0), (1, 1)])
         slots = acquire(cache, 0, [0])
         with pytest.raises(BackendError):
             cache.clear(0.01)
         assert resident(cache) == {(0, 0), (1, 1)}
-        ask(cache, [(2, 2)])
-        drain(cache)
+        carry_out(cache, [(2, 2)])
         assert (2, 2) in resident(cache), "plans go on"
         release(cache, 0, slots)
         cache.clear(0.01)
@@ -328,8 +313,7 @@ def test_clear_gives_up_and_leaves_the_slots_as_they_are(experts: ExpertFile) ->
 
 def test_clear_waits_for_pins_and_empties_everything(experts: ExpertFile) -> None:
     with ExpertCache(experts.config(0.5)) as cache:
-        ask(cache, [(0, expert) for expert in range(8)])
-        drain(cache)
+        carry_out(cache, [(0, expert) for expert in range(8)])
         slots = acquire(cache, 0, [3])
         clearing = threading.Thread(target=cache.clear)
         clearing.start()
@@ -341,8 +325,7 @@ def test_clear_waits_for_pins_and_empties_everything(experts: ExpertFile) -> Non
         assert not cache.residency().any()
         assert cache.stats().slots_used == 0
         assert cache.stats().evictions == 8
-        ask(cache, experts.everything)
-        drain(cache)
+        carry_out(cache, experts.everything)
         assert assert_bytes(cache, experts) == 16, "all slots are in use again"
 
 
@@ -351,13 +334,11 @@ def test_an_expert_that_cannot_be_read_stays_absent(tmp_path: Path) -> None:
     with ExpertCache(model.config(1.0)) as cache:
         with model.path.open("r+b") as file:
             file.truncate(model.tensors[-1].offset)
-        ask(cache, [(0, 0), (3, 0), (3, 1), (1, 1)])
-        drain(cache)
+        carry_out(cache, [(0, 0), (3, 0), (3, 1), (1, 1)])
         assert resident(cache) == {(0, 0), (1, 1)}
         assert cache.stats().failed == 2
         assert_balanced(cache)
-        ask(cache, list(product(range(3), range(8))))
-        drain(cache)
+        carry_out(cache, list(product(range(3), range(8))))
         assert assert_bytes(cache, model) == 24
 
 
@@ -376,8 +357,7 @@ def test_closing_detaches(tiny_moe: Path) -> None:
     with context:
         with ExpertCache(config) as cache:
             cache.attach(sensor)
-            ask(cache, list(product(range(3), range(8))))
-            drain(cache)
+            carry_out(cache, list(product(range(3), range(8))))
             context.decode([1, 2, 3])
             records = cache.blocks()
             assert records["layer"].tolist() == [0, 1, 2]

@@ -22,7 +22,18 @@ from moeedge.experts import Residency
 from moeedge.native.abi import ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
 from tests.support.cache_stress import stress
-from tests.support.experts import F32, ExpertFile, ask, assert_bytes, demand, drain, read, resident, write_experts
+from tests.support.experts import (
+    F32,
+    ExpertFile,
+    ask,
+    assert_bytes,
+    demand,
+    drain,
+    fail_reads,
+    read,
+    resident,
+    write_experts,
+)
 
 ROOT = Path(__file__).parents[2]
 LOOK_UP_S = 2.0  # how often a path is looked up (direct-file.cpp)
@@ -221,7 +232,7 @@ def test_closing_drops_what_is_queued(experts: ExpertFile) -> None:
 def test_faults_are_overcome(experts: ExpertFile, fault: ReadFault, every: int, buffered: bool) -> None:
     with ExpertCache(experts.config(1.0, device="ram", disk_buffered=buffered)) as cache:
         cache.set_readers(*((3, 4096) if every == 2 else (2, 8192)))
-        cache.set_read_faults(fault, every, 0.002)
+        fail_reads(cache, fault, every, 0.002)
         ask(cache, experts.everything)
         drain(cache)
         assert assert_bytes(cache, experts) == 32
@@ -235,12 +246,12 @@ def test_faults_are_overcome(experts: ExpertFile, fault: ReadFault, every: int, 
 )
 def test_a_disk_that_fails(experts: ExpertFile, fault: ReadFault, sentence: str) -> None:
     with ExpertCache(experts.config(1.0, device="ram")) as cache:
-        cache.set_read_faults(fault, 1)
+        fail_reads(cache, fault, 1)
         assert demand(cache, 2, [5]) == 0
         error = cache.reader().error
         assert sentence in error and "Expert 5 of layer 2" in error and str(experts.path) in error
         assert (cache.stats().failed, cache.stats().in_flight) == (1, 0)
-        cache.set_read_faults(fault, 0)
+        fail_reads(cache, fault, 0)
         assert demand(cache, 2, [5]) == 1
         ask(cache, experts.everything)
         drain(cache)

@@ -85,13 +85,14 @@ class Recorder:
     """A policy that passes everything on to another one and keeps what it saw."""
 
     def __init__(self, policy: Policy) -> None:
-        self.name = policy.name
         self.observations: list[Observation] = []
         self.upcoming: list[list[int]] = []
         self.predictions: list[ExpertPrediction | None] = []
         self.resets = 0
         self._policy = policy
-        self.lookahead, self.required_inputs = policy.lookahead, policy.required_inputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
 
     def observe(self, observation: Observation) -> None:
         self.observations.append(replace(observation, counts=observation.counts.copy()))

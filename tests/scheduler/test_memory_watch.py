@@ -111,7 +111,7 @@ def test_a_cache_that_is_off_gives_slots_back_as_well(pair: Pair, reference: lis
             return 0 if step in (3, 4) else reserve_bytes
 
         check(session, PROMPT, reference, governed_answer(session, reserve_bytes, free_at)[0])
-        assert manager.cache.info.n_slots == 26 and not manager.active and manager.state is TierState.SHRUNK
+        assert manager.cache.info.n_slots == 26 and not manager.active and manager.first.state is TierState.SHRUNK
         manager.attach()
         manager.governor = None
         check(session, PROMPT, reference, answer(session))

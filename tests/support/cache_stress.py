@@ -27,6 +27,7 @@ from tests.support.experts import (
     acquire,
     assert_balanced,
     assert_bytes,
+    fail_reads,
     pairs,
     read,
     release,
@@ -127,7 +128,7 @@ def stress(
     config = model.config(ratio, device=device, link_bytes_per_s=link_bytes_per_s)
     with ExpertCache(config) as cache:
         if device == "ram":
-            cache.set_read_faults(ReadFault.EIO, 50)  # which the next attempt overcomes
+            fail_reads(cache, ReadFault.EIO, 50)  # which the next attempt overcomes
         state = Stress(model, cache, time.monotonic() + seconds)
         jobs = [(state.plan,), (state.demand,), (state.read, 2), (state.read, 3), (state.clear,)]
         if device == "ram":

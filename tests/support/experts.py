@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moeedge.native.abi import ReadFault
 from moeedge.native.cache import CacheConfig, ExpertCache, ExpertTensor
 
 F32 = 0  # enum ggml_type
@@ -128,6 +129,12 @@ def drain(cache: ExpertCache) -> None:
     assert cache.drain(20.0)
 
 
+def carry_out(cache: ExpertCache, uploads: Sequence[tuple[int, int]], **further: Any) -> None:
+    """A plan as of `ask`, until nothing of it is left to do."""
+    ask(cache, uploads, **further)
+    drain(cache)
+
+
 def demand(
     cache: ExpertCache, layer: int, wanted: Sequence[int], victims: Sequence[tuple[int, int]] = (), wait_s: float = 20.0
 ) -> int:
@@ -154,6 +161,11 @@ def read(cache: ExpertCache, layer: int, expert: int, role: str, size_bytes: int
     out = ctypes.create_string_buffer(size_bytes)
     cache._call("read", layer, expert, role.encode(), out, size_bytes)
     return out.raw
+
+
+def fail_reads(cache: ExpertCache, kind: ReadFault, every: int, delay_s: float = 0.0) -> None:
+    """Lets every `every`-th read of a cache in RAM fail from now on; 0: none."""
+    cache._call("set_read_faults", kind, every, delay_s)
 
 
 def resident(cache: ExpertCache) -> set[tuple[int, int]]:
