@@ -46,8 +46,8 @@ def windows_of(folder: Path, name: str, model: RejectedTokenModel, first: int = 
     return cut_schedule(trace, gamma=8, acceptance_chance=0.8, rejected_token_model=model)
 
 
-def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed:
-    shape = cache_shape(schedule.trace, ratio)
+def replay(policy: Policy, schedule: Schedule) -> Replayed:
+    shape = cache_shape(schedule.trace, RATIO)
     lane = CheckedReplay(policy, shape)  # of every plan
     for chunk in schedule.chunks():
         lane.run(chunk)
@@ -55,12 +55,8 @@ def replay(policy: Policy, schedule: Schedule, ratio: float = RATIO) -> Replayed
     return Replayed(hits.hit_rate_pairs, hits.uploads / schedule.n_steps / shape.n_layers)
 
 
-def run(name: str, schedule: Schedule, config: PolicyConfig | None = None, ratio: float = RATIO) -> Replayed:
-    return replay(make_policy(name, cache_shape(schedule.trace, ratio), config), schedule, ratio)
-
-
-def compare(schedule: Schedule, names: tuple[str, ...]) -> dict[str, Replayed]:
-    return {name: run(name, schedule) for name in names}
+def run(name: str, schedule: Schedule, config: PolicyConfig | None = None) -> Replayed:
+    return replay(make_policy(name, cache_shape(schedule.trace, RATIO), config), schedule)
 
 
 def oracle(schedule: Schedule) -> float:
@@ -121,7 +117,7 @@ def bundled_steps(bundled_pair: tuple[Path, Path]) -> Schedule:
 
 @pytest.fixture(scope="module")
 def on_bundled(bundled_steps: Schedule) -> dict[str, Replayed]:
-    return compare(bundled_steps, ("spac", *RIVALS))
+    return {name: run(name, bundled_steps) for name in ("spac", *RIVALS)}
 
 
 def test_predictions_from_tokens_on_the_bundled_pair(bundled_steps: Schedule, on_bundled: dict[str, Replayed]) -> None:
