@@ -74,7 +74,9 @@ class Opening:
         with ExitStack() as stack:
             tier, opening, aside = None, self, self
             if self.in_ram is not None:
-                aside = self._for_ram(Run() if has_device else self.run)
+                policy = self.in_ram.policy if self.in_ram.policy in ram_tier.POLICIES else "lfu"
+                in_ram = replace(self.in_ram, policy=policy)
+                aside = replace(self, config=in_ram, run=Run() if has_device else self.run)
                 tier = aside._open_ram()
             if tier is not None:
                 stack.callback(tier.close)
@@ -95,12 +97,6 @@ class Opening:
             if manager is not None:
                 stack.pop_all()
             return manager, calibration
-
-    def _for_ram(self, run: Run) -> Opening:
-        """The same of the experts in RAM alone."""
-        assert self.in_ram is not None
-        policy = self.in_ram.policy if self.in_ram.policy in ram_tier.POLICIES else "lfu"
-        return replace(self, config=replace(self.in_ram, policy=policy), run=run)
 
     def _open_ram(self) -> Tier | None:
         """Experts in RAM, those first that earlier runs used most; None where there is no room."""
